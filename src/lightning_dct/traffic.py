@@ -1,0 +1,126 @@
+"""Counts the bytes and the time that communication costs: plain numbers, no torch, no Lightning.
+
+Every payload is counted at the one place where it is handed to a collective, as the bytes that this rank puts
+on the wire for it. Beside it stands what the dense fp32 exchange of the same tensors would have put there:
+
+====================  ================================================================
+collective            bytes one rank sends (``W`` ranks, ``B`` bytes a rank)
+====================  ================================================================
+all-reduce (ring)     ``2 * (W - 1) / W * B``
+all-gather (ring)     ``(W - 1) * B``
+====================  ================================================================
+
+A compression ratio is always ``bytes_dense / bytes_sent``. Element counts are never called a ratio.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass, fields
+
+FP32_BYTES = 4
+
+
+def all_reduce_bytes(num_bytes: int, world_size: int) -> int:
+    """Bytes one rank sends in a ring all-reduce of ``num_bytes`` bytes over ``world_size`` ranks."""
+    return -(-2 * (world_size - 1) * num_bytes // world_size)
+
+
+def all_gather_bytes(num_bytes: int, world_size: int) -> int:
+    """Bytes one rank sends in a ring all-gather to which it contributes ``num_bytes`` bytes."""
+    return (world_size - 1) * num_bytes
+
+
+@dataclass(frozen=True)
+class TrafficTotals:
+    """Totals of one rank since counting began; subtract two of them to get what lies between.
+
+    Attributes:
+        steps: Completed gradient synchronisations.
+        bytes_sent: Bytes this rank put on the wire, headers and padding of the payloads included.
+        bytes_dense: Bytes the dense fp32 exchange of the same tensors would have put there.
+        entries_sent: Tensor entries that went out in those bytes.
+        entries: Tensor entries that were due.
+        seconds: Wall time spent compressing and decompressing, the network's time not included.
+        refreshes: Times the thresholds were selected anew.
+    """
+
+    steps: int = 0
+    bytes_sent: int = 0
+    bytes_dense: int = 0
+    entries_sent: int = 0
+    entries: int = 0
+    seconds: float = 0.0
+    refreshes: int = 0
+
+    def __sub__(self, earlier: TrafficTotals) -> TrafficTotals:
+        return TrafficTotals(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
+
+    @property
+    def compression_ratio(self) -> float:
+        """Dense fp32 bytes over bytes sent; NaN when nothing was sent (a single process)."""
+        return self.bytes_dense / self.bytes_sent if self.bytes_sent else math.nan
+
+    @property
+    def density(self) -> float:
+        """Entries sent over entries due; NaN before the first step."""
+        return self.entries_sent / self.entries if self.entries else math.nan
+
+    @property
+    def overhead_ms(self) -> float:
+        """Milliseconds spent compressing, a step; NaN before the first step."""
+        return 1e3 * self.seconds / self.steps if self.steps else math.nan
+
+
+class Traffic:
+    """The counter itself. Safe to call from the threads in which collectives complete.
+
+    Example:
+        >>> traffic = Traffic()
+        >>> traffic.add(bytes_sent=40, bytes_dense=4000, entries_sent=10, entries=1000)
+        >>> traffic.add(steps=1)
+        >>> traffic.totals.compression_ratio
+        100.0
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._totals = TrafficTotals()
+
+    def add(
+        self,
+        *,
+        steps: int = 0,
+        bytes_sent: int = 0,
+        bytes_dense: int = 0,
+        entries_sent: int = 0,
+        entries: int = 0,
+        seconds: float = 0.0,
+        refreshes: int = 0,
+    ) -> None:
+        """Add to the totals; see :class:`TrafficTotals` for what each number means."""
+        with self._lock:
+            old = self._totals
+            self._totals = TrafficTotals(
+                old.steps + steps,
+                old.bytes_sent + bytes_sent,
+                old.bytes_dense + bytes_dense,
+                old.entries_sent + entries_sent,
+                old.entries + entries,
+                old.seconds + seconds,
+                old.refreshes + refreshes,
+            )
+
+    @property
+    def totals(self) -> TrafficTotals:
+        """The totals so far."""
+        return self._totals
+
+    def state_dict(self) -> dict[str, int | float]:
+        """The totals as plain numbers."""
+        return {f.name: getattr(self._totals, f.name) for f in fields(TrafficTotals)}
+
+    def load_state_dict(self, state: dict[str, int | float]) -> None:
+        """Continue counting from saved totals."""
+        self._totals = TrafficTotals(**state)  # type: ignore[arg-type]
