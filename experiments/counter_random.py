@@ -1,0 +1,65 @@
+"""Random numbers addressed by counters: number ``(seed, row, column)`` is the same whoever draws it, and when.
+
+A stream of training rows that is a pure function of the row's index needs no state, no seeking and no agreement
+between ranks: rank 3 of 8 simply computes its rows. The hash is the finaliser of SplitMix64 (Steele, Lea and
+Flood, OOPSLA 2014), applied once for every counter that is absorbed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+UInt64Array = npt.NDArray[np.uint64]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST_MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND_MULTIPLIER = np.uint64(0x94D049BB133111EB)
+
+
+def hash_counters(seed: int, *counters: npt.ArrayLike) -> UInt64Array:
+    """Hash a seed and counters into 64 random bits each.
+
+    Args:
+        seed: Any integer; taken modulo 2**64.
+        counters: Non-negative integer arrays (or integers) that broadcast against one another. Their order
+            matters, and put the small shapes first: each is absorbed at the shape reached so far.
+
+    Returns:
+        uint64 array of the broadcast shape (at least one dimension).
+    """
+    state = np.array([seed % 2**64], dtype=np.uint64)
+    state = _mix(state + _GOLDEN)
+    for counter in counters:
+        # Plus one, so that the counter 0 moves the state too.
+        state = _mix(state + (np.atleast_1d(counter).astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    return state
+
+
+def _mix(state: UInt64Array) -> UInt64Array:
+    """Scramble 64-bit words in place (a bijection) and return them."""
+    state ^= state >> np.uint64(30)
+    state *= _FIRST_MULTIPLIER
+    state ^= state >> np.uint64(27)
+    state *= _SECOND_MULTIPLIER
+    state ^= state >> np.uint64(31)
+    return state
+
+
+def uniform(bits: UInt64Array) -> npt.NDArray[np.float64]:
+    """Map hashed bits to floats in [0, 1), 53 bits of resolution."""
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def uniform_pair(bits: UInt64Array) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Split hashed bits into two independent floats in [0, 1), 32 bits of resolution each."""
+    high = (bits >> np.uint64(32)).astype(np.float64) * 2.0**-32
+    low = (bits & np.uint64(0xFFFFFFFF)).astype(np.float64) * 2.0**-32
+    return high, low
+
+
+def normal(bits: UInt64Array) -> npt.NDArray[np.float64]:
+    """Map hashed bits to standard normal numbers (Box and Muller), one a word."""
+    radius, angle = uniform_pair(bits)
+    # 1 - u lies in (0, 1], so that the logarithm stays finite.
+    return np.sqrt(-2.0 * np.log1p(-radius)) * np.cos(2.0 * np.pi * angle)

@@ -1,0 +1,1 @@
+"""A deep learning recommendation model and its click logs."""

@@ -1,0 +1,88 @@
+"""DLRM: dense features through a network, categories through embedding tables, all pairs of dot products on top.
+
+The architecture and the initialisation of Naumov et al., *Deep Learning Recommendation Model for Personalization
+and Recommendation Systems* (2019)::
+
+    dense [B, D] --> bottom network --> [B, d] --+-------------------------------+
+                                                 +--> dot products of all pairs --+--> top network --> logit [B]
+    ids   [B, T] --> T embedding bags --> T x [B, d]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+
+def fully_connected(sizes: Sequence[int], *, activate_last: bool) -> nn.Sequential:
+    """Linear layers with ReLU between them, initialised as the reference does.
+
+    Args:
+        sizes: Widths from the input to the output.
+        activate_last: Whether a ReLU follows the last layer too.
+    """
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(sizes):
+        layer = nn.Linear(inputs, outputs)
+        nn.init.normal_(layer.weight, std=math.sqrt(2 / (inputs + outputs)))
+        nn.init.normal_(layer.bias, std=math.sqrt(1 / outputs))
+        layers += [layer, nn.ReLU()]
+    return nn.Sequential(*layers if activate_last else layers[:-1])
+
+
+class DLRM(nn.Module):
+    """The reference model, one embedding bag (sum) a categorical feature.
+
+    Args:
+        num_dense: Number of dense features.
+        table_rows: Rows of each embedding table.
+        embedding_dim: Size of an embedding, and of the bottom network's output.
+        bottom_sizes: Hidden widths of the bottom network.
+        top_sizes: Hidden widths of the top network.
+    """
+
+    def __init__(
+        self,
+        num_dense: int,
+        table_rows: Sequence[int],
+        embedding_dim: int = 16,
+        bottom_sizes: Sequence[int] = (64, 32),
+        top_sizes: Sequence[int] = (64, 32),
+    ) -> None:
+        super().__init__()
+        self.bottom = fully_connected([num_dense, *bottom_sizes, embedding_dim], activate_last=True)
+        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, embedding_dim, mode="sum") for rows in table_rows)
+        for table in self.tables:
+            bound = 1 / math.sqrt(table.num_embeddings)
+            nn.init.uniform_(table.weight, -bound, bound)
+        num_vectors = 1 + len(table_rows)
+        num_pairs = num_vectors * (num_vectors - 1) // 2
+        self.top = fully_connected([embedding_dim + num_pairs, *top_sizes, 1], activate_last=False)
+        # Each pair once, and no vector with itself: the lower triangle.
+        rows, columns = torch.tril_indices(num_vectors, num_vectors, offset=-1)
+        self.register_buffer("pair_rows", rows, persistent=False)
+        self.register_buffer("pair_columns", columns, persistent=False)
+
+    def interact(self, vectors: Tensor) -> Tensor:
+        """Dot products of all pairs among ``[batch, vectors, embedding_dim]``: ``[batch, pairs]``."""
+        products = vectors @ vectors.transpose(1, 2)
+        return products[:, self.pair_rows, self.pair_columns]
+
+    def forward(self, dense: Tensor, categorical: Tensor) -> Tensor:
+        """Give the logit of a click.
+
+        Args:
+            dense: float ``[batch, num_dense]``.
+            categorical: int64 ``[batch, tables]``, one row number a table.
+
+        Returns:
+            float ``[batch]``.
+        """
+        bottom = self.bottom(dense)
+        pooled = [table(categorical[:, index : index + 1]) for index, table in enumerate(self.tables)]
+        pairs = self.interact(torch.stack([bottom, *pooled], dim=1))
+        return self.top(torch.cat([bottom, pairs], dim=1)).squeeze(1)

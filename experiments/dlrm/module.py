@@ -1,0 +1,130 @@
+"""Trains DLRM on clicks: binary cross-entropy, and the area under the ROC curve as the figure of merit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
+
+from dlrm.model import DLRM
+
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+}
+"""Names that ``model.optimizer`` takes."""
+
+
+class ClickModule(LightningModule):
+    """DLRM as Lightning trains it.
+
+    Logs ``train/loss``, and for validation and test ``loss`` (nats), ``auc``, ``accuracy`` under ``val/`` and
+    ``test/``. Where the data knows the true click probability, ``test/best_auc`` is what that probability itself
+    scores on the same rows: no model can be expected to do better.
+
+    Args:
+        embedding_dim: Size of an embedding.
+        bottom_sizes: Hidden widths of the network over the dense features.
+        top_sizes: Hidden widths of the network over the interactions.
+        optimizer: ``sgd``, ``adagrad`` or ``adam``.
+        learning_rate: Its learning rate.
+        num_dense: Number of dense features; read from the data module when None.
+        table_rows: Rows of each table; read from the data module when None.
+
+    Raises:
+        ValueError: If the optimizer is unknown.
+    """
+
+    def __init__(
+        self,
+        embedding_dim: int = 16,
+        bottom_sizes: Sequence[int] = (64, 32),
+        top_sizes: Sequence[int] = (64, 32),
+        optimizer: str = "adagrad",
+        learning_rate: float = 0.03,
+        num_dense: int | None = None,
+        table_rows: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__()
+        if optimizer not in OPTIMIZERS:
+            raise ValueError(f"model.optimizer={optimizer!r}: choose one of {', '.join(OPTIMIZERS)}")
+        self.save_hyperparameters()
+        self.network: nn.Module | None = None
+        self.metrics = nn.ModuleDict(
+            {
+                f"{stage}_metrics": MetricCollection(
+                    {"auc": BinaryAUROC(), "accuracy": BinaryAccuracy()}, prefix=f"{stage}/"
+                )
+                for stage in ("val", "test")
+            }
+        )
+        self.losses = nn.ModuleDict({f"{stage}_loss": MeanMetric() for stage in ("val", "test")})
+        self.best_auc = BinaryAUROC()
+        if num_dense is not None and table_rows is not None:
+            self._build()
+
+    def _build(self) -> None:
+        sizes = self.hparams
+        self.network = DLRM(sizes.num_dense, sizes.table_rows, sizes.embedding_dim, sizes.bottom_sizes, sizes.top_sizes)
+
+    def configure_model(self) -> None:
+        """Build the network with the data's sizes, once; the sizes then travel in the checkpoint."""
+        if self.network is None:
+            self.hparams.num_dense = self.trainer.datamodule.num_dense
+            self.hparams.table_rows = list(self.trainer.datamodule.table_rows)
+            self._build()
+
+    def forward(self, dense: Tensor, categorical: Tensor) -> Tensor:
+        """Logits ``[batch]``; see :class:`dlrm.model.DLRM`."""
+        return self.network(dense, categorical)
+
+    def training_step(self, batch: dict[str, Tensor], batch_index: int) -> Tensor:
+        logits = self(batch["dense"], batch["categorical"])
+        loss = functional.binary_cross_entropy_with_logits(logits, batch["label"])
+        self.log("train/loss", loss, prog_bar=True, batch_size=len(logits))
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
+        self._evaluate("test", batch)
+        if "probability" in batch and len(batch["label"]):
+            self.best_auc.update(batch["probability"], batch["label"].int())
+
+    def _evaluate(self, stage: str, batch: dict[str, Tensor]) -> None:
+        labels = batch["label"]
+        # The end of the data may leave a rank with an empty batch.
+        if not len(labels):
+            return
+        logits = self(batch["dense"], batch["categorical"])
+        loss = functional.binary_cross_entropy_with_logits(logits, labels)
+        self.losses[f"{stage}_loss"].update(loss, weight=len(labels))
+        self.metrics[f"{stage}_metrics"].update(logits.sigmoid(), labels.int())
+
+    def on_validation_epoch_end(self) -> None:
+        self._report("val")
+
+    def on_test_epoch_end(self) -> None:
+        self._report("test")
+        if self.best_auc.update_called:
+            self.log("test/best_auc", self.best_auc.compute(), sync_dist=True)
+            self.best_auc.reset()
+
+    def _report(self, stage: str) -> None:
+        metrics, loss = self.metrics[f"{stage}_metrics"], self.losses[f"{stage}_loss"]
+        # The metrics gather all ranks' rows: sync_dist averages equal numbers, and stays quiet.
+        figures: dict[str, Any] = {f"{stage}/loss": loss.compute(), **metrics.compute()}
+        self.log_dict(figures, prog_bar=True, sync_dist=True)
+        metrics.reset()
+        loss.reset()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return OPTIMIZERS[self.hparams.optimizer](self.parameters(), lr=self.hparams.learning_rate)

@@ -1,0 +1,234 @@
+"""MovieLens 100K as clicks: would this user rate this film 4 or more?
+
+Reads the two forms in which the set is passed around: GroupLens' own (``u.data``, ``u.user``, ``u.item``) and RecBole's
+atomic files (``ml-100k.inter``, ``.user``, ``.item``). Nine categories and seven dense features are made of them; what
+is counted (how often a user or a film is rated) is counted over the training part alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_info
+
+from dlrm.movielens_files import (
+    Film,
+    Rating,
+    User,
+    download,
+    find_form,
+    read_films,
+    read_ratings,
+    read_users,
+)
+from streams import (
+    Batch,
+    EvaluationRange,
+    TrainingStream,
+    batches_to_cover,
+    rank_and_world_size,
+    rank_rows,
+)
+
+POSITIVE_FROM = 4
+"""Ratings from here up are clicks (55.4% of them)."""
+
+_SECONDS_PER_DAY = 86_400
+_SECONDS_PER_YEAR = 365.25 * _SECONDS_PER_DAY
+
+
+@dataclass(frozen=True)
+class Clicks:
+    """All rows as arrays: ``dense`` float32 ``[n, 7]``, ``categorical`` int64 ``[n, 9]``, ``label`` float32 ``[n]``."""
+
+    dense: npt.NDArray[np.float32]
+    categorical: npt.NDArray[np.int64]
+    label: npt.NDArray[np.float32]
+    table_rows: list[int]
+
+
+def _number_values(values: list[Any]) -> tuple[npt.NDArray[np.int64], int]:
+    """Replace values by their place among the sorted distinct ones; also say how many there are."""
+    distinct, numbers = np.unique(np.asarray(values), return_inverse=True)
+    return numbers.astype(np.int64), len(distinct)
+
+
+def make_features(
+    ratings: list[Rating], users: dict[int, User], films: dict[int, Film], training: npt.NDArray[np.int64]
+) -> Clicks:
+    """Turn ratings into rows for DLRM.
+
+    Args:
+        ratings: All ratings.
+        users: Users by id.
+        films: Films by id.
+        training: Numbers of the ratings that are trained on: counts and scales come from these.
+    """
+    time = np.array([rating.timestamp for rating in ratings], dtype=np.float64)
+    raters = [users[rating.user] for rating in ratings]
+    rated = [films[rating.film] for rating in ratings]
+
+    categories: list[list[Any]] = [
+        [rating.user for rating in ratings],
+        [rating.film for rating in ratings],
+        [user.age // 5 for user in raters],
+        [user.gender for user in raters],
+        [user.occupation for user in raters],
+        [user.zip_code[:2] for user in raters],
+        [film.year if film.year is not None else 0 for film in rated],
+        [film.genres[0] if film.genres else "" for film in rated],
+        [" ".join(film.genres) for film in rated],
+    ]
+    numbered = [_number_values(values) for values in categories]
+    categorical = np.stack([numbers for numbers, _ in numbered], axis=1)
+
+    def count_in_training(column: int) -> npt.NDArray[np.float64]:
+        counts = np.bincount(categorical[training, column], minlength=numbered[column][1])
+        return np.log1p(counts)[categorical[:, column]]
+
+    user_column = categorical[:, 0]
+    first_seen = np.full(numbered[0][1], np.inf)
+    np.minimum.at(first_seen, user_column[training], time[training])
+    known = np.isfinite(first_seen[user_column])
+    days_since_first = np.where(
+        known, np.maximum(0, time - np.where(known, first_seen[user_column], 0)) / _SECONDS_PER_DAY, 0
+    )
+    film_age = [
+        1970 + rating.timestamp / _SECONDS_PER_YEAR - film.year if film.year is not None else 0.0
+        for rating, film in zip(ratings, rated, strict=True)
+    ]
+    dense = np.stack(
+        [
+            np.array([user.age for user in raters], dtype=np.float64),
+            np.log1p(np.maximum(0, film_age)),
+            np.array([len(film.genres) for film in rated], dtype=np.float64),
+            time,
+            count_in_training(0),
+            count_in_training(1),
+            np.log1p(days_since_first),
+        ],
+        axis=1,
+    )
+    mean, deviation = dense[training].mean(axis=0), dense[training].std(axis=0)
+    dense = (dense - mean) / np.where(deviation > 0, deviation, 1)
+    label = np.array([rating.stars >= POSITIVE_FROM for rating in ratings])
+    return Clicks(dense.astype(np.float32), categorical, label.astype(np.float32), [size for _, size in numbered])
+
+
+class MovieLens(LightningDataModule):
+    """MovieLens 100K: 80% to train, 10% to validate, 10% to test, drawn at random.
+
+    Batches are ``{"dense": float32 [n, 7], "categorical": int64 [n, 9], "label": float32 [n]}``. An epoch is one seeded
+    shuffle after the other without a seam, so that every global batch is full and no row is left out.
+
+    Args:
+        root: Folder that holds the files; they are downloaded to it when it has none.
+        batch_size: Training rows a rank.
+        eval_batch_size: Validation rows a rank.
+        seed: Chooses the split and the order.
+    """
+
+    num_dense = 7
+
+    def __init__(self, root: str, batch_size: int = 128, eval_batch_size: int = 1024, seed: int = 0) -> None:
+        super().__init__()
+        for name, value in (("batch_size", batch_size), ("eval_batch_size", eval_batch_size)):
+            if value < 1:
+                raise ValueError(f"data.{name}={value}: must be at least 1")
+        self.root = Path(root)
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size
+        self.seed = seed
+        self.clicks: Clicks | None = None
+        self.parts: dict[str, npt.NDArray[np.int64]] = {}
+
+    @property
+    def table_rows(self) -> list[int]:
+        """Rows of each embedding table; known after ``setup``."""
+        return self._get_clicks().table_rows
+
+    def _get_clicks(self) -> Clicks:
+        if self.clicks is None:
+            raise RuntimeError("the rows are known after MovieLens.setup()")
+        return self.clicks
+
+    def prepare_data(self) -> None:
+        """Download the files if they are not there: one process a node does, the others wait."""
+        if find_form(self.root) is None:
+            download(self.root)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read, split and encode the ratings."""
+        if self.clicks is not None:
+            return
+        users, films = read_users(self.root), read_films(self.root)
+        ratings = read_ratings(self.root, users, films)
+        without_year = sum(film.year is None for film in films.values())
+        rank_zero_info(
+            f"MovieLens: {len(ratings)} ratings, {len(users)} users, {len(films)} films "
+            f"({without_year} without a release year, which becomes a year of its own)"
+        )
+        order = np.random.default_rng(self.seed).permutation(len(ratings))
+        first, second = int(0.8 * len(order)), int(0.9 * len(order))
+        self.parts = {"train": order[:first], "val": order[first:second], "test": order[second:]}
+        self.clicks = make_features(ratings, users, films, self.parts["train"])
+
+    def rows(self, numbers: npt.NDArray[np.int64]) -> Batch:
+        """Give the ratings with these numbers as a batch."""
+        clicks = self._get_clicks()
+        return {
+            "dense": torch.from_numpy(clicks.dense[numbers]),
+            "categorical": torch.from_numpy(clicks.categorical[numbers]),
+            "label": torch.from_numpy(clicks.label[numbers]),
+        }
+
+    def _shuffled(self) -> Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]:
+        """Map places in the endless training order to rating numbers, keeping the two epochs a batch may touch."""
+        training = self.parts["train"]
+        epochs: dict[int, npt.NDArray[np.int64]] = {}
+
+        def numbers(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+            epoch, offset = places // len(training), places % len(training)
+            needed = np.unique(epoch).tolist()
+            for old in [kept for kept in epochs if kept not in needed]:
+                del epochs[old]
+            for new in needed:
+                if new not in epochs:
+                    epochs[new] = np.random.default_rng([self.seed, new]).permutation(training)
+            return np.array([epochs[e][o] for e, o in zip(epoch.tolist(), offset.tolist(), strict=True)])
+
+        return numbers
+
+    def train_dataloader(self) -> TrainingStream:
+        rank, world_size = rank_and_world_size(self.trainer)
+        numbers = self._shuffled()
+
+        def make_batch(batch: int) -> Batch:
+            places = rank_rows(batch, batch_size=self.batch_size, rank=rank, world_size=world_size)
+            return self.rows(numbers(places))
+
+        rows_per_batch = self.batch_size * world_size
+        return TrainingStream(make_batch, -(-len(self.parts["train"]) // rows_per_batch))
+
+    def _evaluation(self, part: str) -> EvaluationRange:
+        rank, world_size = rank_and_world_size(self.trainer)
+        numbers = self.parts[part]
+        split: dict[str, Any] = {"batch_size": self.eval_batch_size, "world_size": world_size}
+
+        def make_batch(batch: int) -> Batch:
+            return self.rows(numbers[rank_rows(batch, rank=rank, total=len(numbers), **split)])
+
+        return EvaluationRange(make_batch, batches_to_cover(len(numbers), **split))
+
+    def val_dataloader(self) -> EvaluationRange:
+        return self._evaluation("val")
+
+    def test_dataloader(self) -> EvaluationRange:
+        return self._evaluation("test")

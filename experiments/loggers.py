@@ -1,0 +1,39 @@
+"""Loggers that need a decision first: Weights & Biases runs online only where the user is logged in."""
+
+from __future__ import annotations
+
+import netrc
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import WandbLogger
+
+_WANDB_HOST = "api.wandb.ai"
+
+
+def logged_in_to_wandb() -> bool:
+    """Say whether there is a W&B key, in ``WANDB_API_KEY`` or in the netrc file that ``wandb login`` writes."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    file = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
+    try:
+        return netrc.netrc(str(file)).authenticators(_WANDB_HOST) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def wandb_logger(offline: bool | None = None, **settings: Any) -> WandbLogger:
+    """Make a W&B logger.
+
+    Args:
+        offline: Whether to keep the run on disk; None means: unless the user is logged in.
+        **settings: As ``WandbLogger`` takes them.
+    """
+    if offline is None:
+        offline = not logged_in_to_wandb()
+    save_dir = settings.get("save_dir")
+    if save_dir is not None:
+        # wandb falls back to the temporary folder, in silence nearly, when this one is not there.
+        Path(save_dir).mkdir(parents=True, exist_ok=True)
+    return WandbLogger(offline=offline, **settings)

@@ -1,0 +1,1 @@
+"""A small transformer language model and its text."""

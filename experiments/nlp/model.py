@@ -1,0 +1,107 @@
+"""A decoder-only transformer language model, small enough to read from top to bottom."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class Block(nn.Module):
+    """Attention, then a two-layer network, each on a normalised input and added to what came in."""
+
+    def __init__(self, width: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.dropout = dropout
+        self.attention_norm = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.attention_output = nn.Linear(width, width)
+        self.feed_forward_norm = nn.LayerNorm(width)
+        self.expand = nn.Linear(width, 4 * width)
+        self.contract = nn.Linear(4 * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map ``[batch, time, width]`` to the same shape; position ``t`` sees positions up to ``t`` only."""
+        hidden = hidden + self._drop(self.attend(self.attention_norm(hidden)))
+        expanded = functional.gelu(self.expand(self.feed_forward_norm(hidden)))
+        return hidden + self._drop(self.contract(expanded))
+
+    def attend(self, hidden: Tensor) -> Tensor:
+        """Causal multi-head self-attention over ``[batch, time, width]``."""
+        batch, time, width = hidden.shape
+        split = self.query_key_value(hidden).view(batch, time, 3, self.num_heads, width // self.num_heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=self.dropout if self.training else 0.0, is_causal=True
+        )
+        return self.attention_output(mixed.transpose(1, 2).reshape(batch, time, width))
+
+    def _drop(self, hidden: Tensor) -> Tensor:
+        return functional.dropout(hidden, self.dropout, self.training)
+
+
+class TransformerLanguageModel(nn.Module):
+    """Predicts the next token at every position.
+
+    Args:
+        vocabulary_size: Number of distinct tokens.
+        context_length: Longest sequence, in tokens.
+        num_layers: Number of blocks.
+        width: Size of the hidden state.
+        num_heads: Attention heads; must divide ``width``.
+        dropout: Fraction of activations dropped while training.
+        tie_weights: Use the token embedding as the output matrix.
+
+    Raises:
+        ValueError: If ``num_heads`` does not divide ``width``.
+    """
+
+    def __init__(
+        self,
+        vocabulary_size: int,
+        context_length: int,
+        num_layers: int = 2,
+        width: int = 128,
+        num_heads: int = 4,
+        dropout: float = 0.0,
+        tie_weights: bool = True,
+    ) -> None:
+        super().__init__()
+        if width % num_heads:
+            raise ValueError(f"model.num_heads={num_heads} must divide model.width={width}")
+        self.context_length = context_length
+        self.token_embedding = nn.Embedding(vocabulary_size, width)
+        self.position_embedding = nn.Embedding(context_length, width)
+        self.blocks = nn.ModuleList(Block(width, num_heads, dropout) for _ in range(num_layers))
+        self.output_norm = nn.LayerNorm(width)
+        self.output = nn.Linear(width, vocabulary_size, bias=False)
+        self._initialise(num_layers)
+        if tie_weights:
+            self.output.weight = self.token_embedding.weight
+
+    def _initialise(self, num_layers: int) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        # Every block adds twice to the hidden state; keep the sum's variance independent of the depth.
+        for block in self.blocks:
+            for projection in (block.attention_output, block.contract):
+                nn.init.normal_(projection.weight, std=0.02 / (2 * num_layers) ** 0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Give the logits of the next token.
+
+        Args:
+            tokens: int64 ``[batch, time]``, ``time`` at most the context length.
+
+        Returns:
+            float ``[batch, time, vocabulary_size]``.
+        """
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        hidden = self.token_embedding(tokens) + self.position_embedding(positions)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.output(self.output_norm(hidden))

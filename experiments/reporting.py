@@ -1,0 +1,144 @@
+"""What a run ends in: one table for the reader, and the same figures as ``result.json``."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from rich.console import Console
+from rich.table import Table
+
+BEST_PREFIX = "best_"
+"""Metrics named ``<stage>/best_<metric>`` are what a perfect model would reach."""
+
+_MILLISECONDS = 1e3
+
+
+class StepTimer(Callback):
+    """Measures the wall time from one optimizer step to the next: data, logging and synchronisation included.
+
+    Args:
+        skip: First steps that are left out: they compile, allocate and let DDP rebuild its buckets.
+    """
+
+    def __init__(self, skip: int = 20) -> None:
+        if skip < 0:
+            raise ValueError(f"callbacks.step_timer.skip={skip}: must not be negative")
+        self.skip = skip
+        self._durations: list[float] = []
+        self._step = 0
+        self._finished_at: float | None = None
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self._durations.clear()
+        self._step, self._finished_at = trainer.global_step, None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_index: int
+    ) -> None:
+        if trainer.global_step == self._step:
+            return
+        now = time.perf_counter()
+        if self._finished_at is not None:
+            self._durations.append(now - self._finished_at)
+        self._step, self._finished_at = trainer.global_step, now
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        # A validation between two steps is no part of either.
+        self._finished_at = None
+
+    @property
+    def median_milliseconds(self) -> float | None:
+        """The median step; None when no step is left after those skipped."""
+        measured = self._durations[self.skip :]
+        return _MILLISECONDS * statistics.median(measured) if measured else None
+
+
+@dataclass(frozen=True)
+class Result:
+    """The figures of one run; None where a run has no such figure.
+
+    Attributes:
+        choices: Which file of each configuration group the run was composed of.
+        overrides: What the command line said.
+        world_size: Number of processes.
+        steps: Optimizer steps of this fit.
+        metrics: Final figures of validation and test.
+        best_known: For a metric, what a perfect model would reach on the same data.
+        compression_ratio: Bytes of the dense fp32 all-reduce over bytes handed to collectives, this rank's.
+        bytes_sent_per_step: Bytes this rank sends a step.
+        bytes_dense_per_step: What the dense fp32 all-reduce would send.
+        milliseconds_per_step: Median wall time of a training step.
+        trainable_parameters: Entries of all parameters that are trained.
+    """
+
+    choices: dict[str, Any]
+    overrides: list[str]
+    world_size: int
+    steps: int
+    metrics: dict[str, float]
+    best_known: dict[str, float]
+    compression_ratio: float | None
+    bytes_sent_per_step: float | None
+    bytes_dense_per_step: float | None
+    milliseconds_per_step: float | None
+    trainable_parameters: int
+
+    def write(self, file: Path) -> None:
+        """Write as JSON; figures that are not finite become null."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(_finite(asdict(self)), indent=2) + "\n")
+
+    def print(self, console: Console | None = None) -> None:
+        """Print as a table."""
+        table = Table(title="Result")
+        table.add_column("figure")
+        table.add_column("value", justify="right")
+        for name, value in self.metrics.items():
+            best = self.best_known.get(name)
+            table.add_row(name, f"{value:.4f}" + (f" (best known {best:.4f})" if best is not None else ""))
+        table.add_section()
+        table.add_row("compression ratio, against dense fp32", _text(self.compression_ratio, "{:.1f}x"))
+        table.add_row("bytes sent a step, each rank", _text(self.bytes_sent_per_step, "{:,.0f}"))
+        table.add_row("bytes of dense fp32 a step, each rank", _text(self.bytes_dense_per_step, "{:,.0f}"))
+        table.add_row("ms a training step, median", _text(self.milliseconds_per_step, "{:.1f}"))
+        table.add_row("training steps", f"{self.steps:,}")
+        table.add_row("processes", str(self.world_size))
+        table.add_row("trainable parameters", f"{self.trainable_parameters:,}")
+        (console or Console()).print(table)
+
+
+def _text(value: float | None, pattern: str) -> str:
+    return "-" if value is None or not math.isfinite(value) else pattern.format(value)
+
+
+def _finite(value: Any) -> Any:
+    """Replace NaN and infinity by None, all the way down: JSON has no word for them."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def split_best_known(metrics: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+    """Part measured metrics from best-known ones.
+
+    Example:
+        >>> split_best_known({"test/auc": 0.7, "test/best_auc": 0.8})
+        ({'test/auc': 0.7}, {'test/auc': 0.8})
+    """
+    measured, best = {}, {}
+    for name, value in metrics.items():
+        stage, _, metric = name.partition("/")
+        if metric.startswith(BEST_PREFIX):
+            best[f"{stage}/{metric.removeprefix(BEST_PREFIX)}"] = value
+        else:
+            measured[name] = value
+    return measured, best

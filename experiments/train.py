@@ -1,0 +1,110 @@
+"""Trains what ``conf/`` describes and reports quality beside bytes: ``python experiments/train.py experiment=lm``.
+
+``strategy=ddp|ddp_fp16|powersgd|dct`` swaps how gradients are synchronised and nothing else. Every setting is an
+override, ``strategy.density=0.001 trainer.devices=4``; ``--cfg job`` shows them all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loggers import Logger
+from omegaconf import DictConfig
+
+import lightning_dct  # noqa: F401  (registers the strategies with Lightning)
+from reporting import Result, StepTimer, split_best_known
+
+
+def instantiate_group(group: DictConfig | None) -> list[Any]:
+    """Make the objects of a configuration group whose entries each have a ``_target_``."""
+    return [hydra.utils.instantiate(entry) for entry in (group or {}).values() if entry is not None]
+
+
+def make_trainer(config: DictConfig) -> Trainer:
+    """Build the Trainer with its strategy, callbacks and loggers."""
+    loggers: list[Logger] = instantiate_group(config.get("logger"))
+    callbacks: list[Callback] = instantiate_group(config.get("callbacks"))
+    if not loggers:
+        # This callback refuses to run when there is nowhere to log to.
+        callbacks = [callback for callback in callbacks if not isinstance(callback, LearningRateMonitor)]
+    return hydra.utils.instantiate(
+        config.trainer,
+        strategy=hydra.utils.instantiate(config.strategy),
+        callbacks=callbacks,
+        logger=loggers or False,
+    )
+
+
+def refuse_multirun() -> None:
+    """Stop a sweep before it starts.
+
+    Raises:
+        RuntimeError: With Hydra in multirun mode: every child process would run the whole sweep again.
+    """
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        raise RuntimeError(
+            "--multirun does not work with processes that Lightning starts: each would run the whole sweep. "
+            "Start one run after the other from a shell loop."
+        )
+
+
+def collect_result(trainer: Trainer, module: LightningModule, metrics: dict[str, float]) -> Result:
+    """Gather the figures of a run that has been trained and scored.
+
+    Args:
+        trainer: The Trainer, after fit.
+        module: What it trained.
+        metrics: Figures of validation and test, by name.
+    """
+    measured, best_known = split_best_known(metrics)
+    traffic = getattr(trainer.strategy, "traffic", None)
+    totals = traffic.totals if traffic is not None and traffic.totals.steps else None
+    timers = [callback for callback in trainer.callbacks if isinstance(callback, StepTimer)]
+    hydra_config = HydraConfig.get()
+    return Result(
+        choices={
+            group: choice for group, choice in hydra_config.runtime.choices.items() if not group.startswith("hydra")
+        },
+        overrides=list(hydra_config.overrides.task),
+        world_size=trainer.world_size,
+        steps=trainer.global_step,
+        metrics=measured,
+        best_known=best_known,
+        compression_ratio=totals.compression_ratio if totals else None,
+        bytes_sent_per_step=totals.bytes_sent / totals.steps if totals else None,
+        bytes_dense_per_step=totals.bytes_dense / totals.steps if totals else None,
+        milliseconds_per_step=timers[0].median_milliseconds if timers else None,
+        trainable_parameters=sum(p.numel() for p in module.parameters() if p.requires_grad),
+    )
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="train")
+def main(config: DictConfig) -> None:
+    """Train, score and report one run; every rank comes through here."""
+    refuse_multirun()
+    seed_everything(config.seed, workers=True)
+    data = hydra.utils.instantiate(config.data)
+    module = hydra.utils.instantiate(config.model)
+    trainer = make_trainer(config)
+
+    trainer.fit(module, datamodule=data, ckpt_path=config.ckpt_path)
+    # Scored once more at the end: the last validation within fit may lie some steps back.
+    scores = trainer.validate(module, datamodule=data, verbose=False)
+    if config.test:
+        scores += trainer.test(module, datamodule=data, verbose=False)
+
+    if trainer.is_global_zero:
+        metrics = {name: float(value) for stage in scores for name, value in stage.items()}
+        result = collect_result(trainer, module, metrics)
+        result.write(Path(config.paths.output_dir) / "result.json")
+        result.print()
+
+
+if __name__ == "__main__":
+    main()
