@@ -1,0 +1,129 @@
+"""The settings of gradient compression: one frozen dataclass, checked once, when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from numbers import Integral
+from typing import Any, Literal, get_args
+
+ValueFormat = Literal["fp32", "bf16", "int8", "1bit"]
+WarmupSchedule = Literal["exponential", "linear"]
+
+VALUE_FORMATS: tuple[str, ...] = get_args(ValueFormat)
+WARMUP_STAGES = 32
+WARMUP_SCHEDULES: tuple[str, ...] = get_args(WarmupSchedule)
+
+
+@dataclass(frozen=True)
+class DCTConfig:
+    """What is sent, how it is written, and when the thresholds are selected anew.
+
+    Attributes:
+        density: Share of each tensor's entries that is sent a step, in (0, 1]. 1.0 sends everything, as plain DDP
+            does.
+        density_per_parameter: Densities for some parameters, by name pattern (``fnmatch`` wildcards, as in
+            ``{"*.embedding.weight": 0.001}``). The first pattern that matches a name wins. A pattern that matches
+            no parameter is an error.
+        refresh_every: Optimizer steps between two exact selections of the thresholds.
+        warmup_steps: Optimizer steps over which the density falls from 1.0 to its target. 0 starts at the target.
+        warmup_schedule: How it falls: ``"exponential"`` (by a constant factor a step; Lin et al., *Deep Gradient
+            Compression*, ICLR 2018, section 3.4) or ``"linear"``.
+        value_format: How a sent entry is written: ``"fp32"``, ``"bf16"``, ``"int8"`` (one scale a tensor) or
+            ``"1bit"`` (its sign, times the mean magnitude of what the tensor sends). What rounding loses stays in
+            the residual.
+        min_tensor_size: Tensors with fewer entries than this are sent whole, in their own dtype.
+        guard: Nudge each threshold between refreshes so that the number of entries above it stays near its target.
+    """
+
+    density: float = 0.01
+    density_per_parameter: Mapping[str, float] = field(default_factory=dict)
+    refresh_every: int = 1000
+    warmup_steps: int = 0
+    warmup_schedule: WarmupSchedule = "exponential"
+    value_format: ValueFormat = "bf16"
+    min_tensor_size: int = 128
+    guard: bool = True
+
+    def __post_init__(self) -> None:
+        _check_density("density", self.density)
+        if not isinstance(self.density_per_parameter, Mapping):
+            raise TypeError(
+                "`density_per_parameter` must map parameter-name patterns to densities, as in"
+                f" {{'*.embedding.weight': 0.001}}; got {self.density_per_parameter!r}."
+            )
+        for pattern, density in self.density_per_parameter.items():
+            _check_density(f"density_per_parameter[{pattern!r}]", density)
+        # A private plain dict: a caller's later change must not reach a running job, and Hydra's own mapping types
+        # must not reach a checkpoint or another process.
+        object.__setattr__(
+            self,
+            "density_per_parameter",
+            {str(pattern): float(density) for pattern, density in self.density_per_parameter.items()},
+        )
+        _check_integer("refresh_every", self.refresh_every, minimum=1)
+        _check_integer("warmup_steps", self.warmup_steps, minimum=0)
+        _check_integer("min_tensor_size", self.min_tensor_size, minimum=0)
+        _check_choice("value_format", self.value_format, VALUE_FORMATS)
+        _check_choice("warmup_schedule", self.warmup_schedule, WARMUP_SCHEDULES)
+        if not isinstance(self.guard, bool):
+            raise TypeError(f"`guard` must be True or False, got {self.guard!r}.")
+
+    def check_patterns(self, parameter_names: list[str]) -> None:
+        """Refuse patterns that match none of the model's parameters.
+
+        Raises:
+            ValueError: A pattern in ``density_per_parameter`` matches no name.
+        """
+        for pattern in self.density_per_parameter:
+            if not any(fnmatchcase(name, pattern) for name in parameter_names):
+                examples = ", ".join(repr(name) for name in parameter_names[:3])
+                raise ValueError(
+                    f"`density_per_parameter` has the pattern {pattern!r}, which matches no trainable parameter of"
+                    f" the model. Its names look like {examples}. Mend the pattern or remove it."
+                )
+
+    def warmup_stage(self, step: int) -> int:
+        """The stage of warm-up an optimizer step belongs to, from 0 to ``WARMUP_STAGES`` (warm-up is over).
+
+        The density falls in stages because each new density needs its thresholds selected anew.
+
+        Args:
+            step: Completed optimizer steps, from 0.
+        """
+        return WARMUP_STAGES if step >= self.warmup_steps else WARMUP_STAGES * step // self.warmup_steps
+
+    def density_of(self, parameter_name: str, stage: int = WARMUP_STAGES) -> float:
+        """The density of one parameter in a stage of warm-up, by default once it is over."""
+        target = self.density
+        for pattern, density in self.density_per_parameter.items():
+            if fnmatchcase(parameter_name, pattern):
+                target = density
+                break
+        progress = stage / WARMUP_STAGES
+        if self.warmup_schedule == "linear":
+            return 1.0 + (target - 1.0) * progress
+        return float(target**progress)
+
+
+def _check_density(setting: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"`{setting}` must be a number in (0, 1], such as 0.01; got {value!r}.")
+    if not 0.0 < value <= 1.0:
+        raise ValueError(
+            f"`{setting}` is the share of entries that is sent and must be in (0, 1], such as 0.01; got {value!r}."
+            " To send everything use 1.0."
+        )
+
+
+def _check_integer(setting: str, value: Any, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"`{setting}` must be a whole number of at least {minimum}; got {value!r}.")
+    if value < minimum:
+        raise ValueError(f"`{setting}` must be at least {minimum}; got {value!r}.")
+
+
+def _check_choice(setting: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"`{setting}` must be one of {', '.join(map(repr, choices))}; got {value!r}.")

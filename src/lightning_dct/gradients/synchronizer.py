@@ -1,0 +1,327 @@
+"""One bucket's way: gradient -> residual -> threshold -> kernel -> wire -> exchange -> wire -> gradient.
+
+    rank r     a = g + e        pick |a| >= tau        pack ---+
+                    |                                          |  all-gather of uint8 payloads
+               e = a - what the others will read               |
+                                                               v
+    every rank                g = (1/W) * sum over ranks of unpack(payload)
+
+This is equation by equation the data-parallel half of Dynamic Communication Thresholding (Gupta et al., KDD 2021,
+section 3.1) with per-tensor thresholds.
+"""
+
+# No `from __future__ import annotations` here: DistributedDataParallel compares the hook's annotations with classes.
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+
+from lightning_dct.config import DCTConfig
+from lightning_dct.gradients.exchange import all_gather_payload, all_reduce_mean, all_reduce_mean_sparse
+from lightning_dct.gradients.plan import BucketPlan, plan_bucket
+from lightning_dct.gradients.residual import Residuals
+from lightning_dct.kernels import Selection, select
+from lightning_dct.threshold import GUARD_RESELECT, Thresholds, keep_largest, kth_magnitude, nudge
+from lightning_dct.traffic import FP32_BYTES, Traffic, all_reduce_bytes
+from lightning_dct.wire import PayloadError, pack, unpack
+
+
+class GradientSynchronizer:
+    """Synchronises the gradients of one rank with the others': the state behind a DDP communication hook.
+
+    A *synchronisation* is one pass over all buckets, one for each optimizer step whatever the number of
+    micro-batches. Everything remembered from one to the next is kept by parameter name.
+
+    Args:
+        config: The settings.
+        parameter_names: The name of every parameter that may turn up in a bucket.
+        group: The ranks that take part.
+        traffic: Where bytes and time are counted.
+        hold_unused: Keep the residual of a tensor whose local gradient is all zero instead of sending from it. With
+            ``find_unused_parameters`` DDP throws the result for a globally unused parameter away; what had been sent
+            for it would be lost.
+        loss_scale: Gives the factor by which mixed-precision training has scaled the gradients; None when it does
+            not. With it, a synchronisation that ends in an infinite or NaN gradient is undone, because the scaler
+            skips that optimizer step.
+    """
+
+    def __init__(
+        self,
+        config: DCTConfig,
+        parameter_names: Mapping[Tensor, str],
+        group: dist.ProcessGroup,
+        traffic: Traffic,
+        hold_unused: bool = False,
+        loss_scale: Callable[[], float] | None = None,
+    ) -> None:
+        self.config = config
+        self.traffic = traffic
+        self.thresholds = Thresholds()
+        self.residuals = Residuals()
+        self.synchronisations = 0
+        self.steps_since_refresh = 0
+        self._parameter_names = parameter_names
+        self._group = group
+        self._hold_unused = hold_unused
+        self._loss_scale = loss_scale
+        self._refresh_requested = False
+        self._plans: dict[tuple[str, ...], tuple[int, BucketPlan]] = {}
+        # What follows belongs to the synchronisation under way.
+        self._pending: list[_Pending] = []
+        self._refreshing = False
+        self._selected = False
+        self._gradient_scale = 1.0
+        self._counts: list[tuple[str, int, int]] = []
+        self._undo: list[tuple[Tensor, Tensor]] = []
+        self._undo_thresholds: dict[str, Any] = {}
+
+    def request_refresh(self) -> None:
+        """Select all thresholds anew in the next synchronisation."""
+        self._refresh_requested = True
+
+    def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
+        """The communication hook for ``DistributedDataParallel.register_comm_hook``.
+
+        Args:
+            state: Not used.
+            bucket: Gradients that are ready. DDP hands the buckets over in the same order on every rank, each as
+                soon as backward has filled it, so its bytes travel while backward goes on.
+
+        Returns:
+            A future of the bucket's averaged gradients.
+        """
+        with self._timed():
+            if not self._pending:
+                self._begin()
+            self._pending.append(self._send(bucket))
+        future = self._pending[-1].future
+        if bucket.is_last():
+            self._finish()
+        return future
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: plain numbers, dicts and CPU tensors."""
+        return {
+            "synchronisations": self.synchronisations,
+            "steps_since_refresh": self.steps_since_refresh,
+            "thresholds": self.thresholds.state_dict(),
+            "residuals": self.residuals.state_dict(),
+            "traffic": self.traffic.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state."""
+        self.synchronisations = int(state["synchronisations"])
+        self.steps_since_refresh = int(state["steps_since_refresh"])
+        self.thresholds.load_state_dict(state["thresholds"])
+        self.residuals.load_state_dict(state["residuals"])
+        self.traffic.load_state_dict(state["traffic"])
+
+    def _begin(self) -> None:
+        self._refreshing = self._refresh_requested
+        self._selected = False
+        if self._loss_scale is not None:
+            self._gradient_scale = 1.0 / self._loss_scale()
+            self._undo_thresholds = self.thresholds.state_dict()
+
+    def _finish(self) -> None:
+        """Wait for all buckets in turn, reading one while the next one's bytes travel.
+
+        This happens here, in the thread that runs backward, and not in callbacks of the futures: gloo would run those
+        in threads of its own, which compete with backward for the interpreter and can abort the process when it ends.
+        """
+        nonfinite = False
+        for pending in self._pending:
+            pending.work.wait()
+            with self._timed():
+                mean = pending.read()
+                # What the scaler will look for. Every rank holds the same mean, so all come to the same answer.
+                nonfinite |= self._loss_scale is not None and not bool(_entries(mean).isfinite().all())
+            pending.future.set_result(mean)
+        self.traffic.add(steps=1)
+        if nonfinite:
+            # The scaler skips this optimizer step, and so do we. A refresh that was due is due again.
+            for residual, before in self._undo:
+                residual.copy_(before)
+            self.thresholds.load_state_dict(self._undo_thresholds)
+        else:
+            self.synchronisations += 1
+            self.steps_since_refresh = 1 if self._refreshing else self.steps_since_refresh + 1
+            self.traffic.add(refreshes=int(self._refreshing or self._selected))
+            self._refresh_requested = False
+            if self.config.guard:
+                self._guard()
+        self._pending, self._undo, self._counts = [], [], []
+
+    def _send(self, bucket: GradBucket) -> "_Pending":
+        buffer = bucket.buffer()
+        if buffer.is_sparse:
+            return _Pending(all_reduce_mean_sparse(buffer, self._group, self.traffic), lambda: buffer, _future(buffer))
+        plan = self._plan(bucket)
+        dense_bytes = all_reduce_bytes(FP32_BYTES * buffer.numel(), self._group.size())
+        self.traffic.add(bytes_dense=dense_bytes, entries=buffer.numel())
+        return self._send_whole_bucket(buffer, plan) if plan.is_dense else self._send_entries(buffer, plan)
+
+    def _plan(self, bucket: GradBucket) -> BucketPlan:
+        parameters = bucket.parameters()
+        names = tuple(self._parameter_names[parameter] for parameter in parameters)
+        stage = self.config.warmup_stage(self.synchronisations)
+        if names not in self._plans or self._plans[names][0] != stage:
+            plan = plan_bucket(
+                names,
+                [parameter.numel() for parameter in parameters],
+                [self.config.density_of(name, stage) for name in names],
+                bucket.buffer().dtype,
+                self.config.value_format,
+                self.config.min_tensor_size,
+                self._group.size(),
+            )
+            self._plans[names] = (stage, plan)
+        return self._plans[names][1]
+
+    def _send_whole_bucket(self, buffer: Tensor, plan: BucketPlan) -> "_Pending":
+        if any(name in self.residuals for name in plan.names):
+            # Left from a time of lower density (a run resumed with other settings): it goes out now.
+            residual = self._residual(buffer, plan)
+            buffer.add_(residual, alpha=1.0 / self._gradient_scale)
+            residual.zero_()
+        self.traffic.add(entries_sent=buffer.numel())
+
+        return _Pending(all_reduce_mean(buffer, self._group, self.traffic), lambda: buffer, _future(buffer))
+
+    def _send_entries(self, buffer: Tensor, plan: BucketPlan) -> "_Pending":
+        residual = self._residual(buffer, plan)
+        used = [index for index in plan.compressed if not self._is_held(buffer, plan.bounds[index])]
+        thresholds = [self._threshold(buffer, residual, plan, index) for index in used]
+        segments = [plan.bounds[index] for index in used]
+        selection = select(buffer, residual, segments, thresholds, self._gradient_scale)
+        positions, values = self._fit(selection, plan, used)
+        whole = self._take_whole(buffer, residual, plan)
+        payload, received = pack(plan.layout, positions, values, whole)
+        left = values - received.to(values.dtype)
+        finite = values.isfinite()
+        if not bool(finite.all()):
+            positions, left = positions[finite], left[finite]
+        residual[positions] = left
+        self.traffic.add(entries_sent=values.numel() + sum(plan.sizes[index] for index in plan.whole))
+        work, gathered = all_gather_payload(payload, self._group, self.traffic)
+        return _Pending(work, lambda: self._sum_payloads(gathered, buffer, plan), _future(buffer))
+
+    def _residual(self, buffer: Tensor, plan: BucketPlan) -> Tensor:
+        residual = self.residuals.flat(plan.names, plan.sizes, plan.residual_dtype, buffer.device)
+        if self._loss_scale is not None:
+            self._undo.append((residual, residual.clone()))
+        return residual
+
+    def _is_held(self, buffer: Tensor, bounds: tuple[int, int]) -> bool:
+        return self._hold_unused and not bool(buffer[slice(*bounds)].any())
+
+    def _threshold(self, buffer: Tensor, residual: Tensor, plan: BucketPlan, index: int) -> float:
+        name, target = plan.names[index], plan.targets[index]
+        threshold = self.thresholds.get(name, target)
+        if threshold is None or self._refreshing:
+            part = slice(*plan.bounds[index])
+            accumulated = residual[part] + buffer[part].to(residual.dtype) * self._gradient_scale
+            threshold = kth_magnitude(accumulated, target)
+            self.thresholds.set(name, target, threshold)
+            self._selected = True
+        return threshold
+
+    def _fit(self, selection: Selection, plan: BucketPlan, used: list[int]) -> tuple[Tensor, Tensor]:
+        """Cut a selection down to what the payload has room for: the largest entries of each tensor.
+
+        The room is fixed, because collectives want equal sizes. What is cut stays in the residual. From a tensor
+        with infinite or NaN entries only those go: its other entries are of no use in a step that is lost anyway.
+        """
+        positions, values = selection.positions, selection.values
+        finite = values.isfinite()
+        all_finite = bool(finite.all())
+        keep: Tensor | None = None
+        stop = 0
+        for index, count in zip(used, selection.counts, strict=True):
+            start, stop = stop, stop + count
+            name, target = plan.names[index], plan.targets[index]
+            broken = not all_finite and not bool(finite[start:stop].all())
+            if not broken:
+                self._counts.append((name, count, target))
+                if count <= target:
+                    continue
+            if keep is None:
+                keep = torch.ones_like(finite)
+            if broken:
+                nonfinite = (~finite[start:stop]).nonzero().squeeze(1)[:target]
+                keep[start:stop] = False
+                keep[start + nonfinite] = True
+            else:
+                keep[start:stop], smallest = keep_largest(values[start:stop], target)
+                if self.config.guard and count > GUARD_RESELECT * target:
+                    self.thresholds.set(name, target, smallest)
+                    self._counts.pop()
+        return (positions, values) if keep is None else (positions[keep], values[keep])
+
+    def _take_whole(self, buffer: Tensor, residual: Tensor, plan: BucketPlan) -> Tensor:
+        parts = [buffer.new_empty(0)]
+        for index in plan.whole:
+            part = slice(*plan.bounds[index])
+            accumulated = residual[part] + buffer[part].to(residual.dtype) * self._gradient_scale
+            sent = accumulated.to(buffer.dtype)
+            left = accumulated - sent
+            residual[part] = torch.where(left.isfinite(), left, residual[part])
+            parts.append(sent)
+        return torch.cat(parts).view(torch.uint8)
+
+    def _sum_payloads(self, gathered: Tensor, buffer: Tensor, plan: BucketPlan) -> Tensor:
+        """Overwrite the bucket with the mean of what all ranks sent.
+
+        Every rank adds the same payloads in the same order, its own among them, so replicas stay bitwise identical.
+        """
+        total = buffer if buffer.dtype == plan.residual_dtype else buffer.to(plan.residual_dtype)
+        total.zero_()
+        factor = 1.0 / (self._gradient_scale * self._group.size())
+        for rank, payload in enumerate(gathered.unbind()):
+            try:
+                received = unpack(plan.layout, payload)
+            except PayloadError as error:
+                raise PayloadError(f"Gradients from rank {rank} of the process group: {error}.") from error
+            total.index_add_(0, received.positions, received.values.to(total.dtype), alpha=factor)
+            whole = received.whole.clone().view(buffer.dtype)
+            for index, part in zip(plan.whole, whole.split([plan.sizes[i] for i in plan.whole]), strict=True):
+                total[slice(*plan.bounds[index])].add_(part, alpha=factor)
+        return total if total is buffer else buffer.copy_(total)
+
+    def _guard(self) -> None:
+        for name, count, target in self._counts:
+            threshold = self.thresholds.get(name, target)
+            if threshold is not None:
+                self.thresholds.set(name, target, nudge(threshold, count, target))
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self.traffic.add(seconds=perf_counter() - start)
+
+
+class _Pending(NamedTuple):
+    """A bucket under way."""
+
+    work: dist.Work
+    read: Callable[[], Tensor]
+    future: Future[Tensor]
+
+
+def _future(buffer: Tensor) -> Future[Tensor]:
+    return Future() if buffer.device.type == "cpu" else Future(devices=[buffer.device])
+
+
+def _entries(gradient: Tensor) -> Tensor:
+    return gradient._values() if gradient.is_sparse else gradient

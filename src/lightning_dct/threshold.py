@@ -1,0 +1,104 @@
+"""Thresholds: selected exactly now and then, kept near their target by a guard in between.
+
+Selecting the k-th largest magnitude costs twenty to forty times what comparing against a known threshold costs, so
+it is done every thousand steps (Gupta et al., KDD 2021, section 3). In between the gradient's scale drifts and with
+it the number of entries above the threshold. The guard moves the threshold a little whenever a step shows too many
+or too few, in the spirit of Ok-Topk (Li and Hoefler, PPoPP 2022), at no cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# About the inverse slope of log(count) against log(threshold) in gradients at densities around 1%, halved, so that
+# the guard settles within a few steps without following the noise of single ones.
+GUARD_GAIN = 0.1
+GUARD_LARGEST_FACTOR = 1.25
+# When a step shows more than this many times the target, its own selection is taken as the new threshold.
+GUARD_RESELECT = 2.0
+SMALLEST_THRESHOLD = torch.finfo(torch.float32).tiny
+
+
+def kth_magnitude(values: Tensor, k: int) -> float:
+    """The k-th largest magnitude: the threshold that keeps ``k`` entries.
+
+    Args:
+        values: Shape ``[n]``, floating point; infinite and NaN entries count as zero.
+        k: How many entries to keep, ``1 <= k <= n``.
+
+    Returns:
+        The threshold, never below the smallest normal float: zeros are never worth sending.
+    """
+    magnitudes = values.abs().nan_to_num_(nan=0.0, posinf=0.0)
+    # kthvalue counts from the smallest; it selects without sorting.
+    threshold = float(torch.kthvalue(magnitudes, magnitudes.numel() - k + 1).values)
+    return max(threshold, SMALLEST_THRESHOLD)
+
+
+def keep_largest(values: Tensor, k: int) -> tuple[Tensor, float]:
+    """Which ``k`` of the values are largest in magnitude, ties broken by place.
+
+    Args:
+        values: Shape ``[n]``, finite, ``n > k >= 1``.
+        k: How many to keep.
+
+    Returns:
+        A bool mask of shape ``[n]`` with exactly ``k`` set, and the smallest magnitude kept.
+    """
+    magnitudes = values.abs()
+    smallest = torch.kthvalue(magnitudes, magnitudes.numel() - k + 1).values
+    keep = magnitudes > smallest
+    ties = (magnitudes == smallest).nonzero().squeeze(1)
+    keep[ties[: k - int(keep.sum())]] = True
+    return keep, float(smallest)
+
+
+def nudge(threshold: float, count: int, target: int) -> float:
+    """The guard: a threshold a little closer to the one that keeps ``target`` entries.
+
+    Args:
+        threshold: The present threshold.
+        count: Entries that reached it in this step.
+        target: Entries that should have.
+    """
+    # Half an entry keeps the ratio finite and gentle for tensors of which only one or two entries are sent.
+    factor = ((count + 0.5) / (target + 0.5)) ** GUARD_GAIN
+    factor = min(max(factor, 1 / GUARD_LARGEST_FACTOR), GUARD_LARGEST_FACTOR)
+    return max(threshold * factor, SMALLEST_THRESHOLD)
+
+
+class Thresholds:
+    """The thresholds of all compressed parameters of one rank, by parameter name.
+
+    Each is remembered with the number of entries it was selected for: when the density changes (during warm-up, or
+    because a run is resumed with another setting) it no longer applies and counts as missing.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] = {}
+        self._targets: dict[str, int] = {}
+
+    def get(self, name: str, target: int) -> float | None:
+        """The threshold of a parameter, or None when none was selected for this target."""
+        return self._values[name] if self._targets.get(name) == target else None
+
+    def set(self, name: str, target: int, threshold: float) -> None:
+        """Remember a threshold."""
+        self._values[name], self._targets[name] = threshold, target
+
+    def values(self) -> list[float]:
+        """All thresholds, in no particular order."""
+        return list(self._values.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The thresholds and their targets as plain numbers."""
+        return {"values": dict(self._values), "targets": dict(self._targets)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with saved thresholds."""
+        self._values = {str(name): float(value) for name, value in state["values"].items()}
+        self._targets = {str(name): int(target) for name, target in state["targets"].items()}

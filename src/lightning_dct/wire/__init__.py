@@ -1,0 +1,30 @@
+"""The wire: how selected entries become one contiguous ``uint8`` tensor and back. Pure functions.
+
+A payload holds, in this order (all integers little-endian; ``T`` compressed tensors, room for ``K`` entries out of
+``N``; every size follows from the layout alone, so all ranks know it beforehand):
+
+==================  =====================================  ====================================================
+part                bytes                                  holds
+==================  =====================================  ====================================================
+header              12                                     see :mod:`lightning_dct.wire.payload`
+scales              ``4 T`` (int8 and 1bit only)           one fp32 scale a tensor
+positions           about ``K (2 + log2(N / K)) / 8``      see :mod:`lightning_dct.wire.positions`
+values              ``4 K``, ``2 K``, ``K`` or ``K / 8``   see :mod:`lightning_dct.wire.values`
+whole tensors       their own bytes                        tensors too small to compress, in their own dtype
+==================  =====================================  ====================================================
+"""
+
+from lightning_dct.wire.payload import PayloadError, PayloadLayout, pack, unpack
+from lightning_dct.wire.positions import PositionCode
+from lightning_dct.wire.values import BITS_PER_VALUE, decode_values, encode_values
+
+__all__ = [
+    "BITS_PER_VALUE",
+    "PayloadError",
+    "PayloadLayout",
+    "PositionCode",
+    "decode_values",
+    "encode_values",
+    "pack",
+    "unpack",
+]

@@ -1,0 +1,197 @@
+"""One payload: header, scales, positions, values and whole tensors in a single uint8 tensor.
+
+The header's 12 bytes are
+
+======  =====  ==============================================================================
+offset  bytes  holds
+======  =====  ==============================================================================
+0       1      magic number 0xDC
+1       1      version of the layout, 1
+2       1      value format: 0 fp32, 1 bf16, 2 int8, 3 1bit
+3       1      zero, kept for later versions
+4       4      number of entries, uint32
+8       4      fingerprint of the layout (CRC-32 of its numbers), uint32
+======  =====  ==============================================================================
+
+A receiver checks all of it, so ranks that disagree on the model or the settings, and bytes that were harmed on the
+way, end in an error and never in a write out of bounds.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_dct.wire.positions import PositionCode
+from lightning_dct.wire.values import SCALED_FORMATS, decode_values, encode_values, values_num_bytes
+
+MAGIC = 0xDC
+VERSION = 1
+HEADER = struct.Struct("<BBBBII")
+FORMAT_CODES = {"fp32": 0, "bf16": 1, "int8": 2, "1bit": 3}
+
+
+class PayloadError(ValueError):
+    """A payload that cannot be what another rank meant to send."""
+
+
+@dataclass(frozen=True)
+class PayloadLayout:
+    """The shape of one bucket's payloads, the same on every rank.
+
+    Attributes:
+        tensor_sizes: Entries of each tensor of the bucket, in the bucket's order.
+        capacities: Most entries that may be sent of each tensor; 0 for a tensor that goes whole.
+        value_format: How entries are written.
+        whole_bytes: Bytes of all tensors that go whole.
+    """
+
+    tensor_sizes: tuple[int, ...]
+    capacities: tuple[int, ...]
+    value_format: str
+    whole_bytes: int = 0
+
+    @cached_property
+    def capacity(self) -> int:
+        """Most entries one payload can hold."""
+        return sum(self.capacities)
+
+    @cached_property
+    def position_code(self) -> PositionCode:
+        """How the positions in the bucket are written."""
+        return PositionCode(sum(self.tensor_sizes), self.capacity)
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """A number that differs between layouts that differ."""
+        return zlib.crc32(repr((self.tensor_sizes, self.capacities, self.value_format, self.whole_bytes)).encode())
+
+    @cached_property
+    def num_scales(self) -> int:
+        """Scales in a payload: one a tensor for the formats that need them."""
+        return len(self.tensor_sizes) if self.value_format in SCALED_FORMATS else 0
+
+    @cached_property
+    def part_sizes(self) -> tuple[int, int, int, int, int]:
+        """Bytes of header, scales, positions, values and whole tensors."""
+        values = values_num_bytes(self.value_format, self.capacity)
+        return HEADER.size, 4 * self.num_scales, self.position_code.num_bytes, values, self.whole_bytes
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Size of every payload, in bytes."""
+        return sum(self.part_sizes)
+
+    def tensor_index(self, positions: Tensor) -> Tensor:
+        """Which tensor each position of the bucket lies in.
+
+        Args:
+            positions: Shape ``[count]``, int64.
+
+        Returns:
+            Shape ``[count]``, int64; empty for the value formats that need no scales.
+        """
+        if not self.num_scales:
+            return positions.new_empty(0)
+        ends = torch.tensor(list(accumulate(self.tensor_sizes)), device=positions.device)
+        return torch.searchsorted(ends, positions, right=True)
+
+
+class Unpacked(NamedTuple):
+    """What one payload says.
+
+    Attributes:
+        positions: Shape ``[count]``, int64: places in the flattened bucket, ascending.
+        values: Shape ``[count]``, fp32.
+        whole: Shape ``[whole_bytes]``, uint8: the tensors that went whole, one after the other.
+    """
+
+    positions: Tensor
+    values: Tensor
+    whole: Tensor
+
+
+def pack(layout: PayloadLayout, positions: Tensor, values: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+    """Write one payload.
+
+    Args:
+        layout: The payload's shape.
+        positions: Shape ``[count]``, int64: ascending places in the flattened bucket, ``count <= layout.capacity``.
+        values: Shape ``[count]``, floating point: the entries there.
+        whole: Shape ``[layout.whole_bytes]``, uint8: the tensors that go whole.
+
+    Returns:
+        The payload (uint8, shape ``[layout.num_bytes]``) and the values as every receiver will read them (fp32).
+    """
+    device, count = positions.device, positions.numel()
+    tensor_index = layout.tensor_index(positions)
+    data, scales = encode_values(values, tensor_index, layout.num_scales, layout.value_format)
+    header = HEADER.pack(MAGIC, VERSION, FORMAT_CODES[layout.value_format], 0, count, layout.fingerprint)
+    payload = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
+    parts = payload.split(layout.part_sizes)
+    parts[0].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+    parts[1].copy_(scales.view(torch.uint8))
+    parts[2].copy_(layout.position_code.encode(positions))
+    parts[3][: data.numel()].copy_(data)
+    parts[4].copy_(whole)
+    return payload, decode_values(data, count, tensor_index, scales, layout.value_format)
+
+
+def unpack(layout: PayloadLayout, payload: Tensor) -> Unpacked:
+    """Read one payload and check it.
+
+    Args:
+        layout: The shape it must have.
+        payload: Shape ``[layout.num_bytes]``, uint8.
+
+    Raises:
+        PayloadError: The bytes are not a payload of this layout.
+    """
+    if payload.numel() != layout.num_bytes:
+        raise PayloadError(f"the payload has {payload.numel()} bytes, the layout says {layout.num_bytes}")
+    header, scales, positions_data, values_data, whole = payload.split(layout.part_sizes)
+    count = _check_header(layout, bytes(header.tolist()))
+    try:
+        positions = layout.position_code.decode(positions_data, count)
+    except ValueError as error:
+        raise PayloadError(f"the payload's positions are corrupt: {error}") from error
+    values = decode_values(
+        values_data,
+        count,
+        layout.tensor_index(positions),
+        scales.clone().view(torch.float32),
+        layout.value_format,
+    )
+    return Unpacked(positions, values, whole)
+
+
+def _check_header(layout: PayloadLayout, header: bytes) -> int:
+    magic, version, format_code, reserved, count, fingerprint = HEADER.unpack(header)
+    if magic != MAGIC:
+        raise PayloadError(f"the payload begins with {magic:#x} where {MAGIC:#x} was expected")
+    if version != VERSION:
+        raise PayloadError(
+            f"the payload has layout version {version}, this rank reads {VERSION}: install the same lightning_dct"
+            " on every host"
+        )
+    if format_code != FORMAT_CODES[layout.value_format]:
+        raise PayloadError(
+            f"the payload's value format has code {format_code}, this rank's `value_format` is"
+            f" {layout.value_format!r}: use the same settings on every rank"
+        )
+    if fingerprint != layout.fingerprint:
+        raise PayloadError(
+            "the payload was made for other tensor sizes or densities: use the same model and settings on every rank"
+        )
+    if count > layout.capacity:
+        raise PayloadError(f"the payload claims {count} entries, its layout has room for {layout.capacity}")
+    if reserved:
+        raise PayloadError(f"the payload's fourth byte is {reserved:#x}, this version writes zero")
+    return int(count)

@@ -1,0 +1,104 @@
+"""Sorted positions in about ``2 + log2(N / K)`` bits each: the Elias-Fano code.
+
+A position is cut in two. Its low ``b`` bits are stored as they are. Its high bits grow slowly from one position
+to the next, so they are stored as a row of flags: the ``i``-th position sets flag ``high + i``. Reading back, the
+``i``-th set flag, less ``i``, is the high part.
+
+    positions (b = 2)     1        6        7       13
+    high, low             0, 01    1, 10    1, 11   3, 01
+    flag set at           0+0=0    1+1=2    1+2=3   3+3=6      flags 1011001
+
+At 1% density this takes 8.6 bits a position and the entropy of the positions is 8.1; 16-bit offsets in blocks
+would take 16. Both directions are a handful of data-parallel operations, so the code is the same on CPU and GPU.
+
+Source: P. Elias, *Efficient storage and retrieval by content and address of static files*, J. ACM 21(2), 1974;
+R. Fano, *On the number of bits required to implement an associative memory*, MIT Project MAC memo 61, 1971.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from lightning_dct.wire.bits import num_bytes, pack_bits, unpack_bits
+
+
+@dataclass(frozen=True)
+class PositionCode:
+    """The code for up to ``capacity`` distinct positions below ``universe``.
+
+    Attributes:
+        universe: Number of places a position can name, ``N``.
+        capacity: Most positions one message can hold, ``K``. The size of a message depends on it, not on how many
+            positions it happens to hold, because collectives want equal sizes from all ranks.
+    """
+
+    universe: int
+    capacity: int
+
+    @cached_property
+    def low_bits(self) -> int:
+        """Bits of a position stored as they are: the number that makes a message smallest."""
+        candidates = range(max(self.universe.bit_length(), 1))
+        return min(candidates, key=lambda bits: self.capacity * bits + self._num_flags(bits))
+
+    @cached_property
+    def num_flags(self) -> int:
+        """Flags that hold the high parts."""
+        return self._num_flags(self.low_bits)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Size of every message, in bytes."""
+        return num_bytes(self.num_flags) + self.low_bits * num_bytes(self.capacity)
+
+    def _num_flags(self, low_bits: int) -> int:
+        return self.capacity + (max(self.universe - 1, 0) >> low_bits) + 1
+
+    def encode(self, positions: Tensor) -> Tensor:
+        """Write positions.
+
+        Args:
+            positions: Shape ``[count]``, int64, ascending and distinct, ``count <= capacity``.
+
+        Returns:
+            Shape ``[num_bytes]``, uint8: the flags, then the low bits as ``low_bits`` planes of ``capacity`` flags.
+        """
+        count, device = positions.numel(), positions.device
+        flags = torch.zeros(self.num_flags, dtype=torch.uint8, device=device)
+        flags[(positions >> self.low_bits) + torch.arange(count, device=device)] = 1
+        parts = [pack_bits(flags)]
+        for plane in range(self.low_bits):
+            bits = torch.zeros(self.capacity, dtype=torch.uint8, device=device)
+            bits[:count] = (positions >> plane) & 1
+            parts.append(pack_bits(bits))
+        return torch.cat(parts)
+
+    def decode(self, message: Tensor, count: int) -> Tensor:
+        """Read positions back.
+
+        Args:
+            message: Shape ``[num_bytes]``, uint8.
+            count: How many positions it holds.
+
+        Returns:
+            Shape ``[count]``, int64, ascending.
+
+        Raises:
+            ValueError: The message does not hold ``count`` ascending positions below ``universe``.
+        """
+        flag_bytes, plane_bytes = num_bytes(self.num_flags), num_bytes(self.capacity)
+        raised = unpack_bits(message[:flag_bytes], self.num_flags).nonzero().squeeze(1)
+        if raised.numel() != count:
+            raise ValueError(f"{raised.numel()} positions are marked where the header says {count}")
+        positions = (raised - torch.arange(count, device=message.device)) << self.low_bits
+        for plane in range(self.low_bits):
+            start = flag_bytes + plane * plane_bytes
+            bits = unpack_bits(message[start : start + plane_bytes], self.capacity)[:count]
+            positions |= bits.to(torch.int64) << plane
+        if count and (int(positions[-1]) >= self.universe or not bool((positions[1:] > positions[:-1]).all())):
+            raise ValueError(f"positions are not ascending below {self.universe}")
+        return positions

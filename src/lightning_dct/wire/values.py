@@ -1,0 +1,94 @@
+"""Values of sent entries in 32, 16, 8 or 1 bits.
+
+=======  ====  ==================================================================================================
+format   bits  an entry ``v`` of tensor ``t`` is read back as
+=======  ====  ==================================================================================================
+fp32     32    ``v`` as a 32-bit float
+bf16     16    ``v`` as a bfloat16, rounded to nearest
+int8     8     ``scale_t * round(v / scale_t)``, with ``scale_t = max |v| / 127`` over what the tensor sends
+1bit     1     ``scale_t * sign(v)``, with ``scale_t = mean |v|`` over what the tensor sends
+=======  ====  ==================================================================================================
+
+With error feedback the rounding is not lost: it goes into the residual, so few bits are enough. An infinite or NaN
+value makes the scale of its tensor infinite or NaN, so it reaches the other ranks in every format.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_dct.wire.bits import num_bytes, pack_bits, unpack_bits
+
+BITS_PER_VALUE: dict[str, int] = {"fp32": 32, "bf16": 16, "int8": 8, "1bit": 1}
+SCALED_FORMATS = ("int8", "1bit")
+
+
+def values_num_bytes(value_format: str, capacity: int) -> int:
+    """Bytes that ``capacity`` values take."""
+    return num_bytes(BITS_PER_VALUE[value_format] * capacity)
+
+
+def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_format: str) -> tuple[Tensor, Tensor]:
+    """Write values.
+
+    Args:
+        values: Shape ``[count]``, floating point.
+        tensor_index: Shape ``[count]``, int64: which tensor each value belongs to (used by int8 and 1bit only).
+        num_tensors: How many tensors there are.
+        value_format: One of ``fp32``, ``bf16``, ``int8``, ``1bit``.
+
+    Returns:
+        The values' bytes (uint8) and one fp32 scale a tensor (shape ``[num_tensors]``, or ``[0]`` for the formats
+        that need none).
+    """
+    no_scales = values.new_empty(0, dtype=torch.float32)
+    if value_format == "fp32":
+        return values.to(torch.float32).view(torch.uint8), no_scales
+    if value_format == "bf16":
+        rounded = values.to(torch.bfloat16)
+        # The largest floats round up to infinity; the largest bfloat16 and a residual serve them better.
+        overflowed = rounded.isinf() & values.isfinite()
+        limit = torch.finfo(torch.bfloat16).max
+        rounded = torch.where(overflowed, values.clamp(-limit, limit).to(torch.bfloat16), rounded)
+        return rounded.view(torch.uint8), no_scales
+    # fp64 sums: a mean of many fp32 magnitudes must not overflow or drift.
+    magnitudes = values.abs().to(torch.float64)
+    if value_format == "1bit":
+        totals = magnitudes.new_zeros(num_tensors).scatter_add_(0, tensor_index, magnitudes)
+        counts = torch.bincount(tensor_index, minlength=num_tensors).clamp_(min=1)
+        return pack_bits(values > 0), (totals / counts).to(torch.float32)
+    largest = magnitudes.new_zeros(num_tensors).scatter_reduce_(0, tensor_index, magnitudes, "amax")
+    scales = (largest / 127).to(torch.float32)
+    steps = (values / scales[tensor_index]).nan_to_num_(nan=0.0)
+    # An infinite value over its infinite scale is NaN: keep its sign instead.
+    steps = torch.where(values.isinf(), values.sign(), steps).round_().clamp_(-127, 127)
+    return steps.to(torch.int8).view(torch.uint8), scales
+
+
+def decode_values(data: Tensor, count: int, tensor_index: Tensor, scales: Tensor, value_format: str) -> Tensor:
+    """Read values back.
+
+    Args:
+        data: The values' bytes, uint8.
+        count: How many values to read.
+        tensor_index: Shape ``[count]``, int64: which tensor each value belongs to (used by int8 and 1bit only).
+        scales: Shape ``[num_tensors]`` (int8, 1bit) or ``[0]``, fp32.
+        value_format: The format they were written in.
+
+    Returns:
+        Shape ``[count]``, fp32.
+    """
+    if value_format == "fp32":
+        return _viewed(data[: 4 * count], torch.float32)
+    if value_format == "bf16":
+        return _viewed(data[: 2 * count], torch.bfloat16).to(torch.float32)
+    if value_format == "int8":
+        return data[:count].view(torch.int8).to(torch.float32).mul_(scales[tensor_index])
+    signs = unpack_bits(data[: num_bytes(count)], count).to(torch.float32).mul_(2).sub_(1)
+    return signs.mul_(scales[tensor_index])
+
+
+def _viewed(data: Tensor, dtype: torch.dtype) -> Tensor:
+    # A view as a wider dtype wants aligned storage; a part of a payload has none.
+    return data.clone().view(dtype)
