@@ -39,28 +39,28 @@ def builtin_text() -> bytes:
     return "\n\n".join(topics[name] for name in sorted(topics)).encode()
 
 
-def read_text(path: str | Path | None) -> bytes:
-    """Read the text to model.
-
-    Args:
-        path: A text file; None means what CPython ships.
+def check_text(path: str | Path | None) -> None:
+    """See that there is a text to read, without reading it.
 
     Raises:
         FileNotFoundError: If there is no file at ``path``.
         ValueError: If the file is empty.
     """
     if path is None:
-        return builtin_text()
+        return
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(
-            f"data.path={path}: there is no such file (looked in {path.resolve()}); "
+            f"data.path={path}: there is no such file (looked for {path.resolve()}); "
             "give a text file, or leave data.path=null for the text that comes with Python"
         )
-    text = path.read_bytes()
-    if not text.strip():
+    if not path.stat().st_size:
         raise ValueError(f"data.path={path}: the file is empty; give a file with text in it")
-    return text
+
+
+def read_text(path: str | Path | None) -> bytes:
+    """Read the text to model: a file's, or with None what CPython ships."""
+    return builtin_text() if path is None else Path(path).read_bytes()
 
 
 def split_text(text: bytes, held_out_fraction: float) -> dict[str, bytes]:
@@ -96,7 +96,7 @@ class TextData(LightningDataModule):
         cache_dir: Where trained tokenizers are kept, by the hash of what they were trained on.
 
     Raises:
-        ValueError: If a setting is out of range, or the text too short for one window a part.
+        ValueError: If a setting is out of range, the file empty, or (in ``setup``) a part too short for one window.
         FileNotFoundError: If ``path`` is missing.
     """
 
@@ -124,6 +124,8 @@ class TextData(LightningDataModule):
         ):
             if value < 1:
                 raise ValueError(f"data.{name}={value}: must be at least 1")
+        # Here rather than in setup: before other processes are started, which would wait for this one.
+        check_text(path)
         self.path = path
         self.tokenizer_name = tokenizer
         self.requested_vocabulary_size = vocabulary_size

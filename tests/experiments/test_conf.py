@@ -1,0 +1,81 @@
+from pathlib import Path
+
+import hydra
+import pytest
+from hydra import compose, initialize_config_dir
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from omegaconf import DictConfig
+
+import lightning_dct
+from loggers import logged_in_to_wandb
+from train import make_trainer
+
+CONF = Path(__file__).parents[2] / "conf"
+EXPERIMENTS = sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
+STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))
+LOGGERS = sorted(file.stem for file in (CONF / "logger").glob("*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def logged_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+def configuration(folder: Path, *overrides: str) -> DictConfig:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("train", [*overrides, f"paths.root_dir={folder}", f"paths.output_dir={folder}/run"])
+
+
+def test_the_groups_are_what_the_readme_names() -> None:
+    assert {"dlrm", "lm"} <= set(EXPERIMENTS)
+    assert STRATEGIES == ["dct", "ddp", "ddp_fp16", "powersgd"]
+    assert LOGGERS == ["csv", "none", "tensorboard", "wandb"]
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_combination_instantiates(experiment: str, strategy: str, tmp_path: Path) -> None:
+    for logger in LOGGERS:
+        config = configuration(tmp_path, f"experiment={experiment}", f"strategy={strategy}", f"logger={logger}")
+        trainer = make_trainer(config)
+        assert isinstance(trainer, Trainer)
+        assert isinstance(trainer.strategy, DDPStrategy)
+        assert len(trainer.loggers) == (logger != "none")
+    assert isinstance(trainer.strategy, lightning_dct.DCTStrategy) == (strategy == "dct")
+    assert isinstance(hydra.utils.instantiate(config.data), LightningDataModule)
+    assert isinstance(hydra.utils.instantiate(config.model), LightningModule)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_the_strategy_changes_nothing_else(experiment: str, tmp_path: Path) -> None:
+    rest = []
+    for strategy in STRATEGIES:
+        config = configuration(tmp_path, f"experiment={experiment}", f"strategy={strategy}")
+        del config.strategy
+        rest.append(config)
+    assert all(config == rest[0] for config in rest)
+
+
+def test_the_command_line_replaces_the_data_of_an_experiment(tmp_path: Path) -> None:
+    config = configuration(tmp_path, "experiment=dlrm", "data=movielens", "data.root=/somewhere")
+    assert config.data._target_ == "dlrm.movielens.MovieLens"
+    assert config.data.root == "/somewhere"
+
+
+def test_wandb_is_offline_unless_logged_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*overrides: str) -> bool:
+        config = configuration(tmp_path, "experiment=lm", "logger=wandb", *overrides)
+        return hydra.utils.instantiate(config.logger.wandb)._offline
+
+    assert not logged_in_to_wandb()
+    assert offline()
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password key\n")
+    assert logged_in_to_wandb()
+    assert not offline()
+    assert offline("logger.wandb.offline=true")
+    (tmp_path / "netrc").write_text("machine example.org login user password key\n")
+    assert not logged_in_to_wandb()
+    monkeypatch.setenv("WANDB_API_KEY", "key")
+    assert logged_in_to_wandb()

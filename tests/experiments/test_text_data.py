@@ -1,0 +1,157 @@
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nlp.data import IGNORED, TextData, builtin_text, split_text
+from nlp.model import TransformerLanguageModel
+from nlp.tokenizer import BytePairTokenizer, ByteTokenizer
+from streams import rank_rows
+
+
+def test_the_builtin_text_is_there_and_splits() -> None:
+    text = builtin_text()
+    assert len(text) > 300_000
+    parts = split_text(text, 0.05)
+    assert b"".join(parts.values()) == text
+    assert len(parts["train"]) == pytest.approx(0.9 * len(text), abs=8)
+    assert len(parts["val"]) == pytest.approx(0.05 * len(text), abs=8)
+
+
+def test_a_split_does_not_cut_characters() -> None:
+    for text in ("é" * 101, "日本語" * 40, "a😀" * 57):
+        parts = split_text(text.encode(), 0.05)
+        assert "".join(part.decode() for part in parts.values()) == text
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_training_windows_do_not_depend_on_the_ranks(world_size: int, tmp_path: Path) -> None:
+    data = TextData(context_length=16, cache_dir=str(tmp_path))
+    data.setup()
+    for step in (0, 5):
+        rows = [
+            rank_rows(step, batch_size=8 // world_size, rank=rank, world_size=world_size) for rank in range(world_size)
+        ]
+        together = torch.cat([data.training_windows(part)["inputs"] for part in rows])
+        expected = data.training_windows(np.arange(8 * step, 8 * step + 8))
+        assert torch.equal(together, expected["inputs"])
+        assert torch.equal(expected["inputs"][:, 1:], expected["targets"][:, :-1])
+
+
+def test_another_seed_gives_other_windows() -> None:
+    first, second = TextData(seed=0), TextData(seed=1)
+    first.setup()
+    second.setup()
+    rows = np.arange(8)
+    assert not torch.equal(first.training_windows(rows)["inputs"], second.training_windows(rows)["inputs"])
+
+
+def test_validation_reads_every_token_once() -> None:
+    data = TextData(context_length=100, eval_batch_size=7)
+    data.setup()
+    targets = torch.cat([batch["targets"].flatten() for batch in data.val_dataloader()])
+    np.testing.assert_array_equal(targets[targets != IGNORED].numpy(), data.tokens["val"][1:])
+
+
+def test_any_file_can_be_read_as_bytes(tmp_path: Path) -> None:
+    file = tmp_path / "bytes"
+    file.write_bytes(bytes(range(256)) * 40)
+    data = TextData(path=str(file), context_length=16)
+    data.setup()
+    assert data.vocabulary_size == 256
+    assert data.bytes_per_token == {"train": 1.0, "val": 1.0, "test": 1.0}
+
+
+def test_file_errors_name_the_setting(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"data\.path=.*nothing"):
+        TextData(path=str(tmp_path / "nothing"))
+    empty = tmp_path / "empty"
+    empty.write_text("")
+    with pytest.raises(ValueError, match=r"data\.path=.*is empty"):
+        TextData(path=str(empty))
+    short = tmp_path / "short"
+    short.write_text("too short " * 100)
+    with pytest.raises(ValueError, match=r"too short, its val part has 50 tokens.*data\.context_length"):
+        TextData(path=str(short), context_length=128).setup()
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("tokenizer", "words"), ("batch_size", 0), ("context_length", 0), ("held_out_fraction", 0.5)],
+)
+def test_bad_settings_are_named(setting: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"data\.{setting}="):
+        TextData(**{setting: value})
+
+
+def test_bpe_learns_from_the_training_part_only(tmp_path: Path) -> None:
+    # The held-out end has its own words: had they been read, they would be tokens.
+    file = tmp_path / "text"
+    file.write_text("the cat sat on the mat. " * 2000 + "zygomorphic quokkas juxtapose. " * 170)
+    data = TextData(
+        path=str(file), tokenizer="bpe", vocabulary_size=300, context_length=16, cache_dir=str(tmp_path / "cache")
+    )
+    data.prepare_data()
+    data.setup()
+    vocabulary = data.tokenizer._tokenizer.get_vocab()
+    assert "Ġcat" in vocabulary
+    assert not any("quok" in token for token in vocabulary)
+    assert data.bytes_per_token["train"] > 2 * data.bytes_per_token["test"]
+    parts = split_text(file.read_bytes(), 0.05)
+    for name, part in parts.items():
+        assert data.tokenizer.decode(data.tokens[name]) == part.decode()
+    # Only the training part decides which cached file is used.
+    files = list((tmp_path / "cache").iterdir())
+    assert len(files) == 1
+    changed = files[0].stat().st_mtime_ns
+    file.write_text(file.read_text()[:-31] + "x" * 31)
+    again = TextData(
+        path=str(file), tokenizer="bpe", vocabulary_size=300, context_length=16, cache_dir=str(tmp_path / "cache")
+    )
+    again.setup()
+    assert [entry.stat().st_mtime_ns for entry in (tmp_path / "cache").iterdir()] == [changed]
+
+
+def test_bpe_counts_bytes_that_are_not_utf8(tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_bytes(b"plain words and a bad byte \xff in them. " * 100)
+    data = TextData(path=str(file), tokenizer="bpe", vocabulary_size=280, context_length=8, cache_dir=str(tmp_path))
+    with pytest.warns(UserWarning, match="100 bytes are not UTF-8"):
+        data.setup()
+
+
+def test_bpe_needs_room_for_the_bytes(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"data\.vocabulary_size=100"):
+        BytePairTokenizer.train_or_load(b"text", 100, tmp_path)
+
+
+def test_bytes_survive_the_round_trip() -> None:
+    tokens, invalid = ByteTokenizer().encode("äöü and more".encode())
+    assert ByteTokenizer().decode(tokens) == "äöü and more"
+    assert invalid == 0
+
+
+def test_the_model_does_not_look_ahead() -> None:
+    torch.manual_seed(0)
+    model = TransformerLanguageModel(50, 12, num_layers=2, width=16, num_heads=2).eval()
+    tokens = torch.randint(50, (1, 12))
+    changed = tokens.clone()
+    changed[0, 7] = (changed[0, 7] + 1) % 50
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :7], after[:, :7])
+    assert not torch.allclose(before[:, 7:], after[:, 7:])
+    loss = torch.nn.functional.cross_entropy(before.flatten(0, 1), tokens.flatten())
+    assert loss.item() == pytest.approx(math.log(50), rel=0.1)
+
+
+@pytest.mark.parametrize("tie_weights", [True, False])
+def test_weights_are_tied_on_request(tie_weights: bool) -> None:
+    model = TransformerLanguageModel(50, 12, width=16, num_heads=2, tie_weights=tie_weights)
+    assert (model.output.weight is model.token_embedding.weight) == tie_weights
+
+
+def test_heads_must_divide_the_width() -> None:
+    with pytest.raises(ValueError, match=r"model\.num_heads=3"):
+        TransformerLanguageModel(50, 12, width=16, num_heads=3)

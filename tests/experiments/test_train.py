@@ -1,0 +1,159 @@
+"""Runs the command a user runs, in two processes."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from dlrm.data import SyntheticClicks
+from dlrm.module import ClickModule
+from lightning_dct.traffic import all_reduce_bytes
+from nlp.data import TextData
+from nlp.module import LanguageModule
+
+SCRIPT = Path(__file__).parents[2] / "experiments" / "train.py"
+SMALL_CLICKS = (
+    "experiment=dlrm",
+    "data.table_rows=[400,90,3000,7]",
+    "data.eval_rows=3000",
+    "data.batch_size=32",
+    "model.bottom_sizes=[16]",
+    "model.top_sizes=[16]",
+)
+
+
+def start(folder: Path, *overrides: str, expect_failure: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run train.py in ``folder``; it must end by itself, and well unless a failure is expected."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED"):
+        environment.pop(name, None)
+    environment["NETRC"] = str(folder / "netrc")
+    completed = subprocess.run(
+        [sys.executable, str(SCRIPT), *overrides, "trainer.devices=2", "trainer.accelerator=cpu"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    output = completed.stdout + completed.stderr
+    assert (completed.returncode != 0) == expect_failure, output
+    return completed
+
+
+def result(folder: Path) -> dict:
+    files = list(folder.glob("outputs/*/*/result.json"))
+    assert len(files) == 1, f"one result a run, by rank 0: {files}"
+    return json.loads(files[0].read_text())
+
+
+def test_dlrm_with_ddp(tmp_path: Path) -> None:
+    completed = start(tmp_path, *SMALL_CLICKS, "strategy=ddp", "trainer.max_steps=30")
+    assert completed.stdout.count("compression ratio, against dense fp32") == 1
+    figures = result(tmp_path)
+    assert figures["choices"]["strategy"] == "ddp"
+    assert figures["world_size"] == 2
+    assert figures["steps"] == 30
+    assert figures["compression_ratio"] == pytest.approx(1.0)
+    assert figures["bytes_sent_per_step"] == all_reduce_bytes(4 * figures["trainable_parameters"], 2)
+    assert figures["milliseconds_per_step"] > 0
+    for name in ("val/auc", "val/loss", "test/auc", "test/loss", "test/accuracy"):
+        assert 0 < figures["metrics"][name] < 2
+    assert figures["metrics"]["test/auc"] < figures["best_known"]["test/auc"]
+
+
+def test_lm_with_powersgd_counts_what_it_sends(tmp_path: Path) -> None:
+    start(
+        tmp_path,
+        "experiment=lm",
+        "strategy=powersgd",
+        "strategy.rank=2",
+        "strategy.start_step=4",
+        "trainer.max_steps=10",
+        "data.context_length=32",
+        "model.width=32",
+        "model.num_layers=1",
+        "logger=none",
+    )
+    figures = result(tmp_path)
+    width, context, vocabulary, rank = 32, 32, 256, 2
+    matrices = [(vocabulary, width), (context, width), (3 * width, width), (width, width)]
+    matrices += [(4 * width, width), (width, 4 * width)]
+    vectors = 2 * 2 * width + 2 * width + 3 * width + width + 4 * width + width
+    entries = sum(rows * columns for rows, columns in matrices) + vectors
+    assert figures["trainable_parameters"] == entries
+    factors = [vectors, sum(rows * rank for rows, _ in matrices), sum(columns * rank for _, columns in matrices)]
+    sent = 4 * all_reduce_bytes(4 * entries, 2) + 6 * sum(all_reduce_bytes(4 * size, 2) for size in factors)
+    assert figures["bytes_sent_per_step"] == pytest.approx(sent / 10)
+    assert figures["bytes_dense_per_step"] == all_reduce_bytes(4 * entries, 2)
+    assert figures["milliseconds_per_step"] is None  # All of the steps are among those skipped.
+
+
+def test_dlrm_with_dct(tmp_path: Path) -> None:
+    start(tmp_path, *SMALL_CLICKS, "strategy=dct", "strategy.density=0.01", "trainer.max_steps=25", "logger=wandb")
+    figures = result(tmp_path)
+    assert figures["compression_ratio"] > 5
+    assert figures["bytes_sent_per_step"] < figures["bytes_dense_per_step"] / 5
+    assert list(tmp_path.glob("outputs/dlrm/*/wandb/offline-run-*"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("strategy=dct", "strategy.density=2"), "density"),
+        (("strategy=ddp", "data=movielens", "data.root=nowhere"), "Put u.data, u.user, u.item"),
+        (("strategy=ddp", "data=text", "model=lm", "data.path=nowhere"), "data.path=nowhere"),
+        (("strategy=ddp", "data=text", "model=lm", "data.path=short"), "too short"),
+    ],
+)
+def test_a_bad_setting_says_so_and_does_not_hang(overrides: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    (tmp_path / "short").write_text("short text")
+    # Nothing listens there: the download fails at once, whatever network the machine has.
+    os.environ["https_proxy"] = "http://127.0.0.1:9"
+    started = time.monotonic()
+    try:
+        completed = start(tmp_path, "experiment=dlrm", *overrides, expect_failure=True)
+    finally:
+        del os.environ["https_proxy"]
+    assert message in completed.stdout + completed.stderr
+    assert time.monotonic() - started < 60
+    assert not list(tmp_path.glob("outputs/*/*/result.json"))
+
+
+def make_clicks() -> tuple[ClickModule, SyntheticClicks]:
+    torch.manual_seed(0)
+    data = SyntheticClicks([50, 9, 3], batch_size=16, eval_batch_size=64, batches_per_epoch=8, eval_rows=100)
+    return ClickModule(4, [8], [8], learning_rate=0.05), data
+
+
+def make_text() -> tuple[LanguageModule, TextData]:
+    torch.manual_seed(0)
+    data = TextData(context_length=16, batch_size=2, eval_batch_size=512)
+    return LanguageModule(num_layers=1, width=16, num_heads=2, warmup_steps=3), data
+
+
+@pytest.mark.parametrize("make", [make_clicks, make_text])
+def test_a_run_continues_from_a_checkpoint(make: object, tmp_path: Path) -> None:
+    def run(folder: Path, checkpoint: Path | None = None) -> torch.nn.Module:
+        module, data = make()
+        saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=5, save_top_k=-1)
+        trainer = Trainer(
+            accelerator="cpu", max_steps=12, callbacks=[saver], logger=False, enable_progress_bar=False,
+            limit_val_batches=0, num_sanity_val_steps=0, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+        return module
+
+    whole = run(tmp_path / "whole")
+    continued = run(tmp_path / "continued", tmp_path / "whole" / "step=5.ckpt")
+    for name, values in whole.state_dict().items():
+        assert torch.equal(values, continued.state_dict()[name]), name
+    loaded = type(whole).load_from_checkpoint(tmp_path / "whole" / "step=10.ckpt")
+    assert set(loaded.state_dict()) == set(whole.state_dict())
