@@ -1,0 +1,44 @@
+"""Dynamic Communication Thresholding for PyTorch Lightning: a hundredth of the gradient bytes.
+
+Importing this package registers the strategy names ``dct``, ``dct_spawn``, ``dct_fork``, ``dct_notebook`` and
+``dct_find_unused_parameters_true`` with ``lightning.pytorch.Trainer``.
+
+    config      the settings                           wire        how entries become bytes
+    threshold   selection and the guard between        gradients   residual, hook, exchange
+    kernels     the hot path over memory               traffic     bytes and time, counted
+    strategy    Lightning's side of it                 callbacks   refresh and monitoring
+"""
+
+import sys
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_dct.__about__ import __version__
+from lightning_dct.callbacks import CompressionMonitor, ThresholdRefresh
+from lightning_dct.config import DCTConfig
+from lightning_dct.metrics import CompressionRatio
+from lightning_dct.strategy import REGISTERED_NAMES, DCTStrategy
+
+__all__ = [
+    "CompressionMonitor",
+    "CompressionRatio",
+    "DCTConfig",
+    "DCTStrategy",
+    "ThresholdRefresh",
+    "__version__",
+]
+
+
+def _refuse_other_lightning(**_: object) -> None:
+    raise TypeError(
+        "strategy='dct' works with `lightning.pytorch.Trainer`; this is `pytorch_lightning.Trainer`, whose classes are"
+        " others. Replace `import pytorch_lightning as pl` by `import lightning.pytorch as pl` everywhere."
+    )
+
+
+DCTStrategy.register_strategies(StrategyRegistry)
+if "pytorch_lightning.strategies" in sys.modules:
+    for _name in REGISTERED_NAMES:
+        sys.modules["pytorch_lightning.strategies"].StrategyRegistry.register(
+            _name, _refuse_other_lightning, description="use lightning.pytorch.Trainer", override=True
+        )

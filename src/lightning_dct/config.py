@@ -62,9 +62,9 @@ class DCTConfig:
             "density_per_parameter",
             {str(pattern): float(density) for pattern, density in self.density_per_parameter.items()},
         )
-        _check_integer("refresh_every", self.refresh_every, minimum=1)
-        _check_integer("warmup_steps", self.warmup_steps, minimum=0)
-        _check_integer("min_tensor_size", self.min_tensor_size, minimum=0)
+        check_integer("refresh_every", self.refresh_every, minimum=1)
+        check_integer("warmup_steps", self.warmup_steps, minimum=0)
+        check_integer("min_tensor_size", self.min_tensor_size, minimum=0)
         _check_choice("value_format", self.value_format, VALUE_FORMATS)
         _check_choice("warmup_schedule", self.warmup_schedule, WARMUP_SCHEDULES)
         if not isinstance(self.guard, bool):
@@ -117,7 +117,13 @@ def _check_density(setting: str, value: Any) -> None:
         )
 
 
-def _check_integer(setting: str, value: Any, minimum: int) -> None:
+def check_integer(setting: str, value: Any, minimum: int) -> None:
+    """Refuse a setting that is not a whole number or too small.
+
+    Raises:
+        TypeError: It is not a whole number.
+        ValueError: It is below ``minimum``.
+    """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"`{setting}` must be a whole number of at least {minimum}; got {value!r}.")
     if value < minimum:

@@ -16,7 +16,6 @@ A compression ratio is always ``bytes_dense / bytes_sent``. Element counts are n
 from __future__ import annotations
 
 import math
-import threading
 from dataclasses import dataclass, fields
 
 FP32_BYTES = 4
@@ -74,7 +73,7 @@ class TrafficTotals:
 
 
 class Traffic:
-    """The counter itself. Safe to call from the threads in which collectives complete.
+    """The counter itself.
 
     Example:
         >>> traffic = Traffic()
@@ -85,7 +84,6 @@ class Traffic:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._totals = TrafficTotals()
 
     def add(
@@ -100,17 +98,16 @@ class Traffic:
         refreshes: int = 0,
     ) -> None:
         """Add to the totals; see :class:`TrafficTotals` for what each number means."""
-        with self._lock:
-            old = self._totals
-            self._totals = TrafficTotals(
-                old.steps + steps,
-                old.bytes_sent + bytes_sent,
-                old.bytes_dense + bytes_dense,
-                old.entries_sent + entries_sent,
-                old.entries + entries,
-                old.seconds + seconds,
-                old.refreshes + refreshes,
-            )
+        old = self._totals
+        self._totals = TrafficTotals(
+            old.steps + steps,
+            old.bytes_sent + bytes_sent,
+            old.bytes_dense + bytes_dense,
+            old.entries_sent + entries_sent,
+            old.entries + entries,
+            old.seconds + seconds,
+            old.refreshes + refreshes,
+        )
 
     @property
     def totals(self) -> TrafficTotals:

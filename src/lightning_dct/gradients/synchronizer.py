@@ -117,7 +117,18 @@ class GradientSynchronizer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
+        """Continue from a saved state.
+
+        Raises:
+            ValueError: A saved residual has another size than the parameter of its name.
+        """
+        sizes = {name: parameter.numel() for parameter, name in self._parameter_names.items()}
+        for name, residual in state["residuals"].items():
+            if residual.numel() != sizes.get(name, residual.numel()):
+                raise ValueError(
+                    f"The checkpoint's residual of parameter {name!r} has {residual.numel()} entries, the model's"
+                    f" parameter has {sizes[name]}. Resume with the model that was saved."
+                )
         self.synchronisations = int(state["synchronisations"])
         self.steps_since_refresh = int(state["steps_since_refresh"])
         self.thresholds.load_state_dict(state["thresholds"])

@@ -1,0 +1,6 @@
+"""Lightning callbacks: when thresholds are refreshed, and what compression does to the traffic."""
+
+from lightning_dct.callbacks.compression_monitor import CompressionMonitor
+from lightning_dct.callbacks.threshold_refresh import ThresholdRefresh
+
+__all__ = ["CompressionMonitor", "ThresholdRefresh"]

@@ -1,0 +1,49 @@
+"""Selects all thresholds anew every so many optimizer steps, on the same step on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_dct.config import check_integer
+
+
+class ThresholdRefresh(pl.Callback):
+    """Refresh the thresholds periodically (Gupta et al., KDD 2021, section 3).
+
+    Steps are counted as completed gradient synchronisations: one for each optimizer step, whatever
+    ``accumulate_grad_batches`` is and however many optimizers there are. The count is saved with the checkpoint, so
+    a resumed run refreshes on the steps on which the uninterrupted one would have.
+
+    ``DCTStrategy`` adds this callback with its own ``refresh_every`` when the Trainer has none. A callback given by
+    the user takes precedence over that setting.
+
+    Args:
+        every_n_steps: Optimizer steps from one refresh to the next, at least 1.
+    """
+
+    def __init__(self, every_n_steps: int = 1000) -> None:
+        check_integer("ThresholdRefresh(every_n_steps)", every_n_steps, minimum=1)
+        self.every_n_steps = every_n_steps
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse strategies that have no thresholds.
+
+        Raises:
+            MisconfigurationException: The Trainer's strategy is not one of this package's.
+        """
+        if not hasattr(trainer.strategy, "synchronizer"):
+            raise MisconfigurationException(
+                f"`ThresholdRefresh` needs `Trainer(strategy='dct')` or a `DCTStrategy`; this Trainer's strategy is"
+                f" {type(trainer.strategy).__name__}. Change the strategy or remove the callback."
+            )
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Ask for a refresh when one is due; it happens in the next synchronisation."""
+        synchronizer = trainer.strategy.synchronizer  # type: ignore[attr-defined]
+        if synchronizer.steps_since_refresh >= self.every_n_steps:
+            synchronizer.request_refresh()

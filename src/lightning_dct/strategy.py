@@ -1,0 +1,259 @@
+"""``Trainer(strategy="dct")``: wires thresholded gradients into Lightning's DDPStrategy. Holds no maths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dct import checkpoint as saved
+from lightning_dct.agreement import check_agreement, describe_model
+from lightning_dct.callbacks import CompressionMonitor, ThresholdRefresh
+from lightning_dct.config import DCTConfig, ValueFormat, WarmupSchedule
+from lightning_dct.gradients import GradientSynchronizer
+from lightning_dct.traffic import Traffic
+
+REGISTERED_NAMES: dict[str, dict[str, Any]] = {
+    "dct": {"start_method": "popen"},
+    "dct_spawn": {"start_method": "spawn"},
+    "dct_fork": {"start_method": "fork"},
+    "dct_notebook": {"start_method": "fork"},
+    "dct_find_unused_parameters_true": {"start_method": "popen", "find_unused_parameters": True},
+}
+
+
+class DCTStrategy(DDPStrategy):
+    """Data-parallel training that sends only gradient entries above a threshold and remembers the rest.
+
+    The method is the data-parallel half of Dynamic Communication Thresholding (Gupta et al., KDD 2021). Everything
+    else, from launchers to checkpoints, is :class:`~lightning.pytorch.strategies.DDPStrategy`'s.
+
+    Example::
+
+        trainer = Trainer(strategy=DCTStrategy(density=0.01, value_format="int8"), devices=2)
+
+    Args:
+        accelerator: As for DDPStrategy.
+        density: Share of each tensor's entries that is sent a step, in (0, 1].
+        density_per_parameter: Densities for some parameters, by name pattern.
+        refresh_every: Optimizer steps between two exact selections of the thresholds.
+        warmup_steps: Optimizer steps over which the density falls from 1.0 to its target.
+        warmup_schedule: ``"exponential"`` or ``"linear"``.
+        value_format: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"1bit"``.
+        min_tensor_size: Tensors with fewer entries are sent whole.
+        guard: Nudge the thresholds between refreshes to hold the number of entries near its target.
+        **kwargs: Everything DDPStrategy and DistributedDataParallel take, by keyword. ``process_group`` may also be a
+            function without arguments that returns the group; it is called once the processes are up.
+
+    See :class:`~lightning_dct.DCTConfig` for the settings' meanings.
+
+    Raises:
+        TypeError: A setting has the wrong type.
+        ValueError: A setting is out of range, or a communication hook was given as well.
+    """
+
+    strategy_name = "dct"
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        *,
+        density: float = 0.01,
+        density_per_parameter: Mapping[str, float] | None = None,
+        refresh_every: int = 1000,
+        warmup_steps: int = 0,
+        warmup_schedule: WarmupSchedule = "exponential",
+        value_format: ValueFormat = "bf16",
+        min_tensor_size: int = 128,
+        guard: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        for setting in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"):
+            if kwargs.get(setting) is not None:
+                raise ValueError(
+                    f"`DCTStrategy` registers its own communication hook and cannot take `{setting}`. Use"
+                    " `DDPStrategy` for another hook, or leave the setting out."
+                )
+        self.config = DCTConfig(
+            density=density,
+            density_per_parameter=density_per_parameter or {},
+            refresh_every=refresh_every,
+            warmup_steps=warmup_steps,
+            warmup_schedule=warmup_schedule,
+            value_format=value_format,
+            min_tensor_size=min_tensor_size,
+            guard=guard,
+        )
+        super().__init__(accelerator=accelerator, **kwargs)
+        self.traffic = Traffic()
+        # Thresholds, residuals and counters of this rank, from the set-up of fit on.
+        self.synchronizer: GradientSynchronizer | None = None
+        self._saved_state: dict[str, Any] | None = None
+        self._saved_notes: dict[str, dict[str, int]] = {}
+
+    def __repr__(self) -> str:
+        # Lightning quotes a strategy it does not recognise, as pytorch_lightning's Trainer does with this one.
+        return f"{type(self).__name__}({self.config}) for lightning.pytorch.Trainer, not pytorch_lightning.Trainer"
+
+    def connect(self, model: pl.LightningModule) -> None:
+        """Add the callbacks this strategy works with, where the user gave none of their own."""
+        super().connect(model)
+        trainer: Any = model._trainer  # Any: Lightning sets `callbacks` where type checkers do not see it
+        if trainer is None:
+            return
+        missing: list[pl.Callback] = []
+        if not any(isinstance(callback, ThresholdRefresh) for callback in trainer.callbacks):
+            missing.append(ThresholdRefresh(self.config.refresh_every))
+        if (
+            not any(isinstance(callback, CompressionMonitor) for callback in trainer.callbacks)
+            and not trainer.barebones
+        ):
+            missing.append(CompressionMonitor())
+        # Lightning keeps checkpoint callbacks last.
+        end = next(
+            (i for i, old in enumerate(trainer.callbacks) if isinstance(old, Checkpoint)), len(trainer.callbacks)
+        )
+        trainer.callbacks[end:end] = missing
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Wrap the model, register the hook and take over the state of a checkpoint."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.traffic = Traffic()
+            self.synchronizer = None
+            # Lightning flushes the first backward of a static graph once for each strategy; a second fit needs it too.
+            self._pl_static_graph_delay_done = False
+        super().setup(trainer)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Bring parameters that a callback has unfrozen into the synchronisation.
+
+        DistributedDataParallel synchronises the parameters that were trainable when it was built, and no others.
+        """
+        super().on_train_batch_start(batch, batch_idx)
+        if isinstance(self.model, DistributedDataParallel) and not self._trainable() <= self._synchronised:
+            assert self.lightning_module is not None
+            rank_zero_info("Parameters have become trainable: DCTStrategy wraps the model anew to synchronise them.")
+            self.model._remove_autograd_hooks()
+            self.model = self._setup_model(self.lightning_module)
+            self._register_ddp_hooks()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Save Lightning's checkpoint from rank 0, and beside it the compression state of every rank."""
+        if self.synchronizer is None or "optimizer_states" not in checkpoint:  # not fitting, or weights only
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        path = str(filepath)
+        note = saved.make_note(self.world_size, self.synchronizer.synchronisations)
+        state_path = saved.state_path(path, note, self.global_rank)
+        self.checkpoint_io.save_checkpoint(self.synchronizer.state_dict(), state_path)
+        # Lightning's file comes last and points at complete files only.
+        self.barrier()
+        checkpoint[saved.CHECKPOINT_KEY] = note
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        outdated = self._saved_notes.get(path, note)
+        self._saved_notes[path] = note
+        if outdated != note:
+            self.barrier()
+            self.checkpoint_io.remove_checkpoint(saved.state_path(path, outdated, self.global_rank))
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint and the compression state beside it."""
+        super().remove_checkpoint(filepath)
+        self._saved_notes.pop(str(filepath), None)
+        if self.is_global_zero:
+            self.checkpoint_io.remove_checkpoint(saved.state_folder(str(filepath)))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load Lightning's checkpoint and, when fitting, this rank's compression state beside it."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._saved_state = None
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._saved_state = self._read_state(checkpoint, str(checkpoint_path))
+            if self.synchronizer is not None:  # restored in the middle of fit, as the learning-rate finder does
+                self._restore(self.synchronizer)
+        return checkpoint
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Register this strategy's names with a Lightning registry."""
+        for name, settings in REGISTERED_NAMES.items():
+            described = ", ".join(f"`{setting}={value!r}`" for setting, value in settings.items())
+            strategy_registry.register(
+                name, cls, description=f"DCT strategy with {described}", override=True, **settings
+            )
+
+    def _setup_model(self, model: Module) -> DistributedDataParallel:
+        group = self._ddp_kwargs.get("process_group")
+        if callable(group) and not isinstance(group, dist.ProcessGroup):
+            self._ddp_kwargs["process_group"] = group = group()
+        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self.config.check_patterns(names)
+        trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
+        refresh = [callback.every_n_steps for callback in trainer.callbacks if isinstance(callback, ThresholdRefresh)]
+        # Before DistributedDataParallel's own collectives, which may hang when models differ.
+        settings = {**vars(self.config), "ThresholdRefresh(every_n_steps)": refresh, **describe_model(model)}
+        check_agreement(settings, group)
+        return super()._setup_model(model)
+
+    def _register_ddp_hooks(self) -> None:
+        # DDPStrategy skips hooks off CUDA; ours runs everywhere.
+        assert isinstance(self.model, DistributedDataParallel)
+        if self.synchronizer is None:
+            scaler = getattr(self.precision_plugin, "scaler", None)
+            self.synchronizer = GradientSynchronizer(
+                self.config,
+                {parameter: _plain_name(name) for name, parameter in self.model.module.named_parameters()},
+                self.model.process_group,
+                self.traffic,
+                hold_unused=self.model.find_unused_parameters,
+                loss_scale=None if scaler is None else scaler.get_scale,
+            )
+            self._restore(self.synchronizer)
+        self._synchronised = self._trainable()
+        self.model.register_comm_hook(None, self.synchronizer.hook)
+
+    def _trainable(self) -> set[int]:
+        assert self.lightning_module is not None
+        return {id(parameter) for parameter in self.lightning_module.parameters() if parameter.requires_grad}
+
+    def _restore(self, synchronizer: GradientSynchronizer) -> None:
+        if self._saved_state is not None:
+            synchronizer.load_state_dict(self._saved_state)
+            self._saved_state = None
+
+    def _read_state(self, checkpoint: Mapping[str, Any], path: str) -> dict[str, Any] | None:
+        note = checkpoint.get(saved.CHECKPOINT_KEY)
+        if note is None:
+            rank_zero_info(
+                f"{path} holds no compression state (it was not saved by DCTStrategy): residuals start at zero."
+            )
+            return None
+        saved.check_note(note, path)
+        states = []
+        for rank in saved.saved_ranks_for(self.global_rank, self.world_size, note["world_size"]):
+            state_path = saved.state_path(path, note, rank)
+            try:
+                states.append(self.checkpoint_io.load_checkpoint(state_path, weights_only=True))
+            except FileNotFoundError as error:
+                raise FileNotFoundError(
+                    f"The checkpoint {path!r} was saved with compression state, but {state_path!r} is not there. Put"
+                    f" the folder {saved.state_folder(path)!r} beside the checkpoint, or start from its weights alone:"
+                    " call `load_from_checkpoint` and fit without `ckpt_path`."
+                ) from error
+        return saved.merge_states(states)
+
+
+def _plain_name(name: str) -> str:
+    # torch.compile wraps modules; state saved with it must fit a model without it.
+    return name.replace("_orig_mod.", "")
