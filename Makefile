@@ -1,0 +1,44 @@
+# Every target sets itself up: a machine with Python 3.10 or later, pip and make is enough.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+
+.PHONY: demo test lint format clean
+.DEFAULT_GOAL := demo
+
+demo: $(VENV)/installed
+	$(BIN)/python experiments/demo.py
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed
+	$(BIN)/ruff format --check src experiments tests
+	$(BIN)/ruff check src experiments tests
+	$(BIN)/mypy
+
+format: $(VENV)/installed
+	$(BIN)/ruff format src experiments tests
+	$(BIN)/ruff check --fix src experiments tests
+
+$(VENV)/installed: pyproject.toml constraints.txt Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(MAKE) --no-print-directory $(VENV)/torch
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[experiments,fast,dev]'
+	touch $@
+
+# Where there is no NVIDIA GPU the CPU build of torch saves gigabytes: the one pip's own configuration offers, else
+# the one from PyTorch's index, else (macOS) the ordinary build, which has no CUDA in it.
+.PHONY: $(VENV)/torch
+$(VENV)/torch:
+	if command -v nvidia-smi > /dev/null || [ "$$(uname)" != Linux ]; then \
+		$(PIP) install --quiet 'torch==$(TORCH)'; \
+	else \
+		$(PIP) install --quiet 'torch==$(TORCH)+cpu' 2> /dev/null \
+		|| $(PIP) install --quiet --index-url https://download.pytorch.org/whl/cpu 'torch==$(TORCH)'; \
+	fi
+
+clean:
+	rm -rf $(VENV) outputs multirun .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
