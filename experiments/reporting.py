@@ -68,7 +68,7 @@ class Result:
         choices: Which file of each configuration group the run was composed of.
         overrides: What the command line said.
         world_size: Number of processes.
-        steps: Optimizer steps of this fit.
+        steps: Optimizer steps so far, those before a checkpoint included.
         metrics: Final figures of validation and test.
         best_known: For a metric, what a perfect model would reach on the same data.
         compression_ratio: Bytes of the dense fp32 all-reduce over bytes handed to collectives, this rank's.

@@ -139,6 +139,7 @@ def make_text() -> tuple[LanguageModule, TextData]:
     return LanguageModule(num_layers=1, width=16, num_heads=2, warmup_steps=3), data
 
 
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize("make", [make_clicks, make_text])
 def test_a_run_continues_from_a_checkpoint(make: object, tmp_path: Path) -> None:
     def run(folder: Path, checkpoint: Path | None = None) -> torch.nn.Module:
