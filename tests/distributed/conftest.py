@@ -1,0 +1,23 @@
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from distributed.harness import Ranks
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Ranks]]:
+    """``ranks(2).run(function, *arguments)``: the function in two processes, which are kept from test to test."""
+    torch.set_num_threads(1)  # the ranks need the processor
+    folder = tmp_path_factory.mktemp("ranks")
+    started: dict[int, Ranks] = {}
+
+    def of(world_size: int) -> Ranks:
+        if world_size not in started:
+            started[world_size] = Ranks(world_size, folder)
+        return started[world_size]
+
+    yield of
+    for some in started.values():
+        some.stop()

@@ -1,0 +1,154 @@
+"""Ranks to run tests on: processes that are started once and then run one function after another.
+
+``Ranks(2).run(function, *arguments)`` runs ``function`` in two processes that form a gloo group and see the environment
+that ``torchrun`` gives, so that a Lightning Trainer takes them as its ranks. What it returns comes back as a list by
+rank. When a rank fails, dies or takes too long, all of them are killed, the test fails and says why, and the next
+``run`` starts new ones.
+"""
+
+import contextlib
+import importlib
+import logging
+import multiprocessing
+import os
+import pickle
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 120.0
+# How long the other ranks may take to report their own failure after one rank has reported one.
+GRACE_S = 2.0
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["lightning.pytorch", "lightning_dct"])
+
+
+class RankFailure(AssertionError):
+    """A function did not return on every rank."""
+
+
+class Ranks:
+    """Some processes in one process group."""
+
+    def __init__(self, world_size: int, folder: Path) -> None:
+        self.world_size = world_size
+        self._folder = folder
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
+        """Call ``function(*arguments)`` on every rank and return what each of them returned."""
+        if not self._processes:
+            self._start()
+        task = pickle.dumps((function.__module__, function.__qualname__, arguments))
+        for pipe in self._pipes:
+            pipe.send_bytes(task)
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        deadline = time.monotonic() + timeout_s
+        waiting = dict(zip(self._pipes, range(self.world_size), strict=True))
+        while waiting:
+            ready = wait(list(waiting), timeout=max(deadline - time.monotonic(), 0))
+            if not ready:
+                for rank in waiting.values():
+                    failures.setdefault(rank, f"no answer after {timeout_s:.0f} s:\n{self._log(rank)}")
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    succeeded, answer = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    succeeded, answer = False, f"the process died:\n{self._log(rank)}"
+                if succeeded:
+                    results[rank] = answer
+                else:
+                    failures[rank] = answer
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        if failures:
+            self.stop()
+            told = "\n".join(f"--- rank {rank} of {self.world_size}: {failures[rank]}" for rank in sorted(failures))
+            raise RankFailure(f"{function.__qualname__}{arguments}\n{told}")
+        return [results[rank] for rank in range(self.world_size)]
+
+    def stop(self) -> None:
+        """Kill the processes; the next ``run`` starts new ones."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        port = free_port()
+        for rank in range(self.world_size):
+            ours, theirs = CONTEXT.Pipe()
+            arguments = (rank, self.world_size, port, theirs, self._log_path(rank))
+            process = CONTEXT.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def _log_path(self, rank: int) -> Path:
+        return self._folder / f"rank-{rank}-of-{self.world_size}.log"
+
+    def _log(self, rank: int) -> str:
+        path = self._log_path(rank)
+        return path.read_text(errors="replace")[-3000:] if path.exists() else ""
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def elastic_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What ``torchrun`` sets for one of its workers."""
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "NODE_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "tests",
+    }
+
+
+def _serve(rank: int, world_size: int, port: int, pipe: Connection, log_path: Path) -> None:
+    log = log_path.open("w")
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    sys.stdout = sys.stderr = log
+    os.environ.update(elastic_environment(rank, world_size, port))
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    dist.init_process_group("gloo")
+    with contextlib.suppress(EOFError):  # the tests are over
+        while True:
+            module, name, arguments = pickle.loads(pipe.recv_bytes())
+            try:
+                answer = True, getattr(importlib.import_module(module), name)(*arguments)
+            except BaseException:
+                answer = False, traceback.format_exc()
+            log.flush()
+            pipe.send_bytes(pickle.dumps(answer))
+    # Not by the usual way out: gloo's threads may abort a process that ends while a DistributedDataParallel is alive.
+    os._exit(0)

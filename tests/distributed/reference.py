@@ -1,0 +1,89 @@
+"""The method in one process, in the plainest way: what the ranks must arrive at, step by step.
+
+Thresholds are selected exactly in every step (``refresh_every=1``), and there is no guard. All is done in fp64, where
+sums taken in another order differ too little to change which entries are sent or how they are rounded.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Array = np.ndarray
+
+
+def as_decoded(values: Array, value_format: str) -> Array:
+    """What the receivers read where these values of one tensor were sent."""
+    if value_format == "fp32":
+        return values.astype(np.float32)
+    if value_format == "bf16":
+        return torch.from_numpy(values).to(torch.bfloat16).float().numpy()
+    if value_format == "int8":
+        scale = np.float32(np.abs(values).max() / 127)
+        return np.round(values / scale).astype(np.float32) * scale
+    mean = np.float32(np.abs(values).mean())
+    return np.where(values > 0, mean, -mean).astype(np.float32)
+
+
+def send(accumulated: Array, kept: int, value_format: str) -> Array:
+    """What one rank sends of one flattened tensor: zero where it sends nothing."""
+    magnitudes = np.abs(accumulated)
+    threshold = np.sort(magnitudes)[-kept]
+    chosen = [place for place, magnitude in enumerate(magnitudes) if magnitude >= threshold and magnitude > 0]
+    chosen.sort(key=lambda place: (-magnitudes[place], place))
+    places = np.array(sorted(chosen[:kept]), dtype=np.int64)
+    sent = np.zeros_like(accumulated)
+    sent[places] = as_decoded(accumulated[places], value_format)
+    return sent
+
+
+def train(
+    model: nn.Module,
+    loss_of: Callable[[nn.Module, int, int], Tensor],
+    *,
+    workers: int,
+    steps: int,
+    density: float,
+    value_format: str,
+    min_tensor_size: int,
+    lr: float,
+    momentum: float,
+) -> list[dict[str, Array]]:
+    """Train ``model`` in place with SGD, and return what every worker holds back at the end.
+
+    Args:
+        model: The replica that all workers share, in fp64.
+        loss_of: The loss of a worker in a step, from the model, the worker and the step.
+        workers: How many to simulate.
+        steps: Optimizer steps.
+        density: Share of entries sent.
+        value_format: ``fp32``, ``bf16``, ``int8`` or ``1bit``.
+        min_tensor_size: Smaller tensors are averaged as they are.
+        lr: Learning rate.
+        momentum: Momentum of SGD.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    held = [{name: np.zeros(p.numel()) for name, p in model.named_parameters()} for _ in range(workers)]
+    for step in range(steps):
+        gradients = [_gradients(model, loss_of(model, worker, step)) for worker in range(workers)]
+        for name, parameter in model.named_parameters():
+            sent = []
+            for worker in range(workers):
+                accumulated = gradients[worker][name] + held[worker][name]
+                if parameter.numel() < min_tensor_size:
+                    sent.append(accumulated)
+                else:
+                    kept = math.ceil(density * parameter.numel())
+                    sent.append(send(accumulated, kept, value_format))
+                held[worker][name] = accumulated - sent[-1]
+            parameter.grad = torch.from_numpy(np.mean(sent, axis=0)).view_as(parameter)
+        optimizer.step()
+    return held
+
+
+def _gradients(model: nn.Module, loss: Tensor) -> dict[str, Array]:
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(loss, parameters)
+    return {name: gradient.flatten().numpy() for name, gradient in zip(names, gradients, strict=True)}

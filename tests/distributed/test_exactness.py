@@ -1,0 +1,143 @@
+"""The synchronised gradients are the right ones: equal to DDP's, to a plain reference's, to each other's, in sum."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+
+from distributed import reference
+from distributed.training import (
+    Applied,
+    Module,
+    Noise,
+    Run,
+    Watch,
+    assert_conserved,
+    assert_learns,
+    assert_replicas_equal,
+    assert_weights_close,
+    assert_weights_equal,
+    fit,
+    loader,
+    local_gradients,
+    perceptron,
+)
+from lightning_dct import DCTStrategy
+
+OPTIMIZERS = {
+    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "adam": (torch.optim.Adam, {"lr": 0.01}),
+}
+FORMATS = ("fp32", "bf16", "int8", "1bit")
+
+
+class Lopsided(nn.Module):
+    """A scalar, a few biases and one matrix of 307,200 entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.huge = nn.Linear(512, 600)
+        self.small = nn.Linear(600, 3)
+        self.gain = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.gain * self.small(torch.relu(self.huge(inputs)))
+
+
+def train_densely(strategy: str, optimizer: str) -> Run:
+    kind, settings = OPTIMIZERS[optimizer]
+    chosen = DDPStrategy() if strategy == "ddp" else DCTStrategy(density=1.0, value_format="fp32")
+    return fit(chosen, Module(None, kind, **settings), 20)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_density_one_trains_as_ddp(ranks: Any, world_size: int, optimizer: str) -> None:
+    """Oracle: Lightning's DDPStrategy on the same data, bitwise on two ranks."""
+    theirs = ranks(world_size).run(train_densely, "ddp", optimizer)
+    ours = ranks(world_size).run(train_densely, "dct", optimizer)
+    compare = assert_weights_equal if world_size == 2 else assert_weights_close
+    for rank in range(world_size):
+        compare(theirs[rank].weights, ours[rank].weights)
+    assert ours[0].synchronisations == 20
+
+
+def train_lopsided(value_format: str) -> Run:
+    strategy = DCTStrategy(density=0.05, value_format=value_format, refresh_every=30)
+    module = Module(Lopsided(), torch.optim.SGD, lr=0.02)
+    run = fit(strategy, module, loader(200, 512, 3), watch=Watch(every=20))
+    run.residuals, run.state = {name: entries[:50] for name, entries in run.residuals.items()}, {}
+    return run
+
+
+@pytest.mark.parametrize(
+    ("world_size", "value_format"), [(2, "fp32"), (2, "1bit"), (3, "bf16"), (3, "int8"), (4, "1bit"), (4, "int8")]
+)
+def test_replicas_stay_bitwise_identical(ranks: Any, world_size: int, value_format: str) -> None:
+    """Oracle: a hash of all weights every 20 of 200 steps, compared between ranks that see different data."""
+    runs = ranks(world_size).run(train_lopsided, value_format)
+    assert_replicas_equal(runs)
+    assert len(runs[0].hashes) == len(set(runs[0].hashes)) == 10
+    assert runs[0].totals.refreshes == math.ceil(200 / 30)
+    assert runs[0].losses != runs[1].losses
+    assert any(not torch.equal(held, runs[1].residuals[name]) for name, held in runs[0].residuals.items())
+    assert_learns(runs[0])
+
+
+REFERENCE_SETTINGS: dict[str, Any] = {"density": 0.05, "min_tensor_size": 128}
+
+
+def train_compressed(value_format: str) -> Run:
+    strategy = DCTStrategy(value_format=value_format, refresh_every=1, guard=False, **REFERENCE_SETTINGS)
+    return fit(strategy, Module(None, torch.optim.SGD, lr=0.05, momentum=0.5), 30, precision="64-true")
+
+
+@pytest.mark.parametrize("value_format", FORMATS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_matches_the_plain_reference(ranks: Any, world_size: int, value_format: str) -> None:
+    """Oracle: reference.py, which simulates the ranks in one process with numpy."""
+    runs = ranks(world_size).run(train_compressed, value_format)
+    data = [Noise(30, 40, 8, rank=rank) for rank in range(world_size)]
+
+    def loss_of(model: nn.Module, worker: int, step: int) -> Tensor:
+        inputs, outputs = (tensor.double() for tensor in data[worker][step])
+        return (model(inputs) - outputs).square().mean()
+
+    model = perceptron().double()
+    held = reference.train(
+        model,
+        loss_of,
+        workers=world_size,
+        steps=30,
+        value_format=value_format,
+        lr=0.05,
+        momentum=0.5,
+        **REFERENCE_SETTINGS,
+    )
+    expected = {f"model.{name}": weight.detach() for name, weight in model.named_parameters()}
+    for rank, run in enumerate(runs):
+        assert_weights_close(expected, run.weights, rtol=1e-12, atol=1e-13)
+        residuals = {f"model.{name}": torch.from_numpy(entries) for name, entries in held[rank].items()}
+        assert float(residuals["model.first.weight"].norm()) > 0
+        assert_weights_close(residuals, run.residuals, rtol=1e-12, atol=1e-13)
+
+
+def train_recorded(value_format: str) -> Any:
+    applied = Applied()
+    strategy = DCTStrategy(density=0.03, value_format=value_format, refresh_every=7)
+    with local_gradients() as given:
+        run = fit(strategy, Module(None, torch.optim.Adam, lr=0.01), 40, callbacks=[applied])
+    return given, applied.sums, run.residuals
+
+
+@pytest.mark.parametrize(("world_size", "value_format"), [(2, "fp32"), (3, "bf16"), (2, "int8"), (3, "1bit")])
+def test_gradients_are_conserved_in_sum(ranks: Any, world_size: int, value_format: str) -> None:
+    """Oracle: W times what the optimizer got plus what ranks hold back, against fp64 sums of all local gradients."""
+    results = ranks(world_size).run(train_recorded, value_format)
+    assert len(results[0][0]) == 5
+    assert any(float(entries.norm()) > 0 for entries in results[0][2].values())
+    assert_conserved(results)

@@ -1,0 +1,265 @@
+"""Small models, data that differ from rank to rank, and what the tests want to know of a run."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_dct import DCTStrategy
+from lightning_dct.gradients import GradientSynchronizer
+
+State = dict[str, Tensor]
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+class Noise(Dataset):
+    """Batches of a linear teacher's examples: ``(batch, in)`` and ``(batch, out)``, another stream on every rank."""
+
+    def __init__(self, batches: int, in_features: int, out_features: int, batch_size: int = 4, rank: int = 0) -> None:
+        self.shape = (batch_size, in_features)
+        self.batches, self.rank = batches, rank
+        self.teacher = torch.randn(in_features, out_features, generator=torch.Generator().manual_seed(7))
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index >= self.batches:
+            raise IndexError(index)
+        inputs = torch.randn(self.shape, generator=torch.Generator().manual_seed(100_000 * self.rank + index))
+        return inputs, inputs @ self.teacher / self.shape[1] ** 0.5
+
+
+def loader(batches: int, in_features: int, out_features: int, batch_size: int = 4) -> DataLoader:
+    """This rank's batches, one an item, always in the same order."""
+    return DataLoader(Noise(batches, in_features, out_features, batch_size, rank()), batch_size=None)
+
+
+class Perceptron(nn.Module):
+    """Two layers and a scalar gain: 40 x 24 + 24, 24 x 8 + 8 and 1 entries."""
+
+    def __init__(self, in_features: int = 40, hidden: int = 24, out_features: int = 8) -> None:
+        super().__init__()
+        self.first = nn.Linear(in_features, hidden)
+        self.second = nn.Linear(hidden, out_features)
+        self.gain = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.gain * self.second(torch.tanh(self.first(inputs)))
+
+
+def perceptron(**sizes: int) -> Perceptron:
+    """The same weights on every rank and every time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return Perceptron(**sizes)
+
+
+class Module(LightningModule):
+    """Regression with any model and optimizer."""
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+        **optimizer_settings: Any,
+    ) -> None:
+        super().__init__()
+        self.model = perceptron() if model is None else model
+        self.optimizer = optimizer
+        self.optimizer_settings = optimizer_settings or {"lr": 0.1}
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.model(inputs)
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        inputs, outputs = batch
+        return (self(inputs.to(self.dtype)) - outputs).square().mean()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.optimizer(
+            [parameter for parameter in self.parameters() if parameter.requires_grad], **self.optimizer_settings
+        )
+
+
+@dataclass
+class Run:
+    """What a rank remembers of a run."""
+
+    weights: State
+    losses: list[float]
+    hashes: list[str]
+    synchronisations: int = 0
+    residuals: State = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    totals: Any = None
+    seen: list[Any] = field(default_factory=list)
+
+
+class Watch(Callback):
+    """Records each batch's loss, a hash of the weights every so many batches, and what ``look`` sees after each."""
+
+    def __init__(self, every: int = 1, look: Callable[[Trainer], Any] | None = None) -> None:
+        self.every, self.look = every, look
+        self.losses: list[float] = []
+        self.hashes: list[str] = []
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if outputs is not None:
+            self.losses.append(float(outputs["loss"]))
+        if (batch_idx + 1) % self.every == 0:
+            self.hashes.append(hash_of(pl_module))
+        if self.look is not None:
+            self.seen.append(self.look(trainer))
+
+
+def hash_of(module: nn.Module) -> str:
+    """Differs when one bit of one weight differs."""
+    digest = hashlib.sha1()
+    for _, tensor in sorted(module.state_dict().items()):
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def trainer_for(strategy: DDPStrategy, **settings: Any) -> Trainer:
+    """A quiet Trainer on the ranks that are already there."""
+    settings = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+        "max_epochs": 1,
+        **settings,
+    }
+    return Trainer(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy, **settings)
+
+
+def fit(
+    strategy: DDPStrategy,
+    module: LightningModule,
+    batches: Any = 20,
+    *,
+    ckpt_path: str | None = None,
+    watch: Watch | None = None,
+    **settings: Any,
+) -> Run:
+    """Train on ``batches`` batches of noise (or on a loader) and say what came of it."""
+    watch = watch or Watch()
+    trainer = trainer_for(strategy, callbacks=[watch, *settings.pop("callbacks", [])], **settings)
+    data = loader(batches, 40, 8) if isinstance(batches, int) else batches
+    trainer.fit(module, data, ckpt_path=ckpt_path)
+    return summary(strategy, module, watch)
+
+
+def summary(strategy: DDPStrategy, module: LightningModule, watch: Watch) -> Run:
+    run = Run(weights_of(module), watch.losses, watch.hashes, seen=watch.seen)
+    if isinstance(strategy, DCTStrategy):
+        run.state = strategy.synchronizer.state_dict()
+        run.synchronisations = strategy.synchronizer.synchronisations
+        run.residuals = run.state["residuals"]
+        run.totals = strategy.traffic.totals
+    return run
+
+
+def weights_of(module: nn.Module) -> State:
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+@contextmanager
+def local_gradients() -> Iterator[State]:
+    """Sums up, in fp64 and by name, the local gradients that the synchroniser is given, in unscaled units."""
+    sums: State = {}
+    original = GradientSynchronizer.hook
+
+    def recording(self: GradientSynchronizer, state: object, bucket: GradBucket) -> Future[Tensor]:
+        scale = 1.0 if self._loss_scale is None else self._loss_scale()
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            name = self._parameter_names[parameter]
+            sums.setdefault(name, torch.zeros(gradient.numel(), dtype=torch.float64))
+            sums[name] += gradient.flatten().double() / scale
+        return original(self, state, bucket)
+
+    with patch.object(GradientSynchronizer, "hook", recording):
+        yield sums
+
+
+class Applied(Callback):
+    """Sums up, in fp64 and by name, the synchronised gradients that reach the optimizer, in unscaled units."""
+
+    def __init__(self) -> None:
+        self.sums: State = {}
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        names = {parameter: name for name, parameter in pl_module.named_parameters()}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    name = names[parameter]
+                    self.sums.setdefault(name, torch.zeros(parameter.numel(), dtype=torch.float64))
+                    self.sums[name] += parameter.grad.flatten().double()
+
+
+def assert_conserved(ranks: list[tuple[State, State, State]], relative: float = 1e-5) -> None:
+    """``W * applied + residuals of all ranks == local gradients of all ranks``, for every tensor.
+
+    Args:
+        ranks: For each rank the sums of its local gradients, the sums applied, and its residuals.
+        relative: Allowed difference, relative to the largest entry of the tensor's gradient sum.
+    """
+    names = {name for given, _, _ in ranks for name in given}
+    assert names
+    for name in names:
+        given = sum(mine[name] for mine, _, _ in ranks)
+        applied = ranks[0][1].get(name, torch.zeros_like(given))
+        held = sum((mine[name].double() for _, _, mine in ranks if name in mine), torch.zeros_like(given))
+        difference = (len(ranks) * applied + held - given).abs().max()
+        scale = max(float(max(mine[name].abs().max() for mine, _, _ in ranks)), 1e-12)
+        assert float(difference) <= relative * scale, f"{name}: {float(difference):.3g} of {scale:.3g} went missing"
+
+
+def assert_replicas_equal(runs: list[Run]) -> None:
+    """Every recorded hash and every final weight is the same on all ranks."""
+    for run in runs[1:]:
+        assert runs[0].hashes == run.hashes
+        for name, weight in runs[0].weights.items():
+            assert torch.equal(weight, run.weights[name]), name
+
+
+def assert_weights_equal(one: State, other: State) -> None:
+    assert one.keys() == other.keys()
+    for name, weight in one.items():
+        assert torch.equal(weight, other[name]), f"{name}: {float((weight - other[name]).abs().max())}"
+
+
+def assert_weights_close(one: State, other: State, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    assert one.keys() == other.keys()
+    for name, weight in one.items():
+        torch.testing.assert_close(other[name], weight, rtol=rtol, atol=atol, msg=lambda text, name=name: name + text)
+
+
+def assert_learns(run: Run) -> None:
+    """The second half of the run has a lower mean loss than the first quarter."""
+    quarter = max(len(run.losses) // 4, 1)
+    start, end = run.losses[:quarter], run.losses[-2 * quarter :]
+    assert sum(end) / len(end) < sum(start) / len(start), run.losses
