@@ -65,7 +65,7 @@ class TransformerLanguageModel(nn.Module):
         width: int = 128,
         num_heads: int = 4,
         dropout: float = 0.0,
-        tie_weights: bool = True,
+        tie_weights: bool = False,
     ) -> None:
         super().__init__()
         if width % num_heads:
@@ -76,20 +76,11 @@ class TransformerLanguageModel(nn.Module):
         self.blocks = nn.ModuleList(Block(width, num_heads, dropout) for _ in range(num_layers))
         self.output_norm = nn.LayerNorm(width)
         self.output = nn.Linear(width, vocabulary_size, bias=False)
-        self._initialise(num_layers)
+        # The linear layers keep PyTorch's initialisation; its embeddings of unit variance would drown them.
+        for embedding in (self.token_embedding, self.position_embedding):
+            nn.init.normal_(embedding.weight, std=width**-0.5)
         if tie_weights:
             self.output.weight = self.token_embedding.weight
-
-    def _initialise(self, num_layers: int) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
-        # Every block adds twice to the hidden state; keep the sum's variance independent of the depth.
-        for block in self.blocks:
-            for projection in (block.attention_output, block.contract):
-                nn.init.normal_(projection.weight, std=0.02 / (2 * num_layers) ** 0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Give the logits of the next token.

@@ -43,7 +43,7 @@ class LanguageModule(LightningModule):
         width: int = 128,
         num_heads: int = 4,
         dropout: float = 0.0,
-        tie_weights: bool = True,
+        tie_weights: bool = False,
         learning_rate: float = 1e-2,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.01,

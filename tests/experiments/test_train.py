@@ -85,7 +85,7 @@ def test_lm_with_powersgd_counts_what_it_sends(tmp_path: Path) -> None:
     figures = result(tmp_path)
     width, context, vocabulary, rank = 32, 32, 256, 2
     matrices = [(vocabulary, width), (context, width), (3 * width, width), (width, width)]
-    matrices += [(4 * width, width), (width, 4 * width)]
+    matrices += [(4 * width, width), (width, 4 * width), (vocabulary, width)]
     vectors = 2 * 2 * width + 2 * width + 3 * width + width + 4 * width + width
     entries = sum(rows * columns for rows, columns in matrices) + vectors
     assert figures["trainable_parameters"] == entries
