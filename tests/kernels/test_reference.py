@@ -1,0 +1,173 @@
+import math
+from collections.abc import Sequence
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_dct.kernels import reference, select
+from strategies_for_hypothesis import examples
+
+CHUNK = 16
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "CHUNK", CHUNK)
+
+
+def select_by_loop(
+    gradient: Tensor,
+    residual: Tensor,
+    segments: Sequence[tuple[int, int]],
+    thresholds: Sequence[float],
+    scale: float = 1.0,
+) -> tuple[list[int], list[float], list[int], list[float]]:
+    """Positions, values, counts and the residual afterwards: one entry at a time, in the residual's precision."""
+    number = np.float64 if residual.dtype == torch.float64 else np.float32
+    positions, values, counts, left = [], [], [], residual.tolist()
+    with np.errstate(all="ignore"):
+        for (start, stop), threshold in zip(segments, thresholds, strict=True):
+            count = 0
+            for place in range(start, stop):
+                accumulated = number(residual[place].item()) + number(gradient[place].item()) * number(scale)
+                if not abs(accumulated) < number(threshold):
+                    positions.append(place)
+                    values.append(float(accumulated))
+                    count += 1
+                if math.isfinite(accumulated):
+                    left[place] = float(accumulated)
+            counts.append(count)
+    return positions, values, counts, left
+
+
+def assert_equals_loop(
+    gradient: Tensor,
+    residual: Tensor,
+    segments: Sequence[tuple[int, int]],
+    thresholds: Sequence[float],
+    scale: float = 1.0,
+) -> None:
+    positions, values, counts, left = select_by_loop(gradient, residual, segments, thresholds, scale)
+    before, residual = gradient.clone(), residual.clone()
+    selection = select(gradient, residual, segments, thresholds, scale)
+    assert selection.positions.dtype == torch.int64
+    assert selection.values.dtype == residual.dtype
+    assert selection.positions.tolist() == positions
+    np.testing.assert_array_equal(selection.values.numpy(), values)
+    assert selection.counts == counts
+    assert residual.tolist() == left
+    assert torch.equal(gradient.nan_to_num(), before.nan_to_num())
+
+
+def noise(size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("size", [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK + 5])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equals_the_loop_around_chunk_boundaries(size: int, dtype: torch.dtype) -> None:
+    residual = noise(size, torch.float64 if dtype == torch.float64 else torch.float32, seed=1)
+    assert_equals_loop(noise(size, dtype), residual, [(0, size)], [0.8])
+
+
+@pytest.mark.parametrize("segments", [[(3, 20), (20, 21), (40, 90)], [(0, 1), (99, 100)], [(5, 5), (10, 60)]])
+def test_several_segments_with_gaps(segments: list[tuple[int, int]]) -> None:
+    assert_equals_loop(noise(100), noise(100, seed=1), segments, [0.5, 1.5, 1.0][: len(segments)])
+
+
+def test_residual_outside_of_the_segments_is_not_touched() -> None:
+    residual = noise(100, seed=1)
+    before = residual.clone()
+    select(noise(100), residual, [(10, 30), (50, 60)], [0.5, 0.5])
+    for gap in (slice(0, 10), slice(30, 50), slice(60, 100)):
+        assert torch.equal(residual[gap], before[gap])
+    assert not torch.equal(residual[10:30], before[10:30])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [2.0**-16, 0.5, 4.0])
+def test_gradient_scale(dtype: torch.dtype, scale: float) -> None:
+    residual = noise(50, torch.float64 if dtype == torch.float64 else torch.float32, seed=1)
+    assert_equals_loop(noise(50, dtype) / scale, residual, [(0, 50)], [1.0], scale)
+
+
+def test_gradient_scale_that_rounds() -> None:
+    gradient, residual = noise(50), noise(50, seed=1)
+    expected = residual.double() + 0.3 * gradient.double()
+    selection = select(gradient, residual, [(0, 50)], [0.5], 0.3)
+    assert torch.allclose(residual.double(), expected, rtol=1e-6, atol=1e-7)
+    assert selection.positions.tolist() == (expected.abs() >= 0.5).nonzero().squeeze(1).tolist()
+
+
+def test_ties_reach_the_threshold() -> None:
+    gradient = torch.tensor([0.5, -0.5, 0.25, 0.5, 0.0] * 8)
+    assert_equals_loop(gradient, torch.zeros(40), [(0, 40)], [0.5])
+    assert select(gradient, torch.zeros(40), [(0, 40)], [0.5]).counts == [24]
+
+
+def test_denormals() -> None:
+    gradient = torch.tensor([1e-40, -2e-40, 0.0, 3e-39, 2.0**-149])
+    assert_equals_loop(gradient, torch.full((5,), 1e-40), [(0, 5)], [2e-40])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nonfinite_gradients_are_picked_and_keep_the_old_residual(dtype: torch.dtype) -> None:
+    gradient = noise(40, dtype)
+    gradient[[0, 15, 16, 39]] = torch.tensor([math.nan, math.inf, -math.inf, math.nan], dtype=dtype)
+    residual = noise(40, torch.float64 if dtype == torch.float64 else torch.float32, seed=1)
+    before = residual.clone()
+    assert_equals_loop(gradient, residual, [(0, 40)], [1.0])
+    selection = select(gradient, residual, [(0, 40)], [1.0])
+    assert {0, 15, 16, 39} <= set(selection.positions.tolist())
+    assert torch.equal(residual[[0, 15, 16, 39]], before[[0, 15, 16, 39]])
+    assert bool(residual.isfinite().all())
+
+
+def test_sums_that_overflow_keep_the_old_residual() -> None:
+    large = torch.finfo(torch.float32).max
+    residual = torch.tensor([large, -large, 1.0])
+    selection = select(torch.tensor([large, -large, 1.0]), residual, [(0, 3)], [5.0])
+    assert selection.positions.tolist() == [0, 1]
+    assert selection.values.tolist() == [math.inf, -math.inf]
+    assert residual.tolist() == [torch.tensor(large).item(), torch.tensor(-large).item(), 2.0]
+
+
+@pytest.mark.parametrize(("threshold", "count"), [(1e30, 0), (1e-30, 40)])
+def test_nothing_or_everything(threshold: float, count: int) -> None:
+    gradient, residual = noise(40), noise(40, seed=1)
+    assert_equals_loop(gradient, residual, [(0, 40)], [threshold])
+    assert select(gradient, residual, [(0, 40)], [threshold]).counts == [count]
+
+
+def test_no_segments() -> None:
+    residual = torch.ones(10)
+    positions, values, counts = select(torch.ones(10), residual, [], [])
+    assert positions.dtype == torch.int64
+    assert (positions.numel(), values.numel(), counts) == (0, 0, [])
+    assert residual.tolist() == [1.0] * 10
+
+
+def test_as_many_thresholds_as_segments() -> None:
+    with pytest.raises(ValueError):
+        select(torch.ones(10), torch.zeros(10), [(0, 5), (5, 10)], [1.0])
+
+
+numbers = st.sampled_from([0.0, 0.5, -0.5, 1.0, -1.0, 1e-40, 3e38, math.nan, math.inf, -math.inf]) | st.floats(width=32)
+finite_numbers = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.sampled_from([0.0, 0.5, 3e38])
+
+
+@given(data=st.data(), size=st.integers(1, 30), threshold=st.sampled_from([1e-38, 0.5, 1.0, 1e30]))
+@examples(200)
+def test_equals_the_loop_whatever_the_numbers(data: st.DataObject, size: int, threshold: float) -> None:
+    gradient = torch.tensor(data.draw(st.lists(numbers, min_size=size, max_size=size)))
+    residual = torch.tensor(data.draw(st.lists(finite_numbers, min_size=size, max_size=size)))
+    cuts = sorted(data.draw(st.sets(st.integers(0, size), min_size=2 if size > 1 else 0, max_size=4)))
+    segments = list(zip(cuts[::2], cuts[1::2], strict=False))
+    with mock.patch.object(reference, "CHUNK", data.draw(st.integers(1, 8))):
+        assert_equals_loop(gradient, residual, segments, [threshold] * len(segments))

@@ -1,0 +1,49 @@
+"""What the property tests share: settings without deadline or chance, and layouts of payloads with their entries."""
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_dct.wire import BITS_PER_VALUE, PayloadLayout
+
+FORMATS = sorted(BITS_PER_VALUE)
+
+floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def examples(count: int) -> settings:
+    """The same ``count`` examples in every run, however slow the machine."""
+    return settings(max_examples=count, deadline=None, derandomize=True)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, value_format: str | None = None) -> PayloadLayout:
+    """Up to five small tensors, some of them whole (capacity 0)."""
+    sizes = draw(st.lists(st.integers(1, 40), max_size=5))
+    capacities = [draw(st.integers(0, size)) for size in sizes]
+    whole_bytes = draw(st.sampled_from([2, 4, 8])) * sum(n for n, k in zip(sizes, capacities, strict=True) if not k)
+    return PayloadLayout(
+        tuple(sizes), tuple(capacities), value_format or draw(st.sampled_from(FORMATS)), whole_bytes
+    )
+
+
+@st.composite
+def filled_layouts(draw: st.DrawFn) -> tuple[PayloadLayout, Tensor, Tensor, Tensor]:
+    """A layout with positions, values and whole bytes that fit it."""
+    layout = draw(layouts())
+    positions: list[int] = []
+    start = 0
+    for size, capacity in zip(layout.tensor_sizes, layout.capacities, strict=True):
+        if capacity:
+            chosen = draw(st.sets(st.integers(0, size - 1), max_size=capacity))
+            positions += [start + position for position in sorted(chosen)]
+        start += size
+    values = draw(st.lists(floats, min_size=len(positions), max_size=len(positions)))
+    whole = draw(st.binary(min_size=layout.whole_bytes, max_size=layout.whole_bytes))
+    return (
+        layout,
+        torch.tensor(positions, dtype=torch.int64),
+        torch.tensor(values, dtype=torch.float32),
+        torch.tensor(list(whole), dtype=torch.uint8),
+    )

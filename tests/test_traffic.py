@@ -1,0 +1,91 @@
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_dct.traffic import Traffic, TrafficTotals, all_gather_bytes, all_reduce_bytes
+from strategies_for_hypothesis import examples
+
+SOME: dict[str, Any] = {
+    "steps": 4,
+    "bytes_sent": 100,
+    "bytes_dense": 5000,
+    "entries_sent": 30,
+    "entries": 1000,
+    "seconds": 0.5,
+    "refreshes": 2,
+}
+
+
+@given(num_bytes=st.integers(0, 10_000), world_size=st.integers(1, 9))
+@examples(200)
+def test_all_gather_passes_every_other_message_on_once(num_bytes: int, world_size: int) -> None:
+    sent = 0
+    for _ in range(world_size - 1):  # rounds of a ring: each rank passes one message on
+        sent += num_bytes
+    assert all_gather_bytes(num_bytes, world_size) == sent
+
+
+@given(chunk=st.integers(0, 1000), world_size=st.integers(1, 9))
+@examples(200)
+def test_all_reduce_passes_its_chunks_on_twice(chunk: int, world_size: int) -> None:
+    sent = 0
+    for _ in range(2):  # reduce-scatter, then all-gather
+        for _ in range(world_size - 1):
+            sent += chunk
+    assert all_reduce_bytes(chunk * world_size, world_size) == sent
+
+
+@given(num_bytes=st.integers(0, 10**15), world_size=st.integers(1, 1000))
+@examples(200)
+def test_all_reduce_rounds_up_without_floats(num_bytes: int, world_size: int) -> None:
+    sent = all_reduce_bytes(num_bytes, world_size)
+    assert 0 <= sent * world_size - 2 * (world_size - 1) * num_bytes < world_size
+
+
+def test_a_single_process_sends_nothing() -> None:
+    assert all_reduce_bytes(1000, 1) == all_gather_bytes(1000, 1) == 0
+
+
+def test_ratio_density_and_overhead() -> None:
+    totals = TrafficTotals(**SOME)
+    assert totals.compression_ratio == 50.0
+    assert totals.density == 0.03
+    assert totals.overhead_ms == 125.0
+
+
+def test_nan_before_the_first_step() -> None:
+    totals = TrafficTotals()
+    assert all(math.isnan(x) for x in (totals.compression_ratio, totals.density, totals.overhead_ms))
+
+
+def test_ratio_of_a_single_process_is_nan() -> None:
+    assert math.isnan(TrafficTotals(steps=1, bytes_dense=0, bytes_sent=0).compression_ratio)
+
+
+def test_subtraction_leaves_what_lies_between() -> None:
+    later = TrafficTotals(steps=7, bytes_sent=300, bytes_dense=9000, entries_sent=33, entries=1001, seconds=2.0)
+    between = later - TrafficTotals(steps=4, bytes_sent=100, bytes_dense=5000, entries_sent=30, entries=1000)
+    assert between == TrafficTotals(3, 200, 4000, 3, 1, 2.0, 0)
+    assert between.compression_ratio == 20.0
+
+
+def test_every_number_adds_up() -> None:
+    traffic = Traffic()
+    before = traffic.totals
+    for _ in range(3):
+        for name, value in SOME.items():
+            traffic.add(**{name: value})
+    assert traffic.totals == TrafficTotals(**{name: 3 * value for name, value in SOME.items()})
+    assert before == TrafficTotals()  # totals taken earlier do not change
+
+
+def test_state_round_trip() -> None:
+    traffic, resumed = Traffic(), Traffic()
+    traffic.add(**SOME)
+    resumed.add(steps=99)
+    resumed.load_state_dict(traffic.state_dict())
+    assert resumed.totals == traffic.totals
+    assert traffic.state_dict() == SOME

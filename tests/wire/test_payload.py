@@ -1,0 +1,192 @@
+import zlib
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_dct.wire import PayloadError, PayloadLayout, decode_values, encode_values, pack, unpack
+from strategies_for_hypothesis import FORMATS, examples, filled_layouts, layouts
+
+Filled = tuple[PayloadLayout, Tensor, Tensor, Tensor]
+LAYOUT = PayloadLayout(tensor_sizes=(20, 3, 30), capacities=(4, 0, 6), value_format="bf16", whole_bytes=12)
+
+
+def example_payload(layout: PayloadLayout = LAYOUT) -> Tensor:
+    whole = torch.arange(layout.whole_bytes, dtype=torch.uint8)
+    return pack(layout, torch.tensor([0, 7, 23, 52]), torch.tensor([1.0, -2.0, 3.0, -4.0]), whole)[0]
+
+
+def tensor_of(layout: PayloadLayout, position: int) -> int:
+    for tensor, size in enumerate(layout.tensor_sizes):
+        if position < size:
+            return tensor
+        position -= size
+    raise AssertionError
+
+
+@given(filled=filled_layouts())
+@examples(300)
+def test_round_trip(filled: Filled) -> None:
+    layout, positions, values, whole = filled
+    payload, as_read = pack(layout, positions, values, whole)
+    read = unpack(layout, payload)
+    assert read.positions.tolist() == positions.tolist()
+    assert torch.equal(read.values, as_read)
+    assert torch.equal(read.whole, whole)
+    # Values as the codec alone would read them, with the tensor of each position found by a loop.
+    index = torch.tensor([tensor_of(layout, position) for position in positions.tolist()], dtype=torch.int64)
+    data, scales = encode_values(values, index, len(layout.tensor_sizes), layout.value_format)
+    assert torch.equal(as_read, decode_values(data, len(values), index, scales, layout.value_format))
+
+
+@given(filled=filled_layouts())
+@examples(200)
+def test_size_follows_from_the_layout_alone(filled: Filled) -> None:
+    layout, positions, values, whole = filled
+    payload = pack(layout, positions, values, whole)[0]
+    entries = sum(layout.capacities)
+    value_bytes = {"fp32": 4 * entries, "bf16": 2 * entries, "int8": entries, "1bit": -(-entries // 8)}
+    scale_bytes = 4 * len(layout.tensor_sizes) if layout.value_format in ("int8", "1bit") else 0
+    position_bytes = layout.position_code.num_bytes
+    assert layout.part_sizes == (12, scale_bytes, position_bytes, value_bytes[layout.value_format], whole.numel())
+    assert payload.dtype == torch.uint8
+    assert payload.is_contiguous()
+    assert payload.numel() == layout.num_bytes == sum(layout.part_sizes)
+
+
+@pytest.mark.parametrize(("value_format", "code"), [("fp32", 0), ("bf16", 1), ("int8", 2), ("1bit", 3)])
+def test_header_byte_by_byte(value_format: str, code: int) -> None:
+    layout = replace(LAYOUT, value_format=value_format)
+    header = example_payload(layout)[:12].tolist()
+    assert header[:4] == [0xDC, 1, code, 0]
+    assert header[4:8] == [4, 0, 0, 0]
+    numbers = (layout.tensor_sizes, layout.capacities, layout.value_format, layout.whole_bytes)
+    assert header[8:] == list(zlib.crc32(repr(numbers).encode()).to_bytes(4, "little"))
+
+
+@pytest.mark.parametrize("value_format", FORMATS)
+def test_parts_lie_where_the_table_says(value_format: str) -> None:
+    layout = replace(LAYOUT, value_format=value_format)
+    positions, values = torch.tensor([0, 7, 23, 52]), torch.tensor([1.0, -2.0, 3.0, -4.0])
+    data, scales = encode_values(values, torch.tensor([0, 0, 2, 2]), 3, value_format)
+    room = layout.part_sizes[3]
+    expected = [
+        *scales.view(torch.uint8).tolist(),
+        *layout.position_code.encode(positions).tolist(),
+        *data.tolist(),
+        *[0] * (room - data.numel()),
+        *range(12),
+    ]
+    assert example_payload(layout)[12:].tolist() == expected
+
+
+@pytest.mark.parametrize("offset", range(12))
+def test_every_change_of_a_header_byte_is_found(offset: int) -> None:
+    payload = example_payload()
+    for value in range(256):
+        harmed = payload.clone()
+        harmed[offset] = value
+        if value != payload[offset]:
+            with pytest.raises(PayloadError):
+                unpack(LAYOUT, harmed)
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "message"),
+    [
+        (0, 0, "begins with 0x0 where 0xdc was expected"),
+        (1, 9, "layout version 9, this rank reads 1: install the same lightning_dct"),
+        (2, 3, "code 3, this rank's `value_format` is 'bf16': use the same settings"),
+        (3, 1, "fourth byte is 0x1"),
+        (4, 11, "claims 11 entries, its layout has room for 10"),
+        (4, 3, "positions are corrupt: 4 positions are marked where the header says 3"),
+        (8, 0, "other tensor sizes or densities: use the same model and settings"),
+    ],
+)
+def test_what_the_errors_say(offset: int, value: int, message: str) -> None:
+    payload = example_payload()
+    assert payload[offset] != value
+    payload[offset] = value
+    with pytest.raises(PayloadError, match=message):
+        unpack(LAYOUT, payload)
+
+
+@pytest.mark.parametrize("size", [0, 1, 12, LAYOUT.num_bytes - 1, LAYOUT.num_bytes + 1, 10 * LAYOUT.num_bytes])
+def test_wrong_length(size: int) -> None:
+    payload = torch.zeros(max(size, LAYOUT.num_bytes), dtype=torch.uint8)
+    payload[: LAYOUT.num_bytes] = example_payload()
+    with pytest.raises(PayloadError, match=f"has {size} bytes, the layout says {LAYOUT.num_bytes}"):
+        unpack(LAYOUT, payload[:size])
+
+
+def unpacks_sanely(layout: PayloadLayout, payload: Tensor) -> None:
+    """Either the payload is refused, or what it says can be used without a write out of bounds."""
+    try:
+        positions, values, whole = unpack(layout, payload)
+    except PayloadError:
+        return
+    assert positions.numel() == values.numel() <= layout.capacity
+    assert whole.numel() == layout.whole_bytes
+    places = positions.tolist()
+    assert places == sorted(set(places))
+    assert all(0 <= place < sum(layout.tensor_sizes) for place in places)
+
+
+@given(filled=filled_layouts(), data=st.data())
+@examples(500)
+def test_harmed_bytes_end_in_an_error_or_in_usable_entries(filled: Filled, data: st.DataObject) -> None:
+    layout, positions, values, whole = filled
+    payload = pack(layout, positions, values, whole)[0]
+    changes = st.tuples(st.integers(0, payload.numel() - 1), st.integers(0, 255))
+    for offset, value in data.draw(st.lists(changes, min_size=1, max_size=4)):
+        payload[offset] = value
+    unpacks_sanely(layout, payload)
+
+
+@given(filled=filled_layouts(), data=st.data())
+@examples(300)
+def test_harmed_positions_end_in_an_error_or_in_usable_entries(filled: Filled, data: st.DataObject) -> None:
+    layout, positions, values, whole = filled
+    payload = pack(layout, positions, values, whole)[0]
+    header, scales, room = layout.part_sizes[:3]
+    noise = data.draw(st.binary(min_size=room, max_size=room))
+    payload[header + scales : header + scales + room] = torch.tensor(list(noise), dtype=torch.uint8)
+    unpacks_sanely(layout, payload)
+
+
+@given(filled=filled_layouts(), data=st.data())
+@examples(200)
+def test_cut_or_lengthened_payloads_are_refused(filled: Filled, data: st.DataObject) -> None:
+    layout, positions, values, whole = filled
+    payload = pack(layout, positions, values, whole)[0]
+    kept = data.draw(st.integers(0, payload.numel()))
+    added = data.draw(st.binary(max_size=9).filter(lambda tail: kept + len(tail) != payload.numel()))
+    with pytest.raises(PayloadError, match="bytes, the layout says"):
+        unpack(layout, torch.cat([payload[:kept], torch.tensor(list(added), dtype=torch.uint8)]))
+
+
+@given(noise=st.binary(min_size=LAYOUT.num_bytes, max_size=LAYOUT.num_bytes))
+@examples(100)
+def test_noise_is_refused(noise: bytes) -> None:
+    with pytest.raises(PayloadError):
+        unpack(LAYOUT, torch.tensor(list(noise), dtype=torch.uint8))
+
+
+@given(filled=filled_layouts(), other=layouts())
+@examples(300)
+def test_payloads_of_other_layouts_are_refused(filled: Filled, other: PayloadLayout) -> None:
+    layout, positions, values, whole = filled
+    payload = pack(layout, positions, values, whole)[0]
+    if other != layout:
+        with pytest.raises(PayloadError):
+            unpack(other, payload)
+
+
+def test_layouts_of_equal_size_are_told_apart() -> None:
+    other = replace(LAYOUT, tensor_sizes=(30, 3, 20), capacities=(6, 0, 4))
+    assert other.num_bytes == LAYOUT.num_bytes
+    with pytest.raises(PayloadError, match="other tensor sizes or densities"):
+        unpack(other, example_payload())

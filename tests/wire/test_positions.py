@@ -1,0 +1,116 @@
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_dct.wire import PositionCode
+from lightning_dct.wire.bits import num_bytes
+from strategies_for_hypothesis import examples
+
+
+def encoded_by_loop(code: PositionCode, positions: list[int]) -> list[int]:
+    """The Elias-Fano code as the module's docstring states it."""
+    flags = [0] * (code.capacity + ((code.universe - 1) >> code.low_bits) + 1)
+    planes = [[0] * code.capacity for _ in range(code.low_bits)]
+    for index, position in enumerate(positions):
+        flags[(position >> code.low_bits) + index] = 1
+        for plane in range(code.low_bits):
+            planes[plane][index] = position >> plane & 1
+    message: list[int] = []
+    for row in [flags, *planes]:
+        row = row + [0] * (-len(row) % 8)
+        message += [sum(bit << i for i, bit in enumerate(row[at : at + 8])) for at in range(0, len(row), 8)]
+    return message
+
+
+def round_trip(code: PositionCode, positions: list[int]) -> list[int]:
+    message = code.encode(torch.tensor(positions, dtype=torch.int64))
+    assert message.dtype == torch.uint8
+    assert message.numel() == code.num_bytes
+    return code.decode(message, len(positions)).tolist()
+
+
+@st.composite
+def codes_and_positions(draw: st.DrawFn) -> tuple[PositionCode, list[int]]:
+    universe = draw(st.integers(1, 5000))
+    positions = draw(st.sets(st.integers(0, universe - 1), max_size=60))
+    capacity = draw(st.integers(len(positions), universe))
+    return PositionCode(universe, capacity), sorted(positions)
+
+
+@given(case=codes_and_positions())
+@examples(300)
+def test_message_is_the_documented_one_and_reads_back(case: tuple[PositionCode, list[int]]) -> None:
+    code, positions = case
+    assert code.encode(torch.tensor(positions, dtype=torch.int64)).tolist() == encoded_by_loop(code, positions)
+    assert round_trip(code, positions) == positions
+
+
+@pytest.mark.parametrize("universe", [1, 2, 3, 7, 8, 9, 64, 1000, 4999, 5000])
+def test_round_trip_at_the_edges(universe: int) -> None:
+    for capacity in sorted({1, 2, universe // 100, universe // 2, universe - 1, universe} & set(range(1, universe + 1))):
+        code = PositionCode(universe, capacity)
+        first, last = list(range(capacity)), list(range(universe - capacity, universe))
+        for positions in ([], [0], [universe - 1], first, last, first[:-1], last[1:]):
+            assert round_trip(code, positions) == positions
+
+
+def test_no_room_and_no_universe() -> None:
+    assert round_trip(PositionCode(100, 0), []) == []
+    assert round_trip(PositionCode(0, 0), []) == []
+
+
+def test_example_of_the_docstring() -> None:
+    code = PositionCode(universe=20, capacity=4)
+    assert code.low_bits == 2
+    message = code.encode(torch.tensor([1, 6, 7, 13])).tolist()
+    assert message[0] == sum(1 << i for i, flag in enumerate("1011001") if flag == "1")
+    assert message[1:] == [0, 0b1101, 0b0110]  # no ninth flag; the four lowest bits; the four next ones
+
+
+@given(universe=st.integers(1, 5000), data=st.data())
+@examples(300)
+def test_low_bits_make_the_message_smallest(universe: int, data: st.DataObject) -> None:
+    capacity = data.draw(st.integers(0, universe))
+    sizes = [
+        num_bytes(capacity + ((universe - 1) >> bits) + 1) + bits * num_bytes(capacity)
+        for bits in range(universe.bit_length() + 1)
+    ]
+    assert PositionCode(universe, capacity).num_bytes == min(sizes)
+
+
+@pytest.mark.parametrize(("density", "documented_bits"), [(0.01, 8.6), (0.001, 2 + math.log2(1000))])
+def test_size_at_ten_million_entries(density: float, documented_bits: float) -> None:
+    universe = 10_000_000
+    capacity = int(density * universe)
+    code = PositionCode(universe, capacity)
+    assert 8 * code.num_bytes / capacity == pytest.approx(documented_bits, rel=0.05)
+    positions = sorted(random.Random(0).sample(range(universe), capacity))
+    assert round_trip(code, positions) == positions
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 1000])
+def test_decode_rejects_a_wrong_count(count: int) -> None:
+    code = PositionCode(100, 10)
+    message = code.encode(torch.tensor([5, 50]))
+    with pytest.raises(ValueError, match=f"2 positions are marked where the header says {count}"):
+        code.decode(message, count)
+
+
+@pytest.mark.parametrize("positions", [[19], [3, 19]])
+def test_decode_rejects_positions_beyond_the_universe(positions: list[int]) -> None:
+    code = PositionCode(universe=19, capacity=4)
+    assert code.low_bits == 2  # so the code can write 19
+    with pytest.raises(ValueError, match="below 19"):
+        code.decode(code.encode(torch.tensor(positions)), len(positions))
+
+
+@pytest.mark.parametrize("positions", [[5, 5], [6, 5], [0, 1, 9, 8]])
+def test_decode_rejects_positions_that_do_not_ascend(positions: list[int]) -> None:
+    code = PositionCode(universe=40, capacity=4)
+    assert code.low_bits == 3
+    with pytest.raises(ValueError, match="not ascending"):
+        code.decode(code.encode(torch.tensor(positions)), len(positions))

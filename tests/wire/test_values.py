@@ -1,0 +1,153 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_dct.wire import decode_values, encode_values
+from lightning_dct.wire.values import BITS_PER_VALUE, values_num_bytes
+from strategies_for_hypothesis import FORMATS, examples, floats
+
+LARGEST = torch.finfo(torch.float32).max
+LARGEST_BF16 = torch.finfo(torch.bfloat16).max
+NUM_TENSORS = 3
+SCALED = ("int8", "1bit")
+entries = st.lists(st.tuples(st.integers(0, NUM_TENSORS - 1), floats), max_size=40)
+
+
+def round_trip(values: Tensor, index: Tensor, value_format: str, num_tensors: int = NUM_TENSORS) -> tuple[Tensor, Tensor]:
+    data, scales = encode_values(values, index, num_tensors, value_format)
+    assert data.dtype == torch.uint8
+    assert data.numel() == values_num_bytes(value_format, values.numel())
+    assert scales.shape == (num_tensors if value_format in SCALED else 0,)
+    decoded = decode_values(data, values.numel(), index, scales, value_format)
+    assert decoded.dtype == torch.float32
+    return decoded, scales
+
+
+def one_tensor(values: list[float], value_format: str) -> Tensor:
+    tensor = torch.tensor(values)
+    return round_trip(tensor, torch.zeros(len(values), dtype=torch.int64), value_format, 1)[0]
+
+
+def as_tensors(case: list[tuple[int, float]]) -> tuple[Tensor, Tensor]:
+    index = torch.tensor([tensor for tensor, _ in case], dtype=torch.int64)
+    return torch.tensor([value for _, value in case], dtype=torch.float32), index
+
+
+def bf16_by_bits(values: np.ndarray) -> np.ndarray:
+    """Round to nearest, ties to even, on the bits; finite values stay finite."""
+    bits = values.astype(np.float32).view(np.uint32).astype(np.uint64)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16).astype(np.uint32).view(np.float32)
+    return np.clip(rounded, -LARGEST_BF16, LARGEST_BF16)
+
+
+@pytest.mark.parametrize(("value_format", "num_bytes"), [("fp32", 52), ("bf16", 26), ("int8", 13), ("1bit", 2)])
+def test_size(value_format: str, num_bytes: int) -> None:
+    assert values_num_bytes(value_format, 13) == num_bytes == math.ceil(13 * BITS_PER_VALUE[value_format] / 8)
+
+
+@given(case=entries)
+@examples(200)
+def test_fp32_is_exact(case: list[tuple[int, float]]) -> None:
+    values, index = as_tensors(case)
+    assert torch.equal(round_trip(values, index, "fp32")[0].view(torch.int32), values.view(torch.int32))
+
+
+@given(case=entries)
+@examples(200)
+def test_bf16_rounds_to_nearest_even(case: list[tuple[int, float]]) -> None:
+    values, index = as_tensors(case)
+    decoded = round_trip(values, index, "bf16")[0]
+    np.testing.assert_array_equal(decoded.numpy(), bf16_by_bits(values.numpy()))
+    error = (decoded.double() - values.double()).abs()
+    # Half a unit of bfloat16's last place: 2^-9 of the power of two below, and the finest denormal's half.
+    assert bool((error <= 2.0**-8 * values.double().abs() + 2.0**-134).all())
+
+
+@given(case=entries)
+@examples(200)
+def test_int8_scale_and_error(case: list[tuple[int, float]]) -> None:
+    values, index = as_tensors(case)
+    decoded, scales = round_trip(values, index, "int8")
+    for tensor in range(NUM_TENSORS):
+        mine = values[index == tensor].double().numpy()
+        scale = np.float32(np.abs(mine).max(initial=0.0) / 127)
+        assert scales[tensor].item() == scale
+        error = np.abs(decoded[index == tensor].double().numpy() - mine)
+        # Half a step, the rounding of scale and product, and the finest denormal for scales that vanish.
+        assert (error <= 0.5 * float(scale) * (1 + 1e-4) + 127 * 2.0**-149).all()
+
+
+@given(case=entries)
+@examples(200)
+def test_1bit_scale_and_sign(case: list[tuple[int, float]]) -> None:
+    values, index = as_tensors([(tensor, value or 1.0) for tensor, value in case])  # a zero is never sent
+    decoded, scales = round_trip(values, index, "1bit")
+    for tensor in range(NUM_TENSORS):
+        mine = values[index == tensor].double().numpy()
+        mean = np.abs(mine).sum() / max(mine.size, 1)
+        assert scales[tensor].item() == pytest.approx(mean, rel=2.0**-23, abs=2.0**-149)
+        np.testing.assert_array_equal(decoded[index == tensor].numpy(), np.sign(mine) * scales[tensor].item())
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value_format", FORMATS)
+def test_nan_and_infinity_reach_the_reader(value_format: str, broken: float) -> None:
+    values, index = torch.tensor([1.0, broken, -2.0, 3.0, 0.5]), torch.tensor([0, 0, 0, 1, 2])
+    decoded = round_trip(values, index, value_format)[0]
+    assert decoded[1].isnan() if math.isnan(broken) else decoded[1] == broken
+    others = [0, 2] if value_format not in SCALED else []
+    assert bool(decoded[[*others, 3, 4]].isfinite().all())
+    if value_format in SCALED:
+        assert not bool(decoded[[0, 2]].isfinite().any())
+
+
+@pytest.mark.parametrize("value_format", FORMATS)
+@pytest.mark.parametrize("largest", [LARGEST, -LARGEST, LARGEST * 0.999, LARGEST_BF16])
+def test_large_finite_values_stay_finite(value_format: str, largest: float) -> None:
+    decoded = one_tensor([largest, 1.0, largest], value_format)
+    assert bool(decoded.isfinite().all())
+    assert decoded[0] == pytest.approx(largest, rel=1.0 if value_format == "1bit" else 2.0**-8)
+
+
+def test_bf16_overflow_ends_at_the_largest_bfloat16() -> None:
+    assert one_tensor([LARGEST, -LARGEST], "bf16").tolist() == [LARGEST_BF16, -LARGEST_BF16]
+
+
+@pytest.mark.parametrize("value_format", FORMATS)
+def test_denormals(value_format: str) -> None:
+    tiny = [1e-40, -3e-40, 2.0**-149]
+    decoded = one_tensor(tiny, value_format)
+    if value_format == "fp32":
+        assert decoded.tolist() == torch.tensor(tiny).tolist()
+    elif value_format == "1bit":
+        assert decoded.abs().tolist() == pytest.approx([(1e-40 + 3e-40) / 3] * 3, rel=1e-3)
+    else:
+        assert decoded.double().tolist() == pytest.approx(tiny, abs=1.5e-42 if value_format == "int8" else 2.0**-134)
+
+
+@pytest.mark.parametrize("value_format", FORMATS)
+@pytest.mark.parametrize("value", [0.75, -1e-3, 123.456])
+@pytest.mark.parametrize("count", [1, 2, 17])
+def test_equal_values_survive_in_every_format(value_format: str, value: float, count: int) -> None:
+    rounding = 2.0**-8 if value_format == "bf16" else 2.0**-22
+    assert one_tensor([value] * count, value_format).tolist() == pytest.approx([value] * count, rel=rounding)
+
+
+@pytest.mark.parametrize("value_format", FORMATS)
+def test_nothing_to_write(value_format: str) -> None:
+    decoded, scales = round_trip(torch.empty(0), torch.empty(0, dtype=torch.int64), value_format)
+    assert decoded.numel() == 0
+    assert not scales.any()
+
+
+@pytest.mark.parametrize("value_format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes_are_written_like_fp32(value_format: str, dtype: torch.dtype) -> None:
+    values, index = torch.tensor([1.5, -0.25, 3.0, -2.0, 0.125]), torch.tensor([0, 0, 1, 1, 2])
+    ours, theirs = (round_trip(v, index, value_format)[0] for v in (values.to(dtype), values))
+    assert ours.tolist() == pytest.approx(theirs.tolist(), rel=2.0**-7)
