@@ -188,17 +188,30 @@ def weights_of(module: nn.Module) -> State:
 
 @contextmanager
 def local_gradients() -> Iterator[State]:
-    """Sums up, in fp64 and by name, the local gradients that the synchroniser is given, in unscaled units."""
+    """Sums up, in fp64 and by name, the local gradients that the synchroniser is given, in unscaled units.
+
+    Those of a synchronisation that is undone, because mixed precision skips its optimizer step, do not count.
+    """
     sums: State = {}
+    pending: State = {}
     original = GradientSynchronizer.hook
 
     def recording(self: GradientSynchronizer, state: object, bucket: GradBucket) -> Future[Tensor]:
         scale = 1.0 if self._loss_scale is None else self._loss_scale()
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            name = self._parameter_names[parameter]
-            sums.setdefault(name, torch.zeros(gradient.numel(), dtype=torch.float64))
-            sums[name] += gradient.flatten().double() / scale
-        return original(self, state, bucket)
+        sparse = bucket.buffer().is_sparse
+        gradients = [bucket.buffer().to_dense()] if sparse else bucket.gradients()
+        for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
+            # DistributedDataParallel hands over what an optimizer that is not at turn has left in `.grad`.
+            if parameter.requires_grad:
+                pending[self._parameter_names[parameter]] = gradient.flatten().double() / scale
+        before = self.synchronisations
+        future = original(self, state, bucket)
+        if bucket.is_last():
+            if self.synchronisations > before:
+                for name, gradient in pending.items():
+                    sums[name] = sums.get(name, 0) + gradient
+            pending.clear()
+        return future
 
     with patch.object(GradientSynchronizer, "hook", recording):
         yield sums
@@ -211,13 +224,16 @@ class Applied(Callback):
         self.sums: State = {}
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        names = {parameter: name for name, parameter in pl_module.named_parameters()}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    name = names[parameter]
-                    self.sums.setdefault(name, torch.zeros(parameter.numel(), dtype=torch.float64))
-                    self.sums[name] += parameter.grad.flatten().double()
+        names = {parameter: name.replace("_orig_mod.", "") for name, parameter in pl_module.named_parameters()}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        gradients = {
+            names[parameter]: parameter.grad.to_dense().flatten().double()
+            for parameter in parameters
+            if parameter.grad is not None
+        }
+        if all(gradient.isfinite().all() for gradient in gradients.values()):  # otherwise the step is skipped
+            for name, gradient in gradients.items():
+                self.sums[name] = self.sums.get(name, 0) + gradient
 
 
 def assert_conserved(ranks: list[tuple[State, State, State]], relative: float = 1e-5) -> None:

@@ -1,0 +1,484 @@
+"""What people do with DistributedDataParallel in Lightning goes on working under DCTStrategy."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+
+from distributed.training import (
+    Applied,
+    Module,
+    Run,
+    Watch,
+    assert_conserved,
+    assert_learns,
+    assert_replicas_equal,
+    assert_weights_close,
+    assert_weights_equal,
+    fit,
+    loader,
+    local_gradients,
+    perceptron,
+    rank,
+    summary,
+    trainer_for,
+)
+from lightning_dct import DCTConfig, DCTStrategy
+from lightning_dct.gradients import plan_bucket
+
+BATCHES = 24
+
+
+class Manual(Module):
+    """One optimizer, stepped by hand."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return {"loss": loss.detach()}
+
+
+class Adversaries(LightningModule):
+    """Two models and two optimizers that take turns, as a GAN's do."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = perceptron(in_features=40, out_features=40)
+        self.judge = perceptron(in_features=40, out_features=8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        inputs, outputs = batch
+        losses = []
+        for index, optimizer in enumerate(self.optimizers()):
+            self.toggle_optimizer(optimizer)
+            made = self.generator(inputs)
+            judged = self.judge(made if index == 0 else made.detach())
+            loss = (judged - outputs).square().mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+            losses.append(loss.detach())
+        return {"loss": losses[0]}
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(self.generator.parameters(), lr=0.1), torch.optim.SGD(self.judge.parameters(), lr=0.1)]
+
+
+class Branches(nn.Module):
+    """A trunk and three branches, of which one is used, depending on the call and, for ``by_rank``, on the rank."""
+
+    def __init__(self, by_rank: bool) -> None:
+        super().__init__()
+        self.trunk = perceptron(out_features=16)
+        self.branches = nn.ModuleList(perceptron(in_features=16, out_features=8) for _ in range(3))
+        self.offset = rank() if by_rank else 0
+        self.calls = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        branch = self.branches[(self.calls // 2 + self.offset) % 3]
+        self.calls += 1
+        return branch(self.trunk(inputs))
+
+
+class Lookup(nn.Module):
+    """Numbers -> rows of an embedding with sparse gradients -> a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            self.embedding = nn.Embedding(60, 16, sparse=True)
+            self.dense = nn.Linear(16 * 40, 8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        rows = (inputs * 20).long().clamp(-30, 29) + 30
+        return self.dense(self.embedding(rows).flatten(1))
+
+
+class TwoOptimizers(Manual):
+    """SparseAdam for the embedding, SGD for the rest."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        loss = self.loss(batch)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+        return {"loss": loss.detach()}
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [
+            torch.optim.SparseAdam(self.model.embedding.parameters(), lr=0.01),
+            torch.optim.SGD(self.model.dense.parameters(), lr=0.02),
+        ]
+
+
+class Idiom(NamedTuple):
+    """How a module is trained, and how many synchronisations that must take."""
+
+    module: Callable[[], LightningModule] = Module
+    strategy: dict[str, Any] = {}
+    trainer: dict[str, Any] = {}
+    synchronisations: int = BATCHES
+    # A mean that is rounded to bf16 after the exchange is not conserved to fp32 precision.
+    conserved: bool = True
+
+
+def compiled(module: nn.Module) -> Any:
+    return torch.compile(module, backend="eager")
+
+
+IDIOMS = {
+    "plain": Idiom(),
+    "accumulation": Idiom(trainer={"accumulate_grad_batches": 4}, synchronisations=BATCHES // 4),
+    "clip by norm": Idiom(trainer={"gradient_clip_val": 0.05}),
+    "clip by value": Idiom(trainer={"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}),
+    "manual": Idiom(Manual),
+    "several optimizers": Idiom(Adversaries, {"find_unused_parameters": True}, synchronisations=2 * BATCHES),
+    "unused at times": Idiom(lambda: Module(Branches(by_rank=False), lr=0.2), {"find_unused_parameters": True}),
+    "unused on ranks": Idiom(lambda: Module(Branches(by_rank=True), lr=0.2), {"find_unused_parameters": True}),
+    "static graph": Idiom(strategy={"static_graph": True}),
+    "static graph, manual": Idiom(Manual, {"static_graph": True}),
+    "bucket view": Idiom(strategy={"gradient_as_bucket_view": True}),
+    "bucket view, accumulation": Idiom(
+        strategy={"gradient_as_bucket_view": True},
+        trainer={"accumulate_grad_batches": 3},
+        synchronisations=BATCHES // 3,
+    ),
+    "many buckets": Idiom(strategy={"bucket_cap_mb": 0.0005}),
+    "bf16-mixed": Idiom(trainer={"precision": "bf16-mixed"}),
+    "bf16-true": Idiom(trainer={"precision": "bf16-true"}, conserved=False),
+    "64-true": Idiom(trainer={"precision": "64-true"}),
+    "compiled module": Idiom(lambda: compiled(Module())),
+    "compiled submodule": Idiom(lambda: Module(compiled(perceptron()))),
+    "sparse embedding": Idiom(lambda: Module(Lookup(), lr=0.02)),
+    "sparse embedding, SparseAdam": Idiom(lambda: TwoOptimizers(Lookup())),
+    "only small tensors": Idiom(strategy={"min_tensor_size": 100_000}),
+}
+
+
+def train_idiom(name: str, density: float | None) -> Any:
+    """One run: with DDP when ``density`` is None."""
+    idiom = IDIOMS[name]
+    settings = dict(idiom.strategy)
+    if density is None:
+        settings.pop("min_tensor_size", None)
+        strategy: DDPStrategy = DDPStrategy(**settings)
+    else:
+        strategy = DCTStrategy(density=density, refresh_every=5, **settings)
+    applied = Applied()
+    module = idiom.module()
+    with local_gradients() as given:
+        watch = Watch()
+        trainer = trainer_for(strategy, callbacks=[watch, applied], **idiom.trainer)
+        trainer.fit(module, loader(BATCHES, 40, 8))
+        run = summary(strategy, trainer.lightning_module, watch)
+    return run, (given, applied.sums, run.residuals)
+
+
+@pytest.mark.parametrize("name", IDIOMS)
+def test_idiom_trains_densely_as_ddp_does(ranks: Any, name: str) -> None:
+    """Oracle: DDPStrategy, bitwise, at density 1.0."""
+    theirs = ranks(2).run(train_idiom, name, None)
+    ours = ranks(2).run(train_idiom, name, 1.0)
+    for (expected, _), (run, _) in zip(theirs, ours, strict=True):
+        assert_weights_equal(expected.weights, run.weights)
+        assert run.losses == expected.losses
+        assert run.synchronisations == IDIOMS[name].synchronisations
+
+
+@pytest.mark.parametrize("name", IDIOMS)
+def test_idiom_trains_compressed(ranks: Any, name: str) -> None:
+    """Oracles: replicas equal, the loss falls, one synchronisation an optimizer step, gradients conserved in sum."""
+    results = ranks(2).run(train_idiom, name, 0.1)
+    runs = [run for run, _ in results]
+    assert_replicas_equal(runs)
+    assert_learns(runs[0])
+    assert runs[0].synchronisations == IDIOMS[name].synchronisations
+    assert all("_orig_mod" not in parameter for parameter in runs[0].residuals)
+    if name == "only small tensors":
+        assert not runs[0].residuals
+        assert runs[0].totals.bytes_sent == runs[0].totals.bytes_dense
+    else:
+        assert runs[0].residuals
+        assert runs[0].totals.bytes_sent < runs[0].totals.bytes_dense
+    if IDIOMS[name].conserved:
+        assert_conserved([sums for _, sums in results])
+
+
+def train_twice(density: float | None, static_graph: bool) -> list[Run]:
+    """Two fits on one strategy, with manual optimisation."""
+    settings = {"static_graph": static_graph}
+    strategy = DDPStrategy(**settings) if density is None else DCTStrategy(density=density, **settings)
+    watch = Watch()
+    trainer = trainer_for(strategy, callbacks=[watch])
+    runs = []
+    for fits in range(1, 3):
+        module = Manual()
+        trainer.fit_loop.max_epochs = fits
+        trainer.fit(module, loader(10, 40, 8))
+        runs.append(summary(strategy, module, watch))
+    assert len(watch.losses) == 20
+    return runs
+
+
+@pytest.mark.parametrize("density", [1.0, 0.1])
+def test_second_fit_with_static_graph_synchronises(ranks: Any, density: float) -> None:
+    """Oracle: the first fit, which starts from the same weights; Lightning's own flag would skip the second's start."""
+    results = ranks(2).run(train_twice, density, True)
+    for first, second in results:
+        assert_weights_equal(first.weights, second.weights)
+        assert second.synchronisations == first.synchronisations == 10
+    assert_replicas_equal([second for _, second in results])
+
+
+def thresholds_of(trainer: Trainer) -> dict[str, float]:
+    return trainer.strategy.synchronizer.thresholds.state_dict()["values"]
+
+
+def train_adversaries() -> Run:
+    strategy = DCTStrategy(density=0.1, refresh_every=6, guard=False, find_unused_parameters=True)
+    return fit(strategy, Adversaries(), 12, watch=Watch(look=thresholds_of))
+
+
+def test_thresholds_of_all_optimizers_are_refreshed(ranks: Any) -> None:
+    """Oracle: without the guard a threshold changes on a refresh only, one every three batches of two steps each."""
+    thresholds = ranks(2).run(train_adversaries)[0].seen
+    assert len(thresholds[0]) == 4
+    for name in thresholds[0]:
+        values = [seen[name] for seen in thresholds]
+        assert len(set(values)) == 4, f"{name}: {values}"
+
+
+def residuals_and_weights(trainer: Trainer) -> Any:
+    state = trainer.strategy.synchronizer.residuals.state_dict()
+    weights = {name: weight.detach().clone() for name, weight in trainer.lightning_module.named_parameters()}
+    return state, weights
+
+
+def train_branches(by_rank: bool) -> list[Any]:
+    strategy = DCTStrategy(density=0.1, find_unused_parameters=True)
+    watch = Watch(look=residuals_and_weights)
+    return fit(strategy, Module(Branches(by_rank), lr=0.2), 12, watch=watch).seen
+
+
+@pytest.mark.parametrize("by_rank", [False, True])
+def test_residual_of_an_unused_tensor_is_kept(ranks: Any, by_rank: bool) -> None:
+    """Oracle: which branch each rank used in each step; the residual of the others must not change by a bit."""
+    seen = ranks(2).run(train_branches, by_rank)
+    name = "model.branches.{}.first.weight"
+    kept = 0
+    for step in range(1, 12):
+        used = [(step // 2 + (me if by_rank else 0)) % 3 for me in range(2)]
+        for branch in range(3):
+            for me in range(2):
+                (before, weight_before), (after, weight_after) = seen[me][step - 1], seen[me][step]
+                parameter = name.format(branch)
+                if used[me] != branch:
+                    assert torch.equal(before[parameter], after[parameter])
+                    kept += float(after[parameter].norm()) > 0
+                else:
+                    assert not torch.equal(before[parameter], after[parameter])
+                if branch not in used:
+                    assert torch.equal(weight_before[parameter], weight_after[parameter])
+                else:
+                    assert not torch.equal(weight_before[parameter], weight_after[parameter])
+    assert kept > 10
+
+
+class Unfreeze(BaseFinetuning):
+    """Freezes the first layer, and unfreezes it at epoch 1."""
+
+    def freeze_before_training(self, pl_module: LightningModule) -> None:
+        self.freeze(pl_module.model.first)
+
+    def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.model.first, optimizer, lr=0.1)
+
+
+def train_unfrozen(density: float | None, settings: dict[str, Any]) -> Run:
+    strategy = DDPStrategy(**settings) if density is None else DCTStrategy(density=density, **settings)
+    return fit(strategy, Module(), 8, callbacks=[Unfreeze()], max_epochs=3)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True}],
+    ids=lambda settings: next(iter(settings), "plain"),
+)
+def test_unfrozen_parameters_are_synchronised(ranks: Any, settings: dict[str, Any]) -> None:
+    """Oracle: replicas of ranks that see different data stay equal, and the unfrozen layer moves."""
+    runs = ranks(2).run(train_unfrozen, 0.1, settings)
+    assert_replicas_equal(runs)
+    assert runs[0].synchronisations == 24
+    assert "model.first.weight" in runs[0].residuals
+    assert not torch.equal(runs[0].weights["model.first.weight"], perceptron().first.weight)
+
+
+def test_unfrozen_parameters_at_density_one_train_as_if_never_frozen_by_ddp(ranks: Any) -> None:
+    """Oracle: DDP over all parameters, with the frozen layer's gradients discarded in epoch 0."""
+    ours = ranks(2).run(train_unfrozen, 1.0, {})
+    theirs = ranks(2).run(train_held_back)
+    assert_weights_close(theirs[0].weights, ours[0].weights)
+
+
+class HeldBack(Module):
+    """What Unfreeze does, without DDP knowing of it."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.current_epoch == 0:
+            self.model.first.zero_grad()
+
+
+def train_held_back() -> Run:
+    return fit(DDPStrategy(), HeldBack(), 8, max_epochs=3)
+
+
+def train_with_overrides(overrides: dict[str, float], compile_it: bool) -> Run:
+    strategy = DCTStrategy(density=0.02, density_per_parameter=overrides, refresh_every=5)
+    return fit(strategy, Module(compiled(perceptron()) if compile_it else perceptron()), 10)
+
+
+def test_density_overrides(ranks: Any) -> None:
+    """Oracle: ceil(density x size) of each tensor, worked out by hand."""
+    runs = ranks(2).run(train_with_overrides, {"*.first.*": 0.25, "*second*": 0.1}, False)
+    assert runs[0].state["thresholds"]["targets"] == {"model.first.weight": 240, "model.second.weight": 20}
+    assert_replicas_equal(runs)
+
+
+def test_density_overrides_name_the_parameters_of_a_compiled_submodule_plainly(ranks: Any) -> None:
+    """Oracle: the same pattern and targets as without torch.compile."""
+    runs = ranks(2).run(train_with_overrides, {"model.first.*": 0.25}, True)
+    assert runs[0].state["thresholds"]["targets"] == {"model.first.weight": 240, "model.second.weight": 4}
+
+
+def train_unfrozen_with_override() -> Run:
+    strategy = DCTStrategy(density=0.1, density_per_parameter={"model.first.*": 0.25})
+    return fit(strategy, Module(), 4, callbacks=[Unfreeze()], max_epochs=2)
+
+
+def test_density_overrides_may_name_a_parameter_that_is_still_frozen(ranks: Any) -> None:
+    """Oracle: the target of the unfrozen layer, ceil(0.25 x 960)."""
+    runs = ranks(2).run(train_unfrozen_with_override)
+    assert runs[0].state["thresholds"]["targets"]["model.first.weight"] == 240
+
+
+WARMUP = {"density": 0.02, "warmup_steps": 16}
+
+
+def totals_of(trainer: Trainer) -> Any:
+    return trainer.strategy.traffic.totals
+
+
+def train_warming_up(schedule: str) -> Run:
+    strategy = DCTStrategy(**WARMUP, warmup_schedule=schedule, refresh_every=1000, guard=False)
+    return fit(strategy, Module(), 20, watch=Watch(look=totals_of))
+
+
+@pytest.mark.parametrize("schedule", ["exponential", "linear"])
+def test_warmup_sends_what_its_stage_says(ranks: Any, schedule: str) -> None:
+    """Oracle: entries and bytes of each step from the density of its stage; each stage selects its own thresholds."""
+    runs = ranks(2).run(train_warming_up, schedule)
+    assert_replicas_equal(runs)
+    totals = runs[0].seen
+    config = DCTConfig(**WARMUP, warmup_schedule=schedule)
+    # DistributedDataParallel hands the gradients over in the reverse order of use.
+    sizes = {"model.gain": 1, "model.second.weight": 192, "model.second.bias": 8}
+    sizes |= {"model.first.weight": 960, "model.first.bias": 24}
+    bytes_sent = []
+    for step in range(20):
+        stage = config.warmup_stage(step)
+        densities = [config.density_of(name, stage) for name in sizes]
+        plan = plan_bucket(list(sizes), list(sizes.values()), densities, torch.float32, "bf16", 128, 2)
+        expected = sum(target or size for target, size in zip(plan.targets, plan.sizes, strict=True))
+        sent = totals[step] - totals[step - 1] if step else totals[0]
+        if step <= 16:  # the last selection; later steps may find more or fewer entries above it
+            assert sent.entries_sent == expected
+        assert sent.bytes_sent == (4 * sum(sizes.values()) if plan.is_dense else plan.layout.num_bytes)
+        bytes_sent.append(sent.bytes_sent)
+    assert bytes_sent == sorted(bytes_sent, reverse=True)
+    assert bytes_sent[0] > 10 * bytes_sent[16]
+    assert math.isclose(totals[16].entries_sent - totals[15].entries_sent, 20 + 4 + 33)
+
+
+class Evaluated(Module):
+    """Logs losses of validation and test, and predicts."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+
+def evaluate_around_fit(density: float | None) -> Any:
+    strategy = DDPStrategy() if density is None else DCTStrategy(density=density)
+    module = Evaluated()
+    trainer = trainer_for(strategy, num_sanity_val_steps=1, val_check_interval=5)
+    results = []
+    for _ in range(2):
+        results += [trainer.validate(module, loader(3, 40, 8), verbose=False)[0]["val_loss"]]
+        results += [trainer.test(module, loader(3, 40, 8), verbose=False)[0]["test_loss"]]
+        # Ranks may have different numbers of batches to predict.
+        results += [torch.cat(trainer.predict(module, loader(2 + rank(), 40, 8))).sum().item()]
+        if len(results) == 3:
+            trainer.fit(module, loader(20, 40, 8), loader(3, 40, 8))
+    return results
+
+
+@pytest.mark.parametrize("density", [1.0, 0.2])
+def test_validate_test_and_predict_around_fit(ranks: Any, density: float) -> None:
+    """Oracle: DDPStrategy's figures before fit, and after it too at density 1.0."""
+    theirs = ranks(2).run(evaluate_around_fit, None)
+    ours = ranks(2).run(evaluate_around_fit, density)
+    for expected, results in zip(theirs, ours, strict=True):
+        assert len(results) == 6
+        assert results[:3] == expected[:3]
+        assert (results[3:] == expected[3:]) == (density == 1.0)
+        assert results[3] < results[0]
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = perceptron(out_features=8)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.norm(self.inner(inputs))
+
+
+def train_normalised(with_dct: bool) -> str:
+    module = Module(Normalised())
+    strategy = DCTStrategy(density=0.1) if with_dct else DDPStrategy()
+    try:
+        fit(strategy, module, 2, sync_batchnorm=True)
+    except ValueError as error:
+        return str(error)
+    return "trained"
+
+
+def test_sync_batchnorm_is_applied_as_by_ddp(ranks: Any) -> None:
+    """Oracle: DDPStrategy. torch has SyncBatchNorm for GPUs only, so on CPU both end in torch's own error."""
+    theirs, ours = ranks(2).run(train_normalised, False), ranks(2).run(train_normalised, True)
+    assert ours == theirs
+    assert ours[0].startswith("SyncBatchNorm")
