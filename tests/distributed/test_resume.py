@@ -1,0 +1,274 @@
+"""Checkpoints: a resumed run goes on as if nothing had happened, also with another number of ranks."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import ConcatDataset, DataLoader
+
+from distributed.training import (
+    Module,
+    Noise,
+    Run,
+    Watch,
+    assert_replicas_equal,
+    assert_weights_equal,
+    fit,
+    loader,
+    perceptron,
+    rank,
+    summary,
+    trainer_for,
+)
+from lightning_dct import DCTStrategy
+from lightning_dct.checkpoint import merge_states
+
+SETTINGS: dict[str, Any] = {"density": 0.05, "refresh_every": 4}
+
+
+class SaveAndStop(Callback):
+    """Saves after so many batches and ends the run there."""
+
+    def __init__(self, path: Path, after: int) -> None:
+        self.path, self.after = path, after
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_progress.current.ready == self.after:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
+def saver(folder: Path, **settings: Any) -> ModelCheckpoint:
+    return ModelCheckpoint(folder, "{step}", **{"save_top_k": -1, "every_n_train_steps": 10, **settings})
+
+
+def twice_ten_batches() -> DataLoader:
+    """Lightning begins a plain loader anew where it resumes: here the second ten batches are the first ten again."""
+    batches = Noise(10, 40, 8, rank=rank())
+    return DataLoader(ConcatDataset([batches, batches]), batch_size=None)
+
+
+def train(ckpt_path: Path | None, strategy: dict[str, Any], trainer: dict[str, Any]) -> Run:
+    chosen = DCTStrategy(**SETTINGS, **strategy)
+    return fit(
+        chosen,
+        Module(None, torch.optim.Adam, lr=0.01),
+        twice_ten_batches(),
+        ckpt_path=None if ckpt_path is None else str(ckpt_path),
+        **trainer,
+    )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "trainer"),
+    [
+        ({"value_format": "int8"}, {}),
+        ({"value_format": "1bit", "warmup_steps": 14}, {}),
+        ({"value_format": "bf16", "bucket_cap_mb": 0.0005}, {"accumulate_grad_batches": 2}),
+        ({"value_format": "int8"}, {"precision": "bf16-true"}),
+    ],
+)
+def test_resumed_run_equals_the_uninterrupted_one(
+    ranks: Any, tmp_path: Path, strategy: dict[str, Any], trainer: dict[str, Any]
+) -> None:
+    """Oracle: 20 batches without a break, every bit of weights, residuals, thresholds and byte counts."""
+    whole = ranks(2).run(train, None, strategy, trainer)
+    begun = ranks(2).run(train_half, tmp_path / "half.ckpt", strategy, trainer)
+    resumed = ranks(2).run(train, tmp_path / "half.ckpt", strategy, trainer)
+    for expected, first_half, run in zip(whole, begun, resumed, strict=True):
+        assert first_half == expected.hashes[:10]
+        assert run.hashes == expected.hashes[10:]
+        assert_weights_equal(expected.residuals, run.residuals)
+        assert run.state["thresholds"] == expected.state["thresholds"]
+        assert run.synchronisations == expected.synchronisations
+        if "bucket_cap_mb" not in strategy:  # DistributedDataParallel begins with other buckets after each start
+            assert run.totals.bytes_sent == expected.totals.bytes_sent
+        assert run.totals.refreshes == expected.totals.refreshes
+    assert any(float(residual.norm()) > 0 for residual in resumed[0].residuals.values())
+
+
+def train_half(path: Path, strategy: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+    watch = Watch()
+    trainer = trainer_for(DCTStrategy(**SETTINGS, **strategy), callbacks=[watch, SaveAndStop(path, 10)], **settings)
+    trainer.fit(Module(None, torch.optim.Adam, lr=0.01), twice_ten_batches())
+    return watch.hashes
+
+
+def rotate(folder: Path, settings: dict[str, Any]) -> tuple[str, str]:
+    checkpoint = saver(folder, every_n_train_steps=5, **settings)
+    fit(DCTStrategy(**SETTINGS), Module(), 20, enable_checkpointing=True, callbacks=[checkpoint])
+    return checkpoint.best_model_path, checkpoint.last_model_path
+
+
+def names_in(folder: Path) -> dict[str, list[str]]:
+    return {entry.name: sorted(os.listdir(entry)) if entry.is_dir() else [] for entry in sorted(folder.iterdir())}
+
+
+def files_of(step: int, world_size: int = 2) -> list[str]:
+    return [f"{step:012d}-rank-{rank}-of-{world_size}.pt" for rank in range(world_size)]
+
+
+def test_every_checkpoint_has_one_file_a_rank_beside_it(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: the names that checkpoint.py documents; they are there for each checkpoint and go with it."""
+    ranks(2).run(rotate, tmp_path / "all", {})
+    expected = {f"step={step}.ckpt.dct": files_of(step) for step in (5, 10, 15, 20)}
+    assert names_in(tmp_path / "all") == dict(sorted({**expected, **{name[:-4]: [] for name in expected}}.items()))
+    ranks(2).run(rotate, tmp_path / "last", {"save_top_k": 1})
+    assert names_in(tmp_path / "last") == {"step=20.ckpt": [], "step=20.ckpt.dct": files_of(20)}
+
+
+def test_overwritten_checkpoint_leaves_no_old_files(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: after four saves to last.ckpt only the files of the fourth are there."""
+    ranks(2).run(rotate, tmp_path, {"save_top_k": 0, "save_last": True})
+    assert names_in(tmp_path) == {"last.ckpt": [], "last.ckpt.dct": files_of(20)}
+
+
+def test_weights_alone_have_no_state_beside_them(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: `save_weights_only` checkpoints are files without a folder."""
+    ranks(2).run(rotate, tmp_path, {"save_weights_only": True, "save_top_k": 1})
+    assert names_in(tmp_path) == {"step=20.ckpt": []}
+
+
+def resume(path: Path, with_dct: bool, batches: int) -> Run:
+    strategy = DCTStrategy(**SETTINGS) if with_dct else DDPStrategy()
+    return fit(strategy, Module(), batches, ckpt_path=str(path), max_epochs=2)
+
+
+def test_linked_checkpoint_resumes(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: the checkpoint that ModelCheckpoint(save_last="link") points at."""
+    ranks(2).run(rotate, tmp_path, {"save_last": "link"})
+    assert (tmp_path / "last.ckpt").is_symlink()
+    direct = ranks(2).run(resume, tmp_path / "step=20.ckpt", True, 4)
+    linked = ranks(2).run(resume, tmp_path / "last.ckpt", True, 4)
+    assert linked[0].hashes == direct[0].hashes
+    assert linked[0].synchronisations == 24
+
+
+def resume_message(path: Path) -> str:
+    with pytest.raises(FileNotFoundError) as caught:
+        resume(path, True, 4)
+    return str(caught.value)
+
+
+def test_missing_state_is_named(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: FileNotFoundError on every rank, with the folder in it."""
+    ranks(2).run(rotate, tmp_path, {"save_top_k": 1})
+    (tmp_path / "step=20.ckpt.dct").rename(tmp_path / "elsewhere")
+    for message in ranks(2).run(resume_message, tmp_path / "step=20.ckpt"):
+        assert f"Put the folder '{tmp_path / 'step=20.ckpt.dct'}' beside the checkpoint" in message
+
+
+def rotate_ddp(folder: Path) -> Run:
+    return fit(DDPStrategy(), Module(), 20, enable_checkpointing=True, callbacks=[saver(folder)])
+
+
+def test_checkpoints_cross_between_ddp_and_dct(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: both directions continue with step 21 from the weights that were saved."""
+    saved = ranks(2).run(rotate_ddp, tmp_path / "ddp")
+    ours = ranks(2).run(resume, tmp_path / "ddp" / "step=20.ckpt", True, 4)
+    assert [len(run.hashes) for run in ours] == [4, 4]
+    assert ours[0].synchronisations == 4
+    assert_replicas_equal(ours)
+    ranks(2).run(rotate, tmp_path / "dct", {})
+    theirs = ranks(2).run(resume, tmp_path / "dct" / "step=20.ckpt", False, 4)
+    assert [len(run.hashes) for run in theirs] == [4, 4]
+    assert_replicas_equal(theirs)
+    checkpoint = torch.load(tmp_path / "ddp" / "step=20.ckpt", weights_only=True)
+    assert_weights_equal(checkpoint["state_dict"], saved[0].weights)
+
+
+def test_files_load_with_weights_only(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: torch's restricted unpickler takes Lightning's file and every rank's."""
+    ranks(2).run(rotate, tmp_path, {"save_top_k": 1})
+    checkpoint = torch.load(tmp_path / "step=20.ckpt", weights_only=True)
+    assert checkpoint["lightning_dct"] == {"format_version": 1, "world_size": 2, "synchronisations": 20}
+    for name in files_of(20):
+        state = torch.load(tmp_path / "step=20.ckpt.dct" / name, weights_only=True)
+        assert state["synchronisations"] == 20
+        assert set(state["residuals"]) == {f"model.{parameter}" for parameter, _ in perceptron().named_parameters()}
+
+
+def load_only(path: Path) -> Run:
+    """The state a rank takes over, before any further step: the saved epoch was the last one."""
+    return fit(DCTStrategy(**SETTINGS), Module(), 20, ckpt_path=str(path))
+
+
+def residuals_in(folder: Path, world_size: int) -> list[dict[str, torch.Tensor]]:
+    return [torch.load(folder / name, weights_only=True)["residuals"] for name in files_of(20, world_size)]
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [(2, 3), (3, 2)])
+def test_another_number_of_ranks_keeps_the_mean_residual(ranks: Any, tmp_path: Path, saved: int, resumed: int) -> None:
+    """Oracle: the mean over the saved ranks' files, which every new rank must start from."""
+    ranks(saved).run(rotate, tmp_path, {"save_top_k": 1})
+    before = residuals_in(tmp_path / "step=20.ckpt.dct", saved)
+    loaded = ranks(resumed).run(load_only, tmp_path / "step=20.ckpt")
+    for name in before[0]:
+        mean = torch.stack([residuals[name].double() for residuals in before]).mean(dim=0)
+        for run in loaded:
+            torch.testing.assert_close(run.residuals[name].double(), mean, rtol=1e-6, atol=1e-9)
+    assert float(loaded[0].residuals["model.first.weight"].norm()) > 0
+    assert [run.synchronisations for run in loaded] == [20] * resumed
+    runs = ranks(resumed).run(resume, tmp_path / "step=20.ckpt", True, 10)
+    assert runs[0].synchronisations == 30
+    assert_replicas_equal(runs)
+
+
+@pytest.mark.parametrize("saved", [2, 3, 5])
+def test_merged_states_conserve_the_mean(saved: int) -> None:
+    """Oracle: the mean over ranks, a rank that lacks a tensor counting as zero."""
+    generator = torch.Generator().manual_seed(saved)
+    states = [
+        {"residuals": {"weight": torch.randn(50, generator=generator)}, "synchronisations": 9, "traffic": {}}
+        for _ in range(saved)
+    ]
+    states[0]["residuals"]["late"] = torch.full((3,), float(saved))
+    merged = merge_states(states)
+    expected = sum(state["residuals"]["weight"].double() for state in states) / saved
+    torch.testing.assert_close(merged["residuals"]["weight"].double(), expected, rtol=1e-6, atol=1e-8)
+    assert merged["residuals"]["late"].tolist() == [1.0, 1.0, 1.0]
+    assert merged["synchronisations"] == 9
+    assert merge_states(states[1:2]) == states[1]
+
+
+def resume_in_the_same_trainer(path: Path) -> tuple[int, Run, Run]:
+    strategy, watch = DCTStrategy(**SETTINGS), Watch()
+    trainer = trainer_for(strategy, callbacks=[watch])
+    module = Module()
+    trainer.fit(module, loader(10, 40, 8))
+    trainer.save_checkpoint(path)
+    saved = summary(strategy, module, watch)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader(10, 40, 8), ckpt_path=str(path))
+    return trainer.global_step, saved, summary(strategy, module, watch)
+
+
+def test_second_fit_of_one_trainer_resumes_from_a_checkpoint(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: the counters of the saved state go on instead of starting at zero, and no residual is dropped."""
+    for step, saved, run in ranks(2).run(resume_in_the_same_trainer, tmp_path / "a.ckpt"):
+        assert saved.synchronisations == 10
+        assert run.synchronisations == step == 20
+        assert run.totals.bytes_sent > saved.totals.bytes_sent
+
+
+def load_bad(path: Path) -> str:
+    with pytest.raises(ValueError) as caught:
+        fit(DCTStrategy(**SETTINGS), Module(perceptron(hidden=24)), 24, ckpt_path=str(path))
+    return str(caught.value)
+
+
+def test_state_of_another_format_is_refused(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: an error that names the version and the remedy, on every rank."""
+    ranks(2).run(rotate, tmp_path, {"save_top_k": 1})
+    path = tmp_path / "step=20.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["lightning_dct"]["format_version"] = 99
+    torch.save(checkpoint, path)
+    for message in ranks(2).run(load_bad, path):
+        assert "format version 99" in message
+        assert "Resume with the version that saved it" in message
