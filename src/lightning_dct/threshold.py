@@ -8,16 +8,20 @@ or too few, in the spirit of Ok-Topk (Li and Hoefler, PPoPP 2022), at no cost.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# About the inverse slope of log(count) against log(threshold) in gradients at densities around 1%, halved, so that
-# the guard settles within a few steps without following the noise of single ones.
-GUARD_GAIN = 0.1
+# The guard's exponent is this times the square root of the density. With error feedback an entry waits about
+# 1 / density steps below the threshold and entries crowd there, so a smaller density answers a move of the threshold
+# with a larger change of the count: twice the exponent makes the count swing (seen in simulation at 0.1% density).
+GUARD_GAIN = 0.3
 GUARD_LARGEST_FACTOR = 1.25
+# The guard aims a little high: what is too much is cut to the largest entries, what is too little is sent as padding.
+GUARD_AIM = 1.05
 # When a step shows more than this many times the target, its own selection is taken as the new threshold.
 GUARD_RESELECT = 2.0
 SMALLEST_THRESHOLD = torch.finfo(torch.float32).tiny
@@ -57,16 +61,18 @@ def keep_largest(values: Tensor, k: int) -> tuple[Tensor, float]:
     return keep, float(smallest)
 
 
-def nudge(threshold: float, count: int, target: int) -> float:
+def nudge(threshold: float, count: int, target: int, size: int) -> float:
     """The guard: a threshold a little closer to the one that keeps ``target`` entries.
 
     Args:
         threshold: The present threshold.
         count: Entries that reached it in this step.
         target: Entries that should have.
+        size: Entries of the tensor.
     """
+    exponent = GUARD_GAIN * math.sqrt(target / size)
     # Half an entry keeps the ratio finite and gentle for tensors of which only one or two entries are sent.
-    factor = ((count + 0.5) / (target + 0.5)) ** GUARD_GAIN
+    factor = ((count + 0.5) / (GUARD_AIM * target + 0.5)) ** exponent
     factor = min(max(factor, 1 / GUARD_LARGEST_FACTOR), GUARD_LARGEST_FACTOR)
     return max(threshold * factor, SMALLEST_THRESHOLD)
 

@@ -78,7 +78,7 @@ class GradientSynchronizer:
         self._refreshing = False
         self._selected = False
         self._gradient_scale = 1.0
-        self._counts: list[tuple[str, int, int]] = []
+        self._counts: list[tuple[str, int, int, int]] = []
         self._undo: list[tuple[Tensor, Tensor]] = []
         self._undo_thresholds: dict[str, Any] = {}
 
@@ -261,7 +261,7 @@ class GradientSynchronizer:
             name, target = plan.names[index], plan.targets[index]
             broken = not all_finite and not bool(finite[start:stop].all())
             if not broken:
-                self._counts.append((name, count, target))
+                self._counts.append((name, count, target, plan.sizes[index]))
                 if count <= target:
                     continue
             if keep is None:
@@ -308,10 +308,10 @@ class GradientSynchronizer:
         return total if total is buffer else buffer.copy_(total)
 
     def _guard(self) -> None:
-        for name, count, target in self._counts:
+        for name, count, target, size in self._counts:
             threshold = self.thresholds.get(name, target)
             if threshold is not None:
-                self.thresholds.set(name, target, nudge(threshold, count, target))
+                self.thresholds.set(name, target, nudge(threshold, count, target, size))
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 16
+CHUNK = 1 << 17
 # On a GPU a chunk costs a kernel launch and memory is fast: one piece is best.
 GPU_CHUNK = 1 << 62
 
@@ -60,7 +61,7 @@ def select(
             old = residual[low:high]
             accumulated = torch.add(old, gradient[low:high].to(old.dtype), alpha=gradient_scale)
             # "Not below" instead of "at or above": it is true for NaN.
-            picked = accumulated.abs().lt_(threshold).logical_not_().nonzero().squeeze(1)
+            picked = _places(accumulated.abs().lt(threshold).logical_not_())
             picked_values = accumulated[picked]
             finite = picked_values.isfinite()
             if not bool(finite.all()):
@@ -74,3 +75,10 @@ def select(
     if not positions:
         return Selection(gradient.new_empty(0, dtype=torch.int64), residual.new_empty(0), counts)
     return Selection(torch.cat(positions), torch.cat(values), counts)
+
+
+def _places(flags: Tensor) -> Tensor:
+    # numpy's search of flags is faster than torch's on a CPU.
+    if flags.device.type == "cpu":
+        return torch.from_numpy(np.flatnonzero(flags.numpy()))
+    return flags.nonzero().squeeze(1)
