@@ -31,10 +31,10 @@ def test_no_entry_more_from_floating_point(density: float, size: int, target: in
     assert plan([size], density).targets == (target,)
 
 
+@pytest.mark.parametrize("per_mille", [10, 70, 561, 670])
 @pytest.mark.parametrize("size", [10**6, 10**8, 10**9])
-@pytest.mark.parametrize("percent", [1, 7, 14, 29])
-def test_no_entry_more_from_floating_point_in_huge_tensors(size: int, percent: int) -> None:
-    assert plan([size], percent / 100, value_format="1bit").targets == (size * percent // 100,)
+def test_no_entry_more_from_floating_point_in_huge_tensors(size: int, per_mille: int) -> None:
+    assert plan([size], per_mille / 1000, value_format="1bit").targets == (size * per_mille // 1000,)
 
 
 @given(size=st.integers(200, 10**6), thousandths=st.integers(1, 100))
@@ -82,8 +82,8 @@ def test_goes_whole_when_an_all_reduce_is_cheaper(
 def test_both_decisions_occur() -> None:
     assert plan([10_000], 0.1, world_size=2).targets == (1000,)
     assert plan([10_000], 0.1, world_size=64).targets == (0,)
-    assert plan([10_000], 0.1, world_size=12).targets == (1000,)
-    assert plan([10_000], 0.1, world_size=12, dtype=torch.float16).targets == (0,)
+    assert plan([10_000], 0.1, world_size=16).targets == (1000,)
+    assert plan([10_000], 0.1, world_size=16, dtype=torch.float16).targets == (0,)
 
 
 @given(data=st.data(), world_size=st.integers(1, 9), value_format=st.sampled_from(FORMATS))

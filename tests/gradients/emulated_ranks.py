@@ -1,0 +1,178 @@
+"""Several ranks in one process: threads that meet at every collective, without a network."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Condition
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dct import DCTConfig
+from lightning_dct.gradients import GradientSynchronizer, exchange
+from lightning_dct.traffic import Traffic
+
+TIMEOUT = 30.0
+Gradients = Mapping[str, Tensor]
+
+
+class Meeting:
+    """One collective: what each rank brought."""
+
+    def __init__(self, world_size: int) -> None:
+        self.brought: dict[int, Tensor] = {}
+        self._world_size = world_size
+        self._changed = Condition()
+
+    def bring(self, rank: int, tensor: Tensor) -> None:
+        with self._changed:
+            self.brought[rank] = tensor.clone()
+            self._changed.notify_all()
+
+    def everyone(self) -> list[Tensor]:
+        with self._changed:
+            complete = self._changed.wait_for(lambda: len(self.brought) == self._world_size, TIMEOUT)
+        assert complete, f"only ranks {sorted(self.brought)} of {self._world_size} came to a collective"
+        return [self.brought[rank] for rank in range(self._world_size)]
+
+
+class EmulatedGroup:
+    """One rank's process group."""
+
+    def __init__(self, rank: int, world: "EmulatedRanks") -> None:
+        self.rank, self._world, self._calls = rank, world, 0
+
+    def size(self) -> int:
+        return self._world.world_size
+
+    def next_meeting(self) -> Meeting:
+        self._calls += 1
+        return self._world.meeting(self._calls - 1)
+
+
+class EmulatedWork:
+    def __init__(self, finish: Callable[[], Any]) -> None:
+        self.wait = finish
+
+
+class EmulatedDist:
+    """The collectives that ``exchange`` calls, with the meaning torch.distributed gives them."""
+
+    @staticmethod
+    def all_gather_single(output: Tensor, mine: Tensor, group: EmulatedGroup, async_op: bool) -> EmulatedWork:
+        assert async_op
+        assert mine.dtype == torch.uint8
+        meeting = group.next_meeting()
+        meeting.bring(group.rank, mine)
+        return EmulatedWork(lambda: output.copy_(torch.cat(meeting.everyone())))
+
+    @staticmethod
+    def all_reduce(buffer: Tensor, group: EmulatedGroup, async_op: bool) -> EmulatedWork:
+        assert async_op
+        meeting = group.next_meeting()
+        meeting.bring(group.rank, buffer)
+        return EmulatedWork(lambda: buffer.copy_(sum(meeting.everyone()[1:], start=meeting.everyone()[0])))
+
+
+class FakeBucket:
+    """What GradientSynchronizer asks of a GradBucket."""
+
+    def __init__(self, index: int, buffer: Tensor, parameters: list[nn.Parameter], is_last: bool) -> None:
+        self._index, self._buffer, self._parameters, self._is_last = index, buffer, parameters, is_last
+
+    def index(self) -> int:
+        return self._index
+
+    def buffer(self) -> Tensor:
+        return self._buffer
+
+    def parameters(self) -> list[nn.Parameter]:
+        return self._parameters
+
+    def is_last(self) -> bool:
+        return self._is_last
+
+
+class EmulatedRanks:
+    """``world_size`` synchronisers of the same parameters.
+
+    Args:
+        sizes: Entries of each parameter by name.
+        world_size: How many ranks.
+        loss_scale: As for GradientSynchronizer.
+        hold_unused: As for GradientSynchronizer.
+        **settings: Of DCTConfig.
+    """
+
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        world_size: int = 2,
+        loss_scale: Callable[[], float] | None = None,
+        hold_unused: bool = False,
+        **settings: Any,
+    ) -> None:
+        self.sizes, self.world_size = dict(sizes), world_size
+        self.meetings: list[Meeting] = []
+        self._meetings_lock = Condition()
+        self._parameters = [{name: nn.Parameter(torch.zeros(n)) for name, n in sizes.items()} for _ in range(world_size)]
+        self.synchronizers = [
+            GradientSynchronizer(
+                DCTConfig(**{"min_tensor_size": 0, **settings}),
+                {parameter: name for name, parameter in parameters.items()},
+                EmulatedGroup(rank, self),  # type: ignore[arg-type]
+                Traffic(),
+                hold_unused=hold_unused,
+                loss_scale=loss_scale,
+            )
+            for rank, parameters in enumerate(self._parameters)
+        ]
+
+    def meeting(self, number: int) -> Meeting:
+        with self._meetings_lock:
+            while len(self.meetings) <= number:
+                self.meetings.append(Meeting(self.world_size))
+            return self.meetings[number]
+
+    def step(
+        self, gradients: Sequence[Gradients], buckets: Sequence[Sequence[str]] | None = None
+    ) -> list[dict[str, Tensor]]:
+        """One synchronisation; each rank's averaged gradients."""
+        buckets = buckets or [list(self.sizes)]
+        self.meetings_before = len(self.meetings)
+        with mock.patch.object(exchange, "dist", EmulatedDist), ThreadPoolExecutor(self.world_size) as threads:
+            ranks = [threads.submit(self._run, rank, gradients[rank], buckets) for rank in range(self.world_size)]
+            return [rank.result() for rank in ranks]
+
+    def payloads(self, bucket: int = 0) -> list[Tensor]:
+        """What each rank sent for a bucket in the last step."""
+        return self.meetings[self.meetings_before + bucket].everyone()
+
+    def state_dicts(self) -> list[dict[str, Any]]:
+        return [synchronizer.state_dict() for synchronizer in self.synchronizers]
+
+    def residuals(self) -> list[dict[str, Tensor]]:
+        """Each rank's residuals by name, zero where there is none yet; copies."""
+        zeros = {name: torch.zeros(size) for name, size in self.sizes.items()}
+        return [{**zeros, **synchronizer.residuals.state_dict()} for synchronizer in self.synchronizers]
+
+    def request_refresh(self) -> None:
+        for synchronizer in self.synchronizers:
+            synchronizer.request_refresh()
+
+    def _run(self, rank: int, gradients: Gradients, buckets: Sequence[Sequence[str]]) -> dict[str, Tensor]:
+        futures = []
+        for index, names in enumerate(buckets):
+            parts = [gradients[name] for name in names]
+            buffer = parts[0].clone() if parts[0].is_sparse else torch.cat(parts)
+            bucket = FakeBucket(
+                index, buffer, [self._parameters[rank][name] for name in names], is_last=index == len(buckets) - 1
+            )
+            futures.append(self.synchronizers[rank].hook(None, bucket))  # type: ignore[arg-type]
+        means: dict[str, Tensor] = {}
+        for names, future in zip(buckets, futures, strict=True):
+            mean = future.wait()
+            parts = [mean] if mean.is_sparse else list(mean.split([self.sizes[name] for name in names]))
+            means.update(zip(names, parts, strict=True))
+        return means

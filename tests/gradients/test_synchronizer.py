@@ -1,0 +1,599 @@
+import math
+from typing import Any
+
+import pytest
+import torch
+from emulated_ranks import EmulatedRanks, Meeting
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_dct.gradients.plan import plan_bucket
+from lightning_dct.threshold import kth_magnitude, nudge
+from lightning_dct.wire import PayloadError, unpack
+from lightning_dct.wire.payload import Unpacked
+from strategies_for_hypothesis import FORMATS, examples
+
+SIZES = {"a": 300, "b": 50, "c": 200}
+BUCKETS = [[["c", "b", "a"]], [["c"], ["b", "a"]], [["a", "c"], ["b"]]]
+Gradients = list[dict[str, Tensor]]
+
+
+def gradients(
+    step: int, world_size: int = 2, dtype: torch.dtype = torch.float32, sizes: dict[str, int] = SIZES
+) -> Gradients:
+    """Heavy-tailed numbers, others on every rank and step."""
+    noise = torch.Generator().manual_seed(step)
+    return [
+        {name: torch.randn(size, generator=noise).pow(3).to(dtype) for name, size in sizes.items()}
+        for _ in range(world_size)
+    ]
+
+
+def sent(ranks: EmulatedRanks, names: list[str], bucket: int = 0, dtype: torch.dtype = torch.float32) -> list[Unpacked]:
+    """What each rank's payload of the last step says."""
+    config = ranks.synchronizers[0].config
+    stage = config.warmup_stage(ranks.synchronizers[0].synchronisations - 1)
+    plan = plan_bucket(
+        names,
+        [ranks.sizes[name] for name in names],
+        [config.density_of(name, stage) for name in names],
+        dtype,
+        config.value_format,
+        config.min_tensor_size,
+        ranks.world_size,
+    )
+    return [unpack(plan.layout, payload) for payload in ranks.payloads(bucket)]
+
+
+def sent_by_name(ranks: EmulatedRanks, buckets: list[list[str]], dtype: torch.dtype = torch.float32) -> Gradients:
+    """What each rank sent in the last step as dense tensors (all of them compressed)."""
+    everyone: Gradients = [{} for _ in range(ranks.world_size)]
+    for number, names in enumerate(buckets):
+        for rank, (positions, values, _) in enumerate(sent(ranks, names, number, dtype)):
+            dense = torch.zeros(sum(ranks.sizes[name] for name in names))
+            dense[positions] = values
+            everyone[rank].update(zip(names, dense.split([ranks.sizes[name] for name in names]), strict=True))
+    return everyone
+
+
+def assert_same_bits(left: Any, right: Any) -> None:
+    """Equality of nested states, NaN equal to NaN."""
+    if isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key in left:
+            assert_same_bits(left[key], right[key])
+    elif isinstance(left, list):
+        for one, other in zip(left, right, strict=True):
+            assert_same_bits(one, other)
+    elif isinstance(left, Tensor):
+        assert left.dtype == right.dtype
+        torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True)
+    else:
+        assert left == right
+
+
+def without_seconds(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**state, "traffic": {**state["traffic"], "seconds": 0.0}} for state in states]
+
+
+# Conservation
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value_format", ["fp32", "bf16", "int8", "1bit"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sent_and_residual_equal_gradient_and_old_residual(
+    world_size: int, value_format: str, dtype: torch.dtype
+) -> None:
+    ranks = EmulatedRanks(SIZES, world_size, density=0.05, value_format=value_format)
+    for step in range(6):
+        before, local, buckets = ranks.residuals(), gradients(step, world_size, dtype), BUCKETS[step // 2]
+        ranks.step(local, buckets)
+        for rank, (went, after) in enumerate(zip(sent_by_name(ranks, buckets, dtype), ranks.residuals(), strict=True)):
+            for name in SIZES:
+                due = local[rank][name].float() + before[rank][name]
+                if value_format in ("fp32", "bf16"):
+                    assert torch.equal(went[name] + after[name], due)
+                else:
+                    torch.testing.assert_close(went[name] + after[name], due, rtol=1e-6, atol=1e-6)
+            assert any(bool(entries.any()) for entries in went.values())
+
+
+@given(data=st.data(), value_format=st.sampled_from(["fp32", "bf16"]))
+@examples(30)
+def test_conservation_whatever_the_numbers(data: st.DataObject, value_format: str) -> None:
+    numbers = st.floats(-(2.0**90), 2.0**90, width=32) | st.sampled_from([0.0, 1.0, -1.0, 1e-40])
+    ranks = EmulatedRanks({"a": 40}, density=0.1, value_format=value_format)
+    for _ in range(3):
+        before = ranks.residuals()
+        local = [{"a": torch.tensor(data.draw(st.lists(numbers, min_size=40, max_size=40)))} for _ in range(2)]
+        ranks.step(local)
+        for rank, (went, after) in enumerate(zip(sent_by_name(ranks, [["a"]]), ranks.residuals(), strict=True)):
+            assert torch.equal(went["a"] + after["a"], local[rank]["a"] + before[rank]["a"])
+
+
+@pytest.mark.parametrize("value_format", FORMATS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_rank_gets_the_mean_of_what_was_sent(world_size: int, value_format: str) -> None:
+    ranks = EmulatedRanks(SIZES, world_size, density=0.05, value_format=value_format)
+    for step in range(3):
+        means = ranks.step(gradients(step, world_size), BUCKETS[1])
+        went = sent_by_name(ranks, BUCKETS[1])
+        for name in SIZES:
+            expected = torch.stack([rank[name] for rank in went]).double().mean(dim=0)
+            torch.testing.assert_close(means[0][name].double(), expected, rtol=1e-6, atol=1e-6)
+            assert all(torch.equal(mean[name], means[0][name]) for mean in means)
+
+
+@pytest.mark.parametrize("value_format", FORMATS)
+def test_nothing_is_dropped_over_many_steps(value_format: str) -> None:
+    ranks = EmulatedRanks(SIZES, density=0.05, value_format=value_format)
+    due = {name: torch.zeros(size, dtype=torch.float64) for name, size in SIZES.items()}
+    done = {name: torch.zeros(size, dtype=torch.float64) for name, size in SIZES.items()}
+    for step in range(30):
+        local = gradients(step)
+        mean = ranks.step(local, BUCKETS[step // 10])[0]
+        for name in SIZES:
+            due[name] += (local[0][name].double() + local[1][name].double()) / 2
+            done[name] += mean[name].double()
+    held = ranks.residuals()
+    for name in SIZES:
+        total = done[name] + (held[0][name].double() + held[1][name].double()) / 2
+        torch.testing.assert_close(total, due[name], rtol=1e-4, atol=1e-4)
+
+
+def test_fp64_gradients_keep_fp64_residuals() -> None:
+    ranks = EmulatedRanks(SIZES, density=0.05, value_format="fp32")
+    local = gradients(0, dtype=torch.float64)
+    local[0]["a"][0] = 1e6 + 2.0**-30
+    mean = ranks.step(local)[0]["a"]
+    assert mean.dtype == torch.float64
+    residual = ranks.residuals()[0]["a"]
+    assert residual.dtype == torch.float64
+    assert residual[0] == 2.0**-30  # what fp32 lost
+    assert mean[0] * 2 == 1e6
+
+
+# Which entries go
+
+
+def test_a_selection_step_sends_the_largest_entries_of_each_tensor() -> None:
+    ranks = EmulatedRanks(SIZES, density=0.05, value_format="fp32")
+    local = gradients(0)
+    ranks.step(local, BUCKETS[0])
+    for rank, went in enumerate(sent_by_name(ranks, BUCKETS[0])):
+        for name, size in SIZES.items():
+            kept = local[rank][name].abs().argsort(descending=True)[: math.ceil(0.05 * size)]
+            expected = torch.zeros(size)
+            expected[kept] = local[rank][name][kept]
+            assert torch.equal(went[name], expected)
+
+
+@pytest.mark.parametrize("guard", [True, False])
+def test_beyond_the_capacity_the_largest_go_and_the_rest_waits(guard: bool) -> None:
+    ranks = EmulatedRanks({"a": 300}, density=0.02, value_format="fp32", guard=guard)
+    ranks.step([{"a": rank["a"] * 1e-3} for rank in gradients(0)])
+    before, local = ranks.residuals(), gradients(1)
+    ranks.step(local)
+    for rank, (positions, values, _) in enumerate(sent(ranks, ["a"])):
+        due = local[rank]["a"] + before[rank]["a"]
+        largest = due.abs().argsort(descending=True)[:6].sort().values
+        assert torch.equal(positions, largest)
+        assert torch.equal(values, due[largest])
+        rest = due.clone()
+        rest[largest] = 0.0
+        assert torch.equal(ranks.residuals()[rank]["a"], rest)
+
+
+def test_nothing_above_the_threshold_is_a_step_like_any_other() -> None:
+    ranks = EmulatedRanks({"a": 300}, density=0.02, guard=False)
+    ranks.step([{"a": rank["a"] * 1e6} for rank in gradients(0)])
+    for synchronizer in ranks.synchronizers:
+        synchronizer.residuals.flat(["a"], [300], torch.float32, torch.device("cpu")).zero_()
+    local = gradients(1)
+    mean = ranks.step(local)[0]["a"]
+    assert not mean.any()
+    assert torch.equal(ranks.residuals()[1]["a"], local[1]["a"])
+
+
+def test_zeros_are_not_sent() -> None:
+    ranks = EmulatedRanks({"a": 300}, density=0.02)
+    ranks.step([{"a": torch.zeros(300)}] * 2)
+    assert [said.positions.numel() for said in sent(ranks, ["a"])] == [0, 0]
+
+
+# Thresholds
+
+
+def test_threshold_is_the_kth_magnitude_and_stays_until_a_refresh() -> None:
+    ranks = EmulatedRanks({"a": 300}, density=0.02, guard=False)
+    local = gradients(0)
+    ranks.step(local)
+    selected = kth_magnitude(local[0]["a"], 6)
+    thresholds = ranks.synchronizers[0].thresholds
+    assert thresholds.get("a", 6) == selected
+    ranks.step(gradients(1))
+    assert thresholds.get("a", 6) == selected
+    before, local = ranks.residuals(), gradients(2)
+    ranks.request_refresh()
+    ranks.step(local)
+    assert thresholds.get("a", 6) == kth_magnitude(local[0]["a"] + before[0]["a"], 6) != selected
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.3, 1.1])
+def test_guard_nudges_by_the_count(factor: float) -> None:
+    ranks = EmulatedRanks({"a": 1000}, density=0.02)
+    base = gradients(0, sizes={"a": 1000})
+    ranks.step(base)
+    thresholds = ranks.synchronizers[0].thresholds
+    threshold = thresholds.get("a", 20)
+    assert threshold == kth_magnitude(base[0]["a"], 20)  # exactly 20 were above: no nudge
+    before = ranks.residuals()[0]["a"]
+    local = [{"a": rank["a"] * factor} for rank in gradients(1, sizes={"a": 1000})]
+    count = int(((local[0]["a"] + before).abs() >= threshold).sum())
+    assert count <= 40
+    ranks.step(local)
+    assert thresholds.get("a", 20) == nudge(threshold, count, 20) != threshold
+
+
+def test_guard_takes_the_steps_own_selection_when_far_too_many_are_above() -> None:
+    ranks = EmulatedRanks({"a": 1000}, density=0.02)
+    ranks.step([{"a": rank["a"] * 1e-3} for rank in gradients(0, sizes={"a": 1000})])
+    before, local = ranks.residuals(), gradients(1, sizes={"a": 1000})
+    ranks.step(local)
+    assert ranks.synchronizers[1].thresholds.get("a", 20) == kth_magnitude(local[1]["a"] + before[1]["a"], 20)
+
+
+def test_without_the_guard_thresholds_do_not_move() -> None:
+    ranks = EmulatedRanks({"a": 1000}, density=0.02, guard=False)
+    ranks.step(gradients(0, sizes={"a": 1000}))
+    threshold = ranks.synchronizers[0].thresholds.get("a", 20)
+    for factor in (0.0, 1.5, 1000.0):
+        ranks.step([{"a": rank["a"] * factor} for rank in gradients(1, sizes={"a": 1000})])
+        assert ranks.synchronizers[0].thresholds.get("a", 20) == threshold
+
+
+@pytest.mark.parametrize("guard", [True, False])
+def test_count_under_drift(guard: bool) -> None:
+    """Gradients that shrink by 1% a step, on top of a residual: the guard holds the count near its target."""
+    sizes = {"a": 2000}
+    ranks = EmulatedRanks(sizes, density=0.01, guard=guard, value_format="1bit")
+    counts = []
+    for step in range(400):
+        local = gradients(step, sizes=sizes)
+        ranks.step([{"a": 0.99**step * rank["a"]} for rank in local])
+        counts.append(sent(ranks, ["a"])[0].positions.numel())
+    mean = sum(counts[200:]) / 200 / 20
+    assert max(counts) == 20
+    assert (2 / 3 <= mean <= 1) if guard else mean < 1 / 3
+
+
+def test_steps_since_refresh_and_refreshes() -> None:
+    ranks = EmulatedRanks(SIZES, density=0.05)
+    synchronizer = ranks.synchronizers[0]
+    assert (synchronizer.synchronisations, synchronizer.steps_since_refresh) == (0, 0)
+    seen = []
+    for step in range(6):
+        if step == 3:
+            ranks.request_refresh()
+        ranks.step(gradients(step), BUCKETS[step % 3])
+        seen.append((synchronizer.steps_since_refresh, synchronizer.traffic.totals.refreshes))
+    assert seen == [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (3, 2)]
+    assert synchronizer.synchronisations == synchronizer.traffic.totals.steps == 6
+
+
+def test_warmup_falls_in_stages_and_selects_anew_at_each() -> None:
+    ranks = EmulatedRanks({"a": 1000}, density=0.01, warmup_steps=4, value_format="fp32", guard=False)
+    config = ranks.synchronizers[0].config
+    mean = ranks.step(gradients(0, sizes={"a": 1000}))[0]["a"]
+    assert int(mean.count_nonzero()) == 1000
+    counts = []
+    for step in range(1, 6):
+        ranks.step(gradients(step, sizes={"a": 1000}))
+        counts.append(sent(ranks, ["a"])[0].positions.numel())
+    assert [config.warmup_stage(step) for step in range(5)] == [0, 8, 16, 24, 32]
+    assert counts[:4] == [317, 100, 32, 10]
+    assert ranks.synchronizers[0].traffic.totals.refreshes == 4
+
+
+# Infinite and NaN
+
+
+@pytest.mark.parametrize("value_format", FORMATS)
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_nonfinite_gradients_reach_the_mean_and_never_the_residual(
+    value_format: str, broken: float, name: str
+) -> None:
+    ranks = EmulatedRanks(SIZES, density=0.1, value_format=value_format, min_tensor_size=60)  # b goes whole
+    ranks.step(gradients(0), BUCKETS[0])
+    before, local = ranks.residuals(), gradients(1)
+    local[1][name][17] = broken
+    means = ranks.step(local, BUCKETS[0])
+    for mean in means:
+        assert mean[name][17].isnan() if math.isnan(broken) else mean[name][17] == broken
+        assert int((~mean[name].isfinite()).sum()) == 1
+        assert all(bool(mean[other].isfinite().all()) for other in SIZES if other != name)
+    after = ranks.residuals()
+    assert after[1][name][17] == before[1][name][17]
+    assert all(bool(residual.isfinite().all()) for rank in after for residual in rank.values())
+    assert all(math.isfinite(t) for s in ranks.synchronizers for t in s.thresholds.values())
+    mean = ranks.step(gradients(2), BUCKETS[0])[0]
+    assert all(bool(values.isfinite().all()) for values in mean.values())
+
+
+@pytest.mark.parametrize("value_format", FORMATS)
+def test_a_tensor_full_of_nan(value_format: str) -> None:
+    ranks = EmulatedRanks(SIZES, density=0.1, value_format=value_format)
+    local = gradients(0)
+    local[0]["a"].fill_(math.nan)
+    means = ranks.step(local)
+    assert bool(means[1]["a"].isnan().any())
+    assert not ranks.residuals()[0]["a"].any()
+    ranks.request_refresh()
+    assert bool(ranks.step(gradients(1))[0]["a"].isfinite().all())
+
+
+def test_finite_entries_of_a_broken_tensor_wait_in_the_residual() -> None:
+    ranks = EmulatedRanks({"a": 300}, density=0.1)
+    ranks.step(gradients(0))
+    before, local = ranks.residuals(), gradients(1)
+    local[0]["a"][5] = math.inf
+    ranks.step(local)
+    due = local[0]["a"] + before[0]["a"]
+    due[5] = before[0]["a"][5]
+    assert torch.equal(ranks.residuals()[0]["a"], due)
+
+
+@pytest.mark.parametrize("value_format", FORMATS)
+@pytest.mark.parametrize(
+    ("dtype", "largest"),
+    [(torch.float32, torch.finfo(torch.float32).max), (torch.float64, 1e39), (torch.bfloat16, 3.3e38)],
+)
+def test_finite_gradients_too_large_to_be_written(value_format: str, dtype: torch.dtype, largest: float) -> None:
+    ranks = EmulatedRanks(SIZES, density=0.05, value_format=value_format)
+    local = gradients(0, dtype=dtype)
+    local[0]["a"][7] = largest
+    ranks.step(local)
+    assert all(bool(residual.isfinite().all()) for rank in ranks.residuals() for residual in rank.values())
+
+
+# Mixed precision
+
+
+@pytest.mark.parametrize("value_format", FORMATS)
+def test_scaled_gradients_train_as_unscaled_ones(value_format: str) -> None:
+    scale = 2.0**10
+    settings: dict[str, Any] = {"density": 0.05, "value_format": value_format, "min_tensor_size": 60}
+    plain = EmulatedRanks(SIZES, **settings)
+    scaled = EmulatedRanks(SIZES, loss_scale=lambda: scale, **settings)
+    for step in range(4):
+        local = gradients(step)
+        means = plain.step(local, BUCKETS[1])
+        scaled_means = scaled.step([{name: g * scale for name, g in rank.items()} for rank in local], BUCKETS[1])
+        for mean, scaled_mean in zip(means, scaled_means, strict=True):
+            assert_same_bits({name: g * scale for name, g in mean.items()}, scaled_mean)
+        assert_same_bits(plain.residuals(), scaled.residuals())
+        assert_same_bits(*[[s.thresholds.state_dict() for s in ranks.synchronizers] for ranks in (plain, scaled)])
+
+
+def test_residuals_do_not_depend_on_a_changing_scale() -> None:
+    scale = [1024.0]
+    plain, scaled = EmulatedRanks(SIZES), EmulatedRanks(SIZES, loss_scale=lambda: scale[0])
+    for step in range(4):
+        scale[0] *= (2.0, 0.5, 4.0, 0.25)[step]
+        plain.step(gradients(step))
+        scaled.step([{name: g * scale[0] for name, g in rank.items()} for rank in gradients(step)])
+        assert_same_bits(plain.residuals(), scaled.residuals())
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["a", "b"])
+@pytest.mark.parametrize("buckets", BUCKETS)
+def test_a_step_the_scaler_skips_is_undone(buckets: list[list[str]], name: str, broken: float) -> None:
+    ranks = EmulatedRanks(SIZES, density=0.1, min_tensor_size=60, loss_scale=lambda: 8.0)
+    for step in range(2):
+        ranks.step(gradients(step), buckets)
+    before, local = ranks.state_dicts(), gradients(2)
+    local[0][name][3] = broken
+    ranks.request_refresh()
+    means = ranks.step(local, buckets)
+    assert all(not bool(mean[name].isfinite().all()) for mean in means)
+    after = ranks.state_dicts()
+    for key in ("synchronisations", "steps_since_refresh", "thresholds", "residuals"):
+        assert_same_bits([state[key] for state in before], [state[key] for state in after])
+    assert after[0]["traffic"]["refreshes"] == before[0]["traffic"]["refreshes"]
+    assert after[0]["traffic"]["steps"] == 3  # the bytes went out all the same
+    ranks.step(gradients(3), buckets)
+    assert [s.steps_since_refresh for s in ranks.synchronizers] == [1, 1]  # the refresh that was due
+
+
+def test_an_undone_first_step_leaves_no_thresholds() -> None:
+    ranks = EmulatedRanks({"a": 300}, loss_scale=lambda: 1.0)
+    local = gradients(0)
+    local[1]["a"][0] = math.inf
+    ranks.step(local)
+    assert ranks.synchronizers[0].thresholds.values() == []
+    assert not ranks.residuals()[0]["a"].any()
+
+
+def test_fp16_means_that_overflow_are_undone_on_every_rank() -> None:
+    """Each rank's share fits fp16, their mean with the residuals does not."""
+    ranks = EmulatedRanks({"a": 300}, density=0.01, value_format="fp32", guard=False, loss_scale=lambda: 1.0)
+    large = torch.zeros(300, dtype=torch.float16)
+    large[:3] = 60000.0
+    ranks.step([{"a": large}] * 2)
+    later = torch.zeros(300, dtype=torch.float16)
+    later[3] = 40000.0  # below the threshold: waits
+    ranks.step([{"a": later}] * 2)
+    before = ranks.residuals()
+    assert before[0]["a"][3] == 40000.0
+    means = ranks.step([{"a": later}] * 2)
+    assert all(mean["a"][3] == math.inf for mean in means)
+    assert_same_bits(ranks.residuals(), before)
+
+
+# Parameters without a gradient
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_unused_parameters_keep_their_residual(name: str) -> None:
+    # b goes whole. Unscaled gradients are too small for fp16: what rounding loses of them is its residual.
+    ranks = EmulatedRanks(SIZES, density=0.1, min_tensor_size=60, hold_unused=True, loss_scale=lambda: 2.0**16)
+    for step in range(2):
+        ranks.step(gradients(step, dtype=torch.float16))
+    before, local = ranks.residuals(), gradients(2, dtype=torch.float16)
+    assert before[0][name].any()
+    for rank in local:
+        rank[name].zero_()
+    means = ranks.step(local)
+    assert not means[0][name].any()
+    assert_same_bits([rank[name] for rank in ranks.residuals()], [rank[name] for rank in before])
+    assert means[0]["c"].any()
+
+
+def test_a_parameter_unused_on_one_rank_is_sent_by_the_other() -> None:
+    ranks = EmulatedRanks({"a": 300}, density=0.1, hold_unused=True)
+    ranks.step(gradients(0))
+    before, local = ranks.residuals(), gradients(1)
+    local[0]["a"].zero_()
+    means = ranks.step(local)
+    said = sent(ranks, ["a"])
+    assert said[0].positions.numel() == 0
+    assert said[1].positions.numel() > 0
+    assert means[0]["a"].any()
+    assert torch.equal(ranks.residuals()[0]["a"], before[0]["a"])
+
+
+def test_without_hold_unused_residuals_go_out_on_their_own() -> None:
+    ranks = EmulatedRanks({"a": 300}, density=0.1)
+    ranks.step(gradients(0))
+    ranks.request_refresh()
+    assert ranks.step([{"a": torch.zeros(300)}] * 2)[0]["a"].any()
+
+
+# Buckets that go whole
+
+
+@pytest.mark.parametrize("settings", [{"density": 1.0}, {"min_tensor_size": 1000}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_whole_buckets_are_averaged_as_ddp_does(settings: dict[str, Any], dtype: torch.dtype) -> None:
+    ranks = EmulatedRanks(SIZES, world_size=3, **settings)
+    local = gradients(0, world_size=3, dtype=dtype)
+    means = ranks.step(local, BUCKETS[1])
+    for name in SIZES:
+        expected = local[0][name] / 3 + local[1][name] / 3 + local[2][name] / 3
+        assert all(torch.equal(mean[name], expected) for mean in means)
+    assert ranks.synchronizers[0].residuals.norm() == 0.0
+    assert ranks.synchronizers[0].traffic.totals.compression_ratio == pytest.approx(
+        4 / dtype.itemsize, rel=1e-2
+    )
+    assert ranks.synchronizers[0].traffic.totals.density == 1.0
+
+
+def test_whole_tensors_beside_compressed_ones() -> None:
+    ranks = EmulatedRanks(SIZES, density=0.1, min_tensor_size=60)
+    local = gradients(0)
+    mean = ranks.step(local)[0]["b"]
+    torch.testing.assert_close(mean, (local[0]["b"] + local[1]["b"]) / 2, rtol=1e-6, atol=0)
+    assert not ranks.residuals()[0]["b"].any()
+
+
+@pytest.mark.parametrize("loss_scale", [None, lambda: 4.0])
+def test_residuals_of_a_lower_density_go_out_with_a_whole_bucket(loss_scale: Any) -> None:
+    compressed = EmulatedRanks(SIZES, density=0.1)
+    compressed.step(gradients(0))
+    ranks = EmulatedRanks(SIZES, density=1.0, loss_scale=loss_scale)
+    for synchronizer, state in zip(ranks.synchronizers, compressed.state_dicts(), strict=True):
+        synchronizer.load_state_dict(state)
+    held, scale = compressed.residuals(), loss_scale() if loss_scale else 1.0
+    local = [{name: g * scale for name, g in rank.items()} for rank in gradients(1)]
+    mean = ranks.step(local)[0]
+    for name in SIZES:
+        expected = (local[0][name] + local[1][name] + scale * (held[0][name] + held[1][name])) / 2
+        torch.testing.assert_close(mean[name], expected, rtol=1e-5, atol=1e-5)
+    assert ranks.synchronizers[0].residuals.norm() == 0.0
+
+
+def test_sparse_gradients_go_uncompressed() -> None:
+    ranks = EmulatedRanks({"table": 40, "a": 300}, density=0.1)
+
+    def table(rows: list[int]) -> Tensor:
+        return torch.sparse_coo_tensor([rows], torch.ones(len(rows), 4), (10, 4), check_invariants=True)
+
+    local = [{"table": table(rows), **rank} for rows, rank in zip([[1, 2], [2, 7]], gradients(0), strict=True)]
+    means = ranks.step(local, [["table"], ["a"]])
+    expected = torch.zeros(10, 4)
+    expected[[1, 7]], expected[2] = 0.5, 1.0
+    assert torch.equal(means[1]["table"].to_dense(), expected)
+    assert means[0]["a"].any()
+
+
+# Counting
+
+
+def test_bytes_and_entries_are_counted_where_they_leave() -> None:
+    ranks = EmulatedRanks(SIZES, world_size=3, density=0.05, min_tensor_size=60)
+    ranks.step(gradients(0, world_size=3), [["c"], ["b", "a"]])
+    totals = ranks.synchronizers[2].traffic.totals
+    assert totals.bytes_sent == 2 * sum(ranks.payloads(bucket)[2].numel() for bucket in (0, 1))
+    assert totals.bytes_dense == sum(-(-4 * size * 2 * 2 // 3) for size in (200, 350))
+    assert totals.entries == 550
+    assert totals.entries_sent == 10 + 15 + 50
+    assert totals.seconds > 0
+
+
+# State
+
+
+@pytest.mark.parametrize("value_format", FORMATS)
+def test_a_resumed_run_continues_bit_for_bit(value_format: str) -> None:
+    settings: dict[str, Any] = {"density": 0.05, "value_format": value_format, "min_tensor_size": 60}
+    unbroken, resumed = EmulatedRanks(SIZES, **settings), EmulatedRanks(SIZES, **settings)
+    for step in range(3):
+        unbroken.step(gradients(step), BUCKETS[step])
+    states = unbroken.state_dicts()
+    for synchronizer, state in zip(resumed.synchronizers, states, strict=True):
+        synchronizer.load_state_dict(state)
+    assert_same_bits(resumed.state_dicts(), states)
+    for step in range(3, 6):
+        means = [ranks.step(gradients(step), buckets) for ranks, buckets in ((unbroken, BUCKETS[2]), (resumed, BUCKETS[0]))]
+        assert_same_bits(*means)
+    ends = [without_seconds(ranks.state_dicts()) for ranks in (unbroken, resumed)]
+    for one, other in zip(*ends, strict=True):
+        for key in ("synchronisations", "steps_since_refresh", "thresholds", "residuals"):
+            assert_same_bits(one[key], other[key])
+
+
+def test_state_loads_with_weights_only(tmp_path: Any) -> None:
+    ranks = EmulatedRanks(SIZES)
+    ranks.step(gradients(0))
+    state = ranks.state_dicts()[0]
+    torch.save(state, tmp_path / "state.pt")
+    assert_same_bits(torch.load(tmp_path / "state.pt", weights_only=True), state)
+
+
+def test_state_of_another_model_is_refused_and_changes_nothing() -> None:
+    saved, other = EmulatedRanks(SIZES), EmulatedRanks({**SIZES, "c": 201})
+    saved.step(gradients(0))
+    before = other.state_dicts()[0]
+    with pytest.raises(ValueError, match=r"residual of parameter 'c' has 200 entries, the model's\s+parameter has 201"):
+        other.synchronizers[0].load_state_dict(saved.state_dicts()[0])
+    assert other.state_dicts()[0] == before
+
+
+# Errors
+
+
+def test_a_harmed_payload_names_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    intact = Meeting.everyone
+
+    def harmed(self: Meeting) -> list[Tensor]:
+        payloads = [payload.clone() for payload in intact(self)]
+        payloads[1][0] = 0
+        return payloads
+
+    monkeypatch.setattr(Meeting, "everyone", harmed)
+    with pytest.raises(PayloadError, match="Gradients from rank 1 of the process group: the payload begins with 0x0"):
+        EmulatedRanks({"a": 300}).step(gradients(0))
