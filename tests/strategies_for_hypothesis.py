@@ -23,9 +23,7 @@ def layouts(draw: st.DrawFn, value_format: str | None = None) -> PayloadLayout:
     sizes = draw(st.lists(st.integers(1, 40), max_size=5))
     capacities = [draw(st.integers(0, size)) for size in sizes]
     whole_bytes = draw(st.sampled_from([2, 4, 8])) * sum(n for n, k in zip(sizes, capacities, strict=True) if not k)
-    return PayloadLayout(
-        tuple(sizes), tuple(capacities), value_format or draw(st.sampled_from(FORMATS)), whole_bytes
-    )
+    return PayloadLayout(tuple(sizes), tuple(capacities), value_format or draw(st.sampled_from(FORMATS)), whole_bytes)
 
 
 @st.composite

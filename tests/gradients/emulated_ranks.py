@@ -116,7 +116,9 @@ class EmulatedRanks:
         self.sizes, self.world_size = dict(sizes), world_size
         self.meetings: list[Meeting] = []
         self._meetings_lock = Condition()
-        self._parameters = [{name: nn.Parameter(torch.zeros(n)) for name, n in sizes.items()} for _ in range(world_size)]
+        self._parameters = [
+            {name: nn.Parameter(torch.zeros(n)) for name, n in sizes.items()} for _ in range(world_size)
+        ]
         self.synchronizers = [
             GradientSynchronizer(
                 DCTConfig(**{"min_tensor_size": 0, **settings}),

@@ -26,7 +26,9 @@ def plan(sizes: list[int], densities: list[float] | float = 0.01, **settings: An
     return plan_bucket([f"p{index}" for index in range(len(sizes))], sizes, densities, **settings)
 
 
-@pytest.mark.parametrize(("density", "size", "target"), [(0.07, 100, 7), (0.29, 100, 29), (0.01, 700, 7), (0.1, 1000, 100)])
+@pytest.mark.parametrize(
+    ("density", "size", "target"), [(0.07, 100, 7), (0.29, 100, 29), (0.01, 700, 7), (0.1, 1000, 100)]
+)
 def test_no_entry_more_from_floating_point(density: float, size: int, target: int) -> None:
     assert plan([size], density).targets == (target,)
 

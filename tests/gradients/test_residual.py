@@ -44,9 +44,7 @@ def test_the_same_bucket_gets_the_same_buffer() -> None:
     assert flat(residuals, ["b", "a"]) is not buffer
 
 
-@given(
-    generations=st.lists(st.tuples(bucket_lists, st.integers(1, 5)), min_size=1, max_size=6), reload=st.booleans()
-)
+@given(generations=st.lists(st.tuples(bucket_lists, st.integers(1, 5)), min_size=1, max_size=6), reload=st.booleans())
 @examples(200)
 def test_every_residual_follows_its_name(generations: list[tuple[list[list[str]], int]], reload: bool) -> None:
     residuals = Residuals()

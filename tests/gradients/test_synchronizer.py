@@ -303,9 +303,7 @@ def test_warmup_falls_in_stages_and_selects_anew_at_each() -> None:
 @pytest.mark.parametrize("value_format", FORMATS)
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["a", "b"])
-def test_nonfinite_gradients_reach_the_mean_and_never_the_residual(
-    value_format: str, broken: float, name: str
-) -> None:
+def test_nonfinite_gradients_reach_the_mean_and_never_the_residual(value_format: str, broken: float, name: str) -> None:
     ranks = EmulatedRanks(SIZES, density=0.1, value_format=value_format, min_tensor_size=60)  # b goes whole
     ranks.step(gradients(0), BUCKETS[0])
     before, local = ranks.residuals(), gradients(1)
@@ -486,9 +484,7 @@ def test_whole_buckets_are_averaged_as_ddp_does(settings: dict[str, Any], dtype:
         expected = local[0][name] / 3 + local[1][name] / 3 + local[2][name] / 3
         assert all(torch.equal(mean[name], expected) for mean in means)
     assert ranks.synchronizers[0].residuals.norm() == 0.0
-    assert ranks.synchronizers[0].traffic.totals.compression_ratio == pytest.approx(
-        4 / dtype.itemsize, rel=1e-2
-    )
+    assert ranks.synchronizers[0].traffic.totals.compression_ratio == pytest.approx(4 / dtype.itemsize, rel=1e-2)
     assert ranks.synchronizers[0].traffic.totals.density == 1.0
 
 
@@ -558,7 +554,9 @@ def test_a_resumed_run_continues_bit_for_bit(value_format: str) -> None:
         synchronizer.load_state_dict(state)
     assert_same_bits(resumed.state_dicts(), states)
     for step in range(3, 6):
-        means = [ranks.step(gradients(step), buckets) for ranks, buckets in ((unbroken, BUCKETS[2]), (resumed, BUCKETS[0]))]
+        means = [
+            ranks.step(gradients(step), buckets) for ranks, buckets in ((unbroken, BUCKETS[2]), (resumed, BUCKETS[0]))
+        ]
         assert_same_bits(*means)
     ends = [without_seconds(ranks.state_dicts()) for ranks in (unbroken, resumed)]
     for one, other in zip(*ends, strict=True):

@@ -51,7 +51,9 @@ def test_message_is_the_documented_one_and_reads_back(case: tuple[PositionCode, 
 
 @pytest.mark.parametrize("universe", [1, 2, 3, 7, 8, 9, 64, 1000, 4999, 5000])
 def test_round_trip_at_the_edges(universe: int) -> None:
-    for capacity in sorted({1, 2, universe // 100, universe // 2, universe - 1, universe} & set(range(1, universe + 1))):
+    for capacity in sorted(
+        {1, 2, universe // 100, universe // 2, universe - 1, universe} & set(range(1, universe + 1))
+    ):
         code = PositionCode(universe, capacity)
         first, last = list(range(capacity)), list(range(universe - capacity, universe))
         for positions in ([], [0], [universe - 1], first, last, first[:-1], last[1:]):

@@ -18,7 +18,9 @@ SCALED = ("int8", "1bit")
 entries = st.lists(st.tuples(st.integers(0, NUM_TENSORS - 1), floats), max_size=40)
 
 
-def round_trip(values: Tensor, index: Tensor, value_format: str, num_tensors: int = NUM_TENSORS) -> tuple[Tensor, Tensor]:
+def round_trip(
+    values: Tensor, index: Tensor, value_format: str, num_tensors: int = NUM_TENSORS
+) -> tuple[Tensor, Tensor]:
     data, scales = encode_values(values, index, num_tensors, value_format)
     assert data.dtype == torch.uint8
     assert data.numel() == values_num_bytes(value_format, values.numel())

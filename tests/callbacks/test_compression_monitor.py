@@ -1,0 +1,195 @@
+import builtins
+import math
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_dct import CompressionMonitor
+from lightning_dct.callbacks.compression_monitor import format_bytes, print_table, summary_rows
+from lightning_dct.gradients import Residuals
+from lightning_dct.threshold import Thresholds
+from lightning_dct.traffic import Traffic, TrafficTotals
+
+TOTALS = TrafficTotals(4000, 123_456, 12_345_600, 500, 50_000, seconds=8.0, refreshes=4)
+ROWS = [
+    ("ranks", "2"),
+    ("optimizer steps synchronised", "4,000"),
+    ("bytes of the dense fp32 exchange", "12.35 MB"),
+    ("bytes sent", "123.46 kB"),
+    ("compression ratio", "100.0x"),
+    ("entries kept", "1% of 50,000"),
+    ("time spent compressing", "8.00 s (2.00 ms a step)"),
+    ("thresholds refreshed", "4 times"),
+]
+MODULE = LightningModule()
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.logged.append((step, dict(metrics)))
+
+
+class FakeTrainer(SimpleNamespace):
+    """The parts of a Trainer that the monitor looks at."""
+
+    def __init__(self, traffic: Traffic, **strategy: Any) -> None:
+        super().__init__(
+            strategy=SimpleNamespace(traffic=traffic, **strategy),
+            is_global_zero=True,
+            world_size=2,
+            loggers=[Recorder(), Recorder()],
+            _logger_connector=SimpleNamespace(should_update_logs=True),
+            fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=0)),
+        )
+
+    def batch(self, monitor: CompressionMonitor, **traffic: float) -> None:
+        self.strategy.traffic.add(**traffic)
+        monitor.on_train_batch_end(self, MODULE, None, None, 0)  # type: ignore[arg-type]
+        self.fit_loop.epoch_loop._batches_that_stepped += 1
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.00 kB"),
+        (123_456, "123.46 kB"),
+        (1_000_000, "1.00 MB"),
+        (2_500_000_000, "2.50 GB"),
+        (3 * 10**12, "3.00 TB"),
+        (10**16, "10000.00 TB"),
+    ],
+)
+def test_bytes_for_people(num_bytes: int, text: str) -> None:
+    assert format_bytes(num_bytes) == text
+
+
+def test_summary() -> None:
+    assert summary_rows(TOTALS, world_size=2) == ROWS
+
+
+def test_summary_of_a_single_process_claims_no_ratio() -> None:
+    rows = dict(summary_rows(TrafficTotals(steps=1, entries=5, entries_sent=5), world_size=1))
+    assert rows["compression ratio"] == "nothing was sent"
+    assert rows["entries kept"] == "100% of 5"
+
+
+def test_table_with_rich(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table("A title", ROWS)
+    printed = capsys.readouterr().out
+    assert "A title" in printed
+    assert "─" in printed
+    assert all(name in printed and value in printed for name, value in ROWS)
+
+
+def test_table_without_rich(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    original = builtins.__import__
+
+    def without_rich(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.partition(".")[0] == "rich":
+            raise ImportError(name)
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_rich)
+    print_table("A title", ROWS)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["", "A title"]
+    assert [line.split() for line in lines[2:]] == [f"{name} {value}".split() for name, value in ROWS]
+    assert len({line.index(value) for line, (_, value) in zip(lines[2:], ROWS, strict=True)}) == 1
+
+
+def test_every_logger_gets_one_dict_a_logged_step() -> None:
+    synchronizer = SimpleNamespace(residuals=Residuals(), thresholds=Thresholds())
+    for name, threshold in (("a", 0.5), ("b", 0.25), ("c", 4.0)):
+        synchronizer.thresholds.set(name, 1, threshold)
+    monitor, trainer = CompressionMonitor(), FakeTrainer(Traffic(), synchronizer=synchronizer)
+    trainer.strategy.traffic.add(steps=7, bytes_sent=1, bytes_dense=1)  # of the run that is resumed
+    monitor.on_train_start(trainer, MODULE)  # type: ignore[arg-type]
+    for _ in range(2):
+        trainer.batch(monitor, steps=1, bytes_sent=10, bytes_dense=1000, entries=100, entries_sent=5, seconds=0.25)
+    expected = {
+        "dct/compression_ratio": 100.0,
+        "dct/overhead_ms": 250.0,
+        "dct/dp/compression_ratio": 100.0,
+        "dct/dp/density": 0.05,
+        "dct/dp/bytes_sent": 11,
+        "dct/dp/bytes_dense": 1001,
+        "dct/dp/threshold": 0.5,
+        "dct/dp/residual_norm": 0.0,
+    }
+    for logger in trainer.loggers:
+        assert logger.logged == [(0, expected), (1, {**expected, "dct/dp/bytes_sent": 21, "dct/dp/bytes_dense": 2001})]
+
+
+def test_values_are_those_since_the_last_log() -> None:
+    monitor, trainer = CompressionMonitor(), FakeTrainer(Traffic())
+    monitor.on_train_start(trainer, MODULE)  # type: ignore[arg-type]
+    for logs, sent in ((True, 10), (False, 20), (False, 30), (True, 50)):
+        trainer._logger_connector.should_update_logs = logs
+        trainer.batch(monitor, steps=1, bytes_sent=sent, bytes_dense=1000, seconds=0.5)
+    logged = trainer.loggers[0].logged
+    assert [step for step, _ in logged] == [0, 3]
+    assert [metrics["dct/compression_ratio"] for _, metrics in logged] == [100.0, 3000 / 100]
+    assert [metrics["dct/overhead_ms"] for _, metrics in logged] == [500.0, 500.0]
+
+
+def test_micro_batches_and_other_ranks_log_nothing() -> None:
+    monitor, trainer = CompressionMonitor(), FakeTrainer(Traffic())
+    monitor.on_train_start(trainer, MODULE)  # type: ignore[arg-type]
+    trainer.batch(monitor)
+    trainer.is_global_zero = False
+    trainer.batch(monitor, steps=1, bytes_sent=10)
+    assert trainer.loggers[0].logged == []
+
+
+def test_a_single_process_logs_no_ratio() -> None:
+    monitor, trainer = CompressionMonitor(), FakeTrainer(Traffic())
+    monitor.on_train_start(trainer, MODULE)  # type: ignore[arg-type]
+    trainer.batch(monitor, steps=1, entries=10, entries_sent=10)
+    (_, metrics) = trainer.loggers[0].logged[0]
+    assert "dct/compression_ratio" not in metrics
+    assert not any(math.isnan(value) for value in metrics.values())
+
+
+def test_table_at_the_end_covers_this_fit_only(capsys: pytest.CaptureFixture[str]) -> None:
+    synchronizer = SimpleNamespace(residuals=Residuals(), thresholds=Thresholds())
+    monitor, trainer = CompressionMonitor(), FakeTrainer(Traffic(), synchronizer=synchronizer)
+    trainer.strategy.traffic.add(steps=1000, bytes_sent=10**9, bytes_dense=10**9)
+    monitor.on_train_start(trainer, MODULE)  # type: ignore[arg-type]
+    trainer.batch(monitor, steps=3, bytes_sent=10, bytes_dense=1000, entries=100, entries_sent=5)
+    monitor.on_fit_end(trainer, MODULE)  # type: ignore[arg-type]
+    printed = capsys.readouterr().out
+    assert "100.0x" in printed
+    assert "held back" in printed
+    trainer.is_global_zero = False
+    monitor.on_fit_end(trainer, MODULE)  # type: ignore[arg-type]
+    assert capsys.readouterr().out == ""
+
+
+def test_warns_once_where_nothing_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        callbacks=[CompressionMonitor()],
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(BoringModel())
+    messages = [str(warning.message) for warning in caught if "CompressionMonitor" in str(warning.message)]
+    assert len(messages) == 1
+    assert "SingleDeviceStrategy does not count its traffic. Use `Trainer(strategy='dct')`" in messages[0]
+    assert "Gradient synchronisation" not in capsys.readouterr().out

@@ -1,0 +1,20 @@
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import lightning_dct
+
+MODULES = ["lightning_dct", *(m.name for m in pkgutil.walk_packages(lightning_dct.__path__, "lightning_dct."))]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_docstrings_say_what_happens(module: str) -> None:
+    assert doctest.testmod(importlib.import_module(module)).failed == 0
+
+
+def test_there_are_examples() -> None:
+    assert {"lightning_dct.traffic", "lightning_dct.metrics"} <= set(MODULES)
+    for module in ("lightning_dct.traffic", "lightning_dct.metrics"):
+        assert doctest.testmod(importlib.import_module(module)).attempted > 0

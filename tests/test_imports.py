@@ -1,0 +1,124 @@
+"""What holds in a fresh interpreter: each test runs a script in one."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import lightning_dct
+
+OPTIONAL = ["hydra", "omegaconf", "wandb", "numba", "triton", "rich", "tokenizers", "matplotlib"]
+
+WITHOUT_OPTIONAL_PACKAGES = f"""
+    import importlib.metadata as metadata
+    import sys
+
+    OPTIONAL = {OPTIONAL!r}
+    DISTRIBUTIONS = {{*OPTIONAL, "hydra-core"}}
+
+    class Absent:
+        '''Packages that are not installed: neither modules nor metadata of them can be found.'''
+
+        def find_spec(self, name, path=None, target=None):
+            if name.partition(".")[0] in OPTIONAL:
+                raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+    find = metadata.Distribution.from_name.__func__
+
+    def from_name(cls, name):
+        if name.lower() in DISTRIBUTIONS:
+            raise metadata.PackageNotFoundError(name)
+        return find(cls, name)
+
+    metadata.Distribution.from_name = classmethod(from_name)
+    sys.meta_path.insert(0, Absent())
+"""
+
+
+def run(script: str, folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], cwd=folder, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_works_without_any_optional_package(tmp_path: Path) -> None:
+    script = (
+        WITHOUT_OPTIONAL_PACKAGES
+        + """
+    for name in OPTIONAL:
+        try:
+            __import__(name)
+        except ModuleNotFoundError:
+            continue
+        raise AssertionError(f"{name} should be absent")
+
+    import lightning_dct
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    trainer = Trainer(
+        strategy="dct", accelerator="cpu", devices=1, max_steps=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+    )
+    assert type(trainer.strategy) is lightning_dct.DCTStrategy
+    trainer.fit(BoringModel())
+    print("steps", trainer.global_step, trainer.strategy.synchronizer.synchronisations)
+    print("loaded", sorted(set(OPTIONAL) & {name.partition(".")[0] for name in sys.modules}))
+    """
+    )
+    printed = run(textwrap.dedent(script), tmp_path)
+    assert "steps 2 2" in printed
+    assert "loaded []" in printed
+    assert "optimizer steps synchronised" in printed  # the table, without rich
+
+
+def test_names_registration_and_reload(tmp_path: Path) -> None:
+    script = """
+    import importlib
+    import lightning_dct
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    NAMES = {"dct", "dct_spawn", "dct_fork", "dct_notebook", "dct_find_unused_parameters_true"}
+    for _ in range(2):
+        assert set(StrategyRegistry.available_strategies()) >= NAMES
+        for name in NAMES:
+            strategy = StrategyRegistry.get(name)
+            assert isinstance(strategy, lightning_dct.DCTStrategy)
+            assert strategy._start_method == {"dct_spawn": "spawn", "dct_fork": "fork", "dct_notebook": "fork"}.get(
+                name, "popen"
+            )
+            assert strategy._ddp_kwargs.get("find_unused_parameters", False) == name.endswith("parameters_true")
+        importlib.reload(lightning_dct)
+
+    everything = {}
+    exec("from lightning_dct import *", everything)
+    assert set(everything) - {"__builtins__"} == set(lightning_dct.__all__)
+    """
+    run(textwrap.dedent(script), tmp_path)
+
+
+def test_the_other_lightning_is_told_apart(tmp_path: Path) -> None:
+    script = """
+    import pytorch_lightning
+    import lightning_dct
+
+    try:
+        pytorch_lightning.Trainer(strategy="dct", accelerator="cpu", devices=1, logger=False)
+    except TypeError as error:
+        print(error)
+    """
+    assert "works with `lightning.pytorch.Trainer`" in run(textwrap.dedent(script), tmp_path)
+
+
+def test_public_names() -> None:
+    assert lightning_dct.__all__ == sorted(lightning_dct.__all__)
+    assert all(hasattr(lightning_dct, name) for name in lightning_dct.__all__)
+    assert {"DCTConfig", "DCTStrategy", "ThresholdRefresh", "CompressionMonitor", "CompressionRatio"} <= set(
+        lightning_dct.__all__
+    )
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (Path(lightning_dct.__file__).parent / "py.typed").is_file()
