@@ -1,5 +1,4 @@
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -8,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dct.threshold import (
+    GUARD_AIM,
     GUARD_LARGEST_FACTOR,
     SMALLEST_THRESHOLD,
     Thresholds,
@@ -52,59 +52,76 @@ def test_keep_largest_equals_a_stable_sort(values: list[float], data: st.DataObj
     assert smallest == min(abs(values[place]) for place in kept)
 
 
-@given(threshold=st.floats(1e-30, 1e30), count=counts, target=targets)
+@given(threshold=st.floats(1e-30, 1e30), count=counts, target=targets, size=st.integers(10**9, 10**10))
 @examples(300)
-def test_nudge_goes_the_right_way_by_a_bounded_factor(threshold: float, count: int, target: int) -> None:
-    factor = nudge(threshold, count, target) / threshold
-    assert (factor > 1) == (count > target)
-    assert (factor < 1) == (count < target)
+def test_nudge_goes_the_right_way_by_a_bounded_factor(threshold: float, count: int, target: int, size: int) -> None:
+    factor = nudge(threshold, count, target, size) / threshold
+    assert factor >= 1 if count > GUARD_AIM * target else factor <= 1
     assert 1 / GUARD_LARGEST_FACTOR * (1 - 1e-12) <= factor <= GUARD_LARGEST_FACTOR * (1 + 1e-12)
 
 
 def test_nudge_stays_where_the_count_is_right() -> None:
-    assert nudge(0.123, 7, 7) == 0.123
+    assert 1.0 <= GUARD_AIM <= 1.1
+    assert nudge(0.123, round(GUARD_AIM * 100), 100, 1000) == 0.123
 
 
 def test_nudge_grows_with_the_count() -> None:
-    nudged = [nudge(1.0, count, 100) for count in (0, 50, 90, 100, 110, 150, 200)]
+    nudged = [nudge(1.0, count, 100, 1000) for count in (0, 50, 90, 110, 150, 200, 400)]
     assert nudged == sorted(set(nudged))
-    assert nudge(1.0, 10**9, 1) == GUARD_LARGEST_FACTOR
-    assert nudge(1.0, 0, 10**9) == 1 / GUARD_LARGEST_FACTOR
+    assert nudged[2] < 1.0 < nudged[3]
+    assert nudge(1.0, 10**9, 1, 1) == GUARD_LARGEST_FACTOR
+    assert nudge(1.0, 0, 10**9, 10**9) == 1 / GUARD_LARGEST_FACTOR
+
+
+def test_nudge_is_gentler_at_lower_densities() -> None:
+    nudged = [nudge(1.0, 200, 100, size) for size in (1000, 10_000, 100_000)]
+    assert nudged == sorted(nudged, reverse=True)
+    assert nudged[-1] > 1.0
 
 
 def test_nudge_never_ends_below_the_smallest_threshold() -> None:
-    assert nudge(SMALLEST_THRESHOLD, 0, 1000) == SMALLEST_THRESHOLD
+    assert nudge(SMALLEST_THRESHOLD, 0, 1000, 10_000) == SMALLEST_THRESHOLD
 
 
-def guarded(threshold: float, count: int, target: int) -> float:
-    return nudge(threshold, count, target)
+def counts_under_drift(target: int, drift: float, guard: bool) -> tuple[float, float]:
+    """Entries above the threshold and entries sent, over the target: means over the last 150 of 300 steps.
 
-
-def unguarded(threshold: float, count: int, target: int) -> float:
-    return threshold
-
-
-def mean_count_under_drift(rule: Callable[[float, int, int], float], drift: float, target: int) -> float:
-    """Mean share of the target over 300 steps whose Laplace gradients grow or shrink by ``drift`` a step."""
-    noise = np.random.default_rng(0)
-    threshold, counts = 0.0, []
+    Laplace gradients grow or shrink by the factor ``drift`` a step; what is not sent waits in a residual.
+    """
+    size, noise = 10_000, np.random.default_rng(0)
+    residual, threshold, counts = np.zeros(size), 0.0, []
     for step in range(300):
-        gradient = torch.from_numpy(noise.laplace(scale=drift**step, size=20_000))
-        threshold = threshold or kth_magnitude(gradient, target)
-        counts.append(int((gradient.abs() >= threshold).sum()))
-        threshold = rule(threshold, counts[-1], target)
-    return float(np.mean(counts)) / target
+        residual += noise.laplace(scale=drift**step, size=size)
+        magnitudes = np.abs(residual)
+        threshold = threshold or kth_magnitude(torch.from_numpy(residual), target)
+        count = int((magnitudes >= threshold).sum())
+        counts.append(count)
+        residual[np.argsort(magnitudes)[size - min(count, target) :]] = 0.0
+        if guard:
+            threshold = nudge(threshold, count, target, size)
+    shares = np.array(counts[150:]) / target
+    return float(shares.mean()), float(np.minimum(shares, 1.0).mean())
 
 
-@pytest.mark.parametrize("drift", [0.99, 1.0, 1.01])
-@pytest.mark.parametrize("target", [20, 200, 2000])
-def test_guard_holds_the_count_under_drift(drift: float, target: int) -> None:
-    assert 2 / 3 <= mean_count_under_drift(guarded, drift, target) <= 5 / 4
+@pytest.mark.parametrize(
+    ("target", "drift"), [(10, 1.0), (100, 0.99), (100, 0.995), (100, 1.0), (1000, 0.99), (1000, 1.0), (1000, 1.01)]
+)
+def test_guard_holds_the_count_under_drift(target: int, drift: float) -> None:
+    above, went = counts_under_drift(target, drift, guard=True)
+    assert 2 / 3 <= above <= 5 / 4
+    assert went >= 2 / 3
 
 
-@pytest.mark.parametrize("drift", [0.99, 1.01])
-def test_without_the_guard_the_count_leaves(drift: float) -> None:
-    assert not 2 / 3 <= mean_count_under_drift(unguarded, drift, 200) <= 5 / 4
+def test_guard_under_fast_growth_fills_every_payload() -> None:
+    above, went = counts_under_drift(100, 1.01, guard=True)
+    assert above <= 2  # no selection is forced
+    assert went > 0.99
+
+
+@pytest.mark.parametrize(("target", "drift"), [(100, 0.99), (100, 1.0), (1000, 0.99), (1000, 1.01)])
+def test_without_the_guard_the_count_leaves(target: int, drift: float) -> None:
+    above, _ = counts_under_drift(target, drift, guard=False)
+    assert not 2 / 3 <= above <= 5 / 4
 
 
 def test_a_threshold_belongs_to_its_target() -> None:

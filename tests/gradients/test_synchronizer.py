@@ -228,13 +228,13 @@ def test_guard_nudges_by_the_count(factor: float) -> None:
     ranks.step(base)
     thresholds = ranks.synchronizers[0].thresholds
     threshold = thresholds.get("a", 20)
-    assert threshold == kth_magnitude(base[0]["a"], 20)  # exactly 20 were above: no nudge
+    assert threshold == nudge(kth_magnitude(base[0]["a"], 20), 20, 20, 1000)
     before = ranks.residuals()[0]["a"]
     local = [{"a": rank["a"] * factor} for rank in gradients(1, sizes={"a": 1000})]
     count = int(((local[0]["a"] + before).abs() >= threshold).sum())
     assert count <= 40
     ranks.step(local)
-    assert thresholds.get("a", 20) == nudge(threshold, count, 20) != threshold
+    assert thresholds.get("a", 20) == nudge(threshold, count, 20, 1000) != threshold
 
 
 def test_guard_takes_the_steps_own_selection_when_far_too_many_are_above() -> None:
