@@ -1,0 +1,173 @@
+"""The traffic reaches every logger, one dict a logged step, and is counted to the byte."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+
+from distributed.training import Module, Run, fit, rank
+from lightning_dct import DCTStrategy
+from lightning_dct.traffic import all_gather_bytes, all_reduce_bytes
+from lightning_dct.wire import PayloadLayout
+
+KEYS = {
+    "dct/compression_ratio",
+    "dct/overhead_ms",
+    "dct/dp/compression_ratio",
+    "dct/dp/density",
+    "dct/dp/threshold",
+    "dct/dp/residual_norm",
+    "dct/dp/bytes_sent",
+    "dct/dp/bytes_dense",
+}
+# One bucket: gain, second.bias, first.bias go whole, first.weight and second.weight are compressed at 5%.
+SIZES, TARGETS = (1, 960, 24, 192, 8), (0, 48, 0, 10, 0)
+WHOLE_BYTES = 4 * (1 + 24 + 8)
+
+
+class Memory(Logger):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    name, version = "memory", "0"
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def log_hyperparams(self, *_: Any) -> None:
+        pass
+
+
+def train(batches: int, settings: dict[str, Any], strategy: dict[str, Any]) -> Any:
+    memory = Memory()
+    run = fit(DCTStrategy(**{"density": 0.05, **strategy}), Module(), batches, logger=memory, **settings)
+    return run, [(step, row) for step, row in memory.rows if any(key.startswith("dct/") for key in row)]
+
+
+@pytest.mark.parametrize("value_format", ["fp32", "bf16", "int8", "1bit"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_logged_bytes_are_the_payloads(ranks: Any, world_size: int, value_format: str) -> None:
+    """Oracle: PayloadLayout.num_bytes to each other rank, and a ring all-reduce of all entries in fp32."""
+    results = ranks(world_size).run(train, 12, {"log_every_n_steps": 4}, {"value_format": value_format})
+    run, rows = results[0]
+    assert [step for step, _ in rows] == [3, 7, 11]
+    layout = PayloadLayout(SIZES, TARGETS, value_format, WHOLE_BYTES)
+    payload, dense = layout.num_bytes, all_reduce_bytes(4 * sum(SIZES), world_size)
+    for step, row in rows:
+        assert set(row) == KEYS
+        assert row["dct/dp/bytes_sent"] == (step + 1) * all_gather_bytes(payload, world_size)
+        assert row["dct/dp/bytes_dense"] == (step + 1) * dense
+        ratio = dense / all_gather_bytes(payload, world_size)
+        assert row["dct/dp/compression_ratio"] == row["dct/compression_ratio"] == pytest.approx(ratio)
+        assert 0 < row["dct/dp/density"] <= (48 + 10 + 33) / sum(SIZES)
+        assert row["dct/overhead_ms"] > 0
+    state = run.state
+    held = torch.cat(list(state["residuals"].values())).norm()
+    assert rows[-1][1]["dct/dp/residual_norm"] == pytest.approx(float(held), rel=1e-5)
+    assert rows[-1][1]["dct/dp/threshold"] == pytest.approx(sum(state["thresholds"]["values"].values()) / 2)
+    assert all(theirs == [] for _, theirs in results[1:])
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"log_every_n_steps": 1}, list(range(12))),
+        ({"log_every_n_steps": 5}, [4, 9]),
+        ({"log_every_n_steps": 2, "accumulate_grad_batches": 3}, [1, 3]),
+        ({"log_every_n_steps": 1, "accumulate_grad_batches": 4}, [0, 1, 2]),
+        ({"log_every_n_steps": 0}, []),
+    ],
+    ids=str,
+)
+def test_one_dict_a_logged_step(ranks: Any, settings: dict[str, Any], steps: list[int]) -> None:
+    """Oracle: the optimizer steps at which Lightning logs; each figure is that of the step it is logged under."""
+    run, rows = ranks(2).run(train, 12, settings, {})[0]
+    assert [step for step, _ in rows] == steps
+    for step, row in rows:
+        assert row["dct/dp/bytes_sent"] == (step + 1) * run.totals.bytes_sent / run.synchronisations
+
+
+class Logging(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+
+def train_with_loggers(folder: Path, names: list[str]) -> Run:
+    makers = {
+        "csv": lambda: CSVLogger(folder, name="csv", version=""),
+        "tensorboard": lambda: TensorBoardLogger(folder, name="tensorboard", version=""),
+        "wandb": lambda: WandbLogger(name="run", save_dir=folder, offline=True),
+    }
+    os.environ["WANDB_MODE"] = "offline"
+    os.environ["WANDB_DIR"] = str(folder)
+    os.environ["WANDB_SILENT"] = "true"
+    folder.mkdir(exist_ok=True)
+    run = fit(
+        DCTStrategy(density=0.05),
+        Logging(),
+        12,
+        logger=[makers[name]() for name in names] or False,
+        log_every_n_steps=4,
+    )
+    if "wandb" in names and rank() == 0:
+        import wandb
+
+        wandb.finish()
+    return run
+
+
+def csv_rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "csv" / "metrics.csv").open() as file:
+        return [row for row in csv.DictReader(file) if row["dct/dp/bytes_sent"]]
+
+
+def tensorboard_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return {key: [(event.step, event.value) for event in events.Scalars(key)] for key in events.Tags()["scalars"]}
+
+
+def wandb_rows(folder: Path) -> list[dict[str, Any]]:
+    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    command = [str(Path(sys.executable).parent / "wandb"), "leet", "inspect", "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    return [record["history"]["item"] for record in records if record["type"] == "history"]
+
+
+@pytest.mark.parametrize("names", [["csv"], ["tensorboard"], ["wandb"], ["csv", "tensorboard", "wandb"], []], ids=str)
+def test_loggers_get_every_key(ranks: Any, tmp_path: Path, names: list[str]) -> None:
+    """Oracle: the files that the loggers have written."""
+    run = ranks(2).run(train_with_loggers, tmp_path, names)[0]
+    per_step = run.totals.bytes_sent // 12
+    if "csv" in names:
+        rows = csv_rows(tmp_path)
+        assert [(int(row["step"]), float(row["dct/dp/bytes_sent"])) for row in rows] == [
+            (step, per_step * (step + 1)) for step in (3, 7, 11)
+        ]
+        assert all(row[key] for row in rows for key in KEYS)
+    if "tensorboard" in names:
+        scalars = tensorboard_scalars(tmp_path)
+        assert set(scalars) >= KEYS
+        assert scalars["dct/dp/bytes_sent"] == [(step, per_step * (step + 1)) for step in (3, 7, 11)]
+    if "wandb" in names:
+        rows = [row for row in wandb_rows(tmp_path) if "dct/dp/bytes_sent" in row]
+        assert [(row["trainer/global_step"], row["dct/dp/bytes_sent"]) for row in rows] == [
+            (step, per_step * (step + 1)) for step in (3, 7, 11)
+        ]
+        assert all(set(row) >= KEYS for row in rows)
+    assert run.synchronisations == 12
