@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
@@ -139,6 +141,10 @@ class Idiom(NamedTuple):
     conserved: bool = True
 
 
+def own_group() -> dist.ProcessGroup:
+    return dist.new_group([0, 1])
+
+
 def compiled(module: nn.Module) -> Any:
     return torch.compile(module, backend="eager")
 
@@ -152,6 +158,13 @@ IDIOMS = {
     "several optimizers": Idiom(Adversaries, {"find_unused_parameters": True}, synchronisations=2 * BATCHES),
     "unused at times": Idiom(lambda: Module(Branches(by_rank=False), lr=0.2), {"find_unused_parameters": True}),
     "unused on ranks": Idiom(lambda: Module(Branches(by_rank=True), lr=0.2), {"find_unused_parameters": True}),
+    "unused, accumulation": Idiom(
+        lambda: Module(Branches(by_rank=False), lr=0.2),
+        {"find_unused_parameters": True},
+        {"accumulate_grad_batches": 3},
+        synchronisations=BATCHES // 3,
+    ),
+    "own process group": Idiom(strategy={"process_group": own_group}),
     "static graph": Idiom(strategy={"static_graph": True}),
     "static graph, manual": Idiom(Manual, {"static_graph": True}),
     "bucket view": Idiom(strategy={"gradient_as_bucket_view": True}),
@@ -177,7 +190,8 @@ def train_idiom(name: str, density: float | None) -> Any:
     idiom = IDIOMS[name]
     settings = dict(idiom.strategy)
     if density is None:
-        settings.pop("min_tensor_size", None)
+        for ours in ("min_tensor_size", "process_group"):
+            settings.pop(ours, None)
         strategy: DDPStrategy = DDPStrategy(**settings)
     else:
         strategy = DCTStrategy(density=density, refresh_every=5, **settings)
@@ -482,3 +496,37 @@ def test_sync_batchnorm_is_applied_as_by_ddp(ranks: Any) -> None:
     theirs, ours = ranks(2).run(train_normalised, False), ranks(2).run(train_normalised, True)
     assert ours == theirs
     assert ours[0].startswith("SyncBatchNorm")
+
+
+def find_learning_rate(folder: Path) -> Run:
+    finder = LearningRateFinder(num_training_steps=10, max_lr=0.1, attr_name="lr")
+    module = Module()
+    module.lr = 0.1
+    return fit(DCTStrategy(density=0.1, refresh_every=4), module, 12, callbacks=[finder], default_root_dir=str(folder))
+
+
+def test_learning_rate_finder_leaves_no_trace(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: the same run without the finder, bitwise; its trial steps are restored from a checkpoint."""
+    plain = ranks(2).run(train_idiom_plainly)
+    found = ranks(2).run(find_learning_rate, tmp_path)
+    for expected, run in zip(plain, found, strict=True):
+        assert run.synchronisations == 12
+        assert run.hashes[-12:] == expected.hashes
+        assert_weights_equal(expected.residuals, run.residuals)
+    assert not list(tmp_path.iterdir())
+
+
+def train_idiom_plainly() -> Run:
+    return fit(DCTStrategy(density=0.1, refresh_every=4), Module(), 12)
+
+
+def train_alone(density: float | None) -> Run:
+    return fit(DDPStrategy() if density is None else DCTStrategy(density=density), Module(), 12, barebones=True)
+
+
+def test_one_rank_trains_as_ddp(ranks: Any) -> None:
+    """Oracle: DDPStrategy on one rank, bitwise: there is nobody to save bytes for."""
+    (theirs,), (ours,) = ranks(1).run(train_alone, None), ranks(1).run(train_alone, 0.1)
+    assert_weights_equal(theirs.weights, ours.weights)
+    assert ours.totals.bytes_sent == 0
+    assert ours.synchronisations == 12

@@ -30,11 +30,11 @@ EVERYTHING = (9, 0)
 
 
 class Overflowing(Module):
-    """One infinite entry in one gradient in one step, nothing but NaN and infinity in another."""
+    """One infinite entry in one gradient in one step, nothing but NaN and infinity in others."""
 
-    def __init__(self, overflows: bool) -> None:
+    def __init__(self, overflows: bool, everything: tuple[tuple[int, int], ...] = (EVERYTHING,)) -> None:
         super().__init__()
-        self.overflows, self.now = overflows, (-1, -1)
+        self.overflows, self.everything, self.now = overflows, everything, (-1, -1)
         self.model.first.weight.register_hook(self._break_one_entry)
 
     def _break_one_entry(self, gradient: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class Overflowing(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.now = (batch_idx, rank())
         loss = super().training_step(batch, batch_idx)
-        return loss * float("inf") if self.overflows and self.now == EVERYTHING else loss
+        return loss * float("inf") if self.overflows and self.now in self.everything else loss
 
 
 def look(trainer: Trainer) -> dict[str, Any]:
@@ -117,3 +117,52 @@ def test_residuals_are_in_unscaled_units(ranks: Any) -> None:
         for name, residual in one.residuals.items():
             expected, found = float(residual.norm()), float(other.residuals[name].norm())
             assert 0.5 * expected <= found <= 2 * expected
+
+
+def overflow_at_the_start() -> Any:
+    applied = Applied()
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2))
+    with local_gradients() as given:
+        run = fit(
+            DCTStrategy(density=0.1),
+            Overflowing(True, everything=((0, 1), (1, 0), (12, 1))),
+            BATCHES,
+            watch=Watch(look=look),
+            plugins=[plugin],
+            callbacks=[applied],
+        )
+    return run, (given, applied.sums, run.residuals)
+
+
+def test_overflow_in_the_first_steps_and_a_growing_scale(ranks: Any) -> None:
+    """Oracle: after the skipped steps, all as at the start; at the end, the sums of the steps that counted."""
+    results = ranks(2).run(overflow_at_the_start)
+    for run, _ in results:
+        for now in run.seen[:2]:
+            assert now["synchronisations"] == now["refreshes"] == 0
+            assert now["thresholds"] == {"values": {}, "targets": {}}
+            assert not any(residual.any() for residual in now["residuals"].values())
+        assert [now["scale"] for now in run.seen[:5]] == [2.0**9, 2.0**8, 2.0**8, 2.0**9, 2.0**9]
+        # One of the two first overflows of the scale, one of the entry in step 5 and one in step 12.
+        assert run.synchronisations == BATCHES - 4
+    assert_replicas_equal([run for run, _ in results])
+    assert_conserved([sums for _, sums in results])
+
+
+def train_unscaled(value_format: str) -> Run:
+    def residuals_of(trainer: Trainer) -> dict[str, Tensor]:
+        return trainer.strategy.synchronizer.residuals.state_dict()
+
+    strategy = DCTStrategy(density=0.1, value_format=value_format)
+    return fit(strategy, Overflowing(True), 12, watch=Watch(look=residuals_of))
+
+
+@pytest.mark.parametrize("value_format", ["fp32", "bf16", "int8", "1bit"])
+def test_without_a_scaler_nonfinite_gradients_arrive_and_stay_out_of_residuals(ranks: Any, value_format: str) -> None:
+    """Oracle: as with DDP every rank's weights break, and at the very entry; residuals stay finite throughout."""
+    runs = ranks(2).run(train_unscaled, value_format)
+    assert runs[0].hashes == runs[1].hashes
+    for run in runs:
+        assert not run.weights["model.first.weight"][3, 4].isfinite()
+        assert all(residual.isfinite().all() for now in run.seen for residual in now.values())
+        assert all(loss == loss for loss in run.losses[: ONE_ENTRY[0] + 1])

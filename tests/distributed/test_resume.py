@@ -12,14 +12,17 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import ConcatDataset, DataLoader
 
 from distributed.training import (
+    Applied,
     Module,
     Noise,
     Run,
     Watch,
+    assert_conserved,
     assert_replicas_equal,
     assert_weights_equal,
     fit,
     loader,
+    local_gradients,
     perceptron,
     rank,
     summary,
@@ -272,3 +275,31 @@ def test_state_of_another_format_is_refused(ranks: Any, tmp_path: Path) -> None:
     for message in ranks(2).run(load_bad, path):
         assert "format version 99" in message
         assert "Resume with the version that saved it" in message
+
+
+def resume_densely(path: Path, settings: dict[str, Any]) -> Any:
+    applied = Applied()
+    with local_gradients() as given:
+        run = fit(
+            DCTStrategy(density=1.0, **settings),
+            Module(None, torch.optim.SGD, lr=0.01),
+            1,
+            ckpt_path=str(path),
+            max_epochs=2,
+            callbacks=[applied],
+        )
+    return given, applied.sums, run.residuals
+
+
+def test_residuals_go_out_when_resumed_at_density_one(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: what was saved plus the new gradients is what the optimizer gets; nothing is left."""
+    ranks(2).run(rotate, tmp_path, {"save_top_k": 1})
+    before = residuals_in(tmp_path / "step=20.ckpt.dct", 2)
+    assert float(before[0]["model.first.weight"].norm()) > 0
+    results = ranks(2).run(resume_densely, tmp_path / "step=20.ckpt", {})
+    with_saved = [
+        ({name: gradient + saved[name].double() for name, gradient in given.items()}, applied, held)
+        for (given, applied, held), saved in zip(results, before, strict=True)
+    ]
+    assert_conserved(with_saved)
+    assert not any(residual.any() for _, _, held in results for residual in held.values())
