@@ -142,7 +142,7 @@ def test_density_only_falls(schedule: Any, warmup_steps: int) -> None:
 
 
 @given(step=st.integers(0, 3000), warmup_steps=st.integers(0, 2000))
-@examples(200)
+@examples(100)
 def test_stages_of_warmup(step: int, warmup_steps: int) -> None:
     stage = DCTConfig(warmup_steps=warmup_steps).warmup_stage(step)
     expected = WARMUP_STAGES if step >= warmup_steps else int(WARMUP_STAGES * step / warmup_steps)

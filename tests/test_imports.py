@@ -99,19 +99,6 @@ def test_names_registration_and_reload(tmp_path: Path) -> None:
     run(textwrap.dedent(script), tmp_path)
 
 
-def test_the_other_lightning_is_told_apart(tmp_path: Path) -> None:
-    script = """
-    import pytorch_lightning
-    import lightning_dct
-
-    try:
-        pytorch_lightning.Trainer(strategy="dct", accelerator="cpu", devices=1, logger=False)
-    except TypeError as error:
-        print(error)
-    """
-    assert "works with `lightning.pytorch.Trainer`" in run(textwrap.dedent(script), tmp_path)
-
-
 def test_public_names() -> None:
     assert lightning_dct.__all__ == sorted(lightning_dct.__all__)
     assert all(hasattr(lightning_dct, name) for name in lightning_dct.__all__)

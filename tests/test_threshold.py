@@ -22,7 +22,7 @@ targets = st.integers(1, 10**9)
 
 
 @given(values=st.lists(st.floats(width=32), min_size=1, max_size=50), data=st.data())
-@examples(300)
+@examples(150)
 def test_kth_magnitude_equals_sorting(values: list[float], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(values)))
     tensor = torch.tensor(values)
@@ -42,7 +42,7 @@ def test_kth_magnitude_of_every_dtype(dtype: torch.dtype) -> None:
 
 
 @given(values=st.lists(floats | st.sampled_from([0.0, 1.0, -1.0, 2.0]), min_size=2, max_size=40), data=st.data())
-@examples(300)
+@examples(150)
 def test_keep_largest_equals_a_stable_sort(values: list[float], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(values) - 1))
     kept = sorted(range(len(values)), key=lambda place: (-abs(values[place]), place))[:k]
@@ -53,7 +53,7 @@ def test_keep_largest_equals_a_stable_sort(values: list[float], data: st.DataObj
 
 
 @given(threshold=st.floats(1e-30, 1e30), count=counts, target=targets, size=st.integers(10**9, 10**10))
-@examples(300)
+@examples(150)
 def test_nudge_goes_the_right_way_by_a_bounded_factor(threshold: float, count: int, target: int, size: int) -> None:
     factor = nudge(threshold, count, target, size) / threshold
     assert factor >= 1 if count > GUARD_AIM * target else factor <= 1

@@ -40,7 +40,7 @@ def test_no_entry_more_from_floating_point_in_huge_tensors(size: int, per_mille:
 
 
 @given(size=st.integers(200, 10**6), thousandths=st.integers(1, 100))
-@examples(300)
+@examples(150)
 def test_target_is_the_ceiling(size: int, thousandths: int) -> None:
     expected = math.ceil(Fraction(thousandths, 1000) * size)
     assert plan([size], thousandths / 1000, value_format="1bit").targets == (expected,)

@@ -28,7 +28,7 @@ def tensor_of(layout: PayloadLayout, position: int) -> int:
 
 
 @given(filled=filled_layouts())
-@examples(300)
+@examples(150)
 def test_round_trip(filled: Filled) -> None:
     layout, positions, values, whole = filled
     payload, as_read = pack(layout, positions, values, whole)
@@ -43,7 +43,7 @@ def test_round_trip(filled: Filled) -> None:
 
 
 @given(filled=filled_layouts())
-@examples(200)
+@examples(80)
 def test_size_follows_from_the_layout_alone(filled: Filled) -> None:
     layout, positions, values, whole = filled
     payload = pack(layout, positions, values, whole)[0]
@@ -136,7 +136,7 @@ def unpacks_sanely(layout: PayloadLayout, payload: Tensor) -> None:
 
 
 @given(filled=filled_layouts(), data=st.data())
-@examples(500)
+@examples(300)
 def test_harmed_bytes_end_in_an_error_or_in_usable_entries(filled: Filled, data: st.DataObject) -> None:
     layout, positions, values, whole = filled
     payload = pack(layout, positions, values, whole)[0]
@@ -147,7 +147,7 @@ def test_harmed_bytes_end_in_an_error_or_in_usable_entries(filled: Filled, data:
 
 
 @given(filled=filled_layouts(), data=st.data())
-@examples(300)
+@examples(200)
 def test_harmed_positions_end_in_an_error_or_in_usable_entries(filled: Filled, data: st.DataObject) -> None:
     layout, positions, values, whole = filled
     payload = pack(layout, positions, values, whole)[0]
@@ -158,7 +158,7 @@ def test_harmed_positions_end_in_an_error_or_in_usable_entries(filled: Filled, d
 
 
 @given(filled=filled_layouts(), data=st.data())
-@examples(200)
+@examples(100)
 def test_cut_or_lengthened_payloads_are_refused(filled: Filled, data: st.DataObject) -> None:
     layout, positions, values, whole = filled
     payload = pack(layout, positions, values, whole)[0]
@@ -176,7 +176,7 @@ def test_noise_is_refused(noise: bytes) -> None:
 
 
 @given(filled=filled_layouts(), other=layouts())
-@examples(300)
+@examples(100)
 def test_payloads_of_other_layouts_are_refused(filled: Filled, other: PayloadLayout) -> None:
     layout, positions, values, whole = filled
     payload = pack(layout, positions, values, whole)[0]
