@@ -9,7 +9,9 @@ TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/installed
-	$(BIN)/python experiments/demo.py
+	rm -rf outputs/demo
+	$(BIN)/python experiments/compare.py experiment=lm_tuned trainer.max_steps=300 trainer.val_check_interval=300 \
+		logger=none --output outputs/demo --strategy ddp --strategy dct
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest

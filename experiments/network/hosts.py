@@ -1,0 +1,94 @@
+"""Makes hosts out of network namespaces, each with one Ethernet interface on a common bridge (Linux, as root)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+INTERFACE = "eth0"
+SUBNET = "10.213.7"
+
+
+@dataclass(frozen=True)
+class Host:
+    """One network namespace.
+
+    Attributes:
+        namespace: Its name, for ``ip netns exec``.
+        address: Its IPv4 address.
+    """
+
+    namespace: str
+    address: str
+
+    def start(self, command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+        """Start a command on this host; its output is collected as text, errors included."""
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.namespace, *command],
+            env={**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+
+def why_not() -> str | None:
+    """What keeps this machine from making hosts, or None when nothing does."""
+    if shutil.which("ip") is None:
+        return "the `ip` command is missing (Debian: `apt-get install iproute2`)"
+    if os.geteuid() != 0:
+        return "network namespaces are made by root: run this with sudo"
+    return None
+
+
+@contextmanager
+def make_hosts(count: int) -> Iterator[list[Host]]:
+    """Make hosts that reach one another, and remove them afterwards.
+
+    Args:
+        count: How many, from 2 to 200.
+
+    Raises:
+        RuntimeError: This machine cannot make them; the message says why.
+    """
+    if reason := why_not():
+        raise RuntimeError(f"Cannot make hosts: {reason}.")
+    bridge = f"dct{os.getpid() % 100000}"
+    hosts = [Host(f"{bridge}-{index}", f"{SUBNET}.{index + 1}") for index in range(count)]
+    try:
+        _ip("link", "add", bridge, "type", "bridge")
+        _ip("link", "set", bridge, "up")
+        for index, host in enumerate(hosts):
+            outside = f"{bridge}p{index}"
+            _ip("netns", "add", host.namespace)
+            _ip("link", "add", outside, "type", "veth", "peer", "name", INTERFACE, "netns", host.namespace)
+            _ip("link", "set", outside, "master", bridge, "up")
+            inside = ("-netns", host.namespace)
+            _ip(*inside, "address", "add", f"{host.address}/24", "dev", INTERFACE)
+            _ip(*inside, "link", "set", INTERFACE, "up")
+            _ip(*inside, "link", "set", "lo", "up")
+        yield hosts
+    finally:
+        for host in hosts:
+            subprocess.run(["ip", "netns", "delete", host.namespace], check=False, capture_output=True)
+        subprocess.run(["ip", "link", "delete", bridge], check=False, capture_output=True)
+
+
+def sent_by_interface() -> tuple[int, int]:
+    """What this host's interface has sent so far: bytes (frames with all headers) and packets."""
+    counters = f"/sys/class/net/{INTERFACE}/statistics"
+    values = []
+    for name in ("tx_bytes", "tx_packets"):
+        with open(f"{counters}/{name}") as file:
+            values.append(int(file.read()))
+    return values[0], values[1]
+
+
+def _ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"`ip {' '.join(arguments)}` failed: {done.stderr.strip()}")
