@@ -176,6 +176,7 @@ IDIOMS = {
     "many buckets": Idiom(strategy={"bucket_cap_mb": 0.0005}),
     "bf16-mixed": Idiom(trainer={"precision": "bf16-mixed"}),
     "bf16-true": Idiom(trainer={"precision": "bf16-true"}, conserved=False),
+    "16-true": Idiom(trainer={"precision": "16-true"}, conserved=False),
     "64-true": Idiom(trainer={"precision": "64-true"}),
     "compiled module": Idiom(lambda: compiled(Module())),
     "compiled submodule": Idiom(lambda: Module(compiled(perceptron()))),

@@ -303,3 +303,37 @@ def test_residuals_go_out_when_resumed_at_density_one(ranks: Any, tmp_path: Path
     ]
     assert_conserved(with_saved)
     assert not any(residual.any() for _, _, held in results for residual in held.values())
+
+
+class Alternating(Module):
+    """Uses its second layer in the first four of every five batches; what it then holds back must wait for the next."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        inputs, _ = batch
+        hidden = torch.tanh(self.model.first(inputs))
+        return (self.model.second(hidden) if batch_idx % 5 < 4 else hidden).square().mean()
+
+
+def save_alternating(folder: Path) -> None:
+    strategy = DCTStrategy(**SETTINGS, find_unused_parameters=True)
+    fit(strategy, Alternating(), 5, enable_checkpointing=True, callbacks=[saver(folder, every_n_train_steps=5)])
+
+
+def resume_alternating(path: Path, density: float) -> dict[str, torch.Tensor]:
+    strategy = DCTStrategy(density=density, find_unused_parameters=True)
+
+    class Unused(Alternating):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch, 4)
+
+    return fit(strategy, Unused(), 1, ckpt_path=str(path), max_epochs=2).residuals
+
+
+@pytest.mark.parametrize("density", [0.05, 1.0])
+def test_residual_of_an_unused_tensor_survives_a_resume(ranks: Any, tmp_path: Path, density: float) -> None:
+    """Oracle: the saved residual, bitwise: DDP throws away what is sent for a tensor that no rank has used."""
+    ranks(2).run(save_alternating, tmp_path)
+    saved = [torch.load(tmp_path / "step=5.ckpt.dct" / name, weights_only=True)["residuals"] for name in files_of(5)]
+    assert float(saved[0]["model.second.weight"].norm()) > 0
+    for expected, held in zip(saved, ranks(2).run(resume_alternating, tmp_path / "step=5.ckpt", density), strict=True):
+        assert torch.equal(expected["model.second.weight"], held["model.second.weight"])
