@@ -12,6 +12,7 @@ from distributed.harness import free_port
 TIMEOUT_S = 90
 SCRIPT = """
 import sys
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 import lightning_dct
@@ -30,7 +31,9 @@ if __name__ == "__main__":
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(BoringModel())
+    model = BoringModel()
+    model.layer = torch.nn.Linear(32, 300)
+    trainer.fit(model)
 """
 LAUNCHER_VARIABLES = (
     *("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK"),
@@ -66,6 +69,9 @@ def assert_one_table(output: str) -> None:
     assert "2" in ranks
     (steps,) = (line for line in output.splitlines() if "optimizer steps synchronised" in line)
     assert "3" in steps
+    (kept,) = (line for line in output.splitlines() if "entries kept" in line)
+    assert "of 29,700" in kept
+    assert "100%" not in kept
 
 
 @pytest.fixture
