@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 
 CHECKPOINT_KEY = "lightning_dct"
@@ -37,22 +38,44 @@ def state_path(checkpoint_path: str, note: Mapping[str, int], rank: int) -> str:
     return f"{state_folder(checkpoint_path)}/{name}"
 
 
-def check_note(note: Mapping[str, Any], checkpoint_path: str) -> None:
-    """Refuse what another version of the format has written.
+def write_state(checkpoint_io: CheckpointIO, path: str, note: Mapping[str, int], rank: int, state: Any) -> None:
+    """Write one rank's state beside the checkpoint that ``path`` names."""
+    checkpoint_io.save_checkpoint(state, state_path(path, note, rank))
+
+
+def read_state(
+    checkpoint_io: CheckpointIO, path: str, note: Mapping[str, int], rank: int, world_size: int
+) -> dict[str, Any]:
+    """Read the state a rank starts from: its own, or what follows from everybody's when the number of ranks differs.
+
+    Args:
+        checkpoint_io: What reads files.
+        path: The checkpoint.
+        note: What the checkpoint says about its state.
+        rank: This rank.
+        world_size: Ranks that take part now.
 
     Raises:
-        ValueError: The note is of another version, or is no note.
+        ValueError: Another version of the format has written it.
+        FileNotFoundError: The files are not beside the checkpoint.
     """
     if note.get("format_version") != FORMAT_VERSION:
         raise ValueError(
-            f"The compression state of {checkpoint_path!r} has format version {note.get('format_version')!r}; this"
-            f" lightning_dct reads version {FORMAT_VERSION}. Resume with the version that saved it."
+            f"The compression state of {path!r} has format version {note.get('format_version')!r}; this lightning_dct"
+            f" reads version {FORMAT_VERSION}. Resume with the version that saved it."
         )
-
-
-def saved_ranks_for(rank: int, world_size: int, saved_world_size: int) -> list[int]:
-    """Whose files a rank reads: its own, or everybody's when the number of ranks has changed."""
-    return [rank] if world_size == saved_world_size else list(range(saved_world_size))
+    states = []
+    for saved_rank in [rank] if world_size == note["world_size"] else range(note["world_size"]):
+        file = state_path(path, note, saved_rank)
+        try:
+            states.append(checkpoint_io.load_checkpoint(file, weights_only=True))
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"The checkpoint {path!r} was saved with compression state, but {file!r} is not there. Put the folder"
+                f" {state_folder(path)!r} beside the checkpoint, or start from the checkpoint's weights alone: load"
+                " them into the model and fit without `ckpt_path`."
+            ) from error
+    return merge_states(states)
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Checkpoint
@@ -20,7 +19,7 @@ from lightning_dct import checkpoint as saved
 from lightning_dct.agreement import check_agreement, describe_model
 from lightning_dct.callbacks import CompressionMonitor, ThresholdRefresh
 from lightning_dct.config import DCTConfig, ValueFormat, WarmupSchedule
-from lightning_dct.gradients import GradientSynchronizer
+from lightning_dct.gradients import GradientSynchronizer, parameter_names, resolve_process_group
 from lightning_dct.traffic import Traffic
 
 REGISTERED_NAMES: dict[str, dict[str, Any]] = {
@@ -154,8 +153,7 @@ class DCTStrategy(DDPStrategy):
             return
         path = str(filepath)
         note = saved.make_note(self.world_size, self.synchronizer.synchronisations)
-        state_path = saved.state_path(path, note, self.global_rank)
-        self.checkpoint_io.save_checkpoint(self.synchronizer.state_dict(), state_path)
+        saved.write_state(self.checkpoint_io, path, note, self.global_rank, self.synchronizer.state_dict())
         # Lightning's file comes last and points at complete files only.
         self.barrier()
         checkpoint[saved.CHECKPOINT_KEY] = note
@@ -179,7 +177,13 @@ class DCTStrategy(DDPStrategy):
         self._saved_state = None
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            self._saved_state = self._read_state(checkpoint, str(checkpoint_path))
+            note = checkpoint.get(saved.CHECKPOINT_KEY)
+            if note is None:
+                rank_zero_info(f"{checkpoint_path} was not saved by DCTStrategy: residuals start at zero.")
+                return checkpoint
+            self._saved_state = saved.read_state(
+                self.checkpoint_io, str(checkpoint_path), note, self.global_rank, self.world_size
+            )
             if self.synchronizer is not None:  # restored in the middle of fit, as the learning-rate finder does
                 self._restore(self.synchronizer)
         return checkpoint
@@ -194,9 +198,7 @@ class DCTStrategy(DDPStrategy):
             )
 
     def _setup_model(self, model: Module) -> DistributedDataParallel:
-        group = self._ddp_kwargs.get("process_group")
-        if callable(group) and not isinstance(group, dist.ProcessGroup):
-            self._ddp_kwargs["process_group"] = group = group()
+        group = resolve_process_group(self._ddp_kwargs)
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         self.config.check_patterns(names)
         trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
@@ -213,7 +215,7 @@ class DCTStrategy(DDPStrategy):
             scaler = getattr(self.precision_plugin, "scaler", None)
             self.synchronizer = GradientSynchronizer(
                 self.config,
-                {parameter: _plain_name(name) for name, parameter in self.model.module.named_parameters()},
+                parameter_names(self.model.module),
                 self.model.process_group,
                 self.traffic,
                 hold_unused=self.model.find_unused_parameters,
@@ -231,29 +233,3 @@ class DCTStrategy(DDPStrategy):
         if self._saved_state is not None:
             synchronizer.load_state_dict(self._saved_state)
             self._saved_state = None
-
-    def _read_state(self, checkpoint: Mapping[str, Any], path: str) -> dict[str, Any] | None:
-        note = checkpoint.get(saved.CHECKPOINT_KEY)
-        if note is None:
-            rank_zero_info(
-                f"{path} holds no compression state (it was not saved by DCTStrategy): residuals start at zero."
-            )
-            return None
-        saved.check_note(note, path)
-        states = []
-        for rank in saved.saved_ranks_for(self.global_rank, self.world_size, note["world_size"]):
-            state_path = saved.state_path(path, note, rank)
-            try:
-                states.append(self.checkpoint_io.load_checkpoint(state_path, weights_only=True))
-            except FileNotFoundError as error:
-                raise FileNotFoundError(
-                    f"The checkpoint {path!r} was saved with compression state, but {state_path!r} is not there. Put"
-                    f" the folder {saved.state_folder(path)!r} beside the checkpoint, or start from its weights alone:"
-                    " call `load_from_checkpoint` and fit without `ckpt_path`."
-                ) from error
-        return saved.merge_states(states)
-
-
-def _plain_name(name: str) -> str:
-    # torch.compile wraps modules; state saved with it must fit a model without it.
-    return name.replace("_orig_mod.", "")

@@ -3,5 +3,13 @@
 from lightning_dct.gradients.plan import BucketPlan, plan_bucket
 from lightning_dct.gradients.residual import Residuals
 from lightning_dct.gradients.synchronizer import GradientSynchronizer
+from lightning_dct.gradients.wrapping import parameter_names, resolve_process_group
 
-__all__ = ["BucketPlan", "GradientSynchronizer", "Residuals", "plan_bucket"]
+__all__ = [
+    "BucketPlan",
+    "GradientSynchronizer",
+    "Residuals",
+    "parameter_names",
+    "plan_bucket",
+    "resolve_process_group",
+]

@@ -1,0 +1,103 @@
+"""The same for Lightning Fabric: ``import lightning_dct.fabric; Fabric(strategy="dct")``."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from lightning.fabric.accelerators.accelerator import Accelerator
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dct import checkpoint as saved
+from lightning_dct.agreement import check_agreement, describe_model
+from lightning_dct.config import DCTConfig
+from lightning_dct.gradients import GradientSynchronizer, parameter_names, resolve_process_group
+from lightning_dct.strategy import REGISTERED_NAMES
+from lightning_dct.traffic import Traffic
+
+
+class DCTStrategy(DDPStrategy):
+    """Fabric's DDPStrategy with thresholded gradients.
+
+    Fabric has no callbacks of its own, so the strategy refreshes the thresholds itself, every ``refresh_every``
+    optimizer steps. ``strategy.traffic`` counts bytes; ``fabric.save`` and ``fabric.load`` with a dict that holds the
+    model save and restore residuals and thresholds too.
+
+    Args:
+        accelerator: As for DDPStrategy.
+        **kwargs: The settings of :class:`~lightning_dct.DCTConfig`, and everything DDPStrategy and
+            DistributedDataParallel take.
+    """
+
+    def __init__(self, accelerator: Accelerator | None = None, **kwargs: Any) -> None:
+        names = {field.name for field in fields(DCTConfig)} & kwargs.keys()
+        self.config = DCTConfig(**{name: kwargs.pop(name) for name in names})
+        super().__init__(accelerator=accelerator, **kwargs)
+        self.traffic = Traffic()
+        # One for each module that was set up, in that order.
+        self.synchronizers: list[GradientSynchronizer] = []
+
+    def setup_module(self, module: Module) -> DistributedDataParallel:
+        """Wrap a module with DDP and register the communication hook."""
+        names = parameter_names(module)
+        self.config.check_patterns(list(names.values()))
+        group = resolve_process_group(self._ddp_kwargs)
+        check_agreement({**vars(self.config), **describe_model(module)}, group)
+        wrapped = super().setup_module(module)
+        scaler = getattr(self.precision, "scaler", None)
+        synchronizer = GradientSynchronizer(
+            self.config,
+            names,
+            wrapped.process_group,
+            self.traffic,
+            hold_unused=wrapped.find_unused_parameters,
+            loss_scale=None if scaler is None else scaler.get_scale,
+        )
+        wrapped.register_comm_hook(None, synchronizer.hook)
+        self.synchronizers.append(synchronizer)
+        return wrapped
+
+    def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
+        """Run backward, with a refresh of the thresholds when one is due."""
+        for synchronizer in self.synchronizers:
+            if synchronizer.steps_since_refresh >= self.config.refresh_every:
+                synchronizer.request_refresh()
+        super().backward(tensor, module, *args, **kwargs)
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Save Fabric's checkpoint from rank 0, and beside it the compression state of every rank."""
+        notes = []
+        for index, synchronizer in enumerate(self.synchronizers):
+            note = saved.make_note(self.world_size, synchronizer.synchronisations)
+            saved.write_state(self.checkpoint_io, _part(path, index), note, self.global_rank, synchronizer.state_dict())
+            notes.append(note)
+        self.barrier()
+        super().save_checkpoint(path, {**state, saved.CHECKPOINT_KEY: notes}, *args, **kwargs)
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load Fabric's checkpoint and, into a dict of objects to restore, this rank's compression state."""
+        remainder = super().load_checkpoint(path, state, *args, **kwargs)
+        notes = remainder.pop(saved.CHECKPOINT_KEY, []) if isinstance(state, dict) and state else []
+        for index, (synchronizer, note) in enumerate(zip(self.synchronizers, notes, strict=False)):
+            synchronizer.load_state_dict(
+                saved.read_state(self.checkpoint_io, _part(path, index), note, self.global_rank, self.world_size)
+            )
+        return remainder
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Register this strategy's names with Fabric's registry."""
+        for name, settings in REGISTERED_NAMES.items():
+            strategy_registry.register(name, cls, description="DCT strategy for Fabric", override=True, **settings)
+
+
+def _part(path: Any, index: int) -> str:
+    return f"{path}.module-{index}"
+
+
+DCTStrategy.register_strategies(STRATEGY_REGISTRY)
