@@ -1,3 +1,4 @@
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -5,10 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor
 
 from lightning_dct import checkpoint as saved
 from strategies_for_hypothesis import examples
+
+NOTE = saved.make_note(world_size=2, synchronisations=7)
 
 
 def state(residuals: dict[str, Tensor], **others: Any) -> dict[str, Any]:
@@ -34,21 +38,50 @@ def test_files_of_ranks_steps_and_worlds_differ() -> None:
 def test_note_holds_plain_numbers() -> None:
     note = saved.make_note(world_size=4, synchronisations=10)
     assert note == {"format_version": 1, "world_size": 4, "synchronisations": 10}
-    saved.check_note(note, "a.ckpt")
 
 
 @pytest.mark.parametrize("note", [{"format_version": 2, "world_size": 1}, {"format_version": "1"}, {}])
 def test_notes_of_other_versions_are_refused(note: dict[str, Any]) -> None:
     found = repr(note.get("format_version"))
-    with pytest.raises(ValueError, match=f"'a.ckpt' has format version {found};.*reads version 1"):
-        saved.check_note(note, "a.ckpt")
+    with pytest.raises(ValueError, match=rf"'a.ckpt' has format version {found};.*\s+reads version 1"):
+        saved.read_state(TorchCheckpointIO(), "a.ckpt", note, 0, 1)
 
 
-def test_whose_files_a_rank_reads() -> None:
-    assert saved.saved_ranks_for(rank=2, world_size=4, saved_world_size=4) == [2]
-    assert saved.saved_ranks_for(rank=2, world_size=4, saved_world_size=3) == [0, 1, 2]
-    assert saved.saved_ranks_for(rank=0, world_size=1, saved_world_size=2) == [0, 1]
-    assert saved.saved_ranks_for(rank=3, world_size=4, saved_world_size=1) == [0]
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """A checkpoint of two ranks whose residuals are 1 and 4."""
+    checkpoint = str(tmp_path / "a.ckpt")
+    for rank, value in enumerate((1.0, 4.0)):
+        saved.write_state(TorchCheckpointIO(), checkpoint, NOTE, rank, state({"a": torch.tensor([value])}))
+    return checkpoint
+
+
+def test_files_are_where_their_names_say(path: str) -> None:
+    assert sorted(str(file) for file in Path(f"{path}.dct").iterdir()) == [
+        saved.state_path(path, NOTE, rank) for rank in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "residual"), [(0, 2, 1.0), (1, 2, 4.0), (0, 1, 2.5), (0, 3, 2.5), (2, 3, 2.5)]
+)
+def test_a_rank_reads_its_own_state_or_the_mean(path: str, rank: int, world_size: int, residual: float) -> None:
+    read = saved.read_state(TorchCheckpointIO(), path, NOTE, rank, world_size)
+    assert read["residuals"]["a"].item() == residual
+    assert read["synchronisations"] == 7
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_missing_files_are_named(path: str, missing: int) -> None:
+    file = Path(saved.state_path(path, NOTE, missing))
+    file.unlink()
+    with pytest.raises(FileNotFoundError) as raised:
+        saved.read_state(TorchCheckpointIO(), path, NOTE, missing, 2)
+    assert repr(str(file)) in str(raised.value)
+    assert f"{path}.dct" in str(raised.value)
+    saved.read_state(TorchCheckpointIO(), path, NOTE, 1 - missing, 2)  # the other rank has its own
+    with pytest.raises(FileNotFoundError):
+        saved.read_state(TorchCheckpointIO(), path, NOTE, 0, 3)
 
 
 def test_own_state_is_taken_as_it_is() -> None:
