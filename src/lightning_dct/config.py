@@ -103,7 +103,7 @@ class DCTConfig:
                 break
         progress = stage / WARMUP_STAGES
         if self.warmup_schedule == "linear":
-            return 1.0 + (target - 1.0) * progress
+            return (1.0 - progress) + target * progress
         return float(target**progress)
 
 

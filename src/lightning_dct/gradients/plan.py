@@ -91,7 +91,7 @@ def plan_bucket(
     targets = []
     for size, density in zip(sizes, densities, strict=True):
         # Less a hair: 0.07 * 100 is 7.000000000000001 in floating point and should be 7 entries.
-        target = max(1, math.ceil(density * size - 1e-9))
+        target = max(1, math.ceil(density * size * (1 - 1e-12)))
         bits_compressed = world_size * target * (BITS_PER_VALUE[value_format] + 2 + math.log2(size / target))
         bits_dense = 2 * size * dtype.itemsize * 8
         goes_whole = size < min_tensor_size or target >= size or world_size == 1 or bits_compressed >= bits_dense

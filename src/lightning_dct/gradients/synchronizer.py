@@ -217,7 +217,7 @@ class GradientSynchronizer:
         whole = self._take_whole(buffer, residual, plan)
         payload, received = pack(plan.layout, positions, values, whole)
         left = values - received.to(values.dtype)
-        finite = values.isfinite()
+        finite = left.isfinite()
         if not bool(finite.all()):
             positions, left = positions[finite], left[finite]
         residual[positions] = left

@@ -50,7 +50,7 @@ def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_
         # The largest floats round up to infinity; the largest bfloat16 and a residual serve them better.
         overflowed = rounded.isinf() & values.isfinite()
         limit = torch.finfo(torch.bfloat16).max
-        rounded = torch.where(overflowed, values.clamp(-limit, limit).to(torch.bfloat16), rounded)
+        rounded = torch.where(overflowed, rounded.sign() * limit, rounded)
         return rounded.view(torch.uint8), no_scales
     # fp64 sums: a mean of many fp32 magnitudes must not overflow or drift.
     magnitudes = values.abs().to(torch.float64)
@@ -59,7 +59,10 @@ def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_
         counts = torch.bincount(tensor_index, minlength=num_tensors).clamp_(min=1)
         return pack_bits(values > 0), (totals / counts).to(torch.float32)
     largest = magnitudes.new_zeros(num_tensors).scatter_reduce_(0, tensor_index, magnitudes, "amax")
+    # Rounded down where rounding up would make 127 steps of it infinite.
+    limit = torch.finfo(torch.float32).max
     scales = (largest / 127).to(torch.float32)
+    scales = torch.where((127 * scales).isinf() & (largest <= limit), scales * (1 - 2**-23), scales)
     steps = (values / scales[tensor_index]).nan_to_num_(nan=0.0)
     # An infinite value over its infinite scale is NaN: keep its sign instead.
     steps = torch.where(values.isinf(), values.sign(), steps).round_().clamp_(-127, 127)

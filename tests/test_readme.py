@@ -1,0 +1,87 @@
+"""Runs what the README shows: its Python snippets and every command, the long ones cut short by further overrides."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+SHORT = ["trainer.max_steps=4", "+trainer.limit_val_batches=1", "+trainer.limit_test_batches=1", "logger=none"]
+MOVIELENS = ROOT.parent / "shared" / "data" / "ml-100k"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def commands() -> list[list[str]]:
+    lines = [line for block in blocks("bash") for line in block.splitlines()]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def run(words: list[str], tmp_path: Path, **environment: str) -> str:
+    done = subprocess.run(
+        words,
+        cwd=ROOT,
+        env={**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def python(words: list[str]) -> list[str]:
+    return [sys.executable, "-W", "ignore", *words]
+
+
+def test_first_snippet_trains_and_prints_the_table(tmp_path):
+    script = tmp_path / "snippet.py"
+    script.write_text(blocks("python")[0])
+    done = subprocess.run(python([str(script)]), cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "compression ratio" in done.stdout
+    ratio = re.search(r"compression ratio\W+([\d.]+)x", done.stdout)
+    assert ratio is not None
+    assert float(ratio[1]) > 50
+
+
+def test_settings_snippet_is_valid():
+    namespace: dict[str, object] = {}
+    exec(blocks("python")[1], namespace)
+    assert namespace["strategy"].config.density_per_parameter == {"*embedding*": 0.001}
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_command(words, tmp_path):
+    match words:
+        case ["make", target]:
+            assert target in run(["make", "--dry-run", target], tmp_path) + target
+        case ["pip", "install", requirement]:
+            extras = re.findall(r"\[(.*)\]", requirement)
+            assert set(extras) <= set(metadata.metadata("lightning-dct").get_all("Provides-Extra"))
+            run(python(["-m", "pip", "install", "--dry-run", "--no-deps", "--quiet", requirement]), tmp_path)
+        case ["python", "experiments/train.py", *overrides]:
+            kept = [word for word in overrides if word != "logger=wandb"]
+            logger = ["logger=wandb"] if len(kept) < len(overrides) else []
+            if "data=movielens" in overrides:
+                if not MOVIELENS.exists():
+                    pytest.skip("MovieLens 100K is not on this machine")
+                kept = [word for word in kept if not word.startswith("data.root=")] + [f"data.root={MOVIELENS}"]
+            output = f"hydra.run.dir={tmp_path}/run"
+            run(python(["experiments/train.py", *kept, *SHORT, *logger, output]), tmp_path)
+            assert (tmp_path / "run" / "result.json").exists()
+        case ["python", "experiments/compare.py", *rest]:
+            run(python(["experiments/compare.py", *rest[:1], *SHORT, *rest[1:], "--output", str(tmp_path)]), tmp_path)
+            assert (tmp_path / "table.md").read_text().count("\n") == 2 + rest.count("--strategy")
+        case ["sudo", ".venv/bin/python", script]:
+            run(python([script, "--help"]), tmp_path)
+        case _:
+            pytest.fail(f"the README has a command that no test runs: {' '.join(words)}")
