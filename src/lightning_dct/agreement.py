@@ -13,31 +13,46 @@ from torch.nn import Module
 from lightning_dct.__about__ import __version__
 
 
-def describe_model(model: Module) -> dict[str, Any]:
-    """What must be equal on all ranks about versions and the model, as small plain values."""
-    parameters = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
-    return {
-        "version of lightning_dct": __version__,
-        "version of torch": torch.__version__,
-        "number of parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "checksum of parameter names, shapes, dtypes and requires_grad": zlib.crc32(repr(parameters).encode()),
-    }
-
-
-def check_agreement(mine: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Compare what every rank says, and raise on every rank when two differ.
+def check_agreement(settings: Mapping[str, Any], model: Module, group: dist.ProcessGroup | None) -> None:
+    """Compare settings, versions and the model over all ranks, and raise on every rank when two differ.
 
     Args:
-        mine: This rank's settings by name; the same names on every rank.
+        settings: This rank's settings by name; the same names on every rank.
+        model: Its parameters' names, shapes, dtypes and whether they are trained are compared.
         group: The ranks that must agree, or None for all.
 
     Raises:
-        ValueError: The first setting that differs, with each rank's value.
+        ValueError: The first setting or parameter that differs, with each rank's value.
     """
-    everyone: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(everyone, dict(mine), group=group)
+    parameters = describe_parameters(model)
+    checksum = zlib.crc32(repr(parameters).encode())
+    mine = {"version of lightning_dct": __version__, "version of torch": torch.__version__, **settings}
+    everyone = _gather({"mine": mine, "checksum": checksum}, group)
     for setting in mine:
-        values = [theirs.get(setting) for theirs in everyone]
-        if any(value != values[0] for value in values):
-            said = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
-            raise ValueError(f"The ranks disagree on `{setting}` ({said}). Give every rank the same.")
+        _compare(setting, [theirs["mine"].get(setting) for theirs in everyone])
+    if any(theirs["checksum"] != checksum for theirs in everyone):
+        # Only now are the models' descriptions worth sending; every rank has seen the same and does the same.
+        descriptions = _gather(parameters, group)
+        for name in dict.fromkeys(name for description in descriptions for name in description):
+            _compare(f"parameter {name}", [description.get(name, "missing") for description in descriptions])
+        _compare("order of the parameters", [list(description) for description in descriptions])
+
+
+def describe_parameters(model: Module) -> dict[str, str]:
+    """What must be equal on all ranks about each parameter, by name."""
+    return {
+        name: f"{list(p.shape)} {str(p.dtype).removeprefix('torch.')} {'trained' if p.requires_grad else 'frozen'}"
+        for name, p in model.named_parameters()
+    }
+
+
+def _gather(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+def _compare(subject: str, values: list[Any]) -> None:
+    if any(value != values[0] for value in values):
+        said = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
+        raise ValueError(f"The ranks disagree on `{subject}` ({said}). Give every rank the same.")

@@ -11,6 +11,7 @@ a job killed in the middle of overwriting a checkpoint finds the old file togeth
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -64,6 +65,8 @@ def read_state(
             f"The compression state of {path!r} has format version {note.get('format_version')!r}; this lightning_dct"
             f" reads version {FORMAT_VERSION}. Resume with the version that saved it."
         )
+    # ModelCheckpoint(save_last="link") leaves a link: the files lie beside what it points at.
+    path = os.path.realpath(path) if os.path.islink(path) else path
     states = []
     for saved_rank in [rank] if world_size == note["world_size"] else range(note["world_size"]):
         file = state_path(path, note, saved_rank)

@@ -80,8 +80,8 @@ class DCTConfig:
             if not any(fnmatchcase(name, pattern) for name in parameter_names):
                 examples = ", ".join(repr(name) for name in parameter_names[:3])
                 raise ValueError(
-                    f"`density_per_parameter` has the pattern {pattern!r}, which matches no trainable parameter of"
-                    f" the model. Its names look like {examples}. Mend the pattern or remove it."
+                    f"`density_per_parameter` has the pattern {pattern!r}, which matches no parameter of the"
+                    f" model. Its names look like {examples}. Mend the pattern or remove it."
                 )
 
     def warmup_stage(self, step: int) -> int:

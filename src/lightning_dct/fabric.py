@@ -14,7 +14,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dct import checkpoint as saved
-from lightning_dct.agreement import check_agreement, describe_model
+from lightning_dct.agreement import check_agreement
 from lightning_dct.config import DCTConfig
 from lightning_dct.gradients import GradientSynchronizer, parameter_names, resolve_process_group
 from lightning_dct.strategy import REGISTERED_NAMES
@@ -47,7 +47,7 @@ class DCTStrategy(DDPStrategy):
         names = parameter_names(module)
         self.config.check_patterns(list(names.values()))
         group = resolve_process_group(self._ddp_kwargs)
-        check_agreement({**vars(self.config), **describe_model(module)}, group)
+        check_agreement(vars(self.config), module, group)
         wrapped = super().setup_module(module)
         scaler = getattr(self.precision, "scaler", None)
         synchronizer = GradientSynchronizer(

@@ -16,7 +16,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dct import checkpoint as saved
-from lightning_dct.agreement import check_agreement, describe_model
+from lightning_dct.agreement import check_agreement
 from lightning_dct.callbacks import CompressionMonitor, ThresholdRefresh
 from lightning_dct.config import DCTConfig, ValueFormat, WarmupSchedule
 from lightning_dct.gradients import GradientSynchronizer, parameter_names, resolve_process_group
@@ -184,7 +184,8 @@ class DCTStrategy(DDPStrategy):
             self._saved_state = saved.read_state(
                 self.checkpoint_io, str(checkpoint_path), note, self.global_rank, self.world_size
             )
-            if self.synchronizer is not None:  # restored in the middle of fit, as the learning-rate finder does
+            # Restored in the middle of fit, as the learning-rate finder does; at its beginning, set-up restores.
+            if self.synchronizer is not None and isinstance(self.model, DistributedDataParallel):
                 self._restore(self.synchronizer)
         return checkpoint
 
@@ -199,13 +200,12 @@ class DCTStrategy(DDPStrategy):
 
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         group = resolve_process_group(self._ddp_kwargs)
-        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        self.config.check_patterns(names)
+        self.config.check_patterns(list(parameter_names(model).values()))
         trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
         refresh = [callback.every_n_steps for callback in trainer.callbacks if isinstance(callback, ThresholdRefresh)]
         # Before DistributedDataParallel's own collectives, which may hang when models differ.
-        settings = {**vars(self.config), "ThresholdRefresh(every_n_steps)": refresh, **describe_model(model)}
-        check_agreement(settings, group)
+        settings = {**vars(self.config), "ThresholdRefresh(every_n_steps)": refresh}
+        check_agreement(settings, model, group)
         return super()._setup_model(model)
 
     def _register_ddp_hooks(self) -> None:

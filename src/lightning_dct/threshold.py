@@ -96,6 +96,10 @@ class Thresholds:
         """Remember a threshold."""
         self._values[name], self._targets[name] = threshold, target
 
+    def forget(self) -> None:
+        """Let all thresholds count as missing."""
+        self._values, self._targets = {}, {}
+
     def values(self) -> list[float]:
         """All thresholds, in no particular order."""
         return list(self._values.values())

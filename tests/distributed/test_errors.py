@@ -126,8 +126,8 @@ def pattern_for_nothing() -> str:
     [
         (disagree_on_density, ["`density`", "rank 0: 0.01", "rank 1: 0.02"]),
         (disagree_on_refresh_callback, ["ThresholdRefresh", "rank 0: [10]", "rank 1: [20]"]),
-        (disagree_on_model, ["`number of parameters`", "rank 0: ", "rank 1: "]),
-        (disagree_on_frozen, ["requires_grad", "rank 0: ", "rank 1: "]),
+        (disagree_on_model, ["`parameter ", "rank 0: ", "rank 1: "]),
+        (disagree_on_frozen, ["frozen", "rank 0: ", "rank 1: "]),
         (pattern_for_nothing, ["'*.embedding.*'", "'model.first.weight'", "Mend the pattern"]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -36,6 +36,7 @@ class CompressionMonitor(pl.Callback):
     def __init__(self) -> None:
         self._at_fit_start = TrafficTotals()
         self._at_last_log = TrafficTotals()
+        self._steps_before = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin counting where a resumed run left off."""
@@ -47,17 +48,20 @@ class CompressionMonitor(pl.Callback):
             )
         else:
             self._at_fit_start = self._at_last_log = traffic.totals
+            self._steps_before = traffic.totals.steps
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log when the Trainer logs."""
         traffic = _traffic_of(trainer)
-        if traffic is None or not trainer.is_global_zero or not trainer._logger_connector.should_update_logs:
+        if traffic is None:
             return
         totals = traffic.totals
-        if totals.steps == self._at_last_log.steps:
-            return  # a micro-batch that took no optimizer step
+        synchronised, self._steps_before = totals.steps > self._steps_before, totals.steps
+        # Lightning's rhythm counts optimizer steps and holds for each of a step's micro-batches: log after the last.
+        if not synchronised or not trainer.is_global_zero or not trainer._logger_connector.should_update_logs:
+            return
         metrics = self._metrics(trainer, totals, totals - self._at_last_log)
         self._at_last_log = totals
         for logger in trainer.loggers:

@@ -44,9 +44,9 @@ class GradientSynchronizer:
         parameter_names: The name of every parameter that may turn up in a bucket.
         group: The ranks that take part.
         traffic: Where bytes and time are counted.
-        hold_unused: Keep the residual of a tensor whose local gradient is all zero instead of sending from it. With
-            ``find_unused_parameters`` DDP throws the result for a globally unused parameter away; what had been sent
-            for it would be lost.
+        hold_unused: Keep the residual of a tensor that this rank's backward did not use instead of sending from it.
+            With ``find_unused_parameters`` DDP throws the result for a globally unused parameter away; what had been
+            sent for it would be lost.
         loss_scale: Gives the factor by which mixed-precision training has scaled the gradients; None when it does
             not. With it, a synchronisation that ends in an infinite or NaN gradient is undone, because the scaler
             skips that optimizer step.
@@ -136,11 +136,15 @@ class GradientSynchronizer:
         self.traffic.load_state_dict(state["traffic"])
 
     def _begin(self) -> None:
-        self._refreshing = self._refresh_requested
         self._selected = False
         if self._loss_scale is not None:
             self._gradient_scale = 1.0 / self._loss_scale()
             self._undo_thresholds = self.thresholds.state_dict()
+        self._refreshing = self._refresh_requested
+        if self._refreshing:
+            # Each is selected anew when its tensor next takes part: in this synchronisation, or later for a tensor
+            # that belongs to another optimizer.
+            self.thresholds.forget()
 
     def _finish(self) -> None:
         """Wait for all buckets in turn, reading one while the next one's bytes travel.
@@ -165,7 +169,7 @@ class GradientSynchronizer:
         else:
             self.synchronisations += 1
             self.steps_since_refresh = 1 if self._refreshing else self.steps_since_refresh + 1
-            self.traffic.add(refreshes=int(self._refreshing or self._selected))
+            self.traffic.add(refreshes=int(self._selected))
             self._refresh_requested = False
             if self.config.guard:
                 self._guard()
@@ -178,7 +182,10 @@ class GradientSynchronizer:
         plan = self._plan(bucket)
         dense_bytes = all_reduce_bytes(FP32_BYTES * buffer.numel(), self._group.size())
         self.traffic.add(bytes_dense=dense_bytes, entries=buffer.numel())
-        return self._send_whole_bucket(buffer, plan) if plan.is_dense else self._send_entries(buffer, plan)
+        held = self._held(buffer, plan, bucket.parameters())
+        if plan.is_dense:
+            return self._send_whole_bucket(buffer, plan, held)
+        return self._send_entries(buffer, plan, held)
 
     def _plan(self, bucket: GradBucket) -> BucketPlan:
         parameters = bucket.parameters()
@@ -197,24 +204,40 @@ class GradientSynchronizer:
             self._plans[names] = (stage, plan)
         return self._plans[names][1]
 
-    def _send_whole_bucket(self, buffer: Tensor, plan: BucketPlan) -> "_Pending":
+    def _held(self, buffer: Tensor, plan: BucketPlan, parameters: list[Tensor]) -> set[int]:
+        """Which tensors of a bucket this rank's backward did not use.
+
+        DDP fills in zeros for them, or, for parameters switched off as ``toggle_optimizer`` does, whatever gradient
+        an earlier backward has left.
+        """
+        if not self._hold_unused:
+            return set()
+        return {
+            index
+            for index, (parameter, bounds) in enumerate(zip(parameters, plan.bounds, strict=True))
+            if not parameter.requires_grad or not bool(buffer[slice(*bounds)].any())
+        }
+
+    def _send_whole_bucket(self, buffer: Tensor, plan: BucketPlan, held: set[int]) -> "_Pending":
         if any(name in self.residuals for name in plan.names):
             # Left from a time of lower density (a run resumed with other settings): it goes out now.
             residual = self._residual(buffer, plan)
-            buffer.add_(residual, alpha=1.0 / self._gradient_scale)
-            residual.zero_()
+            for index, bounds in enumerate(plan.bounds):
+                if index not in held:
+                    left = residual[slice(*bounds)]
+                    buffer[slice(*bounds)].add_(left, alpha=1.0 / self._gradient_scale)
+                    left.zero_()
         self.traffic.add(entries_sent=buffer.numel())
-
         return _Pending(all_reduce_mean(buffer, self._group, self.traffic), lambda: buffer, _future(buffer))
 
-    def _send_entries(self, buffer: Tensor, plan: BucketPlan) -> "_Pending":
+    def _send_entries(self, buffer: Tensor, plan: BucketPlan, held: set[int]) -> "_Pending":
         residual = self._residual(buffer, plan)
-        used = [index for index in plan.compressed if not self._is_held(buffer, plan.bounds[index])]
+        used = [index for index in plan.compressed if index not in held]
         thresholds = [self._threshold(buffer, residual, plan, index) for index in used]
         segments = [plan.bounds[index] for index in used]
         selection = select(buffer, residual, segments, thresholds, self._gradient_scale)
         positions, values = self._fit(selection, plan, used)
-        whole = self._take_whole(buffer, residual, plan)
+        whole = self._take_whole(buffer, residual, plan, held)
         payload, received = pack(plan.layout, positions, values, whole)
         left = values - received.to(values.dtype)
         finite = left.isfinite()
@@ -231,13 +254,10 @@ class GradientSynchronizer:
             self._undo.append((residual, residual.clone()))
         return residual
 
-    def _is_held(self, buffer: Tensor, bounds: tuple[int, int]) -> bool:
-        return self._hold_unused and not bool(buffer[slice(*bounds)].any())
-
     def _threshold(self, buffer: Tensor, residual: Tensor, plan: BucketPlan, index: int) -> float:
         name, target = plan.names[index], plan.targets[index]
         threshold = self.thresholds.get(name, target)
-        if threshold is None or self._refreshing:
+        if threshold is None:
             part = slice(*plan.bounds[index])
             accumulated = residual[part] + buffer[part].to(residual.dtype) * self._gradient_scale
             threshold = kth_magnitude(accumulated, target)
@@ -277,10 +297,13 @@ class GradientSynchronizer:
                     self._counts.pop()
         return (positions, values) if keep is None else (positions[keep], values[keep])
 
-    def _take_whole(self, buffer: Tensor, residual: Tensor, plan: BucketPlan) -> Tensor:
+    def _take_whole(self, buffer: Tensor, residual: Tensor, plan: BucketPlan, held: set[int]) -> Tensor:
         parts = [buffer.new_empty(0)]
         for index in plan.whole:
             part = slice(*plan.bounds[index])
+            if index in held:
+                parts.append(torch.zeros_like(buffer[part]))
+                continue
             accumulated = residual[part] + buffer[part].to(residual.dtype) * self._gradient_scale
             sent = accumulated.to(buffer.dtype)
             left = accumulated - sent
