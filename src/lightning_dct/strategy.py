@@ -204,7 +204,8 @@ class DCTStrategy(DDPStrategy):
         trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
         refresh = [callback.every_n_steps for callback in trainer.callbacks if isinstance(callback, ThresholdRefresh)]
         # Before DistributedDataParallel's own collectives, which may hang when models differ.
-        settings = {**vars(self.config), "ThresholdRefresh(every_n_steps)": refresh}
+        plain = {name: value for name, value in self._ddp_kwargs.items() if isinstance(value, bool | int | float | str)}
+        settings = {**vars(self.config), **plain, "ThresholdRefresh(every_n_steps)": refresh}
         check_agreement(settings, model, group)
         return super()._setup_model(model)
 

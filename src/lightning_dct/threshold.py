@@ -9,8 +9,8 @@ or too few, in the spirit of Ok-Topk (Li and Hoefler, PPoPP 2022), at no cost.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,6 +77,22 @@ def nudge(threshold: float, count: int, target: int, size: int) -> float:
     return max(threshold * factor, SMALLEST_THRESHOLD)
 
 
+class Observed(NamedTuple):
+    """What a step has shown of one tensor.
+
+    Attributes:
+        name: The parameter.
+        reached: Entries that reached the threshold.
+        target: Entries that should have.
+        size: Entries of the tensor.
+    """
+
+    name: str
+    reached: int
+    target: int
+    size: int
+
+
 class Thresholds:
     """The thresholds of all compressed parameters of one rank, by parameter name.
 
@@ -95,6 +111,13 @@ class Thresholds:
     def set(self, name: str, target: int, threshold: float) -> None:
         """Remember a threshold."""
         self._values[name], self._targets[name] = threshold, target
+
+    def guard(self, observed: Iterable[Observed]) -> None:
+        """Nudge each threshold towards its target by what the step has shown."""
+        for name, reached, target, size in observed:
+            threshold = self.get(name, target)
+            if threshold is not None:
+                self.set(name, target, nudge(threshold, reached, target, size))
 
     def forget(self) -> None:
         """Let all thresholds count as missing."""

@@ -118,7 +118,7 @@ def format_bytes(num_bytes: int) -> str:
     """A byte count for people: decimal units, as network rates have."""
     value = float(num_bytes)
     for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
+        if round(value, 2) < 1000 or unit == "TB":
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
         value /= 1000
     raise AssertionError

@@ -1,14 +1,4 @@
-"""One bucket's way: gradient -> residual -> threshold -> kernel -> wire -> exchange -> wire -> gradient.
-
-    rank r     a = g + e        pick |a| >= tau        pack ---+
-                    |                                          |  all-gather of uint8 payloads
-               e = a - what the others will read               |
-                                                               v
-    every rank                g = (1/W) * sum over ranks of unpack(payload)
-
-This is equation by equation the data-parallel half of Dynamic Communication Thresholding (Gupta et al., KDD 2021,
-section 3.1) with per-tensor thresholds.
-"""
+"""The state behind DDP's communication hook, and how it goes from one synchronisation to the next."""
 
 # No `from __future__ import annotations` here: DistributedDataParallel compares the hook's annotations with classes.
 
@@ -17,20 +7,18 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from lightning_dct.config import DCTConfig
+from lightning_dct.gradients.compression import compress, decompress
 from lightning_dct.gradients.exchange import all_gather_payload, all_reduce_mean, all_reduce_mean_sparse
 from lightning_dct.gradients.plan import BucketPlan, plan_bucket
 from lightning_dct.gradients.residual import Residuals
-from lightning_dct.kernels import Selection, select
-from lightning_dct.threshold import GUARD_RESELECT, Thresholds, keep_largest, kth_magnitude, nudge
+from lightning_dct.threshold import Observed, Thresholds
 from lightning_dct.traffic import FP32_BYTES, Traffic, all_reduce_bytes
-from lightning_dct.wire import PayloadError, pack, unpack
 
 
 class GradientSynchronizer:
@@ -78,7 +66,7 @@ class GradientSynchronizer:
         self._refreshing = False
         self._selected = False
         self._gradient_scale = 1.0
-        self._counts: list[tuple[str, int, int, int]] = []
+        self._observed: list[Observed] = []
         self._undo: list[tuple[Tensor, Tensor]] = []
         self._undo_thresholds: dict[str, Any] = {}
 
@@ -172,8 +160,8 @@ class GradientSynchronizer:
             self.traffic.add(refreshes=int(self._selected))
             self._refresh_requested = False
             if self.config.guard:
-                self._guard()
-        self._pending, self._undo, self._counts = [], [], []
+                self.thresholds.guard(self._observed)
+        self._pending, self._undo, self._observed = [], [], []
 
     def _send(self, bucket: GradBucket) -> "_Pending":
         buffer = bucket.buffer()
@@ -232,109 +220,21 @@ class GradientSynchronizer:
 
     def _send_entries(self, buffer: Tensor, plan: BucketPlan, held: set[int]) -> "_Pending":
         residual = self._residual(buffer, plan)
-        used = [index for index in plan.compressed if index not in held]
-        thresholds = [self._threshold(buffer, residual, plan, index) for index in used]
-        segments = [plan.bounds[index] for index in used]
-        selection = select(buffer, residual, segments, thresholds, self._gradient_scale)
-        positions, values = self._fit(selection, plan, used)
-        whole = self._take_whole(buffer, residual, plan, held)
-        payload, received = pack(plan.layout, positions, values, whole)
-        left = values - received.to(values.dtype)
-        finite = left.isfinite()
-        if not bool(finite.all()):
-            positions, left = positions[finite], left[finite]
-        residual[positions] = left
-        self.traffic.add(entries_sent=values.numel() + sum(plan.sizes[index] for index in plan.whole))
-        work, gathered = all_gather_payload(payload, self._group, self.traffic)
-        return _Pending(work, lambda: self._sum_payloads(gathered, buffer, plan), _future(buffer))
+        compressed = compress(
+            buffer, residual, plan, held, self.thresholds, self._gradient_scale, reselect=self.config.guard
+        )
+        self._observed += compressed.observed
+        self._selected |= compressed.selected
+        self.traffic.add(entries_sent=compressed.num_entries)
+        work, gathered = all_gather_payload(compressed.payload, self._group, self.traffic)
+        factor = 1.0 / (self._gradient_scale * self._group.size())
+        return _Pending(work, lambda: decompress(gathered, buffer, plan, factor), _future(buffer))
 
     def _residual(self, buffer: Tensor, plan: BucketPlan) -> Tensor:
         residual = self.residuals.flat(plan.names, plan.sizes, plan.residual_dtype, buffer.device)
         if self._loss_scale is not None:
             self._undo.append((residual, residual.clone()))
         return residual
-
-    def _threshold(self, buffer: Tensor, residual: Tensor, plan: BucketPlan, index: int) -> float:
-        name, target = plan.names[index], plan.targets[index]
-        threshold = self.thresholds.get(name, target)
-        if threshold is None:
-            part = slice(*plan.bounds[index])
-            accumulated = residual[part] + buffer[part].to(residual.dtype) * self._gradient_scale
-            threshold = kth_magnitude(accumulated, target)
-            self.thresholds.set(name, target, threshold)
-            self._selected = True
-        return threshold
-
-    def _fit(self, selection: Selection, plan: BucketPlan, used: list[int]) -> tuple[Tensor, Tensor]:
-        """Cut a selection down to what the payload has room for: the largest entries of each tensor.
-
-        The room is fixed, because collectives want equal sizes. What is cut stays in the residual. From a tensor
-        with infinite or NaN entries only those go: its other entries are of no use in a step that is lost anyway.
-        """
-        positions, values = selection.positions, selection.values
-        finite = values.isfinite()
-        all_finite = bool(finite.all())
-        keep: Tensor | None = None
-        stop = 0
-        for index, count in zip(used, selection.counts, strict=True):
-            start, stop = stop, stop + count
-            name, target = plan.names[index], plan.targets[index]
-            broken = not all_finite and not bool(finite[start:stop].all())
-            if not broken:
-                self._counts.append((name, count, target, plan.sizes[index]))
-                if count <= target:
-                    continue
-            if keep is None:
-                keep = torch.ones_like(finite)
-            if broken:
-                nonfinite = (~finite[start:stop]).nonzero().squeeze(1)[:target]
-                keep[start:stop] = False
-                keep[start + nonfinite] = True
-            else:
-                keep[start:stop], smallest = keep_largest(values[start:stop], target)
-                if self.config.guard and count > GUARD_RESELECT * target:
-                    self.thresholds.set(name, target, smallest)
-                    self._counts.pop()
-        return (positions, values) if keep is None else (positions[keep], values[keep])
-
-    def _take_whole(self, buffer: Tensor, residual: Tensor, plan: BucketPlan, held: set[int]) -> Tensor:
-        parts = [buffer.new_empty(0)]
-        for index in plan.whole:
-            part = slice(*plan.bounds[index])
-            if index in held:
-                parts.append(torch.zeros_like(buffer[part]))
-                continue
-            accumulated = residual[part] + buffer[part].to(residual.dtype) * self._gradient_scale
-            sent = accumulated.to(buffer.dtype)
-            left = accumulated - sent
-            residual[part] = torch.where(left.isfinite(), left, residual[part])
-            parts.append(sent)
-        return torch.cat(parts).view(torch.uint8)
-
-    def _sum_payloads(self, gathered: Tensor, buffer: Tensor, plan: BucketPlan) -> Tensor:
-        """Overwrite the bucket with the mean of what all ranks sent.
-
-        Every rank adds the same payloads in the same order, its own among them, so replicas stay bitwise identical.
-        """
-        total = buffer if buffer.dtype == plan.residual_dtype else buffer.to(plan.residual_dtype)
-        total.zero_()
-        factor = 1.0 / (self._gradient_scale * self._group.size())
-        for rank, payload in enumerate(gathered.unbind()):
-            try:
-                received = unpack(plan.layout, payload)
-            except PayloadError as error:
-                raise PayloadError(f"Gradients from rank {rank} of the process group: {error}.") from error
-            total.index_add_(0, received.positions, received.values.to(total.dtype), alpha=factor)
-            whole = received.whole.clone().view(buffer.dtype)
-            for index, part in zip(plan.whole, whole.split([plan.sizes[i] for i in plan.whole]), strict=True):
-                total[slice(*plan.bounds[index])].add_(part, alpha=factor)
-        return total if total is buffer else buffer.copy_(total)
-
-    def _guard(self) -> None:
-        for name, count, target, size in self._counts:
-            threshold = self.thresholds.get(name, target)
-            if threshold is not None:
-                self.thresholds.set(name, target, nudge(threshold, count, target, size))
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

@@ -1,0 +1,81 @@
+"""The same for Fabric users: training, refreshes, checkpoints; and a process group of the user's own."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
+
+from distributed.training import Module, Noise, Perceptron, fit, rank
+from lightning_dct import DCTStrategy
+from lightning_dct.fabric import DCTStrategy as FabricDCTStrategy
+
+STEPS = 12
+
+
+def train_with_fabric(settings: dict[str, Any] | None, checkpoint: Path | None = None) -> dict[str, Any]:
+    """Train with Fabric; with a checkpoint, save half way, spoil everything and load it again."""
+    strategy = FabricDDPStrategy() if settings is None else FabricDCTStrategy(**settings)
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
+    fabric.launch()
+    torch.manual_seed(0)
+    module = Perceptron()
+    module, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9))
+    data = Noise(STEPS, 40, 8, rank=rank())
+    for step in range(STEPS):
+        if checkpoint is not None and step == STEPS // 2:
+            state = {"module": module, "optimizer": optimizer}
+            fabric.save(checkpoint, state)
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.zero_()
+            strategy.synchronizers[0].residuals.load_state_dict({})
+            strategy.synchronizers[0].thresholds.forget()
+            assert fabric.load(checkpoint, state) == {}
+        inputs, targets = data[step]
+        fabric.backward(torch.nn.functional.mse_loss(module(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    totals = None if settings is None else strategy.traffic.totals
+    weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    return {"weights": weights.clone(), "totals": totals}
+
+
+def test_dense_fabric_equals_ddp(ranks: Any) -> None:
+    ddp = ranks(2).run(train_with_fabric, None)
+    dense = ranks(2).run(train_with_fabric, {"density": 1.0, "value_format": "fp32"})
+    assert torch.equal(dense[0]["weights"], ddp[0]["weights"])
+    assert torch.equal(dense[1]["weights"], ddp[0]["weights"])
+
+
+def test_compressed_fabric_counts_and_refreshes(ranks: Any) -> None:
+    one, other = ranks(2).run(train_with_fabric, {"density": 0.05, "refresh_every": 5, "guard": False})
+    assert torch.equal(one["weights"], other["weights"])
+    assert one["totals"].steps == STEPS
+    assert one["totals"].refreshes == 3  # steps 0, 5 and 10
+    assert one["totals"].compression_ratio > 5
+
+
+def test_fabric_checkpoints_hold_the_compression_state(ranks: Any, tmp_path: Path) -> None:
+    settings = {"density": 0.05, "value_format": "int8"}
+    straight = ranks(2).run(train_with_fabric, settings)
+    resumed = ranks(2).run(train_with_fabric, settings, tmp_path / "fabric.ckpt")
+    assert torch.equal(straight[0]["weights"], resumed[0]["weights"])
+    assert len(list((tmp_path / "fabric.ckpt.module-0.dct").iterdir())) == 2
+
+
+def make_group() -> dist.ProcessGroup:
+    return dist.new_group([0, 1])
+
+
+def train_in_own_group() -> tuple[bool, int]:
+    strategy = DCTStrategy(process_group=make_group, density=0.05)
+    fit(strategy, Module(), 4)
+    group = strategy.synchronizer._group
+    return group is not dist.group.WORLD, strategy.traffic.totals.steps
+
+
+def test_own_process_group(ranks: Any) -> None:
+    assert ranks(2).run(train_in_own_group) == [(True, 4)] * 2
