@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from typing import Any
 
@@ -145,6 +146,13 @@ class DCTStrategy(DDPStrategy):
             self.model._remove_autograd_hooks()
             self.model = self._setup_model(self.lightning_module)
             self._register_ddp_hooks()
+
+    def teardown(self) -> None:
+        """Undo the wrapping."""
+        super().teardown()
+        # DistributedDataParallel is part of a reference cycle. Still alive when the process ends, it makes gloo's
+        # threads abort it now and then (seen with plain DDP under torch 2.13 too).
+        gc.collect()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Save Lightning's checkpoint from rank 0, and beside it the compression state of every rank."""

@@ -200,7 +200,7 @@ Trainer(strategy="dct", **settings).fit(Model())
 
 def refuse_corrupt_payload() -> str:
     """Rank 1's payload says that it was made for another layout."""
-    from lightning_dct.gradients import synchronizer
+    from lightning_dct.gradients import compression
     from lightning_dct.wire import pack
 
     def damaged(*arguments: Any) -> Any:
@@ -210,7 +210,7 @@ def refuse_corrupt_payload() -> str:
         return payload, received
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(synchronizer, "pack", damaged)
+        patch.setattr(compression, "pack", damaged)
         return message_of(fit, DCTStrategy(), Module(), 3)
 
 
