@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from lightning_dct.wire.bits import places
 
 CHUNK = 1 << 17
 # On a GPU a chunk costs a kernel launch and memory is fast: one piece is best.
@@ -61,7 +62,7 @@ def select(
             old = residual[low:high]
             accumulated = torch.add(old, gradient[low:high].to(old.dtype), alpha=gradient_scale)
             # "Not below" instead of "at or above": it is true for NaN.
-            picked = _places(accumulated.abs().lt(threshold).logical_not_())
+            picked = places(accumulated.abs().lt(threshold).logical_not_())
             picked_values = accumulated[picked]
             finite = picked_values.isfinite()
             if not bool(finite.all()):
@@ -75,10 +76,3 @@ def select(
     if not positions:
         return Selection(gradient.new_empty(0, dtype=torch.int64), residual.new_empty(0), counts)
     return Selection(torch.cat(positions), torch.cat(values), counts)
-
-
-def _places(flags: Tensor) -> Tensor:
-    # numpy's search of flags is faster than torch's on a CPU.
-    if flags.device.type == "cpu":
-        return torch.from_numpy(np.flatnonzero(flags.numpy()))
-    return flags.nonzero().squeeze(1)

@@ -1,4 +1,4 @@
-"""Eight flags to a byte and back, lowest bit first."""
+"""Flags: eight to a byte and back, lowest bit first, and where they are set."""
 
 from __future__ import annotations
 
@@ -43,3 +43,18 @@ def unpack_bits(packed: Tensor, num_bits: int) -> Tensor:
         return torch.from_numpy(np.unpackbits(packed.numpy(), count=num_bits, bitorder="little"))
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return ((packed.unsqueeze(1) >> shifts) & 1).flatten()[:num_bits]
+
+
+def places(flags: Tensor) -> Tensor:
+    """Where flags are set.
+
+    Args:
+        flags: Shape ``[n]``, bool or uint8 of zeros and ones.
+
+    Returns:
+        Shape ``[count]``, int64, ascending.
+    """
+    if flags.device.type == "cpu":
+        # numpy's search of bools is several times faster than torch's.
+        return torch.from_numpy(np.flatnonzero(flags.numpy().view(np.bool_)))
+    return flags.nonzero().squeeze(1)

@@ -23,7 +23,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightning_dct.wire.bits import num_bytes, pack_bits, unpack_bits
+from lightning_dct.wire.bits import num_bytes, pack_bits, places, unpack_bits
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class PositionCode:
             ValueError: The message does not hold ``count`` ascending positions below ``universe``.
         """
         flag_bytes, plane_bytes = num_bytes(self.num_flags), num_bytes(self.capacity)
-        raised = unpack_bits(message[:flag_bytes], self.num_flags).nonzero().squeeze(1)
+        raised = places(unpack_bits(message[:flag_bytes], self.num_flags))
         if raised.numel() != count:
             raise ValueError(f"{raised.numel()} positions are marked where the header says {count}")
         positions = (raised - torch.arange(count, device=message.device)) << self.low_bits
