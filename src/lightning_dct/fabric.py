@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dct import checkpoint as saved
 from lightning_dct.agreement import check_agreement
 from lightning_dct.config import DCTConfig
-from lightning_dct.gradients import GradientSynchronizer, parameter_names, resolve_process_group
+from lightning_dct.gradients import GradientSynchronizer, make_synchronizer, parameter_names, resolve_process_group
 from lightning_dct.strategy import REGISTERED_NAMES
 from lightning_dct.traffic import Traffic
 
@@ -44,20 +44,11 @@ class DCTStrategy(DDPStrategy):
 
     def setup_module(self, module: Module) -> DistributedDataParallel:
         """Wrap a module with DDP and register the communication hook."""
-        names = parameter_names(module)
-        self.config.check_patterns(list(names.values()))
+        self.config.check_patterns(list(parameter_names(module).values()))
         group = resolve_process_group(self._ddp_kwargs)
         check_agreement(vars(self.config), module, group)
         wrapped = super().setup_module(module)
-        scaler = getattr(self.precision, "scaler", None)
-        synchronizer = GradientSynchronizer(
-            self.config,
-            names,
-            wrapped.process_group,
-            self.traffic,
-            hold_unused=wrapped.find_unused_parameters,
-            loss_scale=None if scaler is None else scaler.get_scale,
-        )
+        synchronizer = make_synchronizer(wrapped, self.precision, self.config, self.traffic)
         wrapped.register_comm_hook(None, synchronizer.hook)
         self.synchronizers.append(synchronizer)
         return wrapped

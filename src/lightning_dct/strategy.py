@@ -20,7 +20,7 @@ from lightning_dct import checkpoint as saved
 from lightning_dct.agreement import check_agreement
 from lightning_dct.callbacks import CompressionMonitor, ThresholdRefresh
 from lightning_dct.config import DCTConfig, ValueFormat, WarmupSchedule
-from lightning_dct.gradients import GradientSynchronizer, parameter_names, resolve_process_group
+from lightning_dct.gradients import GradientSynchronizer, make_synchronizer, parameter_names, resolve_process_group
 from lightning_dct.traffic import Traffic
 
 REGISTERED_NAMES: dict[str, dict[str, Any]] = {
@@ -221,15 +221,7 @@ class DCTStrategy(DDPStrategy):
         # DDPStrategy skips hooks off CUDA; ours runs everywhere.
         assert isinstance(self.model, DistributedDataParallel)
         if self.synchronizer is None:
-            scaler = getattr(self.precision_plugin, "scaler", None)
-            self.synchronizer = GradientSynchronizer(
-                self.config,
-                parameter_names(self.model.module),
-                self.model.process_group,
-                self.traffic,
-                hold_unused=self.model.find_unused_parameters,
-                loss_scale=None if scaler is None else scaler.get_scale,
-            )
+            self.synchronizer = make_synchronizer(self.model, self.precision_plugin, self.config, self.traffic)
             self._restore(self.synchronizer)
         self._synchronised = self._trainable()
         self.model.register_comm_hook(None, self.synchronizer.hook)

@@ -1,4 +1,4 @@
-"""What both strategies, the Trainer's and Fabric's, need to know of a model before DDP wraps it."""
+"""What both strategies, the Trainer's and Fabric's, do around the wrapping of a model with DDP."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_dct.config import DCTConfig
+from lightning_dct.gradients.synchronizer import GradientSynchronizer
+from lightning_dct.traffic import Traffic
 
 
 def parameter_names(module: Module) -> dict[Tensor, str]:
@@ -23,3 +28,25 @@ def resolve_process_group(ddp_settings: dict[str, Any]) -> dist.ProcessGroup | N
     if callable(group) and not isinstance(group, dist.ProcessGroup):
         ddp_settings["process_group"] = group = group()
     return group
+
+
+def make_synchronizer(
+    wrapped: DistributedDataParallel, precision: object, config: DCTConfig, traffic: Traffic
+) -> GradientSynchronizer:
+    """The synchronizer of a wrapped model; its hook has still to be registered.
+
+    Args:
+        wrapped: The model.
+        precision: Lightning's precision plugin, with a ``scaler`` when it scales the loss.
+        config: The settings.
+        traffic: Where bytes and time are counted.
+    """
+    scaler = getattr(precision, "scaler", None)
+    return GradientSynchronizer(
+        config,
+        parameter_names(wrapped.module),
+        wrapped.process_group,
+        traffic,
+        hold_unused=wrapped.find_unused_parameters,
+        loss_scale=None if scaler is None else scaler.get_scale,
+    )
