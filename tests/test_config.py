@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from lightning_dct import DCTConfig
-from lightning_dct.config import VALUE_FORMATS, WARMUP_STAGES
+from lightning_dct.config import VALUE_FORMATS
+from lightning_dct.warmup import WARMUP_STAGES
 from strategies_for_hypothesis import examples
 
 NAMES = ["embedding.weight", "layers.0.linear.weight", "layers.0.linear.bias"]

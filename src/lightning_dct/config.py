@@ -8,12 +8,10 @@ from fnmatch import fnmatchcase
 from numbers import Integral
 from typing import Any, Literal, get_args
 
-ValueFormat = Literal["fp32", "bf16", "int8", "1bit"]
-WarmupSchedule = Literal["exponential", "linear"]
+from lightning_dct.warmup import WARMUP_SCHEDULES, WARMUP_STAGES, WarmupSchedule, warmup_density, warmup_stage
 
+ValueFormat = Literal["fp32", "bf16", "int8", "1bit"]
 VALUE_FORMATS: tuple[str, ...] = get_args(ValueFormat)
-WARMUP_STAGES = 32
-WARMUP_SCHEDULES: tuple[str, ...] = get_args(WarmupSchedule)
 
 
 @dataclass(frozen=True)
@@ -47,14 +45,14 @@ class DCTConfig:
     guard: bool = True
 
     def __post_init__(self) -> None:
-        _check_density("density", self.density)
+        check_density("density", self.density)
         if not isinstance(self.density_per_parameter, Mapping):
             raise TypeError(
                 "`density_per_parameter` must map parameter-name patterns to densities, as in"
                 f" {{'*.embedding.weight': 0.001}}; got {self.density_per_parameter!r}."
             )
         for pattern, density in self.density_per_parameter.items():
-            _check_density(f"density_per_parameter[{pattern!r}]", density)
+            check_density(f"density_per_parameter[{pattern!r}]", density)
         # A private plain dict: a caller's later change must not reach a running job, and Hydra's own mapping types
         # must not reach a checkpoint or another process.
         object.__setattr__(
@@ -65,8 +63,8 @@ class DCTConfig:
         check_integer("refresh_every", self.refresh_every, minimum=1)
         check_integer("warmup_steps", self.warmup_steps, minimum=0)
         check_integer("min_tensor_size", self.min_tensor_size, minimum=0)
-        _check_choice("value_format", self.value_format, VALUE_FORMATS)
-        _check_choice("warmup_schedule", self.warmup_schedule, WARMUP_SCHEDULES)
+        check_choice("value_format", self.value_format, VALUE_FORMATS)
+        check_choice("warmup_schedule", self.warmup_schedule, WARMUP_SCHEDULES)
         if not isinstance(self.guard, bool):
             raise TypeError(f"`guard` must be True or False, got {self.guard!r}.")
 
@@ -85,14 +83,8 @@ class DCTConfig:
                 )
 
     def warmup_stage(self, step: int) -> int:
-        """The stage of warm-up an optimizer step belongs to, from 0 to ``WARMUP_STAGES`` (warm-up is over).
-
-        The density falls in stages because each new density needs its thresholds selected anew.
-
-        Args:
-            step: Completed optimizer steps, from 0.
-        """
-        return WARMUP_STAGES if step >= self.warmup_steps else WARMUP_STAGES * step // self.warmup_steps
+        """The stage of warm-up an optimizer step belongs to; see :func:`~lightning_dct.warmup.warmup_stage`."""
+        return warmup_stage(step, self.warmup_steps)
 
     def density_of(self, parameter_name: str, stage: int = WARMUP_STAGES) -> float:
         """The density of one parameter in a stage of warm-up, by default once it is over."""
@@ -101,13 +93,16 @@ class DCTConfig:
             if fnmatchcase(parameter_name, pattern):
                 target = density
                 break
-        progress = stage / WARMUP_STAGES
-        if self.warmup_schedule == "linear":
-            return (1.0 - progress) + target * progress
-        return float(target**progress)
+        return warmup_density(target, stage, self.warmup_schedule)
 
 
-def _check_density(setting: str, value: Any) -> None:
+def check_density(setting: str, value: Any) -> None:
+    """Refuse a share of entries outside (0, 1].
+
+    Raises:
+        TypeError: It is not a number.
+        ValueError: It is out of range.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"`{setting}` must be a number in (0, 1], such as 0.01; got {value!r}.")
     if not 0.0 < value <= 1.0:
@@ -130,6 +125,11 @@ def check_integer(setting: str, value: Any, minimum: int) -> None:
         raise ValueError(f"`{setting}` must be at least {minimum}; got {value!r}.")
 
 
-def _check_choice(setting: str, value: Any, choices: tuple[str, ...]) -> None:
+def check_choice(setting: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Refuse a setting that is none of its choices.
+
+    Raises:
+        ValueError: It is something else.
+    """
     if value not in choices:
         raise ValueError(f"`{setting}` must be one of {', '.join(map(repr, choices))}; got {value!r}.")

@@ -19,9 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dct import checkpoint as saved
 from lightning_dct.agreement import check_agreement
 from lightning_dct.callbacks import CompressionMonitor, ThresholdRefresh
-from lightning_dct.config import DCTConfig, ValueFormat, WarmupSchedule
+from lightning_dct.config import DCTConfig, ValueFormat
 from lightning_dct.gradients import GradientSynchronizer, make_synchronizer, parameter_names, resolve_process_group
 from lightning_dct.traffic import Traffic
+from lightning_dct.warmup import WarmupSchedule
 
 REGISTERED_NAMES: dict[str, dict[str, Any]] = {
     "dct": {"start_method": "popen"},

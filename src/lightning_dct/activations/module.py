@@ -1,0 +1,95 @@
+"""What a strategy and the callbacks see of a module whose activations leave the rank compressed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lightning_dct.config import check_choice, check_integer
+from lightning_dct.traffic import Traffic
+from lightning_dct.warmup import WARMUP_SCHEDULES, warmup_density, warmup_stage
+
+
+class CompressedModule(nn.Module):
+    """A module that compresses what crosses from rank to rank, with thresholds of its own.
+
+    It is driven from outside: :class:`~lightning_dct.ThresholdRefresh` (which ``DCTStrategy`` adds) calls
+    :meth:`advance` before every training batch. In a loop of your own call it yourself; without it the density does
+    not fall during warm-up and thresholds are selected once.
+
+    Args:
+        refresh_every: Optimizer steps between two exact selections of the thresholds.
+        warmup_steps: Optimizer steps over which the density falls from 1.0 to its target.
+        warmup_schedule: ``"exponential"`` or ``"linear"``.
+    """
+
+    def __init__(self, refresh_every: int, warmup_steps: int, warmup_schedule: str) -> None:
+        super().__init__()
+        check_integer("refresh_every", refresh_every, minimum=1)
+        check_integer("warmup_steps", warmup_steps, minimum=0)
+        check_choice("warmup_schedule", warmup_schedule, WARMUP_SCHEDULES)
+        self.refresh_every = refresh_every
+        self.warmup_steps = warmup_steps
+        self.warmup_schedule = warmup_schedule
+        # Its name in the model, for messages; the strategy sets it.
+        self.name = type(self).__name__
+        # Where bytes and time are counted; a strategy puts its own counter here.
+        self.traffic = Traffic()
+        self.completed_steps = 0
+        self.refreshed_at = 0
+        self.refresh_requested = True
+
+    def advance(self, completed_steps: int) -> None:
+        """Tell the module how many optimizer steps are completed, before the batch that leads to the next one.
+
+        Args:
+            completed_steps: From 0. The same on every rank.
+        """
+        changed = self._stage(completed_steps) != self._stage(self.completed_steps)
+        self.completed_steps = completed_steps
+        if changed or completed_steps - self.refreshed_at >= self.refresh_every:
+            self.request_refresh()
+
+    def request_refresh(self) -> None:
+        """Select all thresholds anew in the next training forward."""
+        self.refresh_requested = True
+
+    def refreshed(self) -> None:
+        """Note that all thresholds have been selected; subclasses call this."""
+        self.refresh_requested = False
+        self.refreshed_at = self.completed_steps
+        self.traffic.add(refreshes=1)
+
+    def annealed(self, density: float) -> float:
+        """What ``density`` is at this step of warm-up."""
+        return warmup_density(density, self._stage(self.completed_steps), self.warmup_schedule)
+
+    def thresholds_in_use(self) -> list[float]:
+        """All thresholds selected so far, in no particular order, for logging."""
+        return []
+
+    def residual_norm(self) -> float:
+        """Euclidean norm of everything held back on this rank; 0 where nothing is remembered."""
+        return 0.0
+
+    def compression_state(self) -> dict[str, Any]:
+        """This rank's state that is no part of the model: plain numbers, dicts and CPU tensors."""
+        return {}
+
+    def load_compression_state(self, state: dict[str, Any]) -> None:
+        """Continue from a state that this rank saved."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        """The clock, which travels with the model's ``state_dict``."""
+        return {"completed_steps": self.completed_steps, "refreshed_at": self.refreshed_at}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        """Continue the clock."""
+        self.completed_steps = int(state["completed_steps"])
+        self.refreshed_at = int(state["refreshed_at"])
+        # No step, no selection: a model saved before its first step has no thresholds.
+        self.refresh_requested = self.completed_steps == 0
+
+    def _stage(self, step: int) -> int:
+        return warmup_stage(step, self.warmup_steps)
