@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
@@ -13,6 +12,24 @@ from torchmetrics import MeanMetric
 
 from nlp.data import IGNORED
 from nlp.model import TransformerLanguageModel
+from nlp.schedule import adamw_with_cosine
+
+
+def mean_token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Average the cross-entropy over the tokens that count.
+
+    Args:
+        logits: float ``[batch, time, vocabulary]``.
+        targets: int64 ``[batch, time]``; those equal to ``IGNORED`` do not count.
+
+    Returns:
+        The mean in nats a token (0 where none counts), and the number of tokens that count, both scalars.
+    """
+    total = functional.cross_entropy(
+        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    count = (targets != IGNORED).sum()
+    return total / count.clamp(min=1), count
 
 
 class LanguageModule(LightningModule):
@@ -83,17 +100,8 @@ class LanguageModule(LightningModule):
         """Logits ``[batch, time, vocabulary]`` of tokens ``[batch, time]``."""
         return self.network(tokens)
 
-    def _loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Mean loss over the tokens that count, and their number (both scalars)."""
-        logits = self(batch["inputs"])
-        total = functional.cross_entropy(
-            logits.flatten(0, 1).float(), batch["targets"].flatten(), ignore_index=IGNORED, reduction="sum"
-        )
-        count = (batch["targets"] != IGNORED).sum()
-        return total / count.clamp(min=1), count
-
     def training_step(self, batch: dict[str, Tensor], batch_index: int) -> Tensor:
-        loss, _ = self._loss(batch)
+        loss, _ = mean_token_loss(self(batch["inputs"]), batch["targets"])
         self.log("train/loss", loss, prog_bar=True, batch_size=len(batch["inputs"]))
         return loss
 
@@ -104,7 +112,7 @@ class LanguageModule(LightningModule):
         self._evaluate("test", batch)
 
     def _evaluate(self, stage: str, batch: dict[str, Tensor]) -> None:
-        loss, count = self._loss(batch)
+        loss, count = mean_token_loss(self(batch["inputs"]), batch["targets"])
         self.evaluation_loss[f"{stage}_loss"].update(loss, weight=count)
 
     def on_validation_epoch_end(self) -> None:
@@ -123,30 +131,4 @@ class LanguageModule(LightningModule):
         self.log(f"{stage}/bits_per_byte", loss / math.log(2) / bytes_per_token, sync_dist=True)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """AdamW, linear warm-up, then a cosine to ``final_learning_rate_fraction`` at the run's last step.
-
-        Raises:
-            ValueError: If the run has no end, so that the cosine has no length.
-        """
-        settings = self.hparams
-        total_steps = self.trainer.estimated_stepping_batches
-        if math.isinf(total_steps):
-            raise ValueError("the cosine schedule needs an end: set trainer.max_steps or trainer.max_epochs")
-
-        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=tuple(settings.betas))
-
-        def factor(step: int) -> float:
-            if step < settings.warmup_steps:
-                return (step + 1) / settings.warmup_steps
-            progress = (step - settings.warmup_steps) / max(1, total_steps - settings.warmup_steps)
-            cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-            floor = settings.final_learning_rate_fraction
-            return floor + (1 - floor) * cosine
-
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return adamw_with_cosine(self)

@@ -1,0 +1,43 @@
+"""How the transformers are optimised: AdamW, a linear warm-up, then a cosine to the run's last step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+
+
+def adamw_with_cosine(module: LightningModule) -> dict[str, Any]:
+    """Give what ``configure_optimizers`` returns for a module about to be trained.
+
+    Args:
+        module: Its ``hparams`` hold ``learning_rate`` (the peak), ``betas``, ``weight_decay`` (on matrices only),
+            ``warmup_steps`` and ``final_learning_rate_fraction`` (where the cosine ends, as a part of the peak).
+
+    Raises:
+        ValueError: If the run has no end, so that the cosine has no length.
+    """
+    settings = module.hparams
+    total_steps = module.trainer.estimated_stepping_batches
+    if math.isinf(total_steps):
+        raise ValueError("the cosine schedule needs an end: set trainer.max_steps or trainer.max_epochs")
+
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=tuple(settings.betas))
+
+    def factor(step: int) -> float:
+        if step < settings.warmup_steps:
+            return (step + 1) / settings.warmup_steps
+        progress = (step - settings.warmup_steps) / max(1, total_steps - settings.warmup_steps)
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        floor = settings.final_learning_rate_fraction
+        return floor + (1 - floor) * cosine
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
