@@ -1,0 +1,182 @@
+"""Trains and scores the translation model: cross-entropy of the next target token, and chrF of what it translates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+from torchmetrics.text import CHRFScore
+
+from nlp.module import mean_token_loss
+from nlp.schedule import adamw_with_cosine
+from nlp.translation_data import BOS, EOS
+from nlp.translation_model import EncoderDecoder, translate_greedily
+from streams import rank_rows
+
+SHOWN_EXAMPLES = 3
+"""Translations printed at the end of a test."""
+
+SHOWN_FROM = 15
+"""Characters a source needs to be among them: single words show little."""
+
+
+class TranslationModule(LightningModule):
+    """The translation model as Lightning trains it.
+
+    Logs ``train/loss``, ``val/loss`` and ``test/loss`` in nats a target token. The validation figures weigh every token
+    once, so they do not depend on the number of ranks; in training each rank averages over its own tokens.
+
+    The test also translates some sentences greedily and logs ``test/chrf``, chrF from 0 to 1 (character n-grams up to
+    6, Popovic 2015), beside ``test/copied_chrf``, what the untranslated source scores: messages share names and
+    placeholders with their translation, so the floor is not 0.
+
+    Args:
+        num_layers: Number of blocks in the encoder, and again in the decoder.
+        width: Size of the hidden state.
+        num_heads: Attention heads.
+        dropout: Fraction of activations dropped while training.
+        tie_weights: Use the decoder's token embedding as its output matrix.
+        learning_rate: AdamW's peak learning rate.
+        betas: AdamW's two decay rates. 0 as the first suits compressed gradients, whose residual is a momentum
+            already.
+        weight_decay: AdamW's decay, on matrices only.
+        warmup_steps: Optimizer steps over which the learning rate rises linearly.
+        final_learning_rate_fraction: Where the cosine ends, as a fraction of the peak.
+        translate_examples: Test sentences to translate, over all ranks; 0 for none.
+        vocabulary_size: Number of tokens; read from the data module when None.
+        source_length: Tokens a source; read from the data module when None.
+        target_length: Tokens a target; read from the data module when None.
+
+    Raises:
+        ValueError: If ``num_heads`` does not divide ``width``, or ``translate_examples`` is negative.
+    """
+
+    def __init__(
+        self,
+        num_layers: int = 2,
+        width: int = 128,
+        num_heads: int = 4,
+        dropout: float = 0.0,
+        tie_weights: bool = True,
+        learning_rate: float = 3e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.01,
+        warmup_steps: int = 100,
+        final_learning_rate_fraction: float = 0.1,
+        translate_examples: int = 200,
+        vocabulary_size: int | None = None,
+        source_length: int | None = None,
+        target_length: int | None = None,
+    ) -> None:
+        super().__init__()
+        if translate_examples < 0:
+            raise ValueError(f"model.translate_examples={translate_examples}: must be at least 0")
+        # The network says so too, but is built when the other processes have started.
+        if width % num_heads:
+            raise ValueError(f"model.num_heads={num_heads} must divide model.width={width}")
+        self.save_hyperparameters()
+        self.network: EncoderDecoder | None = None
+        # Metrics rather than logged numbers: they weigh tokens, and sum over ranks by themselves.
+        self.evaluation_loss = nn.ModuleDict({"val_loss": MeanMetric(), "test_loss": MeanMetric()})
+        self.chrf = nn.ModuleDict({"chrf": CHRFScore(n_word_order=0), "copied_chrf": CHRFScore(n_word_order=0)})
+        self._shown: list[tuple[str, str, str]] = []
+        if vocabulary_size is not None and source_length is not None and target_length is not None:
+            self._build()
+
+    def _build(self) -> None:
+        sizes = self.hparams
+        self.network = EncoderDecoder(
+            sizes.vocabulary_size,
+            sizes.source_length,
+            sizes.target_length,
+            sizes.num_layers,
+            sizes.width,
+            sizes.num_heads,
+            sizes.dropout,
+            sizes.tie_weights,
+        )
+
+    def configure_model(self) -> None:
+        """Build the network with the data's sizes, once; the sizes then travel in the checkpoint."""
+        if self.network is None:
+            data = self.trainer.datamodule
+            self.hparams.vocabulary_size = data.vocabulary_size
+            self.hparams.source_length = data.source_length
+            self.hparams.target_length = data.target_length
+            self._build()
+
+    def forward(self, source: Tensor, target_in: Tensor) -> Tensor:
+        """Logits ``[batch, time, vocabulary]``; see :class:`nlp.translation_model.EncoderDecoder`."""
+        return self.network(source, target_in)
+
+    def translate(self, source: Tensor) -> Tensor:
+        """Translate sources ``[batch, source time]`` greedily into tokens ``[batch, target_length]``."""
+        return translate_greedily(self.network, source, BOS, EOS, self.hparams.target_length)
+
+    def _loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return mean_token_loss(self(batch["source"], batch["target_in"]), batch["targets"])
+
+    def training_step(self, batch: dict[str, Tensor], batch_index: int) -> Tensor:
+        loss, _ = self._loss(batch)
+        self.log("train/loss", loss, prog_bar=True, batch_size=len(batch["source"]))
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
+        loss, count = self._loss(batch)
+        self.evaluation_loss["val_loss"].update(loss, weight=count)
+
+    def test_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
+        loss, count = self._loss(batch)
+        self.evaluation_loss["test_loss"].update(loss, weight=count)
+        self._score_translations(batch, batch_index)
+
+    def _score_translations(self, batch: dict[str, Tensor], batch_index: int) -> None:
+        """Translate those rows of the batch that are among the first ``translate_examples`` of the test part."""
+        rows = rank_rows(
+            batch_index,
+            batch_size=len(batch["source"]),
+            rank=self.trainer.global_rank,
+            world_size=self.trainer.world_size,
+        )
+        # A row that only fills up the batch has no target, not even an end.
+        wanted = torch.from_numpy(rows < self.hparams.translate_examples).to(self.device) & (
+            (batch["targets"] == EOS).any(dim=1)
+        )
+        if not wanted.any():
+            return
+        source = batch["source"][wanted]
+        decode = self.trainer.datamodule.decode
+        sources, references = decode(source), decode(batch["targets"][wanted])
+        translations = decode(self.translate(source))
+        self.chrf["chrf"].update(translations, [[reference] for reference in references])
+        self.chrf["copied_chrf"].update(sources, [[reference] for reference in references])
+        examples = zip(sources, translations, references, strict=True)
+        self._shown += [example for example in examples if len(example[0]) >= SHOWN_FROM]
+        del self._shown[SHOWN_EXAMPLES:]
+
+    def on_validation_epoch_end(self) -> None:
+        self._report_loss("val")
+
+    def on_test_epoch_end(self) -> None:
+        self._report_loss("test")
+        if not self.hparams.translate_examples:
+            return
+        for name, metric in self.chrf.items():
+            # Also on a rank that had nothing to translate: the others sum over all.
+            self.log(f"test/{name}", metric.compute(), sync_dist=True)
+            metric.reset()
+        for source, translation, reference in self._shown:
+            self.print(f"  source       {source}\n  translation  {translation}\n  reference    {reference}\n")
+        self._shown.clear()
+
+    def _report_loss(self, stage: str) -> None:
+        metric = self.evaluation_loss[f"{stage}_loss"]
+        # Every rank has the value of all ranks already: sync_dist averages equal numbers, and stays quiet.
+        self.log(f"{stage}/loss", metric.compute(), prog_bar=True, sync_dist=True)
+        metric.reset()
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        return adamw_with_cosine(self)

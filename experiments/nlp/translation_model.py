@@ -1,0 +1,198 @@
+"""An encoder-decoder transformer in two pieces, with one float tensor between them: the memory.
+
+The encoder reads the source and nothing else. The decoder reads the memory, and of the batch the source (for where its
+padding is) and the target so far. So the two can lie on different machines, as long as both have the batch: what has
+to cross is the memory, and its gradient on the way back.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nlp.model import Block
+from nlp.translation_data import PAD
+
+
+def visible(source: Tensor) -> Tensor:
+    """Say which source positions hold a token: int64 ``[batch, time]`` to bool ``[batch, 1, 1, time]``."""
+    return (source != PAD)[:, None, None, :]
+
+
+class PositionedEmbedding(nn.Module):
+    """Embeds tokens and where they stand: int64 ``[batch, time]`` to float ``[batch, time, width]``."""
+
+    def __init__(self, vocabulary_size: int, length: int, width: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary_size, width)
+        self.positions = nn.Embedding(length, width)
+        # The linear layers keep PyTorch's initialisation; its embeddings of unit variance would drown them.
+        for embedding in (self.tokens, self.positions):
+            nn.init.normal_(embedding.weight, std=width**-0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+
+
+class DecoderBlock(Block):
+    """A causal block that also looks at the memory, between looking at itself and the two-layer network."""
+
+    def __init__(self, width: int, num_heads: int, dropout: float) -> None:
+        super().__init__(width, num_heads, dropout, causal=True)
+        self.memory_norm = nn.LayerNorm(width)
+        self.memory_query = nn.Linear(width, width)
+        self.memory_key_value = nn.Linear(width, 2 * width)
+        self.memory_output = nn.Linear(width, width)
+
+    def forward(self, hidden: Tensor, memory: Tensor, memory_mask: Tensor) -> Tensor:
+        """Map ``[batch, time, width]`` to the same shape.
+
+        Args:
+            hidden: The hidden state.
+            memory: float ``[batch, source time, width]``.
+            memory_mask: bool ``[batch, 1, 1, source time]``, True where the memory may be seen.
+        """
+        hidden = hidden + self._drop(self.attend(self.attention_norm(hidden)))
+        hidden = hidden + self._drop(self.attend_memory(self.memory_norm(hidden), memory, memory_mask))
+        return self.feed_forward(hidden)
+
+    def attend_memory(self, hidden: Tensor, memory: Tensor, memory_mask: Tensor) -> Tensor:
+        """Multi-head attention of ``hidden`` over the memory; shapes as in ``forward``."""
+
+        def heads(values: Tensor) -> Tensor:
+            return values.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+        key, value = self.memory_key_value(memory).chunk(2, dim=-1)
+        mixed = functional.scaled_dot_product_attention(
+            heads(self.memory_query(hidden)),
+            heads(key),
+            heads(value),
+            memory_mask,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        return self.memory_output(mixed.transpose(1, 2).flatten(2))
+
+
+class Encoder(nn.Module):
+    """The first piece: source tokens to memory."""
+
+    def __init__(
+        self, vocabulary_size: int, source_length: int, num_layers: int, width: int, num_heads: int, dropout: float
+    ) -> None:
+        super().__init__()
+        self.embedding = PositionedEmbedding(vocabulary_size, source_length, width)
+        self.blocks = nn.ModuleList(Block(width, num_heads, dropout, causal=False) for _ in range(num_layers))
+        self.output_norm = nn.LayerNorm(width)
+
+    def forward(self, source: Tensor) -> Tensor:
+        """Map int64 ``[batch, source time]`` to float ``[batch, source time, width]``."""
+        mask = visible(source)
+        hidden = self.embedding(source)
+        for block in self.blocks:
+            hidden = block(hidden, mask)
+        return self.output_norm(hidden)
+
+
+class Decoder(nn.Module):
+    """The last piece: memory to the logits of the next target token."""
+
+    def __init__(
+        self,
+        vocabulary_size: int,
+        target_length: int,
+        num_layers: int,
+        width: int,
+        num_heads: int,
+        dropout: float,
+        tie_weights: bool,
+    ) -> None:
+        super().__init__()
+        self.embedding = PositionedEmbedding(vocabulary_size, target_length, width)
+        self.blocks = nn.ModuleList(DecoderBlock(width, num_heads, dropout) for _ in range(num_layers))
+        self.output_norm = nn.LayerNorm(width)
+        self.output = nn.Linear(width, vocabulary_size, bias=False)
+        if tie_weights:
+            self.output.weight = self.embedding.tokens.weight
+
+    def forward(self, memory: Tensor, source: Tensor, target_in: Tensor) -> Tensor:
+        """Give the logits of the token after each position.
+
+        Args:
+            memory: float ``[batch, source time, width]``.
+            source: int64 ``[batch, source time]``, for where its padding is.
+            target_in: int64 ``[batch, time]``, ``time`` at most the target length.
+
+        Returns:
+            float ``[batch, time, vocabulary_size]``.
+        """
+        mask = visible(source)
+        hidden = self.embedding(target_in)
+        for block in self.blocks:
+            hidden = block(hidden, memory, mask)
+        return self.output(self.output_norm(hidden))
+
+
+class EncoderDecoder(nn.Module):
+    """Translates, one target token at a time.
+
+    Args:
+        vocabulary_size: Number of distinct tokens, of both languages.
+        source_length: Longest source, in tokens.
+        target_length: Longest target, in tokens.
+        num_layers: Number of blocks in the encoder, and again in the decoder.
+        width: Size of the hidden state.
+        num_heads: Attention heads; must divide ``width``.
+        dropout: Fraction of activations dropped while training.
+        tie_weights: Use the decoder's token embedding as its output matrix. The encoder has an embedding of its own,
+            as it may lie on another machine.
+
+    Raises:
+        ValueError: If ``num_heads`` does not divide ``width``.
+    """
+
+    def __init__(
+        self,
+        vocabulary_size: int,
+        source_length: int,
+        target_length: int,
+        num_layers: int = 2,
+        width: int = 128,
+        num_heads: int = 4,
+        dropout: float = 0.0,
+        tie_weights: bool = True,
+    ) -> None:
+        super().__init__()
+        self.encoder = Encoder(vocabulary_size, source_length, num_layers, width, num_heads, dropout)
+        self.decoder = Decoder(vocabulary_size, target_length, num_layers, width, num_heads, dropout, tie_weights)
+
+    def forward(self, source: Tensor, target_in: Tensor) -> Tensor:
+        """Give logits ``[batch, time, vocabulary_size]`` of tokens ``[batch, source time]`` and ``[batch, time]``."""
+        return self.decoder(self.encoder(source), source, target_in)
+
+
+@torch.no_grad()
+def translate_greedily(network: EncoderDecoder, source: Tensor, begin: int, end: int, length: int) -> Tensor:
+    """Translate by taking the likeliest token, one after the other.
+
+    Args:
+        network: The model.
+        source: int64 ``[batch, source time]``.
+        begin: The token a translation begins with.
+        end: The token it ends with.
+        length: Most tokens to give, ``end`` included.
+
+    Returns:
+        int64 ``[batch, length]``, without ``begin``, padded after ``end``.
+    """
+    memory = network.encoder(source)
+    tokens = torch.full((len(source), length + 1), PAD, device=source.device)
+    tokens[:, 0] = begin
+    finished = torch.zeros(len(source), dtype=torch.bool, device=source.device)
+    for time in range(length):
+        likeliest = network.decoder(memory, source, tokens[:, : time + 1])[:, -1].argmax(-1)
+        tokens[:, time + 1] = likeliest.where(~finished, PAD)
+        finished |= likeliest == end
+        if finished.all():
+            break
+    return tokens[:, 1:]
