@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gettext
 import re
+import struct
 import unicodedata
 import warnings
 from importlib import metadata
@@ -71,8 +72,8 @@ def read_catalog(file: Path) -> list[Pair]:
         with file.open("rb") as opened:
             # The public interface looks up one message at a time, and has no list of them.
             messages = gettext.GNUTranslations(opened)._catalog
-    except (OSError, ValueError, LookupError, IndexError) as error:
-        # A broken magic number is an OSError, broken offsets a struct.error or the like.
+    except (OSError, ValueError, LookupError, struct.error) as error:
+        # A wrong magic number or offset is an OSError, a bad encoding a ValueError, a file cut short a struct.error.
         raise ValueError(f"{file} cannot be read as a gettext catalog (.mo): {error}") from error
     pairs = []
     for key, translation in messages.items():
