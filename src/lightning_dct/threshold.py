@@ -77,6 +77,25 @@ def nudge(threshold: float, count: int, target: int, size: int) -> float:
     return max(threshold * factor, SMALLEST_THRESHOLD)
 
 
+def nudge_all(thresholds: Tensor, counts: Tensor, target: int, size: int, aim: float = GUARD_AIM) -> Tensor:
+    """The guard for many thresholds at once, without waiting for a GPU; the same formula as :func:`nudge`.
+
+    Args:
+        thresholds: Shape ``[groups]``, fp32, positive.
+        counts: Shape ``[groups]``: entries of each group that reached its threshold.
+        target: Entries of each that should have.
+        size: Entries of each group.
+        aim: The share of the target that the guard steers to.
+
+    Returns:
+        Shape ``[groups]``, fp32.
+    """
+    exponent = GUARD_GAIN * math.sqrt(target / size)
+    factors = ((counts.to(torch.float32) + 0.5) / (aim * target + 0.5)) ** exponent
+    factors.clamp_(1 / GUARD_LARGEST_FACTOR, GUARD_LARGEST_FACTOR)
+    return (thresholds * factors).clamp_(SMALLEST_THRESHOLD, torch.finfo(torch.float32).max)
+
+
 class Observed(NamedTuple):
     """What a step has shown of one tensor.
 

@@ -1,5 +1,30 @@
 """Activations that cross from rank to rank: thresholded forward, the same entries backward."""
 
+from lightning_dct.activations.codec import (
+    Encoded,
+    as_bytes,
+    as_floats,
+    decode_backward,
+    decode_forward,
+    encode_backward,
+    encode_forward,
+)
+from lightning_dct.activations.layout import ActivationLayout, activation_layout
 from lightning_dct.activations.module import CompressedModule
+from lightning_dct.activations.settings import SplitSettings
+from lightning_dct.activations.split_point import SplitPoint
 
-__all__ = ["CompressedModule"]
+__all__ = [
+    "ActivationLayout",
+    "CompressedModule",
+    "Encoded",
+    "SplitPoint",
+    "SplitSettings",
+    "activation_layout",
+    "as_bytes",
+    "as_floats",
+    "decode_backward",
+    "decode_forward",
+    "encode_backward",
+    "encode_forward",
+]

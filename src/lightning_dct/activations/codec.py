@@ -1,0 +1,303 @@
+"""Activations and their gradients as bytes on a wire, and back. Pure functions of a layout.
+
+Forward, two tensors of bytes cross:
+
+==================  ==================================  ==========================================================
+payload             bytes                               holds
+==================  ==================================  ==========================================================
+positions           12, and the positions' own          header, positions (none when everything is sent)
+values              2 a row and the values' own         scales of the rows that have entries, values
+==================  ==================================  ==========================================================
+
+Backward, one crosses: values at the same positions, laid out as forward. The header is
+
+======  =====  ==============================================================================
+offset  bytes  holds
+======  =====  ==============================================================================
+0       1      magic number 0xDA
+1       1      version of the layout, 1
+2       2      zero, kept for later versions
+4       4      number of entries, uint32
+8       4      fingerprint of the layout (CRC-32 of its numbers), uint32
+======  =====  ==============================================================================
+
+All sizes follow from the layout alone; what is not needed is filled with zeros.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_dct.activations.layout import HEADER_BYTES, ActivationLayout
+from lightning_dct.activations.noise import BACKWARD_ROUNDING, FORWARD_ROUNDING, uniform
+from lightning_dct.wire.payload import PayloadError
+from lightning_dct.wire.rows import (
+    LEVELS,
+    decode_rows,
+    encode_rows,
+    row_scales_num_bytes,
+    row_values_num_bytes,
+)
+
+MAGIC = 0xDA
+VERSION = 1
+HEADER = struct.Struct("<BBHII")
+assert HEADER.size == HEADER_BYTES
+
+
+class Encoded(NamedTuple):
+    """What crosses forward, and what the sender keeps.
+
+    Attributes:
+        positions_payload: Shape ``[layout.forward_positions_bytes]``, uint8.
+        values_payload: Shape ``[layout.forward_values_bytes]``, uint8.
+        positions: Shape ``[count]``, int64: the places sent, for :func:`decode_backward`; None when everything is.
+    """
+
+    positions_payload: Tensor
+    values_payload: Tensor
+    positions: Tensor | None
+
+
+def encode_forward(
+    layout: ActivationLayout, activations: Tensor, positions: Tensor | None, seed: int | None = None
+) -> Encoded:
+    """Write activations.
+
+    Args:
+        layout: The payloads' shape.
+        activations: Shape ``layout.shape``, floating point.
+        positions: Shape ``[count]``, int64: ascending places in the flattened tensor, ``count <= layout.capacity``.
+            None sends everything.
+        seed: For stochastic rounding; None rounds to nearest.
+    """
+    if positions is not None:
+        positions = positions[positions < layout.numel]
+    values = encode_values_at(layout, layout.forward_format, activations, positions, seed, FORWARD_ROUNDING)
+    return Encoded(_encode_positions(layout, positions, activations.device), values, positions)
+
+
+def decode_forward(
+    layout: ActivationLayout,
+    positions_payload: Tensor,
+    values_payload: Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor | None]:
+    """Read activations.
+
+    Args:
+        layout: The shape the payloads must have.
+        positions_payload: Shape ``[layout.forward_positions_bytes]``, uint8.
+        values_payload: Shape ``[layout.forward_values_bytes]``, uint8.
+        dtype: What the activations are to be.
+
+    Returns:
+        The activations, shape ``layout.shape``, zero where nothing was sent, and the positions to hand to
+        :func:`encode_backward` (shape ``[count]``, int64, or None when everything was sent).
+
+    Raises:
+        PayloadError: The bytes are not payloads of this layout.
+    """
+    positions = _decode_positions(layout, positions_payload)
+    return decode_values_at(layout, layout.forward_format, values_payload, positions, dtype), positions
+
+
+def encode_backward(
+    layout: ActivationLayout, gradient: Tensor, positions: Tensor | None, seed: int | None = None
+) -> Tensor:
+    """Write the gradient where activations came from.
+
+    Args:
+        layout: The layout of the forward payloads.
+        gradient: Shape ``layout.shape``, floating point: the gradient of the activations as received.
+        positions: As :func:`decode_forward` returned them.
+        seed: For stochastic rounding; None rounds to nearest.
+
+    Returns:
+        Shape ``[layout.backward_bytes]``, uint8.
+    """
+    return encode_values_at(layout, layout.backward_format, gradient, positions, seed, BACKWARD_ROUNDING)
+
+
+def decode_backward(
+    layout: ActivationLayout, payload: Tensor, positions: Tensor | None, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Read the gradient.
+
+    Args:
+        layout: The layout of the forward payloads.
+        payload: Shape ``[layout.backward_bytes]``, uint8.
+        positions: As the sender of the activations kept them.
+        dtype: What the gradient is to be.
+
+    Returns:
+        Shape ``layout.shape``, zero where no activation was sent.
+
+    Raises:
+        PayloadError: The payload has another size.
+    """
+    return decode_values_at(layout, layout.backward_format, payload, positions, dtype)
+
+
+def as_floats(payload: Tensor, num_floats: int) -> Tensor:
+    """View bytes as fp32 numbers, for channels that pass nothing else; no bit changes.
+
+    Args:
+        payload: Shape ``[num_bytes]``, uint8.
+        num_floats: At least ``num_bytes / 4``, as :attr:`ActivationLayout.wire_floats` is; the rest is zero.
+
+    Returns:
+        Shape ``[num_floats]``, fp32. The numbers mean nothing and may be NaN: copy them, never compute with them.
+    """
+    padded = payload.new_zeros(4 * num_floats)
+    padded[: payload.numel()] = payload
+    return padded.view(torch.float32)
+
+
+def as_bytes(floats: Tensor, num_bytes: int) -> Tensor:
+    """Undo :func:`as_floats`.
+
+    Args:
+        floats: Shape ``[num_floats]``, fp32.
+        num_bytes: How many bytes there were.
+
+    Returns:
+        Shape ``[num_bytes]``, uint8.
+    """
+    return floats.detach().contiguous().view(torch.uint8)[:num_bytes]
+
+
+def encode_values_at(
+    layout: ActivationLayout,
+    value_format: str,
+    dense: Tensor,
+    positions: Tensor | None,
+    seed: int | None,
+    stream: int,
+) -> Tensor:
+    """Write the entries at some positions: scales, then values.
+
+    Args:
+        layout: Room for them.
+        value_format: How they are written.
+        dense: Shape ``layout.shape``, floating point.
+        positions: Shape ``[count]``, int64, ascending; may end in places beyond the tensor, which are written as
+            zeros. None for all.
+        seed: For stochastic rounding; None rounds to nearest.
+        stream: Which random numbers to use.
+
+    Returns:
+        Shape ``[layout.values_bytes(value_format)]``, uint8.
+    """
+    values = _gather(dense.detach().reshape(-1), positions).to(torch.float32)
+    noise = None
+    if seed is not None and value_format in LEVELS:
+        noise = uniform(values.numel(), seed, stream, values)
+    rows = _rows_of(layout, positions) if value_format in LEVELS else None
+    data, scales = encode_rows(values, rows, layout.scales_capacity, value_format, noise)
+    payload = torch.zeros(layout.values_bytes(value_format), dtype=torch.uint8, device=dense.device)
+    scale_bytes = row_scales_num_bytes(value_format, layout.scales_capacity)
+    payload[:scale_bytes] = scales.view(torch.uint8)
+    payload[scale_bytes : scale_bytes + data.numel()] = data
+    return payload
+
+
+def decode_values_at(
+    layout: ActivationLayout, value_format: str, payload: Tensor, positions: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Undo :func:`encode_values_at`; zero everywhere else.
+
+    Raises:
+        PayloadError: The payload has another size.
+    """
+    _check_size("values", payload, layout.values_bytes(value_format))
+    count = layout.numel if positions is None else positions.numel()
+    scale_bytes = row_scales_num_bytes(value_format, layout.scales_capacity)
+    data = payload[scale_bytes : scale_bytes + row_values_num_bytes(value_format, count)]
+    scales = payload[:scale_bytes].clone().view(torch.bfloat16)
+    rows = _rows_of(layout, positions) if value_format in LEVELS else None
+    values = _converted(decode_rows(data, count, rows, scales, value_format), dtype)
+    if positions is None:
+        return values.view(layout.shape)
+    # One place more takes what lies beyond the tensor.
+    dense = values.new_zeros(layout.numel + 1).scatter_(0, positions, values)
+    return dense[: layout.numel].view(layout.shape)
+
+
+def _gather(flat: Tensor, positions: Tensor | None) -> Tensor:
+    if positions is None:
+        return flat
+    inside = positions < flat.numel()
+    return torch.where(inside, flat[positions.clamp(max=flat.numel() - 1)], 0)
+
+
+def _rows_of(layout: ActivationLayout, positions: Tensor | None) -> Tensor | None:
+    """Which of the rows that have entries each entry belongs to, counted from 0; None for all rows in full."""
+    if positions is None:
+        return None
+    rows = positions.clamp(max=layout.numel - 1) // layout.row_length
+    new = torch.ones_like(rows)
+    new[1:] = rows[1:] != rows[:-1]
+    return new.cumsum(0).sub_(1)
+
+
+def _converted(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """``values`` as ``dtype``, where rounding on the wire must not have made them infinite."""
+    converted = values.to(dtype)
+    if dtype != torch.float16:
+        return converted
+    limit = torch.finfo(dtype).max
+    return torch.where(values.isfinite(), values.clamp(-limit, limit).to(dtype), converted)
+
+
+def _encode_positions(layout: ActivationLayout, positions: Tensor | None, device: torch.device) -> Tensor:
+    count = layout.numel if positions is None else positions.numel()
+    header = HEADER.pack(MAGIC, VERSION, 0, count, layout.fingerprint)
+    payload = torch.zeros(layout.forward_positions_bytes, dtype=torch.uint8, device=device)
+    payload[:HEADER_BYTES] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    if layout.position_code is not None and positions is not None:
+        payload[HEADER_BYTES:] = layout.position_code.encode(positions)
+    return payload
+
+
+def _decode_positions(layout: ActivationLayout, payload: Tensor) -> Tensor | None:
+    _check_size("positions", payload, layout.forward_positions_bytes)
+    magic, version, reserved, count, fingerprint = HEADER.unpack(bytes(payload[:HEADER_BYTES].tolist()))
+    if magic != MAGIC:
+        raise PayloadError(f"the activations' payload begins with {magic:#x} where {MAGIC:#x} was expected")
+    if version != VERSION:
+        raise PayloadError(
+            f"the activations' payload has layout version {version}, this rank reads {VERSION}: install the same"
+            " lightning_dct on every host"
+        )
+    if fingerprint != layout.fingerprint:
+        raise PayloadError(
+            "the activations' payload was made for another shape, other settings or another stage of warm-up: use"
+            " the same settings on both ranks and call `advance` with the same step on both"
+        )
+    if count > layout.capacity:
+        raise PayloadError(
+            f"the activations' payload claims {count} entries, its layout has room for {layout.capacity}"
+        )
+    if reserved:
+        raise PayloadError(f"the activations' payload has {reserved:#x} in its header where this version writes zero")
+    if layout.position_code is None:
+        if count != layout.numel:
+            raise PayloadError(f"the activations' payload claims {count} entries where all {layout.numel} are sent")
+        return None
+    try:
+        return layout.position_code.decode(payload[HEADER_BYTES:], count)
+    except ValueError as error:
+        raise PayloadError(f"the activations' positions are corrupt: {error}") from error
+
+
+def _check_size(part: str, payload: Tensor, num_bytes: int) -> None:
+    if payload.numel() != num_bytes:
+        raise PayloadError(
+            f"the activations' {part} payload has {payload.numel()} bytes, the layout says {num_bytes}: use the same"
+            " shape and settings on both ranks"
+        )

@@ -1,0 +1,150 @@
+"""Which activations are sent: those that reach their group's threshold, the largest where there are too many.
+
+Everything here works on tensors arranged as ``[groups, group_size]`` (see
+:meth:`~lightning_dct.activations.layout.ActivationLayout.by_group`). On a GPU nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_dct.threshold import SMALLEST_THRESHOLD
+from lightning_dct.wire.bits import places
+
+
+class Selected(NamedTuple):
+    """The entries of one tensor that are sent because of their magnitude.
+
+    Attributes:
+        mask: Shape ``[groups, group_size]``, bool; at most the capacity of each group is set.
+        reached: Shape ``[groups]``, int64: entries that reached the threshold, whether there was room or not.
+        cutoffs: Shape ``[groups]``, fp32: the magnitude that really decided, above the threshold where too many
+            entries reached it; infinite where that many are infinite or NaN.
+    """
+
+    mask: Tensor
+    reached: Tensor
+    cutoffs: Tensor
+
+
+def magnitudes_of(grouped: Tensor) -> Tensor:
+    """Magnitudes as fp32; NaN counts as infinite, so that it is sent and noticed.
+
+    Args:
+        grouped: Shape ``[groups, group_size]``, floating point.
+    """
+    magnitudes = grouped.detach().abs().to(torch.float32)
+    return magnitudes.nan_to_num_(nan=math.inf, posinf=math.inf)
+
+
+def select_thresholds(magnitudes: Tensor, k: int) -> Tensor:
+    """The thresholds that keep ``k`` entries of each group.
+
+    Args:
+        magnitudes: Shape ``[groups, group_size]``, fp32; infinite entries count as zero.
+        k: How many to keep, ``1 <= k <= group_size``.
+
+    Returns:
+        Shape ``[groups]``, fp32, never below the smallest normal float: zeros are never worth sending.
+    """
+    return _kth_largest(magnitudes.nan_to_num(posinf=0.0), k).clamp_(min=SMALLEST_THRESHOLD)
+
+
+def select(magnitudes: Tensor, thresholds: Tensor, k: int) -> Selected:
+    """The entries at or above their group's threshold, the ``k`` largest where there are more.
+
+    Among entries of equal magnitude at the end of the room, those that are sent are spread evenly over the group, so
+    that no sample is favoured for coming first.
+
+    Args:
+        magnitudes: Shape ``[groups, group_size]``, fp32, not NaN.
+        thresholds: Shape ``[groups]``, fp32, positive.
+        k: Most entries of a group that may be sent, ``1 <= k < group_size``.
+    """
+    mask = magnitudes >= thresholds.unsqueeze(1)
+    reached = mask.sum(dim=1)
+    overflowed = reached > k
+    if magnitudes.device.type != "cpu":
+        # Looking whether any group overflowed would wait for the device: cut as if all had.
+        cutoffs = torch.where(overflowed, _kth_largest(magnitudes, k), thresholds)
+        largest = _largest(magnitudes, k)
+        return Selected(torch.where(overflowed.unsqueeze(1), largest, mask), reached, cutoffs)
+    if not bool(overflowed.any()):
+        return Selected(mask, reached, thresholds)
+    groups = places(overflowed)
+    if int(reached[groups].max()) * 4 > magnitudes.shape[1]:
+        mask[groups] = _largest(magnitudes[groups], k)
+        smallest_kept = _kth_largest(magnitudes[groups], k)
+    else:
+        smallest_kept = _cut_compact(mask, magnitudes, groups, reached[groups], k)
+    cutoffs = thresholds.index_copy(0, groups, smallest_kept)
+    return Selected(mask, reached, cutoffs)
+
+
+def explore(uniform: Tensor, numel: int) -> Tensor:
+    """Entries chosen at random: one from each of ``count`` strata of (nearly) equal size, so none twice.
+
+    Args:
+        uniform: Shape ``[count]``, fp32 in [0, 1), ``count <= numel``.
+        numel: Entries to choose from.
+
+    Returns:
+        Shape ``[count]``, int64, ascending.
+    """
+    count = uniform.numel()
+    bounds = torch.arange(count + 1, device=uniform.device) * numel // max(count, 1)
+    starts, sizes = bounds[:-1], bounds.diff()
+    # The product may round up to the size itself.
+    return starts + torch.minimum((uniform.to(torch.float64) * sizes).to(torch.int64), sizes - 1)
+
+
+def _cut_compact(mask: Tensor, magnitudes: Tensor, groups: Tensor, reached: Tensor, k: int) -> Tensor:
+    """Cut the groups that overflowed, looking only at the entries that reached the threshold.
+
+    Selecting among a twentieth of the entries takes a twentieth of the time.
+
+    Args:
+        mask: Shape ``[all groups, group_size]``, bool. Changed in place.
+        magnitudes: The same shape.
+        groups: Shape ``[n]``, int64: the groups to cut.
+        reached: Shape ``[n]``, int64: how many entries of each are set.
+        k: How many to leave.
+
+    Returns:
+        Shape ``[n]``, fp32: the smallest magnitude left in each.
+    """
+    parts, part_magnitudes = mask[groups], magnitudes[groups]
+    found = places(parts.view(-1))
+    widest = int(reached.max())
+    group = torch.repeat_interleave(torch.arange(groups.numel()), reached)
+    column = torch.arange(found.numel()) - (reached.cumsum(0) - reached)[group]
+    # Below every magnitude: the rest of a group's row never counts among its largest.
+    table = magnitudes.new_full((groups.numel(), widest), -1.0)
+    table[group, column] = part_magnitudes.view(-1)[found]
+    parts.view(-1)[found] = _largest(table, k)[group, column]
+    mask[groups] = parts
+    return _kth_largest(table, k)
+
+
+def _largest(magnitudes: Tensor, k: int) -> Tensor:
+    """A mask of the ``k`` largest entries of each row, ties spread evenly over the row."""
+    smallest = _kth_largest(magnitudes, k).unsqueeze(1)
+    mask = magnitudes > smallest
+    ties = magnitudes == smallest
+    room = k - mask.sum(dim=1, keepdim=True)
+    rank = ties.cumsum(dim=1)
+    # The r-th of m ties is sent when floor(r * room / m) is a new number: that happens `room` times.
+    number = rank[:, -1:].clamp(min=1)
+    return mask | (ties & (rank * room // number > (rank - 1) * room // number))
+
+
+def _kth_largest(magnitudes: Tensor, k: int) -> Tensor:
+    """The k-th largest entry of each row."""
+    if magnitudes.device.type == "cpu":
+        # kthvalue counts from the smallest; it selects without sorting.
+        return torch.kthvalue(magnitudes, magnitudes.shape[1] - k + 1, dim=1).values
+    return torch.topk(magnitudes, k, dim=1, sorted=False).values.amin(dim=1)

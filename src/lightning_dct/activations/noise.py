@@ -1,0 +1,63 @@
+"""Uniform random numbers as a pure function of a seed, the data and the place.
+
+A generator with a state would give other numbers when activation checkpointing runs a forward a second time, and
+other numbers on a GPU. These come from hashing: the same seed and data give the same numbers everywhere, without
+waiting for a GPU, and whatever else has drawn random numbers.
+
+Source of the integer hash: C. Wellons, *Prospecting for hash functions*, 2018 ("lowbias32").
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# The two multipliers of lowbias32, as signed 32-bit integers.
+FIRST = 0x7FEB352D
+SECOND = 0x846CA68B - (1 << 32)
+
+EXPLORATION = 0
+FORWARD_ROUNDING = 1
+BACKWARD_ROUNDING = 2
+
+
+def mixed_seed(seed: int, step: int) -> int:
+    """One 63-bit seed for an optimizer step."""
+    # splitmix64's increment and first multiplier: neighbouring steps get distant seeds.
+    mixed = (seed * 0xBF58476D1CE4E5B9 + (step + 1) * 0x9E3779B97F4A7C15) & ((1 << 64) - 1)
+    return (mixed ^ (mixed >> 31)) & ((1 << 63) - 1)
+
+
+def uniform(count: int, seed: int, stream: int, content: Tensor) -> Tensor:
+    """Random numbers, uniform in [0, 1).
+
+    Args:
+        count: How many.
+        seed: Non-negative, below ``2 ** 63``.
+        stream: What the numbers are for; different streams are independent.
+        content: Floating point, any shape: the data the numbers are for, so that each micro-batch has its own.
+
+    Returns:
+        Shape ``[count]``, fp32, on the device of ``content``: multiples of ``2 ** -24``.
+    """
+    salt = (seed * 0x9E3779B97F4A7C15 + (stream + 1) * 0xBF58476D1CE4E5B9) & ((1 << 62) - 1)
+    key = _fingerprint(content) + salt
+    low = _hashed((key & 0x7FFFFFFF).to(torch.int32))
+    high = _hashed((key >> 31 & 0x7FFFFFFF).to(torch.int32) ^ low)
+    place = torch.arange(count, dtype=torch.int32, device=content.device)
+    hashed = _hashed(_hashed(place ^ low) + high)
+    return (hashed & 0xFFFFFF).to(torch.float32).mul_(2.0**-24)
+
+
+def _hashed(x: Tensor) -> Tensor:
+    """Scramble int32 numbers, one to one."""
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * FIRST
+    x = x ^ ((x >> 15) & 0x1FFFF)
+    x = x * SECOND
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def _fingerprint(content: Tensor) -> Tensor:
+    """An int64 number without dimensions that depends on the bits of ``content``, whatever zeros it ends in."""
+    return content.detach().to(torch.float32).contiguous().view(torch.int32).sum(dtype=torch.int64)
