@@ -57,7 +57,10 @@ def tabulate(results: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[s
     names = list(dict.fromkeys(name for result in results.values() for name in result["metrics"]))
     # Where a test part was scored, validation only steered the run.
     metrics = [name for name in names if name.startswith("test/")] or names
-    heads = ["strategy", *metrics, "ratio", "kB sent a step", "ms a step"]
+    # Where a model is split, what crosses inside it has its own columns.
+    split = any(result["split_ratio"] is not None for result in results.values())
+    heads = ["strategy", *metrics, "ratio", "kB sent a step"]
+    heads += [*(["inside ratio", "inside kB a step"] if split else []), "ms a step"]
     rows = []
     for strategy, result in results.items():
         figures = [_text(result["metrics"].get(name), "{:.4f}") for name in metrics]
@@ -65,6 +68,14 @@ def tabulate(results: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[s
         figures += [
             _text(result["compression_ratio"], "{:.1f}x"),
             _text(None if sent is None else sent / 1000, "{:,.1f}"),
+        ]
+        if split:
+            inside = result["split_bytes_per_step"]
+            figures += [
+                _text(result["split_ratio"], "{:.1f}x"),
+                _text(None if inside is None else inside / 1000, "{:,.1f}"),
+            ]
+        figures += [
             _text(result["milliseconds_per_step"], "{:.1f}"),
         ]
         rows.append([strategy.replace("strategy.", ""), *figures])

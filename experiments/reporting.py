@@ -74,6 +74,8 @@ class Result:
         compression_ratio: Bytes of the dense fp32 all-reduce over bytes handed to collectives, this rank's.
         bytes_sent_per_step: Bytes this rank sends a step.
         bytes_dense_per_step: What the dense fp32 all-reduce would send.
+        split_ratio: The same ratio for what crosses inside a split model, ids included, all ranks together.
+        split_bytes_per_step: Bytes this rank sends for it, a step.
         milliseconds_per_step: Median wall time of a training step.
         trainable_parameters: Entries of all parameters that are trained.
     """
@@ -87,6 +89,8 @@ class Result:
     compression_ratio: float | None
     bytes_sent_per_step: float | None
     bytes_dense_per_step: float | None
+    split_ratio: float | None
+    split_bytes_per_step: float | None
     milliseconds_per_step: float | None
     trainable_parameters: int
 
@@ -107,6 +111,9 @@ class Result:
         table.add_row("compression ratio, against dense fp32", _text(self.compression_ratio, "{:.1f}x"))
         table.add_row("bytes sent a step, each rank", _text(self.bytes_sent_per_step, "{:,.0f}"))
         table.add_row("bytes of dense fp32 a step, each rank", _text(self.bytes_dense_per_step, "{:,.0f}"))
+        if self.split_ratio is not None:
+            table.add_row("inside the model: compression ratio, all ranks", _text(self.split_ratio, "{:.1f}x"))
+            table.add_row("inside the model: bytes sent a step, this rank", _text(self.split_bytes_per_step, "{:,.0f}"))
         table.add_row("ms a training step, median", _text(self.milliseconds_per_step, "{:.1f}"))
         table.add_row("training steps", f"{self.steps:,}")
         table.add_row("processes", str(self.world_size))

@@ -6,6 +6,7 @@ override, ``strategy.density=0.001 trainer.devices=4``; ``--cfg job`` shows them
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig
 
-import lightning_dct  # noqa: F401  (registers the strategies with Lightning)
+from lightning_dct import CompressionRatio
+from lightning_dct.traffic import Traffic
 from reporting import Result, StepTimer, split_best_known
 
 
@@ -55,7 +57,7 @@ def refuse_multirun() -> None:
 
 
 def collect_result(trainer: Trainer, module: LightningModule, metrics: dict[str, float]) -> Result:
-    """Gather the figures of a run that has been trained and scored.
+    """Gather the figures of a run that has been trained and scored; every rank comes through here.
 
     Args:
         trainer: The Trainer, after fit.
@@ -65,6 +67,10 @@ def collect_result(trainer: Trainer, module: LightningModule, metrics: dict[str,
     measured, best_known = split_best_known(metrics)
     traffic = getattr(trainer.strategy, "traffic", None)
     totals = traffic.totals if traffic is not None and traffic.totals.steps else None
+    split = getattr(trainer.strategy, "split_traffic", Traffic()).totals
+    split_ratio = CompressionRatio().to(trainer.strategy.root_device)
+    split_ratio.update(split)
+    split_ratio_of_all_ranks = float(split_ratio.compute())
     timers = [callback for callback in trainer.callbacks if isinstance(callback, StepTimer)]
     hydra_config = HydraConfig.get()
     return Result(
@@ -79,6 +85,8 @@ def collect_result(trainer: Trainer, module: LightningModule, metrics: dict[str,
         compression_ratio=totals.compression_ratio if totals else None,
         bytes_sent_per_step=totals.bytes_sent / totals.steps if totals else None,
         bytes_dense_per_step=totals.bytes_dense / totals.steps if totals else None,
+        split_ratio=None if math.isnan(split_ratio_of_all_ranks) else split_ratio_of_all_ranks,
+        split_bytes_per_step=split.bytes_sent / split.steps if split.steps else None,
         milliseconds_per_step=timers[0].median_milliseconds if timers else None,
         trainable_parameters=sum(p.numel() for p in module.parameters() if p.requires_grad),
     )
@@ -99,9 +107,9 @@ def main(config: DictConfig) -> None:
     if config.test:
         scores += trainer.test(module, datamodule=data, verbose=False)
 
+    metrics = {name: float(value) for stage in scores for name, value in stage.items()}
+    result = collect_result(trainer, module, metrics)
     if trainer.is_global_zero:
-        metrics = {name: float(value) for stage in scores for name, value in stage.items()}
-        result = collect_result(trainer, module, metrics)
         result.write(Path(config.paths.output_dir) / "result.json")
         result.print()
 

@@ -11,11 +11,14 @@ and Recommendation Systems* (2019)::
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lightning_dct import ShardedEmbeddingBags
 
 
 def fully_connected(sizes: Sequence[int], *, activate_last: bool) -> nn.Sequential:
@@ -43,6 +46,8 @@ class DLRM(nn.Module):
         embedding_dim: Size of an embedding, and of the bottom network's output.
         bottom_sizes: Hidden widths of the bottom network.
         top_sizes: Hidden widths of the top network.
+        exchange: Settings of ``ShardedEmbeddingBags`` to spread the tables over the ranks; None keeps whole tables on
+            every rank.
     """
 
     def __init__(
@@ -52,13 +57,18 @@ class DLRM(nn.Module):
         embedding_dim: int = 16,
         bottom_sizes: Sequence[int] = (64, 32),
         top_sizes: Sequence[int] = (64, 32),
+        exchange: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.bottom = fully_connected([num_dense, *bottom_sizes, embedding_dim], activate_last=True)
-        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, embedding_dim, mode="sum") for rows in table_rows)
-        for table in self.tables:
-            bound = 1 / math.sqrt(table.num_embeddings)
-            nn.init.uniform_(table.weight, -bound, bound)
+        self.tables: nn.Module
+        if exchange is not None:
+            self.tables = ShardedEmbeddingBags(table_rows, embedding_dim, **exchange)
+        else:
+            self.tables = nn.ModuleList(nn.EmbeddingBag(rows, embedding_dim, mode="sum") for rows in table_rows)
+            for table in self.tables:
+                bound = 1 / math.sqrt(table.num_embeddings)
+                nn.init.uniform_(table.weight, -bound, bound)
         num_vectors = 1 + len(table_rows)
         num_pairs = num_vectors * (num_vectors - 1) // 2
         self.top = fully_connected([embedding_dim + num_pairs, *top_sizes, 1], activate_last=False)
@@ -82,7 +92,14 @@ class DLRM(nn.Module):
         Returns:
             float ``[batch]``.
         """
-        bottom = self.bottom(dense)
-        pooled = [table(categorical[:, index : index + 1]) for index, table in enumerate(self.tables)]
-        pairs = self.interact(torch.stack([bottom, *pooled], dim=1))
+        if isinstance(self.tables, ShardedEmbeddingBags):
+            # Rows travel while the bottom network computes.
+            lookup = self.tables.request(categorical)
+            bottom = self.bottom(dense)
+            pooled = lookup.pooled()
+        else:
+            bottom = self.bottom(dense)
+            bags = [table(categorical[:, index : index + 1]) for index, table in enumerate(self.tables)]
+            pooled = torch.stack(bags, dim=1)
+        pairs = self.interact(torch.cat([bottom.unsqueeze(1), pooled], dim=1))
         return self.top(torch.cat([bottom, pairs], dim=1)).squeeze(1)

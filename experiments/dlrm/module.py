@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
 }
 """Names that ``model.optimizer`` takes."""
+TABLES = ("replicated", "sharded")
+"""Names that ``model.tables`` takes."""
 
 
 class ClickModule(LightningModule):
@@ -35,6 +37,9 @@ class ClickModule(LightningModule):
         top_sizes: Hidden widths of the network over the interactions.
         optimizer: ``sgd``, ``adagrad`` or ``adam``.
         learning_rate: Its learning rate.
+        tables: ``replicated`` (whole tables on every rank, their gradients synchronised) or ``sharded`` (hybrid
+            parallel: every row on one rank, exchanged as ``exchange`` says).
+        exchange: Settings of ``lightning_dct.ShardedEmbeddingBags``.
         num_dense: Number of dense features; read from the data module when None.
         table_rows: Rows of each table; read from the data module when None.
 
@@ -49,12 +54,16 @@ class ClickModule(LightningModule):
         top_sizes: Sequence[int] = (64, 32),
         optimizer: str = "adagrad",
         learning_rate: float = 0.03,
+        tables: str = "replicated",
+        exchange: Mapping[str, Any] | None = None,
         num_dense: int | None = None,
         table_rows: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         if optimizer not in OPTIMIZERS:
             raise ValueError(f"model.optimizer={optimizer!r}: choose one of {', '.join(OPTIMIZERS)}")
+        if tables not in TABLES:
+            raise ValueError(f"model.tables={tables!r}: choose one of {', '.join(TABLES)}")
         self.save_hyperparameters()
         self.network: nn.Module | None = None
         self.metrics = nn.ModuleDict(
@@ -72,7 +81,14 @@ class ClickModule(LightningModule):
 
     def _build(self) -> None:
         sizes = self.hparams
-        self.network = DLRM(sizes.num_dense, sizes.table_rows, sizes.embedding_dim, sizes.bottom_sizes, sizes.top_sizes)
+        self.network = DLRM(
+            sizes.num_dense,
+            sizes.table_rows,
+            sizes.embedding_dim,
+            sizes.bottom_sizes,
+            sizes.top_sizes,
+            dict(sizes.exchange or {}) if sizes.tables == "sharded" else None,
+        )
 
     def configure_model(self) -> None:
         """Build the network with the data's sizes, once; the sizes then travel in the checkpoint."""

@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_dct.__about__ import __version__
 from lightning_dct.callbacks import CompressionMonitor, ThresholdRefresh
 from lightning_dct.config import DCTConfig
+from lightning_dct.embedding import ShardedEmbeddingBags
 from lightning_dct.metrics import CompressionRatio
 from lightning_dct.strategy import REGISTERED_NAMES, DCTStrategy
 
@@ -24,6 +25,7 @@ __all__ = [
     "CompressionRatio",
     "DCTConfig",
     "DCTStrategy",
+    "ShardedEmbeddingBags",
     "ThresholdRefresh",
     "__version__",
 ]

@@ -18,7 +18,8 @@ def check_agreement(settings: Mapping[str, Any], model: Module, group: dist.Proc
 
     Args:
         settings: This rank's settings by name; the same names on every rank.
-        model: Its parameters' names, shapes, dtypes and whether they are trained are compared.
+        model: Its parameters' names, shapes, dtypes and whether they are trained are compared, but for those that
+            DistributedDataParallel is told to ignore.
         group: The ranks that must agree, or None for all.
 
     Raises:
@@ -40,9 +41,11 @@ def check_agreement(settings: Mapping[str, Any], model: Module, group: dist.Proc
 
 def describe_parameters(model: Module) -> dict[str, str]:
     """What must be equal on all ranks about each parameter, by name."""
+    ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     return {
         name: f"{list(p.shape)} {str(p.dtype).removeprefix('torch.')} {'trained' if p.requires_grad else 'frozen'}"
         for name, p in model.named_parameters()
+        if name not in ignored
     }
 
 

@@ -17,9 +17,11 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dct import checkpoint as saved
+from lightning_dct.activations import CompressedModule
 from lightning_dct.agreement import check_agreement
-from lightning_dct.callbacks import CompressionMonitor, ThresholdRefresh
+from lightning_dct.callbacks import CompressionMonitor, EvaluationJoin, ThresholdRefresh
 from lightning_dct.config import DCTConfig, ValueFormat
+from lightning_dct.embedding import ShardedEmbeddingBags
 from lightning_dct.gradients import GradientSynchronizer, make_synchronizer, parameter_names, resolve_process_group
 from lightning_dct.traffic import Traffic
 from lightning_dct.warmup import WarmupSchedule
@@ -96,7 +98,9 @@ class DCTStrategy(DDPStrategy):
             guard=guard,
         )
         super().__init__(accelerator=accelerator, **kwargs)
+        # Gradients, and what crosses inside the model: activations, embedding rows and their gradients.
         self.traffic = Traffic()
+        self.split_traffic = Traffic()
         # Thresholds, residuals and counters of this rank, from the set-up of fit on.
         self.synchronizer: GradientSynchronizer | None = None
         self._saved_state: dict[str, Any] | None = None
@@ -125,14 +129,49 @@ class DCTStrategy(DDPStrategy):
             (i for i, old in enumerate(trainer.callbacks) if isinstance(old, Checkpoint)), len(trainer.callbacks)
         )
         trainer.callbacks[end:end] = missing
+        # Before all others: they may want all ranks together when evaluation ends.
+        if not any(isinstance(callback, EvaluationJoin) for callback in trainer.callbacks):
+            trainer.callbacks.insert(0, EvaluationJoin())
+
+    def setup_environment(self) -> None:
+        """Bring the processes up, then make the rows of embedding tables that each of them owns."""
+        super().setup_environment()
+        assert self.lightning_module is not None
+        for module in self.sharded_tables().values():
+            module.materialize()
+
+    def compressed_modules(self) -> dict[str, CompressedModule]:
+        """The modules whose activations are compressed, by name."""
+        assert self.lightning_module is not None
+        return {
+            name.replace("_orig_mod.", ""): module
+            for name, module in self.lightning_module.named_modules()
+            if isinstance(module, CompressedModule)
+        }
+
+    def sharded_tables(self) -> dict[str, ShardedEmbeddingBags]:
+        """The embedding tables that are spread over the ranks, by name."""
+        return {
+            name: module
+            for name, module in self.compressed_modules().items()
+            if isinstance(module, ShardedEmbeddingBags)
+        }
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Wrap the model, register the hook and take over the state of a checkpoint."""
         if trainer.state.fn == TrainerFn.FITTING:
-            self.traffic = Traffic()
+            self.traffic, self.split_traffic = Traffic(), Traffic()
             self.synchronizer = None
             # Lightning flushes the first backward of a static graph once for each strategy; a second fit needs it too.
             self._pl_static_graph_delay_done = False
+        for name, module in self.compressed_modules().items():
+            module.name, module.traffic = name, self.split_traffic
+        assert self.lightning_module is not None
+        for tables in self.sharded_tables().values():
+            tables.materialize()
+            tables.saved_in_shards = True
+        # DistributedDataParallel would make every rank's rows those of rank 0.
+        self.lightning_module._ddp_params_and_buffers_to_ignore = [f"{name}.weight" for name in self.sharded_tables()]
         super().setup(trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_dct.metrics import CompressionRatio
 from lightning_dct.traffic import Traffic, TrafficTotals
 
 
 class CompressionMonitor(pl.Callback):
-    """Log the traffic of gradient synchronisation to every logger, one dict a step, at the Trainer's logging interval.
+    """Log the traffic of training to every logger, one dict a step, at the Trainer's logging interval.
 
     ============================  ======================================================================================
     key                           value
@@ -27,72 +29,116 @@ class CompressionMonitor(pl.Callback):
     dct/dp/residual_norm          Euclidean norm of everything this rank holds back
     ============================  ======================================================================================
 
-    The values are those of rank 0. With the all-gather every rank sends the same number of bytes.
+    The keys under ``dct/mp/`` are the same for what crosses inside the model, where it is split: activations,
+    embedding rows and their gradients. They are logged when something has crossed.
+
+    The values are those of rank 0. With the all-gather every rank sends the same number of bytes; inside the model
+    ranks differ, and the table at the end sums over all of them.
 
     The monitor works with any strategy that has a ``traffic`` counter; thresholds and residuals are logged when the
     strategy has a ``synchronizer`` as well.
     """
 
     def __init__(self) -> None:
-        self._at_fit_start = TrafficTotals()
-        self._at_last_log = TrafficTotals()
+        self._at_fit_start: dict[str, TrafficTotals] = {}
+        self._at_last_log: dict[str, TrafficTotals] = {}
         self._steps_before = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin counting where a resumed run left off."""
-        traffic = _traffic_of(trainer)
-        if traffic is None:
+        totals = _totals_of(trainer)
+        if not totals:
             rank_zero_warn(
                 f"`CompressionMonitor` has nothing to report: {type(trainer.strategy).__name__} does not count its"
                 " traffic. Use `Trainer(strategy='dct')`."
             )
         else:
-            self._at_fit_start = self._at_last_log = traffic.totals
-            self._steps_before = traffic.totals.steps
+            self._at_fit_start = self._at_last_log = totals
+            self._steps_before = totals["dp"].steps
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log when the Trainer logs."""
-        traffic = _traffic_of(trainer)
-        if traffic is None:
+        totals = _totals_of(trainer)
+        if not totals:
             return
-        totals = traffic.totals
-        synchronised, self._steps_before = totals.steps > self._steps_before, totals.steps
+        synchronised, self._steps_before = totals["dp"].steps > self._steps_before, totals["dp"].steps
         # Lightning's rhythm counts optimizer steps and holds for each of a step's micro-batches: log after the last.
         if not synchronised or not trainer.is_global_zero or not trainer._logger_connector.should_update_logs:
             return
-        metrics = self._metrics(trainer, totals, totals - self._at_last_log)
+        recent = {part: now - self._at_last_log[part] for part, now in totals.items()}
+        metrics = overall_metrics(recent["dp"], recent["mp"])
+        for part, (thresholds, residual_norm) in _held_back(trainer).items():
+            if recent[part].steps:
+                metrics |= {
+                    f"dct/{part}/{key}": value
+                    for key, value in part_metrics(totals[part], recent[part], thresholds, residual_norm).items()
+                }
         self._at_last_log = totals
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print the table."""
-        traffic = _traffic_of(trainer)
-        if traffic is None or not trainer.is_global_zero or not traffic.totals.steps:
+        """Print the tables."""
+        totals = _totals_of(trainer)
+        if not totals or not totals["dp"].steps:
             return
-        synchronizer = getattr(trainer.strategy, "synchronizer", None)
-        rows = summary_rows(traffic.totals - self._at_fit_start, trainer.world_size)
-        if synchronizer is not None:
-            rows.append(("held back (norm of the residual)", f"{synchronizer.residuals.norm():.4g}"))
+        since = {part: now - self._at_fit_start[part] for part, now in totals.items()}
+        inside = CompressionRatio().to(trainer.strategy.root_device)
+        inside.update(since["mp"])
+        ratio = float(inside.compute())  # of all ranks
+        if not trainer.is_global_zero:
+            return
+        rows = summary_rows(since["dp"], trainer.world_size)
+        held_back = _held_back(trainer)
+        if hasattr(trainer.strategy, "synchronizer"):
+            rows.append(("held back (norm of the residual)", f"{held_back['dp'][1]:.4g}"))
         print_table("Gradient synchronisation, rank 0", rows)
+        if since["mp"].steps:
+            rows = summary_rows(since["mp"], trainer.world_size)
+            rows[1] = ("exchanges", f"{since['mp'].steps:,}")
+            rows.insert(5, ("compression ratio, all ranks", f"{ratio:,.1f}x" if ratio == ratio else "nothing was sent"))
+            rows.append(("held back (norm of the residual)", f"{held_back['mp'][1]:.4g}"))
+            print_table("Inside the model, rank 0", rows)
 
-    def _metrics(self, trainer: pl.Trainer, totals: TrafficTotals, recent: TrafficTotals) -> dict[str, float]:
-        metrics: dict[str, float] = {
-            "dct/overhead_ms": recent.overhead_ms,
-            "dct/dp/density": recent.density,
-            "dct/dp/bytes_sent": totals.bytes_sent,
-            "dct/dp/bytes_dense": totals.bytes_dense,
-        }
-        if recent.bytes_sent:
-            metrics["dct/compression_ratio"] = metrics["dct/dp/compression_ratio"] = recent.compression_ratio
-        synchronizer = getattr(trainer.strategy, "synchronizer", None)
-        if synchronizer is not None:
-            metrics["dct/dp/residual_norm"] = synchronizer.residuals.norm()
-            if thresholds := synchronizer.thresholds.values():
-                metrics["dct/dp/threshold"] = statistics.median(thresholds)
-        return metrics
+
+def overall_metrics(dp: TrafficTotals, mp: TrafficTotals) -> dict[str, float]:
+    """What is logged of all traffic together.
+
+    Args:
+        dp: Of gradient synchronisation, since the last log.
+        mp: Of what crosses inside the model, since the last log.
+    """
+    metrics = {"dct/overhead_ms": 1e3 * (dp.seconds + mp.seconds) / dp.steps}
+    if sent := dp.bytes_sent + mp.bytes_sent:
+        metrics["dct/compression_ratio"] = (dp.bytes_dense + mp.bytes_dense) / sent
+    return metrics
+
+
+def part_metrics(
+    totals: TrafficTotals, recent: TrafficTotals, thresholds: list[float], residual_norm: float | None
+) -> dict[str, float]:
+    """What is logged of one kind of traffic.
+
+    Args:
+        totals: Since fit began.
+        recent: Since the last log.
+        thresholds: All thresholds in use.
+        residual_norm: Of what is held back; None where that is not known.
+    """
+    metrics: dict[str, float] = {
+        "density": recent.density,
+        "bytes_sent": totals.bytes_sent,
+        "bytes_dense": totals.bytes_dense,
+    }
+    if recent.bytes_sent:
+        metrics["compression_ratio"] = recent.compression_ratio
+    if residual_norm is not None:
+        metrics["residual_norm"] = residual_norm
+    if thresholds:
+        metrics["threshold"] = statistics.median(thresholds)
+    return metrics
 
 
 def summary_rows(totals: TrafficTotals, world_size: int) -> list[tuple[str, str]]:
@@ -141,5 +187,23 @@ def print_table(title: str, rows: list[tuple[str, str]]) -> None:
     Console().print(table)
 
 
-def _traffic_of(trainer: pl.Trainer) -> Traffic | None:
-    return getattr(trainer.strategy, "traffic", None)
+def _totals_of(trainer: pl.Trainer) -> dict[str, TrafficTotals]:
+    """The totals of gradients ("dp") and of what crosses inside the model ("mp"); empty when nothing is counted."""
+    traffic: Traffic | None = getattr(trainer.strategy, "traffic", None)
+    if traffic is None:
+        return {}
+    inside: Traffic = getattr(trainer.strategy, "split_traffic", None) or Traffic()
+    return {"dp": traffic.totals, "mp": inside.totals}
+
+
+def _held_back(trainer: pl.Trainer) -> dict[str, tuple[list[float], float | None]]:
+    """Thresholds in use and norm of the residual, of both kinds of traffic."""
+    synchronizer = getattr(trainer.strategy, "synchronizer", None)
+    modules = trainer.strategy.compressed_modules().values() if hasattr(trainer.strategy, "compressed_modules") else ()
+    return {
+        "dp": ([], None) if synchronizer is None else (synchronizer.thresholds.values(), synchronizer.residuals.norm()),
+        "mp": (
+            [threshold for module in modules for threshold in module.thresholds_in_use()],
+            math.hypot(*(module.residual_norm() for module in modules)),
+        ),
+    }

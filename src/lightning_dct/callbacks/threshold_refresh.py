@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lightning_dct.activations import CompressedModule
 from lightning_dct.config import check_integer
 
 
@@ -45,5 +46,8 @@ class ThresholdRefresh(pl.Callback):
     ) -> None:
         """Ask for a refresh when one is due; it happens in the next synchronisation."""
         synchronizer = trainer.strategy.synchronizer  # type: ignore[attr-defined]
+        for module in pl_module.modules():
+            if isinstance(module, CompressedModule):
+                module.advance(synchronizer.synchronisations)
         if synchronizer.steps_since_refresh >= self.every_n_steps:
             synchronizer.request_refresh()

@@ -7,9 +7,9 @@ A payload holds, in this order (all integers little-endian; ``T`` compressed ten
 part                bytes                                  holds
 ==================  =====================================  ====================================================
 header              12                                     see :mod:`lightning_dct.wire.payload`
-scales              ``4 T`` (int8 and 1bit only)           one fp32 scale a tensor
+scales              ``4 T`` (int8, int4 and 1bit)          one fp32 scale a tensor
 positions           about ``K (2 + log2(N / K)) / 8``      see :mod:`lightning_dct.wire.positions`
-values              ``4 K``, ``2 K``, ``K`` or ``K / 8``   see :mod:`lightning_dct.wire.values`
+values              ``4 K``, ``2 K``, ``K``, ``K / 2``,    see :mod:`lightning_dct.wire.values`
 whole tensors       their own bytes                        tensors too small to compress, in their own dtype
 ==================  =====================================  ====================================================
 """

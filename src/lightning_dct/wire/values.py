@@ -1,4 +1,4 @@
-"""Values of sent entries in 32, 16, 8 or 1 bits.
+"""Values of sent entries in 32, 16, 8, 4 or 1 bits.
 
 =======  ====  ==================================================================================================
 format   bits  an entry ``v`` of tensor ``t`` is read back as
@@ -6,6 +6,8 @@ format   bits  an entry ``v`` of tensor ``t`` is read back as
 fp32     32    ``v`` as a 32-bit float
 bf16     16    ``v`` as a bfloat16, rounded to nearest
 int8     8     ``scale_t * round(v / scale_t)``, with ``scale_t = max |v| / 127`` over what the tensor sends
+int4     4     its sign times the nearest of ``scale_t * 2 ** (-l / 2)``, ``l = 0 .. 6``, and 0, with
+               ``scale_t = max |v|``: what passes a threshold spreads over a factor, not over a sum
 1bit     1     ``scale_t * sign(v)``, with ``scale_t = mean |v|`` over what the tensor sends
 =======  ====  ==================================================================================================
 
@@ -20,8 +22,11 @@ from torch import Tensor
 
 from lightning_dct.wire.bits import num_bytes, pack_bits, unpack_bits
 
-BITS_PER_VALUE: dict[str, int] = {"fp32": 32, "bf16": 16, "int8": 8, "1bit": 1}
-SCALED_FORMATS = ("int8", "1bit")
+BITS_PER_VALUE: dict[str, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "1bit": 1}
+SCALED_FORMATS = ("int8", "int4", "1bit")
+# int4: halvings of the scale from one level to the next, and the level that stands for zero.
+LEVEL_HALVINGS = 0.5
+ZERO_LEVEL = 7
 
 
 def values_num_bytes(value_format: str, capacity: int) -> int:
@@ -34,9 +39,9 @@ def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_
 
     Args:
         values: Shape ``[count]``, floating point.
-        tensor_index: Shape ``[count]``, int64: which tensor each value belongs to (used by int8 and 1bit only).
+        tensor_index: Shape ``[count]``, int64: which tensor each value belongs to (used by formats with scales only).
         num_tensors: How many tensors there are.
-        value_format: One of ``fp32``, ``bf16``, ``int8``, ``1bit``.
+        value_format: One of ``fp32``, ``bf16``, ``int8``, ``int4``, ``1bit``.
 
     Returns:
         The values' bytes (uint8) and one fp32 scale a tensor (shape ``[num_tensors]``, or ``[0]`` for the formats
@@ -59,6 +64,11 @@ def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_
         counts = torch.bincount(tensor_index, minlength=num_tensors).clamp_(min=1)
         return pack_bits(values > 0), (totals / counts).to(torch.float32)
     largest = magnitudes.new_zeros(num_tensors).scatter_reduce_(0, tensor_index, magnitudes, "amax")
+    if value_format == "int4":
+        scales = largest.to(torch.float32)
+        ratio = (magnitudes / scales[tensor_index]).nan_to_num_(nan=1.0)
+        levels = ratio.log2_().div_(-LEVEL_HALVINGS).round_().clamp_(0, ZERO_LEVEL).to(torch.uint8)
+        return _pack_nibbles(levels | ((values < 0).to(torch.uint8) << 3)), scales
     # Rounded down where rounding up would make 127 steps of it infinite.
     limit = torch.finfo(torch.float32).max
     scales = (largest / 127).to(torch.float32)
@@ -75,8 +85,8 @@ def decode_values(data: Tensor, count: int, tensor_index: Tensor, scales: Tensor
     Args:
         data: The values' bytes, uint8.
         count: How many values to read.
-        tensor_index: Shape ``[count]``, int64: which tensor each value belongs to (used by int8 and 1bit only).
-        scales: Shape ``[num_tensors]`` (int8, 1bit) or ``[0]``, fp32.
+        tensor_index: Shape ``[count]``, int64: which tensor each value belongs to (used by formats with scales only).
+        scales: Shape ``[num_tensors]`` (formats with scales) or ``[0]``, fp32.
         value_format: The format they were written in.
 
     Returns:
@@ -88,8 +98,22 @@ def decode_values(data: Tensor, count: int, tensor_index: Tensor, scales: Tensor
         return _viewed(data[: 2 * count], torch.bfloat16).to(torch.float32)
     if value_format == "int8":
         return data[:count].view(torch.int8).to(torch.float32).mul_(scales[tensor_index])
+    if value_format == "int4":
+        codes = _unpack_nibbles(data)[:count]
+        table = torch.exp2(torch.arange(ZERO_LEVEL + 1, device=data.device) * -LEVEL_HALVINGS)
+        table[ZERO_LEVEL] = 0.0
+        return torch.cat([table, -table])[codes.to(torch.int64)].mul_(scales[tensor_index])
     signs = unpack_bits(data[: num_bytes(count)], count).to(torch.float32).mul_(2).sub_(1)
     return signs.mul_(scales[tensor_index])
+
+
+def _pack_nibbles(codes: Tensor) -> Tensor:
+    padded = torch.nn.functional.pad(codes, (0, codes.numel() % 2))
+    return padded[0::2] | (padded[1::2] << 4)
+
+
+def _unpack_nibbles(packed: Tensor) -> Tensor:
+    return torch.stack([packed & 15, packed >> 4], dim=1).flatten()
 
 
 def _viewed(data: Tensor, dtype: torch.dtype) -> Tensor:

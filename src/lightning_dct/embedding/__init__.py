@@ -1,0 +1,5 @@
+"""Embedding tables over ranks: placement, caches of remembered rows, messages of changes, the module around them."""
+
+from lightning_dct.embedding.sharded import ShardedEmbeddingBags
+
+__all__ = ["ShardedEmbeddingBags"]

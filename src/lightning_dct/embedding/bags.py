@@ -1,0 +1,106 @@
+"""What a batch looks up: ids and offsets, checked and laid flat, and pooling rows into bags and gradients back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_dct.embedding.placement import Int64Array
+
+
+@dataclass(frozen=True)
+class Bags:
+    """Look-ups laid flat.
+
+    Attributes:
+        tables: Shape ``[lookups]``: the table of each.
+        rows: Shape ``[lookups]``: the row in it.
+        bags: Shape ``[lookups]``, int64 on the model's device: the bag each goes into, ``sample * tables + table``;
+            None when every bag has one look-up, in this order.
+        weights: Shape ``[bags, 1]``: what each bag's sum is multiplied by; None for plain sums.
+        num_samples: Samples.
+        num_tables: Tables.
+    """
+
+    tables: Int64Array
+    rows: Int64Array
+    bags: Tensor | None
+    weights: Tensor | None
+    num_samples: int
+    num_tables: int
+
+    def pool(self, rows: Tensor) -> Tensor:
+        """Sum or average rows (``[lookups, dim]``) into bags (``[samples, tables, dim]``)."""
+        pooled = rows
+        if self.bags is not None:
+            pooled = rows.new_zeros(self.num_samples * self.num_tables, rows.shape[1])
+            pooled.index_add_(0, self.bags, rows)
+        if self.weights is not None:
+            pooled = pooled * self.weights
+        return pooled.view(self.num_samples, self.num_tables, rows.shape[1])
+
+    def spread(self, gradient: Tensor) -> Tensor:
+        """The gradient of each look-up (``[lookups, dim]``) from that of the bags (``[samples, tables, dim]``)."""
+        flat = gradient.reshape(self.num_samples * self.num_tables, gradient.shape[2])
+        if self.weights is not None:
+            flat = flat * self.weights
+        return flat if self.bags is None else flat[self.bags]
+
+
+def read_bags(ids: Tensor, offsets: Tensor | None, table_rows: Sequence[int], pooling: str) -> Bags:
+    """Check and flatten the input of a look-up.
+
+    Args:
+        ids: Whole numbers. Without offsets ``[samples, tables]``: one row of each table a sample. With offsets
+            ``[lookups]``: all of table 0's look-ups, then those of table 1, and so on.
+        offsets: Shape ``[tables * samples + 1]``, ascending: bag ``table * samples + sample`` holds the look-ups from
+            its offset to the next one's. Bags may be empty.
+        table_rows: Rows of each table.
+        pooling: ``"sum"`` or ``"mean"``.
+
+    Raises:
+        ValueError: Shapes, dtypes or offsets are not as above.
+        IndexError: An id is out of its table's range; the message names both.
+    """
+    num_tables = len(table_rows)
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(f"`ids` must be whole numbers, int64 or int32; they are {ids.dtype}.")
+    if offsets is None:
+        if ids.ndim != 2 or ids.shape[1] != num_tables:
+            raise ValueError(
+                f"Without `offsets`, `ids` must have the shape [samples, {num_tables}] (one row of each table); they"
+                f" have {list(ids.shape)}. Give `offsets` for bags of several rows."
+            )
+        num_samples, flat = ids.shape[0], ids.detach().cpu().numpy().astype(np.int64).reshape(-1)
+        tables = np.tile(np.arange(num_tables, dtype=np.int64), num_samples)
+        bags = weights = None
+    else:
+        flat, ends = ids.detach().cpu().numpy().astype(np.int64), offsets.detach().cpu().numpy().astype(np.int64)
+        num_samples = (ends.size - 1) // num_tables
+        lengths = np.diff(ends)
+        if ids.ndim != 1 or offsets.ndim != 1 or ends.size != num_samples * num_tables + 1:
+            raise ValueError(
+                f"With `offsets`, `ids` must have the shape [lookups] and `offsets` [{num_tables} * samples + 1]; they"
+                f" have {list(ids.shape)} and {list(offsets.shape)}."
+            )
+        if ends[0] != 0 or ends[-1] != flat.size or (lengths < 0).any():
+            raise ValueError(f"`offsets` must ascend from 0 to the number of look-ups, {flat.size}.")
+        by_table = np.repeat(np.arange(num_tables * num_samples), lengths)
+        tables, samples = np.divmod(by_table, max(num_samples, 1))
+        bags = torch.from_numpy(samples * num_tables + tables).to(ids.device)
+        weights = None
+        if pooling == "mean":
+            counts = torch.from_numpy(lengths.reshape(num_tables, num_samples).T.copy()).to(ids.device)
+            weights = 1.0 / counts.clamp(min=1).reshape(-1, 1)
+    bad = (flat < 0) | (flat >= np.asarray(table_rows, dtype=np.int64)[tables])
+    if bad.any():
+        first = int(bad.argmax())
+        raise IndexError(
+            f"Id {flat[first]} is out of range: table {tables[first]} has {table_rows[tables[first]]} rows"
+            f" ({int(bad.sum())} of {flat.size} ids are out of range). Mend the ids or `table_rows`."
+        )
+    return Bags(tables, flat, bags, weights, num_samples, num_tables)

@@ -1,0 +1,144 @@
+"""One message of changed entries: what moved by more than its table's threshold, as bytes and back. No communication.
+
+A message is about some rows that both ends know already, in an order both know. Its size follows from their number
+alone: for each table, ``density`` times its entries among them. So nobody has to be told how long it is, and what
+does not fit waits, because nothing is ever lost here: the sender keeps the difference.
+
+    accumulated [k, d]     what the receiver does not know yet
+    sent                   its entries with |a| >= tau(table), the largest of them where there are too many
+    left                   accumulated - decoded(sent)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lightning_dct.embedding.placement import Int64Array
+from lightning_dct.threshold import GUARD_RESELECT, SMALLEST_THRESHOLD, keep_largest, kth_magnitude, nudge
+from lightning_dct.wire import PayloadLayout, pack, unpack
+
+Float64Array = npt.NDArray[np.float64]
+
+
+class Message(NamedTuple):
+    """What the rows of a message have in common with every other message about the same rows.
+
+    Attributes:
+        layout: The payload's shape, one tensor for each table that has rows in it.
+        tables: Which tables those are, ascending.
+        num_rows: Rows the message is about.
+        dim: Entries a row.
+    """
+
+    layout: PayloadLayout
+    tables: list[int]
+    num_rows: int
+    dim: int
+
+
+class Sent(NamedTuple):
+    """What goes out.
+
+    Attributes:
+        payload: Shape ``[message.layout.num_bytes]``, uint8.
+        positions: Shape ``[count]``, int64: places in the flattened rows.
+        received: Shape ``[count]``, fp32: the values as they will be read.
+        left: Shape ``[count]``: what is still to be sent there.
+    """
+
+    payload: Tensor
+    positions: Tensor
+    received: Tensor
+    left: Tensor
+
+
+def message_about(row_tables: Int64Array, dim: int, density: float, value_format: str) -> Message:
+    """The message for some rows.
+
+    Args:
+        row_tables: Shape ``[k]``, ascending: the table of each row.
+        dim: Entries a row.
+        density: Share of them that may be sent.
+        value_format: How they are written; see :mod:`lightning_dct.wire.values`.
+    """
+    tables, counts = np.unique(row_tables, return_counts=True)
+    sizes = tuple(int(count) * dim for count in counts)
+    capacities = tuple(math.ceil(density * size) for size in sizes)
+    return Message(PayloadLayout(sizes, capacities, value_format), tables.tolist(), row_tables.size, dim)
+
+
+def compress_changes(accumulated: Tensor, message: Message, thresholds: Float64Array, guard: bool) -> Sent:
+    """Choose what is sent.
+
+    From a table with infinite or NaN entries only those go, and ``left`` is NaN or infinite there: the caller keeps
+    what it had.
+
+    Args:
+        accumulated: Shape ``[k, dim]``, fp32 or fp64. Not changed.
+        message: What it is about.
+        thresholds: One for each table of the module; 0 where none was selected yet. Changed in place.
+        guard: Move the thresholds towards their targets by what this message shows.
+    """
+    flat = accumulated.reshape(-1)
+    sizes, targets = message.layout.tensor_sizes, message.layout.capacities
+    for part, table, target in zip(flat.split(sizes), message.tables, targets, strict=True):
+        if thresholds[table] == 0:
+            thresholds[table] = kth_magnitude(part, target)
+    known = thresholds[message.tables]
+    finite = flat.isfinite()
+    if not bool(finite.all()):
+        whole = torch.stack([part.all() for part in finite.split(sizes)]).cpu().numpy()
+        known = np.where(whole, known, np.inf)
+    limits = torch.from_numpy(known).to(flat.dtype).repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
+    limits = limits.to(flat.device)
+    # "Not below" instead of "at or above": it is true for NaN.
+    positions = (flat.abs() < limits).logical_not_().nonzero().squeeze(1)
+    values = flat[positions]
+    index = _table_index(message, positions)
+    reached = torch.bincount(index, minlength=len(sizes)).tolist()
+    if positions.numel() > message.layout.capacity:
+        # What exceeds its table's threshold by the largest factor goes.
+        excess = (values / limits[positions]).nan_to_num_(nan=math.inf).clamp_(-3e38, 3e38)
+        keep, _ = keep_largest(excess, message.layout.capacity)
+        positions, values = positions[keep], values[keep]
+    if guard:
+        _guard(message, thresholds, reached, flat)
+    payload, received = pack(message.layout, positions, values, flat.new_empty(0, dtype=torch.uint8))
+    return Sent(payload, positions, received, values - received.to(values.dtype))
+
+
+def read_changes(payload: Tensor, message: Message) -> tuple[Tensor, Tensor]:
+    """Read a message.
+
+    Args:
+        payload: Shape ``[message.layout.num_bytes]``, uint8.
+        message: What it is about.
+
+    Returns:
+        Places in the flattened rows (int64) and the values there (fp32), both shape ``[count]``.
+
+    Raises:
+        PayloadError: The bytes are not a message about these rows.
+    """
+    received = unpack(message.layout, payload)
+    return received.positions, received.values
+
+
+def _table_index(message: Message, positions: Tensor) -> Tensor:
+    ends = torch.tensor(message.layout.tensor_sizes, device=positions.device).cumsum(0)
+    return torch.searchsorted(ends, positions, right=True)
+
+
+def _guard(message: Message, thresholds: Float64Array, reached: list[int], flat: Tensor) -> None:
+    parts = flat.split(message.layout.tensor_sizes)
+    for part, table, count, target in zip(parts, message.tables, reached, message.layout.capacities, strict=True):
+        if count > GUARD_RESELECT * target and bool(part.isfinite().all()):
+            thresholds[table] = kth_magnitude(part, target)
+        else:
+            thresholds[table] = max(nudge(thresholds[table], count, target, part.numel()), SMALLEST_THRESHOLD)

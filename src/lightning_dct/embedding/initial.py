@@ -1,0 +1,54 @@
+"""The initial value of a row: a seeded function of its table and number, so every rank can compute every row's.
+
+The owner fills its shards with it, and a rank that asks for a row for the first time starts its copy from it: what the
+two ends disagree on is then only what training has changed. The hash is the finaliser of SplitMix64 (Steele, Lea and
+Flood, *Fast splittable pseudorandom number generators*, OOPSLA 2014).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
+
+
+def initial_rows(
+    seed: int,
+    tables: npt.NDArray[np.int64],
+    rows: npt.NDArray[np.int64],
+    bounds: npt.NDArray[np.float32],
+    dim: int,
+) -> Tensor:
+    """Uniform on ``[-bound, bound)``, the same for whoever asks.
+
+    Args:
+        seed: Any integer.
+        tables: Shape ``[n]``: the table of each row.
+        rows: Shape ``[n]``: the row in its table.
+        bounds: Shape ``[tables]``: each table's bound.
+        dim: Entries a row.
+
+    Returns:
+        Shape ``[n, dim]``, fp32.
+    """
+    state = np.full(1, seed % 2**64, dtype=np.uint64)
+    for counter in (tables[:, None], rows[:, None], np.arange(dim)[None, :]):
+        state = _mix(state + (counter.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    # 24 bits are what an fp32 holds exactly: no rounding but that of the last product.
+    uniform = (state >> np.uint64(40)).astype(np.float32) * np.float32(2**-23) - np.float32(1)
+    uniform *= bounds[tables][:, None]
+    return torch.from_numpy(uniform)
+
+
+def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    state ^= state >> np.uint64(30)
+    state *= _FIRST
+    state ^= state >> np.uint64(27)
+    state *= _SECOND
+    state ^= state >> np.uint64(31)
+    return state

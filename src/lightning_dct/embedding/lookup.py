@@ -1,0 +1,274 @@
+"""One training look-up through changes: each distinct row is asked for once, and only what moved travels, both ways.
+
+    rank that uses a row (R: its copy, G: its residual)            rank that owns it (E: the row, R: that very copy)
+
+      distinct ids, sorted  ----------------------------------->   D = E - R
+      R += sent             <--------  D where |D| >= tau  -----   R += sent
+      pool R; the rest of the model runs
+      G += dL/dR            ---------  G where |G| >= tau  ---->   the sum over all ranks is E's gradient
+      G -= sent
+
+(DESIGN: thresholding changes instead of values. The one-mask method for values is in :mod:`.values`.)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_dct.embedding.bags import Bags
+from lightning_dct.embedding.changes import Message, compress_changes, message_about, read_changes
+from lightning_dct.embedding.placement import Int64Array
+from lightning_dct.embedding.rows import add_entries
+from lightning_dct.wire import PayloadError, PositionCode
+
+if TYPE_CHECKING:
+    from lightning_dct.embedding.sharded import ShardedEmbeddingBags
+
+ID_BYTES = 8
+FP32_BYTES = 4
+
+
+class DistinctRows:
+    """The distinct rows of some bags, by owner.
+
+    Attributes:
+        bags: What is looked up.
+        wanted: For each rank, the places asked of it: ascending, distinct.
+        lookups: For each rank, how many look-ups they stand for.
+        starts: Where each rank's begin among all distinct rows; one more for the end.
+        inverse: Shape ``[lookups]``, int64: which distinct row each look-up is.
+    """
+
+    def __init__(self, bags: Bags, module: ShardedEmbeddingBags) -> None:
+        placement = module.placement
+        owners, places = placement.locate(bags.tables, bags.rows)
+        stride = max(max(placement.owned_rows), 1)
+        keys, inverse = np.unique(owners * stride + places, return_inverse=True)
+        ranks = np.arange(placement.world_size + 1)
+        self.bags = bags
+        self.starts = np.searchsorted(keys, ranks * stride)
+        self.wanted = [keys[self.starts[rank] : self.starts[rank + 1]] - rank * stride for rank in ranks[:-1].tolist()]
+        self.lookups = np.bincount(owners, minlength=placement.world_size)
+        self.inverse = torch.from_numpy(inverse.reshape(-1)).to(module.weight.device)
+
+    def part(self, rows: Tensor, rank: int) -> Tensor:
+        """The rows of one owner among all distinct rows."""
+        return rows[self.starts[rank] : self.starts[rank + 1]]
+
+
+class Asked:
+    """What another rank asks of this one.
+
+    Attributes:
+        places: Shape ``[k]``: the rows.
+        slots: Where the copy that rank holds is mirrored.
+        lookups: How many look-ups they stand for.
+    """
+
+    def __init__(self, places: Int64Array, slots: Tensor, lookups: int) -> None:
+        self.places = places
+        self.slots = slots
+        self.lookups = lookups
+
+
+def encode_places(places: Int64Array, universe: int, device: torch.device) -> Tensor:
+    """Ascending distinct places as bytes; their number is told apart."""
+    return PositionCode(universe, places.size).encode(torch.from_numpy(places).to(device))
+
+
+def decode_places(data: Tensor, universe: int, count: int) -> Int64Array:
+    """Undo :func:`encode_places`.
+
+    Raises:
+        PayloadError: The bytes are not that.
+    """
+    try:
+        return PositionCode(universe, count).decode(data, count).cpu().numpy()
+    except ValueError as error:
+        raise PayloadError(f"the ids another rank asks for are corrupt: {error}") from error
+
+
+class ChangesLookup:
+    """A look-up under way; see the drawing at the top.
+
+    The constructor asks for rows and starts what this rank owes the others; :meth:`pooled` waits for the answers.
+    """
+
+    def __init__(self, module: ShardedEmbeddingBags, bags: Bags) -> None:
+        self._module = module
+        self._rank, self._peers = module.exchange_group.rank, module.peers
+        with module.timed():
+            self._rows = DistinctRows(bags, module)
+            payloads, told = self._ask()
+        heard = module.exchange_group.announce(told, module.traffic)
+        with module.timed():
+            sizes = [0] * module.placement.world_size
+            for peer in self._peers:
+                sizes[peer] = self._request_bytes(self._rank, int(heard[peer, 0]), int(heard[peer, 2]))
+        requests = module.exchange_group.start(payloads, sizes, module.traffic).wait()
+        with module.timed():
+            self._asked = {
+                peer: self._read_request(peer, requests[peer], int(heard[peer, 0]), int(heard[peer, 1]))
+                for peer in self._peers
+            }
+            self._count()
+            # What this rank hears from an owner, and what it tells a user, about the same rows in both directions.
+            self._mine = {peer: self._message(peer, rows) for peer, rows in enumerate(self._rows.wanted)}
+            self._theirs = {peer: self._message(self._rank, asked.places) for peer, asked in self._asked.items()}
+            answers = [self._answer(peer) for peer in range(module.placement.world_size)]
+            sizes = [self._mine[peer].layout.num_bytes if peer in self._peers else 0 for peer in self._mine]
+        self._incoming = module.exchange_group.start(answers, sizes, module.traffic)
+
+    def pooled(self) -> Tensor:
+        """Wait for the rows and pool them: shape ``[samples, tables, dim]``."""
+        module, rows = self._module, self._rows
+        answers = self._incoming.wait()
+        with module.timed():
+            parts: list[Tensor] = []
+            for rank, places in enumerate(rows.wanted):
+                if rank == self._rank:
+                    parts.append(module.weight.detach()[torch.from_numpy(places).to(module.weight.device)])
+                    continue
+                held, slots = module.held[rank], self._slots[rank]
+                positions, values = self._read(rank, answers[rank], self._mine[rank])
+                add_entries(held.copies, slots, positions, values)
+                parts.append(held.copies[slots])
+        return _Pool.apply(module.weight, torch.cat(parts).to(module.weight.dtype), self)
+
+    def send_gradient(self, pooled_gradient: Tensor) -> None:
+        """Start sending each owner the gradient of its rows; it arrives when backward ends."""
+        module, rows = self._module, self._rows
+        with module.timed():
+            each = rows.bags.spread(pooled_gradient).to(module.remembered_dtype)
+            gradient = each.new_zeros(int(rows.starts[-1]), module.embedding_dim)
+            gradient.index_add_(0, rows.inverse, each)
+            empty = torch.empty(0, dtype=torch.uint8, device=gradient.device)
+            payloads = [
+                self._gradient_payload(rank, rows.part(gradient, rank)) if rank in self._peers else empty
+                for rank in range(module.placement.world_size)
+            ]
+            sizes = [0] * module.placement.world_size
+            for peer in self._peers:
+                sizes[peer] = self._theirs[peer].layout.num_bytes
+        incoming = module.exchange_group.start(payloads, sizes, module.traffic)
+
+        def finish() -> None:
+            received = incoming.wait()
+            with module.timed():
+                own = torch.from_numpy(rows.wanted[self._rank]).to(gradient.device)
+                module.collect_gradient(own, rows.part(gradient, self._rank))
+                for peer in self._peers:
+                    positions, values = self._read(peer, received[peer], self._theirs[peer])
+                    touched, within = torch.unique(positions // module.embedding_dim, return_inverse=True)
+                    dense = gradient.new_zeros(touched.numel(), module.embedding_dim)
+                    dense[within, positions % module.embedding_dim] = values.to(dense.dtype)
+                    places = torch.from_numpy(self._asked[peer].places).to(gradient.device)
+                    module.collect_gradient(places[touched], dense)
+                module.deliver_gradient()
+
+        # After everything else of this backward, so that the bytes travel while the other gradients are computed.
+        torch.autograd.Variable._execution_engine.queue_callback(finish)
+
+    def _ask(self) -> tuple[list[Tensor], Int64Array]:
+        module, world_size = self._module, self._module.placement.world_size
+        device = module.weight.device
+        told = np.zeros((world_size, 3), dtype=np.int64)
+        payloads = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(world_size)]
+        self._slots: dict[int, Tensor] = {}
+        for peer in self._peers:
+            wanted = self._rows.wanted[peer]
+            admission, flushed = module.held[peer].admit(wanted)
+            self._slots[peer] = torch.from_numpy(admission.slots).to(device)
+            told[peer] = wanted.size, self._rows.lookups[peer], len(flushed)
+            ids = encode_places(wanted, module.placement.owned_rows[peer], device)
+            payloads[peer] = torch.cat([ids, flushed.reshape(-1).view(torch.uint8)])
+        return payloads, told
+
+    def _request_bytes(self, owner: int, count: int, flushed: int) -> int:
+        module = self._module
+        ids = PositionCode(module.placement.owned_rows[owner], count).num_bytes
+        return ids + flushed * module.embedding_dim * module.remembered_dtype.itemsize
+
+    def _read_request(self, peer: int, request: Tensor, count: int, lookups: int) -> Asked:
+        module = self._module
+        universe = module.placement.owned_rows[self._rank]
+        id_bytes = PositionCode(universe, count).num_bytes
+        places = decode_places(request[:id_bytes], universe, count)
+        # This end works out for itself which rows the other has had to let go.
+        admission, _ = module.mirrors[peer].admit(places)
+        flushed = request[id_bytes:].clone().view(module.remembered_dtype).view(-1, module.embedding_dim)
+        if len(flushed) != admission.evicted.size:
+            raise PayloadError(
+                f"Rank {peer} has let {len(flushed)} rows go where {admission.evicted.size} were expected: the two"
+                " ends' caches differ. Use the same `cache_rows` and the same checkpoint on every rank."
+            )
+        if len(flushed):
+            module.collect_gradient(torch.from_numpy(admission.evicted).to(flushed.device), flushed)
+        return Asked(places, torch.from_numpy(admission.slots).to(module.weight.device), lookups)
+
+    def _answer(self, peer: int) -> Tensor:
+        module = self._module
+        if peer not in self._peers:
+            return torch.empty(0, dtype=torch.uint8, device=module.weight.device)
+        asked, mirror = self._asked[peer], module.mirrors[peer]
+        places = torch.from_numpy(asked.places).to(module.weight.device)
+        changed = module.weight.detach()[places].to(module.remembered_dtype) - mirror.copies[asked.slots]
+        message = self._theirs[peer]
+        sent = compress_changes(changed, message, mirror.thresholds, module.guard)
+        add_entries(mirror.copies, asked.slots, sent.positions, sent.received)
+        module.traffic.add(entries_sent=sent.positions.numel(), entries=changed.numel())
+        return sent.payload
+
+    def _gradient_payload(self, owner: int, gradient: Tensor) -> Tensor:
+        module = self._module
+        held, slots = module.held[owner], self._slots[owner]
+        if not held.cache.holds(self._rows.wanted[owner], slots.cpu().numpy()):
+            raise RuntimeError(
+                "Rows were evicted between a forward and its backward: with several forwards before a backward,"
+                f" `cache_rows` ({module.cache_rows}) must hold the rows of all of them. Raise it."
+            )
+        before = held.residual[slots]
+        accumulated = before + gradient
+        sent = compress_changes(accumulated, self._mine[owner], held.thresholds, module.guard)
+        after = accumulated.clone().view(-1)
+        after[sent.positions] = sent.left
+        after = torch.where(after.isfinite(), after, before.view(-1))
+        held.residual[slots] = after.view_as(before)
+        module.traffic.add(entries_sent=sent.positions.numel(), entries=gradient.numel())
+        return sent.payload
+
+    def _message(self, owner: int, places: Int64Array) -> Message:
+        module = self._module
+        tables = module.placement.tables_of(owner, places)
+        return message_about(tables, module.embedding_dim, module.annealed(module.density), module.value_format)
+
+    def _read(self, peer: int, payload: Tensor, message: Message) -> tuple[Tensor, Tensor]:
+        try:
+            return read_changes(payload, message)
+        except PayloadError as error:
+            raise PayloadError(f"Embedding rows from rank {peer} of the process group: {error}.") from error
+
+    def _count(self) -> None:
+        """Count what fp32 rows both ways and int64 ids of every look-up would put on the wire from this rank."""
+        row_bytes = FP32_BYTES * self._module.embedding_dim
+        mine = int(sum(self._rows.lookups[peer] for peer in self._peers))
+        theirs = sum(asked.lookups for asked in self._asked.values())
+        self._module.traffic.add(steps=1, bytes_dense=mine * (ID_BYTES + row_bytes) + theirs * row_bytes)
+
+
+class _Pool(torch.autograd.Function):
+    """Pools rows; its backward hands their gradient to the exchange instead of to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, rows: Tensor, lookup: ChangesLookup) -> Tensor:
+        ctx.lookup = lookup
+        return lookup._rows.bags.pool(rows[lookup._rows.inverse])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.lookup.send_gradient(gradient)
+        return None, None, None

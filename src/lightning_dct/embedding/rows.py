@@ -1,0 +1,99 @@
+"""What one rank remembers about another's rows: the last copy it holds, and the gradient it has not sent yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_dct.embedding.cache import Admission, RowCache
+from lightning_dct.embedding.placement import Int64Array
+
+
+class RememberedRows:
+    """Copies of rows, and where wanted residuals, for the rows in a cache.
+
+    The rank that uses rows and the rank that owns them each have one of these for the other, and both hold the same
+    copies to the last bit: both start a row from its initial value and both add what was sent.
+
+    Args:
+        capacity: Most rows to remember.
+        dim: Entries a row.
+        num_tables: Tables, each with a threshold of its own.
+        initial: Gives the initial values of rows by their places, shape ``[n, dim]``.
+        with_residual: Keep residuals too.
+        dtype: Of copies and residuals.
+        device: Where they are kept.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        dim: int,
+        num_tables: int,
+        initial: Callable[[Int64Array], Tensor],
+        with_residual: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.cache = RowCache(capacity)
+        self.thresholds = np.zeros(num_tables, dtype=np.float64)
+        self._initial = initial
+        self.copies = torch.empty(0, dim, dtype=dtype, device=device)
+        self.residual = torch.empty(0, dim if with_residual else 0, dtype=dtype, device=device)
+
+    def admit(self, wanted: Int64Array) -> tuple[Admission, Tensor]:
+        """Make room for rows.
+
+        Args:
+            wanted: Shape ``[k]``, places on the owner, ascending and distinct.
+
+        Returns:
+            Where they are, and the residuals of the rows that had to go, shape ``[e, dim]`` (``[e, 0]`` without).
+        """
+        admission = self.cache.admit(wanted)
+        flushed = self.residual[admission.evicted_slots].clone()
+        missing = self.cache.num_slots - len(self.copies)
+        if missing > 0:
+            # Doubling keeps the copying cheap; never more than the cache can come to hold.
+            more = max(missing, min(len(self.copies), self.cache.capacity - len(self.copies)))
+            self.copies = torch.cat([self.copies, self.copies.new_zeros(more, self.copies.shape[1])])
+            self.residual = torch.cat([self.residual, self.residual.new_zeros(more, self.residual.shape[1])])
+        fresh = admission.slots[admission.new]
+        if fresh.size:
+            self.copies[fresh] = self._initial(wanted[admission.new]).to(self.copies)
+            self.residual[fresh] = 0
+        return admission, flushed
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it: numbers and CPU tensors."""
+        used = self.cache.num_slots
+        return {
+            "cache": self.cache.state_dict(),
+            "thresholds": torch.from_numpy(self.thresholds.copy()),
+            "copies": self.copies[:used].to("cpu", copy=True),
+            "residual": self.residual[:used].to("cpu", copy=True),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+        self.cache.load_state_dict(state["cache"])
+        self.thresholds = state["thresholds"].numpy().copy()
+        self.copies = state["copies"].to(self.copies, copy=True)
+        self.residual = state["residual"].to(self.residual, copy=True)
+
+
+def add_entries(rows: Tensor, slots: Tensor, positions: Tensor, values: Tensor) -> None:
+    """Add values at some places of some rows, in place.
+
+    Args:
+        rows: Shape ``[n, dim]``.
+        slots: Shape ``[k]``, int64: which rows.
+        positions: Shape ``[count]``, int64: distinct places in these rows laid flat, ``k * dim`` of them.
+        values: Shape ``[count]``.
+    """
+    dim = rows.shape[1]
+    rows[slots[positions // dim], positions % dim] += values.to(rows.dtype)

@@ -1,0 +1,270 @@
+"""Embedding bags whose tables live on different ranks, exchanging changes instead of values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_dct.activations import CompressedModule
+from lightning_dct.config import VALUE_FORMATS, check_choice, check_density, check_integer
+from lightning_dct.embedding.bags import read_bags
+from lightning_dct.embedding.evaluation import ExactReader
+from lightning_dct.embedding.exchange import Exchange
+from lightning_dct.embedding.initial import initial_rows
+from lightning_dct.embedding.lookup import ChangesLookup
+from lightning_dct.embedding.placement import Int64Array, place_tables
+from lightning_dct.embedding.rows import RememberedRows
+from lightning_dct.traffic import Traffic
+
+Pooling = Literal["sum", "mean"]
+# Rows that are filled or copied at a time, so that no second copy of a table ever exists.
+ROWS_AT_A_TIME = 1 << 16
+
+
+class ShardedEmbeddingBags(CompressedModule):
+    """Embedding tables spread over the ranks, with thresholded *changes* on the wire instead of values.
+
+    Each distinct row of a batch is asked for once. Its owner sends the entries that have moved by more than their
+    table's threshold since this rank last heard of them; the gradients of a row are summed, and the entries above
+    another threshold go back. What is not sent is remembered on either side and sent later. The sum over ranks is
+    divided by the number of ranks, so any number of ranks trains the same model.
+
+    ``weight`` holds this rank's rows of all tables, shape ``[owned rows, embedding_dim]``. Its gradient is sparse: use
+    ``SGD``, ``Adagrad``, ``SparseAdam`` or :class:`~lightning_dct.RowWiseAdagrad`. It exists once the processes are up:
+    ``DCTStrategy`` calls :meth:`materialize`; under another strategy call it in ``configure_model``.
+
+    Outside training every rank reads exact rows. A rank that runs out of batches goes on answering the others until
+    all are through (:meth:`finish_evaluation`, which ``DCTStrategy`` arranges).
+
+    Example::
+
+        tables = ShardedEmbeddingBags([1000, 20000, 7], embedding_dim=16)
+        lookup = tables.request(ids)     # int64 [batch, 3]; rows begin to travel
+        hidden = bottom(dense)           # meanwhile
+        pooled = lookup.pooled()         # float [batch, 3, 16]
+
+    Args:
+        table_rows: Rows of each table.
+        embedding_dim: Entries a row.
+        pooling: ``"sum"`` or ``"mean"`` of a bag's rows; an empty bag is zero.
+        density: Share of the requested rows' entries that is sent a step in each direction, in (0, 1].
+        value_format: How they are written: ``"fp32"``, ``"bf16"``, ``"int8"``, ``"int4"`` or ``"1bit"``, with one
+            scale a table and message. What rounding loses is sent later.
+        refresh_every: Optimizer steps between two exact selections of the thresholds.
+        warmup_steps: Optimizer steps over which the density falls from 1.0 to its target.
+        warmup_schedule: ``"exponential"`` or ``"linear"``.
+        guard: Move the thresholds a little in every step to hold the number of entries near its target.
+        cache_rows: Rows of each other rank that are remembered, at most. A row that must make room sends what it
+            holds back first. Each takes ``8 * embedding_dim`` bytes here and ``4 * embedding_dim`` on its owner.
+        expected_lookups: Look-ups a sample of each table, for balancing the ranks; one each when None.
+        initial_bound: Rows start uniform on ``[-bound, bound)``; ``1 / sqrt(rows)`` of each table when None.
+        seed: Chooses the initial rows.
+
+    Raises:
+        TypeError: A setting has the wrong type.
+        ValueError: A setting is out of range.
+    """
+
+    weight: Tensor
+
+    def __init__(
+        self,
+        table_rows: Sequence[int],
+        embedding_dim: int,
+        *,
+        pooling: Pooling = "sum",
+        density: float = 0.05,
+        value_format: str = "int8",
+        refresh_every: int = 1000,
+        warmup_steps: int = 0,
+        warmup_schedule: str = "exponential",
+        guard: bool = True,
+        cache_rows: int = 1 << 18,
+        expected_lookups: Sequence[float] | None = None,
+        initial_bound: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(refresh_every, warmup_steps, warmup_schedule)
+        if not table_rows:
+            raise ValueError("`table_rows` is empty: give the number of rows of each table.")
+        for table, rows in enumerate(table_rows):
+            check_integer(f"table_rows[{table}]", rows, minimum=1)
+        if expected_lookups is not None and len(expected_lookups) != len(table_rows):
+            raise ValueError(
+                f"`expected_lookups` has {len(expected_lookups)} entries for {len(table_rows)} tables: give one each."
+            )
+        check_integer("embedding_dim", embedding_dim, minimum=1)
+        check_choice("pooling", pooling, ("sum", "mean"))
+        check_density("density", density)
+        check_choice("value_format", value_format, VALUE_FORMATS)
+        check_integer("cache_rows", cache_rows, minimum=1)
+        self.table_rows = [int(rows) for rows in table_rows]
+        self.embedding_dim = embedding_dim
+        self.pooling = pooling
+        self.density = density
+        self.value_format = value_format
+        self.guard = guard
+        self.cache_rows = cache_rows
+        self.expected_lookups = expected_lookups
+        self.seed = seed
+        bounds = [1 / math.sqrt(rows) if initial_bound is None else initial_bound for rows in self.table_rows]
+        self._bounds = np.array(bounds, dtype=np.float32)
+        self.weight = nn.parameter.UninitializedParameter()
+        # Checkpoints leave the rows out: a strategy that saves them in shards sets this.
+        self.saved_in_shards = False
+        # Reading exact rows outside training is no part of what training sends.
+        self.evaluation_traffic = Traffic()
+
+    def extra_repr(self) -> str:
+        """What ``print`` shows."""
+        return (
+            f"{len(self.table_rows)} tables, {sum(self.table_rows)} rows, embedding_dim={self.embedding_dim},"
+            f" density={self.density}, value_format={self.value_format!r}"
+        )
+
+    @property
+    def is_materialized(self) -> bool:
+        """Whether this rank's rows exist."""
+        return not isinstance(self.weight, nn.parameter.UninitializedParameter)
+
+    def materialize(self) -> None:
+        """Make this rank's rows, once: a collective call where a process group is up."""
+        if self.is_materialized:
+            return
+        # A group of its own: Lightning broadcasts on the default one in between.
+        group = cast(dist.ProcessGroup, dist.new_group()) if dist.is_available() and dist.is_initialized() else None
+        device = self.weight.device
+        self.exchange_group = Exchange(group, device)
+        rank, world_size = self.exchange_group.rank, self.exchange_group.world_size
+        self.placement = place_tables(self.table_rows, world_size, self.expected_lookups)
+        self.peers = [peer for peer in range(world_size) if peer != rank]
+        cast(nn.parameter.UninitializedParameter, self.weight).materialize(
+            (self.placement.owned_rows[rank], self.embedding_dim)
+        )
+        self.remembered_dtype = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
+        with torch.no_grad():
+            for low in range(0, len(self.weight), ROWS_AT_A_TIME):
+                places = np.arange(low, min(low + ROWS_AT_A_TIME, len(self.weight)))
+                self.weight[low : low + ROWS_AT_A_TIME] = self.initial(rank, places).to(self.weight)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all copies, residuals and thresholds, as before the first step."""
+
+        def remembered(owner: int, with_residual: bool) -> RememberedRows:
+            return RememberedRows(
+                self.cache_rows,
+                self.embedding_dim,
+                len(self.table_rows),
+                lambda places: self.initial(owner, places),
+                with_residual,
+                self.remembered_dtype,
+                self.weight.device,
+            )
+
+        # Rows of others that this rank uses, and what the others hold of this rank's rows.
+        self.held = {peer: remembered(peer, True) for peer in self.peers}
+        self.mirrors = {peer: remembered(self.exchange_group.rank, False) for peer in self.peers}
+        self._collected: list[tuple[Tensor, Tensor]] = []
+        self.refresh_requested = True
+
+    def initial(self, owner: int, places: Int64Array) -> Tensor:
+        """The initial values of an owner's rows, fp32 ``[n, embedding_dim]``."""
+        tables, rows = self.placement.rows_of(owner, places)
+        return initial_rows(self.seed, tables, rows, self._bounds, self.embedding_dim)
+
+    def forward(self, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
+        """Look rows up and pool them; :meth:`request` and ``pooled`` in one.
+
+        Args:
+            ids: Whole numbers, ``[batch, tables]``; with offsets ``[lookups]``, table after table.
+            offsets: ``[tables * batch + 1]``: where each bag begins, all bags of table 0 first, and the end.
+
+        Returns:
+            Float ``[batch, tables, embedding_dim]``.
+
+        Raises:
+            ValueError: Shapes or dtypes are not as above.
+            IndexError: An id is out of its table's range.
+        """
+        return self.request(ids, offsets).pooled()
+
+    def request(self, ids: Tensor, offsets: Tensor | None = None) -> ChangesLookup | ExactReader:
+        """Ask for rows and let them travel until ``pooled()`` of what this returns is called."""
+        if not self.is_materialized:
+            raise RuntimeError(
+                "The tables are not there yet. Use `Trainer(strategy='dct')`, or call `materialize()` in"
+                " `configure_model` (or, without a Trainer, after `init_process_group`)."
+            )
+        bags = read_bags(ids, offsets, self.table_rows, self.pooling)
+        if not (self.training and torch.is_grad_enabled()):
+            return ExactReader(self, bags)
+        if self.refresh_requested:
+            for remembered in (*self.held.values(), *self.mirrors.values()):
+                remembered.thresholds[:] = 0
+            self.refreshed()
+        return ChangesLookup(self, bags)
+
+    def finish_evaluation(self) -> None:
+        """Answer the other ranks until all have run out of batches; a collective call after evaluation."""
+        if self.is_materialized:
+            ExactReader.serve_until_all_finish(self)
+
+    def collect_gradient(self, places: Tensor, gradient: Tensor) -> None:
+        """Add to the gradient of this rank's rows; :meth:`deliver_gradient` hands it over.
+
+        Args:
+            places: Shape ``[k]``, int64.
+            gradient: Shape ``[k, embedding_dim]``: of the mean loss of the rank it comes from.
+        """
+        self._collected.append((places, gradient))
+
+    def deliver_gradient(self) -> None:
+        """Add what was collected to ``weight.grad``, a sparse tensor, as the mean over ranks."""
+        places = torch.cat([places for places, _ in self._collected])
+        gradients = torch.cat([gradient for _, gradient in self._collected])
+        self._collected = []
+        distinct, inverse = torch.unique(places, return_inverse=True)
+        summed = gradients.new_zeros(distinct.numel(), self.embedding_dim).index_add_(0, inverse, gradients)
+        summed = (summed / self.placement.world_size).to(self.weight.dtype)
+        gradient = torch.sparse_coo_tensor(
+            distinct.unsqueeze(0), summed, self.weight.shape, is_coalesced=True, check_invariants=False
+        )
+        self.weight.grad = gradient if self.weight.grad is None else (self.weight.grad + gradient).coalesce()
+
+    def thresholds_in_use(self) -> list[float]:
+        """The thresholds of both directions."""
+        remembered = (*self.held.values(), *self.mirrors.values()) if self.is_materialized else ()
+        return [float(value) for rows in remembered for value in rows.thresholds if value]
+
+    def residual_norm(self) -> float:
+        """Euclidean norm of the gradients this rank has not sent yet."""
+        held = self.held.values() if self.is_materialized else ()
+        return float(sum(float(rows.residual.norm(dtype=torch.float64)) ** 2 for rows in held) ** 0.5)
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the time within as spent compressing."""
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self.traffic.add(seconds=perf_counter() - start)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.saved_in_shards:
+            del destination[f"{prefix}weight"]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        if self.saved_in_shards:
+            state_dict[f"{prefix}weight"] = self.weight.detach()
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
