@@ -1,0 +1,11 @@
+"""Stages of a model on several ranks, with compressed activations between them and compressed gradients beside.
+
+mesh         which rank holds what           crossing    the two ends of a border, as autograd functions
+partition    cuts the model at split points  schedule    torch.distributed.pipelining runs the pieces
+borders      shapes that cross               delivery    the schedule's gradients, handed to DDP
+steps        the user's steps and logs       gathering   many stages, one checkpoint
+"""
+
+from lightning_dct.pipeline.strategy import DCTPipelineStrategy
+
+__all__ = ["DCTPipelineStrategy"]

@@ -1,0 +1,86 @@
+"""What crosses each border between two pieces: shape and dtype, found without running anything for real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils._pytree import tree_flatten, tree_map
+
+from lightning_dct.pipeline.partition import Piece
+
+
+class Border(NamedTuple):
+    """An activation that crosses from one piece to the next.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def trace_borders(
+    pieces: Sequence[Piece], value: Any, device: torch.device, precision: Callable[[], AbstractContextManager[Any]]
+) -> list[Border]:
+    """Find what crosses the borders when the first piece is given ``value``.
+
+    The pieces run on fake tensors, which have shapes but no memory. So every rank finds all borders by itself,
+    whichever pieces it holds, and no state, random number or gradient is touched.
+
+    Args:
+        pieces: All pieces of the pipeline.
+        value: What the first is called with: tensors, in any nesting.
+        device: The device the pieces run on.
+        precision: Opens the context that forward runs in (autocast).
+
+    Returns:
+        One border fewer than pieces.
+
+    Raises:
+        ValueError: A piece gives something other than one tensor of real numbers to the next.
+        RuntimeError: A piece cannot run on fake tensors.
+    """
+    borders = []
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), precision():
+        value = tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, value)
+        for piece in pieces[:-1]:
+            modules = piece.modules
+            state = {
+                name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                for name, tensor in chain(modules.named_parameters(), modules.named_buffers())
+            }
+            try:
+                value = functional_call(modules, state, (value,))
+            except Exception as error:
+                raise RuntimeError(
+                    f"Piece {piece.index} of the pipeline cannot be run on fake tensors, which is how"
+                    " `DCTPipelineStrategy` learns the shapes that cross between stages. Its forward must not read"
+                    f" values of tensors (`.item()`, `.numpy()`). The error was: {error}"
+                ) from error
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                raise ValueError(
+                    f"Piece {piece.index} of the pipeline returns {_describe(value)}; what crosses a SplitPoint must"
+                    " be one tensor of real numbers. Stack what the next piece needs into one tensor."
+                )
+            borders.append(Border(tuple(value.shape), value.dtype))
+    return borders
+
+
+def signature(value: Any) -> tuple[Any, ...]:
+    """A key that is equal for inputs that lead to the same borders: structure, shapes and dtypes."""
+    leaves, structure = tree_flatten(value)
+    described = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    return (structure, described)
+
+
+def _describe(value: Any) -> str:
+    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

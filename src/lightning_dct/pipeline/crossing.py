@@ -1,0 +1,132 @@
+"""The two ends of a border: an activation becomes a payload, and the payload an activation; gradients likewise.
+
+A payload is a pair of tensors. *values*, fp32 ``[words]``, are bytes that are merely viewed as fp32, because
+torch.distributed.pipelining returns gradients for floating-point tensors only, and of the same shape and dtype. Many
+of them read as NaN. Nothing computes with them between the two autograd functions here. *positions*, uint8, have no
+gradient: backward returns the entries that forward has sent, which the sender has remembered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_dct.activations import (
+    SplitPoint,
+    as_bytes,
+    as_floats,
+    decode_backward,
+    decode_forward,
+    encode_backward,
+)
+from lightning_dct.pipeline.borders import Border
+
+
+class Crossing:
+    """A border at this step.
+
+    Args:
+        split: The split point that compresses what crosses.
+        border: What crosses.
+    """
+
+    def __init__(self, split: SplitPoint, border: Border) -> None:
+        self.split = split
+        self.border = border
+        self.layout = split.layout(border.shape)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Words of values, the same both ways, and bytes of positions."""
+        return self.layout.wire_floats, self.layout.forward_positions_bytes
+
+    def payload(self) -> tuple[Tensor, Tensor]:
+        """What a payload looks like, on the meta device."""
+        words, num_bytes = self.sizes
+        return (
+            torch.empty(words, device="meta", requires_grad=True),
+            torch.empty(num_bytes, dtype=torch.uint8, device="meta"),
+        )
+
+    def count(self, bytes_sent: int, positions: Tensor | None) -> None:
+        """Count one direction's payload, in training only: that is what is compared from step to step."""
+        if self.split.training:
+            self.split.traffic.add(
+                bytes_sent=bytes_sent,
+                bytes_dense=self.layout.dense_bytes,
+                entries_sent=self.layout.numel if positions is None else positions.numel(),
+                entries=self.layout.numel,
+            )
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the time spent encoding or decoding, in training only."""
+        start = perf_counter()
+        yield
+        if self.split.training:
+            self.split.traffic.add(seconds=perf_counter() - start)
+
+
+def send(crossing: Crossing, activation: Tensor) -> tuple[Tensor, Tensor]:
+    """Encode an activation for the next piece.
+
+    Args:
+        crossing: The border it crosses.
+        activation: Shape and dtype of the border.
+
+    Returns:
+        Values, fp32 ``[words]``, and positions, uint8 ``[bytes]``.
+    """
+    return _Send.apply(activation, crossing)
+
+
+def receive(crossing: Crossing, values: Tensor, positions: Tensor) -> Tensor:
+    """Decode what the previous piece has sent: zero where it has sent nothing."""
+    return _Receive.apply(values, positions, crossing)
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, activation: Tensor, crossing: Crossing) -> tuple[Tensor, Tensor]:
+        with crossing.timed():
+            encoded = crossing.split.encode_forward(activation)
+            values = as_floats(encoded.values_payload, crossing.layout.wire_floats)
+        ctx.crossing, ctx.positions = crossing, encoded.positions
+        ctx.mark_non_differentiable(encoded.positions_payload)
+        crossing.count(4 * values.numel() + encoded.positions_payload.numel(), encoded.positions)
+        return values, encoded.positions_payload
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        crossing: Crossing = ctx.crossing
+        with crossing.timed():
+            payload = as_bytes(grad_outputs[0], crossing.layout.backward_bytes)
+            return decode_backward(crossing.layout, payload, ctx.positions, crossing.border.dtype), None
+
+
+class _Receive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, positions: Tensor, crossing: Crossing) -> Tensor:
+        layout = crossing.layout
+        with crossing.timed():
+            payload = as_bytes(values, layout.forward_values_bytes)
+            activation, ctx.positions = decode_forward(layout, positions, payload, crossing.border.dtype)
+        ctx.crossing, ctx.seed = crossing, crossing.split.rounding_seed
+        return activation
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        crossing: Crossing = ctx.crossing
+        with crossing.timed():
+            payload = encode_backward(crossing.layout, grad_outputs[0], ctx.positions, ctx.seed)
+            values = as_floats(payload, crossing.layout.wire_floats)
+        crossing.count(4 * values.numel(), ctx.positions)
+        return values, None, None

@@ -1,0 +1,73 @@
+"""A pipeline's state as one checkpoint, as a single process would have written it, and back to the stages' parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+State = dict[str, Any]
+
+
+def to_cpu(state: Any) -> Any:
+    """Copies of all tensors on the CPU, fit to be pickled."""
+    return tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, state)
+
+
+def part_of_state_dict(state: Mapping[str, Any], prefixes: Sequence[str]) -> State:
+    """The entries under some modules' names."""
+    return {name: value for name, value in state.items() if name.startswith(tuple(f"{p}." for p in prefixes))}
+
+
+def merge_state_dicts(mine: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> State:
+    """The whole model's state: each stage's part in place of the meta tensors that stand for it."""
+    merged = dict(mine)
+    for part in parts:
+        merged.update(part)
+    return merged
+
+
+def part_of_optimizer_state(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> State:
+    """The state of the parameters that are on this rank.
+
+    Args:
+        state: What ``optimizer.state_dict()`` returns, or a saved one of the whole model.
+        optimizer: Of all parameters, those on the meta device included, in the same order on every rank.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    here = {number for number, parameter in zip(numbers, parameters, strict=False) if not parameter.is_meta}
+    # What belongs to no parameter stays.
+    kept = {key: value for key, value in state["state"].items() if key in here or key not in numbers}
+    return {**state, "state": kept}
+
+
+def merge_optimizer_states(parts: Sequence[Mapping[str, Any]]) -> State:
+    """The state of all parameters, in their order; what belongs to none is the first stage's."""
+    merged: State = {}
+    for part in reversed(parts):
+        merged.update(part["state"])
+    ordered = sorted(merged.items(), key=lambda item: (not isinstance(item[0], int), str(item[0]).zfill(12)))
+    return {**parts[0], "state": dict(ordered)}
+
+
+def merge_residuals(states: Sequence[Mapping[str, Any]], width: int) -> State:
+    """What a rank of another layout starts from: what every parameter's replicas held back, as their mean.
+
+    Args:
+        states: The synchronisation states of all ranks of the saved run.
+        width: How many pipelines it had: as many ranks as held back of each parameter.
+    """
+    merged = dict(states[0])
+    totals: dict[str, Tensor] = {}
+    thresholds: dict[str, Any] = {}
+    for state in states:
+        for name, residual in state["residuals"].items():
+            totals[name] = totals.get(name, 0) + residual.to(torch.float64)
+        thresholds = {**state["thresholds"], **thresholds}
+    merged["residuals"] = {name: (total / width).to(torch.float32) for name, total in sorted(totals.items())}
+    merged["thresholds"] = thresholds
+    return merged

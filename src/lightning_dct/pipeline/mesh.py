@@ -1,0 +1,106 @@
+"""Which rank holds what: a mesh of data-parallel replicas x stages, and its process groups.
+
+Neighbouring ranks are the stages of one pipeline, so rank ``r`` is stage ``r % stages`` of replica ``r // stages``.
+Activations cross between stages several times a step and everybody waits for them; gradients cross between replicas
+once a step, a hundredth of them. So stages get the near links, inside a node, and replicas the far ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+T = TypeVar("T")
+
+
+def check_world(world_size: int, stages: int) -> None:
+    """Refuse a number of processes that pipelines of ``stages`` ranks do not fill.
+
+    Raises:
+        ValueError: ``world_size`` is not a multiple of ``stages``.
+    """
+    if world_size % stages:
+        raise ValueError(
+            f"`stages={stages}` does not divide the {world_size} processes of this run (devices x nodes): every"
+            f" pipeline takes {stages} of them. Give a multiple of {stages} devices, or another `stages`."
+        )
+
+
+@dataclass(frozen=True)
+class PipelineMesh:
+    """One rank's place in the mesh, and the groups it belongs to.
+
+    Attributes:
+        stages: Ranks in a pipeline.
+        width: Pipelines, each with its own part of the data.
+        stage: This rank's place in its pipeline, from 0.
+        replica: Its pipeline, from 0.
+        device_mesh: ``[width, stages]``, with dimensions ``"data_parallel"`` and ``"pipeline"``.
+        control: The pipeline's ranks, for logs and checkpoints: a group of its own, on the CPU.
+        everyone: All ranks, on the CPU.
+    """
+
+    stages: int
+    width: int
+    stage: int
+    replica: int
+    device_mesh: DeviceMesh
+    control: dist.ProcessGroup
+    everyone: dist.ProcessGroup
+
+    @classmethod
+    def create(cls, stages: int, device_type: str, timeout: timedelta | None) -> PipelineMesh:
+        """Make the mesh; every rank of the job calls this at the same time."""
+        world_size, rank = dist.get_world_size(), dist.get_rank()
+        check_world(world_size, stages)
+        width = world_size // stages
+        names = ("data_parallel", "pipeline")
+        device_mesh = init_device_mesh(device_type, (width, stages), mesh_dim_names=names)
+        # Every rank takes part in making every group.
+        everyone = dist.new_group(backend="gloo", timeout=timeout)
+        controls = [
+            dist.new_group(list(range(start, start + stages)), backend="gloo", timeout=timeout)
+            for start in range(0, world_size, stages)
+        ]
+        replica, stage = divmod(rank, stages)
+        return cls(stages, width, stage, replica, device_mesh, controls[replica], everyone)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank holds the pipeline's last piece, where the loss is computed."""
+        return self.stage == self.stages - 1
+
+    @property
+    def pipeline(self) -> dist.ProcessGroup:
+        """The ranks of this pipeline, for what crosses between stages."""
+        return self.device_mesh.get_group("pipeline")
+
+    @property
+    def data_parallel(self) -> dist.ProcessGroup:
+        """The ranks that hold the same pieces in the other pipelines."""
+        return self.device_mesh.get_group("data_parallel")
+
+    def rank_of(self, stage: int) -> int:
+        """The global rank that holds ``stage`` in this pipeline."""
+        return self.replica * self.stages + stage
+
+    def share(self, value: T | None, stage: int) -> T:
+        """Give every rank of the pipeline what one of them has (any picklable object, tensors on the CPU)."""
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, src=self.rank_of(stage), group=self.control)
+        return box[0]
+
+    def collect(self, value: T) -> list[T]:
+        """Every rank's value, in order of stages, on every rank of the pipeline."""
+        box: list[Any] = [None] * self.stages
+        dist.all_gather_object(box, value, group=self.control)
+        return box
+
+    def broadcast(self, tensor: Tensor, stage: int) -> None:
+        """Overwrite a CPU tensor with the one of a stage, on every rank of the pipeline."""
+        dist.broadcast(tensor, src=self.rank_of(stage), group=self.control)

@@ -1,0 +1,170 @@
+"""Cuts the model at its split points, and takes from a rank the pieces that live on others.
+
+The model stays one module tree on every rank, with the same names and the same order of parameters everywhere: what
+lives elsewhere has its parameters and buffers on the meta device, where they have shapes but no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dct.activations import SplitPoint
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What lies between two split points.
+
+    Attributes:
+        index: Its place, from 0.
+        names: The children of the Sequential that it consists of.
+        modules: They, in order. Not registered anywhere: the model keeps its own tree.
+        split: The split point that ends it; None for the last piece.
+    """
+
+    index: int
+    names: tuple[str, ...]
+    modules: nn.Sequential
+    split: SplitPoint | None
+
+
+def find_pipeline(module: nn.Module) -> tuple[str, nn.Sequential]:
+    """Find the Sequential that is cut into pieces, and its name in the model.
+
+    Raises:
+        ValueError: There is none, or more than one.
+    """
+    found = [
+        (name, child)
+        for name, child in module.named_modules()
+        if isinstance(child, nn.Sequential) and any(isinstance(part, SplitPoint) for part in child)
+    ]
+    if len(found) != 1:
+        have = "none has" if not found else f"{', '.join(repr(name) for name, _ in found)} have"
+        raise ValueError(
+            "`DCTPipelineStrategy` cuts the one `torch.nn.Sequential` of the model that has `SplitPoint` modules among"
+            f" its children; here {have}. Build the network as one Sequential with a SplitPoint between every two"
+            " stages."
+        )
+    return found[0]
+
+
+def cut(pipeline: nn.Sequential) -> list[Piece]:
+    """Cut a Sequential at its split points.
+
+    Raises:
+        ValueError: A piece would have no modules.
+    """
+    pieces: list[Piece] = []
+    children: dict[str, nn.Module] = {}
+    for name, child in [*pipeline.named_children(), ("", None)]:
+        if child is not None and not isinstance(child, SplitPoint):
+            children[name] = child
+            continue
+        if not children:
+            raise ValueError(
+                f"Piece {len(pieces)} of the pipeline is empty: a `SplitPoint` must stand between two modules of the"
+                " Sequential, not at its beginning or end or beside another one."
+            )
+        pieces.append(Piece(len(pieces), tuple(children), nn.Sequential(*children.values()), child))
+        children = {}
+    return pieces
+
+
+def check_pieces(pieces: Sequence[Piece], stages: int, interleaved: bool) -> None:
+    """Refuse a number of pieces that the ranks of a pipeline cannot share.
+
+    Raises:
+        ValueError: With the number of split points that would fit.
+    """
+    count = len(pieces)
+    fits = count % stages == 0 and count > stages if interleaved else count == stages
+    if not fits:
+        needed = (
+            f"a multiple of `stages` above it ({2 * stages} pieces, which {2 * stages - 1} split points make)"
+            if interleaved
+            else f"as many pieces as stages ({stages - 1} split points)"
+        )
+        schedule = "'interleaved_1f1b'" if interleaved else "'gpipe' and '1f1b'"
+        raise ValueError(
+            f"The model's SplitPoint modules cut it into {count} pieces, and `stages={stages}`: the schedule"
+            f" {schedule} takes {needed}. Change the split points, `stages` or `schedule`."
+        )
+
+
+def check_parameters(module: nn.Module, pipeline: nn.Sequential, pieces: Sequence[Piece], stages: int) -> None:
+    """Refuse models whose parameters do not each live on one stage.
+
+    Raises:
+        ValueError: A trainable parameter lies outside the Sequential, or on two stages, or a stage has none.
+    """
+    inside = {id(parameter) for parameter in pipeline.parameters()}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and id(parameter) not in inside:
+            raise ValueError(
+                f"The parameter {name!r} lies outside the Sequential that `DCTPipelineStrategy` cuts into stages, so"
+                " no stage could train it. Move its module into the Sequential, or freeze it."
+            )
+    owners: dict[int, int] = {}
+    for piece in pieces:
+        for name, parameter in piece.modules.named_parameters():
+            stage = piece.index % stages
+            if owners.setdefault(id(parameter), stage) != stage:
+                raise ValueError(
+                    f"The parameter {name!r} of piece {piece.index} is also used on stage {owners[id(parameter)]}:"
+                    " stages on different ranks cannot share a parameter. Untie the weights, or put both uses into"
+                    " one piece."
+                )
+    for stage in range(stages):
+        trained = [p for piece in pieces[stage::stages] for p in piece.modules.parameters() if p.requires_grad]
+        if not trained:
+            raise ValueError(
+                f"Stage {stage} of the pipeline has no trainable parameter. Move a SplitPoint, so that every stage"
+                " has some, or use fewer stages."
+            )
+
+
+def release(pieces: Iterable[Piece]) -> None:
+    """Move the parameters and buffers of some pieces to the meta device."""
+    _replace(pieces, lambda tensor: tensor.to("meta"))
+
+
+def materialise(pieces: Iterable[Piece]) -> None:
+    """Give released pieces memory on the CPU again, with nothing sensible in it yet."""
+    _replace(pieces, lambda tensor: torch.empty_like(tensor, device="cpu"))
+
+
+@contextmanager
+def hidden(pipeline: nn.Sequential, pieces: Iterable[Piece]) -> Iterator[None]:
+    """Keep some pieces out of the model for a while: meta tensors cannot be moved to another device."""
+    names = [name for piece in pieces for name in piece.names]
+    children = {name: pipeline._modules[name] for name in names}
+    try:
+        pipeline._modules.update({name: nn.Identity() for name in names})
+        yield
+    finally:
+        pipeline._modules.update(children)
+
+
+def _replace(pieces: Iterable[Piece], convert: Callable[[Tensor], Tensor]) -> None:
+    """Exchange all tensors of some pieces; what was shared between modules is shared still."""
+    converted: dict[int, Tensor] = {}
+    originals: list[Tensor] = []  # kept alive, so that no two of them have the same id
+    for piece in pieces:
+        for module in piece.modules.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is None:
+                        continue
+                    if id(tensor) not in converted:
+                        originals.append(tensor)
+                        new = convert(tensor.detach())
+                        if isinstance(tensor, nn.Parameter):
+                            new = nn.Parameter(new, tensor.requires_grad)
+                        converted[id(tensor)] = new
+                    tensors[name] = converted[id(tensor)]  # type: ignore[assignment]

@@ -1,0 +1,229 @@
+"""Runs the pieces of a rank under a schedule of torch.distributed.pipelining, and forward only for evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from lightning_dct.pipeline.borders import Border
+from lightning_dct.pipeline.crossing import Crossing, receive, send
+from lightning_dct.pipeline.mesh import PipelineMesh
+from lightning_dct.pipeline.partition import Piece
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b"]
+SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
+
+# Makes the loss of a micro-batch from what the last piece returns for it.
+LossOf = Callable[[int, Any], Tensor]
+
+
+def check_schedule(schedule: str, stages: int, micro_batches: int) -> None:
+    """Refuse numbers of micro-batches that a schedule cannot run.
+
+    Raises:
+        ValueError: With a number that would do.
+    """
+    if schedule == "1f1b" and micro_batches < stages:
+        raise ValueError(
+            f"`micro_batches={micro_batches}`: the schedule '1f1b' needs at least one a stage (`stages={stages}`)."
+            f" Use {stages} or more, or schedule='gpipe'."
+        )
+    if schedule == "interleaved_1f1b" and micro_batches % max(1, micro_batches // stages):
+        raise ValueError(
+            f"`micro_batches={micro_batches}`: the schedule 'interleaved_1f1b' needs a multiple of `stages={stages}`."
+            f" Use {stages * (micro_batches // stages)}."
+        )
+
+
+class Stage(nn.Module):
+    """One piece with its two ends: what arrives is decoded before it, what leaves is encoded after it.
+
+    Args:
+        piece: What is computed.
+        precision: Opens the context that forward runs in (autocast).
+    """
+
+    def __init__(self, piece: Piece, precision: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self.modules_of_piece = piece.modules
+        self.index = piece.index
+        self._precision = precision
+        # Set by the pipeline before each run.
+        self.arriving: Crossing | None = None
+        self.leaving: Crossing | None = None
+        self.inputs: Sequence[Any] = ()
+        self.loss_of: LossOf | None = None
+
+    def compute(self, micro_batch: int, payload: tuple[Tensor, ...]) -> Any:
+        """What the piece returns for a micro-batch; for the first piece, the payload is empty."""
+        value = self.inputs[micro_batch] if self.arriving is None else receive(self.arriving, *payload)
+        with self._precision():
+            return self.modules_of_piece(value)
+
+    def forward(self, *payload: Tensor, micro_batch: Tensor) -> tuple[Tensor, Tensor] | Tensor:
+        """One micro-batch under a schedule.
+
+        Args:
+            payload: What has arrived, as :func:`~lightning_dct.pipeline.crossing.send` made it.
+            micro_batch: Its number, int64 ``[1]``.
+
+        Returns:
+            What leaves; of the last piece, the loss.
+        """
+        number = int(micro_batch)
+        # Receive buffers are used again for the next step; what autograd keeps of them must not change.
+        output = self.compute(number, tuple(part.clone() if not part.requires_grad else part for part in payload))
+        if self.leaving is not None:
+            return send(self.leaving, output)
+        assert self.loss_of is not None
+        with self._precision():
+            return self.loss_of(number, output)
+
+
+class Pipeline:
+    """The pieces that one rank runs, and the schedule that they run under.
+
+    Args:
+        pieces: All pieces of the pipeline.
+        mesh: Where this rank is.
+        schedule: One of ``SCHEDULES``.
+        micro_batches: Into how many parts a training batch is cut.
+        device: The device that the pieces run on.
+        precision: Opens the context that forward runs in (autocast).
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        mesh: PipelineMesh,
+        schedule: str,
+        micro_batches: int,
+        device: torch.device,
+        precision: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self.pieces = pieces
+        self.stages = [Stage(piece, precision) for piece in pieces[mesh.stage :: mesh.stages]]
+        self._mesh = mesh
+        self._schedule_name = schedule
+        self._micro_batches = micro_batches
+        self._device = device
+        self._schedule: Any = None
+        self._layouts: Any = None
+
+    @property
+    def holds_first(self) -> bool:
+        """Whether this rank has the first piece."""
+        return self.stages[0].index == 0
+
+    def train(self, inputs: Sequence[Any], borders: Sequence[Border], loss_of: LossOf) -> None:
+        """Run forward and backward of all micro-batches: gradients are added to the parameters' ``.grad``.
+
+        Args:
+            inputs: What the first piece is called with, for each micro-batch. Used where that piece is.
+            borders: What crosses each border, the same for every micro-batch.
+            loss_of: Makes a micro-batch's loss. Used where the last piece is.
+        """
+        crossings = self._cross(borders)
+        # A new density means payloads of another size: every rank rebuilds in the same step, because each one knows
+        # the layouts of all borders.
+        layouts = tuple(crossing.sizes for crossing in crossings)
+        if layouts != self._layouts:
+            self._schedule, self._layouts = self._build(crossings), layouts
+        for stage in self.stages:
+            stage.inputs, stage.loss_of = inputs, loss_of
+        numbers = torch.arange(self._micro_batches)
+        try:
+            self._schedule.step(micro_batch=numbers, target=numbers, return_outputs=False)
+        except RuntimeError as error:
+            # torch wraps what a stage raises, once with all its arguments.
+            raise error if error.__cause__ is None else error.__cause__ from None
+        finally:
+            for stage in self.stages:
+                stage.inputs, stage.loss_of = (), None
+
+    def forward(self, inputs: Sequence[Any], borders: Sequence[Sequence[Border]]) -> list[Any] | None:
+        """Run forward alone.
+
+        Args:
+            inputs: What the first piece is called with, for each micro-batch.
+            borders: What crosses each border, for each micro-batch: they may differ in size.
+
+        Returns:
+            What the last piece returns for each micro-batch; None where that piece is not.
+        """
+        outputs: list[Any] | None = None
+        sending: list[dist.Work] = []
+        kept: list[Tensor] = []  # alive until it is sent
+        for stage in self.stages:
+            stage.inputs = inputs
+            outputs = []
+            for number, of_this in enumerate(borders):
+                crossings = self._cross(of_this)
+                payload: tuple[Tensor, ...] = ()
+                if stage.arriving is not None:
+                    payload = tuple(
+                        torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
+                        for meta in crossings[stage.index - 1].payload()
+                    )
+                    source = self._mesh.rank_of((stage.index - 1) % self._mesh.stages)
+                    for part in payload:
+                        dist.recv(part, src=source, group=self._mesh.pipeline)
+                output = stage.compute(number, payload)
+                if stage.leaving is None:
+                    outputs.append(output)
+                    continue
+                target = self._mesh.rank_of((stage.index + 1) % self._mesh.stages)
+                for part in send(stage.leaving, output):
+                    kept.append(part.detach())
+                    work = dist.isend(kept[-1], dst=target, group=self._mesh.pipeline)
+                    assert work is not None
+                    sending.append(work)
+            stage.inputs = ()
+        for work in sending:
+            work.wait()
+        return outputs if self.stages[-1].leaving is None else None
+
+    def _cross(self, borders: Sequence[Border]) -> list[Crossing]:
+        """Tell every stage what arrives and leaves."""
+        crossings = []
+        for piece, border in zip(self.pieces, borders, strict=False):
+            assert piece.split is not None
+            crossings.append(Crossing(piece.split, border))
+        for stage in self.stages:
+            stage.arriving = crossings[stage.index - 1] if stage.index > 0 else None
+            stage.leaving = crossings[stage.index] if stage.index < len(crossings) else None
+        return crossings
+
+    def _build(self, crossings: Sequence[Crossing]) -> Any:
+        stages = []
+        for stage in self.stages:
+            loss = torch.empty((), device="meta", requires_grad=True)
+            stages.append(
+                PipelineStage(
+                    stage,
+                    stage.index,
+                    len(self.pieces),
+                    self._device,
+                    # Static shapes: torch then never runs a stage to find them.
+                    input_args=() if stage.arriving is None else crossings[stage.index - 1].payload(),
+                    output_args=loss if stage.leaving is None else crossings[stage.index].payload(),
+                    group=self._mesh.pipeline,
+                )
+            )
+        # Losses are divided by the number of micro-batches before backward; torch shall not scale a second time.
+        settings: dict[str, Any] = {"loss_fn": _already_a_loss, "scale_grads": False}
+        if self._schedule_name == "interleaved_1f1b":
+            return ScheduleInterleaved1F1B(stages, self._micro_batches, **settings)  # type: ignore[arg-type]
+        schedule = ScheduleGPipe if self._schedule_name == "gpipe" else Schedule1F1B
+        return schedule(stages[0], self._micro_batches, **settings)
+
+
+def _already_a_loss(output: Tensor, target: Tensor) -> Tensor:
+    """The last stage returns the loss itself: only there are the micro-batch and its output at hand together."""
+    return output

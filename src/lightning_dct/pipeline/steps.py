@@ -1,0 +1,251 @@
+"""Runs the user's ``*_step`` around a network whose output comes from elsewhere, and keeps what it logs.
+
+A step is ordinary code that calls the network once. To learn what it would call it with, the network's forward is
+exchanged for one that stops the step there; to compute a loss, for one that returns what the last stage has made.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torchmetrics import Metric
+
+
+@dataclass
+class LogCall:
+    """One call of ``self.log``, fit to be sent to another rank.
+
+    Attributes:
+        name: The key.
+        value: The value, on the CPU; of a torchmetrics metric, what its ``forward`` returned last, or None.
+        metric: The name in the model of the metric that was logged; None where a value was.
+        settings: The other arguments.
+    """
+
+    name: str
+    value: Any
+    metric: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+class _Reached(BaseException):
+    """Carries what the network is called with out of the step; no ``except Exception`` in user code stops it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def capture_input(module: pl.LightningModule, network: nn.Sequential, step: str, arguments: Sequence[Any]) -> Any:
+    """What ``step`` would call the network with. The step runs up to that call, and what it logs is dropped.
+
+    Raises:
+        RuntimeError: The step never calls the network.
+    """
+
+    def reach(value: Any) -> Any:
+        raise _Reached(value)
+
+    with _exchanged(network, "forward", reach), _exchanged(module, "log", lambda *_, **__: None):
+        try:
+            getattr(module, step)(*arguments)
+        except _Reached as reached:
+            return reached.value
+    raise RuntimeError(
+        f"`{step}` never calls the Sequential that is cut into stages. Under `DCTPipelineStrategy` every step calls it"
+        " once, as in `self.network(inputs)`."
+    )
+
+
+def run_step(
+    module: pl.LightningModule, network: nn.Sequential, step: str, arguments: Sequence[Any], output: Any
+) -> tuple[Any, list[LogCall]]:
+    """Run ``step`` with a network that returns ``output``.
+
+    Returns:
+        What the step returns, and what it has logged.
+
+    Raises:
+        RuntimeError: The step calls the network twice, or not at all.
+    """
+    calls: list[LogCall] = []
+    times_called = 0
+
+    def answer(value: Any) -> Any:
+        nonlocal times_called
+        times_called += 1
+        return output
+
+    with _exchanged(network, "forward", answer), _exchanged(module, "log", _recorder(module, calls)):
+        result = getattr(module, step)(*arguments)
+    if times_called != 1:
+        raise RuntimeError(
+            f"`{step}` has called the Sequential that is cut into stages {times_called} times. Under"
+            " `DCTPipelineStrategy` every step calls it once: join what you call it with into one batch."
+        )
+    return result, calls
+
+
+def loss_in(result: Any) -> Tensor:
+    """The loss among what ``training_step`` has returned.
+
+    Raises:
+        RuntimeError: There is none that could be differentiated.
+    """
+    loss = result.get("loss") if isinstance(result, dict) else result
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise RuntimeError(
+            "`training_step` must return a loss that depends on the network's output: a tensor of one entry, or a dict"
+            f" with one under 'loss'. It returned {type(result).__name__}. Under `DCTPipelineStrategy` no micro-batch"
+            " can be skipped."
+        )
+    return loss
+
+
+def combine(micro_batches: Sequence[Sequence[LogCall]]) -> list[LogCall]:
+    """What is logged for a batch, of what was logged for each of its micro-batches.
+
+    Values are combined as they would be over the batches of an epoch: by ``reduce_fx``, which is the mean unless the
+    user says otherwise, weighted by ``batch_size`` where it was given.
+    """
+    by_name: dict[str, list[LogCall]] = {}
+    for call in (call for calls in micro_batches for call in calls):
+        by_name.setdefault(call.name, []).append(call)
+    return [_combine(calls) for calls in by_name.values()]
+
+
+def replay(module: pl.LightningModule, calls: Sequence[LogCall]) -> None:
+    """Log on this rank what the last stage has logged."""
+    for call in calls:
+        value = call.value
+        if call.metric is not None:
+            metric = module.get_submodule(call.metric)
+            assert isinstance(metric, Metric)
+            metric._forward_cache = None if value is None else value.to(module.device)
+            value = metric
+        elif isinstance(value, (Tensor, dict)):
+            value = tree_map(lambda leaf: leaf.to(module.device) if isinstance(leaf, Tensor) else leaf, value)
+        module.log(call.name, value, **call.settings)
+
+
+def split_batch(batch: Any, parts: int) -> list[Any]:
+    """Cut a batch along dimension 0 of its tensors.
+
+    Args:
+        batch: Tensors in any nesting of dicts, lists and tuples. What is no tensor, or has no dimensions, goes with
+            every part.
+        parts: How many.
+
+    Raises:
+        ValueError: Some tensor cannot be cut into equal parts.
+    """
+    leaves, structure = tree_flatten(batch)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] % parts:
+            raise ValueError(
+                f"`micro_batches={parts}` does not divide the training batch, which has {leaf.shape[0]} rows on this"
+                f" pipeline. Choose a batch size that is a multiple of {parts} (and `drop_last=True` for the loader's"
+                " last batch), or other `micro_batches`."
+            )
+    cut = [leaf.chunk(parts) if isinstance(leaf, Tensor) and leaf.dim() else (leaf,) * parts for leaf in leaves]
+    return [tree_unflatten([leaf[part] for leaf in cut], structure) for part in range(parts)]
+
+
+def split_ragged(value: Any, parts: int) -> list[Any]:
+    """Cut what a network is called with into at most ``parts`` parts along dimension 0, of about equal size."""
+    leaves, structure = tree_flatten(value)
+    lengths = {leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else None for leaf in leaves}
+    length = lengths.pop() if len(lengths) == 1 else None
+    if not length:  # not a batch of rows: it goes in one piece
+        return [value]
+    cut = [leaf.tensor_split(min(parts, length)) for leaf in leaves]
+    return [tree_unflatten([leaf[part] for leaf in cut], structure) for part in range(min(parts, length))]
+
+
+def join(outputs: Sequence[Any]) -> Any:
+    """Undo :func:`split_ragged` for what the network returns."""
+    if len(outputs) == 1:
+        return outputs[0]
+    structure = tree_flatten(outputs[0])[1]
+    return tree_unflatten(
+        [torch.cat(parts) for parts in zip(*(tree_flatten(output)[0] for output in outputs), strict=True)], structure
+    )
+
+
+@contextmanager
+def _exchanged(module: nn.Module, method: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """A hack, the one Lightning uses for DDP: an attribute of the instance hides the method of the class."""
+    setattr(module, method, replacement)
+    try:
+        yield
+    finally:
+        delattr(module, method)
+
+
+def _recorder(module: pl.LightningModule, calls: list[LogCall]) -> Callable[..., None]:
+    arguments_of_log = inspect.signature(type(module).log)
+
+    def record(*arguments: Any, **settings: Any) -> None:
+        bound = arguments_of_log.bind(module, *arguments, **settings).arguments
+        del bound["self"]
+        name, value = bound.pop("name"), bound.pop("value")
+        if bound.get("sync_dist_group") is not None:
+            raise ValueError(
+                f"`self.log({name!r}, sync_dist_group=...)`: under `DCTPipelineStrategy` values are combined over the"
+                " pipelines. Leave `sync_dist_group` out."
+            )
+        bound["enable_graph"] = False
+        metric = None
+        if isinstance(value, Metric):
+            metric = bound.get("metric_attribute") or _name_of(module, value)
+            value = value._forward_cache
+        value = tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, value)
+        calls.append(LogCall(name, value, metric, bound))
+
+    return record
+
+
+def _name_of(module: pl.LightningModule, metric: Metric) -> str:
+    for name, child in module.named_modules():
+        if child is metric:
+            return name
+    raise ValueError(
+        "A torchmetrics metric was logged that is no attribute of the LightningModule: other ranks could not find it."
+        " Assign it in `__init__`, or log `metric.compute()`."
+    )
+
+
+def _combine(calls: Sequence[LogCall]) -> LogCall:
+    last = calls[-1]
+    settings = dict(last.settings)
+    sizes = [call.settings.get("batch_size") for call in calls]
+    weights = None
+    if all(size is not None for size in sizes):
+        settings["batch_size"] = sum(sizes)
+        weights = torch.tensor(sizes, dtype=torch.float32)
+    values = [call.value for call in calls]
+    if len(calls) == 1 or any(value is None for value in values):
+        return LogCall(last.name, last.value, last.metric, settings)
+    leaves = zip(*(tree_flatten(value)[0] for value in values), strict=True)
+    reduce_fx = settings.get("reduce_fx", "mean")
+    combined = [
+        _reduce(torch.stack([torch.as_tensor(v).float().squeeze() for v in leaf]), reduce_fx, weights)
+        for leaf in leaves
+    ]
+    return LogCall(last.name, tree_unflatten(combined, tree_flatten(last.value)[1]), last.metric, settings)
+
+
+def _reduce(values: Tensor, reduce_fx: Any, weights: Tensor | None) -> Tensor:
+    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+    if name in ("mean", "avg"):
+        return values.mean() if weights is None else (values * weights).sum() / weights.sum()
+    if name in ("sum", "max", "min"):
+        return getattr(values, name)()
+    return reduce_fx(values)

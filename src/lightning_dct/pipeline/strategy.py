@@ -1,0 +1,467 @@
+"""``Trainer(strategy="dct_pipeline")``: stages on ranks, wired into Lightning. Holds no maths."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_map
+from torchmetrics import Metric
+
+from lightning_dct.clipping import clip_grad_norm
+from lightning_dct.config import check_choice, check_integer
+from lightning_dct.pipeline import gathering, partition, steps
+from lightning_dct.pipeline.borders import Border, signature, trace_borders
+from lightning_dct.pipeline.delivery import deliver, set_aside, through_ddp
+from lightning_dct.pipeline.mesh import PipelineMesh
+from lightning_dct.pipeline.metrics import LastStageGather, attach
+from lightning_dct.pipeline.schedule import SCHEDULES, Pipeline, ScheduleName, check_schedule
+from lightning_dct.strategy import DCTStrategy
+
+
+class DCTPipelineStrategy(DCTStrategy):
+    """Pipeline-parallel training with thresholded activations between stages, and thresholded gradients beside.
+
+    The model's network is one ``torch.nn.Sequential`` with :class:`~lightning_dct.SplitPoint` modules among its
+    children. They cut it into pieces, which run on the ranks of a pipeline under a schedule of
+    ``torch.distributed.pipelining``. Steps are written as for one process: they call the network once, and compute
+    the loss from what it returns. World size / ``stages`` pipelines share the data, and synchronise the gradients of
+    each stage as :class:`~lightning_dct.DCTStrategy` does (with one pipeline there is nothing to synchronise, and
+    gradients are used as they are).
+
+    Example::
+
+        network = nn.Sequential(encoder, SplitPoint(density=0.1), decoder)
+        trainer = Trainer(strategy=DCTPipelineStrategy(stages=2, micro_batches=4), devices=2)
+
+    What differs from training in one process:
+
+    * ``training_step`` sees one micro-batch at a time; the loss of a batch is the mean over its micro-batches, and
+      what is logged is combined as ``self.log(reduce_fx=..., batch_size=...)`` says. Of what ``training_step``
+      returns, the loss alone reaches callbacks.
+    * Steps run on the ranks of the last stage. What they log, and what evaluation steps return, reaches all ranks.
+      torchmetrics metrics come out alike everywhere; other state that steps keep in ``self`` exists there only.
+      Everywhere a step runs up to its call of the network, to find what the network is given.
+    * During ``fit`` a rank has the parameters of its own pieces; those of others have shapes but no memory. When fit
+      is over, every rank has the whole model.
+
+    Args:
+        accelerator: As for DDPStrategy.
+        stages: Ranks in a pipeline, at least 2.
+        micro_batches: Into how many parts, along dimension 0, a training batch is cut.
+        schedule: ``"gpipe"`` and ``"1f1b"`` take one piece a rank, ``"interleaved_1f1b"`` two or more.
+        **settings: Everything DCTStrategy takes, by keyword.
+
+    Raises:
+        TypeError: A setting has the wrong type.
+        ValueError: A setting is out of range, or settings do not go together.
+    """
+
+    strategy_name = "dct_pipeline"
+    registered_names = {
+        "dct_pipeline": {"start_method": "popen"},
+        "dct_pipeline_spawn": {"start_method": "spawn"},
+        "dct_pipeline_fork": {"start_method": "fork"},
+        "dct_pipeline_notebook": {"start_method": "fork"},
+    }
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        *,
+        stages: int = 2,
+        micro_batches: int = 4,
+        schedule: ScheduleName = "1f1b",
+        **settings: Any,
+    ) -> None:
+        check_integer("stages", stages, minimum=2)
+        check_integer("micro_batches", micro_batches, minimum=1)
+        check_choice("schedule", schedule, SCHEDULES)
+        check_schedule(schedule, stages, micro_batches)
+        for setting in ("process_group", "static_graph", "find_unused_parameters"):
+            if settings.get(setting):
+                raise ValueError(
+                    f"`DCTPipelineStrategy` cannot take `{setting}`: it makes its own process groups, and hands"
+                    " finished gradients to DistributedDataParallel. Leave the setting out."
+                )
+        super().__init__(accelerator, **settings)
+        self.stages = stages
+        self.micro_batches = micro_batches
+        self.schedule = schedule
+        # All that follows is set up once the processes are there.
+        self.mesh: PipelineMesh | None = None
+        self._network_name = ""
+        self._network: nn.Sequential | None = None
+        self._pieces: list[partition.Piece] = []
+        self._pipeline: Pipeline | None = None
+        self._own_parameters: list[nn.Parameter] = []
+        self._borders: dict[Any, list[Border]] = {}
+        self._checked: set[str] = set()
+        self._metrics: list[Metric] = []
+        # Whether other ranks' pieces have no memory here.
+        self._partitioned = False
+
+    # ------------------------------------------------------------------------------------------------- setting up
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """All ranks of a pipeline read the same data; each pipeline has its own."""
+        return {"num_replicas": self.world_size // self.stages, "rank": self.global_rank // self.stages}
+
+    def connect(self, model: pl.LightningModule) -> None:
+        """Refuse what cannot work, before any process waits for another.
+
+        Raises:
+            ValueError: With the reason and the remedy.
+        """
+        if not model.automatic_optimization:
+            raise ValueError(
+                "`DCTPipelineStrategy` works with automatic optimisation only: the schedule runs backward itself, in"
+                " the middle of `training_step`. Remove `self.automatic_optimization = False`."
+            )
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ValueError(
+                "precision='16-mixed' does not work with `DCTPipelineStrategy`: backward runs stage by stage before"
+                " the GradScaler could scale the loss, so small fp16 gradients would vanish. Use"
+                " precision='bf16-mixed', which needs no scaling, or '32-true'."
+            )
+        super().connect(model)
+
+    def setup_environment(self) -> None:
+        """Bring the processes up and make the mesh."""
+        super().setup_environment()
+        if self.mesh is None:
+            from lightning_dct.agreement import check_agreement
+
+            mine = {"stages": self.stages, "micro_batches": self.micro_batches, "schedule": self.schedule}
+            # Before groups are made, which hangs when ranks make others.
+            check_agreement({**mine, **vars(self.config)}, nn.Module(), None)
+            self.mesh = PipelineMesh.create(self.stages, self.root_device.type, self._timeout)
+            if self.mesh.width == 1:
+                # Nobody to exchange gradients with: none is held back.
+                self.config = replace(self.config, density=1.0, density_per_parameter={}, warmup_steps=0)
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Cut the model, keep this rank's pieces, and wrap them."""
+        module, mesh = self._module, self._placed
+        self._network_name, self._network = partition.find_pipeline(module)
+        self._pieces = partition.cut(self._network)
+        partition.check_pieces(self._pieces, self.stages, self.schedule == "interleaved_1f1b")
+        if self.sharded_tables():
+            raise ValueError(
+                "`DCTPipelineStrategy` cannot hold `ShardedEmbeddingBags`, which are spread over all ranks. Use"
+                " `torch.nn.EmbeddingBag` in a stage, or `DCTStrategy`."
+            )
+        self._borders, self._checked = {}, set()
+        if trainer.state.fn == TrainerFn.FITTING:
+            partition.check_parameters(module, self._network, self._pieces, self.stages)
+            super().setup(trainer)
+            for optimizer in self.optimizers:
+                # Some make state in advance, which could not be moved, nor saved.
+                for parameter in [parameter for parameter in optimizer.state if parameter.is_meta]:
+                    del optimizer.state[parameter]
+            # A hack: Lightning leaves clipping to the precision plugin, which knows this rank's gradients only.
+            self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+        else:
+            assert self.accelerator is not None
+            for name, compressed in self.compressed_modules().items():
+                compressed.name, compressed.traffic = name, self.split_traffic
+            self.accelerator.setup(trainer)
+            self.precision_plugin.convert_module(module)
+            self._copy_from_rank_zero()
+            self.model_to_device()
+            self.setup_precision_plugin()
+        self._metrics = attach(module, LastStageGather(mesh))
+        self._pipeline = Pipeline(
+            self._pieces,
+            mesh,
+            self.schedule,
+            self.micro_batches,
+            self.root_device,
+            self.precision_plugin.forward_context,
+        )
+
+    def model_to_device(self) -> None:
+        """Move this rank's pieces to its device, and free the others where training shall need the memory."""
+        assert self._network is not None
+        foreign = self._foreign()
+        if self._module.trainer.state.fn == TrainerFn.FITTING:
+            partition.release(foreign)
+            self._partitioned = True
+        with partition.hidden(self._network, foreign):
+            super().model_to_device()
+
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        foreign = tuple(f"{name}." for name in self._names_of(self._foreign()))
+        split_points = tuple(f"{name}." for name in self.compressed_modules())
+        tensors = [name for name, _ in model.named_parameters()] + [name for name, _ in model.named_buffers()]
+        # Thresholds are each replica's own: it selects among its own activations.
+        model._ddp_params_and_buffers_to_ignore = [  # type: ignore[assignment]
+            name for name in tensors if name.startswith(foreign + split_points)
+        ]
+        own = [piece for piece in self._pieces if piece not in self._foreign()]
+        unique = {id(p): p for piece in own for p in piece.modules.parameters() if p.requires_grad}
+        self._own_parameters = list(unique.values())
+        self._ddp_kwargs["process_group"] = self._placed.data_parallel
+        return super()._setup_model(model)
+
+    def _copy_from_rank_zero(self) -> None:
+        """Give every rank the model of rank 0, as DDPStrategy does for evaluation."""
+        tensors = [*self._module.parameters(), *self._module.buffers()]
+        if any(tensor.is_meta for tensor in tensors):  # left so by a fit that failed; each rank has what it needs
+            return
+        split_points = self.compressed_modules()
+        box = [{name: gathering.to_cpu(split.state_dict()) for name, split in split_points.items()}]
+        dist.broadcast_object_list(box, src=0, group=self._placed.everyone)
+        for name, split in split_points.items():
+            split.load_state_dict(box[0][name])
+        skipped = {id(buffer) for split in split_points.values() for buffer in split.buffers()}
+        for tensor in tensors:
+            if id(tensor) not in skipped:
+                dist.broadcast(tensor.detach(), src=0, group=self._placed.everyone)
+
+    def teardown(self) -> None:
+        """Undo the wrapping; after a fit that went well, give every rank the whole model again."""
+        for metric in self._metrics:
+            metric.dist_sync_fn = None
+        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
+        self._ddp_kwargs.pop("process_group", None)
+        self._pipeline, self._metrics, self._own_parameters = None, [], []
+        if self._network is None or not self._partitioned:
+            super().teardown()
+            return
+        failed = self._module.trainer.state.status == TrainerStatus.INTERRUPTED
+        with partition.hidden(self._network, self._foreign()):
+            super().teardown()
+        if not failed:
+            self._make_whole()
+
+    def _make_whole(self) -> None:
+        """Copy every piece from the rank that has trained it to the others of the pipeline."""
+        partition.materialise(self._foreign())
+        for piece in self._pieces:
+            owner = piece.index % self.stages
+            for tensor in {id(t): t for t in [*piece.modules.parameters(), *piece.modules.buffers()]}.values():
+                self._placed.broadcast(tensor.detach(), owner)
+            if piece.split is not None:
+                piece.split.load_state_dict(self._placed.share(piece.split.state_dict(), owner))
+        self._partitioned = False
+
+    # ---------------------------------------------------------------------------------------------- running steps
+
+    def training_step(self, batch: Any, *arguments: Any) -> Tensor:
+        """Run a batch through the pipeline, forward and backward, and return its loss on every rank.
+
+        Raises:
+            ValueError: The batch cannot be cut into micro-batches.
+            RuntimeError: ``training_step`` does not call the network once, or returns no loss.
+        """
+        assert self._network is not None
+        assert self._pipeline is not None
+        assert isinstance(self.model, DistributedDataParallel)
+        if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+            raise RuntimeError(
+                "Trainer(detect_anomaly=True) does not work with `DCTPipelineStrategy`: gradients cross between stages"
+                " as bytes that read as NaN. Look for anomalies with one process and `strategy='auto'`."
+            )
+        module, network = self._module, self._network
+        self._check_same_data("training_step", batch)
+        parts = steps.split_batch(batch, self.micro_batches)
+        with self.precision_plugin.train_step_context():
+            inputs = [steps.capture_input(module, network, "training_step", (part, *arguments)) for part in parts]
+        losses: list[Tensor] = []
+        logged: list[list[steps.LogCall]] = []
+
+        def loss_of(number: int, output: Any) -> Tensor:
+            result, calls = steps.run_step(module, network, "training_step", (parts[number], *arguments), output)
+            loss = steps.loss_in(result)
+            losses.append(loss.detach())
+            logged.append(calls)
+            return loss.reshape(()) / self.micro_batches
+
+        with set_aside(self._own_parameters) as gradients:
+            self._pipeline.train(inputs, self._same_borders(inputs), loss_of)
+        self.split_traffic.add(steps=1)
+        told = (torch.stack(losses).mean().cpu(), steps.combine(logged)) if self._placed.is_last else None
+        mean_loss, calls = self._placed.share(told, self.stages - 1)
+        steps.replay(module, calls)
+        loss = mean_loss.to(self.root_device)
+        return through_ddp(self.model, partial(deliver, loss, gradients, self._own_parameters))
+
+    def validation_step(self, *arguments: Any) -> Any:
+        """Run a batch through the stages, and the step on the last."""
+        with self.precision_plugin.val_step_context():
+            return self._evaluate("validation_step", *arguments)
+
+    def test_step(self, *arguments: Any) -> Any:
+        """Run a batch through the stages, and the step on the last."""
+        with self.precision_plugin.test_step_context():
+            return self._evaluate("test_step", *arguments)
+
+    def predict_step(self, *arguments: Any) -> Any:
+        """Run a batch through the stages, and the step on the last."""
+        with self.precision_plugin.predict_step_context():
+            return self._evaluate("predict_step", *arguments)
+
+    def _evaluate(self, step: str, batch: Any, *arguments: Any) -> Any:
+        """The step sees the batch whole; the network alone runs in micro-batches, of unequal size where need be."""
+        assert self._network is not None
+        assert self._pipeline is not None
+        module, network = self._module, self._network
+        self._check_same_data(step, batch)
+        inputs = steps.split_ragged(steps.capture_input(module, network, step, (batch, *arguments)), self.micro_batches)
+        outputs = self._pipeline.forward(inputs, [self._borders_of(value) for value in inputs])
+        told, result = None, None
+        if outputs is not None:
+            result, calls = steps.run_step(module, network, step, (batch, *arguments), steps.join(outputs))
+            told = gathering.to_cpu(result), calls
+        shared, calls = self._placed.share(told, self.stages - 1)
+        steps.replay(module, calls)
+        if outputs is not None:
+            return result
+        return tree_map(lambda leaf: leaf.to(self.root_device) if isinstance(leaf, Tensor) else leaf, shared)
+
+    def _same_borders(self, inputs: list[Any]) -> list[Border]:
+        """What crosses the borders, the same for all micro-batches of a batch.
+
+        Raises:
+            ValueError: They differ.
+        """
+        borders = self._borders_of(inputs[0])
+        for value in inputs[1:]:
+            if self._borders_of(value) != borders:
+                raise ValueError(
+                    "The micro-batches of this batch give the network inputs of different shapes; a schedule sends"
+                    " payloads of one size. Pad the inputs to the same shape for the whole batch."
+                )
+        return borders
+
+    def _borders_of(self, value: Any) -> list[Border]:
+        key = (self._module.training, signature(value))
+        if key not in self._borders:
+            self._borders[key] = trace_borders(
+                self._pieces, value, self.root_device, self.precision_plugin.forward_context
+            )
+        return self._borders[key]
+
+    def _check_same_data(self, step: str, batch: Any) -> None:
+        """See that all ranks of the pipeline have read the same, in the first batch of each kind.
+
+        Raises:
+            ValueError: They have not.
+        """
+        if step in self._checked:
+            return
+        self._checked.add(step)
+        digest = hashlib.sha1()
+        for leaf in tree_flatten(batch)[0]:
+            if isinstance(leaf, Tensor):
+                digest.update(str(leaf.shape).encode())
+                digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        if len(set(self._placed.collect(digest.hexdigest()))) > 1:
+            raise ValueError(
+                f"The ranks of one pipeline have read different batches for `{step}`. All of them must read the same:"
+                " split data by `trainer.distributed_sampler_kwargs` ({'num_replicas': pipelines, 'rank': this one})"
+                " in place of `trainer.world_size` and `trainer.global_rank`, and let random augmentation follow a"
+                " seed that all ranks share."
+            )
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip by the norm of all stages' gradients."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        clip_grad_norm(parameters, clip_val, self._placed.pipeline)
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Combine over the pipelines: the ranks of one hold the same value, which shall count once."""
+        return super().reduce(tensor, self._placed.data_parallel if group is None else group, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any, have decided for something."""
+        votes = torch.tensor(int(decision))
+        dist.all_reduce(votes, group=self._placed.everyone)
+        return bool(votes == self.world_size) if all else bool(votes)
+
+    # -------------------------------------------------------------------------------------------------- checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole model's state on rank 0, as a single process would have it; elsewhere this rank's part."""
+        state = super().lightning_module_state_dict()
+        if not self._partitioned:
+            return state
+        names = self._names_of(piece for piece in self._pieces if piece not in self._foreign())
+        names += [name for name, split in self._own_split_points().items()]
+        parts = self._gather(gathering.part_of_state_dict(state, names))
+        return gathering.merge_state_dicts(state, parts[1:])
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state of all parameters on rank 0, as a single process would have it; elsewhere this rank's part."""
+        state = super().optimizer_state(optimizer)
+        if not self._partitioned:
+            return state
+        return gathering.merge_optimizer_states(self._gather(gathering.part_of_optimizer_state(state, optimizer)))
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load what is on this rank."""
+        with warnings.catch_warnings():
+            # Meta tensors stand for what is elsewhere; torch says of each that nothing is copied into it.
+            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*")
+            super().load_model_state_dict(checkpoint, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the state of the parameters on this rank."""
+        states = [
+            gathering.part_of_optimizer_state(state, optimizer)
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
+        ]
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+
+    def _gather(self, part: dict[str, Any]) -> list[dict[str, Any]]:
+        """All stages' parts on rank 0, one stage after the other; elsewhere this rank's alone."""
+        parts = [part]
+        mesh = self._placed
+        for stage in range(1, self.stages if mesh.replica == 0 else 0):
+            if mesh.stage == stage:
+                dist.send_object_list([gathering.to_cpu(part)], dst=0, group=mesh.control)
+            elif mesh.stage == 0:
+                box: list[Any] = [None]
+                dist.recv_object_list(box, src=stage, group=mesh.control)
+                parts.append(box[0])
+        return parts
+
+    # ------------------------------------------------------------------------------------------------- small things
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _placed(self) -> PipelineMesh:
+        assert self.mesh is not None
+        return self.mesh
+
+    def _foreign(self) -> list[partition.Piece]:
+        """The pieces that other ranks run."""
+        return [piece for piece in self._pieces if piece.index % self.stages != self._placed.stage]
+
+    def _names_of(self, pieces: Any) -> list[str]:
+        """The names, in the whole model, of the modules that pieces consist of."""
+        prefix = f"{self._network_name}." if self._network_name else ""
+        return [prefix + name for piece in pieces for name in piece.names]
+
+    def _own_split_points(self) -> dict[str, nn.Module]:
+        """The split points whose thresholds this rank selects, by name."""
+        own = [piece.split for piece in self._pieces if piece not in self._foreign()]
+        return {name: split for name, split in self.compressed_modules().items() if any(split is mine for mine in own)}
