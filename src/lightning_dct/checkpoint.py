@@ -4,6 +4,7 @@
     epoch=3.ckpt.dct/
         000000001200-rank-0-of-2.pt       residuals, thresholds and counters of rank 0 after 1200 synchronisations
         000000001200-rank-1-of-2.pt
+        000000001200-rows/            embedding rows that are spread over the ranks, where there are any
 
 Every rank writes its own file before Lightning's is written, under a name that holds the number of synchronisations:
 a job killed in the middle of overwriting a checkpoint finds the old file together with the old state.
@@ -23,9 +24,17 @@ CHECKPOINT_KEY = "lightning_dct"
 FORMAT_VERSION = 1
 
 
-def make_note(world_size: int, synchronisations: int) -> dict[str, int]:
-    """What Lightning's checkpoint says about the state that lies beside it."""
-    return {"format_version": FORMAT_VERSION, "world_size": world_size, "synchronisations": synchronisations}
+def make_note(world_size: int, synchronisations: int, has_state: bool = True, has_rows: bool = False) -> dict[str, int]:
+    """What Lightning's checkpoint says about what lies beside it.
+
+    Args:
+        world_size: Number of ranks.
+        synchronisations: Completed gradient synchronisations.
+        has_state: Whether the ranks' compression state is there; not with weights alone.
+        has_rows: Whether embedding rows are.
+    """
+    note = {"format_version": FORMAT_VERSION, "world_size": world_size, "synchronisations": synchronisations}
+    return note | {"has_state": int(has_state), "has_rows": int(has_rows)}
 
 
 def state_folder(checkpoint_path: str) -> str:
@@ -37,6 +46,11 @@ def state_path(checkpoint_path: str, note: Mapping[str, int], rank: int) -> str:
     """The file of one rank."""
     name = f"{note['synchronisations']:012d}-rank-{rank}-of-{note['world_size']}.pt"
     return f"{state_folder(checkpoint_path)}/{name}"
+
+
+def rows_path(checkpoint_path: str, note: Mapping[str, int]) -> str:
+    """The folder with the embedding rows."""
+    return f"{state_folder(_behind_link(checkpoint_path))}/{note['synchronisations']:012d}-rows"
 
 
 def write_state(checkpoint_io: CheckpointIO, path: str, note: Mapping[str, int], rank: int, state: Any) -> None:
@@ -65,8 +79,7 @@ def read_state(
             f"The compression state of {path!r} has format version {note.get('format_version')!r}; this lightning_dct"
             f" reads version {FORMAT_VERSION}. Resume with the version that saved it."
         )
-    # ModelCheckpoint(save_last="link") leaves a link: the files lie beside what it points at.
-    path = os.path.realpath(path) if os.path.islink(path) else path
+    path = _behind_link(path)
     states = []
     for saved_rank in [rank] if world_size == note["world_size"] else range(note["world_size"]):
         file = state_path(path, note, saved_rank)
@@ -89,16 +102,25 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     Args:
         states: One state (its own), or those of all ranks of the saved world.
+
+    Returns:
+        The state, where each entry of ``"modules"`` is the list of what the states say about that module.
     """
+    modules = {name: [state["modules"][name] for state in states] for name in states[0].get("modules", {})}
+    merged = {**states[0], "modules": modules}
     if len(states) == 1:
-        return dict(states[0])
-    merged = dict(states[0])
+        return merged
     names = {name for state in states for name in state["residuals"]}
     merged["residuals"] = {
         name: _mean([state["residuals"][name] for state in states if name in state["residuals"]], len(states))
         for name in sorted(names)
     }
     return merged
+
+
+def _behind_link(path: str) -> str:
+    # ModelCheckpoint(save_last="link") leaves a link: the files lie beside what it points at.
+    return os.path.realpath(path) if os.path.islink(path) else path
 
 
 def _mean(residuals: Sequence[Tensor], world_size: int) -> Tensor:

@@ -17,7 +17,7 @@ from lightning_dct import checkpoint as saved
 from lightning_dct.agreement import check_agreement
 from lightning_dct.config import DCTConfig
 from lightning_dct.gradients import GradientSynchronizer, make_synchronizer, parameter_names, resolve_process_group
-from lightning_dct.strategy import REGISTERED_NAMES
+from lightning_dct.strategy import DCTStrategy as TrainerStrategy
 from lightning_dct.traffic import Traffic
 
 
@@ -83,7 +83,7 @@ class DCTStrategy(DDPStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Register this strategy's names with Fabric's registry."""
-        for name, settings in REGISTERED_NAMES.items():
+        for name, settings in TrainerStrategy.registered_names.items():
             strategy_registry.register(name, cls, description="DCT strategy for Fabric", override=True, **settings)
 
 

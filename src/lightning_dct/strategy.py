@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import DDPStrategy
@@ -15,6 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_dct import checkpoint as saved
 from lightning_dct.activations import CompressedModule
@@ -22,9 +24,12 @@ from lightning_dct.agreement import check_agreement
 from lightning_dct.callbacks import CompressionMonitor, EvaluationJoin, ThresholdRefresh
 from lightning_dct.config import DCTConfig, ValueFormat
 from lightning_dct.embedding import ShardedEmbeddingBags
+from lightning_dct.embedding.hosting import find_tables, install_clipping
+from lightning_dct.embedding.shards import load_row_states, load_rows, save_rows, without_rows
 from lightning_dct.gradients import GradientSynchronizer, make_synchronizer, parameter_names, resolve_process_group
 from lightning_dct.traffic import Traffic
 from lightning_dct.warmup import WarmupSchedule
+
 
 REGISTERED_NAMES: dict[str, dict[str, Any]] = {
     "dct": {"start_method": "popen"},
@@ -66,6 +71,7 @@ class DCTStrategy(DDPStrategy):
     """
 
     strategy_name = "dct"
+    registered_names: ClassVar[dict[str, dict[str, Any]]] = REGISTERED_NAMES
 
     def __init__(
         self,
@@ -105,6 +111,7 @@ class DCTStrategy(DDPStrategy):
         self.synchronizer: GradientSynchronizer | None = None
         self._saved_state: dict[str, Any] | None = None
         self._saved_notes: dict[str, dict[str, int]] = {}
+        self._rows_folder: str | None = None
 
     def __repr__(self) -> str:
         # Lightning quotes a strategy it does not recognise, as pytorch_lightning's Trainer does with this one.
@@ -136,9 +143,7 @@ class DCTStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         """Bring the processes up, then make the rows of embedding tables that each of them owns."""
         super().setup_environment()
-        assert self.lightning_module is not None
-        for module in self.sharded_tables().values():
-            module.materialize()
+        self.sharded_tables()
 
     def compressed_modules(self) -> dict[str, CompressedModule]:
         """The modules whose activations are compressed, by name."""
@@ -150,12 +155,15 @@ class DCTStrategy(DDPStrategy):
         }
 
     def sharded_tables(self) -> dict[str, ShardedEmbeddingBags]:
-        """The embedding tables that are spread over the ranks, by name."""
-        return {
-            name: module
-            for name, module in self.compressed_modules().items()
-            if isinstance(module, ShardedEmbeddingBags)
-        }
+        """The embedding tables that are spread over the ranks, by name; made where they are not there yet."""
+        model: Any = self.lightning_module  # Any: it takes an attribute that it does not declare
+        tables = find_tables(model)
+        for module in tables.values():
+            module.materialize()
+            module.saved_in_shards = True
+        # DistributedDataParallel would make every rank's rows those of rank 0.
+        model._ddp_params_and_buffers_to_ignore = [f"{name}.weight" for name in tables]
+        return tables
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Wrap the model, register the hook and take over the state of a checkpoint."""
@@ -166,12 +174,13 @@ class DCTStrategy(DDPStrategy):
             self._pl_static_graph_delay_done = False
         for name, module in self.compressed_modules().items():
             module.name, module.traffic = name, self.split_traffic
-        assert self.lightning_module is not None
-        for tables in self.sharded_tables().values():
-            tables.materialize()
-            tables.saved_in_shards = True
-        # DistributedDataParallel would make every rank's rows those of rank 0.
-        self.lightning_module._ddp_params_and_buffers_to_ignore = [f"{name}.weight" for name in self.sharded_tables()]
+        tables = self.sharded_tables()
+        if tables and getattr(self.precision_plugin, "scaler", None) is not None:
+            raise MisconfigurationException(
+                "Sharded embedding tables do not work with a loss scaler: what they hold back would be scaled anew in"
+                " every step. Use `precision='bf16-mixed'` instead of `'16-mixed'`."
+            )
+        install_clipping(self.precision_plugin, tables)
         super().setup(trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -194,14 +203,23 @@ class DCTStrategy(DDPStrategy):
         # threads abort it now and then (seen with plain DDP under torch 2.13 too).
         gc.collect()
 
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's state, less that of sharded rows, which is saved with them."""
+        return without_rows(super().optimizer_state(optimizer), optimizer, self.sharded_tables())
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Save Lightning's checkpoint from rank 0, and beside it the compression state of every rank."""
-        if self.synchronizer is None or "optimizer_states" not in checkpoint:  # not fitting, or weights only
+        """Save Lightning's checkpoint from rank 0, and beside it the compression state and the rows of every rank."""
+        path, tables = str(filepath), self.sharded_tables()
+        has_state = self.synchronizer is not None and "optimizer_states" in checkpoint  # fitting, not weights only
+        if not has_state and not tables:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        path = str(filepath)
-        note = saved.make_note(self.world_size, self.synchronizer.synchronisations)
-        saved.write_state(self.checkpoint_io, path, note, self.global_rank, self.synchronizer.state_dict())
+        steps = int(checkpoint["global_step"]) if self.synchronizer is None else self.synchronizer.synchronisations
+        note = saved.make_note(self.world_size, steps, has_state, bool(tables))
+        if has_state:
+            saved.write_state(self.checkpoint_io, path, note, self.global_rank, self._state())
+        if tables:
+            save_rows(saved.rows_path(path, note), tables, self.optimizers if has_state else [])
         # Lightning's file comes last and points at complete files only.
         self.barrier()
         checkpoint[saved.CHECKPOINT_KEY] = note
@@ -211,6 +229,8 @@ class DCTStrategy(DDPStrategy):
         if outdated != note:
             self.barrier()
             self.checkpoint_io.remove_checkpoint(saved.state_path(path, outdated, self.global_rank))
+            if self.is_global_zero and saved.rows_path(path, outdated) != saved.rows_path(path, note):
+                self.checkpoint_io.remove_checkpoint(saved.rows_path(path, outdated))
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint and the compression state beside it."""
@@ -222,12 +242,13 @@ class DCTStrategy(DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load Lightning's checkpoint and, when fitting, this rank's compression state beside it."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        note = checkpoint.get(saved.CHECKPOINT_KEY, {})
         self._saved_state = None
+        self._rows_folder = saved.rows_path(str(checkpoint_path), note) if note.get("has_rows") else None
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            note = checkpoint.get(saved.CHECKPOINT_KEY)
-            if note is None:
-                rank_zero_info(f"{checkpoint_path} was not saved by DCTStrategy: residuals start at zero.")
+            if not note.get("has_state", bool(note)):
+                rank_zero_info(f"{checkpoint_path} holds no state of DCTStrategy: residuals start at zero.")
                 return checkpoint
             self._saved_state = saved.read_state(
                 self.checkpoint_io, str(checkpoint_path), note, self.global_rank, self.world_size
@@ -237,13 +258,26 @@ class DCTStrategy(DDPStrategy):
                 self._restore(self.synchronizer)
         return checkpoint
 
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights, those of sharded rows from the folder beside the checkpoint."""
+        tables = self.sharded_tables()
+        super().load_model_state_dict(checkpoint, strict)
+        if tables and self._rows_folder is not None:
+            load_rows(self._rows_folder, tables)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers' states, those of sharded rows from the folder beside the checkpoint."""
+        super().load_optimizer_state_dict(checkpoint)
+        if self._rows_folder is not None:
+            load_row_states(self._rows_folder, self.sharded_tables(), self.optimizers)
+
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Register this strategy's names with a Lightning registry."""
-        for name, settings in REGISTERED_NAMES.items():
+        for name, settings in cls.registered_names.items():
             described = ", ".join(f"`{setting}={value!r}`" for setting, value in settings.items())
             strategy_registry.register(
-                name, cls, description=f"DCT strategy with {described}", override=True, **settings
+                name, cls, description=f"{cls.__name__} with {described}", override=True, **settings
             )
 
     def _setup_model(self, model: Module) -> DistributedDataParallel:
@@ -270,7 +304,22 @@ class DCTStrategy(DDPStrategy):
         assert self.lightning_module is not None
         return {id(parameter) for parameter in self.lightning_module.parameters() if parameter.requires_grad}
 
+    def _state(self) -> dict[str, Any]:
+        assert self.synchronizer is not None
+        return {
+            **self.synchronizer.state_dict(),
+            "split_traffic": self.split_traffic.state_dict(),
+            "modules": {name: module.compression_state() for name, module in self.compressed_modules().items()},
+        }
+
     def _restore(self, synchronizer: GradientSynchronizer) -> None:
-        if self._saved_state is not None:
-            synchronizer.load_state_dict(self._saved_state)
-            self._saved_state = None
+        if self._saved_state is None:
+            return
+        synchronizer.load_state_dict(self._saved_state)
+        if "split_traffic" in self._saved_state:
+            self.split_traffic.load_state_dict(self._saved_state["split_traffic"])
+        modules = self.compressed_modules()
+        for name, states in self._saved_state["modules"].items():
+            if name in modules and states[0]:
+                modules[name].load_compression_state(states)
+        self._saved_state = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -47,8 +48,9 @@ class CompressedModule(nn.Module):
             completed_steps: From 0. The same on every rank.
         """
         changed = self._stage(completed_steps) != self._stage(self.completed_steps)
+        restarted = completed_steps < self.completed_steps  # another fit
         self.completed_steps = completed_steps
-        if changed or completed_steps - self.refreshed_at >= self.refresh_every:
+        if changed or restarted or completed_steps - self.refreshed_at >= self.refresh_every:
             self.request_refresh()
 
     def request_refresh(self) -> None:
@@ -77,8 +79,12 @@ class CompressedModule(nn.Module):
         """This rank's state that is no part of the model: plain numbers, dicts and CPU tensors."""
         return {}
 
-    def load_compression_state(self, state: dict[str, Any]) -> None:
-        """Continue from a state that this rank saved."""
+    def load_compression_state(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Continue from a saved state.
+
+        Args:
+            states: One state (this rank's), or those of all ranks of a world of another size.
+        """
 
     def get_extra_state(self) -> dict[str, int]:
         """The clock, which travels with the model's ``state_dict``."""

@@ -31,6 +31,9 @@ class Admission(NamedTuple):
     evicted_slots: Int64Array
 
 
+_ARRAYS = ("rows", "slots", "row_at", "last_used", "counts")
+
+
 class RowCache:
     """Rows, their slots, and when each was last asked for.
 
@@ -44,7 +47,8 @@ class RowCache:
         self._slots = np.empty(0, dtype=np.int64)  # of these rows
         self._row_at = np.empty(0, dtype=np.int64)  # by slot; -1 where it is free
         self._last_used = np.empty(0, dtype=np.int64)  # by slot
-        self._requests = 0
+        self._counts = np.empty(0, dtype=np.int64)  # by slot: how often it was asked for
+        self.requests = 0
 
     def __len__(self) -> int:
         return self._rows.size
@@ -58,6 +62,14 @@ class RowCache:
         """The rows, ascending, and their slots."""
         return self._rows, self._slots
 
+    def counts(self) -> Int64Array:
+        """How often each of the rows in :meth:`contents` was asked for since it came in."""
+        return self._counts[self._slots]
+
+    def halve_counts(self) -> None:
+        """Let old requests count half."""
+        self._counts >>= 1
+
     def holds(self, rows: Int64Array, slots: Int64Array) -> bool:
         """Whether rows are still where they were."""
         return bool((self._row_at[slots] == rows).all())
@@ -68,11 +80,11 @@ class RowCache:
         Args:
             wanted: Shape ``[k]``, ascending and distinct.
         """
-        self._requests += 1
+        self.requests += 1
         found, hit = self._find(wanted)
         slots = np.full(wanted.size, -1, dtype=np.int64)
         slots[hit] = self._slots[found[hit]]
-        self._last_used[slots[hit]] = self._requests
+        self._last_used[slots[hit]] = self.requests
         misses = wanted[~hit]
         evicted_slots = self._oldest(len(self) + misses.size - max(self.capacity, wanted.size))
         evicted = self._row_at[evicted_slots]
@@ -84,8 +96,11 @@ class RowCache:
         if grown:
             self._row_at = np.concatenate([self._row_at, np.full(grown, -1, dtype=np.int64)])
             self._last_used = np.concatenate([self._last_used, np.zeros(grown, dtype=np.int64)])
+            self._counts = np.concatenate([self._counts, np.zeros(grown, dtype=np.int64)])
         self._row_at[taken] = misses
-        self._last_used[taken] = self._requests
+        self._last_used[taken] = self.requests
+        self._counts[taken] = 0
+        self._counts[slots] += 1
         if misses.size or evicted.size:
             kept = ~np.isin(self._rows, evicted, assume_unique=True) if evicted.size else slice(None)
             rows = np.concatenate([self._rows[kept], misses])
@@ -96,14 +111,16 @@ class RowCache:
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, as integers and tensors."""
-        arrays = {"rows": self._rows, "slots": self._slots, "row_at": self._row_at, "last_used": self._last_used}
-        return {"requests": self._requests, **{name: torch.from_numpy(a.copy()) for name, a in arrays.items()}}
+        return {
+            "requests": self.requests,
+            **{name: torch.from_numpy(getattr(self, f"_{name}").copy()) for name in _ARRAYS},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
-        self._requests = int(state["requests"])
-        self._rows, self._slots = state["rows"].numpy().copy(), state["slots"].numpy().copy()
-        self._row_at, self._last_used = state["row_at"].numpy().copy(), state["last_used"].numpy().copy()
+        self.requests = int(state["requests"])
+        for name in _ARRAYS:
+            setattr(self, f"_{name}", state[name].numpy().copy())
 
     def _find(self, wanted: Int64Array) -> tuple[Int64Array, np.typing.NDArray[np.bool_]]:
         if not len(self):

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from lightning_dct.embedding.bags import Bags
-from lightning_dct.embedding.lookup import FP32_BYTES, ID_BYTES, DistinctRows, decode_places, encode_places
+from lightning_dct.embedding.lookup import FP32_BYTES, ID_BYTES, DistinctRows
 from lightning_dct.embedding.placement import Int64Array
-from lightning_dct.wire import PositionCode
+from lightning_dct.wire import PayloadError, PositionCode
 
 if TYPE_CHECKING:
     from lightning_dct.embedding.sharded import ShardedEmbeddingBags
@@ -64,7 +64,7 @@ def _round(module: ShardedEmbeddingBags, wanted: list[Int64Array] | None) -> tup
     universe = placement.owned_rows[exchange.rank]
     counts = [max(int(heard[peer]), 0) if peer in module.peers else 0 for peer in range(placement.world_size)]
     payloads = [
-        encode_places(asked[peer], placement.owned_rows[peer], weight.device) if peer in module.peers else none
+        _encode(asked[peer], placement.owned_rows[peer], weight.device) if peer in module.peers else none
         for peer in range(placement.world_size)
     ]
     sizes = [
@@ -74,10 +74,21 @@ def _round(module: ShardedEmbeddingBags, wanted: list[Int64Array] | None) -> tup
     requests = exchange.start(payloads, sizes, module.evaluation_traffic).wait()
     answers = [none] * placement.world_size
     for peer in module.peers:
-        places = decode_places(requests[peer], universe, counts[peer])
+        places = _decode(requests[peer], universe, counts[peer])
         rows = weight.detach()[torch.from_numpy(places).to(weight.device)]
         answers[peer] = rows.contiguous().view(-1).view(torch.uint8)
     row_bytes = module.embedding_dim * weight.element_size()
     sizes = [len(asked[peer]) * row_bytes if peer in module.peers else 0 for peer in range(placement.world_size)]
     received = exchange.start(answers, sizes, module.evaluation_traffic).wait()
     return False, [part.clone().view(weight.dtype).view(-1, module.embedding_dim) for part in received]
+
+
+def _encode(places: Int64Array, universe: int, device: torch.device) -> Tensor:
+    return PositionCode(universe, places.size).encode(torch.from_numpy(places).to(device))
+
+
+def _decode(data: Tensor, universe: int, count: int) -> Int64Array:
+    try:
+        return PositionCode(universe, count).decode(data, count).cpu().numpy()
+    except ValueError as error:
+        raise PayloadError(f"the ids another rank asks for are corrupt: {error}") from error

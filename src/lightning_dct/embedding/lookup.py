@@ -23,7 +23,7 @@ from lightning_dct.embedding.bags import Bags
 from lightning_dct.embedding.changes import Message, compress_changes, message_about, read_changes
 from lightning_dct.embedding.placement import Int64Array
 from lightning_dct.embedding.rows import add_entries
-from lightning_dct.wire import PayloadError, PositionCode
+from lightning_dct.wire import PayloadError
 
 if TYPE_CHECKING:
     from lightning_dct.embedding.sharded import ShardedEmbeddingBags
@@ -75,23 +75,6 @@ class Asked:
         self.lookups = lookups
 
 
-def encode_places(places: Int64Array, universe: int, device: torch.device) -> Tensor:
-    """Ascending distinct places as bytes; their number is told apart."""
-    return PositionCode(universe, places.size).encode(torch.from_numpy(places).to(device))
-
-
-def decode_places(data: Tensor, universe: int, count: int) -> Int64Array:
-    """Undo :func:`encode_places`.
-
-    Raises:
-        PayloadError: The bytes are not that.
-    """
-    try:
-        return PositionCode(universe, count).decode(data, count).cpu().numpy()
-    except ValueError as error:
-        raise PayloadError(f"the ids another rank asks for are corrupt: {error}") from error
-
-
 class ChangesLookup:
     """A look-up under way; see the drawing at the top.
 
@@ -106,9 +89,11 @@ class ChangesLookup:
             payloads, told = self._ask()
         heard = module.exchange_group.announce(told, module.traffic)
         with module.timed():
-            sizes = [0] * module.placement.world_size
-            for peer in self._peers:
-                sizes[peer] = self._request_bytes(self._rank, int(heard[peer, 0]), int(heard[peer, 2]))
+            row_bytes = module.embedding_dim * module.remembered_dtype.itemsize
+            sizes = [
+                int(heard[peer, 0] + heard[peer, 2] * row_bytes) if peer in self._peers else 0
+                for peer in range(module.placement.world_size)
+            ]
         requests = module.exchange_group.start(payloads, sizes, module.traffic).wait()
         with module.timed():
             self._asked = {
@@ -181,23 +166,19 @@ class ChangesLookup:
         self._slots: dict[int, Tensor] = {}
         for peer in self._peers:
             wanted = self._rows.wanted[peer]
+            ids = module.held[peer].code.encode(wanted).to(device)
             admission, flushed = module.held[peer].admit(wanted)
             self._slots[peer] = torch.from_numpy(admission.slots).to(device)
-            told[peer] = wanted.size, self._rows.lookups[peer], len(flushed)
-            ids = encode_places(wanted, module.placement.owned_rows[peer], device)
+            told[peer] = ids.numel(), self._rows.lookups[peer], len(flushed)
             payloads[peer] = torch.cat([ids, flushed.reshape(-1).view(torch.uint8)])
         return payloads, told
 
-    def _request_bytes(self, owner: int, count: int, flushed: int) -> int:
+    def _read_request(self, peer: int, request: Tensor, id_bytes: int, lookups: int) -> Asked:
         module = self._module
-        ids = PositionCode(module.placement.owned_rows[owner], count).num_bytes
-        return ids + flushed * module.embedding_dim * module.remembered_dtype.itemsize
-
-    def _read_request(self, peer: int, request: Tensor, count: int, lookups: int) -> Asked:
-        module = self._module
-        universe = module.placement.owned_rows[self._rank]
-        id_bytes = PositionCode(universe, count).num_bytes
-        places = decode_places(request[:id_bytes], universe, count)
+        try:
+            places = module.mirrors[peer].code.decode(request[:id_bytes])
+        except PayloadError as error:
+            raise PayloadError(f"Rank {peer} of the process group: {error}.") from error
         # This end works out for itself which rows the other has had to let go.
         admission, _ = module.mirrors[peer].admit(places)
         flushed = request[id_bytes:].clone().view(module.remembered_dtype).view(-1, module.embedding_dim)

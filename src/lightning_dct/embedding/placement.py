@@ -102,7 +102,8 @@ class Placement:
         sizes, first = self._blocks
         block, within = np.divmod(rows, sizes[tables])
         owner = (first[tables] + block) % self.world_size
-        return owner, self._bases[owner, tables] + block // self.world_size * sizes[tables] + within
+        place: Int64Array = self._bases[owner, tables] + block // self.world_size * sizes[tables] + within
+        return owner, place
 
     def tables_of(self, rank: int, places: Int64Array) -> Int64Array:
         """Which table each of a rank's places belongs to, shape ``[n]``."""

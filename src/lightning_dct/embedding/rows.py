@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.embedding.cache import Admission, RowCache
+from lightning_dct.embedding.ids import HALVE_EVERY, REGROUP_EVERY, RequestCode
 from lightning_dct.embedding.placement import Int64Array
 
 
@@ -21,6 +22,7 @@ class RememberedRows:
 
     Args:
         capacity: Most rows to remember.
+        universe: Rows the owner has.
         dim: Entries a row.
         num_tables: Tables, each with a threshold of its own.
         initial: Gives the initial values of rows by their places, shape ``[n, dim]``.
@@ -32,6 +34,7 @@ class RememberedRows:
     def __init__(
         self,
         capacity: int,
+        universe: int,
         dim: int,
         num_tables: int,
         initial: Callable[[Int64Array], Tensor],
@@ -40,6 +43,7 @@ class RememberedRows:
         device: torch.device,
     ) -> None:
         self.cache = RowCache(capacity)
+        self.code = RequestCode(universe)
         self.thresholds = np.zeros(num_tables, dtype=np.float64)
         self._initial = initial
         self.copies = torch.empty(0, dim, dtype=dtype, device=device)
@@ -66,6 +70,11 @@ class RememberedRows:
         if fresh.size:
             self.copies[fresh] = self._initial(wanted[admission.new]).to(self.copies)
             self.residual[fresh] = 0
+        requests = self.cache.requests
+        if requests % REGROUP_EVERY == 0 or requests & (requests - 1) == 0:
+            self.code.learn(self.cache.contents()[0], self.cache.counts())
+        if requests % HALVE_EVERY == 0:
+            self.cache.halve_counts()
         return admission, flushed
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,6 +82,7 @@ class RememberedRows:
         used = self.cache.num_slots
         return {
             "cache": self.cache.state_dict(),
+            "code": self.code.state_dict(),
             "thresholds": torch.from_numpy(self.thresholds.copy()),
             "copies": self.copies[:used].to("cpu", copy=True),
             "residual": self.residual[:used].to("cpu", copy=True),
@@ -81,6 +91,7 @@ class RememberedRows:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
         self.cache.load_state_dict(state["cache"])
+        self.code.load_state_dict(state["code"])
         self.thresholds = state["thresholds"].numpy().copy()
         self.copies = state["copies"].to(self.copies, copy=True)
         self.residual = state["residual"].to(self.residual, copy=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, Literal, cast
@@ -20,7 +20,7 @@ from lightning_dct.embedding.evaluation import ExactReader
 from lightning_dct.embedding.exchange import Exchange
 from lightning_dct.embedding.initial import initial_rows
 from lightning_dct.embedding.lookup import ChangesLookup
-from lightning_dct.embedding.placement import Int64Array, place_tables
+from lightning_dct.embedding.placement import Int64Array, Placement, place_tables
 from lightning_dct.embedding.rows import RememberedRows
 from lightning_dct.traffic import Traffic
 
@@ -139,6 +139,9 @@ class ShardedEmbeddingBags(CompressedModule):
         """Make this rank's rows, once: a collective call where a process group is up."""
         if self.is_materialized:
             return
+        if not torch.sparse.check_sparse_tensor_invariants.is_enabled():
+            # What is the default anyway: said aloud, it keeps torch's sparse optimizers from warning about it.
+            torch.sparse.check_sparse_tensor_invariants.disable()
         # A group of its own: Lightning broadcasts on the default one in between.
         group = cast(dist.ProcessGroup, dist.new_group()) if dist.is_available() and dist.is_initialized() else None
         device = self.weight.device
@@ -162,6 +165,7 @@ class ShardedEmbeddingBags(CompressedModule):
         def remembered(owner: int, with_residual: bool) -> RememberedRows:
             return RememberedRows(
                 self.cache_rows,
+                self.placement.owned_rows[owner],
                 self.embedding_dim,
                 len(self.table_rows),
                 lambda places: self.initial(owner, places),
@@ -259,12 +263,68 @@ class ShardedEmbeddingBags(CompressedModule):
         finally:
             self.traffic.add(seconds=perf_counter() - start)
 
+    def compression_state(self) -> dict[str, Any]:
+        """What this rank remembers: copies, residuals, thresholds, and gradients that wait for a backward."""
+        if not self.is_materialized:
+            return {}
+        return {
+            "placement": vars_of(self.placement),
+            "held": {peer: rows.state_dict() for peer, rows in self.held.items()},
+            "mirrors": {peer: rows.state_dict() for peer, rows in self.mirrors.items()},
+            "collected": [(places.cpu(), gradient.cpu()) for places, gradient in self._collected],
+        }
+
+    def load_compression_state(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Continue from what this rank remembered, or from what all ranks of another world did.
+
+        With another number of ranks copies start anew from the rows' initial values. The residuals of all ranks join
+        the next gradient, scaled so that the model gets what it would have got.
+
+        Args:
+            states: One state (this rank's), or those of all ranks of the saved world.
+        """
+        if len(states) == 1 and states[0]["placement"] == vars_of(self.placement):
+            for saved, rows in (("held", self.held), ("mirrors", self.mirrors)):
+                for peer, state in states[0][saved].items():
+                    rows[peer].load_state_dict(state)
+            device = self.weight.device
+            self._collected = [(places.to(device), grad.to(device)) for places, grad in states[0]["collected"]]
+            return
+        self.forget()
+        rank = self.exchange_group.rank
+        for old_rank, state in enumerate(states):
+            old = Placement(**state["placement"])
+            pieces = [(old_rank, places.numpy(), gradient) for places, gradient in state["collected"]]
+            for owner, rows in state["held"].items():
+                cached, slots = rows["cache"]["rows"].numpy(), rows["cache"]["slots"].numpy()
+                pieces.append((owner, cached, rows["residual"][slots]))
+            for owner, places, gradient in pieces:
+                owners, now = self.placement.locate(*old.rows_of(owner, places))
+                mine = torch.from_numpy(np.flatnonzero(owners == rank))
+                scale = self.placement.world_size / old.world_size
+                kept = gradient[mine].to(self.weight.device, self.remembered_dtype) * scale
+                self.collect_gradient(torch.from_numpy(now)[mine].to(self.weight.device), kept)
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.saved_in_shards:
             del destination[f"{prefix}weight"]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        key = f"{prefix}weight"
         if self.saved_in_shards:
-            state_dict[f"{prefix}weight"] = self.weight.detach()
+            whole = state_dict.get(key)
+            own = self.weight.detach()
+            if whole is not None and len(whole) == sum(self.table_rows):
+                # Saved by a single process without shards: all tables, one after the other.
+                first = np.cumsum([0, *self.table_rows])
+                own = torch.empty_like(own)
+                for table, start, stop, place in self.placement.ranges(self.exchange_group.rank):
+                    own[place : place + stop - start] = whole[first[table] + start : first[table] + stop]
+            state_dict[key] = own
         super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+def vars_of(placement: Placement) -> dict[str, Any]:
+    """A placement's fields as plain numbers and lists, as checkpoints hold them."""
+    return {name: getattr(placement, name) for name in ("world_size", "table_rows", "block_rows", "first_rank")}

@@ -1,0 +1,133 @@
+"""The ids of a request, in little more than their entropy: rows are grouped by how often they were asked for before.
+
+Look-ups are uneven: some rows are in every batch, most in hardly any. Among rows that are asked for equally often a
+request is a uniform choice, which :class:`~lightning_dct.wire.PositionCode` (or a bitmap, where most of a group is
+asked for) writes almost as short as can be. So rows are put in groups by the power of two below their count, and a
+request is written group by group. Both ends count the same requests and so know the same groups.
+
+====================  ===================================================================================
+part                  bytes
+====================  ===================================================================================
+number of rows asked  for each group as many bytes as its size needs, little-endian; the last group is
+                      "all rows", for those asked for the first time
+positions             for each group, places among its rows in ascending order
+====================  ===================================================================================
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_dct.embedding.placement import Int64Array
+from lightning_dct.wire import PayloadError
+from lightning_dct.wire.bitmap import shortest_code
+
+# Groups are made anew after so many requests, and before that whenever their number has doubled.
+REGROUP_EVERY = 64
+# Old habits are forgotten: counts are halved after so many requests.
+HALVE_EVERY = 1024
+
+
+class RequestCode:
+    """Writes and reads ascending distinct places below ``universe``.
+
+    Args:
+        universe: Rows the owner has.
+    """
+
+    def __init__(self, universe: int) -> None:
+        self.universe = universe
+        self._rows = np.empty(0, dtype=np.int64)
+        self._groups = np.empty(0, dtype=np.int64)
+        self._learn_ranks()
+
+    def learn(self, rows: Int64Array, counts: Int64Array) -> None:
+        """Group rows anew.
+
+        Args:
+            rows: Shape ``[n]``, ascending: rows asked for before.
+            counts: Shape ``[n]``: how often; those of 0 are left out.
+        """
+        seen = counts > 0
+        self._rows = rows[seen]
+        self._groups = np.frexp(counts[seen])[1].astype(np.int64) - 1
+        self._learn_ranks()
+
+    def encode(self, places: Int64Array) -> Tensor:
+        """Write places, shape ``[k]``, ascending and distinct, as uint8 on the CPU."""
+        known = np.zeros(places.size, dtype=bool)
+        found = np.searchsorted(self._rows, places)
+        inside = found < self._rows.size
+        known[inside] = self._rows[found[inside]] == places[inside]
+        found = found[known]
+        groups, ranks = self._groups[found], self._ranks[found]
+        parts = [np.sort(ranks[groups == group]) for group in range(len(self._sizes))]
+        parts.append(places[~known])
+        header = b"".join(
+            part.size.to_bytes(_width(size), "little") for part, size in zip(parts, self._all_sizes, strict=True)
+        )
+        encoded = [torch.frombuffer(bytearray(header), dtype=torch.uint8)]
+        for part, size in zip(parts, self._all_sizes, strict=True):
+            if 0 < part.size < size:
+                encoded.append(shortest_code(size, part.size).encode(torch.from_numpy(part)))
+        return torch.cat(encoded)
+
+    def decode(self, data: Tensor) -> Int64Array:
+        """Undo :meth:`encode`.
+
+        Raises:
+            PayloadError: The bytes are not that.
+        """
+        head = bytes(data[: sum(map(_width, self._all_sizes))].tolist())
+        start, counts = 0, []
+        for size in self._all_sizes:
+            counts.append(int.from_bytes(head[start : start + _width(size)], "little"))
+            start += _width(size)
+        if len(head) < start or any(count > size for count, size in zip(counts, self._all_sizes, strict=True)):
+            raise PayloadError("a request for rows claims more of them than there are")
+        found = []
+        for group, (count, size) in enumerate(zip(counts, self._all_sizes, strict=True)):
+            places = np.arange(count, dtype=np.int64)
+            if 0 < count < size:
+                code = shortest_code(size, count)
+                part = data[start : start + code.num_bytes]
+                start += code.num_bytes
+                if part.numel() < code.num_bytes:
+                    raise PayloadError("a request for rows ends too early")
+                try:
+                    places = code.decode(part.cpu(), count).numpy()
+                except ValueError as error:
+                    raise PayloadError(f"a request for rows is corrupt: {error}") from error
+            found.append(places if group == len(self._sizes) else self._members[group][places])
+        if start != data.numel():
+            raise PayloadError(f"a request for rows has {data.numel()} bytes, what it says takes {start}")
+        wanted = np.sort(np.concatenate(found))
+        if (wanted[1:] == wanted[:-1]).any():
+            raise PayloadError("a request asks for a row twice")
+        return wanted
+
+    def state_dict(self) -> dict[str, Any]:
+        """The groups."""
+        return {"rows": torch.from_numpy(self._rows.copy()), "groups": torch.from_numpy(self._groups.copy())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with saved groups."""
+        self._rows, self._groups = state["rows"].numpy().copy(), state["groups"].numpy().copy()
+        self._learn_ranks()
+
+    def _learn_ranks(self) -> None:
+        number = int(self._groups.max()) + 1 if self._groups.size else 0
+        self._members = [self._rows[self._groups == group] for group in range(number)]
+        self._sizes = [members.size for members in self._members]
+        self._all_sizes = [*self._sizes, self.universe]
+        self._ranks = np.zeros(self._rows.size, dtype=np.int64)
+        for group, size in enumerate(self._sizes):
+            self._ranks[self._groups == group] = np.arange(size)
+
+
+def _width(size: int) -> int:
+    return (size.bit_length() + 7) // 8

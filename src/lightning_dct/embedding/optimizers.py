@@ -1,0 +1,73 @@
+"""Adagrad with one accumulator a row: a sixteenth of the state for rows of sixteen entries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class RowWiseAdagrad(Optimizer):
+    """Adagrad whose accumulator is the mean square of a row's gradient, for parameters with sparse gradients.
+
+    With ``G`` the gradient of row ``i``: ``s_i += mean(G ** 2)``, ``row_i -= lr * G / (sqrt(s_i) + eps)``. Rows
+    without a gradient are not touched. Parameters with dense gradients get ordinary Adagrad, so one optimizer serves
+    a whole model. (FBGEMM's and TorchRec's "row-wise Adagrad" for embedding tables.)
+
+    Args:
+        params: Parameters or groups of them.
+        lr: Learning rate.
+        eps: Added to the root.
+
+    Raises:
+        ValueError: A setting is out of range.
+    """
+
+    def __init__(self, params: Any, lr: float = 1e-2, eps: float = 1e-10) -> None:
+        for setting, value in (("lr", lr), ("eps", eps)):
+            if value < 0:
+                raise ValueError(f"`{setting}` must not be negative; got {value!r}.")
+        super().__init__(params, {"lr": lr, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Do one step.
+
+        Args:
+            closure: Computes the loss and the gradients anew.
+
+        Returns:
+            What the closure returns.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    update = _sparse_step if parameter.grad.is_sparse else _dense_step
+                    update(parameter, self.state[parameter], group["lr"], group["eps"])
+        return loss
+
+
+def _sparse_step(parameter: Tensor, state: dict[str, Tensor], learning_rate: float, eps: float) -> None:
+    assert parameter.grad is not None
+    gradient = parameter.grad.coalesce()
+    rows, values = gradient.indices()[0], gradient.values()
+    if "sum" not in state:
+        state["sum"] = parameter.new_zeros(len(parameter))
+    state["sum"][rows] += values.square().flatten(1).mean(dim=1)
+    scale = state["sum"][rows].sqrt_().add_(eps).view(-1, *(1 for _ in values.shape[1:]))
+    parameter.index_add_(0, rows, values / scale, alpha=-learning_rate)
+
+
+def _dense_step(parameter: Tensor, state: dict[str, Tensor], learning_rate: float, eps: float) -> None:
+    assert parameter.grad is not None
+    if "sum" not in state:
+        state["sum"] = torch.zeros_like(parameter)
+    state["sum"].addcmul_(parameter.grad, parameter.grad)
+    parameter.addcdiv_(parameter.grad, state["sum"].sqrt().add_(eps), value=-learning_rate)

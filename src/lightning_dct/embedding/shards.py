@@ -1,0 +1,176 @@
+"""Saves and loads rows where they live, with ``torch.distributed.checkpoint``: no rank ever holds a whole table.
+
+Each table is one tensor of the checkpoint, in its own order of rows, written in pieces by the ranks that own them.
+Loading reads what a rank owns now, whatever the number of ranks was when it was saved.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim import Optimizer
+
+from lightning_dct.embedding.sharded import ROWS_AT_A_TIME, ShardedEmbeddingBags
+
+
+class RowShards:
+    """One rank's rows of one table, as ``torch.distributed.checkpoint`` wants them (its ``_Checkpointable`` protocol).
+
+    Args:
+        num_rows: Rows of the whole table.
+        pieces: Where each piece begins in the table, and its rows, a view of shape ``[n, ...]``.
+        like: A tensor with the dtype and the trailing shape of the rows.
+    """
+
+    def __init__(self, num_rows: int, pieces: list[tuple[int, Tensor]], like: Tensor) -> None:
+        self._size = torch.Size([num_rows, *like.shape[1:]])
+        self._properties = TensorProperties(dtype=like.dtype)
+        self._pieces = {self._offset(start): rows for start, rows in pieces}
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=self._properties, size=self._size),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets=offset, sizes=rows.shape) for offset, rows in self._pieces.items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self._pieces[index.offset]
+
+    def _offset(self, start: int) -> torch.Size:
+        return torch.Size([start, *(0 for _ in self._size[1:])])
+
+
+def save_rows(folder: str, tables: dict[str, ShardedEmbeddingBags], optimizers: list[Optimizer]) -> None:
+    """Write every rank's rows and what the optimizers keep for them; a collective call.
+
+    Args:
+        folder: Where to; what it holds already is overwritten.
+        tables: The modules by name.
+        optimizers: The optimizers whose state goes along; none for weights alone.
+    """
+    shards: dict[str, Any] = {}
+    for name, module in tables.items():
+        shards |= _shards_of(name, module, module.weight.detach())
+        for key, values in _row_states(name, module, optimizers).items():
+            shards |= _shards_of(key, module, values)
+    os.makedirs(folder, exist_ok=True)
+    save(shards, storage_writer=FileSystemWriter(folder), no_dist=not dist.is_initialized())
+
+
+def load_rows(folder: str, tables: dict[str, ShardedEmbeddingBags]) -> None:
+    """Read this rank's rows; a collective call.
+
+    Args:
+        folder: What :func:`save_rows` has written.
+        tables: The modules by name.
+
+    Raises:
+        FileNotFoundError: It is not there.
+    """
+    _check(folder)
+    shards: dict[str, Any] = {}
+    for name, module in tables.items():
+        shards |= _shards_of(name, module, module.weight.detach())
+    _load(folder, shards)
+
+
+def load_row_states(folder: str, tables: dict[str, ShardedEmbeddingBags], optimizers: list[Optimizer]) -> None:
+    """Read what the optimizers keep for this rank's rows; a collective call.
+
+    Raises:
+        FileNotFoundError: The folder is not there.
+    """
+    _check(folder)
+    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    shards: dict[str, Any] = {}
+    for name, module in tables.items():
+        for number, optimizer in enumerate(optimizers):
+            if not any(module.weight is p for group in optimizer.param_groups for p in group["params"]):
+                continue
+            prefix = _state_key(name, number, "")
+            for key in sorted({key.rpartition(".table_")[0] for key in saved if key.startswith(prefix)}):
+                metadata = next(value for other, value in saved.items() if other.startswith(f"{key}.table_"))
+                values = torch.zeros(
+                    len(module.weight),
+                    *metadata.size[1:],  # type: ignore[union-attr]
+                    dtype=metadata.properties.dtype,  # type: ignore[union-attr]
+                    device=module.weight.device,
+                )
+                optimizer.state[module.weight][key.removeprefix(prefix)] = values
+                shards |= _shards_of(key, module, values)
+    _load(folder, shards)
+
+
+def without_rows(
+    state: dict[str, Any], optimizer: Optimizer, tables: dict[str, ShardedEmbeddingBags]
+) -> dict[str, Any]:
+    """An optimizer's ``state_dict`` less what :func:`save_rows` saves."""
+    weights = {id(module.weight): len(module.weight) for module in tables.values()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    kept = {
+        index: {
+            key: value
+            for key, value in entries.items()
+            if not (id(parameters[index]) in weights and _is_row_state(value, parameters[index]))
+        }
+        for index, entries in state["state"].items()
+    }
+    return {**state, "state": kept}
+
+
+def _row_states(name: str, module: ShardedEmbeddingBags, optimizers: list[Optimizer]) -> dict[str, Tensor]:
+    return {
+        _state_key(name, number, key): value
+        for number, optimizer in enumerate(optimizers)
+        for key, value in optimizer.state.get(module.weight, {}).items()
+        if _is_row_state(value, module.weight)
+    }
+
+
+def _is_row_state(value: Any, weight: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == weight.shape[0]
+
+
+def _state_key(name: str, number: int, key: str) -> str:
+    return f"{name}.optimizer_{number}.{key}"
+
+
+def _shards_of(name: str, module: ShardedEmbeddingBags, values: Tensor) -> dict[str, RowShards]:
+    """One tensor a table, from values of shape ``[owned rows, ...]``."""
+    pieces: dict[int, list[tuple[int, Tensor]]] = {table: [] for table in range(len(module.table_rows))}
+    for table, start, stop, place in module.placement.ranges(module.exchange_group.rank):
+        for low in range(start, stop, ROWS_AT_A_TIME):
+            high = min(low + ROWS_AT_A_TIME, stop)
+            pieces[table].append((low, values[place + low - start : place + high - start]))
+    return {
+        f"{name}.table_{table}": RowShards(module.table_rows[table], owned, values) for table, owned in pieces.items()
+    }
+
+
+def _load(folder: str, shards: dict[str, Any]) -> None:
+    load(shards, storage_reader=FileSystemReader(folder), no_dist=not dist.is_initialized())
+
+
+def _check(folder: str) -> None:
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(
+            f"The checkpoint's embedding rows should be in {folder!r}, which is not there. Put the folder that was"
+            " saved with the checkpoint beside it."
+        )
