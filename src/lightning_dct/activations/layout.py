@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -124,6 +124,7 @@ class ActivationLayout:
         return grouped.reshape(self.groups, self.before, -1).transpose(0, 1).reshape(-1)
 
 
+@lru_cache(maxsize=64)
 def activation_layout(settings: SplitSettings, shape: torch.Size | tuple[int, ...], density: float) -> ActivationLayout:
     """The layout of a tensor's payloads.
 

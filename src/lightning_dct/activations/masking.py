@@ -9,11 +9,15 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_dct.threshold import SMALLEST_THRESHOLD
 from lightning_dct.wire.bits import places
+
+# Where fewer than one in this many entries of a group reached the threshold, only those are looked at to cut them.
+COMPACT_BELOW = 4
 
 
 class Selected(NamedTuple):
@@ -32,26 +36,25 @@ class Selected(NamedTuple):
 
 
 def magnitudes_of(grouped: Tensor) -> Tensor:
-    """Magnitudes as fp32; NaN counts as infinite, so that it is sent and noticed.
+    """Magnitudes as fp32.
 
     Args:
         grouped: Shape ``[groups, group_size]``, floating point.
     """
-    magnitudes = grouped.detach().abs().to(torch.float32)
-    return magnitudes.nan_to_num_(nan=math.inf, posinf=math.inf)
+    return grouped.detach().abs().to(torch.float32)
 
 
 def select_thresholds(magnitudes: Tensor, k: int) -> Tensor:
     """The thresholds that keep ``k`` entries of each group.
 
     Args:
-        magnitudes: Shape ``[groups, group_size]``, fp32; infinite entries count as zero.
+        magnitudes: Shape ``[groups, group_size]``, fp32; infinite and NaN entries count as zero.
         k: How many to keep, ``1 <= k <= group_size``.
 
     Returns:
         Shape ``[groups]``, fp32, never below the smallest normal float: zeros are never worth sending.
     """
-    return _kth_largest(magnitudes.nan_to_num(posinf=0.0), k).clamp_(min=SMALLEST_THRESHOLD)
+    return _kth_largest(magnitudes.nan_to_num(nan=0.0, posinf=0.0), k).clamp_(min=SMALLEST_THRESHOLD)
 
 
 def select(magnitudes: Tensor, thresholds: Tensor, k: int) -> Selected:
@@ -61,28 +64,34 @@ def select(magnitudes: Tensor, thresholds: Tensor, k: int) -> Selected:
     that no sample is favoured for coming first.
 
     Args:
-        magnitudes: Shape ``[groups, group_size]``, fp32, not NaN.
+        magnitudes: Shape ``[groups, group_size]``, fp32; NaN counts as infinite, so that it is sent and noticed.
         thresholds: Shape ``[groups]``, fp32, positive.
         k: Most entries of a group that may be sent, ``1 <= k < group_size``.
     """
-    mask = magnitudes >= thresholds.unsqueeze(1)
+    if magnitudes.device.type != "cpu":
+        return select_at_once(magnitudes, thresholds, k)
+    mask = _reaching(magnitudes, thresholds)
+    # numpy counts bools several times faster than torch.
+    reached = torch.from_numpy(np.count_nonzero(mask.numpy(), axis=1))
+    groups = places(reached > k)
+    if groups.numel() == 0:
+        return Selected(mask, reached, thresholds)
+    if int(reached[groups].max()) * COMPACT_BELOW > magnitudes.shape[1]:
+        mask[groups], smallest = _largest(magnitudes[groups], k)
+    else:
+        smallest = _cut_compact(mask, magnitudes, groups, reached[groups], k)
+    return Selected(mask, reached, thresholds.index_copy(0, groups, smallest))
+
+
+def select_at_once(magnitudes: Tensor, thresholds: Tensor, k: int) -> Selected:
+    """:func:`select` for a GPU: cuts every group, because to look whether any overflowed would wait for the device."""
+    mask = _reaching(magnitudes, thresholds)
     reached = mask.sum(dim=1)
     overflowed = reached > k
-    if magnitudes.device.type != "cpu":
-        # Looking whether any group overflowed would wait for the device: cut as if all had.
-        cutoffs = torch.where(overflowed, _kth_largest(magnitudes, k), thresholds)
-        largest = _largest(magnitudes, k)
-        return Selected(torch.where(overflowed.unsqueeze(1), largest, mask), reached, cutoffs)
-    if not bool(overflowed.any()):
-        return Selected(mask, reached, thresholds)
-    groups = places(overflowed)
-    if int(reached[groups].max()) * 4 > magnitudes.shape[1]:
-        mask[groups] = _largest(magnitudes[groups], k)
-        smallest_kept = _kth_largest(magnitudes[groups], k)
-    else:
-        smallest_kept = _cut_compact(mask, magnitudes, groups, reached[groups], k)
-    cutoffs = thresholds.index_copy(0, groups, smallest_kept)
-    return Selected(mask, reached, cutoffs)
+    largest, smallest = _largest(magnitudes, k)
+    return Selected(
+        torch.where(overflowed.unsqueeze(1), largest, mask), reached, torch.where(overflowed, smallest, thresholds)
+    )
 
 
 def explore(uniform: Tensor, numel: int) -> Tensor:
@@ -117,7 +126,8 @@ def _cut_compact(mask: Tensor, magnitudes: Tensor, groups: Tensor, reached: Tens
     Returns:
         Shape ``[n]``, fp32: the smallest magnitude left in each.
     """
-    parts, part_magnitudes = mask[groups], magnitudes[groups]
+    everything = groups.numel() == mask.shape[0]
+    parts, part_magnitudes = (mask, magnitudes) if everything else (mask[groups], magnitudes[groups])
     found = places(parts.view(-1))
     widest = int(reached.max())
     group = torch.repeat_interleave(torch.arange(groups.numel()), reached)
@@ -125,21 +135,29 @@ def _cut_compact(mask: Tensor, magnitudes: Tensor, groups: Tensor, reached: Tens
     # Below every magnitude: the rest of a group's row never counts among its largest.
     table = magnitudes.new_full((groups.numel(), widest), -1.0)
     table[group, column] = part_magnitudes.view(-1)[found]
-    parts.view(-1)[found] = _largest(table, k)[group, column]
-    mask[groups] = parts
-    return _kth_largest(table, k)
+    largest, smallest = _largest(table, k)
+    parts.view(-1)[found] = largest[group, column]
+    if not everything:
+        mask[groups] = parts
+    return smallest
 
 
-def _largest(magnitudes: Tensor, k: int) -> Tensor:
-    """A mask of the ``k`` largest entries of each row, ties spread evenly over the row."""
-    smallest = _kth_largest(magnitudes, k).unsqueeze(1)
-    mask = magnitudes > smallest
-    ties = magnitudes == smallest
+def _reaching(magnitudes: Tensor, thresholds: Tensor) -> Tensor:
+    # "Not below" instead of "at or above": it is true for NaN.
+    return magnitudes.lt(thresholds.unsqueeze(1)).logical_not_()
+
+
+def _largest(magnitudes: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """A mask of the ``k`` largest entries of each row, ties spread evenly over the row, and the smallest of them."""
+    magnitudes = magnitudes.nan_to_num(nan=math.inf, posinf=math.inf)
+    smallest = _kth_largest(magnitudes, k)
+    mask = magnitudes > smallest.unsqueeze(1)
+    ties = magnitudes == smallest.unsqueeze(1)
     room = k - mask.sum(dim=1, keepdim=True)
     rank = ties.cumsum(dim=1)
     # The r-th of m ties is sent when floor(r * room / m) is a new number: that happens `room` times.
     number = rank[:, -1:].clamp(min=1)
-    return mask | (ties & (rank * room // number > (rank - 1) * room // number))
+    return mask | (ties & (rank * room // number > (rank - 1) * room // number)), smallest
 
 
 def _kth_largest(magnitudes: Tensor, k: int) -> Tensor:

@@ -15,6 +15,8 @@ from torch import Tensor
 # The two multipliers of lowbias32, as signed 32-bit integers.
 FIRST = 0x7FEB352D
 SECOND = 0x846CA68B - (1 << 32)
+# On a CPU so many numbers at a time stay in its cache: twice as fast.
+CHUNK = 1 << 15
 
 EXPLORATION = 0
 FORWARD_ROUNDING = 1
@@ -44,18 +46,20 @@ def uniform(count: int, seed: int, stream: int, content: Tensor) -> Tensor:
     key = _fingerprint(content) + salt
     low = _hashed((key & 0x7FFFFFFF).to(torch.int32))
     high = _hashed((key >> 31 & 0x7FFFFFFF).to(torch.int32) ^ low)
-    place = torch.arange(count, dtype=torch.int32, device=content.device)
-    hashed = _hashed(_hashed(place ^ low) + high)
-    return (hashed & 0xFFFFFF).to(torch.float32).mul_(2.0**-24)
+    numbers = torch.empty(count, device=content.device)
+    chunk = CHUNK if content.device.type == "cpu" else max(count, 1)
+    for start in range(0, count, chunk):
+        place = torch.arange(start, min(start + chunk, count), dtype=torch.int32, device=content.device)
+        hashed = _hashed(_hashed(place.bitwise_xor_(low)).add_(high))
+        torch.mul(hashed.bitwise_and_(0xFFFFFF), 2.0**-24, out=numbers[start : start + chunk])
+    return numbers
 
 
 def _hashed(x: Tensor) -> Tensor:
-    """Scramble int32 numbers, one to one."""
-    x = x ^ ((x >> 16) & 0xFFFF)
-    x = x * FIRST
-    x = x ^ ((x >> 15) & 0x1FFFF)
-    x = x * SECOND
-    return x ^ ((x >> 16) & 0xFFFF)
+    """Scramble int32 numbers, one to one, in place."""
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(FIRST)
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(SECOND)
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
 def _fingerprint(content: Tensor) -> Tensor:

@@ -36,8 +36,8 @@ class SplitPoint(CompressedModule):
     """Activations pass with all but their largest entries set to zero; gradients come back for those only.
 
     ``M = |h| >= threshold``; forward gives ``h * M`` as it is read from the wire, backward gives ``M * gradient`` as it
-    is read from the wire (Gupta et al., KDD 2021, section 3.2). In one process the module does so without a wire, bit for
-    bit; the pipeline strategy uses :meth:`layout`, :meth:`encode_forward` and
+    is read from the wire (Gupta et al., KDD 2021, section 3.2). In one process the module does so without a wire, bit
+    for bit; the pipeline strategy uses :meth:`layout`, :meth:`encode_forward` and
     :mod:`lightning_dct.activations.codec` instead of calling it.
 
     A threshold stays as it is during an optimizer step, for all micro-batches and for a forward that activation
@@ -66,11 +66,13 @@ class SplitPoint(CompressedModule):
         groups = {"tensor": 1, "group": chosen.groups or 0, "sample": 0}[chosen.scope]
         # What the next step will use; 0 before the first selection.
         self.register_buffer("thresholds", torch.zeros(groups))
-        # What this step uses, and the entries that have reached it so far in this step, summed over calls.
+        # What this step uses, and how many entries have reached it in this step, summed over calls.
         self.register_buffer("_in_use", torch.zeros(groups), persistent=False)
         self.register_buffer("_reached", torch.zeros(groups, dtype=torch.int64), persistent=False)
         self.register_buffer("_overflows", torch.zeros((), dtype=torch.int64), persistent=False)
-        self._calls = 0
+        # Of how many entries of a group that is, and for how many there was room, summed over the same calls.
+        self._entries = 0
+        self._room = 0
         self._selected = False
         self._begun = False
 
@@ -81,7 +83,7 @@ class SplitPoint(CompressedModule):
 
     @property
     def rounding_seed(self) -> int | None:
-        """The seed of this step's stochastic rounding, for :func:`~.codec.encode_backward`; None in evaluation."""
+        """Seeds this step's rounding, also in :func:`~.codec.encode_backward`; None in evaluation: to nearest."""
         return mixed_seed(self.settings.seed, self.completed_steps) if self.training else None
 
     def layout(self, shape: torch.Size | tuple[int, ...]) -> ActivationLayout:
@@ -109,7 +111,9 @@ class SplitPoint(CompressedModule):
         """
         layout = self.layout(activations.shape)
         positions = self.select_positions(layout, activations)
-        if positions is None and layout.forward_format == layout.backward_format == "fp32":
+        # Nothing is lost but the lower bits of fp64.
+        lossless = activations.dtype != torch.float64
+        if positions is None and lossless and layout.forward_format == layout.backward_format == "fp32":
             return activations
         return _Crossing.apply(activations, positions, layout, self.rounding_seed)
 
@@ -136,7 +140,16 @@ class SplitPoint(CompressedModule):
         Returns:
             Shape ``[count]``, int64: ascending places in the flattened tensor (on a GPU as many as there is room for,
             filled up with ``layout.numel``). None when everything is sent.
+
+        Raises:
+            TypeError: The activations are no real numbers.
+            ValueError: They have another number of groups than before.
         """
+        if not activations.is_floating_point():
+            raise TypeError(
+                f"{self.name}: a SplitPoint compresses floating-point activations and was given {activations.dtype}."
+                " Convert them, or let them pass beside it."
+            )
         if layout.sends_everything:
             return None
         with torch.no_grad():
@@ -156,8 +169,9 @@ class SplitPoint(CompressedModule):
 
     def advance(self, completed_steps: int) -> None:
         """Begin the step that follows ``completed_steps`` optimizer steps, with the thresholds as nudged so far."""
+        if completed_steps != self.completed_steps:
+            self._begun = False
         super().advance(completed_steps)
-        self._begun = False
 
     def thresholds_in_use(self) -> list[float]:
         """The thresholds selected so far, one a group."""
@@ -209,7 +223,7 @@ class SplitPoint(CompressedModule):
     def _begin(self) -> None:
         self._in_use.resize_(self.thresholds.shape).copy_(self.thresholds)
         self._reached.resize_(self.thresholds.shape).zero_()
-        self._calls = 0
+        self._room = self._entries = 0
         self._begun = True
 
     def _observe(self, layout: ActivationLayout, reached: Tensor, cutoffs: Tensor) -> None:
@@ -218,10 +232,9 @@ class SplitPoint(CompressedModule):
         if not self.settings.guard:
             return
         self._reached += reached
-        self._calls += 1
-        nudged = nudge_all(
-            self._in_use, self._reached / self._calls, layout.group_capacity, layout.group_size, GUARD_AIM
-        )
+        self._room += layout.group_capacity
+        self._entries += layout.group_size
+        nudged = nudge_all(self._in_use, self._reached, self._room, self._entries, GUARD_AIM)
         reselect = (reached > GUARD_RESELECT * layout.group_capacity) & cutoffs.isfinite()
         self.thresholds.copy_(torch.where(reselect, cutoffs, nudged))
 
@@ -237,7 +250,7 @@ class SplitPoint(CompressedModule):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         saved = state_dict.get(prefix + "thresholds")
         if isinstance(saved, Tensor) and self.settings.scope == "group" and self.settings.groups is None:
-            # One group for each index: how many there are is known from the first batch or, here, from the checkpoint.
+            # One group for each index: how many there are is known from the first batch or, as here, a checkpoint.
             self.thresholds.resize_(saved.shape)
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -11,8 +11,8 @@ int4     4     ``scale_r * round(v / scale_r)``, with ``scale_r = max |v| / 7`` 
 
 Activations have no residual that would hold what rounding loses, so ``round`` can be stochastic: up with the
 probability that makes the expectation exact. Scales are bfloat16, rounded up: half the bytes of fp32 for a step that
-is at most 1/128 wider. An infinite or NaN value makes the scale of its row infinite or NaN, so no value of such a row
-is read back as finite.
+is at most 1/128 wider. An infinite or NaN value makes the scale of its row infinite or NaN, so in int8 and int4 no
+value of such a row is read back as finite.
 """
 
 from __future__ import annotations
@@ -62,13 +62,12 @@ def encode_rows(
     levels = LEVELS[value_format]
     values = values.to(torch.float32)
     scales = _scales(_largest_magnitudes(values, row_of, num_rows), levels)
-    # Zero over zero, in a row of zeros, is no step.
+    # Zero over zero, in a row of zeros, is no step. In a row that is not finite any step will do.
     steps = (values / _spread(scales, row_of, values.numel())).nan_to_num_(nan=0.0)
     whole = steps.round() if noise is None else steps.floor()
     if noise is not None:
         whole += noise < steps - whole
-    # An infinite value over its infinite scale is NaN: keep its sign instead.
-    whole = torch.where(values.isinf(), values.sign(), whole).clamp_(-levels, levels)
+    whole.clamp_(-levels, levels)
     if value_format == "int8":
         return whole.to(torch.int8).view(torch.uint8), scales
     nibbles = values.new_zeros(values.numel() + values.numel() % 2, dtype=torch.uint8)

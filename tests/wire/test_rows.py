@@ -1,0 +1,173 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_dct.wire.rows import (
+    LEVELS,
+    ROW_BITS_PER_VALUE,
+    decode_rows,
+    encode_rows,
+    row_scales_num_bytes,
+    row_values_num_bytes,
+)
+from strategies_for_hypothesis import examples, floats
+
+LARGEST = torch.finfo(torch.float32).max
+NUM_ROWS = 3
+FORMATS = sorted(ROW_BITS_PER_VALUE)
+LOW_BIT = sorted(LEVELS)
+entries = st.lists(st.tuples(st.integers(0, NUM_ROWS - 1), floats), max_size=40)
+
+
+def round_trip(
+    values: Tensor, rows: Tensor | None, value_format: str, num_rows: int = NUM_ROWS, noise: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    data, scales = encode_rows(values, rows, num_rows, value_format, noise)
+    assert data.dtype == torch.uint8
+    assert data.numel() == row_values_num_bytes(value_format, values.numel())
+    assert scales.dtype == torch.bfloat16
+    assert 2 * scales.numel() == row_scales_num_bytes(value_format, num_rows)
+    decoded = decode_rows(data, values.numel(), rows, scales, value_format)
+    assert decoded.dtype == torch.float32
+    return decoded, scales
+
+
+def as_rows(case: list[tuple[int, float]]) -> tuple[Tensor, Tensor]:
+    rows = torch.tensor([row for row, _ in case], dtype=torch.int64)
+    return torch.tensor([value for _, value in case], dtype=torch.float32), rows
+
+
+def bf16_above(value: float) -> float:
+    """The smallest bfloat16 that is not below the fp32 nearest to ``value >= 0``."""
+    bits = int(np.float32(value).view(np.uint32))
+    return float(np.uint32(-(-bits >> 16) << 16).view(np.float32))
+
+
+@pytest.mark.parametrize(("value_format", "num_bytes"), [("fp32", 52), ("bf16", 26), ("int8", 13), ("int4", 7)])
+def test_size(value_format: str, num_bytes: int) -> None:
+    assert row_values_num_bytes(value_format, 13) == num_bytes == math.ceil(13 * ROW_BITS_PER_VALUE[value_format] / 8)
+
+
+@given(case=entries)
+@examples(100)
+def test_fp32_is_exact_and_bf16_is_nearest(case: list[tuple[int, float]]) -> None:
+    values, rows = as_rows(case)
+    assert torch.equal(round_trip(values, rows, "fp32")[0].view(torch.int32), values.view(torch.int32))
+    limit = torch.finfo(torch.bfloat16).max
+    assert torch.equal(round_trip(values, rows, "bf16")[0], values.to(torch.bfloat16).float().clamp(-limit, limit))
+
+
+@pytest.mark.parametrize("value_format", LOW_BIT)
+@given(case=entries, seed=st.none() | st.integers(0, 99))
+@examples(150)
+def test_low_bits_by_loop(value_format: str, case: list[tuple[int, float]], seed: int | None) -> None:
+    values, rows = as_rows(case)
+    levels = LEVELS[value_format]
+    noise = None if seed is None else torch.rand(len(case), generator=torch.Generator().manual_seed(seed))
+    decoded, scales = round_trip(values, rows, value_format, noise=noise)
+    for row in range(NUM_ROWS):
+        mine = [abs(value) for r, value in zip(rows.tolist(), values.tolist(), strict=True) if r == row]
+        scale = bf16_above(max(mine, default=0.0) / levels)
+        if scale * levels > LARGEST:
+            scale = float(np.uint32((int(np.float32(scale).view(np.uint32)) >> 16) - 1 << 16).view(np.float32))
+        assert scales[row].item() == scale
+    for i, (row, value) in enumerate(zip(rows.tolist(), values.tolist(), strict=True)):
+        scale = scales[row].item()
+        quotient = float(np.float32(value) / np.float32(scale)) if scale else 0.0
+        if noise is None:
+            step = round(quotient)
+        else:
+            step = math.floor(quotient) + (noise[i].item() < quotient - math.floor(quotient))
+        step = max(-levels, min(levels, step))
+        assert decoded[i].item() == float(np.float32(scale) * np.float32(step))
+
+
+@pytest.mark.parametrize("value_format", LOW_BIT)
+def test_stochastic_rounding_is_unbiased(value_format: str) -> None:
+    trials = 4000
+    generator = torch.Generator().manual_seed(0)
+    values = torch.tensor([1.0, -0.3, 0.01, -1e-5, 0.0, 3.0, 2.0, -2.9, 1e-30])
+    rows = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 2])
+    decoded = []
+    for _ in range(trials):
+        noise = torch.rand(values.numel(), generator=generator)
+        out, scales = round_trip(values, rows, value_format, noise=noise)
+        decoded.append(out)
+    mean = torch.stack(decoded).double().mean(0)
+    # A rounded value deviates by half a step at most (standard deviation); five sigma.
+    tolerance = 5 * 0.5 * scales.double()[rows] / math.sqrt(trials)
+    assert bool(((mean - values.double()).abs() <= tolerance).all())
+    assert mean[4] == 0.0
+
+
+def test_noise_of_the_ends_never_moves_whole_steps() -> None:
+    values = torch.arange(-7.0, 8.0)
+    for noise in (torch.zeros(15), torch.full((15,), 1 - 2.0**-24)):
+        assert torch.equal(round_trip(values, None, "int4", 1, noise)[0], values)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value_format", FORMATS)
+@pytest.mark.parametrize("equal_rows", [False, True])
+def test_nan_and_infinity_reach_the_reader(value_format: str, broken: float, equal_rows: bool) -> None:
+    values = torch.tensor([1.0, broken, 3.0, 0.5])
+    rows = None if equal_rows else torch.tensor([0, 0, 1, 1])
+    for noise in (None, torch.full((4,), 0.5)):
+        decoded = round_trip(values, rows, value_format, 2, noise)[0]
+        assert not decoded[1].isfinite()
+        assert bool(decoded[2:].isfinite().all())
+        assert bool(decoded[0].isfinite()) == (value_format not in LOW_BIT)
+
+
+@pytest.mark.parametrize("value_format", FORMATS)
+@pytest.mark.parametrize("largest", [LARGEST, -LARGEST, LARGEST * 0.999, LARGEST * 0.99])
+def test_large_finite_values_stay_finite(value_format: str, largest: float) -> None:
+    values = torch.tensor([largest, 1.0, largest])
+    for noise in (None, torch.full((3,), 1 - 2.0**-24), torch.zeros(3)):
+        decoded = round_trip(values, None, value_format, 1, noise)[0]
+        assert bool(decoded.isfinite().all())
+        assert decoded[0] == pytest.approx(largest, rel=0.16 if value_format == "int4" else 0.02)
+
+
+@pytest.mark.parametrize("value_format", LOW_BIT)
+def test_denormals_and_zeros(value_format: str) -> None:
+    values = torch.tensor([1e-40, -3e-40, 2.0**-149, 0.0, 0.0, 0.0])
+    decoded, scales = round_trip(values, None, value_format, 2)
+    assert (decoded[:3].double() - values[:3].double()).abs().max() <= 0.51 * scales[0].double()
+    assert not decoded[3:].any()
+    # Rounding in the expectation also below the smallest scale.
+    tiny = torch.tensor([2.0**-141])
+    assert round_trip(tiny, None, value_format, 1, torch.zeros(1))[0] > 0
+    assert round_trip(tiny, None, value_format, 1, torch.full((1,), 0.5))[0] == 0
+
+
+@given(case=st.integers(0, 5).flatmap(lambda n: st.lists(floats, min_size=3 * n, max_size=3 * n)))
+@pytest.mark.parametrize("value_format", FORMATS)
+@examples(60)
+def test_equal_rows_are_rows(value_format: str, case: list[float]) -> None:
+    values = torch.tensor(case)
+    rows = torch.arange(len(case)) // 3
+    noise = torch.rand(len(case), generator=torch.Generator().manual_seed(1))
+    ours, theirs = (round_trip(values, r, value_format, len(case) // 3, noise) for r in (None, rows))
+    assert torch.equal(ours[0], theirs[0])
+    assert torch.equal(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("value_format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes_are_written_like_fp32(value_format: str, dtype: torch.dtype) -> None:
+    values, rows = torch.tensor([1.5, -0.25, 3.0, -2.0, 0.125]), torch.tensor([0, 0, 1, 1, 2])
+    ours, theirs = (round_trip(v, rows, value_format)[0] for v in (values.to(dtype), values))
+    assert torch.equal(ours, theirs)
+
+
+def test_int4_bytes() -> None:
+    data, scales = encode_rows(torch.tensor([7.0, -7.0, 1.0]), None, 1, "int4")
+    assert scales.tolist() == [1.0]
+    assert data.tolist() == [15 | 1 << 4, 9]
+    assert decode_rows(torch.tensor([0xF0], dtype=torch.uint8), 2, None, scales, "int4").tolist() == [-8.0, 7.0]
