@@ -1,12 +1,14 @@
 """Dynamic Communication Thresholding for PyTorch Lightning: a hundredth of the gradient bytes.
 
 Importing this package registers the strategy names ``dct``, ``dct_spawn``, ``dct_fork``, ``dct_notebook`` and
-``dct_find_unused_parameters_true`` with ``lightning.pytorch.Trainer``.
+``dct_find_unused_parameters_true``, and ``dct_pipeline`` with the same three endings, with
+``lightning.pytorch.Trainer``.
 
     config      the settings                           wire        how entries become bytes
     threshold   selection and the guard between        gradients   residual, hook, exchange
     kernels     the hot path over memory               traffic     bytes and time, counted
     strategy    Lightning's side of it                 callbacks   refresh and monitoring
+    pipeline    stages of a model on several ranks
 """
 
 import sys
@@ -14,18 +16,23 @@ import sys
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_dct.__about__ import __version__
+from lightning_dct.activations import SplitPoint
 from lightning_dct.callbacks import CompressionMonitor, ThresholdRefresh
 from lightning_dct.config import DCTConfig
-from lightning_dct.embedding import ShardedEmbeddingBags
+from lightning_dct.embedding import RowWiseAdagrad, ShardedEmbeddingBags
 from lightning_dct.metrics import CompressionRatio
-from lightning_dct.strategy import REGISTERED_NAMES, DCTStrategy
+from lightning_dct.pipeline import DCTPipelineStrategy
+from lightning_dct.strategy import DCTStrategy
 
 __all__ = [
     "CompressionMonitor",
     "CompressionRatio",
     "DCTConfig",
+    "DCTPipelineStrategy",
     "DCTStrategy",
+    "RowWiseAdagrad",
     "ShardedEmbeddingBags",
+    "SplitPoint",
     "ThresholdRefresh",
     "__version__",
 ]
@@ -39,8 +46,9 @@ def _refuse_other_lightning(**_: object) -> None:
 
 
 DCTStrategy.register_strategies(StrategyRegistry)
+DCTPipelineStrategy.register_strategies(StrategyRegistry)
 if "pytorch_lightning.strategies" in sys.modules:
-    for _name in REGISTERED_NAMES:
+    for _name in (*DCTStrategy.registered_names, *DCTPipelineStrategy.registered_names):
         sys.modules["pytorch_lightning.strategies"].StrategyRegistry.register(
             _name, _refuse_other_lightning, description="use lightning.pytorch.Trainer", override=True
         )

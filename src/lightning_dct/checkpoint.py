@@ -24,7 +24,9 @@ CHECKPOINT_KEY = "lightning_dct"
 FORMAT_VERSION = 1
 
 
-def make_note(world_size: int, synchronisations: int, has_state: bool = True, has_rows: bool = False) -> dict[str, int]:
+def make_note(
+    world_size: int, synchronisations: int, has_state: bool = True, has_rows: bool = False, stages: int = 1
+) -> dict[str, int]:
     """What Lightning's checkpoint says about what lies beside it.
 
     Args:
@@ -32,8 +34,11 @@ def make_note(world_size: int, synchronisations: int, has_state: bool = True, ha
         synchronisations: Completed gradient synchronisations.
         has_state: Whether the ranks' compression state is there; not with weights alone.
         has_rows: Whether embedding rows are.
+        stages: Over how many ranks the parameters are spread.
     """
     note = {"format_version": FORMAT_VERSION, "world_size": world_size, "synchronisations": synchronisations}
+    if stages > 1:
+        note["stages"] = stages
     return note | {"has_state": int(has_state), "has_rows": int(has_rows)}
 
 
@@ -59,7 +64,7 @@ def write_state(checkpoint_io: CheckpointIO, path: str, note: Mapping[str, int],
 
 
 def read_state(
-    checkpoint_io: CheckpointIO, path: str, note: Mapping[str, int], rank: int, world_size: int
+    checkpoint_io: CheckpointIO, path: str, note: Mapping[str, int], rank: int, world_size: int, stages: int = 1
 ) -> dict[str, Any]:
     """Read the state a rank starts from: its own, or what follows from everybody's when the number of ranks differs.
 
@@ -69,6 +74,7 @@ def read_state(
         note: What the checkpoint says about its state.
         rank: This rank.
         world_size: Ranks that take part now.
+        stages: Over how many of them the parameters are spread now.
 
     Raises:
         ValueError: Another version of the format has written it.
@@ -81,7 +87,9 @@ def read_state(
         )
     path = _behind_link(path)
     states = []
-    for saved_rank in [rank] if world_size == note["world_size"] else range(note["world_size"]):
+    saved_stages = note.get("stages", 1)
+    same_layout = (world_size, stages) == (note["world_size"], saved_stages)
+    for saved_rank in [rank] if same_layout else range(note["world_size"]):
         file = state_path(path, note, saved_rank)
         try:
             states.append(checkpoint_io.load_checkpoint(file, weights_only=True))
@@ -91,10 +99,10 @@ def read_state(
                 f" {state_folder(path)!r} beside the checkpoint, or start from the checkpoint's weights alone: load"
                 " them into the model and fit without `ckpt_path`."
             ) from error
-    return merge_states(states)
+    return merge_states(states, saved_stages)
 
 
-def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_states(states: Sequence[Mapping[str, Any]], stages: int = 1) -> dict[str, Any]:
     """The state a rank starts from, made of those it has read.
 
     What the ranks hold back enters the model as the *mean* of their residuals. Giving every rank of a new world the
@@ -102,6 +110,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     Args:
         states: One state (its own), or those of all ranks of the saved world.
+        stages: Over how many ranks the parameters were spread: so many ranks together held one replica.
 
     Returns:
         The state, where each entry of ``"modules"`` is the list of what the states say about that module.
@@ -112,9 +121,15 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return merged
     names = {name for state in states for name in state["residuals"]}
     merged["residuals"] = {
-        name: _mean([state["residuals"][name] for state in states if name in state["residuals"]], len(states))
+        name: _mean([state["residuals"][name] for state in states if name in state["residuals"]], len(states) // stages)
         for name in sorted(names)
     }
+    if stages > 1:
+        # Each rank has known the thresholds of its own stage only.
+        merged["thresholds"] = {
+            part: {name: value for state in reversed(states) for name, value in state["thresholds"][part].items()}
+            for part in states[0]["thresholds"]
+        }
     return merged
 
 

@@ -72,6 +72,8 @@ class DCTStrategy(DDPStrategy):
 
     strategy_name = "dct"
     registered_names: ClassVar[dict[str, dict[str, Any]]] = REGISTERED_NAMES
+    # Over how many ranks the parameters are spread: here every rank has all of them.
+    stages = 1
 
     def __init__(
         self,
@@ -215,7 +217,7 @@ class DCTStrategy(DDPStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         steps = int(checkpoint["global_step"]) if self.synchronizer is None else self.synchronizer.synchronisations
-        note = saved.make_note(self.world_size, steps, has_state, bool(tables))
+        note = saved.make_note(self.world_size, steps, has_state, bool(tables), self.stages)
         if has_state:
             saved.write_state(self.checkpoint_io, path, note, self.global_rank, self._state())
         if tables:
@@ -251,7 +253,7 @@ class DCTStrategy(DDPStrategy):
                 rank_zero_info(f"{checkpoint_path} holds no state of DCTStrategy: residuals start at zero.")
                 return checkpoint
             self._saved_state = saved.read_state(
-                self.checkpoint_io, str(checkpoint_path), note, self.global_rank, self.world_size
+                self.checkpoint_io, str(checkpoint_path), note, self.global_rank, self.world_size, self.stages
             )
             # Restored in the middle of fit, as the learning-rate finder does; at its beginning, set-up restores.
             if self.synchronizer is not None and isinstance(self.model, DistributedDataParallel):

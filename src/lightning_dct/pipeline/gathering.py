@@ -52,22 +52,3 @@ def merge_optimizer_states(parts: Sequence[Mapping[str, Any]]) -> State:
         merged.update(part["state"])
     ordered = sorted(merged.items(), key=lambda item: (not isinstance(item[0], int), str(item[0]).zfill(12)))
     return {**parts[0], "state": dict(ordered)}
-
-
-def merge_residuals(states: Sequence[Mapping[str, Any]], width: int) -> State:
-    """What a rank of another layout starts from: what every parameter's replicas held back, as their mean.
-
-    Args:
-        states: The synchronisation states of all ranks of the saved run.
-        width: How many pipelines it had: as many ranks as held back of each parameter.
-    """
-    merged = dict(states[0])
-    totals: dict[str, Tensor] = {}
-    thresholds: dict[str, Any] = {}
-    for state in states:
-        for name, residual in state["residuals"].items():
-            totals[name] = totals.get(name, 0) + residual.to(torch.float64)
-        thresholds = {**state["thresholds"], **thresholds}
-    merged["residuals"] = {name: (total / width).to(torch.float32) for name, total in sorted(totals.items())}
-    merged["thresholds"] = thresholds
-    return merged

@@ -22,6 +22,7 @@ from torchmetrics import Metric
 
 from lightning_dct.clipping import clip_grad_norm
 from lightning_dct.config import check_choice, check_integer
+from lightning_dct.gradients import GradientSynchronizer
 from lightning_dct.pipeline import gathering, partition, steps
 from lightning_dct.pipeline.borders import Border, signature, trace_borders
 from lightning_dct.pipeline.delivery import deliver, set_aside, through_ddp
@@ -426,6 +427,22 @@ class DCTPipelineStrategy(DCTStrategy):
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
         ]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+
+    def _state(self) -> dict[str, Any]:
+        splits = {name: gathering.to_cpu(split.state_dict()) for name, split in self._own_split_points().items()}
+        return {**super()._state(), "split_points": splits}
+
+    def _restore(self, synchronizer: GradientSynchronizer) -> None:
+        if self._saved_state is not None:
+            foreign = tuple(f"{name}." for name in self._names_of(self._foreign()))
+            residuals = self._saved_state["residuals"]
+            # Saved by another number of stages, it holds what is another rank's now.
+            self._saved_state["residuals"] = {n: r for n, r in residuals.items() if not n.startswith(foreign)}
+            for name, split in self._own_split_points().items():
+                # Of a replica other than the first, Lightning's file does not have the thresholds.
+                if name in self._saved_state.get("split_points", {}):
+                    split.load_state_dict(self._saved_state["split_points"][name])
+        super()._restore(synchronizer)
 
     def _gather(self, part: dict[str, Any]) -> list[dict[str, Any]]:
         """All stages' parts on rank 0, one stage after the other; elsewhere this rank's alone."""

@@ -1,0 +1,116 @@
+"""A pipeline trains as one process does that runs the same split points, for every schedule and format."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from distributed.training import trainer_for
+from lightning_dct import SplitPoint
+from pipeline.split_models import DENSE, SplitModule, batches, strategy_for, train, train_alone, worst
+
+BF16 = {"density": 0.2}
+INT8 = {"density": 0.1, "forward_format": "int8", "backward_format": "int8", "warmup_steps": 6, "refresh_every": 2}
+INT4 = {"density": 0.3, "forward_format": "int4", "backward_format": "int4", "exploration": 0.05}
+FP32 = {"density": 0.25, "forward_format": "fp32", "backward_format": "fp32", "scope": "sample"}
+MIXED = {"density": 0.5, "forward_format": "int8", "backward_format": "fp32", "guard": False}
+
+CASES = [
+    (2, 2, "gpipe", 2, DENSE),
+    (2, 2, "1f1b", 2, DENSE),
+    (2, 2, "interleaved_1f1b", 4, DENSE),
+    (2, 2, "gpipe", 2, INT8),
+    (2, 2, "1f1b", 2, BF16),
+    (2, 2, "1f1b", 2, INT4),
+    (2, 2, "interleaved_1f1b", 4, INT4),
+    (3, 3, "1f1b", 3, INT8),
+    (3, 3, "gpipe", 3, FP32),
+    (3, 3, "interleaved_1f1b", 6, MIXED),
+    (4, 2, "1f1b", 2, INT8),
+    (4, 2, "interleaved_1f1b", 4, BF16),
+    (4, 4, "1f1b", 4, MIXED),
+]
+
+
+@pytest.mark.parametrize(("world", "stages", "schedule", "pieces", "split"), CASES)
+def test_pipeline_equals_one_process(
+    ranks: Any, world: int, stages: int, schedule: str, pieces: int, split: dict[str, Any]
+) -> None:
+    """Oracle: the Sequential in one process, micro-batch by micro-batch, its split points masking and rounding."""
+    runs = ranks(world).run(train, stages, schedule, pieces, split)
+    losses, weights = train_alone(pieces, split, width=world // stages)
+    for rank, run in enumerate(runs):
+        assert run.losses == pytest.approx(losses[rank // stages], abs=1e-6)
+        assert worst(run.weights, weights) < 1e-6
+        assert run.traffic.steps == 6
+
+
+def train_clipped(stages: int, pieces: int, algorithm: str) -> Any:
+    settings = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": algorithm, "accumulate_grad_batches": 2}
+    return train(stages, "1f1b", pieces, BF16, optimizer=torch.optim.Adam, optimizer_settings={"lr": 0.01}, **settings)
+
+
+@pytest.mark.parametrize(("world", "stages"), [(2, 2), (4, 2)])
+def test_clipping_and_accumulation_span_the_stages(ranks: Any, world: int, stages: int) -> None:
+    """Oracle: one process that clips the norm of all its gradients, after two batches."""
+    runs = ranks(world).run(train_clipped, stages, stages, "norm")
+    settings = {"optimizer": torch.optim.Adam, "optimizer_settings": {"lr": 0.01}}
+    _, weights = train_alone(stages, BF16, width=world // stages, accumulate=2, clip=0.05, **settings)
+    _, unclipped = train_alone(stages, BF16, width=world // stages, accumulate=2, **settings)
+    assert worst(runs[0].weights, weights) < 1e-5 < worst(unclipped, weights)
+    assert all(worst(run.weights, runs[0].weights) == 0.0 for run in runs)
+
+
+def bytes_per_step() -> list[tuple[int, int, int, int]]:
+    """For each rank: bytes its payloads take and the dense ones would, a training batch."""
+    run = train(2, "1f1b", 2, BF16, count=3)
+    layout = SplitPoint(**BF16).layout((2, 24))
+    totals = run.traffic
+    return [(totals.bytes_sent // 3, totals.bytes_dense // 3, layout.forward_positions_bytes, layout.wire_floats)]
+
+
+def test_bytes_between_stages_are_counted(ranks: Any) -> None:
+    """Oracle: the layout's sizes times micro-batches; positions go forward only, and dense is fp32."""
+    (first,), (last,) = ranks(2).run(bytes_per_step)
+    positions, words = first[2:]
+    assert first[:2] == (4 * (positions + 4 * words), 4 * 4 * 2 * 24)
+    assert last[:2] == (4 * 4 * words, 4 * 4 * 2 * 24)
+
+
+def synchronise_compressed() -> tuple[list[str], float, float, float]:
+    strategy = strategy_for(2, density=0.1, min_tensor_size=1)
+    module = SplitModule(2, BF16)
+    trainer = trainer_for(strategy)
+    trainer.fit(module, batches(6, 2))
+    totals = strategy.traffic.totals
+    names = sorted(strategy.synchronizer.residuals.state_dict())
+    return (
+        names,
+        totals.bytes_dense / totals.bytes_sent,
+        strategy.synchronizer.residuals.norm(),
+        float(sum(parameter.double().sum() for parameter in module.parameters())),
+    )
+
+
+def test_gradients_of_each_stage_are_compressed(ranks: Any) -> None:
+    """Oracle: residuals of this stage's parameters on its ranks, a ratio above 1, and equal weights everywhere."""
+    told = ranks(4).run(synchronise_compressed)
+    first, last = ["network.0.bias", "network.0.weight"], ["network.3.bias", "network.3.weight"]
+    assert [names for names, *_ in told] == [first, last, first, last]
+    assert all(ratio > 3 and norm > 0 for _, ratio, norm, _ in told)
+    assert len({total for *_, total in told}) == 1
+
+
+def train_in_bf16() -> tuple[list[float], str]:
+    run = train(2, "1f1b", 2, BF16, precision="bf16-mixed")
+    return run.losses, str(run.weights["network.0.weight"].dtype)
+
+
+def test_autocast(ranks: Any) -> None:
+    """Oracle: fp32 weights, and losses within bf16's precision of those of fp32."""
+    (losses, dtype), (other, _) = ranks(2).run(train_in_bf16)
+    expected, _ = train_alone(2, BF16)
+    assert losses == other
+    assert losses == pytest.approx(expected[0], rel=0.05)
+    assert losses != pytest.approx(expected[0], rel=1e-5)
+    assert dtype == "torch.float32"
