@@ -105,7 +105,7 @@ def find_catalogs(path: Path, language: str | None) -> list[Path]:
     return _choose_language(sorted(path.resolve().rglob("*.mo")), language, f"data.catalogs={path}")
 
 
-def package_catalogs(package: str, language: str) -> list[Path]:
+def package_catalogs(package: str, language: str | None) -> list[Path]:
     """Give the .mo files of a language that an installed Python package brought with it.
 
     Raises:

@@ -146,6 +146,9 @@ class TranslationModule(LightningModule):
             (batch["targets"] == EOS).any(dim=1)
         )
         if not wanted.any():
+            for metric in self.chrf.values():
+                # Counts nothing, and keeps a rank that never has a row from warning that it computes without data.
+                metric.update([], [])
             return
         source = batch["source"][wanted]
         decode = self.trainer.datamodule.decode
@@ -165,7 +168,6 @@ class TranslationModule(LightningModule):
         if not self.hparams.translate_examples:
             return
         for name, metric in self.chrf.items():
-            # Also on a rank that had nothing to translate: the others sum over all.
             self.log(f"test/{name}", metric.compute(), sync_dist=True)
             metric.reset()
         for source, translation, reference in self._shown:

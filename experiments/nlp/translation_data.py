@@ -109,7 +109,7 @@ class ParallelText(LightningDataModule):
         vocabulary_size: int = 2048,
         source_length: int = 32,
         target_length: int = 32,
-        batch_size: int = 32,
+        batch_size: int = 16,
         eval_batch_size: int = 64,
         held_out_fraction: float = 0.05,
         seed: int = 0,
