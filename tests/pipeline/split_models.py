@@ -211,4 +211,4 @@ def train_alone(
 def worst(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """The largest difference of two sets of weights."""
     assert one.keys() == other.keys()
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
+    return max(float((one[name] - other[name]).detach().abs().max()) for name in one)

@@ -1,0 +1,167 @@
+"""One ordinary checkpoint of the whole model, whatever the number of stages, and runs that go on from it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+
+from distributed.training import trainer_for
+from lightning_dct import DCTStrategy
+from pipeline.split_models import (
+    BATCH_SIZE,
+    Losses,
+    Outcome,
+    SplitModule,
+    batches,
+    outcome,
+    strategy_for,
+    train,
+    worst,
+)
+
+SPLIT = {"density": 0.2, "forward_format": "int8", "warmup_steps": 8, "refresh_every": 3}
+COMPRESSED = {"density": 0.2, "min_tensor_size": 1, "refresh_every": 4}
+ADAM: dict[str, Any] = {"optimizer": torch.optim.Adam, "optimizer_settings": {"lr": 0.01}}
+
+
+class SaveAndStop(Callback):
+    """Saves after so many batches and ends the run there."""
+
+    def __init__(self, path: Path, after: int) -> None:
+        self.path, self.after = path, after
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx + 1 == self.after:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
+def run(stages: int, schedule: str, pieces: int, stop: Path | None = None, resume: Path | None = None) -> Outcome:
+    """Two epochs of four batches, or the first of them, or the second."""
+    return train(
+        stages,
+        schedule,
+        pieces,
+        SPLIT,
+        count=4,
+        strategy=COMPRESSED,
+        max_epochs=2,
+        callbacks=() if stop is None else (SaveAndStop(stop, 4),),
+        ckpt_path=None if resume is None else str(resume),
+        **ADAM,
+    )
+
+
+@pytest.mark.parametrize(
+    ("world", "stages", "schedule", "pieces"),
+    [(2, 2, "interleaved_1f1b", 4), (4, 2, "1f1b", 2)],
+)
+def test_resumed_run_equals_the_uninterrupted_one(
+    ranks: Any, tmp_path: Path, world: int, stages: int, schedule: str, pieces: int
+) -> None:
+    """Oracle: eight batches without a break: every bit of every weight on every rank, thresholds and residuals."""
+    path = tmp_path / "half.ckpt"
+    whole = ranks(world).run(run, stages, schedule, pieces)
+    begun = ranks(world).run(run, stages, schedule, pieces, path)
+    resumed = ranks(world).run(run, stages, schedule, pieces, None, path)
+    for expected, first, second in zip(whole, begun, resumed, strict=True):
+        assert first.hashes == expected.hashes[:4]
+        assert second.hashes == expected.hashes[4:]
+        assert second.thresholds == expected.thresholds
+        assert second.residuals.keys() == expected.residuals.keys()
+        assert all(torch.equal(second.residuals[name], expected.residuals[name]) for name in expected.residuals)
+        assert second.traffic.bytes_sent == expected.traffic.bytes_sent
+        assert second.traffic.refreshes == expected.traffic.refreshes
+
+
+def fit_alone(path: Path, save: Path) -> tuple[list[Any], int]:
+    """Plain Lightning, one process: load, train the second epoch, save."""
+    module = SplitModule(2, SPLIT, torch.optim.Adam, lr=0.01)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    saver = SaveAndStop(save, 8)
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_epochs=2, enable_checkpointing=False, callbacks=[saver], **quiet
+    )
+    trainer.fit(module, batches(4, 1), ckpt_path=str(path))
+    return list(trainer.optimizers[0].state.values()), trainer.global_step
+
+
+def test_checkpoint_goes_to_one_process_and_back(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: names and values of the model that was trained; every parameter's Adam state; runs that go on."""
+    monkeypatch.setenv("RANK", "0")  # whose data the single process reads
+    begun = ranks(2).run(run, 2, "1f1b", 2, tmp_path / "pipeline.ckpt")
+    saved = torch.load(tmp_path / "pipeline.ckpt", weights_only=True)
+    plain = SplitModule(2, SPLIT)
+    plain.load_state_dict(saved["state_dict"])
+    assert worst(dict(plain.named_parameters()), begun[1].weights) == 0.0
+    assert list(saved["state_dict"]) == list(SplitModule(2, SPLIT).state_dict())
+    assert plain.network[2].thresholds.tolist() == begun[0].thresholds["network.2"]
+    assert sorted(saved["optimizer_states"][0]["state"]) == [0, 1, 2, 3]
+    states, steps = fit_alone(tmp_path / "pipeline.ckpt", tmp_path / "alone.ckpt")
+    assert len(states) == 4
+    assert {int(state["step"]) for state in states} == {steps} == {8}
+    onward = ranks(2).run(go_on, tmp_path / "alone.ckpt")
+    assert [len(one.losses) for one in onward] == [4, 4]
+    assert worst(onward[0].weights, onward[1].weights) == 0.0
+
+
+def go_on(path: Path) -> Outcome:
+    return train(2, "1f1b", 2, SPLIT, count=4, max_epochs=3, ckpt_path=str(path), **ADAM)
+
+
+def resume_at_another_layout(path: Path, stages: int) -> tuple[dict[str, Tensor], int, float]:
+    """The residuals a rank starts from, the synchronisations counted, and the loss of the first batch."""
+    seen: dict[str, Tensor] = {}
+
+    class Look(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+            seen.update(trainer.strategy.synchronizer.residuals.state_dict())
+
+    strategy = DCTStrategy(**COMPRESSED) if stages == 1 else strategy_for(stages, "gpipe", **COMPRESSED)
+    module, watch = SplitModule(2, SPLIT, torch.optim.Adam, lr=0.01), Losses()
+    trainer = trainer_for(strategy, callbacks=[watch, Look()], max_epochs=2)
+    trainer.fit(module, batches(4, stages, BATCH_SIZE), ckpt_path=str(path))
+    return seen, strategy.synchronizer.synchronisations, watch.losses[0]
+
+
+def test_residuals_go_to_another_number_of_stages(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: the mean of the two replicas' residuals, for every parameter on the rank that has it."""
+    path = tmp_path / "half.ckpt"
+    ranks(4).run(run, 2, "1f1b", 2, path)
+    files = [torch.load(f"{path}.dct/000000000004-rank-{rank}-of-4.pt", weights_only=True) for rank in range(4)]
+    expected = {}
+    for name in files[0]["residuals"] | files[1]["residuals"]:
+        held = [file["residuals"][name].double() for file in files if name in file["residuals"]]
+        assert len(held) == 2
+        expected[name] = sum(held) / 2
+    assert any(float(residual.norm()) > 0 for residual in expected.values())
+    together = ranks(2).run(resume_at_another_layout, path, 1)
+    for seen, synchronisations, _ in together:
+        assert synchronisations == 8
+        assert seen.keys() == expected.keys()
+        for name, residual in expected.items():
+            torch.testing.assert_close(seen[name].double(), residual, rtol=1e-6, atol=1e-9)
+    (first, _, _), (last, _, _) = ranks(2).run(resume_at_another_layout, path, 2)
+    assert first.keys() | last.keys() == expected.keys()
+    assert not first.keys() & last.keys()
+
+
+def fit_then_save(path: Path) -> Outcome:
+    module, watch = SplitModule(2, SPLIT), Losses()
+    trainer = trainer_for(strategy_for(2), callbacks=[watch])
+    trainer.fit(module, batches(2, 2))
+    trainer.save_checkpoint(path)
+    return outcome(trainer, module, watch)
+
+
+def test_after_fit_every_rank_has_the_whole_model(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: equal weights and thresholds on all ranks, nothing on the meta device, and the same in a checkpoint."""
+    first, last = ranks(2).run(fit_then_save, tmp_path / "after.ckpt")
+    assert worst(first.weights, last.weights) == 0.0
+    assert first.thresholds == last.thresholds
+    assert first.thresholds["network.2"][0] > 0
+    saved = torch.load(tmp_path / "after.ckpt", weights_only=True)["state_dict"]
+    assert all(torch.equal(saved[name], weight) for name, weight in last.weights.items())
