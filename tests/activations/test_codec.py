@@ -22,9 +22,10 @@ from lightning_dct.activations import (
 )
 from lightning_dct.activations.settings import ROW_FORMATS
 from lightning_dct.wire import PayloadError
+from lightning_dct.wire.rows import LEVELS
+from rows_by_loop import scales_by_loop
 from strategies_for_hypothesis import examples
 
-LEVELS = {"int8": 127, "int4": 7}
 shapes = st.lists(st.integers(0, 6), min_size=0, max_size=4).map(tuple)
 numbers = st.floats(width=16, allow_nan=False, allow_infinity=False) | st.sampled_from([0.0, 1.0, -1.0, 1e-40])
 
@@ -57,27 +58,28 @@ def layouts_and_entries(draw: st.DrawFn) -> tuple[ActivationLayout, Tensor, Tens
 
 
 def decoded_by_loop(dense: Tensor, positions: Tensor | None, row_length: int, value_format: str) -> list[float]:
-    """What arrives, to nearest, from the docstring of the rows."""
+    """What arrives, to nearest, by the docstring of the rows."""
     flat = dense.reshape(-1).tolist()
-    sent = range(len(flat)) if positions is None else positions.tolist()
+    sent = list(range(len(flat))) if positions is None else positions.tolist()
     out = [0.0] * len(flat)
+    if value_format in LEVELS:
+        rows = sorted({place // row_length for place in sent})
+        largest = [max(abs(flat[place]) for place in sent if place // row_length == row) for row in rows]
+        scales = dict(zip(rows, scales_by_loop(largest, LEVELS[value_format]), strict=True)) if rows else {}
     for place in sent:
         if value_format == "fp32":
             out[place] = flat[place]
         elif value_format == "bf16":
             out[place] = torch.tensor(flat[place]).bfloat16().item()
         else:
-            row = place // row_length
-            largest = max(abs(flat[other]) for other in sent if other // row_length == row)
-            bits = int(np.float32(np.float32(largest) / np.float32(LEVELS[value_format])).view(np.uint32))
-            scale = np.uint32(-(-bits >> 16) << 16).view(np.float32)
+            scale = np.float32(scales[place // row_length])
             step = round(float(np.float32(flat[place]) / scale)) if scale else 0
             out[place] = float(scale * np.float32(max(-LEVELS[value_format], min(LEVELS[value_format], step))))
     return out
 
 
 @given(case=layouts_and_entries())
-@examples(300)
+@examples(200)
 def test_round_trip_by_loop(case: tuple[ActivationLayout, Tensor, Tensor | None]) -> None:
     layout, dense, positions = case
     encoded = encode_forward(layout, dense, positions)
@@ -154,7 +156,7 @@ def test_largest_half_precision_numbers_stay_finite() -> None:
 
 def test_sizes_for_a_transformer() -> None:
     """[2048, 768] at 5%: what DESIGN.md promises and more."""
-    for value_format, forward, backward in [("bf16", 28.7, 39.9), ("int8", 43.5, 76.0), ("int4", 59.9, 144.8)]:
+    for value_format, forward, backward in [("bf16", 28.7, 39.9), ("int8", 44.2, 77.9), ("int4", 61.1, 152.0)]:
         settings = SplitSettings(density=0.05, forward_format=value_format, backward_format=value_format)  # type: ignore[arg-type]
         layout = activation_layout(settings, (2048, 768), 0.05)
         sent = layout.forward_positions_bytes + layout.forward_values_bytes
@@ -164,9 +166,9 @@ def test_sizes_for_a_transformer() -> None:
 
 def test_everything_needs_no_positions_and_few_entries_few_scales() -> None:
     everything = activation_layout(SplitSettings(density=1.0, forward_format="int4"), (64, 16), 1.0)
-    assert (everything.forward_positions_bytes, everything.forward_values_bytes) == (12, 2 * 64 + 8 * 64)
+    assert (everything.forward_positions_bytes, everything.forward_values_bytes) == (12, 4 + 64 + 8 * 64)
     few = activation_layout(SplitSettings(density=0.01, forward_format="int4"), (64, 16), 0.01)
-    assert few.forward_values_bytes == 2 * 11 + 6
+    assert few.forward_values_bytes == 4 + 11 + 6
     assert activation_layout(SplitSettings(density=0.5), (64, 16), 0.5).forward_positions_bytes == 12 + 64 * 16 // 8
 
 
@@ -174,7 +176,7 @@ def test_everything_needs_no_positions_and_few_entries_few_scales() -> None:
 
 
 @given(case=layouts_and_entries(), data=st.data())
-@examples(200)
+@examples(150)
 def test_harmed_payloads_end_in_an_error_or_the_right_shape(
     case: tuple[ActivationLayout, Tensor, Tensor | None], data: st.DataObject
 ) -> None:

@@ -82,7 +82,7 @@ def test_sample_scope_keeps_the_largest_of_each_and_remembers_nothing() -> None:
     training=st.booleans(),
     seed=st.integers(0, 9),
 )
-@examples(200)
+@examples(120)
 def test_one_process_sees_what_the_wire_gives(
     shape: tuple[int, ...],
     scope: Any,

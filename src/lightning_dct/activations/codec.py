@@ -6,7 +6,7 @@ Forward, two tensors of bytes cross:
 payload             bytes                               holds
 ==================  ==================================  ==========================================================
 positions           12, and the positions' own          header, positions (none when everything is sent)
-values              2 a row and the values' own         scales of the rows that have entries, values
+values              1 a row, 4, and the values' own     scales of the rows that have entries, values
 ==================  ==================================  ==========================================================
 
 Backward, one crosses: values at the same positions, laid out as forward. The header is
@@ -198,10 +198,10 @@ def encode_values_at(
     if seed is not None and value_format in LEVELS:
         noise = uniform(values.numel(), seed, stream, values)
     rows = _rows_of(layout, positions) if value_format in LEVELS else None
-    data, scales = encode_rows(values, rows, layout.scales_capacity, value_format, noise)
+    data, scale_data = encode_rows(values, rows, layout.scales_capacity, value_format, noise)
     payload = torch.zeros(layout.values_bytes(value_format), dtype=torch.uint8, device=dense.device)
     scale_bytes = row_scales_num_bytes(value_format, layout.scales_capacity)
-    payload[:scale_bytes] = scales.view(torch.uint8)
+    payload[:scale_bytes] = scale_data
     payload[scale_bytes : scale_bytes + data.numel()] = data
     return payload
 
@@ -218,9 +218,8 @@ def decode_values_at(
     count = layout.numel if positions is None else positions.numel()
     scale_bytes = row_scales_num_bytes(value_format, layout.scales_capacity)
     data = payload[scale_bytes : scale_bytes + row_values_num_bytes(value_format, count)]
-    scales = payload[:scale_bytes].clone().view(torch.bfloat16)
     rows = _rows_of(layout, positions) if value_format in LEVELS else None
-    values = _converted(decode_rows(data, count, rows, scales, value_format), dtype)
+    values = _converted(decode_rows(data, count, rows, payload[:scale_bytes], value_format), dtype)
     if positions is None:
         return values.view(layout.shape)
     # One place more takes what lies beyond the tensor.

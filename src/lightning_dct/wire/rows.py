@@ -10,12 +10,18 @@ int4     4     ``scale_r * round(v / scale_r)``, with ``scale_r = max |v| / 7`` 
 =======  ====  ==================================================================================================
 
 Activations have no residual that would hold what rounding loses, so ``round`` can be stochastic: up with the
-probability that makes the expectation exact. Scales are bfloat16, rounded up: half the bytes of fp32 for a step that
-is at most 1/128 wider. An infinite or NaN value makes the scale of its row infinite or NaN, so in int8 and int4 no
-value of such a row is read back as finite.
+probability that makes the expectation exact.
+
+A scale is one byte: ``c`` stands for ``2 ** ((c - 254) / 8)`` of the largest scale, which is written once as fp32.
+Scales are rounded up, by a twelfth at most, so that no value needs more steps than there are. That is a little more
+rounding for half the bytes of a bfloat16 scale, which would outweigh the values of short rows with few entries. Rows
+that differ by more than 31 powers of two share the smallest scale. 0 stands for a row of zeros, 255 for a row with an
+infinite or NaN value: every value of it is read back as NaN.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -24,7 +30,9 @@ from lightning_dct.wire.values import decode_values, encode_values
 
 ROW_BITS_PER_VALUE: dict[str, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
 LEVELS: dict[str, int] = {"int8": 127, "int4": 7}
-SCALE_BYTES = 2
+LARGEST_SCALE_BYTES = 4
+STEPS_PER_OCTAVE = 8
+LARGEST_CODE, BROKEN_CODE = 254, 255
 # Added to a signed int4 step to store it without sign; 0 is never written.
 INT4_OFFSET = 8
 
@@ -36,7 +44,7 @@ def row_values_num_bytes(value_format: str, capacity: int) -> int:
 
 def row_scales_num_bytes(value_format: str, num_rows: int) -> int:
     """Bytes that the scales of ``num_rows`` rows take."""
-    return SCALE_BYTES * num_rows if value_format in LEVELS else 0
+    return LARGEST_SCALE_BYTES + num_rows if value_format in LEVELS and num_rows else 0
 
 
 def encode_rows(
@@ -54,14 +62,14 @@ def encode_rows(
             rounds to nearest.
 
     Returns:
-        The values' bytes (uint8) and one bfloat16 scale a row (shape ``[num_rows]``, or ``[0]`` for the formats that
-        need none).
+        The values' bytes and the scales' bytes (none for the formats that need none), uint8.
     """
     if value_format not in LEVELS:
-        return encode_values(values, values.new_empty(0), 0, value_format)[0], _no_scales(values)
+        return encode_values(values, values.new_empty(0), 0, value_format)[0], values.new_empty(0, dtype=torch.uint8)
     levels = LEVELS[value_format]
     values = values.to(torch.float32)
-    scales = _scales(_largest_magnitudes(values, row_of, num_rows), levels)
+    scale_bytes = _encode_scales(_largest_magnitudes(values, row_of, num_rows), levels)
+    scales = _decode_scales(scale_bytes)
     # Zero over zero, in a row of zeros, is no step. In a row that is not finite any step will do.
     steps = (values / _spread(scales, row_of, values.numel())).nan_to_num_(nan=0.0)
     whole = steps.round() if noise is None else steps.floor()
@@ -69,21 +77,21 @@ def encode_rows(
         whole += noise < steps - whole
     whole.clamp_(-levels, levels)
     if value_format == "int8":
-        return whole.to(torch.int8).view(torch.uint8), scales
+        return whole.to(torch.int8).view(torch.uint8), scale_bytes
     nibbles = values.new_zeros(values.numel() + values.numel() % 2, dtype=torch.uint8)
     nibbles[: values.numel()] = whole.add_(INT4_OFFSET).to(torch.uint8)
     pairs = nibbles.view(-1, 2)
-    return pairs[:, 0] | (pairs[:, 1] << 4), scales
+    return pairs[:, 0] | (pairs[:, 1] << 4), scale_bytes
 
 
-def decode_rows(data: Tensor, count: int, row_of: Tensor | None, scales: Tensor, value_format: str) -> Tensor:
+def decode_rows(data: Tensor, count: int, row_of: Tensor | None, scale_bytes: Tensor, value_format: str) -> Tensor:
     """Read values back.
 
     Args:
         data: The values' bytes, uint8.
         count: How many values to read.
         row_of: As it was when they were written.
-        scales: Shape ``[num_rows]`` (int8, int4) or ``[0]``, bfloat16.
+        scale_bytes: The scales' bytes, uint8.
         value_format: The format they were written in.
 
     Returns:
@@ -96,7 +104,7 @@ def decode_rows(data: Tensor, count: int, row_of: Tensor | None, scales: Tensor,
     else:
         packed = data[: row_values_num_bytes("int4", count)]
         steps = torch.stack([packed & 15, packed >> 4], dim=1).flatten()[:count].to(torch.float32).sub_(INT4_OFFSET)
-    return steps.mul_(_spread(scales, row_of, count))
+    return steps.mul_(_spread(_decode_scales(scale_bytes), row_of, count))
 
 
 def _largest_magnitudes(values: Tensor, row_of: Tensor | None, num_rows: int) -> Tensor:
@@ -106,25 +114,37 @@ def _largest_magnitudes(values: Tensor, row_of: Tensor | None, num_rows: int) ->
     return values.new_zeros(num_rows).scatter_reduce_(0, row_of, magnitudes, "amax")
 
 
-def _scales(largest: Tensor, levels: int) -> Tensor:
-    """``largest / levels`` as bfloat16, rounded up so that no value needs more than ``levels`` steps."""
-    exact = largest / levels
-    bits = exact.view(torch.int32)
-    # bfloat16 is the upper half of an fp32.
-    up = ((bits + 0xFFFF) & -0x10000).view(torch.float32)
-    down = (bits & -0x10000).view(torch.float32)
-    # Down only where `levels` steps would reach infinity although the value did not.
-    finite = torch.where((up * levels).isinf(), down, up)
-    return torch.where(largest.isfinite(), finite, exact).to(torch.bfloat16)
+def _encode_scales(largest: Tensor, levels: int) -> Tensor:
+    if largest.numel() == 0:
+        return largest.new_empty(0, dtype=torch.uint8)
+    needed = largest / levels
+    # A little smaller where `levels` steps would reach infinity although the value did not.
+    needed = torch.where((needed * levels).isinf() & largest.isfinite(), needed * (1 - 2**-23), needed)
+    broken = ~needed.isfinite()
+    needed = needed.masked_fill(broken, 0.0)
+    top = needed.amax()
+    # Code 0 is below every scale but zero, so zeros get it and nothing else does.
+    codes = torch.searchsorted(_fractions(largest.device)[: LARGEST_CODE + 1] * top, needed)
+    codes = codes.to(torch.uint8).masked_fill_(broken, BROKEN_CODE)
+    return torch.cat([top.view(1).view(torch.uint8), codes])
+
+
+def _decode_scales(scale_bytes: Tensor) -> Tensor:
+    """One scale a row, fp32."""
+    top = scale_bytes[:LARGEST_SCALE_BYTES].clone().view(torch.float32)
+    return _fractions(scale_bytes.device)[scale_bytes[LARGEST_SCALE_BYTES:].to(torch.int64)] * top
+
+
+def _fractions(device: torch.device) -> Tensor:
+    """What share of the largest scale each code stands for: shape ``[256]``, fp32."""
+    codes = torch.arange(BROKEN_CODE + 1, device=device)
+    # In fp64, so that devices whose last bits differ there agree in fp32.
+    shares = torch.exp2((codes - LARGEST_CODE).to(torch.float64) / STEPS_PER_OCTAVE).to(torch.float32)
+    return shares.masked_fill_(codes == 0, 0.0).masked_fill_(codes == BROKEN_CODE, math.nan)
 
 
 def _spread(scales: Tensor, row_of: Tensor | None, count: int) -> Tensor:
-    """The scale of each value, fp32."""
-    wide = scales.to(torch.float32)
+    """The scale of each value."""
     if row_of is not None:
-        return wide[row_of]
-    return wide.repeat_interleave(count // scales.numel()) if scales.numel() else wide.new_empty(0)
-
-
-def _no_scales(values: Tensor) -> Tensor:
-    return values.new_empty(0, dtype=torch.bfloat16)
+        return scales[row_of]
+    return scales.repeat_interleave(count // scales.numel()) if scales.numel() else scales
