@@ -9,7 +9,6 @@ from __future__ import annotations
 import gettext
 import re
 import struct
-import unicodedata
 import warnings
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +22,8 @@ class Pair(NamedTuple):
     target: str
 
 
+_CONTROL_CHARACTERS = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)])
+
 _WORD = re.compile(r"[\w&~]+")
 
 _MARKED_WORD = re.compile(r"[\w&~]*?([_&~])(?=[^\W\d_])(?!\w+;)[\w&~]*")
@@ -34,8 +35,7 @@ _APPENDED_ACCELERATOR = re.compile(r"\s*\([_&~][A-Za-z0-9]\)")
 
 def tidy(text: str) -> str:
     """Make one line of a text: white space of any kind becomes single spaces, other control characters go."""
-    one_line = " ".join(text.split())
-    return "".join(character for character in one_line if unicodedata.category(character) != "Cc")
+    return " ".join(text.split()).translate(_CONTROL_CHARACTERS)
 
 
 def drop_accelerators(pair: Pair) -> Pair:

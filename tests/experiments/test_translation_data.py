@@ -110,10 +110,10 @@ def test_a_broken_catalog_is_named(tmp_path: Path) -> None:
 
 def test_lines_belong_together(tmp_path: Path) -> None:
     source, target = tmp_path / "a.en", tmp_path / "a.de"
-    source.write_bytes(b"one\x0cstill one\r\n\ntwo\n")
+    source.write_bytes(b"one\x0cstill\x07 one\r\n\ntwo\n")
     target.write_bytes(b"eins\n\nzwei")
     pairs = read_aligned(source, target)
-    assert pairs == [("one\x0cstill one\r", "eins"), ("", ""), ("two", "zwei")]
+    assert pairs == [("one\x0cstill\x07 one\r", "eins"), ("", ""), ("two", "zwei")]
     assert clean_pairs([*pairs, pairs[0]]) == (
         [("one still one", "eins"), ("two", "zwei")],
         {"empty": 1, "repeated": 1},
