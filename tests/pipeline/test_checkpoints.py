@@ -104,7 +104,7 @@ def test_checkpoint_goes_to_one_process_and_back(ranks: Any, tmp_path: Path, mon
     assert len(states) == 4
     assert {int(state["step"]) for state in states} == {steps} == {8}
     onward = ranks(2).run(go_on, tmp_path / "alone.ckpt")
-    assert [len(one.losses) for one in onward] == [4, 4]
+    assert onward[0].losses == onward[1].losses != []
     assert worst(onward[0].weights, onward[1].weights) == 0.0
 
 
