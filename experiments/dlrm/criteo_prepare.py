@@ -41,7 +41,7 @@ from dlrm.criteo_folder import (
     describe_source,
     folder_of,
 )
-from dlrm.criteo_input import LineReader, check_input
+from dlrm.criteo_input import BLOCK_BYTES, LineReader, check_input
 from dlrm.criteo_lines import (
     FIELD_NAMES,
     MAX_LINE_BYTES,
@@ -163,7 +163,8 @@ class Preparation:
 
     def _read(self) -> None:
         shards = self.manifest.shards
-        with LineReader(self.path, shards[-1].end if shards else 0) as reader:
+        block_bytes = min(BLOCK_BYTES, max(self.settings.shard_bytes, MAX_LINE_BYTES + 1))
+        with LineReader(self.path, shards[-1].end if shards else 0, block_bytes) as reader:
             advance = self.progress.stage("read", self.manifest.source["bytes"], reader.bytes_read)
             while self._read_shard(reader, advance):
                 self._record()
