@@ -427,6 +427,16 @@ def test_state_saved_before_a_selection_selects() -> None:
     assert second.thresholds.item() > 0
 
 
+def test_a_refresh_that_was_asked_for_is_not_forgotten() -> None:
+    first = SplitPoint(density=0.2)
+    first(normal(20, 20))
+    first.request_refresh()
+    second = SplitPoint(density=0.2)
+    second.load_state_dict(first.state_dict())
+    second(normal(20, 20, seed=1) * 9)
+    assert second.traffic.totals.refreshes == 1
+
+
 def test_another_density_selects_anew() -> None:
     first = SplitPoint(density=0.2)
     first.advance(3)
@@ -474,3 +484,21 @@ def test_rooms_are_pure() -> None:
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for name in names:
                 assert not name.startswith(("lightning.", "pytorch_lightning", "torch.distributed")), (path, name)
+
+
+@pytest.mark.parametrize("scope", ["tensor", "group", "sample"])
+def test_a_model_learns_through_a_split_point(scope: Any) -> None:
+    torch.manual_seed(0)
+    split = SplitPoint(density=0.2, scope=scope, warmup_steps=32, forward_format="int8", backward_format="int4")
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), split, nn.Linear(32, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(120):
+        split.advance(step)
+        inputs = normal(64, 8, seed=step)
+        loss = (model(inputs).squeeze(1) - inputs[:, 0] * inputs[:, 1].sign()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])

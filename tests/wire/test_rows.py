@@ -174,7 +174,7 @@ def test_int4_bytes() -> None:
     assert decode_rows(torch.tensor([0xF0], dtype=torch.uint8), 2, None, scale_bytes, "int4").tolist() == [-8.0, 7.0]
 
 
-def test_scales_are_rounded_up_by_a_twelfth_at_most_and_reach_down_31_octaves() -> None:
+def test_scales_are_rounded_up_by_an_eleventh_at_most_and_reach_down_31_octaves() -> None:
     largest = torch.exp2(torch.linspace(-31.5, 0, 1000))
     scales = round_trip(largest * 7, torch.arange(1000), "int4", 1000)[1]
     assert bool((scales >= largest).all())

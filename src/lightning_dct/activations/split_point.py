@@ -179,13 +179,18 @@ class SplitPoint(CompressedModule):
 
     def get_extra_state(self) -> dict[str, Any]:
         """The clock, and what the thresholds were selected for."""
-        return {**super().get_extra_state(), "selected": self._selected, "density": float(self.settings.density)}
+        return {
+            **super().get_extra_state(),
+            "refresh_requested": self.refresh_requested,
+            "selected": self._selected,
+            "density": float(self.settings.density),
+        }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Continue the clock; thresholds that another density was trained with are selected anew."""
         super().set_extra_state(state)
         self._selected = bool(state["selected"])
-        self.refresh_requested = not self._selected or float(state["density"]) != self.settings.density
+        self.refresh_requested = bool(state["refresh_requested"]) or float(state["density"]) != self.settings.density
         self._begun = False
 
     def extra_repr(self) -> str:

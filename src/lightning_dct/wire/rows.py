@@ -13,7 +13,7 @@ Activations have no residual that would hold what rounding loses, so ``round`` c
 probability that makes the expectation exact.
 
 A scale is one byte: ``c`` stands for ``2 ** ((c - 254) / 8)`` of the largest scale, which is written once as fp32.
-Scales are rounded up, by a twelfth at most, so that no value needs more steps than there are. That is a little more
+Scales are rounded up, by an eleventh at most, so that no value needs more steps than there are. That is a little more
 rounding for half the bytes of a bfloat16 scale, which would outweigh the values of short rows with few entries. Rows
 that differ by more than 31 powers of two share the smallest scale. 0 stands for a row of zeros, 255 for a row with an
 infinite or NaN value: every value of it is read back as NaN.
