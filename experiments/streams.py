@@ -53,8 +53,15 @@ def batches_to_cover(total: int, *, batch_size: int, world_size: int) -> int:
 
 
 def rank_and_world_size(trainer: Any) -> tuple[int, int]:
-    """Read the rank and the number of ranks from a Trainer; ``(0, 1)`` where there is none."""
-    return (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
+    """Read from a Trainer which share of the data this rank reads, and of how many; ``(0, 1)`` where there is none.
+
+    The ranks of a pipeline all read the same share.
+    """
+    if trainer is None:
+        return 0, 1
+    # Strategies of a single process have none.
+    share = getattr(trainer, "distributed_sampler_kwargs", None)
+    return (trainer.global_rank, trainer.world_size) if share is None else (share["rank"], share["num_replicas"])
 
 
 class TrainingStream:

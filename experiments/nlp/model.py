@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from lightning_dct import SplitPoint
 
 
 class Block(nn.Module):
@@ -63,8 +68,37 @@ class Block(nn.Module):
         return functional.dropout(hidden, self.dropout, self.training)
 
 
-class TransformerLanguageModel(nn.Module):
-    """Predicts the next token at every position.
+class TokenEmbedding(nn.Module):
+    """What a token is, plus where it stands."""
+
+    def __init__(self, vocabulary_size: int, context_length: int, width: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary_size, width)
+        self.positions = nn.Embedding(context_length, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map int64 ``[batch, time]`` to ``[batch, time, width]``."""
+        return self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+
+
+class Head(nn.Module):
+    """From the hidden state to the logits of the next token."""
+
+    def __init__(self, width: int, vocabulary_size: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.output = nn.Linear(width, vocabulary_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map ``[batch, time, width]`` to ``[batch, time, vocabulary_size]``."""
+        return self.output(self.norm(hidden))
+
+
+class TransformerLanguageModel(nn.Sequential):
+    """Predicts the next token at every position: maps int64 ``[batch, time]`` to ``[batch, time, vocabulary_size]``.
+
+    Its children are ``embedding``, ``block_0``, ``block_1``, ..., ``head``, and between two pieces a ``SplitPoint``:
+    ``split_0``, ... A single process runs them one after the other; ``DCTPipelineStrategy`` runs pieces on ranks.
 
     Args:
         vocabulary_size: Number of distinct tokens.
@@ -74,9 +108,11 @@ class TransformerLanguageModel(nn.Module):
         num_heads: Attention heads; must divide ``width``.
         dropout: Fraction of activations dropped while training.
         tie_weights: Use the token embedding as the output matrix.
+        pieces: Parts that can run on different ranks; 1 for a model without split points.
+        split: Settings of the split points, as ``lightning_dct.SplitPoint`` takes them.
 
     Raises:
-        ValueError: If ``num_heads`` does not divide ``width``.
+        ValueError: If ``num_heads`` does not divide ``width``, or there are more pieces than can be cut.
     """
 
     def __init__(
@@ -88,31 +124,37 @@ class TransformerLanguageModel(nn.Module):
         num_heads: int = 4,
         dropout: float = 0.0,
         tie_weights: bool = False,
+        pieces: int = 1,
+        split: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self.context_length = context_length
-        self.token_embedding = nn.Embedding(vocabulary_size, width)
-        self.position_embedding = nn.Embedding(context_length, width)
-        self.blocks = nn.ModuleList(Block(width, num_heads, dropout) for _ in range(num_layers))
-        self.output_norm = nn.LayerNorm(width)
-        self.output = nn.Linear(width, vocabulary_size, bias=False)
+        cuts = cut_after(num_layers, pieces)
+        self.embedding = TokenEmbedding(vocabulary_size, context_length, width)
+        for number in range(-1, num_layers):  # -1 is the embedding
+            if number >= 0:
+                self.add_module(f"block_{number}", Block(width, num_heads, dropout))
+            if number in cuts:
+                self.add_module(f"split_{cuts.index(number)}", SplitPoint(**(split or {})))
+        self.head = Head(width, vocabulary_size)
         # The linear layers keep PyTorch's initialisation; its embeddings of unit variance would drown them.
-        for embedding in (self.token_embedding, self.position_embedding):
+        for embedding in (self.embedding.tokens, self.embedding.positions):
             nn.init.normal_(embedding.weight, std=width**-0.5)
         if tie_weights:
-            self.output.weight = self.token_embedding.weight
+            self.head.output.weight = self.embedding.tokens.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Give the logits of the next token.
 
-        Args:
-            tokens: int64 ``[batch, time]``, ``time`` at most the context length.
+def cut_after(num_layers: int, pieces: int) -> list[int]:
+    """The blocks after which a model is cut into pieces with about as many blocks each; -1 stands for the embedding.
 
-        Returns:
-            float ``[batch, time, vocabulary_size]``.
-        """
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        hidden = self.token_embedding(tokens) + self.position_embedding(positions)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.output(self.output_norm(hidden))
+    Raises:
+        ValueError: If there are not as many modules as pieces.
+    """
+    if not 1 <= pieces <= num_layers + 2:
+        raise ValueError(
+            f"model.split.pieces={pieces}: a model of model.num_layers={num_layers} blocks can be cut into 1 to"
+            f" {num_layers + 2} pieces"
+        )
+    if pieces <= num_layers:
+        return [-(-piece * num_layers // pieces) - 1 for piece in range(1, pieces)]
+    # The embedding is a piece of its own, and the head too when there is one more.
+    return list(range(-1, pieces - 2))

@@ -52,6 +52,8 @@ class LanguageModule(LightningModule):
         final_learning_rate_fraction: Where the cosine ends, as a fraction of the peak.
         vocabulary_size: Number of tokens; read from the data module when None.
         context_length: Tokens a sequence; read from the data module when None.
+        split: ``pieces`` to cut the network into (1, or None, for no cut), and the settings of the ``SplitPoint``
+            between every two.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class LanguageModule(LightningModule):
         final_learning_rate_fraction: float = 0.1,
         vocabulary_size: int | None = None,
         context_length: int | None = None,
+        split: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -79,6 +82,8 @@ class LanguageModule(LightningModule):
 
     def _build(self) -> None:
         sizes = self.hparams
+        split = dict(sizes.split or {})
+        pieces = split.pop("pieces", 1)
         self.network = TransformerLanguageModel(
             sizes.vocabulary_size,
             sizes.context_length,
@@ -87,6 +92,8 @@ class LanguageModule(LightningModule):
             sizes.num_heads,
             sizes.dropout,
             sizes.tie_weights,
+            pieces,
+            split,
         )
 
     def configure_model(self) -> None:

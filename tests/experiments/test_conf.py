@@ -30,7 +30,7 @@ def configuration(folder: Path, *overrides: str) -> DictConfig:
 
 def test_the_groups_are_what_the_readme_names() -> None:
     assert {"dlrm", "lm"} <= set(EXPERIMENTS)
-    assert STRATEGIES == ["dct", "ddp", "ddp_fp16", "powersgd"]
+    assert STRATEGIES == ["dct", "dct_pipeline", "ddp", "ddp_fp16", "powersgd"]
     assert LOGGERS == ["csv", "none", "tensorboard", "wandb"]
 
 
@@ -43,7 +43,7 @@ def test_every_combination_instantiates(experiment: str, strategy: str, tmp_path
         assert isinstance(trainer, Trainer)
         assert isinstance(trainer.strategy, DDPStrategy)
         assert len(trainer.loggers) == (logger != "none")
-    assert isinstance(trainer.strategy, lightning_dct.DCTStrategy) == (strategy == "dct")
+    assert isinstance(trainer.strategy, lightning_dct.DCTStrategy) == strategy.startswith("dct")
     assert isinstance(hydra.utils.instantiate(config.data), LightningDataModule)
     assert isinstance(hydra.utils.instantiate(config.model), LightningModule)
 

@@ -149,7 +149,7 @@ def test_the_model_does_not_look_ahead() -> None:
 @pytest.mark.parametrize("tie_weights", [True, False])
 def test_weights_are_tied_on_request(tie_weights: bool) -> None:
     model = TransformerLanguageModel(50, 12, width=16, num_heads=2, tie_weights=tie_weights)
-    assert (model.output.weight is model.token_embedding.weight) == tie_weights
+    assert (model.head.output.weight is model.embedding.tokens.weight) == tie_weights
 
 
 def test_heads_must_divide_the_width() -> None:
