@@ -13,12 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_warn
 
 from dlrm.criteo_folder import ROW, Folder, Manifest, PrepareSettings, folder_of
 from dlrm.criteo_input import check_input
 from dlrm.criteo_lines import NUM_INTEGERS
-from dlrm.criteo_prepare import ON_ERROR, prepare, rows_name
+from dlrm.criteo_prepare import prepare, summary
 from dlrm.criteo_shuffle import shuffled
+from dlrm.criteo_stages import ON_ERROR, rows_name
 from dlrm.criteo_vocabulary import NUM_RESERVED
 from streams import Batch, EvaluationRange, TrainingStream, batches_to_cover, rank_and_world_size, rank_rows
 
@@ -148,6 +150,8 @@ class Criteo(LightningDataModule):
         manifest = folder.read_manifest()
         if manifest is None or manifest.stage != "done":
             raise RuntimeError(f"the rows in {folder.root} are not prepared; call Criteo.prepare_data() first")
+        if manifest.quarantined or manifest.damage:
+            rank_zero_warn(f"{summary(manifest)}; see {folder.root}")
         self._rows = PreparedRows(folder, manifest)
         self.manifest = manifest
 

@@ -143,6 +143,15 @@ def test_bad_settings_are_named_at_once(setting: str, value: object, tmp_path: P
         Criteo(**{"path": str(path), setting: value})
 
 
+def test_lines_that_were_set_aside_are_not_forgotten(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_bytes(b"\n".join([*LINES, b"bad"]))
+    for _ in range(2):
+        with pytest.warns(
+            UserWarning, match=r"500 rows, .* 1 lines quarantined in quarantine\.tsv; see .*criteo-train"
+        ):
+            make_data(tmp_path, on_error="quarantine")
+
+
 def test_rows_that_are_not_there_are_an_error(tmp_path: Path) -> None:
     data = make_data(tmp_path)
     fresh = Criteo(str(data.path), cache_dir=str(tmp_path / "elsewhere"))

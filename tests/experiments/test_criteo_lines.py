@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from criteo_reference import make_lines, read_row
-from dlrm.criteo_lines import FIELD_NAMES, MAX_LINE_BYTES, LineProblem, Rows, parse_block, parse_line
+from dlrm.criteo_blocks import Rows, parse_block
+from dlrm.criteo_lines import FIELD_NAMES, MAX_LINE_BYTES, LineProblem, parse_line
 
 REAL_SAMPLE = Path("/work/shared/data/criteo/kaggle_raw_999.tsv")
 GOOD = make_lines(40)

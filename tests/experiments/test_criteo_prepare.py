@@ -15,7 +15,8 @@ import pytest
 from criteo_reference import make_lines, prepare_rows
 from dlrm.criteo_folder import ROW, Folder, PrepareSettings, folder_of
 from dlrm.criteo_lines import MAX_LINE_BYTES
-from dlrm.criteo_prepare import DamagedInputError, prepare, rows_name, vocabulary_name
+from dlrm.criteo_prepare import prepare
+from dlrm.criteo_stages import DamagedInputError, rows_name, vocabulary_name
 from dlrm.movielens_files import BadLineError
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
