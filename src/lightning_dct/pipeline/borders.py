@@ -50,7 +50,8 @@ def trace_borders(
         RuntimeError: A piece cannot run on fake tensors.
     """
     borders = []
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), precision():
+    eager = torch.compiler.set_stance("force_eager")  # pieces may be compiled
+    with eager, FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), precision():
         value = tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, value)
         for piece in pieces[:-1]:
             modules = piece.modules

@@ -157,37 +157,40 @@ class Pipeline:
         Returns:
             What the last piece returns for each micro-batch; None where that piece is not.
         """
-        outputs: list[Any] | None = None
+        outputs: list[Any] = []
         sending: list[dist.Work] = []
         kept: list[Tensor] = []  # alive until it is sent
         for stage in self.stages:
-            stage.inputs = inputs
-            outputs = []
+            stage.inputs, outputs, waiting = inputs, [], []
             for number, of_this in enumerate(borders):
                 crossings = self._cross(of_this)
-                payload: tuple[Tensor, ...] = ()
-                if stage.arriving is not None:
-                    payload = tuple(
-                        torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
-                        for meta in crossings[stage.index - 1].payload()
-                    )
-                    source = self._mesh.rank_of((stage.index - 1) % self._mesh.stages)
-                    for part in payload:
-                        dist.recv(part, src=source, group=self._mesh.pipeline)
-                output = stage.compute(number, payload)
-                if stage.leaving is None:
-                    outputs.append(output)
-                    continue
-                target = self._mesh.rank_of((stage.index + 1) % self._mesh.stages)
-                for part in send(stage.leaving, output):
-                    kept.append(part.detach())
-                    work = dist.isend(kept[-1], dst=target, group=self._mesh.pipeline)
-                    assert work is not None
-                    sending.append(work)
+                payload = () if stage.arriving is None else self._receive(stage.index, crossings[stage.index - 1])
+                outputs.append(stage.compute(number, payload))
+                if stage.leaving is not None:
+                    waiting += [part.detach() for part in send(stage.leaving, outputs.pop())]
+                # With several stages on a rank, bytes go both ways between two ranks, and NCCL takes them strictly in
+                # turn: first all that comes, then all that goes.
+                if len(self.stages) == 1 or number == len(borders) - 1:
+                    sending += [self._send(stage.index, part) for part in waiting]
+                    kept, waiting = kept + waiting, []
             stage.inputs = ()
         for work in sending:
             work.wait()
         return outputs if self.stages[-1].leaving is None else None
+
+    def _receive(self, index: int, crossing: Crossing) -> tuple[Tensor, Tensor]:
+        words, num_bytes = crossing.sizes
+        values = torch.empty(words, device=self._device)
+        positions = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        for part in (values, positions):
+            dist.recv(part, src=self._mesh.rank_of((index - 1) % self._mesh.stages), group=self._mesh.pipeline)
+        return values, positions
+
+    def _send(self, index: int, part: Tensor) -> dist.Work:
+        target = self._mesh.rank_of((index + 1) % self._mesh.stages)
+        work = dist.isend(part, dst=target, group=self._mesh.pipeline)
+        assert work is not None
+        return work
 
     def _cross(self, borders: Sequence[Border]) -> list[Crossing]:
         """Tell every stage what arrives and leaves."""

@@ -1,0 +1,218 @@
+"""What cannot work is refused on every rank, with the setting and the remedy, before anything hangs."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+
+from distributed.harness import TIMEOUT_S, RankFailure
+from distributed.training import Noise, rank, trainer_for
+from lightning_dct import DCTPipelineStrategy, SplitPoint
+from pipeline.split_models import SplitModule, batches, strategy_for
+
+
+def message_of(function: Callable[..., Any], *arguments: Any, **settings: Any) -> str:
+    with pytest.raises((ValueError, RuntimeError, TypeError)) as caught:
+        function(*arguments, **settings)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"stages": 1}, "`stages` must be at least 2"),
+        ({"stages": 2.0}, "`stages` must be a whole number"),
+        ({"micro_batches": 0}, "`micro_batches` must be at least 1"),
+        ({"schedule": "zero_bubble"}, "`schedule` must be one of 'gpipe', '1f1b', 'interleaved_1f1b'"),
+        ({"stages": 4, "micro_batches": 3}, "Use 4 or more, or schedule='gpipe'"),
+        ({"schedule": "interleaved_1f1b", "micro_batches": 5}, "needs a multiple of `stages=2`. Use 4."),
+        ({"process_group": "mine"}, "makes its own process groups"),
+        ({"static_graph": True}, "cannot take `static_graph`"),
+        ({"density": 2.0}, "`density` is the share"),
+        ({"ddp_comm_hook": print}, "ddp_comm_hook"),
+    ],
+)
+def test_settings(settings: dict[str, Any], said: str) -> None:
+    assert said in message_of(DCTPipelineStrategy, **settings)
+
+
+class Broken(SplitModule):
+    """One thing wrong with it."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(4 if fault == "pieces" else 2)
+        self.fault = fault
+        if fault == "manual":
+            self.automatic_optimization = False
+        elif fault == "outside":
+            self.extra = nn.Linear(2, 2)
+        elif fault == "none":
+            self.network = nn.Sequential(nn.Linear(40, 8))
+        elif fault == "two":
+            self.other = nn.Sequential(nn.Linear(2, 2), SplitPoint(), nn.Linear(2, 2))
+        elif fault == "empty":
+            self.network.append(SplitPoint())
+        elif fault == "tied":
+            self.network = nn.Sequential(shared := nn.Linear(40, 40), SplitPoint(), nn.Linear(40, 40), nn.Linear(40, 8))
+            self.network[2].weight = shared.weight
+        elif fault == "untrained":
+            self.network[3].requires_grad_(False)
+        elif fault == "pair":
+            self.network[1] = Pair()
+        elif fault == "values":
+            self.network[1] = ReadsValues()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        if self.fault == "skips":
+            return batch[0].sum()
+        loss = super().training_step(batch, batch_idx)
+        return None if self.fault == "returns nothing" else loss
+
+
+class Pair(nn.Module):
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return inputs, inputs
+
+
+class ReadsValues(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * float(inputs.sum())
+
+
+FAULTS = {
+    "manual": "works with automatic optimisation only",
+    "outside": "'extra.weight' lies outside the Sequential",
+    "none": "here none has. Build the network",
+    "two": "'network', 'other' have",
+    "empty": "a `SplitPoint` must stand between two modules",
+    "tied": "stages on different ranks cannot share a parameter",
+    "untrained": "Stage 1 of the pipeline has no trainable parameter",
+    "pieces": "cut it into 4 pieces, and `stages=2`",
+    "pair": "Piece 0 of the pipeline returns a tuple",
+    "values": "Piece 0 of the pipeline cannot be run on fake tensors",
+    "skips": "`training_step` never calls the Sequential",
+}
+
+
+def fit_broken(fault: str) -> str:
+    return message_of(trainer_for(strategy_for(2)).fit, Broken(fault), batches(1, 2))
+
+
+def fit_wrongly(fault: str) -> str:
+    """One thing wrong around the model."""
+    strategy, settings, data = strategy_for(2), {}, batches(1, 2)
+    if fault == "stages":
+        strategy = strategy_for(3)
+    elif fault == "interleaved":
+        strategy = strategy_for(2, "interleaved_1f1b")
+    elif fault == "batch":
+        data = batches(1, 2, size=6)
+    elif fault == "precision":
+        settings["plugins"] = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    elif fault == "anomaly":
+        settings["detect_anomaly"] = True
+    elif fault == "data":
+        data = torch.utils.data.DataLoader(Noise(1, 40, 8, 8, rank()), batch_size=None)
+    elif fault == "disagreement":
+        strategy = strategy_for(2, "gpipe" if rank() else "1f1b")
+    return message_of(trainer_for(strategy, **settings).fit, SplitModule(), data)
+
+
+SURROUNDINGS = {
+    "stages": "`stages=3` does not divide the 2 processes",
+    "interleaved": "takes a multiple of `stages` above it (4 pieces",
+    "batch": "`micro_batches=4` does not divide the training batch, which has 6 rows",
+    "precision": "precision='16-mixed' does not work",
+    "anomaly": "detect_anomaly=True",
+    "data": "have read different batches for `training_step`",
+    "disagreement": "The ranks disagree on `schedule` (rank 0: '1f1b', rank 1: 'gpipe')",
+}
+
+
+def all_messages() -> dict[str, str]:
+    told = {fault: fit_broken(fault) for fault in FAULTS}
+    return told | {fault: fit_wrongly(fault) for fault in SURROUNDINGS}
+
+
+def test_faults_are_named_on_every_rank(ranks: Any) -> None:
+    """Oracle: the messages above, from both ranks, one run after the other in the same processes."""
+    for told in ranks(2).run(all_messages):
+        for fault, said in (FAULTS | SURROUNDINGS).items():
+            assert said in told[fault], fault
+
+
+def fit_without_loss() -> None:
+    trainer_for(strategy_for(2)).fit(Broken("returns nothing"), batches(1, 2))
+
+
+def test_a_step_that_returns_no_loss_is_named(ranks: Any) -> None:
+    """Oracle: the last stage's rank says so, in its own words and not in those of the schedule."""
+    with pytest.raises(RankFailure, match="must return a loss that depends on the network's output"):
+        ranks(2).run(fit_without_loss, timeout_s=20)
+
+
+SCRIPT = """
+import sys
+sys.path[:0] = {paths!r}
+import os
+from lightning.pytorch import Trainer
+import lightning_dct
+from pipeline.split_models import SplitModule, batches
+from distributed.training import Noise
+from torch.utils.data import DataLoader
+
+class Module(SplitModule):
+    def on_train_batch_start(self, batch, batch_idx):
+        if {fails} and self.global_rank == 1 and batch_idx == 1:
+            raise RuntimeError("rank 1 has had enough")
+
+if __name__ == "__main__":
+    module = Module()
+    trainer = Trainer(
+        accelerator="cpu", devices=2, strategy={strategy!r}, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+    )
+    trainer.fit(module, DataLoader(Noise(3, 40, 8, 8), batch_size=None))
+    if trainer.global_rank == 0:
+        print("sum", float(sum(parameter.double().sum() for parameter in module.parameters())))
+"""
+
+
+def run_script(folder: Path, strategy: str, fails: bool) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.py"
+    tests = str(Path(__file__).parents[1])
+    script.write_text(SCRIPT.format(paths=[tests], strategy=strategy, fails=fails))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD", "LOCAL"))}
+    return subprocess.run(
+        [sys.executable, str(script)],
+        cwd=folder,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+
+
+def test_a_failing_rank_ends_the_job(tmp_path: Path) -> None:
+    """Oracle: the launcher of `strategy="dct_pipeline"` ends with a failing exit status and the error."""
+    done = run_script(tmp_path, "dct_pipeline", True)
+    assert done.returncode != 0
+    assert "rank 1 has had enough" in done.stdout + done.stderr
+
+
+def test_spawned_processes_give_the_whole_model_back(tmp_path: Path) -> None:
+    """Oracle: the process that spawns has the weights that two stages have trained: those of one process."""
+    from pipeline.split_models import train_alone
+
+    done = run_script(tmp_path, "dct_pipeline_spawn", False)
+    assert done.returncode == 0, done.stderr
+    _, weights = train_alone(2, count=3)
+    total = float(sum(weight.double().sum() for weight in weights.values()))
+    assert float(done.stdout.split("sum")[1]) == pytest.approx(total, abs=1e-4)
