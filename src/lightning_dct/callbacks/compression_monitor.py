@@ -84,7 +84,8 @@ class CompressionMonitor(pl.Callback):
         totals = _totals_of(trainer)
         if not totals or not totals["dp"].steps:
             return
-        since = {part: now - self._at_fit_start[part] for part, now in totals.items()}
+        # Without a single batch, as in a resumed run that was finished already, training never starts.
+        since = {part: now - self._at_fit_start.get(part, now) for part, now in totals.items()}
         inside = CompressionRatio().to(trainer.strategy.root_device)
         inside.update(since["mp"])
         ratio = float(inside.compute())  # of all ranks

@@ -82,13 +82,16 @@ def compress_changes(accumulated: Tensor, message: Message, thresholds: Float64A
     Args:
         accumulated: Shape ``[k, dim]``, fp32 or fp64. Not changed.
         message: What it is about.
-        thresholds: One for each table of the module; 0 where none was selected yet. Changed in place.
+        thresholds: One for each table of the module; 0 where none was selected yet, or everything goes. Changed in
+            place.
         guard: Move the thresholds towards their targets by what this message shows.
     """
     flat = accumulated.reshape(-1)
     sizes, targets = message.layout.tensor_sizes, message.layout.capacities
     for part, table, target in zip(flat.split(sizes), message.tables, targets, strict=True):
-        if thresholds[table] == 0:
+        if target == part.numel():
+            thresholds[table] = 0  # everything goes
+        elif thresholds[table] == 0:
             thresholds[table] = kth_magnitude(part, target)
     known = thresholds[message.tables]
     finite = flat.isfinite()
@@ -138,6 +141,8 @@ def _table_index(message: Message, positions: Tensor) -> Tensor:
 def _guard(message: Message, thresholds: Float64Array, reached: list[int], flat: Tensor) -> None:
     parts = flat.split(message.layout.tensor_sizes)
     for part, table, count, target in zip(parts, message.tables, reached, message.layout.capacities, strict=True):
+        if target == part.numel():
+            continue
         if count > GUARD_RESELECT * target and bool(part.isfinite().all()):
             thresholds[table] = kth_magnitude(part, target)
         else:

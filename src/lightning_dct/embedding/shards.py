@@ -22,26 +22,41 @@ from torch.optim import Optimizer
 from lightning_dct.embedding.sharded import ROWS_AT_A_TIME, ShardedEmbeddingBags
 
 
-class RowShards:
+class RowShards(Tensor):
     """One rank's rows of one table, as ``torch.distributed.checkpoint`` wants them (its ``_Checkpointable`` protocol).
 
-    Args:
-        num_rows: Rows of the whole table.
-        pieces: Where each piece begins in the table, and its rows, a view of shape ``[n, ...]``.
-        like: A tensor with the dtype and the trailing shape of the rows.
+    A tensor in name only: that package looks for the protocol on tensors, and none of its memory is ever there.
     """
 
-    def __init__(self, num_rows: int, pieces: list[tuple[int, Tensor]], like: Tensor) -> None:
-        self._size = torch.Size([num_rows, *like.shape[1:]])
-        self._properties = TensorProperties(dtype=like.dtype)
-        self._pieces = {self._offset(start): rows for start, rows in pieces}
+    _pieces: dict[torch.Size, Tensor]
+
+    @staticmethod
+    def of(num_rows: int, pieces: list[tuple[int, Tensor]], like: Tensor) -> RowShards:
+        """Describe rows.
+
+        Args:
+            num_rows: Rows of the whole table.
+            pieces: Where each piece begins in the table, and its rows, a view of shape ``[n, ...]``.
+            like: A tensor with the dtype and the trailing shape of the rows.
+        """
+        size = torch.Size([num_rows, *like.shape[1:]])
+        shards: RowShards = Tensor._make_wrapper_subclass(RowShards, size, dtype=like.dtype)
+        trailing = [0] * (len(size) - 1)
+        shards._pieces = {torch.Size([start, *trailing]): rows for start, rows in pieces}
+        return shards
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{func} is nothing that rows for a checkpoint can do")
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         return [
             WriteItem(
                 index=MetadataIndex(name, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=self._properties, size=self._size),
+                tensor_data=TensorWriteData(
+                    chunk=chunk, properties=TensorProperties(dtype=self.dtype), size=self.shape
+                ),
             )
             for chunk in self.__create_chunk_list__()
         ]
@@ -52,9 +67,6 @@ class RowShards:
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None
         return self._pieces[index.offset]
-
-    def _offset(self, start: int) -> torch.Size:
-        return torch.Size([start, *(0 for _ in self._size[1:])])
 
 
 def save_rows(folder: str, tables: dict[str, ShardedEmbeddingBags], optimizers: list[Optimizer]) -> None:
@@ -160,7 +172,8 @@ def _shards_of(name: str, module: ShardedEmbeddingBags, values: Tensor) -> dict[
             high = min(low + ROWS_AT_A_TIME, stop)
             pieces[table].append((low, values[place + low - start : place + high - start]))
     return {
-        f"{name}.table_{table}": RowShards(module.table_rows[table], owned, values) for table, owned in pieces.items()
+        f"{name}.table_{table}": RowShards.of(module.table_rows[table], owned, values)
+        for table, owned in pieces.items()
     }
 
 

@@ -1,0 +1,125 @@
+"""A small hybrid-parallel model: sharded tables below, a replicated network on top."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from distributed.training import trainer_for
+from embedding.training import generator
+from lightning_dct import DCTStrategy, RowWiseAdagrad, ShardedEmbeddingBags
+
+TABLE_ROWS = [30, 4, 300, 1, 11]
+DIM = 4
+GLOBAL_BATCH = 12
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "row-wise adagrad": RowWiseAdagrad,
+}
+EVERYTHING = {"density": 1.0, "value_format": "fp32"}
+
+
+class Hybrid(LightningModule):
+    def __init__(self, exchange: dict[str, Any], optimizer: str = "sgd", learning_rate: float = 0.2) -> None:
+        super().__init__()
+        self.tables = ShardedEmbeddingBags(TABLE_ROWS, DIM, seed=5, **exchange)
+        with torch.random.fork_rng():
+            torch.manual_seed(9)
+            self.top = nn.Sequential(nn.Linear(len(TABLE_ROWS) * DIM, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.optimizer, self.learning_rate = optimizer, learning_rate
+        self.unused_dense: list[bool] = []
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.top(self.tables(ids).flatten(1)).squeeze(1)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return (self(batch[0]) - batch[1]).square().mean()
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val", (self(batch[0]) - batch[1]).square().mean(), sync_dist=True)
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        if self.optimizer == "sparse adam":
+            tables = torch.optim.SparseAdam([self.tables.weight], lr=self.learning_rate)
+            return [tables, torch.optim.SGD(self.top.parameters(), lr=self.learning_rate)]
+        return OPTIMIZERS[self.optimizer](self.parameters(), lr=self.learning_rate)
+
+
+class Batches(IterableDataset):
+    """Global batch ``j`` is the same whatever the number of ranks."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return (self.batch(index) for index in range(self.number))
+
+    def __len__(self) -> int:
+        return self.number
+
+    @staticmethod
+    def batch(index: int) -> tuple[Tensor, Tensor]:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        draws = torch.rand(GLOBAL_BATCH, len(TABLE_ROWS), generator=generator(index, 7))
+        ids = (draws**2 * torch.tensor(TABLE_ROWS)).long()
+        share = slice(GLOBAL_BATCH * rank // world_size, GLOBAL_BATCH * (rank + 1) // world_size)
+        return ids[share], (ids[share].sum(dim=1) % 3).float()
+
+
+def batches(number: int) -> DataLoader:
+    return DataLoader(Batches(number), batch_size=None)
+
+
+def whole(module: Hybrid) -> dict[str, Tensor]:
+    """This rank's rows by table and first row, and the replicated weights by name."""
+    tables = module.tables
+    found = {name: value.detach().clone() for name, value in module.top.named_parameters()}
+    for table, start, stop, place in tables.placement.ranges(tables.exchange_group.rank):
+        for row in range(start, stop):
+            found[f"{table}.{row}"] = tables.weight[place + row - start].detach().clone()
+    return found
+
+
+def together(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What all ranks have, replicated weights from the last."""
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def train(
+    number: int,
+    exchange: dict[str, Any],
+    optimizer: str = "sgd",
+    ckpt_path: str | None = None,
+    save_to: str | None = None,
+    strategy: dict[str, Any] | None = None,
+    **settings: Any,
+) -> dict[str, Tensor]:
+    """Train, save when told where, and give this rank's weights."""
+    module = Hybrid(exchange, optimizer)
+    trainer = trainer_for(DCTStrategy(**{**EVERYTHING, **(strategy or {})}), **settings)
+    trainer.fit(module, batches(number), ckpt_path=ckpt_path)
+    if save_to is not None:
+        trainer.save_checkpoint(save_to)
+    return whole(module)
+
+
+def load(path: str, fit: bool = False) -> tuple[dict[str, Tensor], Any]:
+    """Load a checkpoint by validating it, or by a fit of no steps; this rank's weights and what is held back."""
+    module = Hybrid({"density": 0.2})
+    trainer: Trainer = trainer_for(DCTStrategy(**EVERYTHING), max_steps=0 if fit else -1)
+    trainer.validate(module, batches(1), ckpt_path=path, verbose=False)
+    return whole(module), None
+
+
+def files_in(folder: str) -> list[str]:
+    return sorted(str(file.relative_to(folder)) for file in Path(folder).rglob("*") if file.is_file())

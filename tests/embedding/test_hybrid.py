@@ -1,0 +1,286 @@
+"""Hybrid parallelism through a Trainer: any number of ranks trains the same model, and checkpoints carry it all."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from distributed.harness import RankFailure
+from distributed.training import trainer_for
+from embedding.hybrid import (
+    EVERYTHING,
+    GLOBAL_BATCH,
+    TABLE_ROWS,
+    Batches,
+    Hybrid,
+    batches,
+    load,
+    together,
+    train,
+    whole,
+)
+from lightning_dct import DCTStrategy, ShardedEmbeddingBags
+
+FEW = {"density": 0.1, "value_format": "int8", "refresh_every": 5}
+SMALL_CACHE = {**FEW, "cache_rows": 20}
+
+
+def run(number, exchange, optimizer, settings):
+    return train(number, exchange, optimizer, **settings)
+
+
+def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((value - other[name]).abs().max()) for name, value in one.items())
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "row-wise adagrad"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"gradient_clip_val": 0.05}, {"gradient_clip_val": 0.003, "gradient_clip_algorithm": "value"}],
+    ids=["plain", "clipped by norm", "clipped by value"],
+)
+def test_any_number_of_ranks_trains_the_same_model(ranks, optimizer, settings):
+    alone = together(ranks(1).run(run, 6, EVERYTHING, optimizer, settings))
+    assert len(alone) == sum(TABLE_ROWS) + 4
+    start = together(ranks(1).run(run, 0, EVERYTHING, optimizer, settings))
+    assert difference(alone, start) > 1e-3
+    for world_size in (2, 3, 4):
+        assert difference(together(ranks(world_size).run(run, 6, EVERYTHING, optimizer, settings)), alone) < 2e-5
+
+
+def test_accumulated_gradients_train_the_same_model(ranks):
+    settings = {"accumulate_grad_batches": 2}
+    alone = together(ranks(1).run(run, 6, EVERYTHING, "sgd", settings))
+    assert difference(together(ranks(2).run(run, 6, EVERYTHING, "sgd", settings)), alone) < 1e-5
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+@pytest.mark.parametrize("exchange", [FEW, SMALL_CACHE], ids=["all cached", "evicting"])
+def test_resumed_run_equals_the_uninterrupted_one(ranks, tmp_path, world_size, optimizer, exchange):
+    gradients = {"strategy": {"density": 0.2, "value_format": "bf16", "min_tensor_size": 1}}
+    straight = together(ranks(world_size).run(run, 6, exchange, optimizer, {**gradients, "max_epochs": 2}))
+    path = str(tmp_path / "half.ckpt")
+    ranks(world_size).run(run, 6, exchange, optimizer, {**gradients, "save_to": path})
+    settings = {**gradients, "ckpt_path": path, "max_epochs": 2}
+    resumed = together(ranks(world_size).run(run, 6, exchange, optimizer, settings))
+    assert difference(straight, resumed) == 0.0
+
+
+@pytest.mark.parametrize("saved", [1, 2, 3])
+@pytest.mark.parametrize("loaded", [1, 2, 3, 4])
+def test_checkpoint_loads_at_another_number_of_ranks(ranks, tmp_path, saved, loaded):
+    path = str(tmp_path / "x.ckpt")
+    before = together(ranks(saved).run(run, 4, FEW, "adagrad", {"save_to": path}))
+    after = together([weights for weights, _ in ranks(loaded).run(load, path)])
+    assert difference(before, after) == 0.0
+
+
+def resume_elsewhere(path, number):
+    module = Hybrid(FEW, "adagrad")
+    trainer = trainer_for(DCTStrategy(**EVERYTHING), max_epochs=2)
+    trainer.fit(module, batches(number), ckpt_path=path)
+    state = trainer.optimizers[0].state[module.tables.weight]["sum"]
+    ranges = module.tables.placement.ranges(module.tables.exchange_group.rank)
+    return {(table, start): state[place : place + stop - start].clone() for table, start, stop, place in ranges}
+
+
+def test_training_goes_on_with_another_number_of_ranks(ranks, tmp_path):
+    path = str(tmp_path / "x.ckpt")
+    ranks(2).run(run, 4, FEW, "adagrad", {"save_to": path})
+    for world_size in (1, 3):
+        sums = ranks(world_size).run(resume_elsewhere, path, 4)
+        rows = sum(len(value) for part in sums for value in part.values())
+        assert rows == sum(TABLE_ROWS)
+        assert all(bool((value >= 0).all()) for part in sums for value in part.values())
+
+
+def residuals_then(path):
+    """Train a little, save, and give what this rank's residuals are by table and row."""
+    module = Hybrid({**FEW, "density": 0.05})
+    trainer = trainer_for(DCTStrategy(**EVERYTHING))
+    trainer.fit(module, batches(5))
+    trainer.save_checkpoint(path)
+    tables, found = module.tables, {}
+    for owner, held in tables.held.items():
+        places, slots = held.cache.contents()
+        for table, row, slot in zip(*tables.placement.rows_of(owner, places), slots, strict=True):
+            found[int(table), int(row)] = held.residual[slot].clone()
+    return found
+
+
+def collected_after(path):
+    module = Hybrid({**FEW, "density": 0.05})
+    seen: dict = {}
+
+    def look(*_):
+        tables, rank = module.tables, module.tables.exchange_group.rank
+        for places, gradient in tables._collected:
+            for table, row, values in zip(*tables.placement.rows_of(rank, places.numpy()), gradient, strict=True):
+                seen[int(table), int(row)] = seen.get((int(table), int(row)), 0) + values.double()
+
+    module.on_train_start = look
+    trainer_for(DCTStrategy(**EVERYTHING), max_epochs=2).fit(module, batches(5), ckpt_path=path)
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_residuals_of_another_world_are_not_lost(ranks, tmp_path, world_size):
+    path = str(tmp_path / "x.ckpt")
+    given: dict = {}
+    for part in ranks(2).run(residuals_then, path):
+        for key, values in part.items():
+            given[key] = given.get(key, 0) + values.double() / 2
+    found: dict = {}
+    for part in ranks(world_size).run(collected_after, path):
+        for key, values in part.items():
+            found[key] = found.get(key, 0) + values / world_size
+    assert any(float(values.abs().max()) > 0 for values in given.values())
+    assert given.keys() == found.keys()
+    for key, values in given.items():
+        torch.testing.assert_close(found[key], values, rtol=1e-6, atol=1e-12)
+
+
+def predict_unequally(numbers):
+    """Ranks with other numbers of batches predict and validate."""
+    module = Hybrid(FEW)
+    trainer = trainer_for(DCTStrategy(**EVERYTHING))
+    trainer.fit(module, batches(3))
+    number = numbers[module.tables.exchange_group.rank]
+    predicted = trainer.predict(module, batches(number)) or []
+    trainer.validate(module, batches(number), verbose=False)
+    return whole(module), [Batches.batch(index) for index in range(number)], predicted
+
+
+@pytest.mark.parametrize("numbers", [[3, 1], [1, 4], [2, 5, 1]])
+def test_unequal_numbers_of_batches_do_not_hang_and_rows_are_exact(ranks, numbers):
+    answers = ranks(len(numbers)).run(predict_unequally, numbers, timeout_s=60)
+    weights = together([part for part, _, _ in answers])
+    module = Hybrid(FEW)
+    for name, parameter in module.top.named_parameters():
+        parameter.data.copy_(weights[name])
+    for (_, inputs, predicted), number in zip(answers, numbers, strict=True):
+        assert len(predicted) == number
+        for (ids, _), output in zip(inputs, predicted, strict=True):
+            rows = torch.stack(
+                [torch.stack([weights[f"{table}.{int(row)}"] for table, row in enumerate(sample)]) for sample in ids]
+            )
+            torch.testing.assert_close(output, module.top(rows.flatten(1)).squeeze(1).detach())
+
+
+def dense_gradients():
+    module = Hybrid(FEW)
+    seen = []
+    module.on_before_optimizer_step = lambda _: seen.append(module.tables.weight.grad.is_sparse)
+    trainer_for(DCTStrategy(**EVERYTHING)).fit(module, batches(4))
+    return seen, module.tables.weight.grad is None or module.tables.weight.grad.is_sparse
+
+
+def test_no_dense_gradient_of_a_table_is_ever_built(ranks):
+    for seen, sparse in ranks(2).run(dense_gradients):
+        assert seen == [True] * 4
+        assert sparse
+
+
+def conserve(exchange):
+    """Sum up the gradients this rank computed and those its rows received, by table and row, in fp64."""
+    tables = ShardedEmbeddingBags(TABLE_ROWS, 4, seed=5, **exchange)
+    tables.materialize()
+    rank, computed, received = tables.exchange_group.rank, {}, {}
+    for step in range(30):
+        tables.advance(step)
+        ids = Batches.batch(step)[0]
+        tables.weight.grad = None
+        pooled = tables(ids)
+        pooled.retain_grad()
+        (pooled * pooled.detach().cos() + pooled.square()).sum().backward()
+        for sample, gradient in zip(ids, pooled.grad, strict=True):
+            for table, row in enumerate(sample.tolist()):
+                computed[table, row] = computed.get((table, row), 0) + gradient[table].double()
+        grad = tables.weight.grad
+        found = tables.placement.rows_of(rank, grad.indices()[0].numpy())
+        for table, row, values in zip(*found, grad.values(), strict=True):
+            key = int(table), int(row)
+            received[key] = received.get(key, 0) + values.double() * tables.placement.world_size
+        with torch.no_grad():
+            tables.weight.add_(grad, alpha=-0.05)
+    held, evictions = {}, 0
+    for owner, rows in tables.held.items():
+        places, slots = rows.cache.contents()
+        evictions += rows.cache.capacity < tables.placement.owned_rows[owner]
+        for table, row, slot in zip(*tables.placement.rows_of(owner, places), slots, strict=True):
+            held[int(table), int(row)] = rows.residual[slot].double()
+        theirs = [tables.held[owner].copies[slots]]
+        assert theirs
+    copies = {
+        owner: (rows.cache.contents()[0], rows.copies[rows.cache.contents()[1]]) for owner, rows in tables.held.items()
+    }
+    mirrors = {
+        peer: (rows.cache.contents()[0], rows.copies[rows.cache.contents()[1]]) for peer, rows in tables.mirrors.items()
+    }
+    return computed, received, held, copies, mirrors, evictions
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("value_format", ["fp32", "int8", "int4", "1bit"])
+@pytest.mark.parametrize("cache_rows", [1000, 20])
+def test_nothing_is_lost(ranks, world_size, value_format, cache_rows):
+    exchange = {"density": 0.1, "value_format": value_format, "refresh_every": 7, "cache_rows": cache_rows}
+    answers = ranks(world_size).run(conserve, exchange)
+    total: dict = {}
+    for computed, received, held, *_ in answers:
+        for key, values in computed.items():
+            total[key] = total.get(key, 0) + values
+        for part in (received, held):
+            for key, values in part.items():
+                total[key] = total.get(key, 0) - values
+    size = max(float(values.abs().max()) for computed, *_ in answers for values in computed.values())
+    assert max(float(values.abs().max()) for values in total.values()) < 1e-5 * size
+    # And the two ends of every pair hold the same copies, to the last bit.
+    for rank, (*_, copies, _, evictions) in enumerate(answers):
+        assert (evictions > 0) == (cache_rows == 20)
+        for owner, (places, rows) in copies.items():
+            mirrored_places, mirrored = answers[owner][4][rank]
+            assert places.tolist() == mirrored_places.tolist()
+            assert torch.equal(rows, mirrored)
+
+
+def refuse_scaler():
+    from lightning.pytorch.plugins import MixedPrecision
+
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    trainer_for(DCTStrategy(), plugins=[plugin]).fit(Hybrid(FEW), batches(2))
+
+
+def test_a_loss_scaler_is_refused(ranks):
+    with pytest.raises(RankFailure, match="bf16-mixed"):
+        ranks(2).run(refuse_scaler)
+
+
+def save_weights_only(path):
+    module = Hybrid(FEW)
+    trainer = trainer_for(DCTStrategy(**EVERYTHING))
+    trainer.fit(module, batches(3))
+    trainer.save_checkpoint(path, weights_only=True)
+    return whole(module)
+
+
+def test_weights_alone_carry_the_rows(ranks, tmp_path):
+    path = str(tmp_path / "x.ckpt")
+    before = together(ranks(2).run(save_weights_only, path))
+    assert difference(before, together([weights for weights, _ in ranks(3).run(load, path)])) == 0.0
+    assert "tables.weight" not in torch.load(path, weights_only=True)["state_dict"]
+
+
+def test_missing_rows_are_named(ranks, tmp_path: Path):
+    path = str(tmp_path / "x.ckpt")
+    ranks(2).run(save_weights_only, path)
+    (tmp_path / "x.ckpt.dct").rename(tmp_path / "elsewhere")
+    with pytest.raises(RankFailure, match="embedding rows should be in"):
+        ranks(2).run(load, path)
+
+
+def test_a_batch_is_shared_evenly():
+    assert GLOBAL_BATCH % 2 == GLOBAL_BATCH % 3 == GLOBAL_BATCH % 4 == 0
