@@ -1,0 +1,152 @@
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_dct.embedding.cache import RowCache
+from strategies_for_hypothesis import examples
+
+UNIVERSE = 24
+requests = st.lists(st.sets(st.integers(0, UNIVERSE - 1), max_size=12).map(sorted), max_size=25)
+capacities = st.integers(1, 14)
+
+
+class PlainCache:
+    """Rows with the time of their last request and how often they were asked for, in a dict."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.time = capacity, 0
+        self.last_used: dict[int, int] = {}
+        self.counts: dict[int, int] = {}
+
+    def admit(self, wanted: list[int], slots: dict[int, int]) -> tuple[list[int], list[bool]]:
+        """The rows evicted, and which of those wanted are new; of equally old rows that with the lowest slot goes."""
+        self.time += 1
+        new = [row not in self.last_used for row in wanted]
+        for row in wanted:
+            self.last_used[row] = self.time
+            self.counts[row] = self.counts.get(row, 0) + 1
+        oldest = sorted(set(self.last_used) - set(wanted), key=lambda row: (self.last_used[row], slots[row]))
+        evicted = oldest[: max(len(self.last_used) - max(self.capacity, len(wanted)), 0)]
+        for row in evicted:
+            del self.last_used[row], self.counts[row]
+        return evicted, new
+
+
+def slots_of(cache: RowCache) -> dict[int, int]:
+    rows, slots = cache.contents()
+    return dict(zip(rows.tolist(), slots.tolist(), strict=True))
+
+
+def asked(rows: list[int]) -> Any:
+    return np.array(rows, dtype=np.int64)
+
+
+@given(capacity=capacities, history=requests)
+@examples(300)
+def test_the_same_as_a_dict(capacity: int, history: list[list[int]]) -> None:
+    cache, plain = RowCache(capacity), PlainCache(capacity)
+    most = 0
+    for wanted in history:
+        before = slots_of(cache)
+        evicted, new = plain.admit(wanted, before)
+        admission = cache.admit(asked(wanted))
+        after = slots_of(cache)
+        assert admission.new.tolist() == new
+        assert dict(zip(admission.evicted.tolist(), admission.evicted_slots.tolist(), strict=True)) == {
+            row: before[row] for row in evicted
+        }
+        assert not set(evicted) & set(wanted)
+        # What stays, stays where it was; no two rows share a slot.
+        assert after == {row: slot for row, slot in before.items() if row not in evicted} | dict(
+            zip(wanted, admission.slots.tolist(), strict=True)
+        )
+        assert len(set(after.values())) == len(after) == len(cache)
+        assert list(after) == sorted(plain.last_used)
+        assert len(cache) <= max(capacity, len(wanted))
+        most = max(most, len(cache))
+        assert cache.num_slots == most  # no slot is made while one is free
+        assert all(0 <= slot < cache.num_slots for slot in after.values())
+        assert cache.counts().tolist() == [plain.counts[row] for row in after]
+        assert cache.holds(asked(wanted), admission.slots)
+        for row, slot in zip(evicted, admission.evicted_slots.tolist(), strict=True):
+            assert not cache.holds(asked([row]), asked([slot]))
+
+
+@given(capacity=capacities, history=requests, cut=st.integers(0, 25))
+@examples(150)
+def test_a_resumed_cache_goes_on_as_the_other_end_does(capacity: int, history: list[list[int]], cut: int) -> None:
+    one, other = RowCache(capacity), RowCache(capacity)
+    for number, wanted in enumerate(history):
+        if number == cut:
+            saved = other.state_dict()
+            frozen = {name: value.clone() for name, value in saved.items() if isinstance(value, torch.Tensor)}
+            other = RowCache(capacity)
+            other.load_state_dict(saved)
+        if number % 4 == 3:
+            one.halve_counts()
+            other.halve_counts()
+        ours, theirs = one.admit(asked(wanted)), other.admit(asked(wanted))
+        for mine, yours in zip(ours, theirs, strict=True):
+            assert mine.tolist() == yours.tolist()
+    ours, theirs = one.state_dict(), other.state_dict()
+    assert ours.pop("requests") == theirs.pop("requests") == len(history)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    if cut < len(history):
+        assert all(torch.equal(saved[name], value) for name, value in frozen.items()), "a saved state must not change"
+
+
+def test_a_request_larger_than_the_capacity_keeps_all_it_asks_for_until_the_next() -> None:
+    cache = RowCache(3)
+    assert cache.admit(asked([1, 2, 3, 4, 5])).new.all()
+    assert len(cache) == 5
+    admission = cache.admit(asked([5]))
+    assert sorted(admission.evicted.tolist()) == [1, 2]  # as many as needed, lowest slots first
+    assert len(cache) == 3
+    assert cache.num_slots == 5
+
+
+def test_empty_requests_shrink_a_cache_that_is_too_large_and_change_nothing_else() -> None:
+    cache = RowCache(2)
+    assert cache.admit(asked([])).slots.size == 0
+    cache.admit(asked([4, 7, 9]))
+    assert cache.admit(asked([])).evicted.tolist() == [4]
+    state = cache.state_dict()
+    assert cache.admit(asked([])).evicted.size == 0
+    assert slots_of(cache) == {7: 1, 9: 2}
+    assert cache.requests == state["requests"] + 1
+
+
+def test_the_row_asked_for_longest_ago_goes_first() -> None:
+    cache = RowCache(3)
+    for rows in ([1], [2], [3], [1]):
+        cache.admit(asked(rows))
+    assert cache.admit(asked([8])).evicted.tolist() == [2]
+    assert cache.admit(asked([9])).evicted.tolist() == [3]
+    assert cache.admit(asked([10])).evicted.tolist() == [1]
+
+
+def test_counts_are_halved_and_start_anew_after_an_eviction() -> None:
+    cache = RowCache(2)
+    for _ in range(5):
+        cache.admit(asked([3, 6]))
+    cache.admit(asked([6]))
+    assert cache.counts().tolist() == [5, 6]
+    cache.halve_counts()
+    assert cache.counts().tolist() == [2, 3]
+    cache.admit(asked([1, 2]))
+    cache.admit(asked([3]))
+    assert dict(zip(cache.contents()[0].tolist(), cache.counts().tolist(), strict=True)) == {2: 1, 3: 1}
+
+
+@pytest.mark.parametrize("last_used", [2**31, 2**31 + 5])
+def test_very_many_requests(last_used: int) -> None:
+    cache = RowCache(2)
+    cache.admit(asked([1, 2]))
+    state = cache.state_dict()
+    cache.load_state_dict({**state, "requests": last_used, "last_used": state["last_used"] + last_used - 1})
+    cache.admit(asked([2]))
+    assert cache.admit(asked([3])).evicted.tolist() == [1]
