@@ -1,0 +1,155 @@
+"""Ordinary Lightning code under a pipeline: samplers, batch norm, dropout, half precision, a second fit."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from distributed.training import trainer_for
+from lightning_dct import SplitPoint
+from pipeline.split_models import Losses, SplitModule, batches, strategy_for, train, train_alone, worst
+
+
+def rows() -> DataLoader:
+    """Sixteen rows, numbered in their first column, shuffled."""
+    inputs = torch.zeros(16, 40)
+    inputs[:, 0] = torch.arange(16)
+    return DataLoader(TensorDataset(inputs, torch.zeros(16, 8)), batch_size=4, shuffle=True)
+
+
+class Reads(SplitModule):
+    """Notes which rows it has read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[int] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.read += batch[0][:, 0].int().tolist()
+
+
+def read_rows() -> list[int]:
+    module = Reads()
+    trainer_for(strategy_for(2), use_distributed_sampler=True).fit(module, rows())
+    return module.read
+
+
+@pytest.mark.parametrize(("world", "expected"), [(2, 16), (4, 8)])
+def test_lightnings_sampler_gives_a_pipeline_one_share(ranks: Any, world: int, expected: int) -> None:
+    """Oracle: all rows once over the pipelines, and the same ones on both ranks of each."""
+    told = ranks(world).run(read_rows)
+    assert all(len(read) == expected for read in told)
+    assert all(told[rank] == told[rank + 1] for rank in range(0, world, 2))
+    assert sorted(row for read in told[::2] for row in read) == list(range(16))
+
+
+class Various(SplitModule):
+    """Batch norm, dropout, a parameter that is never used, frozen ones, a nested batch, and a network in a wrapper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        last = nn.Linear(24, 8)
+        last.unused = nn.Parameter(torch.ones(3))
+        first = nn.Linear(40, 24)
+        first.bias.requires_grad_(False)
+        self.network = Wrapper(
+            nn.Sequential(
+                Add(first), nn.BatchNorm1d(24), nn.Dropout(0.1), SplitPoint(density=0.5), nn.BatchNorm1d(24), last
+            )
+        )
+
+    def loss(self, batch: Any) -> Tensor:
+        return (self.network({"parts": [batch[0], batch[0]], "scale": 0.5}) - batch[1]).square().mean()
+
+
+class Wrapper(nn.Module):
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, inputs: Any) -> Tensor:
+        return self.layers(inputs) * 1.0
+
+
+class Add(nn.Module):
+    """The first module of a network may take any nesting of tensors."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, inputs: dict[str, Any]) -> Tensor:
+        return self.layer(sum(inputs["parts"]) * inputs["scale"])
+
+
+def fit_various() -> tuple[list[float], dict[str, Any], float]:
+    torch.manual_seed(5)
+    module, watch = Various(), Losses()
+    trainer = trainer_for(strategy_for(2, density=0.5), callbacks=[watch], max_epochs=3)
+    trainer.fit(module, batches(8, 2), batches(2, 2, 7, 50))
+    return watch.losses, module.state_dict(), float(trainer.callback_metrics["val/mean"])
+
+
+def test_a_network_of_many_kinds_of_modules_learns(ranks: Any) -> None:
+    """Oracle: a falling loss, buffers of batch norm that have counted every micro-batch, and equal replicas."""
+    told = ranks(4).run(fit_various)
+    for losses, state, validated in told:
+        assert sum(losses[-8:]) < 0.9 * sum(losses[:8])
+        assert int(state["network.layers.1.num_batches_tracked"]) == 3 * 8 * 4
+        assert int(state["network.layers.4.num_batches_tracked"]) == 3 * 8 * 4
+        assert validated == told[0][2]
+        for name, value in state.items():
+            if isinstance(value, Tensor) and not name.startswith("network.layers.3."):
+                assert torch.equal(value, told[0][1][name]), name
+        assert torch.equal(state["network.layers.5.unused"], torch.ones(3))
+
+
+def fit_twice() -> tuple[list[float], dict[str, Tensor]]:
+    """Three batches, then three more with the same module, strategy and trainer."""
+    module, watch, strategy = SplitModule(), Losses(), strategy_for(2)
+    trainer = trainer_for(strategy, callbacks=[watch])
+    trainer.fit(module, batches(3, 2))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, batches(3, 2))
+    return watch.losses, dict(module.named_parameters())
+
+
+def test_a_second_fit_goes_on(ranks: Any) -> None:
+    """Oracle: plain SGD over the same three batches twice, which has no state but the weights."""
+    (losses, weights), (other, _) = ranks(2).run(fit_twice)
+    first, _ = train_alone(2, count=3)
+    assert losses == other
+    assert losses[:3] == pytest.approx(first[0], abs=1e-6)
+    assert len(losses) == 6
+    assert sum(losses[3:]) < sum(losses[:3])
+    assert not any(weight.is_meta for weight in weights.values())
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "views": {"strategy": {"density": 1.0, "gradient_as_bucket_view": True}, "accumulate_grad_batches": 2},
+    "buckets": {"strategy": {"density": 1.0, "bucket_cap_mb": 0.001}, "accumulate_grad_batches": 2},
+    "bf16-true": {"precision": "bf16-true"},
+    "64-true": {"precision": "64-true"},
+}
+
+
+def train_variants() -> dict[str, Any]:
+    return {name: train(2, "1f1b", 2, {"density": 0.3}, **settings) for name, settings in VARIANTS.items()}
+
+
+def test_variants_of_ddp_and_precision(ranks: Any) -> None:
+    """Oracle: one process that accumulates two batches; half precision within its rounding."""
+    told = ranks(4).run(train_variants)
+    losses, weights = train_alone(2, {"density": 0.3}, width=2, accumulate=2)
+    for rank, runs in enumerate(told):
+        for name in ("views", "buckets"):
+            # Lightning hands callbacks the loss as it is accumulated.
+            assert [2 * loss for loss in runs[name].losses] == pytest.approx(losses[rank // 2], abs=1e-6)
+            assert worst(runs[name].weights, weights) < 1e-6
+    plain, _ = train_alone(2, {"density": 0.3}, width=2)
+    for rank, runs in enumerate(told):
+        assert runs["bf16-true"].losses == pytest.approx(plain[rank // 2], rel=0.1)
+        assert runs["bf16-true"].weights["network.0.weight"].dtype == torch.bfloat16
+        assert runs["64-true"].losses == pytest.approx(plain[rank // 2], rel=0.02)

@@ -1,0 +1,165 @@
+"""The parts of a pipeline by themselves, without ranks."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_dct import SplitPoint
+from lightning_dct.activations import as_bytes, as_floats
+from lightning_dct.clipping import clip_grad_norm
+from lightning_dct.pipeline.borders import Border, trace_borders
+from lightning_dct.pipeline.delivery import deliver, set_aside
+from lightning_dct.pipeline.partition import cut, materialise, release
+from lightning_dct.pipeline.steps import LogCall, combine, join, split_batch, split_ragged
+from pipeline.split_models import network
+
+CPU = torch.device("cpu")
+
+
+def test_released_pieces_keep_names_shapes_and_shared_tensors() -> None:
+    """Oracle: the parameters before: as many, of the same names and shapes, shared where they were."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), SplitPoint(), nn.Linear(4, 4))
+    layers[2].weight = layers[0].weight
+    before = {name: parameter.shape for name, parameter in layers.named_parameters()}
+    first, last = cut(layers)
+    release([first])
+    assert {name: parameter.shape for name, parameter in layers.named_parameters()} == before
+    assert [p.is_meta for p in layers.parameters()] == [True] * 5 + [False] * 2
+    assert layers[2].weight is layers[0].weight
+    assert layers[1].running_mean.is_meta
+    materialise([first])
+    assert not any(tensor.is_meta for tensor in [*layers.parameters(), *layers.buffers()])
+    assert layers[2].weight is layers[0].weight
+    assert (first.names, last.names) == (("0", "1", "2"), ("4",))
+
+
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_borders_are_found_without_running_anything(where: str) -> None:
+    """Oracle: the shapes of the real forward; no state, no random number is touched, wherever the pieces are."""
+    layers = nn.Sequential(nn.Linear(40, 6), nn.BatchNorm1d(6), nn.Dropout(), SplitPoint(), nn.Linear(6, 3))
+    pieces = cut(layers)
+    if where == "meta":
+        release(pieces)
+    random = torch.get_rng_state()
+    autocast = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
+    assert trace_borders(pieces, torch.randn(5, 40), CPU, torch.no_grad) == [Border((5, 6), torch.float32)]
+    with torch.inference_mode():
+        found = trace_borders(cut(nn.Sequential(nn.Linear(40, 6), *layers[3:])), torch.randn(5, 40), CPU, autocast)
+    assert found == [Border((5, 6), torch.bfloat16)]
+    if where == "cpu":
+        assert int(layers[1].num_batches_tracked) == 0
+    torch.set_rng_state(random)
+
+
+def test_delivered_gradients_arrive_scaled_and_once() -> None:
+    """Oracle: the gradients set aside, times what the loss is multiplied by, added to what was there."""
+    layer = nn.Linear(3, 2)
+    parameters = list(layer.parameters())
+    parameters[0].grad = torch.ones(2, 3)
+    with set_aside(parameters) as gradients:
+        layer(torch.ones(1, 3)).sum().backward()
+    assert torch.equal(parameters[0].grad, torch.ones(2, 3))
+    assert parameters[1].grad is None
+    (deliver(torch.tensor(7.0), gradients, parameters) / 2).backward()
+    assert torch.equal(parameters[0].grad, torch.full((2, 3), 1.5))
+    assert torch.equal(parameters[1].grad, torch.full((2,), 0.5))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 255), min_size=1, max_size=40))
+def test_bytes_viewed_as_floats_survive_copies(values: list[int]) -> None:
+    """Oracle: the bytes, after the copies and the accumulation that torch's stages make; NaN patterns included."""
+    payload = torch.tensor(values, dtype=torch.uint8)
+    floats = as_floats(payload, -(-len(values) // 4))
+    leaf = torch.zeros_like(floats, requires_grad=True)
+    torch.autograd.backward([leaf], [floats])
+    assert torch.equal(as_bytes(leaf.grad, len(values)), payload)
+    assert torch.equal(as_bytes(floats.clone().detach(), len(values)), payload)
+
+
+def test_batches_are_cut_whatever_their_nesting() -> None:
+    """Oracle: rows in order, everything else with every part."""
+    batch = {"a": torch.arange(6), "b": [torch.arange(12).view(6, 2), "text"], "c": (torch.tensor(1.0), 3)}
+    parts = split_batch(batch, 3)
+    assert [part["a"].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
+    assert parts[2]["b"][0].tolist() == [[8, 9], [10, 11]]
+    assert all(part["b"][1] == "text" and part["c"] == (torch.tensor(1.0), 3) for part in parts)
+    with pytest.raises(ValueError, match=r"`micro_batches=4` does not divide the training batch, which has 6 rows"):
+        split_batch(batch, 4)
+
+
+@given(st.integers(1, 20), st.integers(1, 6))
+def test_ragged_parts_join_to_the_whole(length: int, parts: int) -> None:
+    """Oracle: the rows themselves."""
+    value = (torch.arange(length), torch.arange(2 * length).view(length, 2))
+    pieces = split_ragged(value, parts)
+    assert len(pieces) == min(parts, length)
+    assert max(len(piece[0]) for piece in pieces) - min(len(piece[0]) for piece in pieces) <= 1
+    assert all(torch.equal(one, other) for one, other in zip(join(pieces), value, strict=True))
+
+
+def test_what_is_no_batch_goes_whole() -> None:
+    """Oracle: one part where tensors differ in length, or something is no tensor."""
+    assert len(split_ragged({"x": torch.ones(4), "y": torch.ones(3)}, 2)) == 1
+    assert len(split_ragged((torch.ones(4), 3), 2)) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected", "batch_size"),
+    [
+        ({}, 2.0, None),
+        ({"batch_size": 1}, 2.0, 2),
+        ({"reduce_fx": "mean"}, 2.0, None),
+        ({"reduce_fx": torch.mean}, 2.0, None),
+        ({"reduce_fx": "sum"}, 4.0, None),
+        ({"reduce_fx": sum}, 4.0, None),
+        ({"reduce_fx": max}, 3.0, None),
+        ({"reduce_fx": torch.min}, 1.0, None),
+    ],
+)
+def test_logged_values_are_combined(settings: dict[str, object], expected: float, batch_size: int | None) -> None:
+    """Oracle: 1 and 3 by hand."""
+    calls = [[LogCall("x", torch.tensor(value), None, dict(settings))] for value in (1.0, 3.0)]
+    (call,) = combine(calls)
+    assert float(call.value) == expected
+    assert call.settings.get("batch_size") == batch_size
+
+
+def test_batch_sizes_weigh() -> None:
+    """Oracle: (1 * 1 + 3 * 3) / 4; the batch has 4 rows."""
+    calls = [[LogCall("x", value, None, {"batch_size": size})] for value, size in ((1.0, 1), (3.0, 3))]
+    (call,) = combine(calls)
+    assert float(call.value) == 2.5
+    assert call.settings["batch_size"] == 4
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 100.0])
+def test_clipping_equals_torchs(max_norm: float) -> None:
+    """Oracle: torch.nn.utils.clip_grad_norm_, for dense gradients on one rank."""
+    torch.manual_seed(0)
+    layers, twin = network(2), network(2)
+    for one, other in zip(layers.parameters(), twin.parameters(), strict=True):
+        one.grad = torch.randn_like(one)
+        other.grad = one.grad.clone()
+    first, *rest = layers.parameters()
+    norm = clip_grad_norm([first], max_norm, None, shared=rest)
+    expected = nn.utils.clip_grad_norm_(twin.parameters(), max_norm)
+    torch.testing.assert_close(norm, expected)
+    for one, other in zip(layers.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_clipping_of_sparse_gradients() -> None:
+    """Oracle: the same gradient, dense: row 1 is named twice and counts with its sum."""
+    embedding = nn.Embedding(5, 2, sparse=True)
+    embedding(torch.tensor([1, 1, 3])).sum().backward()
+    dense = embedding.weight.grad.to_dense()
+    norm = clip_grad_norm([embedding.weight], 0.5, None)
+    torch.testing.assert_close(norm, dense.norm())
+    torch.testing.assert_close(embedding.weight.grad.to_dense(), dense * 0.5 / dense.norm())
+
+
+def test_clipping_without_gradients() -> None:
+    assert float(clip_grad_norm([nn.Parameter(torch.ones(2))], 1.0, None)) == 0.0
