@@ -70,7 +70,8 @@ class RequestCode:
         header = b"".join(
             part.size.to_bytes(_width(size), "little") for part, size in zip(parts, self._all_sizes, strict=True)
         )
-        encoded = [torch.frombuffer(bytearray(header), dtype=torch.uint8)]
+        # Not `frombuffer`, which refuses the empty header of a rank that owns no rows.
+        encoded = [torch.tensor(list(header), dtype=torch.uint8)]
         for part, size in zip(parts, self._all_sizes, strict=True):
             if 0 < part.size < size:
                 encoded.append(shortest_code(size, part.size).encode(torch.from_numpy(part)))
