@@ -1,5 +1,6 @@
 """Ordinary Lightning code under a pipeline: samplers, batch norm, dropout, half precision, a second fit."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -153,3 +154,42 @@ def test_variants_of_ddp_and_precision(ranks: Any) -> None:
         assert runs["bf16-true"].losses == pytest.approx(plain[rank // 2], rel=0.1)
         assert runs["bf16-true"].weights["network.0.weight"].dtype == torch.bfloat16
         assert runs["64-true"].losses == pytest.approx(plain[rank // 2], rel=0.02)
+
+
+def train_with_adagrad(path: Path) -> tuple[list[float], list[int]]:
+    """Adagrad makes the state of all parameters in advance."""
+    settings = {"optimizer": torch.optim.Adagrad, "optimizer_settings": {"lr": 0.05}}
+    module, watch = SplitModule(2, None, torch.optim.Adagrad, lr=0.05), Losses()
+    trainer = trainer_for(strategy_for(2), callbacks=[watch])
+    trainer.fit(module, batches(6, 2))
+    losses, _ = train_alone(2, **settings)
+    assert watch.losses == pytest.approx(losses[0], abs=1e-6)
+    return watch.losses, sorted(len(state) for state in trainer.optimizers[0].state.values())
+
+
+def test_optimizers_that_make_state_in_advance(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: one process with Adagrad; state of the two parameters on each rank."""
+    (losses, states), (other, others) = ranks(2).run(train_with_adagrad, tmp_path)
+    assert losses == other
+    assert states == others == [2, 2]
+
+
+class Compiled(SplitModule):
+    """Its pieces are compiled, as torch.compile(backend="eager") does without a compiler at hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network[0] = torch.compile(self.network[0], backend="eager")
+
+
+def train_compiled() -> list[float]:
+    watch = Losses()
+    trainer_for(strategy_for(2), callbacks=[watch]).fit(Compiled(), batches(6, 2))
+    return watch.losses
+
+
+def test_modules_in_pieces_may_be_compiled(ranks: Any) -> None:
+    """Oracle: the same without compilation."""
+    losses, _ = train_alone(2)
+    for told in ranks(2).run(train_compiled):
+        assert told == pytest.approx(losses[0], abs=1e-6)

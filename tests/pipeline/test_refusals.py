@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
@@ -120,6 +121,8 @@ def fit_wrongly(fault: str) -> str:
         settings["detect_anomaly"] = True
     elif fault == "data":
         data = torch.utils.data.DataLoader(Noise(1, 40, 8, 8, rank()), batch_size=None)
+    elif fault == "averaging":
+        settings["callbacks"] = [StochasticWeightAveraging(0.1)]
     elif fault == "disagreement":
         strategy = strategy_for(2, "gpipe" if rank() else "1f1b")
     return message_of(trainer_for(strategy, **settings).fit, SplitModule(), data)
@@ -132,6 +135,7 @@ SURROUNDINGS = {
     "precision": "precision='16-mixed' does not work",
     "anomaly": "detect_anomaly=True",
     "data": "have read different batches for `training_step`",
+    "averaging": "`StochasticWeightAveraging` does not work with",
     "disagreement": "The ranks disagree on `schedule` (rank 0: '1f1b', rank 1: 'gpipe')",
 }
 

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map
 from torchmetrics import Metric
 
+from lightning_dct.agreement import check_agreement
 from lightning_dct.clipping import clip_grad_norm
 from lightning_dct.config import check_choice, check_integer
 from lightning_dct.gradients import GradientSynchronizer
@@ -138,14 +140,19 @@ class DCTPipelineStrategy(DCTStrategy):
                 " the GradScaler could scale the loss, so small fp16 gradients would vanish. Use"
                 " precision='bf16-mixed', which needs no scaling, or '32-true'."
             )
+        trainer: Any = model._trainer  # Any: Lightning sets `callbacks` where type checkers do not see it
+        for callback in [] if trainer is None else trainer.callbacks:
+            if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+                raise ValueError(
+                    f"`{type(callback).__name__}` does not work with `DCTPipelineStrategy`: it copies the whole model,"
+                    " and each rank has the parameters of its own stage only. Average checkpoints after training."
+                )
         super().connect(model)
 
     def setup_environment(self) -> None:
         """Bring the processes up and make the mesh."""
         super().setup_environment()
         if self.mesh is None:
-            from lightning_dct.agreement import check_agreement
-
             mine = {"stages": self.stages, "micro_batches": self.micro_batches, "schedule": self.schedule}
             # Before groups are made, which hangs when ranks make others.
             check_agreement({**mine, **vars(self.config)}, nn.Module(), None)
@@ -169,10 +176,6 @@ class DCTPipelineStrategy(DCTStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             partition.check_parameters(module, self._network, self._pieces, self.stages)
             super().setup(trainer)
-            for optimizer in self.optimizers:
-                # Some make state in advance, which could not be moved, nor saved.
-                for parameter in [parameter for parameter in optimizer.state if parameter.is_meta]:
-                    del optimizer.state[parameter]
             # A hack: Lightning leaves clipping to the precision plugin, which knows this rank's gradients only.
             self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         else:
@@ -203,6 +206,14 @@ class DCTPipelineStrategy(DCTStrategy):
             self._partitioned = True
         with partition.hidden(self._network, foreign):
             super().model_to_device()
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Make the optimizers of all parameters, in the same order on every rank, and keep state for this rank's."""
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            # Adagrad and others make it in advance; what is on the meta device could not be moved, nor saved.
+            for parameter in [parameter for parameter in optimizer.state if parameter.is_meta]:
+                del optimizer.state[parameter]
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         foreign = tuple(f"{name}." for name in self._names_of(self._foreign()))
