@@ -21,7 +21,7 @@ class Bags:
         rows: Shape ``[lookups]``: the row in it.
         bags: Shape ``[lookups]``, int64 on the model's device: the bag each goes into, ``sample * tables + table``;
             None when every bag has one look-up, in this order.
-        weights: Shape ``[bags, 1]``: what each bag's sum is multiplied by; None for plain sums.
+        divisors: Shape ``[bags, 1]``, int64: what each bag's sum is divided by; None for plain sums.
         num_samples: Samples.
         num_tables: Tables.
     """
@@ -29,7 +29,7 @@ class Bags:
     tables: Int64Array
     rows: Int64Array
     bags: Tensor | None
-    weights: Tensor | None
+    divisors: Tensor | None
     num_samples: int
     num_tables: int
 
@@ -39,15 +39,15 @@ class Bags:
         if self.bags is not None:
             pooled = rows.new_zeros(self.num_samples * self.num_tables, rows.shape[1])
             pooled.index_add_(0, self.bags, rows)
-        if self.weights is not None:
-            pooled = pooled * self.weights
+        if self.divisors is not None:
+            pooled = pooled / self.divisors
         return pooled.view(self.num_samples, self.num_tables, rows.shape[1])
 
     def spread(self, gradient: Tensor) -> Tensor:
         """The gradient of each look-up (``[lookups, dim]``) from that of the bags (``[samples, tables, dim]``)."""
         flat = gradient.reshape(self.num_samples * self.num_tables, gradient.shape[2])
-        if self.weights is not None:
-            flat = flat * self.weights
+        if self.divisors is not None:
+            flat = flat / self.divisors
         return flat if self.bags is None else flat[self.bags]
 
 
@@ -67,8 +67,9 @@ def read_bags(ids: Tensor, offsets: Tensor | None, table_rows: Sequence[int], po
         IndexError: An id is out of its table's range; the message names both.
     """
     num_tables = len(table_rows)
-    if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(f"`ids` must be whole numbers, int64 or int32; they are {ids.dtype}.")
+    for name, given in (("ids", ids), ("offsets", offsets)):
+        if given is not None and (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool):
+            raise ValueError(f"`{name}` must be whole numbers, int64 or int32; they are {given.dtype}.")
     if offsets is None:
         if ids.ndim != 2 or ids.shape[1] != num_tables:
             raise ValueError(
@@ -77,25 +78,25 @@ def read_bags(ids: Tensor, offsets: Tensor | None, table_rows: Sequence[int], po
             )
         num_samples, flat = ids.shape[0], ids.detach().cpu().numpy().astype(np.int64).reshape(-1)
         tables = np.tile(np.arange(num_tables, dtype=np.int64), num_samples)
-        bags = weights = None
+        bags = divisors = None
     else:
         flat, ends = ids.detach().cpu().numpy().astype(np.int64), offsets.detach().cpu().numpy().astype(np.int64)
-        num_samples = (ends.size - 1) // num_tables
-        lengths = np.diff(ends)
-        if ids.ndim != 1 or offsets.ndim != 1 or ends.size != num_samples * num_tables + 1:
+        num_samples, odd = divmod(ends.size - 1, num_tables)
+        if ids.ndim != 1 or offsets.ndim != 1 or ends.size == 0 or odd:
             raise ValueError(
                 f"With `offsets`, `ids` must have the shape [lookups] and `offsets` [{num_tables} * samples + 1]; they"
                 f" have {list(ids.shape)} and {list(offsets.shape)}."
             )
+        lengths = np.diff(ends)
         if ends[0] != 0 or ends[-1] != flat.size or (lengths < 0).any():
             raise ValueError(f"`offsets` must ascend from 0 to the number of look-ups, {flat.size}.")
         by_table = np.repeat(np.arange(num_tables * num_samples), lengths)
         tables, samples = np.divmod(by_table, max(num_samples, 1))
         bags = torch.from_numpy(samples * num_tables + tables).to(ids.device)
-        weights = None
+        divisors = None
         if pooling == "mean":
             counts = torch.from_numpy(lengths.reshape(num_tables, num_samples).T.copy()).to(ids.device)
-            weights = 1.0 / counts.clamp(min=1).reshape(-1, 1)
+            divisors = counts.clamp(min=1).reshape(-1, 1)
     bad = (flat < 0) | (flat >= np.asarray(table_rows, dtype=np.int64)[tables])
     if bad.any():
         first = int(bad.argmax())
@@ -103,4 +104,4 @@ def read_bags(ids: Tensor, offsets: Tensor | None, table_rows: Sequence[int], po
             f"Id {flat[first]} is out of range: table {tables[first]} has {table_rows[tables[first]]} rows"
             f" ({int(bad.sum())} of {flat.size} ids are out of range). Mend the ids or `table_rows`."
         )
-    return Bags(tables, flat, bags, weights, num_samples, num_tables)
+    return Bags(tables, flat, bags, divisors, num_samples, num_tables)
