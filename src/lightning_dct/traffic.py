@@ -19,6 +19,7 @@ import math
 from dataclasses import dataclass, fields
 
 FP32_BYTES = 4
+ID_BYTES = 8
 
 
 def all_reduce_bytes(num_bytes: int, world_size: int) -> int:

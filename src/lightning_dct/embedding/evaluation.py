@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from lightning_dct.embedding.bags import Bags
-from lightning_dct.embedding.lookup import FP32_BYTES, ID_BYTES, DistinctRows
+from lightning_dct.embedding.lookup import DistinctRows
 from lightning_dct.embedding.placement import Int64Array
+from lightning_dct.traffic import FP32_BYTES, ID_BYTES
 from lightning_dct.wire import PayloadError, PositionCode
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class ExactReader:
     """A look-up of exact rows: asks in the constructor, pools in :meth:`pooled`."""
 
     def __init__(self, module: ShardedEmbeddingBags, bags: Bags) -> None:
+        self._module = module
         self._rows = DistinctRows(bags, module)
         _, parts = _round(module, self._rows.wanted)
         own = self._rows.wanted[module.exchange_group.rank]
@@ -39,7 +41,9 @@ class ExactReader:
 
     def pooled(self) -> Tensor:
         """The pooled rows, ``[samples, tables, dim]``."""
-        return self._rows.bags.pool(self._distinct[self._rows.inverse])
+        pooled = self._rows.bags.pool(self._distinct[self._rows.inverse])
+        # A model trained on masked embeddings is worse without the mask.
+        return self._module.splits[0](pooled) if self._module.exchange == "values" else pooled
 
     @staticmethod
     def serve_until_all_finish(module: ShardedEmbeddingBags) -> None:

@@ -8,12 +8,12 @@
       G += dL/dR            ---------  G where |G| >= tau  ---->   the sum over all ranks is E's gradient
       G -= sent
 
-(DESIGN: thresholding changes instead of values. The one-mask method for values is in :mod:`.values`.)
+Nothing is zeroed and nothing is lost, which sets this apart from the paper's exchange of values (:mod:`.values`).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,15 +21,14 @@ from torch import Tensor
 
 from lightning_dct.embedding.bags import Bags
 from lightning_dct.embedding.changes import Message, compress_changes, message_about, read_changes
+from lightning_dct.embedding.deliver import deliver, when_backward_ends
 from lightning_dct.embedding.placement import Int64Array
 from lightning_dct.embedding.rows import add_entries
+from lightning_dct.traffic import FP32_BYTES, ID_BYTES
 from lightning_dct.wire import PayloadError
 
 if TYPE_CHECKING:
     from lightning_dct.embedding.sharded import ShardedEmbeddingBags
-
-ID_BYTES = 8
-FP32_BYTES = 4
 
 
 class DistinctRows:
@@ -122,7 +121,8 @@ class ChangesLookup:
                 positions, values = self._read(rank, answers[rank], self._mine[rank])
                 add_entries(held.copies, slots, positions, values)
                 parts.append(held.copies[slots])
-        return _Pool.apply(module.weight, torch.cat(parts).to(module.weight.dtype), self)
+            pooled = rows.bags.pool(torch.cat(parts).to(module.weight.dtype)[rows.inverse])
+        return deliver(module.weight, pooled, self.send_gradient)
 
     def send_gradient(self, pooled_gradient: Tensor) -> None:
         """Start sending each owner the gradient of its rows; it arrives when backward ends."""
@@ -155,8 +155,7 @@ class ChangesLookup:
                     module.collect_gradient(places[touched], dense)
                 module.deliver_gradient()
 
-        # After everything else of this backward, so that the bytes travel while the other gradients are computed.
-        torch.autograd.Variable._execution_engine.queue_callback(finish)
+        when_backward_ends(finish)
 
     def _ask(self) -> tuple[list[Tensor], Int64Array]:
         module, world_size = self._module, self._module.placement.world_size
@@ -239,17 +238,3 @@ class ChangesLookup:
         mine = int(sum(self._rows.lookups[peer] for peer in self._peers))
         theirs = sum(asked.lookups for asked in self._asked.values())
         self._module.traffic.add(steps=1, bytes_dense=mine * (ID_BYTES + row_bytes) + theirs * row_bytes)
-
-
-class _Pool(torch.autograd.Function):
-    """Pools rows; its backward hands their gradient to the exchange instead of to autograd."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, rows: Tensor, lookup: ChangesLookup) -> Tensor:
-        ctx.lookup = lookup
-        return lookup._rows.bags.pool(rows[lookup._rows.inverse])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        ctx.lookup.send_gradient(gradient)
-        return None, None, None

@@ -102,8 +102,14 @@ class Placement:
         sizes, first = self._blocks
         block, within = np.divmod(rows, sizes[tables])
         owner = (first[tables] + block) % self.world_size
-        place: Int64Array = self._bases[owner, tables] + block // self.world_size * sizes[tables] + within
+        place = (self._bases[owner, tables] + block // self.world_size * sizes[tables] + within).astype(
+            np.int64, copy=False
+        )
         return owner, place
+
+    def tables_on(self, rank: int) -> Int64Array:
+        """The tables a rank owns rows of, ascending."""
+        return np.flatnonzero(np.diff(self._bases[rank]))
 
     def tables_of(self, rank: int, places: Int64Array) -> Int64Array:
         """Which table each of a rank's places belongs to, shape ``[n]``."""

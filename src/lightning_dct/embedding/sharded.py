@@ -12,16 +12,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import Self
 
-from lightning_dct.activations import CompressedModule
+from lightning_dct.activations import CompressedModule, SplitPoint
 from lightning_dct.config import VALUE_FORMATS, check_choice, check_density, check_integer
 from lightning_dct.embedding.bags import read_bags
 from lightning_dct.embedding.evaluation import ExactReader
 from lightning_dct.embedding.exchange import Exchange
 from lightning_dct.embedding.initial import initial_rows
 from lightning_dct.embedding.lookup import ChangesLookup
-from lightning_dct.embedding.placement import Int64Array, Placement, place_tables
+from lightning_dct.embedding.placement import Int64Array, place_tables
+from lightning_dct.embedding.resume import memory_of, restore_memory
 from lightning_dct.embedding.rows import RememberedRows
+from lightning_dct.embedding.values import ValuesLookup
 from lightning_dct.traffic import Traffic
 
 Pooling = Literal["sum", "mean"]
@@ -62,6 +65,9 @@ class ShardedEmbeddingBags(CompressedModule):
         warmup_steps: Optimizer steps over which the density falls from 1.0 to its target.
         warmup_schedule: ``"exponential"`` or ``"linear"``.
         guard: Move the thresholds a little in every step to hold the number of entries near its target.
+        exchange: ``"changes"``, or ``"values"``: the paper's method, to compare with. Pooled embeddings cross under a
+            mask, and evaluation sees masked embeddings too; of the settings above only the last four matter.
+        split: With ``exchange="values"``, the settings of a :class:`~lightning_dct.SplitPoint`.
         cache_rows: Rows of each other rank that are remembered, at most. A row that must make room sends what it
             holds back first. Each takes ``8 * embedding_dim`` bytes here and ``4 * embedding_dim`` on its owner.
         expected_lookups: Look-ups a sample of each table, for balancing the ranks; one each when None.
@@ -87,6 +93,8 @@ class ShardedEmbeddingBags(CompressedModule):
         warmup_steps: int = 0,
         warmup_schedule: str = "exponential",
         guard: bool = True,
+        exchange: Literal["changes", "values"] = "changes",
+        split: Mapping[str, Any] | None = None,
         cache_rows: int = 1 << 18,
         expected_lookups: Sequence[float] | None = None,
         initial_bound: float | None = None,
@@ -106,6 +114,9 @@ class ShardedEmbeddingBags(CompressedModule):
         check_density("density", density)
         check_choice("value_format", value_format, VALUE_FORMATS)
         check_integer("cache_rows", cache_rows, minimum=1)
+        check_choice("exchange", exchange, ("changes", "values"))
+        if split is not None and exchange != "values":
+            raise ValueError("`split` says how values are masked: use it with `exchange='values'`, or leave it out.")
         self.table_rows = [int(rows) for rows in table_rows]
         self.embedding_dim = embedding_dim
         self.pooling = pooling
@@ -113,11 +124,23 @@ class ShardedEmbeddingBags(CompressedModule):
         self.value_format = value_format
         self.guard = guard
         self.cache_rows = cache_rows
+        self.exchange = exchange
+        self.split = {
+            "density": 0.2,
+            "scope": "group",
+            "forward_format": "int4",
+            "backward_format": "int4",
+            "refresh_every": refresh_every,
+            "warmup_steps": warmup_steps,
+            "warmup_schedule": warmup_schedule,
+            **(split or {}),
+        }
         self.expected_lookups = expected_lookups
         self.seed = seed
         bounds = [1 / math.sqrt(rows) if initial_bound is None else initial_bound for rows in self.table_rows]
         self._bounds = np.array(bounds, dtype=np.float32)
         self.weight = nn.parameter.UninitializedParameter()
+        self.splits: list[SplitPoint] = []
         # Checkpoints leave the rows out: a strategy that saves them in shards sets this.
         self.saved_in_shards = False
         # Reading exact rows outside training is no part of what training sends.
@@ -157,6 +180,8 @@ class ShardedEmbeddingBags(CompressedModule):
             for low in range(0, len(self.weight), ROWS_AT_A_TIME):
                 places = np.arange(low, min(low + ROWS_AT_A_TIME, len(self.weight)))
                 self.weight[low : low + ROWS_AT_A_TIME] = self.initial(rank, places).to(self.weight)
+        # One for each rank's batch, as its thresholds go with its owner and its user: no part of the model's state.
+        self.splits = [SplitPoint(**{**self.split, "seed": self.seed + rank}) for _ in range(world_size)]
         self.forget()
 
     def forget(self) -> None:
@@ -177,7 +202,7 @@ class ShardedEmbeddingBags(CompressedModule):
         # Rows of others that this rank uses, and what the others hold of this rank's rows.
         self.held = {peer: remembered(peer, True) for peer in self.peers}
         self.mirrors = {peer: remembered(self.exchange_group.rank, False) for peer in self.peers}
-        self._collected: list[tuple[Tensor, Tensor]] = []
+        self.collected: list[tuple[Tensor, Tensor]] = []
         self.refresh_requested = True
 
     def initial(self, owner: int, places: Int64Array) -> Tensor:
@@ -201,7 +226,7 @@ class ShardedEmbeddingBags(CompressedModule):
         """
         return self.request(ids, offsets).pooled()
 
-    def request(self, ids: Tensor, offsets: Tensor | None = None) -> ChangesLookup | ExactReader:
+    def request(self, ids: Tensor, offsets: Tensor | None = None) -> ChangesLookup | ValuesLookup | ExactReader:
         """Ask for rows and let them travel until ``pooled()`` of what this returns is called."""
         if not self.is_materialized:
             raise RuntimeError(
@@ -211,6 +236,8 @@ class ShardedEmbeddingBags(CompressedModule):
         bags = read_bags(ids, offsets, self.table_rows, self.pooling)
         if not (self.training and torch.is_grad_enabled()):
             return ExactReader(self, bags)
+        if self.exchange == "values":
+            return ValuesLookup(self, bags)
         if self.refresh_requested:
             for remembered in (*self.held.values(), *self.mirrors.values()):
                 remembered.thresholds[:] = 0
@@ -229,13 +256,13 @@ class ShardedEmbeddingBags(CompressedModule):
             places: Shape ``[k]``, int64.
             gradient: Shape ``[k, embedding_dim]``: of the mean loss of the rank it comes from.
         """
-        self._collected.append((places, gradient))
+        self.collected.append((places, gradient))
 
     def deliver_gradient(self) -> None:
         """Add what was collected to ``weight.grad``, a sparse tensor, as the mean over ranks."""
-        places = torch.cat([places for places, _ in self._collected])
-        gradients = torch.cat([gradient for _, gradient in self._collected])
-        self._collected = []
+        places = torch.cat([places for places, _ in self.collected])
+        gradients = torch.cat([gradient for _, gradient in self.collected])
+        self.collected = []
         distinct, inverse = torch.unique(places, return_inverse=True)
         summed = gradients.new_zeros(distinct.numel(), self.embedding_dim).index_add_(0, inverse, gradients)
         summed = (summed / self.placement.world_size).to(self.weight.dtype)
@@ -244,8 +271,22 @@ class ShardedEmbeddingBags(CompressedModule):
         )
         self.weight.grad = gradient if self.weight.grad is None else (self.weight.grad + gradient).coalesce()
 
+    def train(self, mode: bool = True) -> Self:
+        """Switch training on or off, for masks of values too."""
+        for split in self.splits:
+            split.train(mode)
+        return super().train(mode)
+
+    def advance(self, completed_steps: int) -> None:
+        """Tell the module how many optimizer steps are completed."""
+        super().advance(completed_steps)
+        for split in self.splits:
+            split.advance(completed_steps)
+
     def thresholds_in_use(self) -> list[float]:
         """The thresholds of both directions."""
+        if self.exchange == "values":
+            return [threshold for split in self.splits for threshold in split.thresholds_in_use()]
         remembered = (*self.held.values(), *self.mirrors.values()) if self.is_materialized else ()
         return [float(value) for rows in remembered for value in rows.thresholds if value]
 
@@ -264,46 +305,12 @@ class ShardedEmbeddingBags(CompressedModule):
             self.traffic.add(seconds=perf_counter() - start)
 
     def compression_state(self) -> dict[str, Any]:
-        """What this rank remembers: copies, residuals, thresholds, and gradients that wait for a backward."""
-        if not self.is_materialized:
-            return {}
-        return {
-            "placement": vars_of(self.placement),
-            "held": {peer: rows.state_dict() for peer, rows in self.held.items()},
-            "mirrors": {peer: rows.state_dict() for peer, rows in self.mirrors.items()},
-            "collected": [(places.cpu(), gradient.cpu()) for places, gradient in self._collected],
-        }
+        """What this rank remembers; see :mod:`lightning_dct.embedding.resume`."""
+        return memory_of(self) if self.is_materialized else {}
 
     def load_compression_state(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from what this rank remembered, or from what all ranks of another world did.
-
-        With another number of ranks copies start anew from the rows' initial values. The residuals of all ranks join
-        the next gradient, scaled so that the model gets what it would have got.
-
-        Args:
-            states: One state (this rank's), or those of all ranks of the saved world.
-        """
-        if len(states) == 1 and states[0]["placement"] == vars_of(self.placement):
-            for saved, rows in (("held", self.held), ("mirrors", self.mirrors)):
-                for peer, state in states[0][saved].items():
-                    rows[peer].load_state_dict(state)
-            device = self.weight.device
-            self._collected = [(places.to(device), grad.to(device)) for places, grad in states[0]["collected"]]
-            return
-        self.forget()
-        rank = self.exchange_group.rank
-        for old_rank, state in enumerate(states):
-            old = Placement(**state["placement"])
-            pieces = [(old_rank, places.numpy(), gradient) for places, gradient in state["collected"]]
-            for owner, rows in state["held"].items():
-                cached, slots = rows["cache"]["rows"].numpy(), rows["cache"]["slots"].numpy()
-                pieces.append((owner, cached, rows["residual"][slots]))
-            for owner, places, gradient in pieces:
-                owners, now = self.placement.locate(*old.rows_of(owner, places))
-                mine = torch.from_numpy(np.flatnonzero(owners == rank))
-                scale = self.placement.world_size / old.world_size
-                kept = gradient[mine].to(self.weight.device, self.remembered_dtype) * scale
-                self.collect_gradient(torch.from_numpy(now)[mine].to(self.weight.device), kept)
+        """Continue from what this rank remembered, or from what all ranks of another world did."""
+        restore_memory(self, states)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -323,8 +330,3 @@ class ShardedEmbeddingBags(CompressedModule):
                     own[place : place + stop - start] = whole[first[table] + start : first[table] + stop]
             state_dict[key] = own
         super()._load_from_state_dict(state_dict, prefix, *arguments)
-
-
-def vars_of(placement: Placement) -> dict[str, Any]:
-    """A placement's fields as plain numbers and lists, as checkpoints hold them."""
-    return {name: getattr(placement, name) for name in ("world_size", "table_rows", "block_rows", "first_rank")}

@@ -46,7 +46,7 @@ class RowShards(Tensor):
         return shards
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise NotImplementedError(f"{func} is nothing that rows for a checkpoint can do")
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:

@@ -1,0 +1,178 @@
+"""One training look-up through values, as the paper has it: pooled embeddings cross, all but the largest entries zero.
+
+    rank that uses bags                                           rank that owns rows of their tables
+
+      ids of every look-up  ------------------------------------>  pool to h [samples, tables, d]
+      h * M                 <--------  h under M = |h| >= tau  ---
+      the rest of the model runs
+      dL/dh                 --------  under the same M  --------->  the sum over all ranks is the rows' gradient
+
+Kept to compare with: nothing is remembered, and what is below the threshold is lost. (Gupta et al., KDD 2021, section
+3.2.) The rank's own rows are treated like the others', without a wire, so that a model sees one kind of activations.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_dct.activations.codec import decode_backward, decode_forward, encode_backward
+from lightning_dct.activations.layout import ActivationLayout
+from lightning_dct.embedding.bags import Bags
+from lightning_dct.embedding.deliver import deliver, when_backward_ends
+from lightning_dct.embedding.placement import Int64Array
+from lightning_dct.traffic import FP32_BYTES, ID_BYTES
+from lightning_dct.wire import PayloadError
+
+if TYPE_CHECKING:
+    from lightning_dct.embedding.sharded import ShardedEmbeddingBags
+
+
+class Asked(NamedTuple):
+    """What one rank asks of this one.
+
+    Attributes:
+        places: Shape ``[lookups]``: the rows.
+        bags: Shape ``[lookups]``: which of ``samples * tables here`` bags each goes into.
+        samples: How many samples that rank has.
+        positions: Where the entries are that were sent; None for all.
+    """
+
+    places: Tensor
+    bags: Tensor
+    samples: int
+    positions: Tensor | None
+
+
+class ValuesLookup:
+    """A look-up under way; see the drawing at the top."""
+
+    def __init__(self, module: ShardedEmbeddingBags, bags: Bags) -> None:
+        self._module, self._bags = module, bags
+        world = range(module.placement.world_size)
+        self._tables = [module.placement.tables_on(rank) for rank in world]
+        with module.timed():
+            owners, places = module.placement.locate(bags.tables, bags.rows)
+            payloads = [self._ask(rank, places[owners == rank], owners == rank) for rank in world]
+            lookups = np.bincount(owners, minlength=len(world))
+            told = np.array([[bags.num_samples, lookups[rank], len(payloads[rank])] for rank in world], dtype=np.int64)
+        heard = module.exchange_group.announce(told, module.traffic)
+        requests = module.exchange_group.start(payloads, [int(size) for size in heard[:, 2]], module.traffic).wait()
+        with module.timed():
+            self._asked: list[Asked] = []
+            answers = []
+            for rank in world:
+                answer = self._answer(rank, requests[rank], int(heard[rank, 0]), int(heard[rank, 1]))
+                answers.append(answer)
+            self._layouts = [self._layout(rank, bags.num_samples) for rank in world]
+            sizes = [_forward_bytes(layout) for layout in self._layouts]
+        mine = int(lookups.sum() - lookups[module.exchange_group.rank])
+        theirs = int(heard[:, 1].sum() - heard[module.exchange_group.rank, 1])
+        row_bytes = FP32_BYTES * module.embedding_dim
+        module.traffic.add(steps=1, bytes_dense=mine * (ID_BYTES + row_bytes) + theirs * row_bytes)
+        self._incoming = module.exchange_group.start(answers, sizes, module.traffic)
+
+    def pooled(self) -> Tensor:
+        """Wait for the pooled embeddings: shape ``[samples, tables, dim]``."""
+        module, bags = self._module, self._bags
+        answers = self._incoming.wait()
+        with module.timed():
+            dtype = module.weight.dtype
+            pooled = module.weight.new_zeros(bags.num_samples, bags.num_tables, module.embedding_dim)
+            self._positions: list[Tensor | None] = []
+            for rank, (layout, answer) in enumerate(zip(self._layouts, answers, strict=True)):
+                cut = layout.forward_positions_bytes
+                try:
+                    part, positions = decode_forward(layout, answer[:cut], answer[cut:], dtype)
+                except PayloadError as error:
+                    raise PayloadError(f"Embeddings from rank {rank} of the process group: {error}.") from error
+                # Rows of one table may come from several ranks.
+                pooled[:, self._tables[rank]] += part
+                self._positions.append(positions)
+            if bags.divisors is not None:
+                pooled /= bags.divisors.view(bags.num_samples, bags.num_tables, 1)
+        return deliver(module.weight, pooled, self.send_gradient)
+
+    def send_gradient(self, pooled_gradient: Tensor) -> None:
+        """Start sending each owner the gradient of what it sent; it arrives when backward ends."""
+        module, bags = self._module, self._bags
+        with module.timed():
+            if bags.divisors is not None:
+                pooled_gradient = pooled_gradient / bags.divisors.view(bags.num_samples, bags.num_tables, 1)
+            payloads = [
+                encode_backward(
+                    layout, pooled_gradient[:, tables].contiguous(), positions, module.splits[0].rounding_seed
+                )
+                for layout, tables, positions in zip(self._layouts, self._tables, self._positions, strict=True)
+            ]
+            here = module.exchange_group.rank
+            theirs = [self._layout(here, asked.samples) for asked in self._asked]
+        incoming = module.exchange_group.start(payloads, [layout.backward_bytes for layout in theirs], module.traffic)
+
+        def finish() -> None:
+            received = incoming.wait()
+            with module.timed():
+                for asked, layout, payload in zip(self._asked, theirs, received, strict=True):
+                    gradient = decode_backward(layout, payload, asked.positions, module.remembered_dtype)
+                    rows = gradient.reshape(-1, module.embedding_dim)[asked.bags]
+                    module.collect_gradient(asked.places, rows)
+                module.deliver_gradient()
+
+        when_backward_ends(finish)
+
+    def _ask(self, owner: int, places: Int64Array, chosen: np.typing.NDArray[np.bool_]) -> Tensor:
+        """Every look-up's place in as few whole bytes as the owner's rows need, then each bag's number of them."""
+        bags, module = self._bags, self._module
+        tables = self._tables[owner]
+        width = _width(module.placement.owned_rows[owner])
+        flat = np.arange(bags.rows.size) if bags.bags is None else bags.bags.cpu().numpy()
+        column = np.searchsorted(tables, bags.tables[chosen])
+        within = flat[chosen] // bags.num_tables * len(tables) + column
+        order = np.argsort(within, kind="stable")
+        ids = places[order].astype("<u8")[:, None].view(np.uint8)[:, :width]
+        counts = np.bincount(within, minlength=bags.num_samples * len(tables)).astype("<u4")
+        # One row in every bag is what most data have: then the counts need not be said.
+        said = counts.view(np.uint8) if (counts != 1).any() else np.empty(0, dtype=np.uint8)
+        data = np.concatenate([ids.reshape(-1), said])
+        return torch.from_numpy(data).to(module.weight.device)
+
+    def _answer(self, peer: int, request: Tensor, samples: int, lookups: int) -> Tensor:
+        module = self._module
+        here = module.exchange_group.rank
+        tables, width = self._tables[here], _width(module.placement.owned_rows[here])
+        data = request.cpu().numpy()
+        ids = np.zeros((lookups, 8), dtype=np.uint8)
+        ids[:, :width] = data[: lookups * width].reshape(lookups, width)
+        places = torch.from_numpy(ids.view("<u8").reshape(-1).astype(np.int64)).to(module.weight.device)
+        said = data[lookups * width :]
+        num_bags = samples * len(tables)
+        counts = said.copy().view("<u4").astype(np.int64) if said.size else np.ones(num_bags, dtype=np.int64)
+        if (
+            counts.size != num_bags
+            or counts.sum() != lookups
+            or (len(places) and int(places.max()) >= len(module.weight))
+        ):
+            raise PayloadError(f"Rank {peer} of the process group asks for rows that are not there.")
+        bags = torch.from_numpy(np.repeat(np.arange(num_bags), counts)).to(module.weight.device)
+        pooled = module.weight.new_zeros(num_bags, module.embedding_dim)
+        pooled.index_add_(0, bags, module.weight.detach()[places])
+        encoded = module.splits[peer].encode_forward(pooled.view(samples, len(tables), module.embedding_dim))
+        self._asked.append(Asked(places, bags, samples, encoded.positions))
+        sent = pooled.numel() if encoded.positions is None else encoded.positions.numel()
+        module.traffic.add(entries_sent=2 * sent, entries=2 * pooled.numel())
+        return torch.cat([encoded.positions_payload, encoded.values_payload])
+
+    def _layout(self, owner: int, samples: int) -> ActivationLayout:
+        shape = (samples, len(self._tables[owner]), self._module.embedding_dim)
+        return self._module.splits[owner].layout(shape)
+
+
+def _forward_bytes(layout: ActivationLayout) -> int:
+    return layout.forward_positions_bytes + layout.forward_values_bytes
+
+
+def _width(rows: int) -> int:
+    return (max(rows - 1, 1).bit_length() + 7) // 8
