@@ -23,24 +23,6 @@ SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 LossOf = Callable[[int, Any], Tensor]
 
 
-def check_schedule(schedule: str, stages: int, micro_batches: int) -> None:
-    """Refuse numbers of micro-batches that a schedule cannot run.
-
-    Raises:
-        ValueError: With a number that would do.
-    """
-    if schedule == "1f1b" and micro_batches < stages:
-        raise ValueError(
-            f"`micro_batches={micro_batches}`: the schedule '1f1b' needs at least one a stage (`stages={stages}`)."
-            f" Use {stages} or more, or schedule='gpipe'."
-        )
-    if schedule == "interleaved_1f1b" and micro_batches % max(1, micro_batches // stages):
-        raise ValueError(
-            f"`micro_batches={micro_batches}`: the schedule 'interleaved_1f1b' needs a multiple of `stages={stages}`."
-            f" Use {stages * (micro_batches // stages)}."
-        )
-
-
 class Stage(nn.Module):
     """One piece with its two ends: what arrives is decoded before it, what leaves is encoded after it.
 
@@ -109,10 +91,11 @@ class Pipeline:
     ) -> None:
         self.pieces = pieces
         self.stages = [Stage(piece, precision) for piece in pieces[mesh.stage :: mesh.stages]]
-        self._mesh = mesh
+        self.mesh = mesh
+        self.micro_batches = micro_batches
+        self.device = device
+        self.precision = precision
         self._schedule_name = schedule
-        self._micro_batches = micro_batches
-        self._device = device
         self._schedule: Any = None
         self._layouts: Any = None
 
@@ -137,7 +120,7 @@ class Pipeline:
             self._schedule, self._layouts = self._build(crossings), layouts
         for stage in self.stages:
             stage.inputs, stage.loss_of = inputs, loss_of
-        numbers = torch.arange(self._micro_batches)
+        numbers = torch.arange(self.micro_batches)
         try:
             self._schedule.step(micro_batch=numbers, target=numbers, return_outputs=False)
         except RuntimeError as error:
@@ -180,15 +163,15 @@ class Pipeline:
 
     def _receive(self, index: int, crossing: Crossing) -> tuple[Tensor, Tensor]:
         words, num_bytes = crossing.sizes
-        values = torch.empty(words, device=self._device)
-        positions = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        values = torch.empty(words, device=self.device)
+        positions = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         for part in (values, positions):
-            dist.recv(part, src=self._mesh.rank_of((index - 1) % self._mesh.stages), group=self._mesh.pipeline)
+            dist.recv(part, src=self.mesh.rank_of((index - 1) % self.mesh.stages), group=self.mesh.pipeline)
         return values, positions
 
     def _send(self, index: int, part: Tensor) -> dist.Work:
-        target = self._mesh.rank_of((index + 1) % self._mesh.stages)
-        work = dist.isend(part, dst=target, group=self._mesh.pipeline)
+        target = self.mesh.rank_of((index + 1) % self.mesh.stages)
+        work = dist.isend(part, dst=target, group=self.mesh.pipeline)
         assert work is not None
         return work
 
@@ -212,19 +195,19 @@ class Pipeline:
                     stage,
                     stage.index,
                     len(self.pieces),
-                    self._device,
+                    self.device,
                     # Static shapes: torch then never runs a stage to find them.
                     input_args=() if stage.arriving is None else crossings[stage.index - 1].payload(),
                     output_args=loss if stage.leaving is None else crossings[stage.index].payload(),
-                    group=self._mesh.pipeline,
+                    group=self.mesh.pipeline,
                 )
             )
         # Losses are divided by the number of micro-batches before backward; torch shall not scale a second time.
         settings: dict[str, Any] = {"loss_fn": _already_a_loss, "scale_grads": False}
         if self._schedule_name == "interleaved_1f1b":
-            return ScheduleInterleaved1F1B(stages, self._micro_batches, **settings)  # type: ignore[arg-type]
+            return ScheduleInterleaved1F1B(stages, self.micro_batches, **settings)  # type: ignore[arg-type]
         schedule = ScheduleGPipe if self._schedule_name == "gpipe" else Schedule1F1B
-        return schedule(stages[0], self._micro_batches, **settings)
+        return schedule(stages[0], self.micro_batches, **settings)
 
 
 def _already_a_loss(output: Tensor, target: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,24 +12,23 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_map
 from torchmetrics import Metric
 
 from lightning_dct.agreement import check_agreement
 from lightning_dct.clipping import clip_grad_norm
 from lightning_dct.config import check_choice, check_integer
 from lightning_dct.gradients import GradientSynchronizer
-from lightning_dct.pipeline import gathering, partition, steps
-from lightning_dct.pipeline.borders import Border, signature, trace_borders
+from lightning_dct.pipeline import gathering, partition
+from lightning_dct.pipeline.checks import check_schedule, check_training
 from lightning_dct.pipeline.delivery import deliver, set_aside, through_ddp
 from lightning_dct.pipeline.mesh import PipelineMesh
 from lightning_dct.pipeline.metrics import LastStageGather, attach
-from lightning_dct.pipeline.schedule import SCHEDULES, Pipeline, ScheduleName, check_schedule
+from lightning_dct.pipeline.runner import Runner
+from lightning_dct.pipeline.schedule import SCHEDULES, Pipeline, ScheduleName
 from lightning_dct.strategy import DCTStrategy
 
 
@@ -108,10 +106,8 @@ class DCTPipelineStrategy(DCTStrategy):
         self._network_name = ""
         self._network: nn.Sequential | None = None
         self._pieces: list[partition.Piece] = []
-        self._pipeline: Pipeline | None = None
+        self._runner: Runner | None = None
         self._own_parameters: list[nn.Parameter] = []
-        self._borders: dict[Any, list[Border]] = {}
-        self._checked: set[str] = set()
         self._metrics: list[Metric] = []
         # Whether other ranks' pieces have no memory here.
         self._partitioned = False
@@ -129,24 +125,8 @@ class DCTPipelineStrategy(DCTStrategy):
         Raises:
             ValueError: With the reason and the remedy.
         """
-        if not model.automatic_optimization:
-            raise ValueError(
-                "`DCTPipelineStrategy` works with automatic optimisation only: the schedule runs backward itself, in"
-                " the middle of `training_step`. Remove `self.automatic_optimization = False`."
-            )
-        if getattr(self.precision_plugin, "scaler", None) is not None:
-            raise ValueError(
-                "precision='16-mixed' does not work with `DCTPipelineStrategy`: backward runs stage by stage before"
-                " the GradScaler could scale the loss, so small fp16 gradients would vanish. Use"
-                " precision='bf16-mixed', which needs no scaling, or '32-true'."
-            )
         trainer: Any = model._trainer  # Any: Lightning sets `callbacks` where type checkers do not see it
-        for callback in [] if trainer is None else trainer.callbacks:
-            if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
-                raise ValueError(
-                    f"`{type(callback).__name__}` does not work with `DCTPipelineStrategy`: it copies the whole model,"
-                    " and each rank has the parameters of its own stage only. Average checkpoints after training."
-                )
+        check_training(model, self.precision_plugin, [] if trainer is None else trainer.callbacks)
         super().connect(model)
 
     def setup_environment(self) -> None:
@@ -172,7 +152,6 @@ class DCTPipelineStrategy(DCTStrategy):
                 "`DCTPipelineStrategy` cannot hold `ShardedEmbeddingBags`, which are spread over all ranks. Use"
                 " `torch.nn.EmbeddingBag` in a stage, or `DCTStrategy`."
             )
-        self._borders, self._checked = {}, set()
         if trainer.state.fn == TrainerFn.FITTING:
             partition.check_parameters(module, self._network, self._pieces, self.stages)
             super().setup(trainer)
@@ -188,14 +167,9 @@ class DCTPipelineStrategy(DCTStrategy):
             self.model_to_device()
             self.setup_precision_plugin()
         self._metrics = attach(module, LastStageGather(mesh))
-        self._pipeline = Pipeline(
-            self._pieces,
-            mesh,
-            self.schedule,
-            self.micro_batches,
-            self.root_device,
-            self.precision_plugin.forward_context,
-        )
+        precision = self.precision_plugin.forward_context
+        pipeline = Pipeline(self._pieces, mesh, self.schedule, self.micro_batches, self.root_device, precision)
+        self._runner = Runner(module, self._network, pipeline)
 
     def model_to_device(self) -> None:
         """Move this rank's pieces to its device, and free the others where training shall need the memory."""
@@ -250,7 +224,7 @@ class DCTPipelineStrategy(DCTStrategy):
             metric.dist_sync_fn = None
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         self._ddp_kwargs.pop("process_group", None)
-        self._pipeline, self._metrics, self._own_parameters = None, [], []
+        self._runner, self._metrics, self._own_parameters = None, [], []
         if self._network is None or not self._partitioned:
             super().teardown()
             return
@@ -273,122 +247,37 @@ class DCTPipelineStrategy(DCTStrategy):
 
     # ---------------------------------------------------------------------------------------------- running steps
 
-    def training_step(self, batch: Any, *arguments: Any) -> Tensor:
+    def training_step(self, *arguments: Any) -> Tensor:
         """Run a batch through the pipeline, forward and backward, and return its loss on every rank.
 
         Raises:
             ValueError: The batch cannot be cut into micro-batches.
             RuntimeError: ``training_step`` does not call the network once, or returns no loss.
         """
-        assert self._network is not None
-        assert self._pipeline is not None
         assert isinstance(self.model, DistributedDataParallel)
-        if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
-            raise RuntimeError(
-                "Trainer(detect_anomaly=True) does not work with `DCTPipelineStrategy`: gradients cross between stages"
-                " as bytes that read as NaN. Look for anomalies with one process and `strategy='auto'`."
-            )
-        module, network = self._module, self._network
-        self._check_same_data("training_step", batch)
-        parts = steps.split_batch(batch, self.micro_batches)
-        with self.precision_plugin.train_step_context():
-            inputs = [steps.capture_input(module, network, "training_step", (part, *arguments)) for part in parts]
-        losses: list[Tensor] = []
-        logged: list[list[steps.LogCall]] = []
-
-        def loss_of(number: int, output: Any) -> Tensor:
-            result, calls = steps.run_step(module, network, "training_step", (parts[number], *arguments), output)
-            loss = steps.loss_in(result)
-            losses.append(loss.detach())
-            logged.append(calls)
-            return loss.reshape(()) / self.micro_batches
-
+        assert self._runner is not None
         with set_aside(self._own_parameters) as gradients:
-            self._pipeline.train(inputs, self._same_borders(inputs), loss_of)
+            loss = self._runner.train(*arguments)
         self.split_traffic.add(steps=1)
-        told = (torch.stack(losses).mean().cpu(), steps.combine(logged)) if self._placed.is_last else None
-        mean_loss, calls = self._placed.share(told, self.stages - 1)
-        steps.replay(module, calls)
-        loss = mean_loss.to(self.root_device)
         return through_ddp(self.model, partial(deliver, loss, gradients, self._own_parameters))
 
     def validation_step(self, *arguments: Any) -> Any:
         """Run a batch through the stages, and the step on the last."""
+        assert self._runner is not None
         with self.precision_plugin.val_step_context():
-            return self._evaluate("validation_step", *arguments)
+            return self._runner.evaluate("validation_step", *arguments)
 
     def test_step(self, *arguments: Any) -> Any:
         """Run a batch through the stages, and the step on the last."""
+        assert self._runner is not None
         with self.precision_plugin.test_step_context():
-            return self._evaluate("test_step", *arguments)
+            return self._runner.evaluate("test_step", *arguments)
 
     def predict_step(self, *arguments: Any) -> Any:
         """Run a batch through the stages, and the step on the last."""
+        assert self._runner is not None
         with self.precision_plugin.predict_step_context():
-            return self._evaluate("predict_step", *arguments)
-
-    def _evaluate(self, step: str, batch: Any, *arguments: Any) -> Any:
-        """The step sees the batch whole; the network alone runs in micro-batches, of unequal size where need be."""
-        assert self._network is not None
-        assert self._pipeline is not None
-        module, network = self._module, self._network
-        self._check_same_data(step, batch)
-        inputs = steps.split_ragged(steps.capture_input(module, network, step, (batch, *arguments)), self.micro_batches)
-        outputs = self._pipeline.forward(inputs, [self._borders_of(value) for value in inputs])
-        told, result = None, None
-        if outputs is not None:
-            result, calls = steps.run_step(module, network, step, (batch, *arguments), steps.join(outputs))
-            told = gathering.to_cpu(result), calls
-        shared, calls = self._placed.share(told, self.stages - 1)
-        steps.replay(module, calls)
-        if outputs is not None:
-            return result
-        return tree_map(lambda leaf: leaf.to(self.root_device) if isinstance(leaf, Tensor) else leaf, shared)
-
-    def _same_borders(self, inputs: list[Any]) -> list[Border]:
-        """What crosses the borders, the same for all micro-batches of a batch.
-
-        Raises:
-            ValueError: They differ.
-        """
-        borders = self._borders_of(inputs[0])
-        for value in inputs[1:]:
-            if self._borders_of(value) != borders:
-                raise ValueError(
-                    "The micro-batches of this batch give the network inputs of different shapes; a schedule sends"
-                    " payloads of one size. Pad the inputs to the same shape for the whole batch."
-                )
-        return borders
-
-    def _borders_of(self, value: Any) -> list[Border]:
-        key = (self._module.training, signature(value))
-        if key not in self._borders:
-            self._borders[key] = trace_borders(
-                self._pieces, value, self.root_device, self.precision_plugin.forward_context
-            )
-        return self._borders[key]
-
-    def _check_same_data(self, step: str, batch: Any) -> None:
-        """See that all ranks of the pipeline have read the same, in the first batch of each kind.
-
-        Raises:
-            ValueError: They have not.
-        """
-        if step in self._checked:
-            return
-        self._checked.add(step)
-        digest = hashlib.sha1()
-        for leaf in tree_flatten(batch)[0]:
-            if isinstance(leaf, Tensor):
-                digest.update(str(leaf.shape).encode())
-                digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        if len(set(self._placed.collect(digest.hexdigest()))) > 1:
-            raise ValueError(
-                f"The ranks of one pipeline have read different batches for `{step}`. All of them must read the same:"
-                " split data by `trainer.distributed_sampler_kwargs` ({'num_replicas': pipelines, 'rank': this one})"
-                " in place of `trainer.world_size` and `trainer.global_rank`, and let random augmentation follow a"
-                " seed that all ranks share."
-            )
+            return self._runner.evaluate("predict_step", *arguments)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip by the norm of all stages' gradients."""

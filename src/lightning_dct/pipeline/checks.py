@@ -1,0 +1,56 @@
+"""What cannot work under a pipeline, refused before any process waits for another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+
+
+def check_schedule(schedule: str, stages: int, micro_batches: int) -> None:
+    """Refuse numbers of micro-batches that a schedule cannot run.
+
+    Raises:
+        ValueError: With a number that would do.
+    """
+    if schedule == "1f1b" and micro_batches < stages:
+        raise ValueError(
+            f"`micro_batches={micro_batches}`: the schedule '1f1b' needs at least one a stage (`stages={stages}`)."
+            f" Use {stages} or more, or schedule='gpipe'."
+        )
+    if schedule == "interleaved_1f1b" and micro_batches % max(1, micro_batches // stages):
+        raise ValueError(
+            f"`micro_batches={micro_batches}`: the schedule 'interleaved_1f1b' needs a multiple of `stages={stages}`."
+            f" Use {stages * (micro_batches // stages)}."
+        )
+
+
+def check_training(model: pl.LightningModule, precision: object, callbacks: Iterable[pl.Callback]) -> None:
+    """Refuse ways of training that need all of the model, or backward, at once.
+
+    Args:
+        model: The user's model.
+        precision: Lightning's precision plugin.
+        callbacks: The Trainer's callbacks.
+
+    Raises:
+        ValueError: With the reason and the remedy.
+    """
+    if not model.automatic_optimization:
+        raise ValueError(
+            "`DCTPipelineStrategy` works with automatic optimisation only: the schedule runs backward itself, in the"
+            " middle of `training_step`. Remove `self.automatic_optimization = False`."
+        )
+    if getattr(precision, "scaler", None) is not None:
+        raise ValueError(
+            "precision='16-mixed' does not work with `DCTPipelineStrategy`: backward runs stage by stage before the"
+            " GradScaler could scale the loss, so small fp16 gradients would vanish. Use precision='bf16-mixed', which"
+            " needs no scaling, or '32-true'."
+        )
+    for callback in callbacks:
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise ValueError(
+                f"`{type(callback).__name__}` does not work with `DCTPipelineStrategy`: it copies the whole model, and"
+                " each rank has the parameters of its own stage only. Average checkpoints after training."
+            )

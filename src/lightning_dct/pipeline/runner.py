@@ -1,0 +1,149 @@
+"""Runs the user's steps over a pipeline: on the last stage they are run, on every rank they are logged."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from lightning_dct.pipeline import steps
+from lightning_dct.pipeline.borders import Border, signature, trace_borders
+from lightning_dct.pipeline.gathering import to_cpu
+from lightning_dct.pipeline.schedule import Pipeline
+
+
+class Runner:
+    """The steps of one model on one rank, from the set-up of a Trainer's run to its end.
+
+    Args:
+        module: The user's model.
+        network: The Sequential in it that is cut into pieces.
+        pipeline: What runs the pieces.
+    """
+
+    def __init__(self, module: pl.LightningModule, network: nn.Sequential, pipeline: Pipeline) -> None:
+        self._module = module
+        self._network = network
+        self._pipeline = pipeline
+        self._mesh = pipeline.mesh
+        self._borders: dict[Any, list[Border]] = {}
+        self._checked: set[str] = set()
+
+    def train(self, batch: Any, *arguments: Any) -> Tensor:
+        """Run forward and backward of a batch: gradients are added to the parameters' ``.grad``.
+
+        Args:
+            batch: What ``training_step`` would be given; it is given micro-batches of it.
+            *arguments: The other arguments of ``training_step``.
+
+        Returns:
+            The mean of the micro-batches' losses, without a graph; the same on every rank of the pipeline.
+
+        Raises:
+            ValueError: The batch cannot be cut into micro-batches that look alike, or ranks have read different ones.
+            RuntimeError: ``training_step`` does not call the network once, or returns no loss.
+        """
+        if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+            raise RuntimeError(
+                "Trainer(detect_anomaly=True) does not work with `DCTPipelineStrategy`: gradients cross between stages"
+                " as bytes that read as NaN. Look for anomalies with one process and `strategy='auto'`."
+            )
+        self._check_same_data("training_step", batch)
+        micro_batches = self._pipeline.micro_batches
+        parts = steps.split_batch(batch, micro_batches)
+        with self._pipeline.precision():
+            inputs = [self._capture("training_step", part, *arguments) for part in parts]
+        losses: list[Tensor] = []
+        logged: list[list[steps.LogCall]] = []
+
+        def loss_of(number: int, output: Any) -> Tensor:
+            given = (parts[number], *arguments)
+            result, calls = steps.run_step(self._module, self._network, "training_step", given, output)
+            loss = steps.loss_in(result)
+            losses.append(loss.detach())
+            logged.append(calls)
+            return loss.reshape(()) / micro_batches
+
+        self._pipeline.train(inputs, self._same_borders(inputs), loss_of)
+        told = (torch.stack(losses).mean().cpu(), steps.combine(logged)) if self._mesh.is_last else None
+        mean_loss, calls = self._mesh.share(told, self._mesh.stages - 1)
+        steps.replay(self._module, calls)
+        return mean_loss.to(self._pipeline.device)
+
+    def evaluate(self, step: str, batch: Any, *arguments: Any) -> Any:
+        """Run a step without backward. It sees the batch whole; the network alone runs in micro-batches.
+
+        Micro-batches may differ in size by a row here, and each is masked by itself, as in training.
+
+        Args:
+            step: ``"validation_step"``, ``"test_step"`` or ``"predict_step"``.
+            batch: What the step is given.
+            *arguments: The step's other arguments.
+
+        Returns:
+            What the step returns, on every rank of the pipeline.
+        """
+        self._check_same_data(step, batch)
+        inputs = steps.split_ragged(self._capture(step, batch, *arguments), self._pipeline.micro_batches)
+        outputs = self._pipeline.forward(inputs, [self._borders_of(value) for value in inputs])
+        told, result = None, None
+        if outputs is not None:
+            given = (batch, *arguments)
+            result, calls = steps.run_step(self._module, self._network, step, given, steps.join(outputs))
+            told = to_cpu(result), calls
+        shared, calls = self._mesh.share(told, self._mesh.stages - 1)
+        steps.replay(self._module, calls)
+        if outputs is not None:
+            return result
+        return tree_map(lambda leaf: leaf.to(self._pipeline.device) if isinstance(leaf, Tensor) else leaf, shared)
+
+    def _capture(self, step: str, *arguments: Any) -> Any:
+        return steps.capture_input(self._module, self._network, step, arguments)
+
+    def _same_borders(self, inputs: Sequence[Any]) -> list[Border]:
+        """What crosses the borders, the same for all micro-batches of a batch.
+
+        Raises:
+            ValueError: They differ.
+        """
+        borders = self._borders_of(inputs[0])
+        if any(self._borders_of(value) != borders for value in inputs[1:]):
+            raise ValueError(
+                "The micro-batches of this batch give the network inputs of different shapes; a schedule sends payloads"
+                " of one size. Pad the inputs to the same shape for the whole batch."
+            )
+        return borders
+
+    def _borders_of(self, value: Any) -> list[Border]:
+        key = (self._module.training, signature(value))
+        if key not in self._borders:
+            pipeline = self._pipeline
+            self._borders[key] = trace_borders(pipeline.pieces, value, pipeline.device, pipeline.precision)
+        return self._borders[key]
+
+    def _check_same_data(self, step: str, batch: Any) -> None:
+        """See that all ranks of the pipeline have read the same, in the first batch of each kind.
+
+        Raises:
+            ValueError: They have not.
+        """
+        if step in self._checked:
+            return
+        self._checked.add(step)
+        digest = hashlib.sha1()
+        for leaf in tree_flatten(batch)[0]:
+            if isinstance(leaf, Tensor):
+                digest.update(str(leaf.shape).encode())
+                digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        if len(set(self._mesh.collect(digest.hexdigest()))) > 1:
+            raise ValueError(
+                f"The ranks of one pipeline have read different batches for `{step}`. All of them must read the same:"
+                " split data by `trainer.distributed_sampler_kwargs` ({'num_replicas': pipelines, 'rank': this one})"
+                " in place of `trainer.world_size` and `trainer.global_rank`, and let random augmentation follow a"
+                " seed that all ranks share."
+            )
