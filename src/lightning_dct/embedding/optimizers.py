@@ -28,7 +28,7 @@ class RowWiseAdagrad(Optimizer):
 
     def __init__(self, params: Any, lr: float = 1e-2, eps: float = 1e-10) -> None:
         for setting, value in (("lr", lr), ("eps", eps)):
-            if value < 0:
+            if not value >= 0:  # NaN neither
                 raise ValueError(f"`{setting}` must not be negative; got {value!r}.")
         super().__init__(params, {"lr": lr, "eps": eps})
 
@@ -60,7 +60,8 @@ def _sparse_step(parameter: Tensor, state: dict[str, Tensor], learning_rate: flo
     rows, values = gradient.indices()[0], gradient.values()
     if "sum" not in state:
         state["sum"] = parameter.new_zeros(len(parameter))
-    state["sum"][rows] += values.square().flatten(1).mean(dim=1)
+    # The dimension that is added lets vectors pass as rows of one entry.
+    state["sum"][rows] += values.square().unsqueeze(-1).flatten(1).mean(dim=1)
     scale = state["sum"][rows].sqrt_().add_(eps).view(-1, *(1 for _ in values.shape[1:]))
     parameter.index_add_(0, rows, values / scale, alpha=-learning_rate)
 
