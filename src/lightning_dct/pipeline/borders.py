@@ -79,7 +79,7 @@ def trace_borders(
 def signature(value: Any) -> tuple[Any, ...]:
     """A key that is equal for inputs that lead to the same borders: structure, shapes and dtypes."""
     leaves, structure = tree_flatten(value)
-    described = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    described = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
     return (structure, described)
 
 

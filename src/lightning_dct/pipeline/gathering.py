@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
+
+from lightning_dct.pipeline.mesh import PipelineMesh
 
 State = dict[str, Any]
 
@@ -17,9 +20,17 @@ def to_cpu(state: Any) -> Any:
     return tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, state)
 
 
-def part_of_state_dict(state: Mapping[str, Any], prefixes: Sequence[str]) -> State:
-    """The entries under some modules' names."""
-    return {name: value for name, value in state.items() if name.startswith(tuple(f"{p}." for p in prefixes))}
+def gather_on_first(part: State, mesh: PipelineMesh) -> list[State]:
+    """All stages' parts on global rank 0, one stage after the other; elsewhere this rank's alone."""
+    parts = [part]
+    for stage in range(1, mesh.stages if mesh.replica == 0 else 0):
+        if mesh.stage == stage:
+            dist.send_object_list([to_cpu(part)], dst=0, group=mesh.control)
+        elif mesh.stage == 0:
+            box: list[Any] = [None]
+            dist.recv_object_list(box, src=stage, group=mesh.control)
+            parts.append(box[0])
+    return parts
 
 
 def merge_state_dicts(mine: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> State:

@@ -22,11 +22,12 @@ from lightning_dct.agreement import check_agreement
 from lightning_dct.clipping import clip_grad_norm
 from lightning_dct.config import check_choice, check_integer
 from lightning_dct.gradients import GradientSynchronizer
-from lightning_dct.pipeline import gathering, partition
+from lightning_dct.pipeline import gathering
 from lightning_dct.pipeline.checks import check_schedule, check_training
 from lightning_dct.pipeline.delivery import deliver, set_aside, through_ddp
 from lightning_dct.pipeline.mesh import PipelineMesh
 from lightning_dct.pipeline.metrics import LastStageGather, attach
+from lightning_dct.pipeline.placement import Placement
 from lightning_dct.pipeline.runner import Runner
 from lightning_dct.pipeline.schedule import SCHEDULES, Pipeline, ScheduleName
 from lightning_dct.strategy import DCTStrategy
@@ -103,14 +104,10 @@ class DCTPipelineStrategy(DCTStrategy):
         self.schedule = schedule
         # All that follows is set up once the processes are there.
         self.mesh: PipelineMesh | None = None
-        self._network_name = ""
-        self._network: nn.Sequential | None = None
-        self._pieces: list[partition.Piece] = []
+        self._placement: Placement | None = None
         self._runner: Runner | None = None
         self._own_parameters: list[nn.Parameter] = []
         self._metrics: list[Metric] = []
-        # Whether other ranks' pieces have no memory here.
-        self._partitioned = False
 
     # ------------------------------------------------------------------------------------------------- setting up
 
@@ -144,16 +141,14 @@ class DCTPipelineStrategy(DCTStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """Cut the model, keep this rank's pieces, and wrap them."""
         module, mesh = self._module, self._placed
-        self._network_name, self._network = partition.find_pipeline(module)
-        self._pieces = partition.cut(self._network)
-        partition.check_pieces(self._pieces, self.stages, self.schedule == "interleaved_1f1b")
+        placement = self._placement = Placement(module, mesh, self.schedule == "interleaved_1f1b")
         if self.sharded_tables():
             raise ValueError(
                 "`DCTPipelineStrategy` cannot hold `ShardedEmbeddingBags`, which are spread over all ranks. Use"
                 " `torch.nn.EmbeddingBag` in a stage, or `DCTStrategy`."
             )
         if trainer.state.fn == TrainerFn.FITTING:
-            partition.check_parameters(module, self._network, self._pieces, self.stages)
+            placement.check_parameters()
             super().setup(trainer)
             # A hack: Lightning leaves clipping to the precision plugin, which knows this rank's gradients only.
             self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
@@ -163,22 +158,20 @@ class DCTPipelineStrategy(DCTStrategy):
                 compressed.name, compressed.traffic = name, self.split_traffic
             self.accelerator.setup(trainer)
             self.precision_plugin.convert_module(module)
-            self._copy_from_rank_zero()
+            placement.copy_from_rank_zero()
             self.model_to_device()
             self.setup_precision_plugin()
         self._metrics = attach(module, LastStageGather(mesh))
         precision = self.precision_plugin.forward_context
-        pipeline = Pipeline(self._pieces, mesh, self.schedule, self.micro_batches, self.root_device, precision)
-        self._runner = Runner(module, self._network, pipeline)
+        pipeline = Pipeline(placement.pieces, mesh, self.schedule, self.micro_batches, self.root_device, precision)
+        self._runner = Runner(module, placement.network, pipeline)
 
     def model_to_device(self) -> None:
         """Move this rank's pieces to its device, and free the others where training shall need the memory."""
-        assert self._network is not None
-        foreign = self._foreign()
+        assert self._placement is not None
         if self._module.trainer.state.fn == TrainerFn.FITTING:
-            partition.release(foreign)
-            self._partitioned = True
-        with partition.hidden(self._network, foreign):
+            self._placement.spread_out()
+        with self._placement.without_foreign():
             super().model_to_device()
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -190,33 +183,15 @@ class DCTPipelineStrategy(DCTStrategy):
                 del optimizer.state[parameter]
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        foreign = tuple(f"{name}." for name in self._names_of(self._foreign()))
-        split_points = tuple(f"{name}." for name in self.compressed_modules())
-        tensors = [name for name, _ in model.named_parameters()] + [name for name, _ in model.named_buffers()]
-        # Thresholds are each replica's own: it selects among its own activations.
-        model._ddp_params_and_buffers_to_ignore = [  # type: ignore[assignment]
-            name for name in tensors if name.startswith(foreign + split_points)
-        ]
-        own = [piece for piece in self._pieces if piece not in self._foreign()]
-        unique = {id(p): p for piece in own for p in piece.modules.parameters() if p.requires_grad}
-        self._own_parameters = list(unique.values())
+        assert self._placement is not None
+        # Other ranks' pieces; and thresholds are each replica's own: it selects among its own activations.
+        ignored = self._placement.foreign_names + tuple(f"{name}." for name in self._placement.split_points)
+        tensors = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
+        names = [name for name in tensors if name.startswith(ignored)]
+        model._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
+        self._own_parameters = self._placement.own_parameters
         self._ddp_kwargs["process_group"] = self._placed.data_parallel
         return super()._setup_model(model)
-
-    def _copy_from_rank_zero(self) -> None:
-        """Give every rank the model of rank 0, as DDPStrategy does for evaluation."""
-        tensors = [*self._module.parameters(), *self._module.buffers()]
-        if any(tensor.is_meta for tensor in tensors):  # left so by a fit that failed; each rank has what it needs
-            return
-        split_points = self.compressed_modules()
-        box = [{name: gathering.to_cpu(split.state_dict()) for name, split in split_points.items()}]
-        dist.broadcast_object_list(box, src=0, group=self._placed.everyone)
-        for name, split in split_points.items():
-            split.load_state_dict(box[0][name])
-        skipped = {id(buffer) for split in split_points.values() for buffer in split.buffers()}
-        for tensor in tensors:
-            if id(tensor) not in skipped:
-                dist.broadcast(tensor.detach(), src=0, group=self._placed.everyone)
 
     def teardown(self) -> None:
         """Undo the wrapping; after a fit that went well, give every rank the whole model again."""
@@ -225,25 +200,15 @@ class DCTPipelineStrategy(DCTStrategy):
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         self._ddp_kwargs.pop("process_group", None)
         self._runner, self._metrics, self._own_parameters = None, [], []
-        if self._network is None or not self._partitioned:
+        if not self._is_spread:
             super().teardown()
             return
+        assert self._placement is not None
         failed = self._module.trainer.state.status == TrainerStatus.INTERRUPTED
-        with partition.hidden(self._network, self._foreign()):
+        with self._placement.without_foreign():
             super().teardown()
         if not failed:
-            self._make_whole()
-
-    def _make_whole(self) -> None:
-        """Copy every piece from the rank that has trained it to the others of the pipeline."""
-        partition.materialise(self._foreign())
-        for piece in self._pieces:
-            owner = piece.index % self.stages
-            for tensor in {id(t): t for t in [*piece.modules.parameters(), *piece.modules.buffers()]}.values():
-                self._placed.broadcast(tensor.detach(), owner)
-            if piece.split is not None:
-                piece.split.load_state_dict(self._placed.share(piece.split.state_dict(), owner))
-        self._partitioned = False
+            self._placement.make_whole()
 
     # ---------------------------------------------------------------------------------------------- running steps
 
@@ -299,19 +264,20 @@ class DCTPipelineStrategy(DCTStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole model's state on rank 0, as a single process would have it; elsewhere this rank's part."""
         state = super().lightning_module_state_dict()
-        if not self._partitioned:
+        if not self._is_spread:
             return state
-        names = self._names_of(piece for piece in self._pieces if piece not in self._foreign())
-        names += [name for name, split in self._own_split_points().items()]
-        parts = self._gather(gathering.part_of_state_dict(state, names))
-        return gathering.merge_state_dicts(state, parts[1:])
+        assert self._placement is not None
+        own = self._placement.own_names + tuple(f"{name}." for name in self._placement.own_split_points)
+        part = {name: value for name, value in state.items() if name.startswith(own)}
+        return gathering.merge_state_dicts(state, gathering.gather_on_first(part, self._placed)[1:])
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of all parameters on rank 0, as a single process would have it; elsewhere this rank's part."""
         state = super().optimizer_state(optimizer)
-        if not self._partitioned:
+        if not self._is_spread:
             return state
-        return gathering.merge_optimizer_states(self._gather(gathering.part_of_optimizer_state(state, optimizer)))
+        part = gathering.part_of_optimizer_state(state, optimizer)
+        return gathering.merge_optimizer_states(gathering.gather_on_first(part, self._placed))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load what is on this rank."""
@@ -329,33 +295,21 @@ class DCTPipelineStrategy(DCTStrategy):
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
 
     def _state(self) -> dict[str, Any]:
-        splits = {name: gathering.to_cpu(split.state_dict()) for name, split in self._own_split_points().items()}
-        return {**super()._state(), "split_points": splits}
+        assert self._placement is not None
+        splits = self._placement.own_split_points.items()
+        return {**super()._state(), "split_points": {n: gathering.to_cpu(split.state_dict()) for n, split in splits}}
 
     def _restore(self, synchronizer: GradientSynchronizer) -> None:
         if self._saved_state is not None:
-            foreign = tuple(f"{name}." for name in self._names_of(self._foreign()))
-            residuals = self._saved_state["residuals"]
+            assert self._placement is not None
+            foreign, residuals = self._placement.foreign_names, self._saved_state["residuals"]
             # Saved by another number of stages, it holds what is another rank's now.
             self._saved_state["residuals"] = {n: r for n, r in residuals.items() if not n.startswith(foreign)}
-            for name, split in self._own_split_points().items():
+            for name, split in self._placement.own_split_points.items():
                 # Of a replica other than the first, Lightning's file does not have the thresholds.
                 if name in self._saved_state.get("split_points", {}):
                     split.load_state_dict(self._saved_state["split_points"][name])
         super()._restore(synchronizer)
-
-    def _gather(self, part: dict[str, Any]) -> list[dict[str, Any]]:
-        """All stages' parts on rank 0, one stage after the other; elsewhere this rank's alone."""
-        parts = [part]
-        mesh = self._placed
-        for stage in range(1, self.stages if mesh.replica == 0 else 0):
-            if mesh.stage == stage:
-                dist.send_object_list([gathering.to_cpu(part)], dst=0, group=mesh.control)
-            elif mesh.stage == 0:
-                box: list[Any] = [None]
-                dist.recv_object_list(box, src=stage, group=mesh.control)
-                parts.append(box[0])
-        return parts
 
     # ------------------------------------------------------------------------------------------------- small things
 
@@ -369,16 +323,6 @@ class DCTPipelineStrategy(DCTStrategy):
         assert self.mesh is not None
         return self.mesh
 
-    def _foreign(self) -> list[partition.Piece]:
-        """The pieces that other ranks run."""
-        return [piece for piece in self._pieces if piece.index % self.stages != self._placed.stage]
-
-    def _names_of(self, pieces: Any) -> list[str]:
-        """The names, in the whole model, of the modules that pieces consist of."""
-        prefix = f"{self._network_name}." if self._network_name else ""
-        return [prefix + name for piece in pieces for name in piece.names]
-
-    def _own_split_points(self) -> dict[str, nn.Module]:
-        """The split points whose thresholds this rank selects, by name."""
-        own = [piece.split for piece in self._pieces if piece not in self._foreign()]
-        return {name: split for name, split in self.compressed_modules().items() if any(split is mine for mine in own)}
+    @property
+    def _is_spread(self) -> bool:
+        return self._placement is not None and self._placement.spread
