@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lightning_dct.activations.layout import entries_at
 from lightning_dct.embedding.placement import Int64Array
 from lightning_dct.threshold import GUARD_RESELECT, SMALLEST_THRESHOLD, keep_largest, kth_magnitude, nudge
 from lightning_dct.wire import PayloadLayout, pack, unpack
@@ -69,15 +70,15 @@ def message_about(row_tables: Int64Array, dim: int, density: float, value_format
     """
     tables, counts = np.unique(row_tables, return_counts=True)
     sizes = tuple(int(count) * dim for count in counts)
-    capacities = tuple(math.ceil(density * size) for size in sizes)
+    capacities = tuple(entries_at(density, size) for size in sizes)
     return Message(PayloadLayout(sizes, capacities, value_format), tables.tolist(), row_tables.size, dim)
 
 
 def compress_changes(accumulated: Tensor, message: Message, thresholds: Float64Array, guard: bool) -> Sent:
     """Choose what is sent.
 
-    From a table with infinite or NaN entries only those go, and ``left`` is NaN or infinite there: the caller keeps
-    what it had.
+    Zeros never go: 1bit has none. From a table with infinite or NaN entries only those go, and ``left`` is NaN or
+    infinite there: the caller keeps what it had.
 
     Args:
         accumulated: Shape ``[k, dim]``, fp32 or fp64. Not changed.
@@ -93,7 +94,7 @@ def compress_changes(accumulated: Tensor, message: Message, thresholds: Float64A
             thresholds[table] = 0  # everything goes
         elif thresholds[table] == 0:
             thresholds[table] = kth_magnitude(part, target)
-    known = thresholds[message.tables]
+    known = np.maximum(thresholds[message.tables], SMALLEST_THRESHOLD)
     finite = flat.isfinite()
     if not bool(finite.all()):
         whole = torch.stack([part.all() for part in finite.split(sizes)]).cpu().numpy()
@@ -107,7 +108,8 @@ def compress_changes(accumulated: Tensor, message: Message, thresholds: Float64A
     reached = torch.bincount(index, minlength=len(sizes)).tolist()
     if positions.numel() > message.layout.capacity:
         # What exceeds its table's threshold by the largest factor goes.
-        excess = (values / limits[positions]).nan_to_num_(nan=math.inf).clamp_(-3e38, 3e38)
+        # In fp64, where over the smallest threshold the largest float is finite; infinite over infinite is NaN.
+        excess = (values.to(torch.float64) / limits[positions]).nan_to_num_(nan=math.inf)
         keep, _ = keep_largest(excess, message.layout.capacity)
         positions, values = positions[keep], values[keep]
     if guard:

@@ -1,0 +1,265 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_dct.embedding.changes import Message, Sent, compress_changes, message_about, read_changes
+from lightning_dct.threshold import GUARD_RESELECT, SMALLEST_THRESHOLD, nudge
+from lightning_dct.wire import PayloadError
+from strategies_for_hypothesis import FORMATS, examples
+
+NUM_TABLES = 4
+# Mostly comparable numbers, with ties and zeros; now and then very large and very small ones.
+numbers = st.one_of(
+    st.sampled_from([0.0, -0.0, 0.25, -0.25, 1.0, 1e-3]),
+    st.floats(-4, 4, width=32),
+    st.floats(-(2.0**100), 2.0**100, width=32),
+)
+densities = st.sampled_from([0.05, 0.1, 0.3, 0.5, 0.9, 1.0])
+
+
+@st.composite
+def changes(draw: st.DrawFn, elements: st.SearchStrategy[float] = numbers) -> tuple[Message, Tensor]:
+    """A message about up to twelve rows of four tables, and what has changed of them."""
+    tables = sorted(draw(st.lists(st.integers(0, NUM_TABLES - 1), max_size=12)))
+    dim = draw(st.integers(1, 5))
+    message = message_about(np.array(tables, dtype=np.int64), dim, draw(densities), draw(st.sampled_from(FORMATS)))
+    rows = draw(st.lists(elements, min_size=len(tables) * dim, max_size=len(tables) * dim))
+    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
+    return message, torch.tensor(rows, dtype=dtype).view(len(tables), dim)
+
+
+def some_thresholds(data: st.DataObject) -> np.ndarray:
+    drawn = st.lists(st.sampled_from([0.0, 0.25, 0.5, 2.0, 1e10]), min_size=NUM_TABLES, max_size=NUM_TABLES)
+    return np.array(data.draw(drawn), dtype=np.float64)
+
+
+def parts_of(message: Message, accumulated: Tensor) -> list[list[float]]:
+    return [part.tolist() for part in accumulated.reshape(-1).split(message.layout.tensor_sizes)]
+
+
+def kth_largest(part: list[float], k: int) -> float:
+    magnitudes = sorted((abs(value) if math.isfinite(value) else 0.0 for value in part), reverse=True)
+    return max(magnitudes[k - 1], SMALLEST_THRESHOLD)
+
+
+def chosen_by_loop(message: Message, accumulated: Tensor, thresholds: np.ndarray) -> tuple[list[int], list[int]]:
+    """The places that go, and how many of each table reached its threshold; selects thresholds where there is none."""
+    as_written = accumulated.numpy().dtype.type
+    reached: list[tuple[float, int]] = []  # by how much, and where
+    counts, start = [], 0
+    for table, part, room in zip(
+        message.tables, parts_of(message, accumulated), message.layout.capacities, strict=True
+    ):
+        if room == len(part):
+            thresholds[table] = 0
+        elif thresholds[table] == 0:
+            thresholds[table] = kth_largest(part, room)
+        limit = float(as_written(max(thresholds[table], SMALLEST_THRESHOLD)))
+        if not all(map(math.isfinite, part)):
+            mine = [(math.inf, start + i) for i, value in enumerate(part) if not math.isfinite(value)]
+        else:
+            mine = [(abs(value) / limit, start + i) for i, value in enumerate(part) if abs(value) >= limit]
+        counts.append(len(mine))
+        reached += mine
+        start += len(part)
+    largest = sorted(reached, key=lambda entry: (-entry[0], entry[1]))[: message.layout.capacity]
+    return sorted(place for _, place in largest), counts
+
+
+@given(case=changes(), data=st.data())
+@examples(150)
+def test_what_is_sent_and_what_is_left(case: tuple[Message, Tensor], data: st.DataObject) -> None:
+    message, accumulated = case
+    ours = some_thresholds(data)
+    theirs, before = ours.copy(), accumulated.clone()
+    sent = compress_changes(accumulated, message, ours, guard=False)
+    expected, _ = chosen_by_loop(message, accumulated, theirs)
+    assert sent.positions.tolist() == expected
+    assert ours.tolist() == theirs.tolist()
+    assert len(expected) <= message.layout.capacity
+    assert torch.equal(accumulated, before)
+    was = accumulated.reshape(-1)[sent.positions]
+    assert not (was == 0).any()
+    assert sent.left.dtype == accumulated.dtype
+    assert torch.equal(sent.left, was - sent.received.to(was.dtype))
+    if accumulated.dtype == torch.float32:
+        if message.layout.value_format == "fp32":
+            assert not sent.left.any()
+        if message.layout.value_format in ("fp32", "bf16"):
+            assert torch.equal(sent.received + sent.left, was)
+    largest = float(was.abs().max()) if was.numel() else 0.0
+    torch.testing.assert_close(sent.received.to(was.dtype) + sent.left, was, rtol=1e-6, atol=1e-6 * largest)
+    # The other end reads what this one says it reads, bit for bit.
+    positions, values = read_changes(sent.payload, message)
+    assert torch.equal(positions, sent.positions)
+    assert torch.equal(values.view(torch.int32), sent.received.view(torch.int32))
+
+
+@given(case=changes(), data=st.data())
+@examples(80)
+def test_the_guard(case: tuple[Message, Tensor], data: st.DataObject) -> None:
+    message, accumulated = case
+    ours = some_thresholds(data)
+    theirs = ours.copy()
+    sent = compress_changes(accumulated, message, ours, guard=True)
+    expected, counts = chosen_by_loop(message, accumulated, theirs)
+    assert sent.positions.tolist() == expected, "the guard moves what is used next, not this message"
+    parts = parts_of(message, accumulated)
+    for table, part, count, room in zip(message.tables, parts, counts, message.layout.capacities, strict=True):
+        if room == len(part):
+            assert ours[table] == 0
+        elif count > GUARD_RESELECT * room:
+            assert ours[table] == kth_largest(part, room)
+        else:
+            assert ours[table] == nudge(theirs[table], count, room, len(part))
+            assert ours[table] >= SMALLEST_THRESHOLD
+    others = sorted(set(range(NUM_TABLES)) - set(message.tables))
+    assert ours[others].tolist() == theirs[others].tolist()
+
+
+broken_numbers = st.one_of(numbers, st.sampled_from([math.nan, math.inf, -math.inf]))
+
+
+@given(case=changes(broken_numbers), data=st.data(), guard=st.booleans())
+@examples(120)
+def test_nan_and_infinity_travel_alone(case: tuple[Message, Tensor], data: st.DataObject, guard: bool) -> None:
+    message, accumulated = case
+    thresholds = some_thresholds(data)
+    expected, _ = chosen_by_loop(message, accumulated, thresholds.copy())
+    sent = compress_changes(accumulated, message, thresholds, guard)
+    assert sent.positions.tolist() == expected
+    was = accumulated.reshape(-1)[sent.positions]
+    assert torch.equal(sent.left.isfinite(), was.isfinite())
+    assert torch.equal(sent.received.isfinite(), was.isfinite())
+    assert np.isfinite(thresholds).all()
+    broken = set()
+    for table, part in zip(message.tables, parts_of(message, accumulated), strict=True):
+        broken |= {table} if not all(map(math.isfinite, part)) else set()
+    tables = [
+        table for table, size in zip(message.tables, message.layout.tensor_sizes, strict=True) for _ in range(size)
+    ]
+    for place, value in zip(sent.positions.tolist(), was.tolist(), strict=True):
+        assert math.isfinite(value) == (tables[place] not in broken)
+    assert not broken or not was.isfinite().all(), "something must tell the other end"
+    positions, values = read_changes(sent.payload, message)
+    assert torch.equal(positions, sent.positions)
+    torch.testing.assert_close(values, sent.received, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("value_format", FORMATS)
+@pytest.mark.parametrize("density", [0.05, 0.07, 0.5, 1.0])
+def test_the_size_follows_from_the_rows(value_format: str, density: float) -> None:
+    tables = np.array([0] * 25 + [2] * 3 + [3], dtype=np.int64)
+    message = message_about(tables, 4, density, value_format)
+    assert message.tables == [0, 2, 3]
+    assert (message.num_rows, message.dim) == (29, 4)
+    assert message.layout.tensor_sizes == (100, 12, 4)
+    rooms = {0.05: (5, 1, 1), 0.07: (7, 1, 1), 0.5: (50, 6, 2), 1.0: (100, 12, 4)}
+    assert message.layout.capacities == rooms[density]
+    generator = torch.Generator().manual_seed(0)
+    for scale in (0.0, 1e-20, 1.0, 1e20):
+        accumulated = scale * torch.randn(29, 4, generator=generator)
+        sent = compress_changes(accumulated, message, np.zeros(NUM_TABLES), guard=True)
+        assert sent.payload.numel() == message.layout.num_bytes
+        assert sent.positions.numel() == (sum(rooms[density]) if scale else 0)
+
+
+@pytest.mark.parametrize("value_format", FORMATS)
+def test_nothing_lost_over_many_steps(value_format: str) -> None:
+    """What was added equals what arrived plus what is held back, and with few bits too all of it arrives in the end."""
+    message = message_about(np.array([0, 0, 0, 1, 1, 3], dtype=np.int64), 4, 0.2, value_format)
+    thresholds, generator = np.zeros(NUM_TABLES), torch.Generator().manual_seed(1)
+    held, arrived, added = (torch.zeros(6, 4, dtype=torch.float64) for _ in range(3))
+    for step in range(100):
+        change = torch.randn(6, 4, generator=generator, dtype=torch.float64) if step < 20 else torch.zeros(6, 4)
+        held, added = held + change, added + change
+        sent = compress_changes(held, message, thresholds, guard=True)
+        held.view(-1)[sent.positions] = sent.left
+        positions, values = read_changes(sent.payload, message)
+        arrived.view(-1)[positions] += values
+        torch.testing.assert_close(held + arrived, added, rtol=0, atol=1e-12)
+    assert float(held.abs().max()) < 1e-3 * float(added.abs().max())
+
+
+def test_where_everything_goes_zeros_stay() -> None:
+    """1bit would read them as the mean magnitude of the others."""
+    message = message_about(np.zeros(1, dtype=np.int64), 4, 1.0, "1bit")
+    sent = compress_changes(torch.tensor([[1.0, 0.0, -0.0, -3.0]]), message, np.zeros(1), guard=True)
+    assert sent.positions.tolist() == [0, 3]
+    assert sent.received.tolist() == [2.0, -2.0]
+
+
+def test_the_largest_by_their_own_tables_threshold_go() -> None:
+    message = message_about(np.array([0, 1], dtype=np.int64), 4, 0.5, "fp32")
+    accumulated = torch.tensor([[100.0, 130.0, -110.0, 120.0], [0.3, -0.01, 0.2, 0.1]])
+    sent = compress_changes(accumulated, message, np.array([100.0, 0.1]), guard=False)
+    assert sent.positions.tolist() == [1, 3, 4, 6]  # 1.3, 1.2 and 3, 2 times their thresholds
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_largest_go_whatever_the_threshold(dtype: torch.dtype) -> None:
+    """Over the smallest threshold their ratio is beyond fp32."""
+    message = message_about(np.zeros(1, dtype=np.int64), 4, 0.25, "fp32")
+    accumulated = torch.tensor([[4.0, 1e30, 5.0, 3e38]], dtype=dtype)
+    sent = compress_changes(accumulated, message, np.array([SMALLEST_THRESHOLD]), guard=False)
+    assert sent.positions.tolist() == [3]
+
+
+def unpacked(message: Message, sent: Sent, payload: Tensor) -> None:
+    try:
+        positions, values = read_changes(payload, message)
+    except PayloadError:
+        return
+    places = positions.tolist()
+    assert places == sorted(set(places))
+    assert all(0 <= place < message.num_rows * message.dim for place in places)
+    assert values.numel() == positions.numel() <= message.layout.capacity
+
+
+@given(case=changes(), data=st.data())
+@examples(80)
+def test_harmed_messages(case: tuple[Message, Tensor], data: st.DataObject) -> None:
+    message, accumulated = case
+    sent = compress_changes(accumulated, message, np.zeros(NUM_TABLES), guard=False)
+    flips = st.tuples(st.integers(0, sent.payload.numel() - 1), st.integers(1, 255))
+    harmed = sent.payload.clone()
+    for place, flip in data.draw(st.lists(flips, min_size=1, max_size=3)):
+        harmed[place] ^= flip
+    unpacked(message, sent, harmed)
+    for other in (sent.payload[:-1], torch.cat([sent.payload, sent.payload[:1]])):
+        with pytest.raises(PayloadError, match="bytes"):
+            read_changes(other, message)
+
+
+def test_a_message_about_other_rows_is_refused() -> None:
+    message = message_about(np.array([0, 0, 1], dtype=np.int64), 2, 0.5, "int8")
+    other = message_about(np.array([0, 1, 1], dtype=np.int64), 2, 0.5, "int8")
+    sent = compress_changes(torch.ones(3, 2), message, np.zeros(2), guard=False)
+    assert message.layout.num_bytes == other.layout.num_bytes
+    with pytest.raises(PayloadError, match="other tensor sizes"):
+        read_changes(sent.payload, other)
+
+
+def test_no_rows() -> None:
+    message = message_about(np.empty(0, dtype=np.int64), 4, 0.05, "int4")
+    assert message.tables == []
+    sent = compress_changes(torch.empty(0, 4), message, np.ones(2), guard=True)
+    assert sent.payload.numel() == message.layout.num_bytes
+    positions, values = read_changes(sent.payload, message)
+    assert positions.numel() == values.numel() == 0
+
+
+def test_the_annealed_density_sends_everything_first() -> None:
+    thresholds = np.zeros(1)
+    rows = np.zeros(5, dtype=np.int64)
+    accumulated = torch.arange(1.0, 21.0).view(5, 4)
+    for density, threshold in ((1.0, 0.0), (0.5, 11.0), (1.0, 0.0), (0.25, 16.0)):
+        message = message_about(rows, 4, density, "fp32")
+        sent = compress_changes(accumulated, message, thresholds, guard=False)
+        assert sent.positions.numel() == message.layout.capacity == 20 * density
+        assert thresholds[0] == threshold
