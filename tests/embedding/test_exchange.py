@@ -1,0 +1,80 @@
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_dct import ShardedEmbeddingBags
+from lightning_dct.embedding.exchange import Exchange
+from lightning_dct.traffic import Traffic, TrafficTotals
+
+CPU = torch.device("cpu")
+
+
+def payload(rank: int, peer: int) -> torch.Tensor:
+    """``rank`` sends ``peer`` as many bytes as their numbers say, none to some."""
+    return torch.full(((rank * 3 + peer) % 4 * 5,), rank * 10 + peer, dtype=torch.uint8)
+
+
+def test_a_single_process_hears_itself_and_sends_nothing() -> None:
+    exchange, traffic = Exchange(None, CPU), Traffic()
+    assert (exchange.rank, exchange.world_size) == (0, 1)
+    told = np.array([[3, 2**31 - 1]])
+    assert exchange.announce(told, traffic).tolist() == told.tolist()
+    sent = [torch.arange(5, dtype=torch.uint8)]
+    assert torch.equal(exchange.start(sent, [5], traffic).wait()[0], sent[0])
+    assert traffic.totals == TrafficTotals()
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_tables_of_a_single_process_send_nothing(grad: bool) -> None:
+    tables = ShardedEmbeddingBags([7, 2], 4)
+    tables.materialize()
+    with torch.set_grad_enabled(grad):
+        pooled = tables(torch.tensor([[6, 0], [1, 1]]))
+    if grad:
+        pooled.sum().backward()
+    tables.finish_evaluation()
+    for traffic in (tables.traffic, tables.evaluation_traffic):
+        assert (traffic.totals.bytes_sent, traffic.totals.bytes_dense, traffic.totals.entries) == (0, 0, 0)
+
+
+def exchanged() -> tuple[list[list[int]], int, list[list[int]], int]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    exchange = Exchange(dist.group.WORLD, CPU)
+    announcing, sending = Traffic(), Traffic()
+    told = np.array([[100 * rank + peer, -1, 2**31 - 1] for peer in range(world_size)])
+    heard = exchange.announce(told, announcing)
+    sizes = [payload(peer, rank).numel() for peer in range(world_size)]
+    parts = exchange.start([payload(rank, peer) for peer in range(world_size)], sizes, sending).wait()
+    return heard.tolist(), announcing.totals.bytes_sent, [p.tolist() for p in parts], sending.totals.bytes_sent
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_rank_hears_what_it_was_told_and_counts_what_it_sends_to_others(ranks: Any, world_size: int) -> None:
+    world = range(world_size)
+    for rank, (heard, announced, parts, sent) in enumerate(ranks(world_size).run(exchanged)):
+        assert heard == [[100 * peer + rank, -1, 2**31 - 1] for peer in world]
+        assert announced == (world_size - 1) * 3 * 4
+        assert parts == [payload(peer, rank).tolist() for peer in world]
+        assert sent == sum(payload(rank, peer).numel() for peer in world if peer != rank)
+
+
+def looked_up_where_one_rank_owns_nothing() -> tuple[list[int], float]:
+    tables = ShardedEmbeddingBags([2, 1], 4, density=1.0, value_format="fp32", initial_bound=0.0)
+    tables.materialize()
+    for _ in range(2):  # a first request and one about rows that are known
+        tables(torch.tensor([[1, 0], [0, 0]])).sum().backward()
+        with torch.no_grad():
+            tables(torch.tensor([[1, 0]]))
+    tables.finish_evaluation()
+    # Each rank looks table 0's rows up once and table 1's twice, in two steps.
+    return list(tables.placement.owned_rows), float(tables.weight.grad.to_dense().sum())
+
+
+def test_a_rank_that_owns_no_rows(ranks: Any) -> None:
+    found = ranks(3).run(looked_up_where_one_rank_owns_nothing)
+    for rank, (owned, gradient) in enumerate(found):
+        assert sorted(owned) == [0, 1, 2]
+        assert gradient == [0, 16, 16][owned[rank]]
