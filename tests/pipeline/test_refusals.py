@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 from distributed.harness import TIMEOUT_S, RankFailure
 from distributed.training import Noise, rank, trainer_for
@@ -67,10 +68,14 @@ class Broken(SplitModule):
             self.network[3].requires_grad_(False)
         elif fault == "pair":
             self.network[1] = Pair()
+        elif fault == "metric":
+            self.metric = MeanMetric(dist_sync_on_step=True)
         elif fault == "values":
             self.network[1] = ReadsValues()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        if self.fault == "gathers":
+            self.all_gather(batch[0])
         if self.fault == "skips":
             return batch[0].sum()
         loss = super().training_step(batch, batch_idx)
@@ -98,6 +103,8 @@ FAULTS = {
     "pieces": "cut it into 4 pieces, and `stages=2`",
     "pair": "Piece 0 of the pipeline returns a tuple",
     "values": "Piece 0 of the pipeline cannot be run on fake tensors",
+    "metric": "The metric 'metric' has `dist_sync_on_step=True`",
+    "gathers": "`self.all_gather` in a step would wait forever",
     "skips": "`training_step` never calls the Sequential",
 }
 

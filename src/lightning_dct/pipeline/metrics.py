@@ -38,7 +38,16 @@ def attach(module: nn.Module, gather: LastStageGather) -> list[Metric]:
 
     Returns:
         The metrics that now use it; to detach them set ``dist_sync_fn`` to None.
+
+    Raises:
+        ValueError: A metric wants to be synchronised in the middle of steps, which not all ranks run.
     """
+    for name, child in module.named_modules():
+        if isinstance(child, Metric) and child.dist_sync_on_step:
+            raise ValueError(
+                f"The metric {name!r} has `dist_sync_on_step=True`. Under `DCTPipelineStrategy` steps end on the last"
+                " stage only, and metrics are synchronised when an epoch ends. Leave the setting out."
+            )
     found = [child for child in module.modules() if isinstance(child, Metric) and child.dist_sync_fn is None]
     for metric in found:
         metric.dist_sync_fn = gather

@@ -53,7 +53,8 @@ def capture_input(module: pl.LightningModule, network: nn.Sequential, step: str,
     def reach(value: Any) -> Any:
         raise _Reached(value)
 
-    with _exchanged(network, "forward", reach), _exchanged(module, "log", lambda *_, **__: None):
+    log_nothing = _exchanged(module, "log", lambda *_, **__: None)
+    with _exchanged(network, "forward", reach), log_nothing, _exchanged(module, "all_gather", _refuse_gathering):
         try:
             getattr(module, step)(*arguments)
         except _Reached as reached:
@@ -83,7 +84,8 @@ def run_step(
         times_called += 1
         return output
 
-    with _exchanged(network, "forward", answer), _exchanged(module, "log", _recorder(module, calls)):
+    log = _exchanged(module, "log", _recorder(module, calls))
+    with _exchanged(network, "forward", answer), log, _exchanged(module, "all_gather", _refuse_gathering):
         result = getattr(module, step)(*arguments)
     if times_called != 1:
         raise RuntimeError(
@@ -187,6 +189,13 @@ def _exchanged(module: nn.Module, method: str, replacement: Callable[..., Any]) 
         yield
     finally:
         delattr(module, method)
+
+
+def _refuse_gathering(*_: Any, **__: Any) -> Any:
+    raise RuntimeError(
+        "`self.all_gather` in a step would wait forever: under `DCTPipelineStrategy` only ranks of the last stage run"
+        " the step to its end. Log with `self.log(..., sync_dist=True)`, or gather in `on_validation_epoch_end`."
+    )
 
 
 def _recorder(module: pl.LightningModule, calls: list[LogCall]) -> Callable[..., None]:
