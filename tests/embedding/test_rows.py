@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -5,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from distributed.harness import RankFailure
+from lightning_dct import ShardedEmbeddingBags
 from lightning_dct.embedding.rows import RememberedRows, add_entries
 from strategies_for_hypothesis import examples
 
@@ -126,6 +130,25 @@ def test_a_saved_state_is_frozen_and_whole(with_residual: bool) -> None:
     assert resumed.thresholds.tolist() == [0.0, 0.25]
     assert torch.equal(resumed.copies, kept["copies"])
     assert torch.equal(resumed.residual, kept["residual"])
+
+
+def request_twice(cache_rows: int, pool_first: bool) -> list[float]:
+    tables = ShardedEmbeddingBags([40], DIM, cache_rows=cache_rows, density=1.0, value_format="fp32")
+    tables.materialize()
+    first = tables.request(torch.arange(10).view(-1, 1))
+    pooled = first.pooled() if pool_first else None
+    second = tables.request(torch.arange(30, 40).view(-1, 1)).pooled()
+    pooled = first.pooled() if pooled is None else pooled
+    (pooled - second).sum().backward()
+    return tables.weight.grad.to_dense().sum(dim=0).tolist()
+
+
+@pytest.mark.parametrize("pool_first", [True, False])
+def test_rows_must_stay_until_their_backward(ranks: Any, pool_first: bool) -> None:
+    found = ranks(2).run(request_twice, 20, pool_first)
+    assert sum(torch.tensor(found)).tolist() == [0.0] * DIM
+    with pytest.raises(RankFailure, match=r"between a request and its backward.*`cache_rows` \(5\).*Raise it"):
+        ranks(2).run(request_twice, 5, pool_first)
 
 
 @given(

@@ -23,7 +23,7 @@ from lightning_dct.embedding.bags import Bags
 from lightning_dct.embedding.changes import Message, compress_changes, message_about, read_changes
 from lightning_dct.embedding.deliver import deliver, when_backward_ends
 from lightning_dct.embedding.placement import Int64Array
-from lightning_dct.embedding.rows import add_entries
+from lightning_dct.embedding.rows import RememberedRows, add_entries
 from lightning_dct.traffic import FP32_BYTES, ID_BYTES
 from lightning_dct.wire import PayloadError
 
@@ -117,7 +117,7 @@ class ChangesLookup:
                 if rank == self._rank:
                     parts.append(module.weight.detach()[torch.from_numpy(places).to(module.weight.device)])
                     continue
-                held, slots = module.held[rank], self._slots[rank]
+                held, slots = self._held(rank)
                 positions, values = self._read(rank, answers[rank], self._mine[rank])
                 add_entries(held.copies, slots, positions, values)
                 parts.append(held.copies[slots])
@@ -205,12 +205,7 @@ class ChangesLookup:
 
     def _gradient_payload(self, owner: int, gradient: Tensor) -> Tensor:
         module = self._module
-        held, slots = module.held[owner], self._slots[owner]
-        if not held.cache.holds(self._rows.wanted[owner], slots.cpu().numpy()):
-            raise RuntimeError(
-                "Rows were evicted between a forward and its backward: with several forwards before a backward,"
-                f" `cache_rows` ({module.cache_rows}) must hold the rows of all of them. Raise it."
-            )
+        held, slots = self._held(owner)
         before = held.residual[slots]
         accumulated = before + gradient
         sent = compress_changes(accumulated, self._mine[owner], held.thresholds, module.guard)
@@ -220,6 +215,16 @@ class ChangesLookup:
         held.residual[slots] = after.view_as(before)
         module.traffic.add(entries_sent=sent.positions.numel(), entries=gradient.numel())
         return sent.payload
+
+    def _held(self, owner: int) -> tuple[RememberedRows, Tensor]:
+        """What is remembered of an owner's rows, and where the rows of this look-up still are."""
+        held, slots = self._module.held[owner], self._slots[owner]
+        if not held.cache.holds(self._rows.wanted[owner], slots.cpu().numpy()):
+            raise RuntimeError(
+                "Rows were evicted between a request and its backward: with several requests before a backward,"
+                f" `cache_rows` ({self._module.cache_rows}) must hold the rows of all of them. Raise it."
+            )
+        return held, slots
 
     def _message(self, owner: int, places: Int64Array) -> Message:
         module = self._module
