@@ -14,7 +14,7 @@ from strategies_for_hypothesis import FORMATS, examples, floats
 LARGEST = torch.finfo(torch.float32).max
 LARGEST_BF16 = torch.finfo(torch.bfloat16).max
 NUM_TENSORS = 3
-SCALED = ("int8", "1bit")
+SCALED = ("int8", "int4", "1bit")
 entries = st.lists(st.tuples(st.integers(0, NUM_TENSORS - 1), floats), max_size=40)
 
 
@@ -47,7 +47,9 @@ def bf16_by_bits(values: np.ndarray) -> np.ndarray:
     return np.clip(rounded, -LARGEST_BF16, LARGEST_BF16)
 
 
-@pytest.mark.parametrize(("value_format", "num_bytes"), [("fp32", 52), ("bf16", 26), ("int8", 13), ("1bit", 2)])
+@pytest.mark.parametrize(
+    ("value_format", "num_bytes"), [("fp32", 52), ("bf16", 26), ("int8", 13), ("int4", 7), ("1bit", 2)]
+)
 def test_size(value_format: str, num_bytes: int) -> None:
     assert values_num_bytes(value_format, 13) == num_bytes == math.ceil(13 * BITS_PER_VALUE[value_format] / 8)
 
@@ -98,6 +100,68 @@ def test_1bit_scale_and_sign(case: list[tuple[int, float]]) -> None:
         np.testing.assert_array_equal(decoded[index == tensor].numpy(), np.sign(mine) * scales[tensor].item())
 
 
+LEVELS = [2.0 ** (-level / 2) for level in range(7)]
+
+
+def int4_by_loop(value: float, scale: float) -> tuple[int, float]:
+    """The code of a value and what it is read back as: the sign, and the level nearest in ratio or zero."""
+    if value == 0 and scale > 0:
+        code = 7
+    else:
+        ratio = abs(value) / scale if scale > 0 else 1.0
+        # Half a level is a ratio of 2 ** 0.25; below the last level's half a value is read as zero.
+        code = sum(ratio < level * 2.0**-0.25 for level in LEVELS)
+    read = scale * LEVELS[code] if code < 7 else 0.0
+    return code | (8 if value < 0 else 0), -read if value < 0 else read
+
+
+@given(case=entries)
+@examples(200)
+def test_int4_codes_scale_and_error(case: list[tuple[int, float]]) -> None:
+    values, index = as_tensors(case)
+    decoded, scales = round_trip(values, index, "int4")
+    data, _ = encode_values(values, index, NUM_TENSORS, "int4")
+    codes = [code for byte in data.tolist() for code in (byte & 15, byte >> 4)]
+    assert codes[len(case) :] == [0] * (len(case) % 2)  # padding of an odd count
+    for place, (tensor, value) in enumerate(zip(index.tolist(), values.tolist(), strict=True)):
+        scale = max(abs(other) for other, t in zip(values.tolist(), index.tolist(), strict=True) if t == tensor)
+        assert scales[tensor].item() == scale
+        code, read = int4_by_loop(value, scale)
+        assert codes[place] == code
+        assert decoded[place].item() == pytest.approx(read, rel=2.0**-22, abs=2.0**-149)
+        # At most half a level off, of the scale at most 0.16; what is read as zero is less than 0.106 of it.
+        assert abs(read - value) <= max(0.19 * abs(value) if code % 8 < 7 else 0.0, 0.1052 * scale)
+        assert abs(read - value) <= 0.16 * scale
+    unused = sorted(set(range(NUM_TENSORS)) - set(index.tolist()))
+    assert not scales[unused].any()
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.7, 1e-30, 1e38])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_int4_levels_are_read_back_as_they_are(scale: float, sign: int) -> None:
+    written = [sign * scale * level for level in [*LEVELS, 0.0]]
+    assert one_tensor(written, "int4").tolist() == pytest.approx(written, rel=2.0**-21, abs=0)
+
+
+def test_int4_byte_by_byte() -> None:
+    values = torch.tensor([8.0, -4.0, 0.0, -8.0, 1.0, 0.5, -2.0])
+    data, scales = encode_values(values, torch.zeros(7, dtype=torch.int64), 1, "int4")
+    # Levels 0, 2, zero, 0, 6, zero (0.5 is a sixteenth) and 4, the sign in the fourth bit, two to a byte.
+    assert data.tolist() == [0 | (10 << 4), 7 | (8 << 4), 6 | (7 << 4), 12]
+    assert scales.tolist() == [8.0]
+
+
+@pytest.mark.parametrize("count", range(1, 6))
+def test_int4_reads_as_many_as_were_written(count: int) -> None:
+    values = [(-1.0) ** place for place in range(count)]
+    assert one_tensor(values, "int4").tolist() == values
+
+
+def test_zeros_alone() -> None:
+    for value_format in FORMATS:
+        assert not one_tensor([0.0, -0.0, 0.0], value_format).any()
+
+
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("value_format", FORMATS)
 def test_nan_and_infinity_reach_the_reader(value_format: str, broken: float) -> None:
@@ -122,6 +186,10 @@ def test_bf16_overflow_ends_at_the_largest_bfloat16() -> None:
     assert one_tensor([LARGEST, -LARGEST], "bf16").tolist() == [LARGEST_BF16, -LARGEST_BF16]
 
 
+# Half a step of 3e-40 / 127, a sixth of 3e-40, and half of bfloat16's finest denormal.
+ROUNDING_OF_3E_40 = {"int8": 1.5e-42, "int4": 5e-41, "bf16": 2.0**-134}
+
+
 @pytest.mark.parametrize("value_format", FORMATS)
 def test_denormals(value_format: str) -> None:
     tiny = [1e-40, -3e-40, 2.0**-149]
@@ -131,7 +199,7 @@ def test_denormals(value_format: str) -> None:
     elif value_format == "1bit":
         assert decoded.abs().tolist() == pytest.approx([(1e-40 + 3e-40) / 3] * 3, rel=1e-3)
     else:
-        assert decoded.double().tolist() == pytest.approx(tiny, abs=1.5e-42 if value_format == "int8" else 2.0**-134)
+        assert decoded.double().tolist() == pytest.approx(tiny, abs=ROUNDING_OF_3E_40[value_format])
 
 
 @pytest.mark.parametrize("value_format", FORMATS)
