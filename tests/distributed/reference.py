@@ -23,6 +23,12 @@ def as_decoded(values: Array, value_format: str) -> Array:
     if value_format == "int8":
         scale = np.float32(np.abs(values).max() / 127)
         return np.round(values / scale).astype(np.float32) * scale
+    if value_format == "int4":
+        scale = np.float32(np.abs(values).max())
+        # The level nearest in ratio; zeros are never sent. Beyond the last comes zero.
+        levels = np.clip(np.round(-2 * np.log2(np.abs(values) / scale)), 0, 7)
+        factors = np.where(levels == 7, 0.0, 2.0 ** (-levels / 2)).astype(np.float32)
+        return np.sign(values).astype(np.float32) * factors * scale
     mean = np.float32(np.abs(values).mean())
     return np.where(values > 0, mean, -mean).astype(np.float32)
 
@@ -59,7 +65,7 @@ def train(
         workers: How many to simulate.
         steps: Optimizer steps.
         density: Share of entries sent.
-        value_format: ``fp32``, ``bf16``, ``int8`` or ``1bit``.
+        value_format: ``fp32``, ``bf16``, ``int8``, ``int4`` or ``1bit``.
         min_tensor_size: Smaller tensors are averaged as they are.
         lr: Learning rate.
         momentum: Momentum of SGD.

@@ -31,7 +31,7 @@ OPTIMIZERS = {
     "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
     "adam": (torch.optim.Adam, {"lr": 0.01}),
 }
-FORMATS = ("fp32", "bf16", "int8", "1bit")
+FORMATS = ("fp32", "bf16", "int8", "int4", "1bit")
 
 
 class Lopsided(nn.Module):
@@ -134,7 +134,9 @@ def train_recorded(value_format: str) -> Any:
     return given, applied.sums, run.residuals
 
 
-@pytest.mark.parametrize(("world_size", "value_format"), [(2, "fp32"), (3, "bf16"), (2, "int8"), (3, "1bit")])
+@pytest.mark.parametrize(
+    ("world_size", "value_format"), [(2, "fp32"), (3, "bf16"), (2, "int8"), (3, "int4"), (3, "1bit")]
+)
 def test_gradients_are_conserved_in_sum(ranks: Any, world_size: int, value_format: str) -> None:
     """Oracle: W times what the optimizer got plus what ranks hold back, against fp64 sums of all local gradients."""
     results = ranks(world_size).run(train_recorded, value_format)

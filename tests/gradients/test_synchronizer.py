@@ -81,7 +81,7 @@ def without_seconds(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("value_format", ["fp32", "bf16", "int8", "1bit"])
+@pytest.mark.parametrize("value_format", FORMATS)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_sent_and_residual_equal_gradient_and_old_residual(
     world_size: int, value_format: str, dtype: torch.dtype
