@@ -21,7 +21,7 @@ from lightning_dct.callbacks import CompressionMonitor, ThresholdRefresh
 from lightning_dct.config import DCTConfig
 from lightning_dct.embedding import RowWiseAdagrad, ShardedEmbeddingBags
 from lightning_dct.metrics import CompressionRatio
-from lightning_dct.pipeline import DCTPipelineStrategy
+from lightning_dct.pipeline import DCTPipelineStrategy, SplitSequential
 from lightning_dct.strategy import DCTStrategy
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "RowWiseAdagrad",
     "ShardedEmbeddingBags",
     "SplitPoint",
+    "SplitSequential",
     "ThresholdRefresh",
     "__version__",
 ]

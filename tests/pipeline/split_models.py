@@ -128,11 +128,12 @@ def train(
     optimizer_settings: dict[str, Any] | None = None,
     strategy: dict[str, Any] | None = None,
     ckpt_path: str | None = None,
+    make: Any = SplitModule,
     callbacks: tuple[Callback, ...] = (),
     **settings: Any,
 ) -> Outcome:
     """Fit a SplitModule on this rank."""
-    module = SplitModule(pieces, split, optimizer, **(optimizer_settings or {}))
+    module = make(pieces, split, optimizer, **(optimizer_settings or {}))
     chosen = strategy_for(stages, schedule, **(strategy or {"density": 1.0}))
     watch = Losses()
     trainer = trainer_for(chosen, callbacks=[watch, *callbacks], **settings)
@@ -163,13 +164,14 @@ def train_alone(
     clip: float | None = None,
     optimizer: Any = torch.optim.SGD,
     optimizer_settings: dict[str, Any] | None = None,
+    make: Any = SplitModule,
 ) -> tuple[list[list[float]], dict[str, Tensor]]:
     """The same without a strategy: micro-batch by micro-batch, masks and rounding in the split points' own forward.
 
     Returns:
         Each pipeline's losses, and the weights.
     """
-    module = SplitModule(pieces, split)
+    module = make(pieces, split)
     # Every pipeline has thresholds of its own and the weights of all.
     copies = [module] + [copy.deepcopy(module) for _ in range(width - 1)]
     for other in copies[1:]:

@@ -12,6 +12,7 @@ from lightning_dct.clipping import clip_grad_norm
 from lightning_dct.pipeline.borders import Border, trace_borders
 from lightning_dct.pipeline.delivery import deliver, set_aside
 from lightning_dct.pipeline.partition import cut, materialise, release
+from lightning_dct.pipeline.sequential import NetworkCall
 from lightning_dct.pipeline.steps import LogCall, combine, join, split_batch, split_ragged
 from pipeline.split_models import network
 
@@ -44,9 +45,10 @@ def test_borders_are_found_without_running_anything(where: str) -> None:
         release(pieces)
     random = torch.get_rng_state()
     autocast = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
-    assert trace_borders(pieces, torch.randn(5, 40), CPU, torch.no_grad) == [Border((5, 6), torch.float32)]
+    call = NetworkCall(torch.randn(5, 40), {})
+    assert trace_borders(pieces, call, CPU, torch.no_grad) == [Border((5, 6), torch.float32)]
     with torch.inference_mode():
-        found = trace_borders(cut(nn.Sequential(nn.Linear(40, 6), *layers[3:])), torch.randn(5, 40), CPU, autocast)
+        found = trace_borders(cut(nn.Sequential(nn.Linear(40, 6), *layers[3:])), call, CPU, autocast)
     assert found == [Border((5, 6), torch.bfloat16)]
     if where == "cpu":
         assert int(layers[1].num_batches_tracked) == 0

@@ -28,8 +28,14 @@ def ragged(count: int, stages: int) -> DataLoader:
     return DataLoader(Ragged(count, 40, 8, 7, 50 + replica(stages)), batch_size=None)
 
 
-def expected_validation(module: SplitModule, counts: list[int]) -> dict[str, float]:
-    """What validation of some pipelines' ragged batches comes to, in one process."""
+def expected_validation(module: SplitModule, counts: list[int], call: Any = None) -> dict[str, float]:
+    """What validation of some pipelines' ragged batches comes to, in one process.
+
+    Args:
+        module: The model.
+        counts: Batches of each pipeline.
+        call: How the network is called, if not with the inputs alone.
+    """
     module.eval()
     sums, rows, means = 0.0, 0, []
     for pipeline, count in enumerate(counts):
@@ -38,7 +44,7 @@ def expected_validation(module: SplitModule, counts: list[int]) -> dict[str, flo
             inputs, targets = data[index]
             with torch.no_grad():
                 # The network runs in micro-batches, each masked by itself, as in training.
-                parts = [module.network(part) for part in inputs.tensor_split(MICRO_BATCHES)]
+                parts = [(call or module.network)(part) for part in inputs.tensor_split(MICRO_BATCHES)]
                 total += float((torch.cat(parts) - targets).square().mean()) * len(inputs)
             seen += len(inputs)
         sums, rows, means = sums + total, rows + seen, [*means, total / seen]

@@ -14,6 +14,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_dct.pipeline.partition import Piece
+from lightning_dct.pipeline.sequential import NetworkCall, context_of
 
 
 class Border(NamedTuple):
@@ -29,16 +30,19 @@ class Border(NamedTuple):
 
 
 def trace_borders(
-    pieces: Sequence[Piece], value: Any, device: torch.device, precision: Callable[[], AbstractContextManager[Any]]
+    pieces: Sequence[Piece],
+    call: NetworkCall,
+    device: torch.device,
+    precision: Callable[[], AbstractContextManager[Any]],
 ) -> list[Border]:
-    """Find what crosses the borders when the first piece is given ``value``.
+    """Find what crosses the borders when the network is called like this.
 
     The pieces run on fake tensors, which have shapes but no memory. So every rank finds all borders by itself,
     whichever pieces it holds, and no state, random number or gradient is touched.
 
     Args:
         pieces: All pieces of the pipeline.
-        value: What the first is called with: tensors, in any nesting.
+        call: What the network is called with.
         device: The device the pieces run on.
         precision: Opens the context that forward runs in (autocast).
 
@@ -52,7 +56,7 @@ def trace_borders(
     borders = []
     eager = torch.compiler.set_stance("force_eager")  # pieces may be compiled
     with eager, FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), precision():
-        value = tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, value)
+        value, context = tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, call)
         for piece in pieces[:-1]:
             modules = piece.modules
             state = {
@@ -60,7 +64,7 @@ def trace_borders(
                 for name, tensor in chain(modules.named_parameters(), modules.named_buffers())
             }
             try:
-                value = functional_call(modules, state, (value,))
+                value = functional_call(modules, state, (value,), context_of(modules, context))
             except Exception as error:
                 raise RuntimeError(
                     f"Piece {piece.index} of the pipeline cannot be run on fake tensors, which is how"

@@ -6,6 +6,7 @@ lives elsewhere has its parameters and buffers on the meta device, where they ha
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dct.activations import SplitPoint
+from lightning_dct.pipeline.sequential import SplitSequential
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Piece:
 
     index: int
     names: tuple[str, ...]
-    modules: nn.Sequential
+    modules: SplitSequential
     split: SplitPoint | None
 
 
@@ -61,7 +63,7 @@ def cut(pipeline: nn.Sequential) -> list[Piece]:
         ValueError: A piece would have no modules.
     """
     pieces: list[Piece] = []
-    children: dict[str, nn.Module] = {}
+    children: OrderedDict[str, nn.Module] = OrderedDict()
     for name, child in [*pipeline.named_children(), ("", None)]:
         if child is not None and not isinstance(child, SplitPoint):
             children[name] = child
@@ -71,8 +73,8 @@ def cut(pipeline: nn.Sequential) -> list[Piece]:
                 f"Piece {len(pieces)} of the pipeline is empty: a `SplitPoint` must stand between two modules of the"
                 " Sequential, not at its beginning or end or beside another one."
             )
-        pieces.append(Piece(len(pieces), tuple(children), nn.Sequential(*children.values()), child))
-        children = {}
+        pieces.append(Piece(len(pieces), tuple(children), SplitSequential(children), child))
+        children = OrderedDict()
     return pieces
 
 

@@ -15,6 +15,22 @@ from lightning_dct.pipeline import steps
 from lightning_dct.pipeline.borders import Border, signature, trace_borders
 from lightning_dct.pipeline.gathering import to_cpu
 from lightning_dct.pipeline.schedule import Pipeline
+from lightning_dct.pipeline.sequential import NetworkCall
+
+_DIFFERENT = {
+    "batches": (
+        "read different batches for `{step}`. All of them must read the same: split data by"
+        " `trainer.distributed_sampler_kwargs` (`num_replicas`: pipelines, `rank`: this one) in place of"
+        " `trainer.world_size` and `trainer.global_rank`, and let random augmentation follow a seed that all ranks"
+        " share."
+    ),
+    "keywords": (
+        "called the network with different keyword arguments in `{step}`. They do not cross between stages, so they"
+        " must follow from the batch alone: draw no random numbers for them, and take them from no state that ranks do"
+        " not share; or make them part of the network's first argument."
+    ),
+}
+"""What to say when the ranks of a pipeline do not have the same."""
 
 
 class Runner:
@@ -32,7 +48,7 @@ class Runner:
         self._pipeline = pipeline
         self._mesh = pipeline.mesh
         self._borders: dict[Any, list[Border]] = {}
-        self._checked: set[str] = set()
+        self._checked: set[tuple[str, str]] = set()
 
     def train(self, batch: Any, *arguments: Any) -> Tensor:
         """Run forward and backward of a batch: gradients are added to the parameters' ``.grad``.
@@ -53,26 +69,27 @@ class Runner:
                 "Trainer(detect_anomaly=True) does not work with `DCTPipelineStrategy`: gradients cross between stages"
                 " as bytes that read as NaN. Look for anomalies with one process and `strategy='auto'`."
             )
-        self._check_same_data("training_step", batch)
+        self._check_same_data("training_step", "batches", batch)
         micro_batches = self._pipeline.micro_batches
         parts = steps.split_batch(batch, micro_batches)
         with self._pipeline.precision():
-            inputs = [self._capture("training_step", part, *arguments) for part in parts]
+            calls = [self._capture("training_step", part, *arguments) for part in parts]
+        self._check_same_data("training_step", "keywords", [call.context for call in calls])
         losses: list[Tensor] = []
         logged: list[list[steps.LogCall]] = []
 
         def loss_of(number: int, output: Any) -> Tensor:
             given = (parts[number], *arguments)
-            result, calls = steps.run_step(self._module, self._network, "training_step", given, output)
+            result, logs = steps.run_step(self._module, self._network, "training_step", given, output)
             loss = steps.loss_in(result)
             losses.append(loss.detach())
-            logged.append(calls)
+            logged.append(logs)
             return loss.reshape(()) / micro_batches
 
-        self._pipeline.train(inputs, self._same_borders(inputs), loss_of)
+        self._pipeline.train(calls, self._same_borders(calls), loss_of)
         told = (torch.stack(losses).mean().cpu(), steps.combine(logged)) if self._mesh.is_last else None
-        mean_loss, calls = self._mesh.share(told, self._mesh.stages - 1)
-        steps.replay(self._module, calls)
+        mean_loss, logs = self._mesh.share(told, self._mesh.stages - 1)
+        steps.replay(self._module, logs)
         return mean_loss.to(self._pipeline.device)
 
     def evaluate(self, step: str, batch: Any, *arguments: Any) -> Any:
@@ -88,62 +105,64 @@ class Runner:
         Returns:
             What the step returns, on every rank of the pipeline.
         """
-        self._check_same_data(step, batch)
-        inputs = steps.split_ragged(self._capture(step, batch, *arguments), self._pipeline.micro_batches)
-        outputs = self._pipeline.forward(inputs, [self._borders_of(value) for value in inputs])
+        self._check_same_data(step, "batches", batch)
+        whole = self._capture(step, batch, *arguments)
+        self._check_same_data(step, "keywords", whole.context)
+        calls = steps.split_ragged(whole, self._pipeline.micro_batches)
+        outputs = self._pipeline.forward(calls, [self._borders_of(call) for call in calls])
         told, result = None, None
         if outputs is not None:
             given = (batch, *arguments)
-            result, calls = steps.run_step(self._module, self._network, step, given, steps.join(outputs))
-            told = to_cpu(result), calls
-        shared, calls = self._mesh.share(told, self._mesh.stages - 1)
-        steps.replay(self._module, calls)
+            result, logs = steps.run_step(self._module, self._network, step, given, steps.join(outputs))
+            told = to_cpu(result), logs
+        shared, logs = self._mesh.share(told, self._mesh.stages - 1)
+        steps.replay(self._module, logs)
         if outputs is not None:
             return result
         return tree_map(lambda leaf: leaf.to(self._pipeline.device) if isinstance(leaf, Tensor) else leaf, shared)
 
-    def _capture(self, step: str, *arguments: Any) -> Any:
-        return steps.capture_input(self._module, self._network, step, arguments)
+    def _capture(self, step: str, *arguments: Any) -> NetworkCall:
+        return steps.capture_call(self._module, self._network, step, arguments)
 
-    def _same_borders(self, inputs: Sequence[Any]) -> list[Border]:
+    def _same_borders(self, calls: Sequence[NetworkCall]) -> list[Border]:
         """What crosses the borders, the same for all micro-batches of a batch.
 
         Raises:
             ValueError: They differ.
         """
-        borders = self._borders_of(inputs[0])
-        if any(self._borders_of(value) != borders for value in inputs[1:]):
+        borders = self._borders_of(calls[0])
+        if any(self._borders_of(call) != borders for call in calls[1:]):
             raise ValueError(
                 "The micro-batches of this batch give the network inputs of different shapes; a schedule sends payloads"
                 " of one size. Pad the inputs to the same shape for the whole batch."
             )
         return borders
 
-    def _borders_of(self, value: Any) -> list[Border]:
-        key = (self._module.training, signature(value))
+    def _borders_of(self, call: NetworkCall) -> list[Border]:
+        key = (self._module.training, signature(call))
         if key not in self._borders:
             pipeline = self._pipeline
-            self._borders[key] = trace_borders(pipeline.pieces, value, pipeline.device, pipeline.precision)
+            self._borders[key] = trace_borders(pipeline.pieces, call, pipeline.device, pipeline.precision)
         return self._borders[key]
 
-    def _check_same_data(self, step: str, batch: Any) -> None:
-        """See that all ranks of the pipeline have read the same, in the first batch of each kind.
+    def _check_same_data(self, step: str, what: str, data: Any) -> None:
+        """See that all ranks of the pipeline have the same, in the first batch of each kind.
+
+        Args:
+            step: The step.
+            what: A key of ``_DIFFERENT``.
+            data: Tensors, in any nesting.
 
         Raises:
             ValueError: They have not.
         """
-        if step in self._checked:
+        if (step, what) in self._checked:
             return
-        self._checked.add(step)
+        self._checked.add((step, what))
         digest = hashlib.sha1()
-        for leaf in tree_flatten(batch)[0]:
+        for leaf in tree_flatten(data)[0]:
             if isinstance(leaf, Tensor):
                 digest.update(str(leaf.shape).encode())
                 digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         if len(set(self._mesh.collect(digest.hexdigest()))) > 1:
-            raise ValueError(
-                f"The ranks of one pipeline have read different batches for `{step}`. All of them must read the same:"
-                " split data by `trainer.distributed_sampler_kwargs` ({'num_replicas': pipelines, 'rank': this one})"
-                " in place of `trainer.world_size` and `trainer.global_rank`, and let random augmentation follow a"
-                " seed that all ranks share."
-            )
+            raise ValueError(f"The ranks of one pipeline have {_DIFFERENT[what].format(step=step)}")

@@ -15,6 +15,7 @@ from lightning_dct.pipeline.borders import Border
 from lightning_dct.pipeline.crossing import Crossing, receive, send
 from lightning_dct.pipeline.mesh import PipelineMesh
 from lightning_dct.pipeline.partition import Piece
+from lightning_dct.pipeline.sequential import NetworkCall, context_of
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
@@ -39,14 +40,15 @@ class Stage(nn.Module):
         # Set by the pipeline before each run.
         self.arriving: Crossing | None = None
         self.leaving: Crossing | None = None
-        self.inputs: Sequence[Any] = ()
+        self.calls: Sequence[NetworkCall] = ()
         self.loss_of: LossOf | None = None
 
     def compute(self, micro_batch: int, payload: tuple[Tensor, ...]) -> Any:
         """What the piece returns for a micro-batch; for the first piece, the payload is empty."""
-        value = self.inputs[micro_batch] if self.arriving is None else receive(self.arriving, *payload)
+        first, context = self.calls[micro_batch]
+        value = first if self.arriving is None else receive(self.arriving, *payload)
         with self._precision():
-            return self.modules_of_piece(value)
+            return self.modules_of_piece(value, **context_of(self.modules_of_piece, context))
 
     def forward(self, *payload: Tensor, micro_batch: Tensor) -> tuple[Tensor, Tensor] | Tensor:
         """One micro-batch under a schedule.
@@ -104,11 +106,12 @@ class Pipeline:
         """Whether this rank has the first piece."""
         return self.stages[0].index == 0
 
-    def train(self, inputs: Sequence[Any], borders: Sequence[Border], loss_of: LossOf) -> None:
+    def train(self, calls: Sequence[NetworkCall], borders: Sequence[Border], loss_of: LossOf) -> None:
         """Run forward and backward of all micro-batches: gradients are added to the parameters' ``.grad``.
 
         Args:
-            inputs: What the first piece is called with, for each micro-batch. Used where that piece is.
+            calls: What the network is called with, for each micro-batch: the first piece takes the input, all of them
+                take from the context what they name.
             borders: What crosses each border, the same for every micro-batch.
             loss_of: Makes a micro-batch's loss. Used where the last piece is.
         """
@@ -119,7 +122,7 @@ class Pipeline:
         if layouts != self._layouts:
             self._schedule, self._layouts = self._build(crossings), layouts
         for stage in self.stages:
-            stage.inputs, stage.loss_of = inputs, loss_of
+            stage.calls, stage.loss_of = calls, loss_of
         numbers = torch.arange(self.micro_batches)
         try:
             self._schedule.step(micro_batch=numbers, target=numbers, return_outputs=False)
@@ -128,13 +131,13 @@ class Pipeline:
             raise error if error.__cause__ is None else error.__cause__ from None
         finally:
             for stage in self.stages:
-                stage.inputs, stage.loss_of = (), None
+                stage.calls, stage.loss_of = (), None
 
-    def forward(self, inputs: Sequence[Any], borders: Sequence[Sequence[Border]]) -> list[Any] | None:
+    def forward(self, calls: Sequence[NetworkCall], borders: Sequence[Sequence[Border]]) -> list[Any] | None:
         """Run forward alone.
 
         Args:
-            inputs: What the first piece is called with, for each micro-batch.
+            calls: What the network is called with, for each micro-batch.
             borders: What crosses each border, for each micro-batch: they may differ in size.
 
         Returns:
@@ -144,7 +147,7 @@ class Pipeline:
         sending: list[dist.Work] = []
         kept: list[Tensor] = []  # alive until it is sent
         for stage in self.stages:
-            stage.inputs, outputs, waiting = inputs, [], []
+            stage.calls, outputs, waiting = calls, [], []
             for number, of_this in enumerate(borders):
                 crossings = self._cross(of_this)
                 payload = () if stage.arriving is None else self._receive(stage.index, crossings[stage.index - 1])
@@ -156,7 +159,7 @@ class Pipeline:
                 if len(self.stages) == 1 or number == len(borders) - 1:
                     sending += [self._send(stage.index, part) for part in waiting]
                     kept, waiting = kept + waiting, []
-            stage.inputs = ()
+            stage.calls = ()
         for work in sending:
             work.wait()
         return outputs if self.stages[-1].leaving is None else None

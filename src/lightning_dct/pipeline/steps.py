@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torchmetrics import Metric
 
+from lightning_dct.pipeline.sequential import NetworkCall, SplitSequential, check_no_gradients
+
 
 @dataclass
 class LogCall:
@@ -39,26 +41,38 @@ class LogCall:
 class _Reached(BaseException):
     """Carries what the network is called with out of the step; no ``except Exception`` in user code stops it."""
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    def __init__(self, call: NetworkCall) -> None:
+        self.call = call
 
 
-def capture_input(module: pl.LightningModule, network: nn.Sequential, step: str, arguments: Sequence[Any]) -> Any:
+def capture_call(
+    module: pl.LightningModule, network: nn.Sequential, step: str, arguments: Sequence[Any]
+) -> NetworkCall:
     """What ``step`` would call the network with. The step runs up to that call, and what it logs is dropped.
 
     Raises:
         RuntimeError: The step never calls the network.
+        TypeError: It calls it with keywords that the network's children do not take, or without some that they need.
+        ValueError: It calls it with a keyword that requires a gradient.
     """
 
-    def reach(value: Any) -> Any:
-        raise _Reached(value)
+    def reach(input: Any, **context: Any) -> Any:
+        if isinstance(network, SplitSequential):
+            network.check_context(context)
+        elif context:
+            raise TypeError(
+                f"`{step}` calls the network with {', '.join(map(repr, context))} as keywords, and it is a"
+                f" {type(network).__name__}, which takes one input. Make it a `lightning_dct.SplitSequential`."
+            )
+        check_no_gradients(context)
+        raise _Reached(NetworkCall(input, context))
 
     log_nothing = _exchanged(module, "log", lambda *_, **__: None)
     with _exchanged(network, "forward", reach), log_nothing, _exchanged(module, "all_gather", _refuse_gathering):
         try:
             getattr(module, step)(*arguments)
         except _Reached as reached:
-            return reached.value
+            return reached.call
     raise RuntimeError(
         f"`{step}` never calls the Sequential that is cut into stages. Under `DCTPipelineStrategy` every step calls it"
         " once, as in `self.network(inputs)`."
@@ -79,7 +93,7 @@ def run_step(
     calls: list[LogCall] = []
     times_called = 0
 
-    def answer(value: Any) -> Any:
+    def answer(input: Any, **context: Any) -> Any:
         nonlocal times_called
         times_called += 1
         return output

@@ -48,6 +48,9 @@ class DCTPipelineStrategy(DCTStrategy):
         network = nn.Sequential(encoder, SplitPoint(density=0.1), decoder)
         trainer = Trainer(strategy=DCTPipelineStrategy(stages=2, micro_batches=4), devices=2)
 
+    What pieces need beside the activation that crosses, they are given by keyword, if the network is a
+    :class:`~lightning_dct.SplitSequential`. Keywords do not cross: every rank takes them from the batch.
+
     What differs from training in one process:
 
     * ``training_step`` sees one micro-batch at a time; the loss of a batch is the mean over its micro-batches, and
