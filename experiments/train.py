@@ -1,12 +1,16 @@
 """Trains what ``conf/`` describes and reports quality beside bytes: ``python experiments/train.py experiment=lm``.
 
 ``strategy=ddp|ddp_fp16|powersgd|dct`` swaps how gradients are synchronised and nothing else. Every setting is an
-override, ``strategy.density=0.001 trainer.devices=4``; ``--cfg job`` shows them all.
+override, ``strategy.density=0.001 trainer.devices=4``; ``--cfg job`` shows them all. Lightning starts the processes, or
+torchrun does: ``torchrun --nproc-per-node 2 experiments/train.py experiment=lm``.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig
+from torch.distributed import TCPStore
 
 from lightning_dct import CompressionRatio
 from lightning_dct.traffic import Traffic
@@ -41,6 +46,22 @@ def make_trainer(config: DictConfig) -> Trainer:
         callbacks=callbacks,
         logger=loggers or False,
     )
+
+
+def share_run_folder() -> None:
+    """Make the ranks that torchrun starts use one folder, which rank 0 describes, as Lightning's launcher does."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # The ranks' clocks differ, and torchrun's run id is "none" in every run that gives none: the first rank to
+        # come names the run, on all hosts, and after a restart it keeps that name.
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
+        os.environ["RUN_STARTED"] = store.compare_set("lightning_dct/run_started", "", now).decode()
+    else:
+        os.environ["RUN_STARTED"] = os.environ["TORCHELASTIC_RUN_ID"]
+    if (rank := int(os.environ["RANK"])) > 0:
+        sys.argv += ["hydra.output_subdir=null", f"hydra.job.name=train_ddp_process_{rank}"]
 
 
 def refuse_multirun() -> None:
@@ -115,4 +136,5 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
+    share_run_folder()
     main()
