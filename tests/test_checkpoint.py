@@ -37,7 +37,7 @@ def test_files_of_ranks_steps_and_worlds_differ() -> None:
 
 def test_note_holds_plain_numbers() -> None:
     note = saved.make_note(world_size=4, synchronisations=10)
-    assert note == {"format_version": 1, "world_size": 4, "synchronisations": 10}
+    assert note == {"format_version": 1, "world_size": 4, "synchronisations": 10, "has_state": 1, "has_rows": 0}
 
 
 @pytest.mark.parametrize("note", [{"format_version": 2, "world_size": 1}, {"format_version": "1"}, {}])
@@ -87,7 +87,7 @@ def test_missing_files_are_named(path: str, missing: int) -> None:
 def test_own_state_is_taken_as_it_is() -> None:
     mine = state({"a": torch.tensor([0.1, 0.2])}, steps_since_refresh=3)
     merged = saved.merge_states([mine])
-    assert merged == mine
+    assert merged == {**mine, "modules": {}}
     assert merged["residuals"]["a"] is mine["residuals"]["a"]
 
 

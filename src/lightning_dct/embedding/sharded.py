@@ -181,7 +181,7 @@ class ShardedEmbeddingBags(CompressedModule):
                 places = np.arange(low, min(low + ROWS_AT_A_TIME, len(self.weight)))
                 self.weight[low : low + ROWS_AT_A_TIME] = self.initial(rank, places).to(self.weight)
         # One for each rank's batch, as its thresholds go with its owner and its user: no part of the model's state.
-        self.splits = [SplitPoint(**{**self.split, "seed": self.seed + rank}) for _ in range(world_size)]
+        self.splits = [SplitPoint(**{**self.split, "seed": self.seed + peer}) for peer in range(world_size)]
         self.forget()
 
     def forget(self) -> None:

@@ -102,10 +102,10 @@ class ValuesLookup:
         with module.timed():
             if bags.divisors is not None:
                 pooled_gradient = pooled_gradient / bags.divisors.view(bags.num_samples, bags.num_tables, 1)
+            # As the owners' split points for this rank's batch would round it.
+            seed = module.splits[module.exchange_group.rank].rounding_seed
             payloads = [
-                encode_backward(
-                    layout, pooled_gradient[:, tables].contiguous(), positions, module.splits[0].rounding_seed
-                )
+                encode_backward(layout, pooled_gradient[:, tables].contiguous(), positions, seed)
                 for layout, tables, positions in zip(self._layouts, self._tables, self._positions, strict=True)
             ]
             here = module.exchange_group.rank
