@@ -174,6 +174,30 @@ def test_optimizers_that_make_state_in_advance(ranks: Any, tmp_path: Path) -> No
     assert states == others == [2, 2]
 
 
+class Tied(SplitModule):
+    """Two modules of its last piece share a weight."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.network = nn.Sequential(
+            *self.network[:3], nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 24), self.network[3]
+        )
+        self.network[5].weight = self.network[3].weight
+
+
+def train_tied() -> list[float]:
+    torch.manual_seed(6)
+    return train(2, "1f1b", 2, make=Tied).losses
+
+
+def test_modules_of_one_piece_may_share_weights(ranks: Any) -> None:
+    """Oracle: one process."""
+    told = ranks(2).run(train_tied)
+    torch.manual_seed(6)
+    losses, _ = train_alone(2, make=Tied)
+    assert told[0] == told[1] == pytest.approx(losses[0], abs=1e-6)
+
+
 class Compiled(SplitModule):
     """Its pieces are compiled, as torch.compile(backend="eager") does without a compiler at hand."""
 

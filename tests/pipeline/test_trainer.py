@@ -1,5 +1,6 @@
 """What users of a Trainer see: logs, metrics, evaluation of ragged batches, predictions, saved best models."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,32 @@ def test_metric_objects_come_out_alike_on_every_rank(ranks: Any) -> None:
         assert metrics["train/error_epoch"] == pytest.approx(sum(map(sum, losses)) / 6, rel=1e-5)
         assert metrics["train/error_step"] == pytest.approx(losses[rank // 2][-1], rel=1e-5)
         assert metrics["train/examples"] == 48.0
+
+
+class Accumulating(SplitModule):
+    """Never resets its metric: every epoch's value is that of all epochs so far."""
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val/mean", self.mean.compute())
+
+
+def fit_accumulating() -> tuple[list[float], list[str]]:
+    module, seen = Accumulating(), []
+    trainer = trainer_for(strategy_for(2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            trainer.validate(module, ragged(3 - len(seen), 2), verbose=False)
+            seen.append(float(trainer.callback_metrics["val/mean"]))
+    return seen, [str(warning.message) for warning in caught]
+
+
+def test_metrics_that_are_not_reset_go_on(ranks: Any) -> None:
+    """Oracle: batches of 7, 6, 5, and then 7, 6 rows again, in one process; no rank says that it has no data."""
+    once, again = (expected_validation(SplitModule(2), [count])["val/mean"] for count in (3, 2))
+    for seen, said in ranks(2).run(fit_accumulating):
+        assert seen == pytest.approx([once, (18 * once + 13 * again) / 31])
+        assert not any("before the ``update`` method" in text for text in said)
 
 
 def fit_with_monitors(folder: Path) -> tuple[str, int, float]:

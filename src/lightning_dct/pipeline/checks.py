@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+
+
+def check_ddp_settings(settings: Mapping[str, object]) -> None:
+    """Refuse settings of DDPStrategy that have no meaning here.
+
+    Raises:
+        ValueError: With the setting.
+    """
+    for setting in ("process_group", "static_graph", "find_unused_parameters"):
+        if settings.get(setting):
+            raise ValueError(
+                f"`DCTPipelineStrategy` cannot take `{setting}`: it makes its own process groups, and hands finished"
+                " gradients to DistributedDataParallel. Leave the setting out."
+            )
+
+
+def check_no_tables(tables: Mapping[str, object]) -> None:
+    """Refuse embedding tables whose rows all ranks share: the ranks of a pipeline hold different modules.
+
+    Raises:
+        ValueError: There are some.
+    """
+    if tables:
+        raise ValueError(
+            f"`DCTPipelineStrategy` cannot hold `ShardedEmbeddingBags` ({', '.join(map(repr, tables))}), which are"
+            " spread over all ranks. Use `torch.nn.EmbeddingBag` in a stage, or `DCTStrategy`."
+        )
 
 
 def check_schedule(schedule: str, stages: int, micro_batches: int) -> None:

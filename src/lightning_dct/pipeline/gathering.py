@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,6 +56,22 @@ def part_of_optimizer_state(state: Mapping[str, Any], optimizer: torch.optim.Opt
     # What belongs to no parameter stays.
     kept = {key: value for key, value in state["state"].items() if key in here or key not in numbers}
     return {**state, "state": kept}
+
+
+def drop_foreign_state(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Forget the state of parameters on the meta device: it could neither be moved nor saved."""
+    for optimizer in optimizers:
+        # Adagrad and others make it in advance.
+        for parameter in [parameter for parameter in optimizer.state if parameter.is_meta]:
+            del optimizer.state[parameter]
+
+
+@contextmanager
+def loading_parts() -> Iterator[None]:
+    """Load a whole model's state where some parameters are on the meta device, without a warning about each."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*")
+        yield
 
 
 def merge_optimizer_states(parts: Sequence[Mapping[str, Any]]) -> State:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -100,6 +101,12 @@ class PipelineMesh:
         box: list[Any] = [None] * self.stages
         dist.all_gather_object(box, value, group=self.control)
         return box
+
+    def count(self, decision: bool) -> int:
+        """How many ranks of the job have decided for something."""
+        votes = torch.tensor(int(decision))
+        dist.all_reduce(votes, group=self.everyone)
+        return int(votes)
 
     def broadcast(self, tensor: Tensor, stage: int) -> None:
         """Overwrite a CPU tensor with the one of a stage, on every rank of the pipeline."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ def attach(module: nn.Module, gather: LastStageGather) -> list[Metric]:
     """Make all metrics of a model use ``gather``, but for those that have a function of the user's.
 
     Returns:
-        The metrics that now use it; to detach them set ``dist_sync_fn`` to None.
+        The metrics that now use it, in the same order on every rank.
 
     Raises:
         ValueError: A metric wants to be synchronised in the middle of steps, which not all ranks run.
@@ -52,3 +53,25 @@ def attach(module: nn.Module, gather: LastStageGather) -> list[Metric]:
     for metric in found:
         metric.dist_sync_fn = gather
     return found
+
+
+def detach(metrics: Iterable[Metric]) -> None:
+    """Undo :func:`attach`."""
+    for metric in metrics:
+        metric.dist_sync_fn = None
+
+
+def update_counts(metrics: Iterable[Metric]) -> list[int]:
+    """How often each has been updated since it was reset."""
+    return [metric._update_count for metric in metrics]
+
+
+def note_updates(metrics: Iterable[Metric], counts: Iterable[int]) -> None:
+    """Tell this rank's metrics how often the last stage has updated its own.
+
+    Without it they would warn that they compute without data, and return again what they have computed once.
+    """
+    for metric, count in zip(metrics, counts, strict=True):
+        if metric._update_count != count:
+            # A hack: torchmetrics has no other way to say so.
+            metric._update_count, metric._computed = count, None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from itertools import chain
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -39,14 +41,13 @@ class Placement:
         self.spread = False
 
     @property
-    def own_names(self) -> tuple[str, ...]:
-        """What the names of this rank's parameters begin with."""
-        return self._names(self.own)
-
-    @property
-    def foreign_names(self) -> tuple[str, ...]:
-        """What the names of other ranks' parameters begin with."""
-        return self._names(self.foreign)
+    def not_synchronised(self) -> list[str]:
+        """The names, all of those that share a tensor, of what DistributedDataParallel shall leave alone."""
+        # Other ranks' pieces; and thresholds are each replica's own: it selects among its own activations.
+        ignored = self._names(self.foreign) + tuple(f"{name}." for name in self.split_points)
+        parameters = self.model.named_parameters(remove_duplicate=False)
+        buffers = self.model.named_buffers(remove_duplicate=False)
+        return [name for name, _ in chain(parameters, buffers) if name.startswith(ignored)]
 
     @property
     def own_parameters(self) -> list[nn.Parameter]:
@@ -65,6 +66,26 @@ class Placement:
         """Those whose thresholds this rank selects: they end its pieces."""
         own = {id(piece.split) for piece in self.own}
         return {name: split for name, split in self.split_points.items() if id(split) in own}
+
+    @property
+    def thresholds(self) -> dict[str, Any]:
+        """The state of this rank's split points, on the CPU."""
+        return {name: to_cpu(split.state_dict()) for name, split in self.own_split_points.items()}
+
+    def own_part(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Of the model's state, what this rank trains and selects."""
+        own = self._names(self.own) + tuple(f"{name}." for name in self.own_split_points)
+        return {name: value for name, value in state.items() if name.startswith(own)}
+
+    def take_over(self, saved: dict[str, Any]) -> None:
+        """Load the thresholds of a saved compression state, and leave of its residuals those of this rank's pieces."""
+        foreign = self._names(self.foreign)
+        # Saved by another number of stages, it holds what is another rank's now.
+        saved["residuals"] = {name: r for name, r in saved["residuals"].items() if not name.startswith(foreign)}
+        for name, split in self.own_split_points.items():
+            # Of a replica other than the first, Lightning's file does not have the thresholds.
+            if name in saved.get("split_points", {}):
+                split.load_state_dict(saved["split_points"][name])
 
     def check_parameters(self) -> None:
         """Refuse models that no rank, or more than one, could train a part of.

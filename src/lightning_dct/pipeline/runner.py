@@ -10,10 +10,12 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
+from torchmetrics import Metric
 
 from lightning_dct.pipeline import steps
 from lightning_dct.pipeline.borders import Border, signature, trace_borders
 from lightning_dct.pipeline.gathering import to_cpu
+from lightning_dct.pipeline.metrics import note_updates, update_counts
 from lightning_dct.pipeline.schedule import Pipeline
 from lightning_dct.pipeline.sequential import NetworkCall
 
@@ -40,12 +42,16 @@ class Runner:
         module: The user's model.
         network: The Sequential in it that is cut into pieces.
         pipeline: What runs the pieces.
+        metrics: The model's metrics, which the steps of the last stage update.
     """
 
-    def __init__(self, module: pl.LightningModule, network: nn.Sequential, pipeline: Pipeline) -> None:
+    def __init__(
+        self, module: pl.LightningModule, network: nn.Sequential, pipeline: Pipeline, metrics: Sequence[Metric]
+    ) -> None:
         self._module = module
         self._network = network
         self._pipeline = pipeline
+        self._metrics = metrics
         self._mesh = pipeline.mesh
         self._borders: dict[Any, list[Border]] = {}
         self._checked: set[tuple[str, str]] = set()
@@ -88,9 +94,7 @@ class Runner:
 
         self._pipeline.train(calls, self._same_borders(calls), loss_of)
         told = (torch.stack(losses).mean().cpu(), steps.combine(logged)) if self._mesh.is_last else None
-        mean_loss, logs = self._mesh.share(told, self._mesh.stages - 1)
-        steps.replay(self._module, logs)
-        return mean_loss.to(self._pipeline.device)
+        return self._tell(told).to(self._pipeline.device)
 
     def evaluate(self, step: str, batch: Any, *arguments: Any) -> Any:
         """Run a step without backward. It sees the batch whole; the network alone runs in micro-batches.
@@ -115,11 +119,22 @@ class Runner:
             given = (batch, *arguments)
             result, logs = steps.run_step(self._module, self._network, step, given, steps.join(outputs))
             told = to_cpu(result), logs
-        shared, logs = self._mesh.share(told, self._mesh.stages - 1)
-        steps.replay(self._module, logs)
+        shared = self._tell(told)
         if outputs is not None:
             return result
         return tree_map(lambda leaf: leaf.to(self._pipeline.device) if isinstance(leaf, Tensor) else leaf, shared)
+
+    def _tell(self, told: tuple[Any, list[steps.LogCall]] | None) -> Any:
+        """Give every rank what the last stage has to tell, and do there what its step has done to logs and metrics.
+
+        Args:
+            told: What the step comes to, and what it has logged; None on ranks other than the last.
+        """
+        mine = None if told is None else (*told, update_counts(self._metrics))
+        shared, logs, counts = self._mesh.share(mine, self._mesh.stages - 1)
+        note_updates(self._metrics, counts)
+        steps.replay(self._module, logs)
+        return shared
 
     def _capture(self, step: str, *arguments: Any) -> NetworkCall:
         return steps.capture_call(self._module, self._network, step, arguments)

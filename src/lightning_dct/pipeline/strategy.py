@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-import torch.distributed as dist
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor, nn
@@ -23,10 +20,10 @@ from lightning_dct.clipping import clip_grad_norm
 from lightning_dct.config import check_choice, check_integer
 from lightning_dct.gradients import GradientSynchronizer
 from lightning_dct.pipeline import gathering
-from lightning_dct.pipeline.checks import check_schedule, check_training
+from lightning_dct.pipeline.checks import check_ddp_settings, check_no_tables, check_schedule, check_training
 from lightning_dct.pipeline.delivery import deliver, set_aside, through_ddp
 from lightning_dct.pipeline.mesh import PipelineMesh
-from lightning_dct.pipeline.metrics import LastStageGather, attach
+from lightning_dct.pipeline.metrics import LastStageGather, attach, detach
 from lightning_dct.pipeline.placement import Placement
 from lightning_dct.pipeline.runner import Runner
 from lightning_dct.pipeline.schedule import SCHEDULES, Pipeline, ScheduleName
@@ -95,12 +92,7 @@ class DCTPipelineStrategy(DCTStrategy):
         check_integer("micro_batches", micro_batches, minimum=1)
         check_choice("schedule", schedule, SCHEDULES)
         check_schedule(schedule, stages, micro_batches)
-        for setting in ("process_group", "static_graph", "find_unused_parameters"):
-            if settings.get(setting):
-                raise ValueError(
-                    f"`DCTPipelineStrategy` cannot take `{setting}`: it makes its own process groups, and hands"
-                    " finished gradients to DistributedDataParallel. Leave the setting out."
-                )
+        check_ddp_settings(settings)
         super().__init__(accelerator, **settings)
         self.stages = stages
         self.micro_batches = micro_batches
@@ -145,11 +137,7 @@ class DCTPipelineStrategy(DCTStrategy):
         """Cut the model, keep this rank's pieces, and wrap them."""
         module, mesh = self._module, self._placed
         placement = self._placement = Placement(module, mesh, self.schedule == "interleaved_1f1b")
-        if self.sharded_tables():
-            raise ValueError(
-                "`DCTPipelineStrategy` cannot hold `ShardedEmbeddingBags`, which are spread over all ranks. Use"
-                " `torch.nn.EmbeddingBag` in a stage, or `DCTStrategy`."
-            )
+        check_no_tables(self.sharded_tables())
         if trainer.state.fn == TrainerFn.FITTING:
             placement.check_parameters()
             super().setup(trainer)
@@ -167,7 +155,7 @@ class DCTPipelineStrategy(DCTStrategy):
         self._metrics = attach(module, LastStageGather(mesh))
         precision = self.precision_plugin.forward_context
         pipeline = Pipeline(placement.pieces, mesh, self.schedule, self.micro_batches, self.root_device, precision)
-        self._runner = Runner(module, placement.network, pipeline)
+        self._runner = Runner(module, placement.network, pipeline, self._metrics)
 
     def model_to_device(self) -> None:
         """Move this rank's pieces to its device, and free the others where training shall need the memory."""
@@ -180,38 +168,30 @@ class DCTPipelineStrategy(DCTStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Make the optimizers of all parameters, in the same order on every rank, and keep state for this rank's."""
         super().setup_optimizers(trainer)
-        for optimizer in self.optimizers:
-            # Adagrad and others make it in advance; what is on the meta device could not be moved, nor saved.
-            for parameter in [parameter for parameter in optimizer.state if parameter.is_meta]:
-                del optimizer.state[parameter]
+        gathering.drop_foreign_state(self.optimizers)
 
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         assert self._placement is not None
-        # Other ranks' pieces; and thresholds are each replica's own: it selects among its own activations.
-        ignored = self._placement.foreign_names + tuple(f"{name}." for name in self._placement.split_points)
-        tensors = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
-        names = [name for name in tensors if name.startswith(ignored)]
-        model._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
+        model._ddp_params_and_buffers_to_ignore = self._placement.not_synchronised  # type: ignore[assignment]
         self._own_parameters = self._placement.own_parameters
         self._ddp_kwargs["process_group"] = self._placed.data_parallel
         return super()._setup_model(model)
 
     def teardown(self) -> None:
         """Undo the wrapping; after a fit that went well, give every rank the whole model again."""
-        for metric in self._metrics:
-            metric.dist_sync_fn = None
+        detach(self._metrics)
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         self._ddp_kwargs.pop("process_group", None)
         self._runner, self._metrics, self._own_parameters = None, [], []
-        if not self._is_spread:
+        spread = self._spread
+        if spread is None:
             super().teardown()
             return
-        assert self._placement is not None
         failed = self._module.trainer.state.status == TrainerStatus.INTERRUPTED
-        with self._placement.without_foreign():
+        with spread.without_foreign():
             super().teardown()
         if not failed:
-            self._placement.make_whole()
+            spread.make_whole()
 
     # ---------------------------------------------------------------------------------------------- running steps
 
@@ -258,35 +238,30 @@ class DCTPipelineStrategy(DCTStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any, have decided for something."""
-        votes = torch.tensor(int(decision))
-        dist.all_reduce(votes, group=self._placed.everyone)
-        return bool(votes == self.world_size) if all else bool(votes)
+        votes = self._placed.count(decision)
+        return votes == self.world_size if all else votes > 0
 
     # -------------------------------------------------------------------------------------------------- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole model's state on rank 0, as a single process would have it; elsewhere this rank's part."""
         state = super().lightning_module_state_dict()
-        if not self._is_spread:
+        if self._spread is None:
             return state
-        assert self._placement is not None
-        own = self._placement.own_names + tuple(f"{name}." for name in self._placement.own_split_points)
-        part = {name: value for name, value in state.items() if name.startswith(own)}
-        return gathering.merge_state_dicts(state, gathering.gather_on_first(part, self._placed)[1:])
+        parts = gathering.gather_on_first(self._spread.own_part(state), self._placed)
+        return gathering.merge_state_dicts(state, parts[1:])
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of all parameters on rank 0, as a single process would have it; elsewhere this rank's part."""
         state = super().optimizer_state(optimizer)
-        if not self._is_spread:
+        if self._spread is None:
             return state
         part = gathering.part_of_optimizer_state(state, optimizer)
         return gathering.merge_optimizer_states(gathering.gather_on_first(part, self._placed))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load what is on this rank."""
-        with warnings.catch_warnings():
-            # Meta tensors stand for what is elsewhere; torch says of each that nothing is copied into it.
-            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*")
+        with gathering.loading_parts():
             super().load_model_state_dict(checkpoint, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -298,20 +273,13 @@ class DCTPipelineStrategy(DCTStrategy):
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
 
     def _state(self) -> dict[str, Any]:
-        assert self._placement is not None
-        splits = self._placement.own_split_points.items()
-        return {**super()._state(), "split_points": {n: gathering.to_cpu(split.state_dict()) for n, split in splits}}
+        thresholds = {} if self._placement is None else self._placement.thresholds
+        return {**super()._state(), "split_points": thresholds}
 
     def _restore(self, synchronizer: GradientSynchronizer) -> None:
         if self._saved_state is not None:
             assert self._placement is not None
-            foreign, residuals = self._placement.foreign_names, self._saved_state["residuals"]
-            # Saved by another number of stages, it holds what is another rank's now.
-            self._saved_state["residuals"] = {n: r for n, r in residuals.items() if not n.startswith(foreign)}
-            for name, split in self._placement.own_split_points.items():
-                # Of a replica other than the first, Lightning's file does not have the thresholds.
-                if name in self._saved_state.get("split_points", {}):
-                    split.load_state_dict(self._saved_state["split_points"][name])
+            self._placement.take_over(self._saved_state)
         super()._restore(synchronizer)
 
     # ------------------------------------------------------------------------------------------------- small things
@@ -327,5 +295,6 @@ class DCTPipelineStrategy(DCTStrategy):
         return self.mesh
 
     @property
-    def _is_spread(self) -> bool:
-        return self._placement is not None and self._placement.spread
+    def _spread(self) -> Placement | None:
+        """The placement while other ranks' pieces have no memory here."""
+        return self._placement if self._placement is not None and self._placement.spread else None
