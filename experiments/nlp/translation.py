@@ -13,8 +13,8 @@ from torchmetrics.text import CHRFScore
 from nlp.module import mean_token_loss
 from nlp.schedule import adamw_with_cosine
 from nlp.translation_data import BOS, EOS
-from nlp.translation_model import EncoderDecoder, translate_greedily
-from streams import rank_rows
+from nlp.translation_model import EncoderDecoder, check_pieces, translate_greedily
+from streams import rank_and_world_size, rank_rows
 
 SHOWN_EXAMPLES = 3
 """Translations printed at the end of a test."""
@@ -49,9 +49,12 @@ class TranslationModule(LightningModule):
         vocabulary_size: Number of tokens; read from the data module when None.
         source_length: Tokens a source; read from the data module when None.
         target_length: Tokens a target; read from the data module when None.
+        split: ``pieces`` to cut the network into (1, or None, for no cut; 2 for a cut between encoder and decoder), and
+            the settings of the ``SplitPoint`` between them.
 
     Raises:
-        ValueError: If ``num_heads`` does not divide ``width``, or ``translate_examples`` is negative.
+        ValueError: If ``num_heads`` does not divide ``width``, ``translate_examples`` is negative, or there are more
+            than 2 pieces.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class TranslationModule(LightningModule):
         vocabulary_size: int | None = None,
         source_length: int | None = None,
         target_length: int | None = None,
+        split: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if translate_examples < 0:
@@ -77,6 +81,7 @@ class TranslationModule(LightningModule):
         # The network says so too, but is built when the other processes have started.
         if width % num_heads:
             raise ValueError(f"model.num_heads={num_heads} must divide model.width={width}")
+        check_pieces((split or {}).get("pieces", 1))
         self.save_hyperparameters()
         self.network: EncoderDecoder | None = None
         # Metrics rather than logged numbers: they weigh tokens, and sum over ranks by themselves.
@@ -88,6 +93,8 @@ class TranslationModule(LightningModule):
 
     def _build(self) -> None:
         sizes = self.hparams
+        split = dict(sizes.split or {})
+        pieces = split.pop("pieces", 1)
         self.network = EncoderDecoder(
             sizes.vocabulary_size,
             sizes.source_length,
@@ -97,6 +104,8 @@ class TranslationModule(LightningModule):
             sizes.num_heads,
             sizes.dropout,
             sizes.tie_weights,
+            pieces,
+            split,
         )
 
     def configure_model(self) -> None:
@@ -110,7 +119,7 @@ class TranslationModule(LightningModule):
 
     def forward(self, source: Tensor, target_in: Tensor) -> Tensor:
         """Logits ``[batch, time, vocabulary]``; see :class:`nlp.translation_model.EncoderDecoder`."""
-        return self.network(source, target_in)
+        return self.network(source, source=source, target_in=target_in)
 
     def translate(self, source: Tensor) -> Tensor:
         """Translate sources ``[batch, source time]`` greedily into tokens ``[batch, target_length]``."""
@@ -135,12 +144,8 @@ class TranslationModule(LightningModule):
 
     def _score_translations(self, batch: dict[str, Tensor], batch_index: int) -> None:
         """Translate those rows of the batch that are among the first ``translate_examples`` of the test part."""
-        rows = rank_rows(
-            batch_index,
-            batch_size=len(batch["source"]),
-            rank=self.trainer.global_rank,
-            world_size=self.trainer.world_size,
-        )
+        rank, world_size = rank_and_world_size(self.trainer)
+        rows = rank_rows(batch_index, batch_size=len(batch["source"]), rank=rank, world_size=world_size)
         # A row that only fills up the batch has no target, not even an end.
         wanted = torch.from_numpy(rows < self.hparams.translate_examples).to(self.device) & (
             (batch["targets"] == EOS).any(dim=1)
@@ -170,8 +175,12 @@ class TranslationModule(LightningModule):
         for name, metric in self.chrf.items():
             self.log(f"test/{name}", metric.compute(), sync_dist=True)
             metric.reset()
-        for source, translation, reference in self._shown:
-            self.print(f"  source       {source}\n  translation  {translation}\n  reference    {reference}\n")
+        # Of the ranks of a pipeline only the last translates, and it is not the one that `self.print` prints on.
+        if rank_and_world_size(self.trainer)[0] == 0:
+            for source, translation, reference in self._shown:
+                print(
+                    f"  source       {source}\n  translation  {translation}\n  reference    {reference}\n", flush=True
+                )
         self._shown.clear()
 
     def _report_loss(self, stage: str) -> None:

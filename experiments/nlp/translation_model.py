@@ -2,15 +2,19 @@
 
 The encoder reads the source and nothing else. The decoder reads the memory, and of the batch the source (for where its
 padding is) and the target so far. So the two can lie on different machines, as long as both have the batch: what has
-to cross is the memory, and its gradient on the way back.
+to cross, through a ``SplitPoint``, is the memory, and its gradient on the way back.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lightning_dct import SplitPoint, SplitSequential
 from nlp.model import Block
 from nlp.translation_data import PAD
 
@@ -133,8 +137,12 @@ class Decoder(nn.Module):
         return self.output(self.output_norm(hidden))
 
 
-class EncoderDecoder(nn.Module):
-    """Translates, one target token at a time.
+class EncoderDecoder(SplitSequential):
+    """Translates, one target token at a time: ``network(source, source=source, target_in=target_in)``.
+
+    It maps tokens ``[batch, source time]`` and ``[batch, time]`` to logits ``[batch, time, vocabulary_size]``. Its
+    children are ``encoder``, ``decoder``, and between two pieces ``split``. A single process runs them one after the
+    other; ``DCTPipelineStrategy`` runs the encoder on one rank and the decoder on another.
 
     Args:
         vocabulary_size: Number of distinct tokens, of both languages.
@@ -146,9 +154,11 @@ class EncoderDecoder(nn.Module):
         dropout: Fraction of activations dropped while training.
         tie_weights: Use the decoder's token embedding as its output matrix. The encoder has an embedding of its own,
             as it may lie on another machine.
+        pieces: 2 with a split point between encoder and decoder, 1 without.
+        split: Settings of the split point, as ``lightning_dct.SplitPoint`` takes them.
 
     Raises:
-        ValueError: If ``num_heads`` does not divide ``width``.
+        ValueError: If ``num_heads`` does not divide ``width``, or ``pieces`` is neither 1 nor 2.
     """
 
     def __init__(
@@ -161,14 +171,35 @@ class EncoderDecoder(nn.Module):
         num_heads: int = 4,
         dropout: float = 0.0,
         tie_weights: bool = True,
+        pieces: int = 1,
+        split: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        check_pieces(pieces)
         self.encoder = Encoder(vocabulary_size, source_length, num_layers, width, num_heads, dropout)
+        if pieces == 2:
+            self.split = SplitPoint(**(split or {}))
         self.decoder = Decoder(vocabulary_size, target_length, num_layers, width, num_heads, dropout, tie_weights)
 
-    def forward(self, source: Tensor, target_in: Tensor) -> Tensor:
-        """Give logits ``[batch, time, vocabulary_size]`` of tokens ``[batch, source time]`` and ``[batch, time]``."""
-        return self.decoder(self.encoder(source), source, target_in)
+    def remember(self, source: Tensor) -> Tensor:
+        """Give the memory of a source as the decoder gets it, float ``[batch, source time, width]``."""
+        # When a pipeline evaluates, the piece that another rank runs is here too, and stays on the CPU.
+        device = self.encoder.output_norm.weight.device
+        memory = self.encoder(source.to(device)).to(source.device)
+        return self.split(memory) if "split" in self._modules else memory
+
+
+def check_pieces(pieces: int) -> None:
+    """Refuse what the model cannot be cut into.
+
+    Raises:
+        ValueError: If ``pieces`` is neither 1 nor 2.
+    """
+    if pieces not in (1, 2):
+        raise ValueError(
+            f"model.split.pieces={pieces}: the translation model is cut into 2 pieces, encoder and decoder, or not at"
+            " all (1). With strategy=dct_pipeline use strategy.stages=2, and 'gpipe' or '1f1b' as strategy.schedule"
+        )
 
 
 @torch.no_grad()
@@ -185,7 +216,7 @@ def translate_greedily(network: EncoderDecoder, source: Tensor, begin: int, end:
     Returns:
         int64 ``[batch, length]``, without ``begin``, padded after ``end``.
     """
-    memory = network.encoder(source)
+    memory = network.remember(source)
     tokens = torch.full((len(source), length + 1), PAD, device=source.device)
     tokens[:, 0] = begin
     finished = torch.zeros(len(source), dtype=torch.bool, device=source.device)

@@ -26,7 +26,7 @@ def test_the_decoder_does_not_look_ahead() -> None:
     network = make_network()
     changed = TARGET_IN.clone()
     changed[:, 3] = 10
-    before, after = network(SOURCE, TARGET_IN), network(SOURCE, changed)
+    before, after = (network(SOURCE, source=SOURCE, target_in=target_in) for target_in in (TARGET_IN, changed))
     assert before.shape == (3, 5, 12)
     torch.testing.assert_close(before[:, :3], after[:, :3])
     assert not torch.allclose(before[:, 3], after[:, 3])
@@ -76,7 +76,7 @@ def test_greedy_translations_end_once() -> None:
     assert translations.shape == (3, 5)
     # Taken in one go, the likeliest tokens are the same.
     read = torch.cat([torch.full((3, 1), BOS), translations[:, :-1]], dim=1)
-    likeliest = network(SOURCE, read).argmax(-1)
+    likeliest = network(SOURCE, source=SOURCE, target_in=read).argmax(-1)
     ended = (translations == EOS).cumsum(1) - (translations == EOS).int() > 0
     assert torch.equal(translations[~ended], likeliest[~ended])
     assert (translations[ended] == PAD).all()
