@@ -13,6 +13,7 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
 
 from dlrm.model import DLRM
+from lightning_dct import DCTStrategy
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -20,7 +21,7 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
 }
 """Names that ``model.optimizer`` takes."""
-TABLES = ("replicated", "sharded")
+TABLES = ("auto", "replicated", "sharded")
 """Names that ``model.tables`` takes."""
 
 
@@ -37,8 +38,8 @@ class ClickModule(LightningModule):
         top_sizes: Hidden widths of the network over the interactions.
         optimizer: ``sgd``, ``adagrad`` or ``adam``.
         learning_rate: Its learning rate.
-        tables: ``replicated`` (whole tables on every rank, their gradients synchronised) or ``sharded`` (hybrid
-            parallel: every row on one rank, exchanged as ``exchange`` says).
+        tables: ``replicated`` (whole tables on every rank, their gradients synchronised), ``sharded`` (hybrid
+            parallel: every row on one rank, exchanged as ``exchange`` says) or ``auto``: sharded under ``DCTStrategy``.
         exchange: Settings of ``lightning_dct.ShardedEmbeddingBags``.
         num_dense: Number of dense features; read from the data module when None.
         table_rows: Rows of each table; read from the data module when None.
@@ -54,7 +55,7 @@ class ClickModule(LightningModule):
         top_sizes: Sequence[int] = (64, 32),
         optimizer: str = "adagrad",
         learning_rate: float = 0.03,
-        tables: str = "replicated",
+        tables: str = "auto",
         exchange: Mapping[str, Any] | None = None,
         num_dense: int | None = None,
         table_rows: Sequence[int] | None = None,
@@ -93,6 +94,8 @@ class ClickModule(LightningModule):
     def configure_model(self) -> None:
         """Build the network with the data's sizes, once; the sizes then travel in the checkpoint."""
         if self.network is None:
+            if self.hparams.tables == "auto":
+                self.hparams.tables = "sharded" if isinstance(self.trainer.strategy, DCTStrategy) else "replicated"
             self.hparams.num_dense = self.trainer.datamodule.num_dense
             self.hparams.table_rows = list(self.trainer.datamodule.table_rows)
             self._build()

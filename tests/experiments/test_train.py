@@ -96,12 +96,22 @@ def test_lm_with_powersgd_counts_what_it_sends(tmp_path: Path) -> None:
     assert figures["milliseconds_per_step"] is None  # All of the steps are among those skipped.
 
 
-def test_dlrm_with_dct(tmp_path: Path) -> None:
-    start(tmp_path, *SMALL_CLICKS, "strategy=dct", "strategy.density=0.01", "trainer.max_steps=25", "logger=wandb")
+def test_dlrm_with_dct_is_hybrid(tmp_path: Path) -> None:
+    settings = ("strategy=dct", "strategy.density=0.01", "strategy.min_tensor_size=1")
+    start(tmp_path, *SMALL_CLICKS, *settings, "trainer.max_steps=25", "logger=wandb")
     figures = result(tmp_path)
     assert figures["compression_ratio"] > 5
     assert figures["bytes_sent_per_step"] < figures["bytes_dense_per_step"] / 5
+    # Embedding rows stay where they live; what crosses is ids and changes.
+    assert figures["split_ratio"] > 5
+    assert figures["split_bytes_per_step"] > 0
     assert list(tmp_path.glob("outputs/dlrm/*/wandb/offline-run-*"))
+
+
+def test_dlrm_with_the_exchange_of_values(tmp_path: Path) -> None:
+    settings = ("strategy=dct", "model.exchange.exchange=values", "+model.exchange.split.density=0.3")
+    start(tmp_path, *SMALL_CLICKS, *settings, "trainer.max_steps=10", "logger=none")
+    assert 1 < result(tmp_path)["split_ratio"] < 20
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_dct.activations import SplitPoint
 from lightning_dct.metrics import CompressionRatio
 from lightning_dct.traffic import Traffic, TrafficTotals
 
@@ -30,7 +31,8 @@ class CompressionMonitor(pl.Callback):
     ============================  ======================================================================================
 
     The keys under ``dct/mp/`` are the same for what crosses inside the model, where it is split: activations,
-    embedding rows and their gradients. They are logged when something has crossed.
+    embedding rows and their gradients. They are logged when something has crossed. ``dct/mp/overflows`` counts the
+    forwards in which more activations reached a threshold than a payload had room for.
 
     The values are those of rank 0. With the all-gather every rank sends the same number of bytes; inside the model
     ranks differ, and the table at the end sums over all of them.
@@ -75,6 +77,8 @@ class CompressionMonitor(pl.Callback):
                     f"dct/{part}/{key}": value
                     for key, value in part_metrics(totals[part], recent[part], thresholds, residual_norm).items()
                 }
+        if overflows := _overflows_of(trainer):
+            metrics["dct/mp/overflows"] = overflows
         self._at_last_log = totals
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
@@ -195,6 +199,11 @@ def _totals_of(trainer: pl.Trainer) -> dict[str, TrafficTotals]:
         return {}
     inside: Traffic = getattr(trainer.strategy, "split_traffic", None) or Traffic()
     return {"dp": traffic.totals, "mp": inside.totals}
+
+
+def _overflows_of(trainer: pl.Trainer) -> int:
+    modules = trainer.strategy.compressed_modules().values() if hasattr(trainer.strategy, "compressed_modules") else ()
+    return sum(module.overflows for module in modules if isinstance(module, SplitPoint))
 
 
 def _held_back(trainer: pl.Trainer) -> dict[str, tuple[list[float], float | None]]:

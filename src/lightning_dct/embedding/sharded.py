@@ -88,7 +88,7 @@ class ShardedEmbeddingBags(CompressedModule):
         *,
         pooling: Pooling = "sum",
         density: float = 0.05,
-        value_format: str = "int8",
+        value_format: str = "1bit",
         refresh_every: int = 1000,
         warmup_steps: int = 0,
         warmup_schedule: str = "exponential",
