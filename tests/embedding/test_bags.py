@@ -44,7 +44,7 @@ def some_tables(sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
 
 
 @given(case=bags_of_rows(), pooling=st.sampled_from(POOLINGS))
-@examples(150)
+@examples(100)
 def test_bags_as_torch_pools_them(case: tuple[list[int], list[list[list[int]]]], pooling: str) -> None:
     sizes, content = case
     ids, offsets = laid_flat(content)

@@ -46,7 +46,7 @@ def asked(rows: list[int]) -> Any:
 
 
 @given(capacity=capacities, history=requests)
-@examples(300)
+@examples(120)
 def test_the_same_as_a_dict(capacity: int, history: list[list[int]]) -> None:
     cache, plain = RowCache(capacity), PlainCache(capacity)
     most = 0
@@ -77,7 +77,7 @@ def test_the_same_as_a_dict(capacity: int, history: list[list[int]]) -> None:
 
 
 @given(capacity=capacities, history=requests, cut=st.integers(0, 25))
-@examples(150)
+@examples(60)
 def test_a_resumed_cache_goes_on_as_the_other_end_does(capacity: int, history: list[list[int]], cut: int) -> None:
     one, other = RowCache(capacity), RowCache(capacity)
     for number, wanted in enumerate(history):

@@ -19,6 +19,7 @@ numbers = st.one_of(
     st.floats(-4, 4, width=32),
     st.floats(-(2.0**100), 2.0**100, width=32),
 )
+broken_numbers = st.one_of(numbers, st.sampled_from([math.nan, math.inf, -math.inf]))
 densities = st.sampled_from([0.05, 0.1, 0.3, 0.5, 0.9, 1.0])
 
 
@@ -100,8 +101,8 @@ def test_what_is_sent_and_what_is_left(case: tuple[Message, Tensor], data: st.Da
     assert torch.equal(values.view(torch.int32), sent.received.view(torch.int32))
 
 
-@given(case=changes(), data=st.data())
-@examples(80)
+@given(case=changes() | changes(broken_numbers), data=st.data())
+@examples(100)
 def test_the_guard(case: tuple[Message, Tensor], data: st.DataObject) -> None:
     message, accumulated = case
     ours = some_thresholds(data)
@@ -113,16 +114,13 @@ def test_the_guard(case: tuple[Message, Tensor], data: st.DataObject) -> None:
     for table, part, count, room in zip(message.tables, parts, counts, message.layout.capacities, strict=True):
         if room == len(part):
             assert ours[table] == 0
-        elif count > GUARD_RESELECT * room:
+        elif count > GUARD_RESELECT * room and all(map(math.isfinite, part)):
             assert ours[table] == kth_largest(part, room)
         else:
             assert ours[table] == nudge(theirs[table], count, room, len(part))
             assert ours[table] >= SMALLEST_THRESHOLD
     others = sorted(set(range(NUM_TABLES)) - set(message.tables))
     assert ours[others].tolist() == theirs[others].tolist()
-
-
-broken_numbers = st.one_of(numbers, st.sampled_from([math.nan, math.inf, -math.inf]))
 
 
 @given(case=changes(broken_numbers), data=st.data(), guard=st.booleans())
@@ -149,6 +147,14 @@ def test_nan_and_infinity_travel_alone(case: tuple[Message, Tensor], data: st.Da
     positions, values = read_changes(sent.payload, message)
     assert torch.equal(positions, sent.positions)
     torch.testing.assert_close(values, sent.received, rtol=0, atol=0, equal_nan=True)
+
+
+def test_broken_entries_select_no_threshold() -> None:
+    message = message_about(np.zeros(2, dtype=np.int64), 5, 0.1, "fp32")
+    thresholds = np.array([0.5])
+    accumulated = torch.tensor([[math.nan] * 3 + [7.0, 8.0], [9.0] * 5])
+    assert compress_changes(accumulated, message, thresholds, guard=True).positions.tolist() == [0]
+    assert thresholds[0] == nudge(0.5, 3, 1, 10)
 
 
 @pytest.mark.parametrize("value_format", FORMATS)

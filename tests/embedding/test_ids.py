@@ -42,7 +42,7 @@ wanted_places = st.one_of(
 
 
 @given(code=learnt(), wanted=wanted_places)
-@examples(200)
+@examples(100)
 def test_round_trip(code: RequestCode, wanted: list[int]) -> None:
     data = code.encode(places_of(wanted))
     assert data.dtype == torch.uint8
@@ -96,7 +96,7 @@ def test_everything_learnt_and_everything_asked() -> None:
 
 
 @given(data=st.data(), capacity=st.integers(1, 60))
-@examples(40)
+@examples(25)
 def test_both_ends_know_the_same_code_whatever_was_asked(data: st.DataObject, capacity: int) -> None:
     user, owner = remembered(100, capacity), remembered(100, capacity)
     rows = st.sets(st.integers(0, 9) | st.integers(0, 99), max_size=30).map(sorted)
@@ -142,7 +142,7 @@ def decodes_sanely(code: RequestCode, data: Tensor) -> None:
 
 
 @given(code=learnt(), wanted=wanted_places, data=st.data())
-@examples(200)
+@examples(100)
 def test_harmed_bytes_are_refused_or_name_rows_that_exist(
     code: RequestCode, wanted: list[int], data: st.DataObject
 ) -> None:
@@ -166,7 +166,7 @@ def test_cut_and_lengthened_requests_are_refused(code: RequestCode, wanted: list
 
 
 @given(code=learnt(), noise=st.binary(max_size=60))
-@examples(200)
+@examples(100)
 def test_noise_is_refused_or_names_rows_that_exist(code: RequestCode, noise: bytes) -> None:
     decodes_sanely(code, torch.tensor(list(noise), dtype=torch.uint8))
 

@@ -36,7 +36,7 @@ def one_entry(seed: int, table: int, row: int, column: int) -> float:
 
 
 @given(seed=seeds, wanted=rows_of_tables)
-@examples(150)
+@examples(100)
 def test_entry_by_entry(seed: int, wanted: list[tuple[int, int]]) -> None:
     found = rows(seed, wanted)
     assert found.dtype == torch.float32

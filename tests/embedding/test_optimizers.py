@@ -35,7 +35,7 @@ def step_by_loop(rows: np.ndarray, sums: np.ndarray, gradient: Tensor, rate: flo
 
 
 @given(steps=row_lists, rate=st.sampled_from([0.01, 0.5]), eps=st.sampled_from([1e-10, 0.1]))
-@examples(100)
+@examples(60)
 def test_against_a_loop(steps: list[list[int]], rate: float, eps: float) -> None:
     parameter = weight(torch.float64)
     optimizer = RowWiseAdagrad([parameter], lr=rate, eps=eps)
