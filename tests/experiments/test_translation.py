@@ -91,6 +91,8 @@ def test_bad_settings_are_named() -> None:
         TranslationModule(width=16, num_heads=3)
     with pytest.raises(ValueError, match=r"model\.translate_examples=-1"):
         TranslationModule(translate_examples=-1)
+    with pytest.raises(ValueError, match=r"model\.split\.pieces=4: .*encoder and decoder.*strategy\.stages=2"):
+        TranslationModule(split={"pieces": 4})
 
 
 def test_it_learns_to_read_numbers_out(
@@ -117,6 +119,40 @@ def test_it_learns_to_read_numbers_out(
     loaded = TranslationModule.load_from_checkpoint(tmp_path / "saved" / "end.ckpt").eval()
     source = next(iter(data.test_dataloader()))["source"]
     assert torch.equal(loaded.translate(source), module.eval().translate(source))
+
+
+def test_a_split_point_stands_between_encoder_and_decoder() -> None:
+    torch.manual_seed(0)
+    dense = {"density": 1.0, "forward_format": "fp32", "backward_format": "fp32"}
+    whole = EncoderDecoder(12, 6, 5, num_layers=1, width=16, num_heads=2).eval()
+    cut = EncoderDecoder(12, 6, 5, num_layers=1, width=16, num_heads=2, pieces=2, split=dense).eval()
+    assert [name for name, _ in cut.named_children()] == ["encoder", "split", "decoder"]
+    cut.load_state_dict(whole.state_dict(), strict=False)
+    assert torch.equal(
+        whole(SOURCE, source=SOURCE, target_in=TARGET_IN), cut(SOURCE, source=SOURCE, target_in=TARGET_IN)
+    )
+    # What is translated has gone through the split point as well.
+    torch.nn.init.ones_(whole.encoder.output_norm.bias)
+    sparse = EncoderDecoder(12, 6, 5, num_layers=1, width=16, num_heads=2, pieces=2, split={"density": 0.25}).train()
+    sparse.load_state_dict(whole.state_dict(), strict=False)
+    assert (sparse.remember(SOURCE) != 0).float().mean().item() == pytest.approx(0.25, abs=0.02)
+    assert (whole.remember(SOURCE) != 0).all()
+
+
+def test_the_command_trains_encoder_and_decoder_on_two_stages(tmp_path: Path) -> None:
+    files = write_lines(tmp_path)
+    completed = start(
+        tmp_path, "experiment=translation", "strategy=dct_pipeline", "trainer.max_steps=6",
+        "trainer.val_check_interval=3", *(f"data.{setting}={file}" for setting, file in files.items()),
+        "data.vocabulary_size=300", "data.batch_size=8", "data.eval_batch_size=8", "model.width=32",
+        "model.num_layers=1", "model.split.warmup_steps=0",
+    )  # fmt: skip
+    output = completed.stdout + completed.stderr
+    assert "before the ``update`` method" not in output
+    figures = result(tmp_path)
+    assert figures["steps"] == 6
+    assert figures["split_ratio"] > 8
+    assert {"val/loss", "test/loss", "test/chrf", "test/copied_chrf"} <= set(figures["metrics"])
 
 
 def test_the_command_trains_two_processes(tmp_path: Path) -> None:
