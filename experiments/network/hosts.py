@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 INTERFACE = "eth0"
 SUBNET = "10.213.7"
+HEADER_BYTES = 66  # of a packet: Ethernet 14, IPv4 20, TCP 20 and its time stamps 12
 
 
 @dataclass(frozen=True)
@@ -28,12 +31,19 @@ class Host:
     def start(self, command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
         """Start a command on this host; its output is collected as text, errors included."""
         return subprocess.Popen(
-            ["ip", "netns", "exec", self.namespace, *command],
+            ["ip", "netns", "exec", self.namespace, *_as_invoking_user(), *command],
             env={**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
+
+    def end_processes(self) -> None:
+        """Kill whatever runs on this host, sessions of their own included."""
+        listed = subprocess.run(["ip", "netns", "pids", self.namespace], check=False, capture_output=True, text=True)
+        for process in listed.stdout.split():
+            with suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
 
 
 def why_not() -> str | None:
@@ -86,6 +96,15 @@ def sent_by_interface() -> tuple[int, int]:
         with open(f"{counters}/{name}") as file:
             values.append(int(file.read()))
     return values[0], values[1]
+
+
+def _as_invoking_user() -> list[str]:
+    """Words before a command that give root's rights back, under sudo: what it writes shall be the user's own."""
+    user, group = os.environ.get("SUDO_UID"), os.environ.get("SUDO_GID")
+    if user is None or group is None or shutil.which("setpriv") is None:
+        return []
+    home = f"HOME={pwd.getpwuid(int(user)).pw_dir}"
+    return ["setpriv", f"--reuid={user}", f"--regid={group}", "--init-groups", "env", home]
 
 
 def _ip(*arguments: str) -> None:

@@ -25,10 +25,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_dct  # noqa: F401  (registers the strategies with Lightning)
 from lightning_dct import DCTStrategy
 from lightning_dct.callbacks.compression_monitor import format_bytes
-from network.hosts import make_hosts, sent_by_interface, why_not
+from network.hosts import HEADER_BYTES, make_hosts, sent_by_interface, why_not
 from peers import CountedDDPStrategy
 
-HEADER_BYTES = 66  # Ethernet 14, IPv4 20, TCP 20 and its time stamps 12
 FIRST_STEP, LAST_STEP = 5, 25
 CASES: dict[str, dict[str, Any]] = {
     "ddp": {},

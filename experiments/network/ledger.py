@@ -1,0 +1,117 @@
+"""Notes, part by part of a run, what the strategy counted and what this host's interface sent."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_dct import ShardedEmbeddingBags
+from network.hosts import sent_by_interface
+
+SET_UP, STEPS, OTHER = "set-up", "steps", "other"
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one rank has sent.
+
+    Attributes:
+        steps: Optimizer steps meanwhile.
+        gradients: Bytes counted for gradients.
+        inside: Bytes counted for what crosses inside the model.
+        evaluation: Bytes counted for rows of sharded tables that were read outside training.
+        frames: Bytes that the interface has sent, all headers included.
+        packets: In how many packets.
+    """
+
+    steps: int = 0
+    gradients: int = 0
+    inside: int = 0
+    evaluation: int = 0
+    frames: int = 0
+    packets: int = 0
+
+    def __add__(self, other: Sent) -> Sent:
+        return Sent(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+    def __sub__(self, earlier: Sent) -> Sent:
+        return Sent(*(getattr(self, field.name) - getattr(earlier, field.name) for field in fields(self)))
+
+    @property
+    def counted(self) -> int:
+        """Bytes counted, of all kinds."""
+        return self.gradients + self.inside + self.evaluation
+
+
+class Ledger(Callback):
+    """Divides a run into three parts, and writes ``<folder>/rank<r>.json`` with what was sent in each.
+
+    *set-up* lasts until the first ``skip`` steps are done: processes meet, parameters are copied, buffers are built.
+    *steps* are the training steps after that. *other* is all the rest: validation, checkpoints, means over the ranks
+    at the end of an epoch, the scoring after training.
+
+    Args:
+        folder: Where the files go.
+        skip: The first steps that are set-up.
+    """
+
+    def __init__(self, folder: str, skip: int = 5) -> None:
+        self._folder = Path(folder)
+        self._skip = skip
+        self._parts = dict.fromkeys((SET_UP, STEPS, OTHER), Sent())
+        self._part = SET_UP
+        self._before = Sent()
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_index: int) -> None:
+        if trainer.global_step >= self._skip:
+            self._enter(STEPS, trainer)
+
+    def on_validation_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self._enter(OTHER, trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self._enter(OTHER, trainer)
+
+    def teardown(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        self._enter(OTHER, trainer)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        parts = {name: asdict(sent) for name, sent in self._parts.items()}
+        (self._folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(parts))
+
+    def _enter(self, part: str, trainer: Trainer) -> None:
+        """Begin another part of the run, on all ranks at once."""
+        if part == self._part and part == STEPS:
+            return
+        # What the ranks have sent so far has arrived by then.
+        trainer.strategy.barrier()
+        now = _sent_so_far(trainer)
+        self._parts[self._part] += now - self._before
+        self._before, self._part = now, part
+
+
+def _sent_so_far(trainer: Trainer) -> Sent:
+    traffic, inside = (getattr(trainer.strategy, name, None) for name in ("traffic", "split_traffic"))
+    tables = [module for module in trainer.lightning_module.modules() if isinstance(module, ShardedEmbeddingBags)]
+    frames, packets = sent_by_interface()
+    return Sent(
+        trainer.global_step,
+        traffic.totals.bytes_sent if traffic else 0,
+        inside.totals.bytes_sent if inside else 0,
+        sum(table.evaluation_traffic.totals.bytes_sent for table in tables),
+        frames,
+        packets,
+    )
+
+
+def read_ledgers(folder: Path, count: int) -> list[dict[str, Sent]]:
+    """What the ranks have written, by rank, then by part of the run.
+
+    Raises:
+        FileNotFoundError: A rank has written nothing.
+    """
+    files = [folder / f"rank{rank}.json" for rank in range(count)]
+    return [{name: Sent(**sent) for name, sent in json.loads(file.read_text()).items()} for file in files]

@@ -1,0 +1,130 @@
+"""Runs an experiment on hosts made of network namespaces: ``train_on_hosts.py --hosts 2 experiment=lm``.
+
+Starts torchrun with one process on each host (Linux, as root), and in it ``experiments/train.py`` with the Hydra
+overrides that are given. At the end stands what the strategy counted beside what the hosts' interfaces sent, less the
+Ethernet, IPv4 and TCP headers. Not counted are
+
+* gloo's own framing: 48 bytes with each message, and 48 for each notice that a peer is ready to receive one;
+* the buffers of the model, which DistributedDataParallel copies from rank 0 before every forward, unless
+  ``+strategy.broadcast_buffers=false``;
+* in a pipeline, the loss and what the steps log, which the last stage tells the others;
+* outside the steps of training, what copies parameters, gathers checkpoints and agrees on settings and metrics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/, where `network` is
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_dct.callbacks.compression_monitor import format_bytes
+from network.hosts import HEADER_BYTES, make_hosts, why_not
+from network.ledger import OTHER, SET_UP, STEPS, Sent, read_ledgers
+from network.running import HostFailedError, run_on
+
+TRAIN = Path(__file__).resolve().parent.parent / "train.py"
+PORT = 29400
+# What --hosts says already.
+LAUNCHERS_OWN = ("trainer.num_nodes", "trainer.devices")
+
+
+def commands_for(count: int, master: str, overrides: list[str], folder: Path, skip: int) -> list[list[str]]:
+    """What to run on each host.
+
+    Args:
+        count: How many hosts.
+        master: The address of the first.
+        overrides: Of Hydra, as given.
+        folder: Where ledgers go.
+        skip: The first steps that the ledgers leave out.
+
+    Raises:
+        ValueError: An override is the launcher's own.
+    """
+    for override in overrides:
+        if override.lstrip("+").split("=")[0] in LAUNCHERS_OWN:
+            raise ValueError(f"`{override}`: leave it out; `--hosts {count}` sets {' and '.join(LAUNCHERS_OWN)}.")
+    ledger = f"+callbacks.ledger={{_target_:network.ledger.Ledger,folder:{folder},skip:{skip}}}"
+    # One process a host on one machine: a GPU could not be shared. What is given comes later, and wins.
+    settings = ["trainer.accelerator=cpu", *overrides, f"trainer.num_nodes={count}", "trainer.devices=1", ledger]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={count}", "--nproc-per-node=1"]
+    meeting = [f"--master-addr={master}", f"--master-port={PORT}"]
+    return [[*torchrun, f"--node-rank={rank}", *meeting, str(TRAIN), *settings] for rank in range(count)]
+
+
+def tabulate(ledgers: list[dict[str, Sent]]) -> tuple[Table, float | None]:
+    """Lay out what was counted beside what was sent.
+
+    Args:
+        ledgers: Of each host, what it sent in each part of the run.
+
+    Returns:
+        The table, and interface over counted in the steps of training, all hosts together; None without any.
+    """
+    table = Table(title=f"Bytes sent, {len(ledgers)} hosts", caption="interface: less headers, 66 bytes a packet")
+    for column in ("part", "host", "steps", "gradients", "inside", "evaluation", "interface", "not counted", "off by"):
+        table.add_column(column, justify="left" if column == "part" else "right", no_wrap=True)
+    ratio = None
+    for part in (SET_UP, STEPS, OTHER):
+        table.add_section()
+        rows = [(str(host), ledger[part]) for host, ledger in enumerate(ledgers)]
+        total = sum((sent for _, sent in rows), Sent())
+        for host, sent in [*rows, ("all", total)]:
+            bare = sent.frames - HEADER_BYTES * sent.packets
+            off = f"{100 * (bare / sent.counted - 1):+.2f}%" if part == STEPS and sent.counted else "-"
+            figures = [format_bytes(n) for n in (sent.gradients, sent.inside, sent.evaluation, bare)]
+            steps = sent.steps if host != "all" else rows[0][1].steps
+            table.add_row(part, host, str(steps), *figures, format_bytes(bare - sent.counted), off)
+        if part == STEPS and total.counted:
+            ratio = (total.frames - HEADER_BYTES * total.packets) / total.counted
+    return table, ratio
+
+
+def main() -> int:
+    """Train, and print the table; 1 when a host fails."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hosts", type=int, default=2, help="how many hosts to make, one rank on each")
+    parser.add_argument("--skip", type=int, default=5, help="first steps that count as set-up in the table")
+    parser.add_argument("overrides", nargs="+", help="of Hydra, as in experiment=dlrm model.tables=sharded")
+    arguments = parser.parse_args()
+    if arguments.hosts < 2:
+        parser.error(f"--hosts {arguments.hosts}: give at least 2")
+    if arguments.skip < 0:
+        parser.error(f"--skip {arguments.skip}: must not be negative")
+    if reason := why_not():
+        print(f"This script needs network namespaces, and {reason}.", file=sys.stderr)
+        return 2
+    # Hosts are to be removed when this is told to stop, as after ctrl-C.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    threads = max(1, (os.cpu_count() or 1) // arguments.hosts)
+    environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)), "PYTHONUNBUFFERED": "1"}
+    with tempfile.TemporaryDirectory() as folder, make_hosts(arguments.hosts) as hosts:
+        os.chmod(folder, 0o777)  # the hosts' processes may be another user's
+        try:
+            commands = commands_for(
+                arguments.hosts, hosts[0].address, arguments.overrides, Path(folder), arguments.skip
+            )
+            run_on(hosts, commands, environment, lambda line: print(line, end="", flush=True))
+        except (ValueError, HostFailedError) as error:
+            print(error, file=sys.stderr)
+            return 1
+        ledgers = read_ledgers(Path(folder), arguments.hosts)
+    table, ratio = tabulate(ledgers)
+    Console(width=120).print(table)
+    if ratio is None:
+        print(f"No step was compared: train for more than the {arguments.skip} steps that --skip leaves out.")
+    else:
+        print(f"In the steps of training, the interfaces sent {ratio:.4f} times what was counted.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Experiments on hosts made of network namespaces: skipped where these cannot be made."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from network.hosts import HEADER_BYTES, Host, make_hosts
+from network.ledger import OTHER, SET_UP, STEPS, Sent
+from network.running import HostFailedError, run_on
+from network.train_on_hosts import commands_for, tabulate
+
+SCRIPT = Path(__file__).parents[2] / "experiments" / "network" / "train_on_hosts.py"
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[Host]]:
+    try:
+        making = make_hosts(2)
+        made = making.__enter__()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    yield made
+    making.__exit__(None, None, None)
+
+
+def processes_on(host: Host) -> str:
+    return subprocess.run(
+        ["ip", "netns", "pids", host.namespace], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def test_a_host_that_fails_is_named_and_the_others_are_stopped(hosts: list[Host]) -> None:
+    # In a session of its own, as torchrun's workers are: a signal to the command does not reach it.
+    waits = ["sh", "-c", "echo first; setsid --fork sleep 300; sleep 300"]
+    lines: list[str] = []
+    with pytest.raises(HostFailedError, match=re.escape(f"Host 1 ({hosts[1].address}) ended with exit status 3")) as no:
+        run_on(hosts, [waits, ["sh", "-c", "sleep 1; echo broken >&2; exit 3"]], {}, lines.append)
+    assert str(no.value).endswith("broken\n")
+    assert lines == ["first\n"]
+    assert not any(processes_on(host) for host in hosts)
+
+
+def test_under_sudo_commands_are_the_users_own(hosts: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUDO_UID", "65534")
+    monkeypatch.setenv("SUDO_GID", "65534")
+    lines: list[str] = []
+    run_on(hosts, [["id", "-u"], ["true"]], {}, lines.append)
+    assert lines == ["65534\n"]
+
+
+def test_hybrid_dlrm_sends_what_it_counts(hosts: list[Host], tmp_path: Path) -> None:
+    """Oracle: the interfaces. What they send beyond is gloo's framing, about 1 kB a step and rank."""
+    overrides = [
+        *("experiment=dlrm", "model.tables=sharded", "strategy=dct", "strategy.density=0.2", "logger=none"),
+        *("+strategy.broadcast_buffers=false", "trainer.max_steps=25", "+trainer.limit_val_batches=0", "test=false"),
+        *("data.table_rows=[20000,20000,20000,20000]", "data.batch_size=2048", "model.embedding_dim=64"),
+    ]
+    environment = {name: value for name, value in os.environ.items() if name not in ("PL_GLOBAL_SEED", "RUN_STARTED")}
+    completed = subprocess.run(
+        [sys.executable, str(SCRIPT), "--hosts", "2", *overrides],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    (ratio,) = re.findall(r"the interfaces sent ([\d.]+) times what was counted", completed.stdout)
+    assert 1 <= float(ratio) < 1.06
+    (result,) = tmp_path.glob("outputs/dlrm/*/result.json")
+    figures = json.loads(result.read_text())
+    assert figures["world_size"] == 2
+    assert figures["split_bytes_per_step"] > 0
+    assert completed.stdout.count("compression ratio, against dense fp32") == 1
+
+
+def test_the_table_compares_steps_of_training_only() -> None:
+    step = Sent(steps=10, gradients=700, inside=300, evaluation=0, frames=1100 + 20 * HEADER_BYTES, packets=20)
+    other = Sent(evaluation=5, frames=10**6, packets=1)
+    _, ratio = tabulate([{SET_UP: other, STEPS: step, OTHER: other}] * 2)
+    assert ratio == pytest.approx(1.1)
+    _, ratio = tabulate([{SET_UP: other, STEPS: Sent(), OTHER: other}] * 2)
+    assert ratio is None
+
+
+@pytest.mark.parametrize("override", ["trainer.devices=2", "trainer.num_nodes=3"])
+def test_what_the_launcher_sets_is_refused(override: str) -> None:
+    with pytest.raises(ValueError, match=f"`{override}`: leave it out; `--hosts 2` sets"):
+        commands_for(2, "10.0.0.1", ["experiment=lm", override], Path("/tmp"), 5)
