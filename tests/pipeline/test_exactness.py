@@ -17,13 +17,8 @@ MIXED = {"density": 0.5, "forward_format": "int8", "backward_format": "fp32", "g
 
 CASES = [
     (2, 2, "gpipe", 2, DENSE),
-    (2, 2, "1f1b", 2, DENSE),
-    (2, 2, "interleaved_1f1b", 4, DENSE),
-    (2, 2, "gpipe", 2, INT8),
     (2, 2, "1f1b", 2, BF16),
-    (2, 2, "1f1b", 2, INT4),
     (2, 2, "interleaved_1f1b", 4, INT4),
-    (3, 3, "1f1b", 3, INT8),
     (3, 3, "gpipe", 3, FP32),
     (3, 3, "interleaved_1f1b", 6, MIXED),
     (4, 2, "1f1b", 2, INT8),
@@ -45,18 +40,17 @@ def test_pipeline_equals_one_process(
         assert run.traffic.steps == 6
 
 
-def train_clipped(stages: int, pieces: int, algorithm: str) -> Any:
-    settings = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": algorithm, "accumulate_grad_batches": 2}
-    return train(stages, "1f1b", pieces, BF16, optimizer=torch.optim.Adam, optimizer_settings={"lr": 0.01}, **settings)
+def train_clipped() -> Any:
+    settings = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "norm", "accumulate_grad_batches": 2}
+    return train(2, "1f1b", 2, BF16, optimizer=torch.optim.Adam, optimizer_settings={"lr": 0.01}, **settings)
 
 
-@pytest.mark.parametrize(("world", "stages"), [(2, 2), (4, 2)])
-def test_clipping_and_accumulation_span_the_stages(ranks: Any, world: int, stages: int) -> None:
+def test_clipping_and_accumulation_span_the_stages(ranks: Any) -> None:
     """Oracle: one process that clips the norm of all its gradients, after two batches."""
-    runs = ranks(world).run(train_clipped, stages, stages, "norm")
+    runs = ranks(4).run(train_clipped)
     settings = {"optimizer": torch.optim.Adam, "optimizer_settings": {"lr": 0.01}}
-    _, weights = train_alone(stages, BF16, width=world // stages, accumulate=2, clip=0.05, **settings)
-    _, unclipped = train_alone(stages, BF16, width=world // stages, accumulate=2, **settings)
+    _, weights = train_alone(2, BF16, width=2, accumulate=2, clip=0.05, **settings)
+    _, unclipped = train_alone(2, BF16, width=2, accumulate=2, **settings)
     assert worst(runs[0].weights, weights) < 1e-5 < worst(unclipped, weights)
     assert all(worst(run.weights, runs[0].weights) == 0.0 for run in runs)
 
