@@ -92,10 +92,6 @@ def test_the_clock_travels_with_the_model(refresh_every: int, warmup_steps: int,
     assert second[0].annealed(0.2) == straight[0].annealed(0.2)
 
 
-FORGOTTEN = pytest.mark.xfail(strict=True, reason="the extra state lacks `refresh_requested`")
-
-
-@FORGOTTEN
 def test_a_model_saved_after_its_first_step_goes_on_with_its_thresholds() -> None:
     saved, resumed = module(10), module(10)
     assert selected_at(saved, [0]) == [0]
@@ -103,7 +99,6 @@ def test_a_model_saved_after_its_first_step_goes_on_with_its_thresholds() -> Non
     assert selected_at(resumed, [1, 2, 10]) == [10]
 
 
-@FORGOTTEN
 def test_a_refresh_that_was_asked_for_outlives_a_checkpoint() -> None:
     saved = module(10)
     selected_at(saved, [0, 1, 2, 3])

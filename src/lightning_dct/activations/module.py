@@ -86,16 +86,19 @@ class CompressedModule(nn.Module):
             states: One state (this rank's), or those of all ranks of a world of another size.
         """
 
-    def get_extra_state(self) -> dict[str, int]:
+    def get_extra_state(self) -> dict[str, Any]:
         """The clock, which travels with the model's ``state_dict``."""
-        return {"completed_steps": self.completed_steps, "refreshed_at": self.refreshed_at}
+        return {
+            "completed_steps": self.completed_steps,
+            "refreshed_at": self.refreshed_at,
+            "refresh_requested": self.refresh_requested,
+        }
 
-    def set_extra_state(self, state: dict[str, int]) -> None:
+    def set_extra_state(self, state: dict[str, Any]) -> None:
         """Continue the clock."""
         self.completed_steps = int(state["completed_steps"])
         self.refreshed_at = int(state["refreshed_at"])
-        # No step, no selection: a model saved before its first step has no thresholds.
-        self.refresh_requested = self.completed_steps == 0
+        self.refresh_requested = bool(state["refresh_requested"])
 
     def _stage(self, step: int) -> int:
         return warmup_stage(step, self.warmup_steps)

@@ -181,7 +181,6 @@ class SplitPoint(CompressedModule):
         """The clock, and what the thresholds were selected for."""
         return {
             **super().get_extra_state(),
-            "refresh_requested": self.refresh_requested,
             "selected": self._selected,
             "density": float(self.settings.density),
         }
@@ -190,7 +189,7 @@ class SplitPoint(CompressedModule):
         """Continue the clock; thresholds that another density was trained with are selected anew."""
         super().set_extra_state(state)
         self._selected = bool(state["selected"])
-        self.refresh_requested = bool(state["refresh_requested"]) or float(state["density"]) != self.settings.density
+        self.refresh_requested |= float(state["density"]) != self.settings.density
         self._begun = False
 
     def extra_repr(self) -> str:

@@ -109,6 +109,10 @@ class ShardedEmbeddingBags(CompressedModule):
             raise ValueError(
                 f"`expected_lookups` has {len(expected_lookups)} entries for {len(table_rows)} tables: give one each."
             )
+        if expected_lookups is not None and not all(0 <= number < math.inf for number in expected_lookups):
+            raise ValueError(f"`expected_lookups` must be numbers of at least 0; got {list(expected_lookups)}.")
+        if initial_bound is not None and not 0 <= initial_bound < math.inf:
+            raise ValueError(f"`initial_bound` must be a number of at least 0; got {initial_bound!r}.")
         check_integer("embedding_dim", embedding_dim, minimum=1)
         check_choice("pooling", pooling, ("sum", "mean"))
         check_density("density", density)

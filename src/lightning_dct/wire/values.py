@@ -6,8 +6,8 @@ format   bits  an entry ``v`` of tensor ``t`` is read back as
 fp32     32    ``v`` as a 32-bit float
 bf16     16    ``v`` as a bfloat16, rounded to nearest
 int8     8     ``scale_t * round(v / scale_t)``, with ``scale_t = max |v| / 127`` over what the tensor sends
-int4     4     its sign times the nearest of ``scale_t * 2 ** (-l / 2)``, ``l = 0 .. 6``, and 0, with
-               ``scale_t = max |v|``: what passes a threshold spreads over a factor, not over a sum
+int4     4     its sign times ``scale_t * 2 ** (-l / 2)``, ``l = 0 .. 6``, nearest in ratio, with
+               ``scale_t = max |v|``; 0 below a tenth of the scale (``2 ** -3.25``)
 1bit     1     ``scale_t * sign(v)``, with ``scale_t = mean |v|`` over what the tensor sends
 =======  ====  ==================================================================================================
 
