@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/, where `network` is
@@ -60,32 +61,42 @@ def commands_for(count: int, master: str, overrides: list[str], folder: Path, sk
     return [[*torchrun, f"--node-rank={rank}", *meeting, str(TRAIN), *settings] for rank in range(count)]
 
 
-def tabulate(ledgers: list[dict[str, Sent]]) -> tuple[Table, float | None]:
+def tabulate(ledgers: list[dict[str, Sent]]) -> Table:
     """Lay out what was counted beside what was sent.
 
     Args:
         ledgers: Of each host, what it sent in each part of the run.
-
-    Returns:
-        The table, and interface over counted in the steps of training, all hosts together; None without any.
     """
     table = Table(title=f"Bytes sent, {len(ledgers)} hosts", caption="interface: less headers, 66 bytes a packet")
     for column in ("part", "host", "steps", "gradients", "inside", "evaluation", "interface", "not counted", "off by"):
         table.add_column(column, justify="left" if column == "part" else "right", no_wrap=True)
-    ratio = None
     for part in (SET_UP, STEPS, OTHER):
         table.add_section()
         rows = [(str(host), ledger[part]) for host, ledger in enumerate(ledgers)]
         total = sum((sent for _, sent in rows), Sent())
-        for host, sent in [*rows, ("all", total)]:
-            bare = sent.frames - HEADER_BYTES * sent.packets
-            off = f"{100 * (bare / sent.counted - 1):+.2f}%" if part == STEPS and sent.counted else "-"
-            figures = [format_bytes(n) for n in (sent.gradients, sent.inside, sent.evaluation, bare)]
-            steps = sent.steps if host != "all" else rows[0][1].steps
-            table.add_row(part, host, str(steps), *figures, format_bytes(bare - sent.counted), off)
-        if part == STEPS and total.counted:
-            ratio = (total.frames - HEADER_BYTES * total.packets) / total.counted
-    return table, ratio
+        for host, sent in [*rows, ("all", replace(total, steps=rows[0][1].steps))]:
+            figures = [sent.gradients, sent.inside, sent.evaluation, without_headers(sent)]
+            more = without_headers(sent) - sent.counted
+            off = f"{100 * more / sent.counted:+.2f}%" if part == STEPS and sent.counted else "-"
+            table.add_row(part, host, str(sent.steps), *map(format_bytes, figures), format_bytes(more), off)
+    return table
+
+
+def conclude(ledgers: list[dict[str, Sent]]) -> str:
+    """Say how far apart the two figures are in the steps of training, all hosts together."""
+    total = sum((ledger[STEPS] for ledger in ledgers), Sent())
+    if not total.counted:
+        return "No step was compared: train for more steps than --skip leaves out."
+    more = without_headers(total) - total.counted
+    return (
+        f"In the steps of training the interfaces sent {1 + more / total.counted:.4f} times what was counted:"
+        f" {more / total.steps:,.0f} bytes more a step and host."
+    )
+
+
+def without_headers(sent: Sent) -> int:
+    """What an interface has sent, less the headers of the packets."""
+    return sent.frames - HEADER_BYTES * sent.packets
 
 
 def main() -> int:
@@ -117,12 +128,8 @@ def main() -> int:
             print(error, file=sys.stderr)
             return 1
         ledgers = read_ledgers(Path(folder), arguments.hosts)
-    table, ratio = tabulate(ledgers)
-    Console(width=120).print(table)
-    if ratio is None:
-        print(f"No step was compared: train for more than the {arguments.skip} steps that --skip leaves out.")
-    else:
-        print(f"In the steps of training, the interfaces sent {ratio:.4f} times what was counted.")
+    Console(width=120).print(tabulate(ledgers))
+    print(conclude(ledgers))
     return 0
 
 
