@@ -6,10 +6,10 @@ asked for) writes almost as short as can be. So rows are put in groups by the po
 request is written group by group. Both ends count the same requests and so know the same groups.
 
 ====================  ===================================================================================
-part                  bytes
+part                  bits
 ====================  ===================================================================================
-number of rows asked  for each group as many bytes as its size needs, little-endian; the last group is
-                      "all rows", for those asked for the first time
+number of rows asked  for each group as many bits as its size has, lowest first; the last group is "all
+                      rows", for those asked for the first time
 positions             for each group, places among its rows in ascending order
 ====================  ===================================================================================
 """
@@ -25,6 +25,7 @@ from torch import Tensor
 from lightning_dct.embedding.placement import Int64Array
 from lightning_dct.wire import PayloadError
 from lightning_dct.wire.bitmap import shortest_code
+from lightning_dct.wire.bits import num_bytes, pack_bits, unpack_bits
 
 # Groups are made anew after so many requests, and before that whenever their number has doubled.
 REGROUP_EVERY = 64
@@ -67,15 +68,14 @@ class RequestCode:
         groups, ranks = self._groups[found], self._ranks[found]
         parts = [np.sort(ranks[groups == group]) for group in range(len(self._sizes))]
         parts.append(places[~known])
-        header = b"".join(
-            part.size.to_bytes(_width(size), "little") for part, size in zip(parts, self._all_sizes, strict=True)
-        )
-        # Not `frombuffer`, which refuses the empty header of a rank that owns no rows.
-        encoded = [torch.tensor(list(header), dtype=torch.uint8)]
+        bits = [
+            torch.tensor([part.size >> place & 1 for place in range(size.bit_length())], dtype=torch.uint8)
+            for part, size in zip(parts, self._all_sizes, strict=True)
+        ]
         for part, size in zip(parts, self._all_sizes, strict=True):
             if 0 < part.size < size:
-                encoded.append(shortest_code(size, part.size).encode(torch.from_numpy(part)))
-        return torch.cat(encoded)
+                bits.append(shortest_code(size, part.size).encode_bits(torch.from_numpy(part)))
+        return pack_bits(torch.cat(bits))
 
     def decode(self, data: Tensor) -> Int64Array:
         """Undo :meth:`encode`.
@@ -83,29 +83,32 @@ class RequestCode:
         Raises:
             PayloadError: The bytes are not that.
         """
-        head = bytes(data[: sum(map(_width, self._all_sizes))].tolist())
+        widths = [size.bit_length() for size in self._all_sizes]
+        bits = unpack_bits(data.cpu(), 8 * data.numel())
+        if bits.numel() < sum(widths):
+            raise PayloadError("a request for rows ends too early")
         start, counts = 0, []
-        for size in self._all_sizes:
-            counts.append(int.from_bytes(head[start : start + _width(size)], "little"))
-            start += _width(size)
-        if len(head) < start or any(count > size for count, size in zip(counts, self._all_sizes, strict=True)):
+        for width in widths:
+            counts.append(sum(bit << place for place, bit in enumerate(bits[start : start + width].tolist())))
+            start += width
+        if any(count > size for count, size in zip(counts, self._all_sizes, strict=True)):
             raise PayloadError("a request for rows claims more of them than there are")
         found = []
         for group, (count, size) in enumerate(zip(counts, self._all_sizes, strict=True)):
             places = np.arange(count, dtype=np.int64)
             if 0 < count < size:
                 code = shortest_code(size, count)
-                part = data[start : start + code.num_bytes]
-                start += code.num_bytes
-                if part.numel() < code.num_bytes:
+                part = bits[start : start + code.num_bits]
+                start += code.num_bits
+                if part.numel() < code.num_bits:
                     raise PayloadError("a request for rows ends too early")
                 try:
-                    places = code.decode(part.cpu(), count).numpy()
+                    places = code.decode_bits(part, count).numpy()
                 except ValueError as error:
                     raise PayloadError(f"a request for rows is corrupt: {error}") from error
             found.append(places if group == len(self._sizes) else self._members[group][places])
-        if start != data.numel():
-            raise PayloadError(f"a request for rows has {data.numel()} bytes, what it says takes {start}")
+        if num_bytes(start) != data.numel():
+            raise PayloadError(f"a request for rows has {data.numel()} bytes, what it says takes {num_bytes(start)}")
         wanted = np.sort(np.concatenate(found))
         if (wanted[1:] == wanted[:-1]).any():
             raise PayloadError("a request asks for a row twice")
@@ -128,7 +131,3 @@ class RequestCode:
         self._ranks = np.zeros(self._rows.size, dtype=np.int64)
         for group, size in enumerate(self._sizes):
             self._ranks[self._groups == group] = np.arange(size)
-
-
-def _width(size: int) -> int:
-    return (size.bit_length() + 7) // 8

@@ -23,29 +23,31 @@ class Bitmap:
     universe: int
 
     @cached_property
+    def num_bits(self) -> int:
+        """Size of every message, in bits."""
+        return self.universe
+
+    @cached_property
     def num_bytes(self) -> int:
         """Size of every message, in bytes."""
         return num_bytes(self.universe)
 
+    def encode_bits(self, positions: Tensor) -> Tensor:
+        """Write positions (shape ``[count]``, int64, distinct), not packed yet: ``[num_bits]``, uint8."""
+        flags = torch.zeros(self.universe, dtype=torch.uint8, device=positions.device)
+        flags[positions] = 1
+        return flags
+
     def encode(self, positions: Tensor) -> Tensor:
-        """Write positions.
+        """Write positions: :meth:`encode_bits`, packed; shape ``[num_bytes]``, uint8."""
+        return pack_bits(self.encode_bits(positions))
 
-        Args:
-            positions: Shape ``[count]``, int64, distinct.
-
-        Returns:
-            Shape ``[num_bytes]``, uint8.
-        """
-        flags = torch.zeros(self.universe, dtype=torch.bool, device=positions.device)
-        flags[positions] = True
-        return pack_bits(flags)
-
-    def decode(self, message: Tensor, count: int) -> Tensor:
+    def decode_bits(self, bits: Tensor, count: int) -> Tensor:
         """Read positions back.
 
         Args:
-            message: Shape ``[num_bytes]``, uint8.
-            count: How many positions it holds.
+            bits: Shape ``[num_bits]``, uint8 of zeros and ones.
+            count: How many positions they hold.
 
         Returns:
             Shape ``[count]``, int64, ascending.
@@ -53,13 +55,17 @@ class Bitmap:
         Raises:
             ValueError: The message does not hold ``count`` positions.
         """
-        positions = places(unpack_bits(message, self.universe))
+        positions = places(bits)
         if positions.numel() != count:
             raise ValueError(f"{positions.numel()} positions are marked where the header says {count}")
         return positions
 
+    def decode(self, message: Tensor, count: int) -> Tensor:
+        """Read a packed message, shape ``[num_bytes]``; see :meth:`decode_bits`."""
+        return self.decode_bits(unpack_bits(message, self.universe), count)
+
 
 def shortest_code(universe: int, capacity: int) -> Bitmap | PositionCode:
-    """Whichever code writes up to ``capacity`` positions below ``universe`` in fewer bytes."""
+    """Whichever code writes up to ``capacity`` positions below ``universe`` in fewer bits."""
     bitmap, sparse = Bitmap(universe), PositionCode(universe, capacity)
-    return sparse if sparse.num_bytes < bitmap.num_bytes else bitmap
+    return sparse if sparse.num_bits < bitmap.num_bits else bitmap

@@ -51,38 +51,46 @@ class PositionCode:
         return self._num_flags(self.low_bits)
 
     @cached_property
+    def num_bits(self) -> int:
+        """Size of every message, in bits."""
+        return self.num_flags + self.low_bits * self.capacity
+
+    @cached_property
     def num_bytes(self) -> int:
         """Size of every message, in bytes."""
-        return num_bytes(self.num_flags) + self.low_bits * num_bytes(self.capacity)
+        return num_bytes(self.num_bits)
 
     def _num_flags(self, low_bits: int) -> int:
         return self.capacity + (max(self.universe - 1, 0) >> low_bits) + 1
 
-    def encode(self, positions: Tensor) -> Tensor:
-        """Write positions.
+    def encode_bits(self, positions: Tensor) -> Tensor:
+        """Write positions, not packed yet.
 
         Args:
             positions: Shape ``[count]``, int64, ascending and distinct, ``count <= capacity``.
 
         Returns:
-            Shape ``[num_bytes]``, uint8: the flags, then the low bits as ``low_bits`` planes of ``capacity`` flags.
+            Shape ``[num_bits]``, uint8 of zeros and ones: the flags, then the low bits as ``low_bits`` planes of
+            ``capacity``.
         """
         count, device = positions.numel(), positions.device
-        flags = torch.zeros(self.num_flags, dtype=torch.uint8, device=device)
-        flags[(positions >> self.low_bits) + torch.arange(count, device=device)] = 1
-        parts = [pack_bits(flags)]
+        bits = torch.zeros(self.num_bits, dtype=torch.uint8, device=device)
+        bits[(positions >> self.low_bits) + torch.arange(count, device=device)] = 1
+        planes = bits[self.num_flags :].view(self.low_bits, self.capacity)
         for plane in range(self.low_bits):
-            bits = torch.zeros(self.capacity, dtype=torch.uint8, device=device)
-            bits[:count] = (positions >> plane) & 1
-            parts.append(pack_bits(bits))
-        return torch.cat(parts)
+            planes[plane, :count] = (positions >> plane) & 1
+        return bits
 
-    def decode(self, message: Tensor, count: int) -> Tensor:
+    def encode(self, positions: Tensor) -> Tensor:
+        """Write positions: :meth:`encode_bits`, packed; shape ``[num_bytes]``, uint8."""
+        return pack_bits(self.encode_bits(positions))
+
+    def decode_bits(self, bits: Tensor, count: int) -> Tensor:
         """Read positions back.
 
         Args:
-            message: Shape ``[num_bytes]``, uint8.
-            count: How many positions it holds.
+            bits: Shape ``[num_bits]``, uint8 of zeros and ones.
+            count: How many positions they hold.
 
         Returns:
             Shape ``[count]``, int64, ascending.
@@ -90,15 +98,17 @@ class PositionCode:
         Raises:
             ValueError: The message does not hold ``count`` ascending positions below ``universe``.
         """
-        flag_bytes, plane_bytes = num_bytes(self.num_flags), num_bytes(self.capacity)
-        raised = places(unpack_bits(message[:flag_bytes], self.num_flags))
+        raised = places(bits[: self.num_flags])
         if raised.numel() != count:
             raise ValueError(f"{raised.numel()} positions are marked where the header says {count}")
-        positions = (raised - torch.arange(count, device=message.device)) << self.low_bits
+        positions = (raised - torch.arange(count, device=bits.device)) << self.low_bits
+        planes = bits[self.num_flags :].view(self.low_bits, self.capacity)
         for plane in range(self.low_bits):
-            start = flag_bytes + plane * plane_bytes
-            bits = unpack_bits(message[start : start + plane_bytes], self.capacity)[:count]
-            positions |= bits.to(torch.int64) << plane
+            positions |= planes[plane, :count].to(torch.int64) << plane
         if count and (int(positions[-1]) >= self.universe or not bool((positions[1:] > positions[:-1]).all())):
             raise ValueError(f"positions are not ascending below {self.universe}")
         return positions
+
+    def decode(self, message: Tensor, count: int) -> Tensor:
+        """Read a packed message, shape ``[num_bytes]``; see :meth:`decode_bits`."""
+        return self.decode_bits(unpack_bits(message, self.num_bits), count)
