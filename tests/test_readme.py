@@ -7,8 +7,12 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+import lightning_dct
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -64,6 +68,25 @@ def with_data(words: list[str]) -> list[str]:
     if "data=movielens" in words and not MOVIELENS.exists():
         pytest.skip("MovieLens 100K is not on this machine")
     return [f"data.root={MOVIELENS}" if word.startswith("data.root=") else word for word in words]
+
+
+def test_tables_snippet_trains_in_one_process():
+    namespace: dict[str, Any] = {}
+    exec(blocks("python")[2], namespace)
+    model = namespace["Recommender"]()
+    model.tables.materialize()
+    optimizer = model.optimizer()
+    before = model.tables.weight.detach().clone()
+    model(torch.randn(4, 13), torch.tensor([[1, 2, 3]] * 4)).square().mean().backward()
+    optimizer.step()
+    assert int((model.tables.weight != before).any(dim=1).sum()) == 3
+
+
+def test_pipeline_snippet_is_valid():
+    namespace: dict[str, Any] = {}
+    exec(blocks("python")[3], namespace)
+    assert namespace["network"](torch.randn(4, 32)).shape == (4, 2)
+    assert isinstance(namespace["strategy"], lightning_dct.DCTPipelineStrategy)
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
