@@ -72,15 +72,15 @@ class DLRM(nn.Module):
         num_vectors = 1 + len(table_rows)
         num_pairs = num_vectors * (num_vectors - 1) // 2
         self.top = fully_connected([embedding_dim + num_pairs, *top_sizes, 1], activate_last=False)
-        # Each pair once, and no vector with itself: the lower triangle.
-        rows, columns = torch.tril_indices(num_vectors, num_vectors, offset=-1)
-        self.register_buffer("pair_rows", rows, persistent=False)
-        self.register_buffer("pair_columns", columns, persistent=False)
 
     def interact(self, vectors: Tensor) -> Tensor:
         """Dot products of all pairs among ``[batch, vectors, embedding_dim]``: ``[batch, pairs]``."""
         products = vectors @ vectors.transpose(1, 2)
-        return products[:, self.pair_rows, self.pair_columns]
+        # Each pair once, and no vector with itself: the lower triangle. Not kept as buffers, which
+        # DistributedDataParallel would send to every rank before every forward.
+        count = vectors.shape[1]
+        rows, columns = torch.tril_indices(count, count, offset=-1, device=vectors.device)
+        return products[:, rows, columns]
 
     def forward(self, dense: Tensor, categorical: Tensor) -> Tensor:
         """Give the logit of a click.
