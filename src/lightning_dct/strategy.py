@@ -30,7 +30,6 @@ from lightning_dct.gradients import GradientSynchronizer, make_synchronizer, par
 from lightning_dct.traffic import Traffic
 from lightning_dct.warmup import WarmupSchedule
 
-
 REGISTERED_NAMES: dict[str, dict[str, Any]] = {
     "dct": {"start_method": "popen"},
     "dct_spawn": {"start_method": "spawn"},
