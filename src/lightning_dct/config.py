@@ -29,8 +29,8 @@ class DCTConfig:
         warmup_schedule: How it falls: ``"exponential"`` (by a constant factor a step; Lin et al., *Deep Gradient
             Compression*, ICLR 2018, section 3.4) or ``"linear"``.
         value_format: How a sent entry is written: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"`` (one scale a
-            tensor) or ``"1bit"`` (its sign, times the mean magnitude of what the tensor sends). What rounding loses stays in
-            the residual.
+            tensor) or ``"1bit"`` (its sign, times the mean magnitude of what the tensor sends). What rounding loses
+            stays in the residual.
         min_tensor_size: Tensors with fewer entries than this are sent whole, in their own dtype.
         guard: Nudge each threshold between refreshes so that the number of entries above it stays near its target.
     """

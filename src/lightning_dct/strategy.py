@@ -56,7 +56,7 @@ class DCTStrategy(DDPStrategy):
         refresh_every: Optimizer steps between two exact selections of the thresholds.
         warmup_steps: Optimizer steps over which the density falls from 1.0 to its target.
         warmup_schedule: ``"exponential"`` or ``"linear"``.
-        value_format: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"1bit"``.
+        value_format: ``"fp32"``, ``"bf16"``, ``"int8"``, ``"int4"`` or ``"1bit"``.
         min_tensor_size: Tensors with fewer entries are sent whole.
         guard: Nudge the thresholds between refreshes to hold the number of entries near its target.
         **kwargs: Everything DDPStrategy and DistributedDataParallel take, by keyword. ``process_group`` may also be a
