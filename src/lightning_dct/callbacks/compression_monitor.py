@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_dct.activations import SplitPoint
+from lightning_dct.activations import CompressedModule, SplitPoint
 from lightning_dct.metrics import CompressionRatio
 from lightning_dct.traffic import Traffic, TrafficTotals
 
@@ -90,9 +90,11 @@ class CompressionMonitor(pl.Callback):
             return
         # Without a single batch, as in a resumed run that was finished already, training never starts.
         since = {part: now - self._at_fit_start.get(part, now) for part, now in totals.items()}
-        inside = CompressionRatio().to(trainer.strategy.root_device)
-        inside.update(since["mp"])
-        ratio = float(inside.compute())  # of all ranks
+        ratio = math.nan
+        if _modules_of(trainer):  # the same on every rank, unlike what it has sent
+            inside = CompressionRatio().to(trainer.strategy.root_device)
+            inside.update(since["mp"])
+            ratio = float(inside.compute())  # of all ranks
         if not trainer.is_global_zero:
             return
         rows = summary_rows(since["dp"], trainer.world_size)
@@ -103,7 +105,9 @@ class CompressionMonitor(pl.Callback):
         if since["mp"].steps:
             rows = summary_rows(since["mp"], trainer.world_size)
             rows[1] = ("exchanges", f"{since['mp'].steps:,}")
-            rows.insert(5, ("compression ratio, all ranks", f"{ratio:,.1f}x" if ratio == ratio else "nothing was sent"))
+            rows.insert(
+                5, ("compression ratio, all ranks", "nothing was sent" if math.isnan(ratio) else f"{ratio:,.1f}x")
+            )
             rows.append(("held back (norm of the residual)", f"{held_back['mp'][1]:.4g}"))
             print_table("Inside the model, rank 0", rows)
 
@@ -201,15 +205,19 @@ def _totals_of(trainer: pl.Trainer) -> dict[str, TrafficTotals]:
     return {"dp": traffic.totals, "mp": inside.totals}
 
 
+def _modules_of(trainer: pl.Trainer) -> list[CompressedModule]:
+    strategy = trainer.strategy
+    return list(strategy.compressed_modules().values()) if hasattr(strategy, "compressed_modules") else []
+
+
 def _overflows_of(trainer: pl.Trainer) -> int:
-    modules = trainer.strategy.compressed_modules().values() if hasattr(trainer.strategy, "compressed_modules") else ()
-    return sum(module.overflows for module in modules if isinstance(module, SplitPoint))
+    return sum(module.overflows for module in _modules_of(trainer) if isinstance(module, SplitPoint))
 
 
 def _held_back(trainer: pl.Trainer) -> dict[str, tuple[list[float], float | None]]:
     """Thresholds in use and norm of the residual, of both kinds of traffic."""
     synchronizer = getattr(trainer.strategy, "synchronizer", None)
-    modules = trainer.strategy.compressed_modules().values() if hasattr(trainer.strategy, "compressed_modules") else ()
+    modules = _modules_of(trainer)
     return {
         "dp": ([], None) if synchronizer is None else (synchronizer.thresholds.values(), synchronizer.residuals.norm()),
         "mp": (
