@@ -75,7 +75,7 @@ def compress(
     )
     positions, values, observed = _fit(selection, plan, used, thresholds, reselect)
     whole = _take_whole(buffer, residual, plan, held, gradient_scale)
-    payload, received = pack(plan.layout, positions, values, whole)
+    payload, received = pack(plan.layout, plan.to_payload(positions), values, whole)
     left = values - received.to(values.dtype)
     finite = left.isfinite()
     if not bool(finite.all()):
@@ -92,7 +92,7 @@ def decompress(payloads: Tensor, buffer: Tensor, plan: BucketPlan, factor: float
 
     Args:
         payloads: Shape ``[world size, plan.layout.num_bytes]``, uint8, by rank.
-        buffer: Shape ``[n]``: the flattened bucket. Overwritten.
+        buffer: Shape ``[n]``: the flattened bucket. Overwritten where the plan's tensors lie.
         plan: What became of each tensor.
         factor: Weight of each rank: one over the world size, times the loss scale of mixed-precision training.
 
@@ -100,14 +100,15 @@ def decompress(payloads: Tensor, buffer: Tensor, plan: BucketPlan, factor: float
         PayloadError: A payload is not what a rank with this plan can have sent; the message names the rank.
     """
     total = buffer if buffer.dtype == plan.residual_dtype else buffer.to(plan.residual_dtype)
-    total.zero_()
+    for start, stop in [(0, total.numel())] if plan.starts is None else plan.bounds:
+        total[start:stop].zero_()
     for rank, payload in enumerate(payloads.unbind()):
         try:
             received = unpack(plan.layout, payload)
         except PayloadError as error:
             raise PayloadError(f"Gradients from rank {rank} of the process group: {error}.") from error
-        total.index_add_(0, received.positions, received.values.to(total.dtype), alpha=factor)
-        whole = received.whole.clone().view(buffer.dtype)
+        total.index_add_(0, plan.to_bucket(received.positions), received.values.to(total.dtype), alpha=factor)
+        whole = received.whole.clone().view(plan.dtype)
         for index, part in zip(plan.whole, whole.split([plan.sizes[i] for i in plan.whole]), strict=True):
             total[slice(*plan.bounds[index])].add_(part, alpha=factor)
     return total if total is buffer else buffer.copy_(total)
@@ -152,14 +153,14 @@ def _fit(
 
 
 def _take_whole(buffer: Tensor, residual: Tensor, plan: BucketPlan, held: set[int], gradient_scale: float) -> Tensor:
-    parts = [buffer.new_empty(0)]
+    parts = [buffer.new_empty(0, dtype=plan.dtype)]
     for index in plan.whole:
         part = slice(*plan.bounds[index])
         if index in held:
-            parts.append(torch.zeros_like(buffer[part]))
+            parts.append(torch.zeros_like(buffer[part], dtype=plan.dtype))
             continue
         accumulated = residual[part] + buffer[part].to(residual.dtype) * gradient_scale
-        sent = accumulated.to(buffer.dtype)
+        sent = accumulated.to(plan.dtype)
         left = accumulated - sent
         residual[part] = torch.where(left.isfinite(), left, residual[part])
         parts.append(sent)

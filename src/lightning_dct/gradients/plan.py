@@ -9,20 +9,23 @@ from functools import cached_property
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from lightning_dct.wire import BITS_PER_VALUE, PayloadLayout
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """A bucket's tensors and what becomes of them; a pure function of names, sizes, settings and world size.
+    """A bucket's tensors, or pieces of them, and what becomes of each; a pure function of the settings and the model.
 
     Attributes:
         names: The parameters' names, in the bucket's order.
         sizes: Entries of each.
         targets: Entries of each that are sent a step; 0 for a tensor that goes whole.
-        dtype: The gradients' dtype.
+        dtype: The gradients' dtype, in which whole tensors travel.
         value_format: How sent entries are written.
+        starts: Where each lies in the flattened bucket, ascending; None when they lie one behind the other. Payloads
+            know nothing of gaps.
     """
 
     names: tuple[str, ...]
@@ -30,6 +33,7 @@ class BucketPlan:
     targets: tuple[int, ...]
     dtype: torch.dtype
     value_format: str
+    starts: tuple[int, ...] | None = None
 
     @cached_property
     def is_dense(self) -> bool:
@@ -39,8 +43,8 @@ class BucketPlan:
     @cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
         """Where each tensor lies in the flattened bucket: ``(start, stop)``."""
-        stops = list(accumulate(self.sizes))
-        return tuple(zip([0, *stops[:-1]], stops, strict=True))
+        starts = self._places_in_payload if self.starts is None else self.starts
+        return tuple((start, start + size) for start, size in zip(starts, self.sizes, strict=True))
 
     @cached_property
     def compressed(self) -> tuple[int, ...]:
@@ -57,6 +61,23 @@ class BucketPlan:
         """The payload's shape."""
         whole_bytes = self.dtype.itemsize * sum(self.sizes[index] for index in self.whole)
         return PayloadLayout(self.sizes, self.targets, self.value_format, whole_bytes)
+
+    def to_payload(self, positions: Tensor) -> Tensor:
+        """Places in the flattened bucket as places in a payload (int64, any shape)."""
+        return positions if self.starts is None else self._moved(positions, self.starts, self._places_in_payload)
+
+    def to_bucket(self, positions: Tensor) -> Tensor:
+        """Places in a payload as places in the flattened bucket (int64, any shape)."""
+        return positions if self.starts is None else self._moved(positions, self._places_in_payload, self.starts)
+
+    @cached_property
+    def _places_in_payload(self) -> tuple[int, ...]:
+        return (0, *accumulate(self.sizes[:-1]))[: len(self.sizes)]
+
+    @staticmethod
+    def _moved(positions: Tensor, origins: tuple[int, ...], goals: tuple[int, ...]) -> Tensor:
+        origin, goal = torch.tensor([origins, goals], dtype=torch.int64, device=positions.device)
+        return positions + (goal - origin)[torch.searchsorted(origin, positions, right=True) - 1]
 
     @property
     def residual_dtype(self) -> torch.dtype:

@@ -1,0 +1,66 @@
+"""Tensors of a plan may lie anywhere in the bucket: a payload, and what is made of it, are the same."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_dct.gradients.compression import compress, decompress
+from lightning_dct.gradients.plan import BucketPlan
+from lightning_dct.threshold import Thresholds
+from strategies_for_hypothesis import FORMATS
+
+SIZES, TARGETS = (300, 50, 200, 1), (6, 0, 10, 0)
+STARTS = (7, 307, 500, 701)  # nothing, a neighbour, a gap, a gap, and 3 entries behind
+LENGTH = 705
+
+
+def spread(entries: Tensor, rest: float) -> Tensor:
+    """The entries where ``STARTS`` says, and ``rest`` everywhere else."""
+    everywhere = torch.full((LENGTH,), rest, dtype=entries.dtype)
+    for start, part in zip(STARTS, entries.split(SIZES), strict=True):
+        everywhere[start : start + part.numel()] = part
+    return everywhere
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("held", [set(), {0}, {1, 2}])
+@pytest.mark.parametrize("value_format", FORMATS)
+def test_gaps_between_the_tensors_change_nothing(value_format: str, held: set[int], dtype: torch.dtype) -> None:
+    together = BucketPlan(("a", "b", "c", "d"), SIZES, TARGETS, dtype, value_format)
+    apart = replace(together, starts=STARTS)
+    noise = torch.Generator().manual_seed(1)
+    gradient = torch.randn(sum(SIZES), generator=noise).to(dtype)
+    residuals = torch.randn(sum(SIZES), generator=noise).to(together.residual_dtype)
+    spread_residuals = spread(residuals, 9.0)
+    one = compress(gradient.clone(), residuals, together, held, Thresholds(), 0.5, reselect=True)
+    other = compress(spread(gradient, 8.0), spread_residuals, apart, held, Thresholds(), 0.5, reselect=True)
+    assert torch.equal(one.payload, other.payload)
+    assert one[1:] == other[1:]
+    assert torch.equal(spread_residuals, spread(residuals, 9.0))
+    payloads = torch.stack([one.payload, one.payload])
+    expected = decompress(payloads, torch.zeros(sum(SIZES), dtype=dtype), together, 0.25)
+    assert torch.equal(decompress(payloads, spread(expected * 0, 8.0), apart, 0.25), spread(expected, 8.0))
+
+
+def test_sums_of_half_precision_gradients_are_taken_in_fp32() -> None:
+    """Whole tensors travel in the plan's dtype whatever the buffer's."""
+    plan = BucketPlan(("a", "b"), (100, 3), (2, 0), torch.bfloat16, "fp32")
+    gradient, sums = torch.full((103,), 1.0, dtype=torch.bfloat16), torch.zeros(103)
+    gradient[100:] = 2.0**-7
+    sent = [
+        compress(part, torch.zeros(103), plan, set(), Thresholds(), 1.0, reselect=False).payload
+        for part in (gradient, torch.ones(103, dtype=torch.bfloat16))
+    ]
+    decompress(torch.stack(sent), sums, plan, 1.0)
+    assert sums[100:].tolist() == [1 + 2.0**-7] * 3
+    again = compress(sums, torch.zeros(103), plan, set(), Thresholds(), 1.0, reselect=False)
+    assert again.payload.numel() == plan.layout.num_bytes == sent[0].numel()
+
+
+def test_a_plan_without_tensors_writes_nothing() -> None:
+    plan = BucketPlan((), (), (), torch.float32, "int8", starts=())
+    buffer = torch.ones(5)
+    sent = compress(buffer, torch.ones(5), plan, set(), Thresholds(), 1.0, reselect=False)
+    assert decompress(sent.payload[None], buffer, plan, 1.0).tolist() == [1.0] * 5
