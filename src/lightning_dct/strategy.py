@@ -30,14 +30,6 @@ from lightning_dct.gradients import GradientSynchronizer, make_synchronizer, par
 from lightning_dct.traffic import Traffic
 from lightning_dct.warmup import WarmupSchedule
 
-REGISTERED_NAMES: dict[str, dict[str, Any]] = {
-    "dct": {"start_method": "popen"},
-    "dct_spawn": {"start_method": "spawn"},
-    "dct_fork": {"start_method": "fork"},
-    "dct_notebook": {"start_method": "fork"},
-    "dct_find_unused_parameters_true": {"start_method": "popen", "find_unused_parameters": True},
-}
-
 
 class DCTStrategy(DDPStrategy):
     """Data-parallel training that sends only gradient entries above a threshold and remembers the rest.
@@ -70,7 +62,13 @@ class DCTStrategy(DDPStrategy):
     """
 
     strategy_name = "dct"
-    registered_names: ClassVar[dict[str, dict[str, Any]]] = REGISTERED_NAMES
+    registered_names: ClassVar[dict[str, dict[str, Any]]] = {
+        "dct": {"start_method": "popen"},
+        "dct_spawn": {"start_method": "spawn"},
+        "dct_fork": {"start_method": "fork"},
+        "dct_notebook": {"start_method": "fork"},
+        "dct_find_unused_parameters_true": {"start_method": "popen", "find_unused_parameters": True},
+    }
     # Over how many ranks the parameters are spread: here every rank has all of them.
     stages = 1
 

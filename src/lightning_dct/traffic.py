@@ -16,7 +16,10 @@ A compression ratio is always ``bytes_dense / bytes_sent``. Element counts are n
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from time import perf_counter
 
 FP32_BYTES = 4
 ID_BYTES = 8
@@ -109,6 +112,15 @@ class Traffic:
             old.seconds + seconds,
             old.refreshes + refreshes,
         )
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the time within as spent compressing."""
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self.add(seconds=perf_counter() - start)
 
     @property
     def totals(self) -> TrafficTotals:

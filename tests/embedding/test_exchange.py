@@ -1,3 +1,4 @@
+import gc
 from typing import Any
 
 import numpy as np
@@ -78,3 +79,22 @@ def test_a_rank_that_owns_no_rows(ranks: Any) -> None:
     for rank, (owned, gradient) in enumerate(found):
         assert sorted(owned) == [0, 1, 2]
         assert gradient == [0, 16, 16][owned[rank]]
+
+
+def groups_before_with_and_after_tables() -> list[int]:
+    def count() -> int:
+        gc.collect()
+        return len(dist.distributed_c10d._world.pg_map)
+
+    counts = [count()]
+    tables = ShardedEmbeddingBags([5, 3], 4)
+    tables.materialize()
+    tables(torch.tensor([[1, 0]])).sum().backward()
+    counts.append(count())
+    del tables
+    return [*counts, count()]
+
+
+def test_the_group_of_tables_ends_with_them(ranks: Any) -> None:
+    for before, during, after in ranks(2).run(groups_before_with_and_after_tables):
+        assert (during, after) == (before + 1, before)

@@ -130,7 +130,7 @@ def collected_after(path):
 
     def look(*_):
         tables, rank = module.tables, module.tables.exchange_group.rank
-        for places, gradient in tables.collected:
+        for places, gradient in tables.collected.parts:
             for table, row, values in zip(*tables.placement.rows_of(rank, places.numpy()), gradient, strict=True):
                 seen[int(table), int(row)] = seen.get((int(table), int(row)), 0) + values.double()
 

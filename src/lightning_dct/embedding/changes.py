@@ -25,6 +25,7 @@ from lightning_dct.threshold import GUARD_RESELECT, SMALLEST_THRESHOLD, keep_lar
 from lightning_dct.wire import PayloadLayout, pack, unpack
 
 Float64Array = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
 
 
 class Message(NamedTuple):
@@ -94,18 +95,16 @@ def compress_changes(accumulated: Tensor, message: Message, thresholds: Float64A
             thresholds[table] = 0  # everything goes
         elif thresholds[table] == 0:
             thresholds[table] = kth_magnitude(part, target)
-    known = np.maximum(thresholds[message.tables], SMALLEST_THRESHOLD)
-    finite = flat.isfinite()
-    if not bool(finite.all()):
-        whole = torch.stack([part.all() for part in finite.split(sizes)]).cpu().numpy()
-        known = np.where(whole, known, np.inf)
+    finite = _finite_tables(flat, sizes)
+    known = np.where(finite, np.maximum(thresholds[message.tables], SMALLEST_THRESHOLD), np.inf)
     limits = torch.from_numpy(known).to(flat.dtype).repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
     limits = limits.to(flat.device)
     # "Not below" instead of "at or above": it is true for NaN.
     positions = (flat.abs() < limits).logical_not_().nonzero().squeeze(1)
     values = flat[positions]
-    index = _table_index(message, positions)
-    reached = torch.bincount(index, minlength=len(sizes)).tolist()
+    # How many there are of each table: positions ascend, so the place where a table ends among them tells.
+    ends = torch.tensor(sizes, dtype=torch.int64, device=positions.device).cumsum(0)
+    reached = np.diff(torch.searchsorted(positions, ends).cpu().numpy(), prepend=0).tolist()
     if positions.numel() > message.layout.capacity:
         # What exceeds its table's threshold by the largest factor goes.
         # In fp64, where over the smallest threshold the largest float is finite; infinite over infinite is NaN.
@@ -113,7 +112,7 @@ def compress_changes(accumulated: Tensor, message: Message, thresholds: Float64A
         keep, _ = keep_largest(excess, message.layout.capacity)
         positions, values = positions[keep], values[keep]
     if guard:
-        _guard(message, thresholds, reached, flat)
+        _guard(message, thresholds, reached, finite, flat)
     payload, received = pack(message.layout, positions, values, flat.new_empty(0, dtype=torch.uint8))
     return Sent(payload, positions, received, values - received.to(values.dtype))
 
@@ -135,17 +134,20 @@ def read_changes(payload: Tensor, message: Message) -> tuple[Tensor, Tensor]:
     return received.positions, received.values
 
 
-def _table_index(message: Message, positions: Tensor) -> Tensor:
-    ends = torch.tensor(message.layout.tensor_sizes, device=positions.device).cumsum(0)
-    return torch.searchsorted(ends, positions, right=True)
+def _finite_tables(flat: Tensor, sizes: tuple[int, ...]) -> BoolArray:
+    """Which tables have finite entries only."""
+    finite = flat.isfinite()
+    if bool(finite.all()):
+        return np.ones(len(sizes), dtype=np.bool_)
+    return torch.stack([part.all() for part in finite.split(sizes)]).cpu().numpy()
 
 
-def _guard(message: Message, thresholds: Float64Array, reached: list[int], flat: Tensor) -> None:
-    parts = flat.split(message.layout.tensor_sizes)
-    for part, table, count, target in zip(parts, message.tables, reached, message.layout.capacities, strict=True):
+def _guard(message: Message, thresholds: Float64Array, reached: list[int], finite: BoolArray, flat: Tensor) -> None:
+    parts, targets = flat.split(message.layout.tensor_sizes), message.layout.capacities
+    for part, table, count, target, is_finite in zip(parts, message.tables, reached, targets, finite, strict=True):
         if target == part.numel():
             continue
-        if count > GUARD_RESELECT * target and bool(part.isfinite().all()):
+        if count > GUARD_RESELECT * target and is_finite:
             thresholds[table] = kth_magnitude(part, target)
         else:
             thresholds[table] = max(nudge(thresholds[table], count, target, part.numel()), SMALLEST_THRESHOLD)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from contextlib import suppress
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -46,6 +48,20 @@ class Exchange:
         self.world_size = group.size() if group else 1
         self.device = device
 
+    @classmethod
+    def among_all(cls, device: torch.device) -> Exchange:
+        """Between all ranks, on a group of its own: a collective call where a process group is up.
+
+        Lightning broadcasts on the default group in between.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls(None, device)
+        group = cast(dist.ProcessGroup, dist.new_group())
+        exchange = cls(group, device)
+        # torch.distributed keeps a group, with its threads and connections, until it is told otherwise.
+        weakref.finalize(exchange, _destroy, group).atexit = False
+        return exchange
+
     def announce(self, numbers: Int64Array, traffic: Traffic) -> Int64Array:
         """Tell each rank some numbers.
 
@@ -80,3 +96,8 @@ class Exchange:
         work = dist.all_to_all_single(received, sent, list(sizes), lengths, group=self.group, async_op=True)
         traffic.add(bytes_sent=sum(lengths) - lengths[self.rank])
         return Incoming(work, list(received.split(list(sizes))))
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    with suppress(ValueError):  # it has gone already, with the default group
+        dist.destroy_process_group(group)

@@ -83,18 +83,18 @@ class ChangesLookup:
     def __init__(self, module: ShardedEmbeddingBags, bags: Bags) -> None:
         self._module = module
         self._rank, self._peers = module.exchange_group.rank, module.peers
-        with module.timed():
+        with module.traffic.timed():
             self._rows = DistinctRows(bags, module)
             payloads, told = self._ask()
         heard = module.exchange_group.announce(told, module.traffic)
-        with module.timed():
+        with module.traffic.timed():
             row_bytes = module.embedding_dim * module.remembered_dtype.itemsize
             sizes = [
                 int(heard[peer, 0] + heard[peer, 2] * row_bytes) if peer in self._peers else 0
                 for peer in range(module.placement.world_size)
             ]
         requests = module.exchange_group.start(payloads, sizes, module.traffic).wait()
-        with module.timed():
+        with module.traffic.timed():
             self._asked = {
                 peer: self._read_request(peer, requests[peer], int(heard[peer, 0]), int(heard[peer, 1]))
                 for peer in self._peers
@@ -111,7 +111,7 @@ class ChangesLookup:
         """Wait for the rows and pool them: shape ``[samples, tables, dim]``."""
         module, rows = self._module, self._rows
         answers = self._incoming.wait()
-        with module.timed():
+        with module.traffic.timed():
             parts: list[Tensor] = []
             for rank, places in enumerate(rows.wanted):
                 if rank == self._rank:
@@ -127,7 +127,7 @@ class ChangesLookup:
     def send_gradient(self, pooled_gradient: Tensor) -> None:
         """Start sending each owner the gradient of its rows; it arrives when backward ends."""
         module, rows = self._module, self._rows
-        with module.timed():
+        with module.traffic.timed():
             each = rows.bags.spread(pooled_gradient).to(module.remembered_dtype)
             gradient = each.new_zeros(int(rows.starts[-1]), module.embedding_dim)
             gradient.index_add_(0, rows.inverse, each)
@@ -143,17 +143,17 @@ class ChangesLookup:
 
         def finish() -> None:
             received = incoming.wait()
-            with module.timed():
+            with module.traffic.timed():
                 own = torch.from_numpy(rows.wanted[self._rank]).to(gradient.device)
-                module.collect_gradient(own, rows.part(gradient, self._rank))
+                module.collected.add(own, rows.part(gradient, self._rank))
                 for peer in self._peers:
                     positions, values = self._read(peer, received[peer], self._theirs[peer])
                     touched, within = torch.unique(positions // module.embedding_dim, return_inverse=True)
                     dense = gradient.new_zeros(touched.numel(), module.embedding_dim)
                     dense[within, positions % module.embedding_dim] = values.to(dense.dtype)
                     places = torch.from_numpy(self._asked[peer].places).to(gradient.device)
-                    module.collect_gradient(places[touched], dense)
-                module.deliver_gradient()
+                    module.collected.add(places[touched], dense)
+                module.collected.deliver(module.weight, module.placement.world_size)
 
         when_backward_ends(finish)
 
@@ -187,7 +187,7 @@ class ChangesLookup:
                 " ends' caches differ. Use the same `cache_rows` and the same checkpoint on every rank."
             )
         if len(flushed):
-            module.collect_gradient(torch.from_numpy(admission.evicted).to(flushed.device), flushed)
+            module.collected.add(torch.from_numpy(admission.evicted).to(flushed.device), flushed)
         return Asked(places, torch.from_numpy(admission.slots).to(module.weight.device), lookups)
 
     def _answer(self, peer: int) -> Tensor:

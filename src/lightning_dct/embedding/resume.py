@@ -21,7 +21,7 @@ def memory_of(module: ShardedEmbeddingBags) -> dict[str, Any]:
         "splits": [{**split.state_dict()} for split in module.splits] if module.exchange == "values" else [],
         "held": {peer: rows.state_dict() for peer, rows in module.held.items()},
         "mirrors": {peer: rows.state_dict() for peer, rows in module.mirrors.items()},
-        "collected": [(places.cpu(), gradient.cpu()) for places, gradient in module.collected],
+        "collected": [(places.cpu(), gradient.cpu()) for places, gradient in module.collected.parts],
     }
 
 
@@ -42,7 +42,8 @@ def restore_memory(module: ShardedEmbeddingBags, states: Sequence[Mapping[str, A
         for split, state in zip(module.splits, states[0]["splits"], strict=False):
             split.load_state_dict(state)
         device = module.weight.device
-        module.collected = [(places.to(device), gradient.to(device)) for places, gradient in states[0]["collected"]]
+        saved_parts = states[0]["collected"]
+        module.collected.parts = [(places.to(device), gradient.to(device)) for places, gradient in saved_parts]
         return
     module.forget()
     for old_rank, state in enumerate(states):
@@ -56,7 +57,7 @@ def restore_memory(module: ShardedEmbeddingBags, states: Sequence[Mapping[str, A
             mine = torch.from_numpy(np.flatnonzero(owners == module.exchange_group.rank))
             scale = module.placement.world_size / old.world_size
             kept = gradient[mine].to(module.weight.device, module.remembered_dtype) * scale
-            module.collect_gradient(torch.from_numpy(now)[mine].to(module.weight.device), kept)
+            module.collected.add(torch.from_numpy(now)[mine].to(module.weight.device), kept)
 
 
 def _fields(placement: Placement) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class RememberedRows:
             Where they are, and the residuals of the rows that had to go, shape ``[e, dim]`` (``[e, 0]`` without).
         """
         admission = self.cache.admit(wanted)
-        flushed = self.residual[admission.evicted_slots].clone()
+        flushed = self.residual[admission.evicted_slots]
         missing = self.cache.num_slots - len(self.copies)
         if missing > 0:
             # Doubling keeps the copying cheap; never more than the cache can come to hold.

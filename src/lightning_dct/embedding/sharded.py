@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from time import perf_counter
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import Self
 
 from lightning_dct.activations import CompressedModule, SplitPoint
 from lightning_dct.config import VALUE_FORMATS, check_choice, check_density, check_integer
 from lightning_dct.embedding.bags import read_bags
+from lightning_dct.embedding.collected import CollectedGradients
 from lightning_dct.embedding.evaluation import ExactReader
 from lightning_dct.embedding.exchange import Exchange
 from lightning_dct.embedding.initial import initial_rows
@@ -169,10 +167,7 @@ class ShardedEmbeddingBags(CompressedModule):
         if not torch.sparse.check_sparse_tensor_invariants.is_enabled():
             # What is the default anyway: said aloud, it keeps torch's sparse optimizers from warning about it.
             torch.sparse.check_sparse_tensor_invariants.disable()
-        # A group of its own: Lightning broadcasts on the default one in between.
-        group = cast(dist.ProcessGroup, dist.new_group()) if dist.is_available() and dist.is_initialized() else None
-        device = self.weight.device
-        self.exchange_group = Exchange(group, device)
+        self.exchange_group = Exchange.among_all(self.weight.device)
         rank, world_size = self.exchange_group.rank, self.exchange_group.world_size
         self.placement = place_tables(self.table_rows, world_size, self.expected_lookups)
         self.peers = [peer for peer in range(world_size) if peer != rank]
@@ -206,7 +201,7 @@ class ShardedEmbeddingBags(CompressedModule):
         # Rows of others that this rank uses, and what the others hold of this rank's rows.
         self.held = {peer: remembered(peer, True) for peer in self.peers}
         self.mirrors = {peer: remembered(self.exchange_group.rank, False) for peer in self.peers}
-        self.collected: list[tuple[Tensor, Tensor]] = []
+        self.collected = CollectedGradients()
         self.refresh_requested = True
 
     def initial(self, owner: int, places: Int64Array) -> Tensor:
@@ -253,28 +248,6 @@ class ShardedEmbeddingBags(CompressedModule):
         if self.is_materialized:
             ExactReader.serve_until_all_finish(self)
 
-    def collect_gradient(self, places: Tensor, gradient: Tensor) -> None:
-        """Add to the gradient of this rank's rows; :meth:`deliver_gradient` hands it over.
-
-        Args:
-            places: Shape ``[k]``, int64.
-            gradient: Shape ``[k, embedding_dim]``: of the mean loss of the rank it comes from.
-        """
-        self.collected.append((places, gradient))
-
-    def deliver_gradient(self) -> None:
-        """Add what was collected to ``weight.grad``, a sparse tensor, as the mean over ranks."""
-        places = torch.cat([places for places, _ in self.collected])
-        gradients = torch.cat([gradient for _, gradient in self.collected])
-        self.collected = []
-        distinct, inverse = torch.unique(places, return_inverse=True)
-        summed = gradients.new_zeros(distinct.numel(), self.embedding_dim).index_add_(0, inverse, gradients)
-        summed = (summed / self.placement.world_size).to(self.weight.dtype)
-        gradient = torch.sparse_coo_tensor(
-            distinct.unsqueeze(0), summed, self.weight.shape, is_coalesced=True, check_invariants=False
-        )
-        self.weight.grad = gradient if self.weight.grad is None else (self.weight.grad + gradient).coalesce()
-
     def train(self, mode: bool = True) -> Self:
         """Switch training on or off, for masks of values too."""
         for split in self.splits:
@@ -299,15 +272,6 @@ class ShardedEmbeddingBags(CompressedModule):
         held = self.held.values() if self.is_materialized else ()
         return float(sum(float(rows.residual.norm(dtype=torch.float64)) ** 2 for rows in held) ** 0.5)
 
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Count the time within as spent compressing."""
-        start = perf_counter()
-        try:
-            yield
-        finally:
-            self.traffic.add(seconds=perf_counter() - start)
-
     def compression_state(self) -> dict[str, Any]:
         """What this rank remembers; see :mod:`lightning_dct.embedding.resume`."""
         return memory_of(self) if self.is_materialized else {}
@@ -328,9 +292,7 @@ class ShardedEmbeddingBags(CompressedModule):
             own = self.weight.detach()
             if whole is not None and len(whole) == sum(self.table_rows):
                 # Saved by a single process without shards: all tables, one after the other.
-                first = np.cumsum([0, *self.table_rows])
-                own = torch.empty_like(own)
-                for table, start, stop, place in self.placement.ranges(self.exchange_group.rank):
-                    own[place : place + stop - start] = whole[first[table] + start : first[table] + stop]
+                tables, rows = self.placement.rows_of(self.exchange_group.rank, np.arange(len(own)))
+                own = whole[np.cumsum([0, *self.table_rows])[tables] + rows]
             state_dict[key] = own
         super()._load_from_state_dict(state_dict, prefix, *arguments)

@@ -54,14 +54,14 @@ class ValuesLookup:
         self._module, self._bags = module, bags
         world = range(module.placement.world_size)
         self._tables = [module.placement.tables_on(rank) for rank in world]
-        with module.timed():
+        with module.traffic.timed():
             owners, places = module.placement.locate(bags.tables, bags.rows)
             payloads = [self._ask(rank, places[owners == rank], owners == rank) for rank in world]
             lookups = np.bincount(owners, minlength=len(world))
             told = np.array([[bags.num_samples, lookups[rank], len(payloads[rank])] for rank in world], dtype=np.int64)
         heard = module.exchange_group.announce(told, module.traffic)
         requests = module.exchange_group.start(payloads, [int(size) for size in heard[:, 2]], module.traffic).wait()
-        with module.timed():
+        with module.traffic.timed():
             self._asked: list[Asked] = []
             answers = []
             for rank in world:
@@ -79,7 +79,7 @@ class ValuesLookup:
         """Wait for the pooled embeddings: shape ``[samples, tables, dim]``."""
         module, bags = self._module, self._bags
         answers = self._incoming.wait()
-        with module.timed():
+        with module.traffic.timed():
             dtype = module.weight.dtype
             pooled = module.weight.new_zeros(bags.num_samples, bags.num_tables, module.embedding_dim)
             self._positions: list[Tensor | None] = []
@@ -99,7 +99,7 @@ class ValuesLookup:
     def send_gradient(self, pooled_gradient: Tensor) -> None:
         """Start sending each owner the gradient of what it sent; it arrives when backward ends."""
         module, bags = self._module, self._bags
-        with module.timed():
+        with module.traffic.timed():
             if bags.divisors is not None:
                 pooled_gradient = pooled_gradient / bags.divisors.view(bags.num_samples, bags.num_tables, 1)
             # As the owners' split points for this rank's batch would round it.
@@ -114,12 +114,12 @@ class ValuesLookup:
 
         def finish() -> None:
             received = incoming.wait()
-            with module.timed():
+            with module.traffic.timed():
                 for asked, layout, payload in zip(self._asked, theirs, received, strict=True):
                     gradient = decode_backward(layout, payload, asked.positions, module.remembered_dtype)
                     rows = gradient.reshape(-1, module.embedding_dim)[asked.bags]
-                    module.collect_gradient(asked.places, rows)
-                module.deliver_gradient()
+                    module.collected.add(asked.places, rows)
+                module.collected.deliver(module.weight, module.placement.world_size)
 
         when_backward_ends(finish)
 
