@@ -13,8 +13,6 @@ from lightning_dct.activations import (
     SplitPoint,
     SplitSettings,
     activation_layout,
-    as_bytes,
-    as_floats,
     decode_backward,
     decode_forward,
     encode_backward,
@@ -95,21 +93,11 @@ def test_round_trip_by_loop(case: tuple[ActivationLayout, Tensor, Tensor | None]
     gradient = dense.flip(0) if dense.dim() else dense * 2
     payload = encode_backward(layout, gradient, places)
     assert payload.shape == (layout.backward_bytes,)
+    assert 0 <= 4 * layout.wire_floats - max(encoded.values_payload.numel(), payload.numel()) < 4
     returned = decode_backward(layout, payload, encoded.positions)
     assert returned.shape == layout.shape
     expected = decoded_by_loop(gradient, positions, layout.row_length, layout.backward_format)
     assert returned.reshape(-1).tolist() == expected
-
-
-@given(case=layouts_and_entries(), extra=st.integers(0, 3))
-@examples(100)
-def test_bytes_survive_as_floats(case: tuple[ActivationLayout, Tensor, Tensor | None], extra: int) -> None:
-    layout, dense, positions = case
-    values = encode_forward(layout, dense, positions).values_payload
-    for payload in (values, encode_backward(layout, dense, positions), values ^ 0xFF):
-        floats = as_floats(payload, layout.wire_floats + extra)
-        assert (floats.dtype, floats.shape) == (torch.float32, (layout.wire_floats + extra,))
-        assert torch.equal(as_bytes(floats.clone(), payload.numel()), payload)
 
 
 @pytest.mark.parametrize("value_format", ROW_FORMATS)

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_dct import SplitPoint
-from lightning_dct.activations import as_bytes, as_floats
 from lightning_dct.clipping import clip_grad_norm
 from lightning_dct.pipeline.borders import Border, trace_borders
+from lightning_dct.pipeline.crossing import as_bytes, as_floats
 from lightning_dct.pipeline.delivery import deliver, set_aside
 from lightning_dct.pipeline.partition import cut, materialise, release
 from lightning_dct.pipeline.sequential import NetworkCall
@@ -70,11 +70,12 @@ def test_delivered_gradients_arrive_scaled_and_once() -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 255), min_size=1, max_size=40))
-def test_bytes_viewed_as_floats_survive_copies(values: list[int]) -> None:
+@given(st.lists(st.integers(0, 255), max_size=40), st.integers(0, 3))
+def test_bytes_viewed_as_floats_survive_copies(values: list[int], room: int) -> None:
     """Oracle: the bytes, after the copies and the accumulation that torch's stages make; NaN patterns included."""
     payload = torch.tensor(values, dtype=torch.uint8)
-    floats = as_floats(payload, -(-len(values) // 4))
+    floats = as_floats(payload, -(-len(values) // 4) + room)
+    assert floats.shape == (-(-len(values) // 4) + room,)
     leaf = torch.zeros_like(floats, requires_grad=True)
     torch.autograd.backward([leaf], [floats])
     assert torch.equal(as_bytes(leaf.grad, len(values)), payload)

@@ -2,8 +2,6 @@
 
 from lightning_dct.activations.codec import (
     Encoded,
-    as_bytes,
-    as_floats,
     decode_backward,
     decode_forward,
     encode_backward,
@@ -21,8 +19,6 @@ __all__ = [
     "SplitPoint",
     "SplitSettings",
     "activation_layout",
-    "as_bytes",
-    "as_floats",
     "decode_backward",
     "decode_forward",
     "encode_backward",

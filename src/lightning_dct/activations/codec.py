@@ -143,34 +143,6 @@ def decode_backward(
     return decode_values_at(layout, layout.backward_format, payload, positions, dtype)
 
 
-def as_floats(payload: Tensor, num_floats: int) -> Tensor:
-    """View bytes as fp32 numbers, for channels that pass nothing else; no bit changes.
-
-    Args:
-        payload: Shape ``[num_bytes]``, uint8.
-        num_floats: At least ``num_bytes / 4``, as :attr:`ActivationLayout.wire_floats` is; the rest is zero.
-
-    Returns:
-        Shape ``[num_floats]``, fp32. The numbers mean nothing and may be NaN: copy them, never compute with them.
-    """
-    padded = payload.new_zeros(4 * num_floats)
-    padded[: payload.numel()] = payload
-    return padded.view(torch.float32)
-
-
-def as_bytes(floats: Tensor, num_bytes: int) -> Tensor:
-    """Undo :func:`as_floats`.
-
-    Args:
-        floats: Shape ``[num_floats]``, fp32.
-        num_bytes: How many bytes there were.
-
-    Returns:
-        Shape ``[num_bytes]``, uint8.
-    """
-    return floats.detach().contiguous().view(torch.uint8)[:num_bytes]
-
-
 def encode_values_at(
     layout: ActivationLayout,
     value_format: str,
@@ -197,7 +169,7 @@ def encode_values_at(
     noise = None
     if seed is not None and value_format in LEVELS:
         noise = uniform(values.numel(), seed, stream, values)
-    rows = _rows_of(layout, positions) if value_format in LEVELS else None
+    rows = _rows_of(layout, value_format, positions)
     data, scale_data = encode_rows(values, rows, layout.scales_capacity, value_format, noise)
     payload = torch.zeros(layout.values_bytes(value_format), dtype=torch.uint8, device=dense.device)
     scale_bytes = row_scales_num_bytes(value_format, layout.scales_capacity)
@@ -218,7 +190,7 @@ def decode_values_at(
     count = layout.numel if positions is None else positions.numel()
     scale_bytes = row_scales_num_bytes(value_format, layout.scales_capacity)
     data = payload[scale_bytes : scale_bytes + row_values_num_bytes(value_format, count)]
-    rows = _rows_of(layout, positions) if value_format in LEVELS else None
+    rows = _rows_of(layout, value_format, positions)
     values = _converted(decode_rows(data, count, rows, payload[:scale_bytes], value_format), dtype)
     if positions is None:
         return values.view(layout.shape)
@@ -234,9 +206,9 @@ def _gather(flat: Tensor, positions: Tensor | None) -> Tensor:
     return torch.where(inside, flat[positions.clamp(max=flat.numel() - 1)], 0)
 
 
-def _rows_of(layout: ActivationLayout, positions: Tensor | None) -> Tensor | None:
-    """Which of the rows that have entries each entry belongs to, counted from 0; None for all rows in full."""
-    if positions is None:
+def _rows_of(layout: ActivationLayout, value_format: str, positions: Tensor | None) -> Tensor | None:
+    """Which of the rows that have entries each entry belongs to, counted from 0; None where it is not asked."""
+    if positions is None or value_format not in LEVELS:
         return None
     rows = positions.clamp(max=layout.numel - 1) // layout.row_length
     new = torch.ones_like(rows)
@@ -246,11 +218,10 @@ def _rows_of(layout: ActivationLayout, positions: Tensor | None) -> Tensor | Non
 
 def _converted(values: Tensor, dtype: torch.dtype) -> Tensor:
     """``values`` as ``dtype``, where rounding on the wire must not have made them infinite."""
-    converted = values.to(dtype)
-    if dtype != torch.float16:
-        return converted
-    limit = torch.finfo(dtype).max
-    return torch.where(values.isfinite(), values.clamp(-limit, limit).to(dtype), converted)
+    if dtype == torch.float16:
+        limit = torch.finfo(dtype).max
+        values = torch.where(values.isfinite(), values.clamp(-limit, limit), values)
+    return values.to(dtype)
 
 
 def _encode_positions(layout: ActivationLayout, positions: Tensor | None, device: torch.device) -> Tensor:

@@ -17,8 +17,6 @@ from torch.autograd.function import once_differentiable
 
 from lightning_dct.activations import (
     SplitPoint,
-    as_bytes,
-    as_floats,
     decode_backward,
     decode_forward,
     encode_backward,
@@ -83,6 +81,34 @@ def send(crossing: Crossing, activation: Tensor) -> tuple[Tensor, Tensor]:
 def receive(crossing: Crossing, values: Tensor, positions: Tensor) -> Tensor:
     """Decode what the previous piece has sent: zero where it has sent nothing."""
     return _Receive.apply(values, positions, crossing)
+
+
+def as_floats(payload: Tensor, num_floats: int) -> Tensor:
+    """View bytes as fp32 numbers, for channels that pass nothing else; no bit changes.
+
+    Args:
+        payload: Shape ``[num_bytes]``, uint8.
+        num_floats: At least ``num_bytes / 4``, as :attr:`ActivationLayout.wire_floats` is; the rest is zero.
+
+    Returns:
+        Shape ``[num_floats]``, fp32. The numbers mean nothing and may be NaN: copy them, never compute with them.
+    """
+    padded = payload.new_zeros(4 * num_floats)
+    padded[: payload.numel()] = payload
+    return padded.view(torch.float32)
+
+
+def as_bytes(floats: Tensor, num_bytes: int) -> Tensor:
+    """Undo :func:`as_floats`.
+
+    Args:
+        floats: Shape ``[num_floats]``, fp32.
+        num_bytes: How many bytes there were.
+
+    Returns:
+        Shape ``[num_bytes]``, uint8.
+    """
+    return floats.detach().contiguous().view(torch.uint8)[:num_bytes]
 
 
 class _Send(torch.autograd.Function):
