@@ -1,5 +1,98 @@
-"""The hot path over memory: add the gradient to the residual, compare, compact."""
+"""The hot path over memory: add the gradient to the residual, compare, compact. One contract, several kernels.
 
-from lightning_dct.kernels.reference import Selection, select
+========  ===========  ==================================================================
+kernel    needs        what it is
+========  ===========  ==================================================================
+torch                  cache-sized chunks on the CPU, whole tensors on a GPU
+numba     numba        one pass over memory on the CPU (``pip install 'lightning-dct[fast]'``)
+triton    triton       two passes on a CUDA GPU, of which the second reads only
+========  ===========  ==================================================================
 
-__all__ = ["Selection", "select"]
+All give the same entries and the same residual to the last bit, so it does not matter when ranks use different ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from lightning_dct.kernels.selection import Kernel, Selection
+
+KernelName = Literal["auto", "torch", "numba", "triton"]
+KERNELS: tuple[str, ...] = get_args(KernelName)
+_MODULES = {"torch": "reference", "numba": "numba_cpu", "triton": "triton_cuda"}
+_DEVICES = {"numba": "cpu", "triton": "cuda"}
+_REMEDIES = {"numba": "pip install 'lightning-dct[fast]'", "triton": "pip install triton"}
+
+__all__ = ["KERNELS", "Kernel", "KernelName", "Selection", "available_kernels", "check_kernel", "select"]
+
+
+def select(
+    gradient: Tensor,
+    residual: Tensor,
+    segments: Sequence[tuple[int, int]],
+    thresholds: Sequence[float],
+    gradient_scale: float = 1.0,
+    kernel: str = "auto",
+) -> Selection:
+    """Add the gradient to the residual and pick the entries at or above the threshold.
+
+    See :mod:`lightning_dct.kernels.selection` for the contract.
+
+    Args:
+        gradient: Shape ``[n]``, any floating dtype: the flattened bucket. Not changed.
+        residual: Shape ``[n]``, fp32 or fp64, finite. Changed in place.
+        segments: Ascending ranges ``(start, stop)`` of the bucket, one for each compressed tensor.
+        thresholds: One positive threshold for each segment.
+        gradient_scale: Factor on the gradient: one over the loss scale of mixed-precision training.
+        kernel: ``"auto"`` takes the fastest that is installed and fits the device; a name forces one.
+
+    Raises:
+        ValueError: The kernel is not installed or does not work on this device.
+    """
+    name = fastest_kernel(gradient.device.type) if kernel == "auto" else kernel
+    check_kernel(name, gradient.device.type)
+    return _load(name)(gradient, residual, segments, thresholds, gradient_scale)
+
+
+def available_kernels(device_type: str) -> dict[str, Kernel]:
+    """The kernels that are installed and work on a device, by name, the slowest first."""
+    return {
+        name: _load(name) for name in _MODULES if _DEVICES.get(name, device_type) == device_type and _is_installed(name)
+    }
+
+
+@cache
+def fastest_kernel(device_type: str) -> str:
+    """What ``"auto"`` takes on a device."""
+    return list(available_kernels(device_type))[-1]
+
+
+def check_kernel(name: str, device_type: str) -> None:
+    """Refuse a kernel that cannot run.
+
+    Raises:
+        ValueError: It is not installed or does not work on this device.
+    """
+    if name in ("auto", "torch"):
+        return
+    if _DEVICES[name] != device_type:
+        raise ValueError(f"`kernel={name!r}` works on {_DEVICES[name]}, not on {device_type}. Use `kernel='auto'`.")
+    if not _is_installed(name):
+        raise ValueError(f"`kernel={name!r}` needs the package {name}: `{_REMEDIES[name]}`, or use `kernel='auto'`.")
+
+
+@cache
+def _is_installed(package: str) -> bool:
+    return find_spec(package) is not None
+
+
+@cache
+def _load(name: str) -> Kernel:
+    kernel: Kernel = import_module(f"lightning_dct.kernels.{_MODULES[name]}").select
+    return kernel

@@ -1,5 +1,5 @@
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from unittest import mock
 
 import numpy as np
@@ -9,16 +9,39 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dct.kernels import reference, select
+from lightning_dct.kernels import Selection, available_kernels, check_kernel, numba_cpu, reference
+from lightning_dct.kernels import select as select_with
 from strategies_for_hypothesis import examples
 
 CHUNK = 16
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+class KernelUnderTest:
+    name = "torch"
+
+
+def select(
+    gradient: Tensor,
+    residual: Tensor,
+    segments: Sequence[tuple[int, int]],
+    thresholds: Sequence[float],
+    scale: float = 1.0,
+) -> Selection:
+    return select_with(gradient, residual, segments, thresholds, scale, kernel=KernelUnderTest.name)
+
+
+@pytest.fixture(autouse=True, params=["torch", "numba", "numba on two threads"])
+def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    name, _, threads = request.param.partition(" ")
+    monkeypatch.setattr(KernelUnderTest, "name", name)
     monkeypatch.setattr(reference, "CHUNK", CHUNK)
+    # Few enough that the two threads share a segment, and that their border is in the middle of a block.
+    monkeypatch.setattr(numba_cpu, "ENTRIES_PER_THREAD", 7)
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(2 if threads else 1)
+    yield
+    torch.set_num_threads(threads_before)
 
 
 def select_by_loop(
@@ -69,7 +92,7 @@ def noise(size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tenso
     return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-@pytest.mark.parametrize("size", [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK + 5])
+@pytest.mark.parametrize("size", [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK + 5, 2 * numba_cpu.BLOCK + 9])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equals_the_loop_around_chunk_boundaries(size: int, dtype: torch.dtype) -> None:
     residual = noise(size, torch.float64 if dtype == torch.float64 else torch.float32, seed=1)
@@ -153,6 +176,20 @@ def test_no_segments() -> None:
     assert residual.tolist() == [1.0] * 10
 
 
+def test_a_million_entries_and_several_threads_as_one_by_one() -> None:
+    """Enough for every path: blocks, words of flags, a share for each thread."""
+    gradient, residual = noise(1_000_000), noise(1_000_000, seed=1)
+    expected = gradient + residual
+    segments, thresholds = [(0, 400_001), (400_001, 999_000)], [3.0, 3.5]
+    selection = select(gradient, residual, segments, thresholds)
+    limits = torch.cat([torch.full((400_001,), 3.0), torch.full((598_999,), 3.5), torch.full((1000,), math.inf)])
+    places = (expected.abs() >= limits).nonzero().squeeze(1)
+    assert torch.equal(selection.positions, places)
+    assert torch.equal(selection.values, expected[places])
+    assert selection.counts == [int((places < 400_001).sum()), int((places >= 400_001).sum())]
+    assert torch.equal(residual[:999_000], expected[:999_000])
+
+
 def test_as_many_thresholds_as_segments() -> None:
     with pytest.raises(ValueError):
         select(torch.ones(10), torch.zeros(10), [(0, 5), (5, 10)], [1.0])
@@ -169,5 +206,26 @@ def test_equals_the_loop_whatever_the_numbers(data: st.DataObject, size: int, th
     residual = torch.tensor(data.draw(st.lists(finite_numbers, min_size=size, max_size=size)))
     cuts = sorted(data.draw(st.sets(st.integers(0, size), min_size=2 if size > 1 else 0, max_size=4)))
     segments = list(zip(cuts[::2], cuts[1::2], strict=False))
-    with mock.patch.object(reference, "CHUNK", data.draw(st.integers(1, 8))):
+    pieces = st.integers(1, 8)
+    with (
+        mock.patch.object(reference, "CHUNK", data.draw(pieces)),
+        mock.patch.object(numba_cpu, "ENTRIES_PER_THREAD", data.draw(pieces)),
+    ):
         assert_equals_loop(gradient, residual, segments, [threshold] * len(segments))
+
+
+def test_kernels_of_a_device() -> None:
+    assert list(available_kernels("cpu")) == ["torch", "numba"]
+    assert "numba" not in available_kernels("cuda")
+
+
+def test_a_kernel_for_another_device_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"`kernel='triton'` works on cuda, not on cpu\. Use `kernel='auto'`"):
+        check_kernel("triton", "cpu")
+
+
+def test_a_kernel_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_dct.kernels._is_installed", lambda package: package != "numba")
+    assert list(available_kernels("cpu")) == ["torch"]
+    with pytest.raises(ValueError, match=r"needs the package numba: `pip install 'lightning-dct\[fast\]'`"):
+        check_kernel("numba", "cpu")
