@@ -1,19 +1,24 @@
-"""The ways of synchronising gradients that DCT is compared with, each counting the bytes it really sends.
+"""The ways of synchronising gradients that DCT is compared with, each counting the bytes and the time it takes.
 
-torch's own hooks do the work; what is added is a :class:`lightning_dct.traffic.Traffic`, fed where tensors are handed
-to the collective. Annotations are objects here, not strings: DistributedDataParallel reads those of its hooks.
+torch's own hooks do the work where there are such; what is added is a :class:`lightning_dct.traffic.Traffic`, fed where
+tensors are handed to the collective. Annotations are objects here, not strings: DistributedDataParallel reads those of
+its hooks.
 """
 
+from threading import Lock
+from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn import Module
 
 from lightning_dct.traffic import FP32_BYTES, Traffic, all_reduce_bytes
+from top_k import TopKSynchronizer
 
-SYNCHRONISATIONS = ("fp32", "fp16", "powersgd")
+SYNCHRONISATIONS = ("none", "fp32", "fp16", "bf16", "powersgd", "top_k")
 """Names that ``strategy.synchronisation`` takes."""
 
 # PowerSGD names its parameters by bucket, so there must be one bucket, as it was before DDP rebuilt it.
@@ -27,6 +32,13 @@ class _CountedHook:
         self.traffic = traffic
         self.group = group
         self.world_size = group.size()
+        # Callbacks of collectives run in threads of gloo, beside backward.
+        self._counting = Lock()
+
+    def count_time(self, started: float) -> None:
+        """Count the time since ``started`` (of ``perf_counter``) as spent compressing."""
+        with self._counting:
+            self.traffic.add(seconds=perf_counter() - started)
 
     def count(self, bucket: dist.GradBucket, sent: list[tuple[int, int]]) -> None:
         """Count a bucket.
@@ -36,13 +48,14 @@ class _CountedHook:
             sent: For each all-reduce, its entries and the bytes an entry.
         """
         entries = bucket.buffer().numel()
-        self.traffic.add(
-            steps=int(bucket.is_last()),
-            bytes_sent=sum(all_reduce_bytes(size * width, self.world_size) for size, width in sent),
-            bytes_dense=all_reduce_bytes(FP32_BYTES * entries, self.world_size),
-            entries_sent=sum(size for size, _ in sent),
-            entries=entries,
-        )
+        with self._counting:
+            self.traffic.add(
+                steps=int(bucket.is_last()),
+                bytes_sent=sum(all_reduce_bytes(size * width, self.world_size) for size, width in sent),
+                bytes_dense=all_reduce_bytes(FP32_BYTES * entries, self.world_size),
+                entries_sent=sum(size for size, _ in sent),
+                entries=entries,
+            )
 
 
 class _PowerSGDCount(_CountedHook):
@@ -80,37 +93,80 @@ def counted_fp32_hook(state: _CountedHook, bucket: dist.GradBucket) -> torch.fut
 
 def counted_fp16_hook(state: _CountedHook, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average gradients rounded to half precision."""
-    state.count(bucket, [(bucket.buffer().numel(), torch.float16.itemsize)])
-    return default_hooks.fp16_compress_hook(state.group, bucket)
+    return _average_rounded(state, bucket, torch.float16)
+
+
+def counted_bf16_hook(state: _CountedHook, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average gradients rounded to bfloat16; torch's hook of that kind is refused off CUDA."""
+    return _average_rounded(state, bucket, torch.bfloat16)
+
+
+def _average_rounded(
+    state: _CountedHook, bucket: dist.GradBucket, dtype: torch.dtype
+) -> torch.futures.Future[torch.Tensor]:
+    """What torch's hooks for two-byte gradients do: round, divide, sum over the ranks, and widen again."""
+    started = perf_counter()
+    buffer = bucket.buffer()
+    state.count(bucket, [(buffer.numel(), dtype.itemsize)])
+    rounded = buffer.to(dtype).div_(state.world_size)
+    state.count_time(started)
+
+    def widen(summed: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        started = perf_counter()
+        buffer.copy_(summed.value()[0])
+        state.count_time(started)
+        return buffer
+
+    return dist.all_reduce(rounded, group=state.group, async_op=True).get_future().then(widen)
 
 
 def counted_powersgd_hook(state: _PowerSGDCount, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average low-rank factors of the gradients, with error feedback (Vogels, Karimireddy and Jaggi, 2019)."""
+    """Average low-rank factors of the gradients, with error feedback (Vogels, Karimireddy and Jaggi, 2019).
+
+    torch's hook computes between its collectives, so the time counted as compressing has the waiting for them in it.
+    """
+    started = perf_counter()
     width = bucket.buffer().element_size()
     state.count(bucket, [(size, width) for size in state.entries_to_send(bucket)])
-    return powerSGD_hook.powerSGD_hook(state.state, bucket)
+
+    def finish(averaged: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        state.count_time(started)
+        return averaged.value()
+
+    return powerSGD_hook.powerSGD_hook(state.state, bucket).then(finish)
 
 
 class CountedDDPStrategy(DDPStrategy):
-    """DDPStrategy with one of torch's gradient hooks, on any device, and a count of what it sends.
+    """DDPStrategy with one of the rivals' ways of synchronising gradients, on any device, and a count of what it sends.
 
     Lightning registers hooks on CUDA only; this strategy does everywhere.
 
+    ``none`` is the floor that a synchronisation is measured against: the module is not wrapped by
+    DistributedDataParallel at all, and every rank trains a replica of its own on its own share of the data. What the
+    Trainer itself sends stays, above all its broadcast of one number before each batch.
+
     Args:
-        synchronisation: ``fp32`` (plain DDP), ``fp16`` or ``powersgd``.
+        synchronisation: ``none``, ``fp32`` (plain DDP), ``fp16``, ``bf16``, ``powersgd`` or ``top_k``.
         rank: PowerSGD's rank.
         start_step: Steps that PowerSGD synchronises densely first; at least 2.
+        density: Share of each tensor's entries that ``top_k`` sends, in (0, 1].
         **kwargs: As DDPStrategy takes them.
 
     Attributes:
         traffic: What was sent so far.
-        hook_state: The state of the registered hook; None before fit.
 
     Raises:
         ValueError: If a setting is out of range.
     """
 
-    def __init__(self, synchronisation: str = "fp32", rank: int = 4, start_step: int = 100, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        synchronisation: str = "fp32",
+        rank: int = 4,
+        start_step: int = 100,
+        density: float = 0.01,
+        **kwargs: Any,
+    ) -> None:
         if synchronisation not in SYNCHRONISATIONS:
             raise ValueError(
                 f"strategy.synchronisation={synchronisation!r}: choose one of {', '.join(SYNCHRONISATIONS)}"
@@ -119,21 +175,31 @@ class CountedDDPStrategy(DDPStrategy):
             raise ValueError(f"strategy.rank={rank}: must be at least 1")
         if start_step < 2:
             raise ValueError(f"strategy.start_step={start_step}: PowerSGD needs at least 2 dense steps first")
+        if not 0 < density <= 1:
+            raise ValueError(f"strategy.density={density}: must lie in (0, 1]")
         if synchronisation == "powersgd":
             kwargs.setdefault("bucket_cap_mb", _ONE_BUCKET_MEGABYTES)
         super().__init__(**kwargs)
         self.synchronisation = synchronisation
         self.rank = rank
         self.start_step = start_step
+        self.density = density
         self.traffic = Traffic()
-        self.hook_state: _CountedHook | None = None
+
+    def _setup_model(self, model: Module) -> Module:
+        return model if self.synchronisation == "none" else super()._setup_model(model)
 
     def _register_ddp_hooks(self) -> None:
         group = dist.group.WORLD
-        if self.synchronisation == "powersgd":
-            self.hook_state = _PowerSGDCount(self.traffic, group, self.rank, self.start_step)
-            hook = counted_powersgd_hook
-        else:
-            self.hook_state = _CountedHook(self.traffic, group)
-            hook = counted_fp16_hook if self.synchronisation == "fp16" else counted_fp32_hook
-        self.model.register_comm_hook(self.hook_state, hook)
+        match self.synchronisation:
+            case "none":
+                return
+            case "powersgd":
+                state = _PowerSGDCount(self.traffic, group, self.rank, self.start_step)
+                self.model.register_comm_hook(state, counted_powersgd_hook)
+            case "top_k":
+                synchronizer = TopKSynchronizer(self.model.module, self.density, group, self.traffic)
+                self.model.register_comm_hook(None, synchronizer.hook)
+            case _:
+                hooks = {"fp32": counted_fp32_hook, "fp16": counted_fp16_hook, "bf16": counted_bf16_hook}
+                self.model.register_comm_hook(_CountedHook(self.traffic, group), hooks[self.synchronisation])

@@ -30,7 +30,7 @@ def configuration(folder: Path, *overrides: str) -> DictConfig:
 
 def test_the_groups_are_what_the_readme_names() -> None:
     assert {"dlrm", "lm"} <= set(EXPERIMENTS)
-    assert STRATEGIES == ["dct", "dct_pipeline", "ddp", "ddp_fp16", "powersgd"]
+    assert STRATEGIES == ["dct", "dct_pipeline", "ddp", "ddp_bf16", "ddp_fp16", "none", "powersgd", "top_k"]
     assert LOGGERS == ["csv", "none", "tensorboard", "wandb"]
 
 
