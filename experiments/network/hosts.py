@@ -10,10 +10,19 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 INTERFACE = "eth0"
 SUBNET = "10.213.7"
 HEADER_BYTES = 66  # of a packet: Ethernet 14, IPv4 20, TCP 20 and its time stamps 12
+
+# A link lets through at once what it carries in this time, and not more: what is sent in a burst arrives too early.
+_BURST_SECONDS = 0.5e-3
+# Two frames; a burst of less would never hold one.
+_SMALLEST_BURST = 3200
+# The largest packet Linux makes for an interface to cut up.
+_LARGEST_PACKET = 65536
+_QUEUE_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -56,11 +65,13 @@ def why_not() -> str | None:
 
 
 @contextmanager
-def make_hosts(count: int) -> Iterator[list[Host]]:
+def make_hosts(count: int, megabits: float | None = None) -> Iterator[list[Host]]:
     """Make hosts that reach one another, and remove them afterwards.
 
     Args:
         count: How many, from 2 to 200.
+        megabits: How fast each host's link is, in either direction, in 10^6 bits a second, headers included; None
+            for as fast as the machine copies memory. There is no delay beyond that of the machine.
 
     Raises:
         RuntimeError: This machine cannot make them; the message says why.
@@ -81,11 +92,37 @@ def make_hosts(count: int) -> Iterator[list[Host]]:
             _ip(*inside, "address", "add", f"{host.address}/24", "dev", INTERFACE)
             _ip(*inside, "link", "set", INTERFACE, "up")
             _ip(*inside, "link", "set", "lo", "up")
+            if megabits is not None:
+                limit_rate([*inside], INTERFACE, megabits)
+                limit_rate([], outside, megabits)
         yield hosts
     finally:
         for host in hosts:
             subprocess.run(["ip", "netns", "delete", host.namespace], check=False, capture_output=True)
         subprocess.run(["ip", "link", "delete", bridge], check=False, capture_output=True)
+
+
+def limit_rate(namespace: list[str], interface: str, megabits: float) -> None:
+    """Let an interface send no faster than this, by a token bucket.
+
+    Args:
+        namespace: ``["-netns", name]`` for an interface that is not in our own.
+        interface: Its name.
+        megabits: 10^6 bits a second.
+    """
+    burst = max(int(megabits * 1e6 / 8 * _BURST_SECONDS), _SMALLEST_BURST)
+    # A packet larger than the bucket would be cut up here, one frame after the other, at a cost of its own.
+    largest = min(burst, _LARGEST_PACKET)
+    _ip(*namespace, "link", "set", interface, "gso_max_size", str(largest), "gso_max_segs", str(largest // 1500))
+    shaper = ["tbf", "rate", f"{megabits}mbit", "burst", str(burst), "latency", f"{1e3 * _QUEUE_SECONDS:.0f}ms"]
+    _run("tc", *namespace, "qdisc", "replace", "dev", interface, "root", *shaper)
+
+
+def give_to_invoking_user(path: Path) -> None:
+    """Under sudo, make a file or folder the user's own."""
+    user, group = os.environ.get("SUDO_UID"), os.environ.get("SUDO_GID")
+    if user is not None and group is not None:
+        os.chown(path, int(user), int(group))
 
 
 def sent_by_interface() -> tuple[int, int]:
@@ -108,6 +145,10 @@ def _as_invoking_user() -> list[str]:
 
 
 def _ip(*arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments], check=False, capture_output=True, text=True)
+    _run("ip", *arguments)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"`ip {' '.join(arguments)}` failed: {done.stderr.strip()}")
+        raise RuntimeError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")

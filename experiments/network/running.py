@@ -1,8 +1,9 @@
-"""Runs one command on every host until all have ended, or one has failed."""
+"""Runs one command on every host until all have ended, or one has failed; torchrun's command for each of them."""
 
 from __future__ import annotations
 
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -10,8 +11,26 @@ from collections.abc import Callable, Sequence
 from typing import IO
 
 from network.hosts import Host
+from network.loopback import LoopbackHost
 
 LINES_KEPT = 80  # torchrun ends in some 30 of its own
+
+
+def torchrun(count: int, address: str, port: int, words: Sequence[str]) -> list[list[str]]:
+    """What starts a script under torchrun, one process on each host.
+
+    Args:
+        count: How many hosts.
+        address: The first one's.
+        port: Where its processes and the others' meet.
+        words: The script and its arguments.
+
+    Returns:
+        A command for each host.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={count}", "--nproc-per-node=1"]
+    meeting = [f"--master-addr={address}", f"--master-port={port}"]
+    return [[*command, f"--node-rank={rank}", *meeting, *words] for rank in range(count)]
 
 
 class HostFailedError(RuntimeError):
@@ -36,7 +55,7 @@ class _Output(threading.Thread):
 
 
 def run_on(
-    hosts: Sequence[Host],
+    hosts: Sequence[Host | LoopbackHost],
     commands: Sequence[list[str]],
     environment: dict[str, str],
     show: Callable[[str], None],

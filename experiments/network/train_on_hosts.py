@@ -29,7 +29,7 @@ from rich.table import Table
 from lightning_dct.callbacks.compression_monitor import format_bytes
 from network.hosts import HEADER_BYTES, make_hosts, why_not
 from network.ledger import OTHER, SET_UP, STEPS, Sent, read_ledgers
-from network.running import HostFailedError, run_on
+from network.running import HostFailedError, run_on, torchrun
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 PORT = 29400
@@ -56,9 +56,7 @@ def commands_for(count: int, master: str, overrides: list[str], folder: Path, sk
     ledger = f"+callbacks.ledger={{_target_:network.ledger.Ledger,folder:{folder},skip:{skip}}}"
     # One process a host on one machine: a GPU could not be shared. What is given comes later, and wins.
     settings = ["trainer.accelerator=cpu", *overrides, f"trainer.num_nodes={count}", "trainer.devices=1", ledger]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={count}", "--nproc-per-node=1"]
-    meeting = [f"--master-addr={master}", f"--master-port={PORT}"]
-    return [[*torchrun, f"--node-rank={rank}", *meeting, str(TRAIN), *settings] for rank in range(count)]
+    return torchrun(count, master, PORT, [str(TRAIN), *settings])
 
 
 def tabulate(ledgers: list[dict[str, Sent]]) -> Table:
