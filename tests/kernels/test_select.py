@@ -1,4 +1,5 @@
 import math
+import os
 from collections.abc import Iterator, Sequence
 from unittest import mock
 
@@ -12,6 +13,13 @@ from torch import Tensor
 from lightning_dct.kernels import Selection, available_kernels, check_kernel, numba_cpu, reference
 from lightning_dct.kernels import select as select_with
 from strategies_for_hypothesis import examples
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KERNELS = ["torch", "numba", "numba on two threads"]
+if DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":  # see test_triton.py
+    from lightning_dct.kernels import triton_cuda
+
+    KERNELS.append("triton")
 
 CHUNK = 16
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -28,10 +36,15 @@ def select(
     thresholds: Sequence[float],
     scale: float = 1.0,
 ) -> Selection:
-    return select_with(gradient, residual, segments, thresholds, scale, kernel=KernelUnderTest.name)
+    if KernelUnderTest.name != "triton":
+        return select_with(gradient, residual, segments, thresholds, scale, kernel=KernelUnderTest.name)
+    on_device = residual.to(DEVICE)
+    positions, values, counts = triton_cuda.select(gradient.to(DEVICE), on_device, segments, thresholds, scale)
+    residual.copy_(on_device)
+    return Selection(positions.cpu(), values.cpu(), counts)
 
 
-@pytest.fixture(autouse=True, params=["torch", "numba", "numba on two threads"])
+@pytest.fixture(autouse=True, params=KERNELS)
 def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     name, _, threads = request.param.partition(" ")
     monkeypatch.setattr(KernelUnderTest, "name", name)
