@@ -1,0 +1,286 @@
+"""Times the kernels of compression beside the floor that memory sets: ``python experiments/benchmark/kernels.py``.
+
+The floor is ``torch.add(gradient, residual, out=residual)``: no residual can be kept with less. Beside it stand the
+kernels that are installed, each with taking what is sent out of the residual; ``torch.topk`` and ``torch.kthvalue`` on
+magnitudes made beforehand; the wire; and what a SplitPoint does with activations, beside the layers of a transformer
+that make them. Everything is measured in turn, and again in the next round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/, where `benchmark` is
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import nn
+
+from benchmark.machine import describe_machine, warn_if_busy
+from benchmark.plots import plot_kernels
+from benchmark.tables import print_table, write_markdown
+from lightning_dct import SplitPoint
+from lightning_dct.activations.codec import decode_backward, decode_forward, encode_backward
+from lightning_dct.activations.layout import ActivationLayout
+from lightning_dct.kernels import Kernel, available_kernels
+from lightning_dct.threshold import kth_magnitude
+from lightning_dct.wire import PayloadLayout, pack, unpack
+
+FLOOR = "torch.add: the floor of memory"
+SELECT = "select: "
+STAGE = "two layers, 768-3072-768, both ways"
+# 16 sequences of 128 tokens.
+ACTIVATIONS_SHAPE, HIDDEN = (2048, 768), 3072
+SPLIT_DENSITY = 0.05
+SPLIT = "split point: "
+WARM_UP_ROUNDS = 2
+# Written before each kernel, so that gradient and residual come from memory: more than caches hold.
+OTHER_DATA_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class Timed:
+    """How long one thing took.
+
+    Attributes:
+        name: What.
+        threads: On how many threads.
+        milliseconds: In each round.
+    """
+
+    name: str
+    threads: int
+    milliseconds: list[float]
+
+
+class Gradients:
+    """A large gradient, its residual, and what is timed on them.
+
+    Args:
+        entries: Of the gradient.
+        density: Share of them that is sent.
+        device: Where they lie.
+    """
+
+    def __init__(self, entries: int, density: float, device: torch.device) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+        self.gradient = torch.randn(entries, generator=generator, device=device)
+        self._start = torch.randn(entries, generator=generator, device=device)
+        self.residual = self._start.clone()
+        self._other_data = torch.zeros(OTHER_DATA_BYTES, dtype=torch.uint8, device=device)
+        self.magnitudes = (self.gradient + self._start).abs_()
+        self.target = max(1, int(entries * density))
+        self.threshold = kth_magnitude(self.magnitudes, self.target)
+        kernel = available_kernels(device.type)["torch"]
+        self._sent = kernel(self.gradient, self.residual.clone(), [(0, entries)], [self.threshold], 1.0)
+
+    def reset(self) -> None:
+        """Put the residual back to what it was, or ever more of it would reach the threshold; then fill the caches."""
+        self.residual.copy_(self._start)
+        self._other_data.add_(1)
+
+    def actions(self) -> dict[str, Callable[[], object]]:
+        """What to time, by name."""
+        entries, target = self.gradient.numel(), self.target
+        found: dict[str, Callable[[], object]] = {
+            FLOOR: lambda: torch.add(self.gradient, self.residual, out=self.residual)
+        }
+        for name, kernel in available_kernels(self.gradient.device.type).items():
+            found[f"{SELECT}{name}"] = partial(self._select, kernel)
+        found["torch.topk"] = lambda: torch.topk(self.magnitudes, target, sorted=False)
+        found["torch.kthvalue"] = lambda: torch.kthvalue(self.magnitudes, entries - target + 1)
+        sent = self._sent.positions[:target], self._sent.values[:target], self.gradient.new_empty(0, dtype=torch.uint8)
+        for value_format in ("bf16", "int8", "1bit"):
+            layout = PayloadLayout((entries,), (target,), value_format)
+            payload, _ = pack(layout, *sent)
+            found[f"pack, {value_format}"] = partial(pack, layout, *sent)
+            found[f"unpack, {value_format}"] = partial(unpack, layout, payload)
+        return found
+
+    def _select(self, kernel: Kernel) -> None:
+        sent = kernel(self.gradient, self.residual, [(0, self.gradient.numel())], [self.threshold], 1.0)
+        self.residual[sent.positions] = 0
+
+
+class Activations:
+    """Activations that cross a split point, and what is timed on them.
+
+    Args:
+        device: Where they lie.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self._split = SplitPoint(density=SPLIT_DENSITY).to(device)
+        self._stage = nn.Sequential(
+            nn.Linear(ACTIVATIONS_SHAPE[1], HIDDEN), nn.GELU(), nn.Linear(HIDDEN, ACTIVATIONS_SHAPE[1])
+        ).to(device)
+        self._inputs = torch.randn(ACTIVATIONS_SHAPE, device=device, requires_grad=True)
+        self._gradient = torch.randn(ACTIVATIONS_SHAPE, device=device)
+        self._activations = self._stage(self._inputs).detach()
+        self._encoded = self._split.encode_forward(self._activations)
+        self._payload = encode_backward(self.layout, self._gradient, self._encoded.positions)
+
+    @property
+    def layout(self) -> ActivationLayout:
+        """Of what crosses."""
+        return self._split.layout(ACTIVATIONS_SHAPE)
+
+    def actions(self) -> dict[str, Callable[[], object]]:
+        """What to time, by name."""
+        encoded = self._encoded
+        return {
+            f"{SPLIT}select, encode": lambda: self._split.encode_forward(self._activations),
+            f"{SPLIT}decode": lambda: decode_forward(self.layout, encoded.positions_payload, encoded.values_payload),
+            f"{SPLIT}encode gradient": lambda: encode_backward(self.layout, self._gradient, encoded.positions),
+            f"{SPLIT}decode gradient": lambda: decode_backward(self.layout, self._payload, encoded.positions),
+            STAGE: lambda: self._stage(self._inputs).backward(self._gradient),
+        }
+
+    def ratios(self) -> tuple[float, float]:
+        """Bytes of the tensor in fp32 over bytes that cross: forward, backward."""
+        layout = self.layout
+        forward = layout.forward_positions_bytes + layout.forward_values_bytes
+        return layout.dense_bytes / forward, layout.dense_bytes / layout.backward_bytes
+
+
+def time_in_turn(
+    actions: dict[str, Callable[[], object]],
+    rounds: int,
+    threads: int,
+    reset: Callable[[], object],
+    device: torch.device,
+) -> list[Timed]:
+    """Time each action in each round.
+
+    Args:
+        actions: By name.
+        rounds: How many are measured, after some that are not.
+        threads: For torch, and for kernels that go by its number.
+        reset: Called before each action, outside of the time.
+        device: Is waited for, before and after.
+    """
+    torch.set_num_threads(threads)
+    milliseconds: dict[str, list[float]] = {name: [] for name in actions}
+    for round in track(range(WARM_UP_ROUNDS + rounds), f"{threads} thread(s)", transient=True):
+        for name, action in actions.items():
+            reset()
+            _wait_for(device)
+            started = perf_counter()
+            action()
+            _wait_for(device)
+            if round >= WARM_UP_ROUNDS:
+                milliseconds[name].append(1e3 * (perf_counter() - started))
+    return [Timed(name, threads, times) for name, times in milliseconds.items()]
+
+
+def tabulate_kernels(timed: Sequence[Timed]) -> tuple[list[str], list[list[str]]]:
+    """Lay the times out as a table.
+
+    Returns:
+        The heads of the columns, and the rows.
+    """
+    counts = list(dict.fromkeys(one.threads for one in timed))
+    times = {(one.name, one.threads): one.milliseconds for one in timed}
+    heads = [""]
+    for count in counts:
+        heads += [f"ms, {count} thread{'s' * (count > 1)}: median", "least", "times floor"]
+    rows = []
+    for name in dict.fromkeys(one.name for one in timed):
+        row = [name]
+        for count in counts:
+            mine, floor = statistics.median(times[name, count]), statistics.median(times[FLOOR, count])
+            beside_floor = "-" if name.startswith((SPLIT, STAGE)) else f"{mine / floor:.2f}x"
+            row += [f"{mine:.2f}", f"{min(times[name, count]):.2f}", beside_floor]
+        rows.append(row)
+    return heads, rows
+
+
+def compare_kernels(timed: Sequence[Timed]) -> list[str]:
+    """Say what else the medians are to be held to: the selection that rivals make, the step around a split point."""
+    medians = {(one.name, one.threads): statistics.median(one.milliseconds) for one in timed}
+    notes = []
+    for count in dict.fromkeys(one.threads for one in timed):
+        mine = {name: median for (name, threads), median in medians.items() if threads == count}
+        fastest = min((name for name in mine if name.startswith(SELECT)), key=mine.__getitem__)
+        split = sum(median for name, median in mine.items() if name.startswith(SPLIT))
+        notes.append(
+            f"{count} thread{'s' * (count > 1)}: torch.topk takes {mine['torch.topk'] / mine[fastest]:.0f} times as"
+            f" long as {fastest}; a split point takes {split:.1f} ms both ways, {100 * split / mine[STAGE]:.1f}% of the"
+            f" {mine[STAGE]:.0f} ms of two layers before it."
+        )
+    return notes
+
+
+def parse_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--entries", type=int, default=10_000_000, help="of the gradient, fp32")
+    parser.add_argument("--density", type=float, default=0.01, help="share of the gradient that is sent")
+    parser.add_argument("--rounds", type=int, default=20, help="how often everything is measured")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="one table column for each number")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu, or cuda")
+    parser.add_argument("--output", type=Path, default=Path("outputs/benchmark"), help="folder for tables and plots")
+    options = parser.parse_args()
+    if not 0 < options.density < 1:
+        parser.error(f"--density {options.density}: must lie between 0 and 1")
+    for name, values in (("entries", [options.entries]), ("rounds", [options.rounds]), ("threads", options.threads)):
+        if min(values) < 1:
+            parser.error(f"--{name} {min(values)}: must be at least 1")
+    return options
+
+
+def main() -> None:
+    """Measure, print the table, write it and the plot."""
+    options = parse_options()
+    machine = describe_machine()
+    gradients, activations = Gradients(options.entries, options.density, options.device), Activations(options.device)
+    timed = []
+    for threads in options.threads:
+        timed += time_in_turn(gradients.actions(), options.rounds, threads, gradients.reset, options.device)
+        timed += time_in_turn(activations.actions(), options.rounds, threads, lambda: None, options.device)
+
+    forward, backward = activations.ratios()
+    where = machine["gpu"] if options.device.type == "cuda" else machine["processor"]
+    notes = [
+        f"{options.entries:,} entries, fp32, {100 * options.density:g}% sent, on {where}, torch {machine['torch']};"
+        f" {options.rounds} rounds.",
+        f"A split point at {100 * SPLIT_DENSITY:g}%, bf16, on activations {list(ACTIVATIONS_SHAPE)}: forward"
+        f" {forward:.1f}x, backward {backward:.1f}x fewer bytes than fp32.",
+    ]
+    notes += compare_kernels(timed)
+    if busy := warn_if_busy(machine["load"]):
+        notes.append(busy)
+    # A terminal has a width; a file has room for the whole table.
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    heads, rows = tabulate_kernels(timed)
+    title = "Kernels beside the floor of memory"
+    print_table(console, title, heads, rows)
+    for note in notes:
+        console.print(f"- {note}", markup=False)
+
+    folder = options.output
+    folder.mkdir(parents=True, exist_ok=True)
+    report = {"machine": machine, "notes": notes, "timed": [asdict(one) for one in timed]}
+    (folder / "kernels.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_markdown(folder / "kernels.md", title, heads, rows, notes)
+    plot_kernels(folder / "kernels.png", [(one.name, one.threads, one.milliseconds) for one in timed])
+    console.print(f"Written: {folder}/kernels.md, kernels.json and kernels.png")
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    main()

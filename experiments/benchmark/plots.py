@@ -1,0 +1,108 @@
+"""The benchmark's figures as plots; matplotlib draws them without a screen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt
+
+from benchmark.results import Figure, Run, names_in, summarise
+from benchmark.synchronisations import NOTHING
+from benchmark.tables import link_name
+
+OURS, FLOOR, OTHERS = "tab:orange", "tab:green", "tab:gray"
+# Losses are means over this many steps.
+SMOOTHING = 10
+
+
+def colour(name: str) -> str:
+    """The colour of a synchronisation or a kernel: ours, the floor, or the rest."""
+    if name == NOTHING or name.startswith("torch.add"):
+        return FLOOR
+    return OURS if name.startswith(("DCT", "select", "pack", "unpack", "split")) else OTHERS
+
+
+def plot_steps(file: Path, runs: Sequence[Run]) -> None:
+    """Draw bars: the time of a step on each kind of link, and the bytes of a step."""
+    links = list(dict.fromkeys(run.megabits for run in runs))
+    names = names_in(runs)
+    has_links = runs[0].interface_bytes is not None
+    figure, axes = plt.subplots(1, len(links) + 1, figsize=(5 * (len(links) + 1), 0.4 * len(names) + 1.5), sharey=True)
+    for link, axis in zip(links, axes, strict=False):
+        summaries = [summarise([run for run in runs if run.megabits == link], name) for name in names]
+        draw_bars(axis, names, [summary.step_ms for summary in summaries])
+        axis.set_xlabel(f"ms a step, {link_name(link, has_links)}")
+    sent = [summarise([run for run in runs if run.megabits == links[0]], name).sent_bytes for name in names]
+    draw_bars(axes[-1], names, sent)
+    axes[-1].set_xlabel("bytes a step and host, at the interface" if has_links else "bytes a step, counted")
+    save(figure, file)
+
+
+def plot_losses(file: Path, runs: Sequence[Run], scored: Sequence[Run]) -> None:
+    """Draw the training loss over time: the losses of the scored runs, at the pace measured on each kind of link."""
+    links = list(dict.fromkeys(run.megabits for run in runs))
+    has_links = runs[0].interface_bytes is not None
+    figure, axes = plt.subplots(1, len(links), figsize=(6 * len(links), 4), sharey=True, squeeze=False)
+    for link, axis in zip(links, axes[0], strict=True):
+        for run in scored:
+            pace = summarise([other for other in runs if other.megabits == link], run.synchronisation).step_ms
+            if pace is None:
+                continue
+            window = min(SMOOTHING, len(run.losses))
+            means = [sum(run.losses[i : i + window]) / window for i in range(len(run.losses) - window + 1)]
+            seconds = [(i + window) * pace.median / 1e3 for i in range(len(means))]
+            ours = run.synchronisation.startswith("DCT")
+            axis.plot(seconds, means, label=run.synchronisation, linewidth=2 if ours else 1)
+        axis.set_xscale("log")
+        axis.set_xlabel(f"seconds, {link_name(link, has_links)}")
+    axes[0][0].set_ylabel("training loss, nats a byte")
+    axes[0][-1].legend(fontsize="x-small")
+    save(figure, file)
+
+
+def plot_kernels(file: Path, timed: Sequence[tuple[str, int, list[float]]]) -> None:
+    """Draw bars: the time of each kernel, one panel for each number of threads.
+
+    Args:
+        file: Where the plot goes.
+        timed: Name, threads and the milliseconds of each round. The first name is the floor, drawn as a line too.
+    """
+    counts = list(dict.fromkeys(threads for _, threads, _ in timed))
+    names = list(dict.fromkeys(name for name, _, _ in timed))
+    figure, axes = plt.subplots(
+        1, len(counts), figsize=(7 * len(counts), 0.4 * len(names) + 1.5), sharey=True, squeeze=False
+    )
+    for count, axis in zip(counts, axes[0], strict=True):
+        found = {name: Figure.of(times) for name, threads, times in timed if threads == count}
+        draw_bars(axis, names, [found[name] for name in names])
+        floor = found[names[0]]
+        if floor is not None:
+            axis.axvline(floor.median, color=FLOOR, linestyle=":")
+        axis.set_xlabel(f"ms, {count} thread{'s' * (count > 1)}")
+    save(figure, file)
+
+
+def draw_bars(axis: Any, names: Sequence[str], figures: Sequence[Figure | None]) -> None:
+    """Draw horizontal bars on a logarithmic scale, the first on top, with the range over the rounds."""
+    for place, (name, found) in enumerate(zip(names, figures, strict=True)):
+        if found is None or found.median <= 0:
+            continue
+        spread = [[found.median - found.low], [found.high - found.median]]
+        axis.barh(place, found.median, color=colour(name), xerr=spread, error_kw={"linewidth": 1})
+        axis.annotate(f" {found.median:,.4g}", (found.high, place), va="center", fontsize="small")
+    axis.set_yticks(range(len(names)), names)
+    axis.set_xscale("log")
+    axis.margins(x=0.25)
+    axis.set_ylim(len(names) - 0.5, -0.5)
+
+
+def save(figure: Any, file: Path) -> None:
+    """Write a figure as PNG and let go of it."""
+    figure.tight_layout()
+    figure.savefig(file, dpi=150)
+    plt.close(figure)

@@ -1,0 +1,90 @@
+"""Measures some steps in the middle of a run: wall time, bytes and the time spent compressing."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from benchmark.job import Job
+from benchmark.results import Run
+from lightning_dct.traffic import TrafficTotals
+from network.hosts import HEADER_BYTES, sent_by_interface
+
+FEWEST_STEPS = 5
+
+
+class Stopwatch(Callback):
+    """Lets the warm-up pass, measures the steps after it, and ends the run.
+
+    The clock starts when all ranks have come to the first of these steps, and stops when all have done the last.
+
+    Args:
+        job: How long to warm up and to measure.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._losses: list[float] = []
+        self._last_step = -1
+        self._before = self._after = (TrafficTotals(), 0)
+        self._started = self._seconds = self._selecting_seconds = 0.0
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self._started = perf_counter()
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_index: int) -> None:
+        if trainer.global_step != self._job.warm_up_steps:
+            if trainer.global_step == 1:
+                self._selecting_seconds = trainer.strategy.traffic.totals.seconds
+                # The first step is like no other.
+                self._started = perf_counter()
+            return
+        self._last_step = self._job.warm_up_steps + self._steps_to_measure(trainer)
+        trainer.strategy.barrier()
+        self._before = self._sent_so_far(trainer)
+        self._started = perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_index: int
+    ) -> None:
+        self._losses.append(float(outputs["loss"]))
+        if trainer.global_step == self._last_step:
+            trainer.strategy.barrier()
+            self._seconds = perf_counter() - self._started
+            self._after = self._sent_so_far(trainer)
+            trainer.should_stop = True
+
+    def run(self, synchronisation: str, score: float | None) -> Run:
+        """What was measured.
+
+        Args:
+            synchronisation: Its name.
+            score: Loss on held-out text, if known.
+        """
+        counted = self._after[0] - self._before[0]
+        return Run(
+            synchronisation=synchronisation,
+            steps=self._last_step - self._job.warm_up_steps,
+            seconds=self._seconds,
+            counted_bytes=counted.bytes_sent,
+            interface_bytes=self._after[1] - self._before[1] if self._job.has_links else None,
+            compressing_seconds=counted.seconds,
+            selecting_seconds=self._selecting_seconds,
+            losses=self._losses,
+            score=score,
+        )
+
+    def _steps_to_measure(self, trainer: Trainer) -> int:
+        """As many as fit into the time there is; rank 0 decides for all."""
+        if self._job.seconds is None or self._job.warm_up_steps < 2:
+            return self._job.steps
+        step_seconds = (perf_counter() - self._started) / (self._job.warm_up_steps - 1)
+        fitting = max(int(self._job.seconds / step_seconds), FEWEST_STEPS)
+        return trainer.strategy.broadcast(min(fitting, self._job.steps))
+
+    def _sent_so_far(self, trainer: Trainer) -> tuple[TrafficTotals, int]:
+        """The strategy's counts, and the bytes that this host's interface has sent, less headers."""
+        frames, packets = sent_by_interface() if self._job.has_links else (0, 0)
+        return trainer.strategy.traffic.totals, frames - HEADER_BYTES * packets

@@ -1,0 +1,50 @@
+"""Whom the benchmark compares: each way of synchronising gradients, by the name it has in tables and plots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_dct import DCTStrategy
+from peers import CountedDDPStrategy
+
+NOTHING, DDP = "no synchronisation", "DDP, fp32"
+"""What all others are measured against."""
+
+# PowerSGD refuses to compress the first two steps.
+_POWERSGD_START = 2
+# The share of a run that torch's documentation advises for PowerSGD's dense start.
+_POWERSGD_DENSE_SHARE = 0.1
+
+
+def _peer(synchronisation: str, **settings: float) -> Callable[[int], DDPStrategy]:
+    return lambda steps: CountedDDPStrategy(synchronisation, **settings)
+
+
+def _powersgd(rank: int) -> Callable[[int], DDPStrategy]:
+    def make(steps: int) -> DDPStrategy:
+        start = max(_POWERSGD_START, int(_POWERSGD_DENSE_SHARE * steps))
+        return CountedDDPStrategy("powersgd", rank=rank, start_step=start)
+
+    return make
+
+
+def _dct(density: float, value_format: str) -> Callable[[int], DDPStrategy]:
+    return lambda steps: DCTStrategy(density=density, value_format=value_format)
+
+
+SYNCHRONISATIONS: dict[str, Callable[[int], DDPStrategy]] = {
+    NOTHING: _peer("none"),
+    DDP: _peer("fp32"),
+    "DDP, fp16 hook": _peer("fp16"),
+    "DDP, bf16 hook": _peer("bf16"),
+    "PowerSGD, rank 1": _powersgd(1),
+    "PowerSGD, rank 4": _powersgd(4),
+    "top-k, 1%": _peer("top_k", density=0.01),
+    "DCT, 1%, bf16": _dct(0.01, "bf16"),
+    "DCT, 1%, int8": _dct(0.01, "int8"),
+    "DCT, 1%, 1 bit": _dct(0.01, "1bit"),
+    "DCT, 0.1%, bf16": _dct(0.001, "bf16"),
+}
+"""Makes a strategy, given how many steps will be trained before compression must have begun."""

@@ -1,0 +1,72 @@
+"""One rank of the benchmark, started by torchrun: trains under each synchronisation in turn, and writes the figures."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/, where `benchmark` is
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer, seed_everything
+
+from benchmark.job import DONE, Job
+from benchmark.results import Run
+from benchmark.stopwatch import Stopwatch
+from benchmark.synchronisations import SYNCHRONISATIONS
+from benchmark.task import NextBytes, next_bytes_data
+
+
+def train(name: str, job: Job) -> Run:
+    """Train from the same start as every other run, and measure."""
+    seed_everything(0, verbose=False)
+    stopwatch = Stopwatch(job)
+    trainer = Trainer(
+        strategy=SYNCHRONISATIONS[name](job.steps if job.score else 0),
+        accelerator="cpu",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]),
+        max_steps=job.warm_up_steps + job.steps,
+        callbacks=[stopwatch],
+        limit_val_batches=None if job.score else 0,
+        # Held-out text is read at the end alone.
+        check_val_every_n_epoch=None,
+        val_check_interval=job.warm_up_steps + job.steps + 1,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model, data = NextBytes(job.width), next_bytes_data(job.batch_size)
+    trainer.fit(model, datamodule=data)
+    scores = trainer.validate(model, datamodule=data, verbose=False) if job.score else [{}]
+    return stopwatch.run(name, scores[0].get("loss"))
+
+
+def main() -> None:
+    """Do the job that the file on the command line describes."""
+    job = Job.read(Path(sys.argv[1]))
+    # Of torch and Lightning, to users who can change their scripts.
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    rank = int(os.environ["RANK"])
+    runs = []
+    for name in job.synchronisations:
+        runs.append(train(name, job))
+        # DistributedDataParallel is part of a reference cycle, and gloo may abort a process that ends with one alive.
+        gc.collect()
+        if rank == 0:
+            print(f"{DONE}{name}", flush=True)
+    (Path(job.folder) / f"rank{rank}.json").write_text(json.dumps([asdict(run) for run in runs]))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

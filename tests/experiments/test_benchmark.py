@@ -1,0 +1,191 @@
+"""The benchmark on the loopback, a few steps long: that it measures what it says, never how long anything takes."""
+
+import gc
+import json
+import math
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmark.job import Job
+from benchmark.kernels import FLOOR, SPLIT, STAGE, Timed, compare_kernels, tabulate_kernels, time_in_turn
+from benchmark.plots import plot_losses
+from benchmark.results import Run, of_all_ranks, read_runs, summarise
+from benchmark.steps import in_order, parse_options
+from benchmark.synchronisations import DDP, NOTHING, SYNCHRONISATIONS
+from benchmark.tables import link_name, tabulate_steps
+from benchmark.worker import train
+from distributed.harness import Ranks
+from network.hosts import INTERFACE, make_hosts
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+RUN = Run(DDP, 10, 2.0, 8000, 9000, 0.5, 0.1, [3.0, 2.0], None)
+
+
+def run(script: str, *options: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(EXPERIMENTS / "benchmark" / script), *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_steps_on_the_loopback(tmp_path: Path) -> None:
+    """Oracle: what DDP sends is known from the model's size; all start from the same loss."""
+    settings = ["--rounds", "1", "--steps", "2", "--quality-steps", "0", "--width", "16", "--batch-size", "8"]
+    output = run("steps.py", "--loopback", *settings, "--only", "1%, int8", "--output", str(tmp_path))
+    assert "on the loopback interface, because --loopback was given" in output.replace("\n", " ")
+    report = json.loads((tmp_path / "steps.json").read_text())
+    runs = {one["synchronisation"]: one for one in report["runs"]}
+    assert set(runs) == {NOTHING, DDP, "DCT, 1%, int8"}
+    parameters = (2048 + 1) * 16 + (16 + 1) * 16 + (16 + 1) * 512
+    assert runs[DDP]["counted_bytes"] == 2 * 4 * parameters
+    assert runs[NOTHING]["counted_bytes"] == 0
+    assert 0 < runs["DCT, 1%, int8"]["counted_bytes"] < runs[DDP]["counted_bytes"] / 50
+    assert {(one["steps"], one["interface_bytes"], one["score"]) for one in runs.values()} == {(2, None, None)}
+    assert len({one["losses"][0] for one in runs.values()}) == 1
+    assert (tmp_path / "steps.png").stat().st_size > 0
+    # Heads, a rule, and a row each.
+    assert (tmp_path / "steps.md").read_text().count("\n| ") == 5
+
+
+def train_and_score(folder: str) -> tuple[Run, dict[str, float]]:
+    job = Job(["DCT, 1%, int8"], 1, 3, None, True, 8, 16, False, folder)
+    warnings.simplefilter("ignore")
+    run = train(job.synchronisations[0], job)
+    gc.collect()
+    return run, vars(job)
+
+
+def test_a_scored_run_tells_its_losses(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    """Oracle: guesses of a network that has learnt nothing cost the logarithm of 256, which is 5.55."""
+    (mine, job), (others, _) = ranks(2).run(train_and_score, str(tmp_path))
+    assert mine.steps == 3
+    assert len(mine.losses) == 4
+    assert mine.losses[0] == pytest.approx(math.log(256), abs=0.1)
+    assert mine.score == others.score
+    assert 0 < mine.score < mine.losses[0]
+    assert mine.counted_bytes == others.counted_bytes > 0
+    plot_losses(tmp_path / "losses.png", [mine], [mine])
+    assert (tmp_path / "losses.png").stat().st_size > 0
+    assert vars(Job.read(Job(**job).write())) == job
+
+
+def test_kernels_are_timed(tmp_path: Path) -> None:
+    settings = ["--entries", "20000", "--rounds", "1", "--threads", "1", "--output", str(tmp_path)]
+    output = run("kernels.py", *settings)
+    report = json.loads((tmp_path / "kernels.json").read_text())
+    names = [one["name"] for one in report["timed"]]
+    assert {FLOOR, "select: torch", "torch.topk", "pack, bf16", "split point: decode"} <= set(names)
+    assert all(len(one["milliseconds"]) == 1 for one in report["timed"])
+    assert "fewer bytes than fp32" in output
+    assert (tmp_path / "kernels.png").stat().st_size > 0
+
+
+def test_hosts_get_the_rate_that_is_asked_for() -> None:
+    """Oracle: what tc says of both ends of each link."""
+    try:
+        with make_hosts(2, 50) as hosts:
+            for host in hosts:
+                inside = tc("-netns", host.namespace, "qdisc", "show", "dev", INTERFACE)
+                outside = tc("qdisc", "show", "dev", host.namespace.replace("-", "p"))
+                assert "tbf" in inside
+                assert "rate 50Mbit" in inside
+                assert "rate 50Mbit" in outside
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+def tc(*words: str) -> str:
+    return subprocess.run(["tc", *words], capture_output=True, text=True, check=True).stdout
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    """The second round was twice as slow for all: the ratio stays."""
+    runs = [
+        replace(RUN, synchronisation=name, seconds=seconds * factor, interface_bytes=sent, round=round)
+        for name, seconds, sent in ((NOTHING, 1.0, 10), (DDP, 4.0, 40_000), ("DCT, 1%, int8", 2.0, 400))
+        for round, factor in ((0, 1.0), (1, 2.0), (2, 1.0))
+    ]
+    found = summarise(runs, "DCT, 1%, int8")
+    assert found.against_nothing is not None
+    assert (found.against_nothing.low, found.against_nothing.high) == (2.0, 2.0)
+    assert found.faster_than_ddp is not None
+    assert found.faster_than_ddp.median == 2.0
+    assert found.fewer_than_ddp is not None
+    assert found.fewer_than_ddp.median == 100.0
+    assert found.step_ms is not None
+    assert (found.step_ms.median, found.step_ms.high) == (200.0, 400.0)
+    # Nothing is sent without synchronisation, so nothing is said of how much fewer that is.
+    assert summarise([replace(one, counted_bytes=0) for one in runs], NOTHING).fewer_than_ddp is None
+    assert summarise(runs, "PowerSGD, rank 1").step_ms is None
+
+
+def test_the_slowest_rank_counts(tmp_path: Path) -> None:
+    ranks = [RUN, replace(RUN, seconds=3.0, interface_bytes=9500, compressing_seconds=0.4)]
+    together = of_all_ranks(ranks, 100, 2)
+    assert together == replace(RUN, seconds=3.0, interface_bytes=9500, megabits=100, round=2)
+    with pytest.raises(FileNotFoundError, match=r"rank0\.json"):
+        read_runs(tmp_path, 1, None, 0)
+
+
+def test_rounds_differ_in_their_order_only() -> None:
+    names = list(SYNCHRONISATIONS)
+    orders = [in_order(names, round) for round in range(3)]
+    assert all(sorted(order) == sorted(names) for order in orders)
+    assert orders[0] != orders[1] != orders[2]
+    assert in_order(names, 1) == orders[1]
+
+
+def test_a_table_has_three_columns_for_each_kind_of_link() -> None:
+    runs = [replace(RUN, synchronisation=name, megabits=rate) for name in (DDP, NOTHING) for rate in (1000, 100)]
+    heads, rows = tabulate_steps(runs, [])
+    assert heads[1] == "ms a step, 1 Gbit/s"
+    assert heads[4] == "ms a step, 100 Mbit/s"
+    assert [row[0] for row in rows] == [NOTHING, DDP]
+    assert rows[1] == [DDP, "200", "1.00x", "1.0x", "200", "1.00x", "1.0x", "0.9", "1.0x", "50.0"]
+    assert link_name(None) == "no limit"
+
+
+def test_actions_are_timed_in_turn() -> None:
+    before = torch.get_num_threads()
+    calls: list[str] = []
+    actions = {name: lambda name=name: calls.append(name) for name in ("one", "two")}
+    try:
+        timed = time_in_turn(actions, 2, 1, lambda: calls.append("reset"), torch.device("cpu"))
+    finally:
+        torch.set_num_threads(before)
+    assert calls == ["reset", "one", "reset", "two"] * (len(calls) // 4)
+    assert [(one.name, len(one.milliseconds)) for one in timed] == [("one", 2), ("two", 2)]
+
+
+def test_kernels_are_set_beside_the_floor_of_as_many_threads() -> None:
+    timed = [Timed(FLOOR, 1, [4.0]), Timed("x", 1, [6.0, 8.0, 20.0]), Timed(FLOOR, 2, [2.0]), Timed("x", 2, [6.0])]
+    heads, rows = tabulate_kernels(timed)
+    assert heads[1] == "ms, 1 thread: median"
+    assert rows[1] == ["x", "8.00", "6.00", "2.00x", "6.00", "6.00", "3.00x"]
+
+
+def test_kernels_are_held_to_topk_and_split_points_to_their_step() -> None:
+    times = {"select: a": 4.0, "select: b": 2.0, "torch.topk": 50.0, f"{SPLIT}encode": 1.0, f"{SPLIT}decode": 2.0}
+    (note,) = compare_kernels([Timed(name, 1, [time]) for name, time in {**times, STAGE: 60.0}.items()])
+    assert "torch.topk takes 25 times as long as select: b" in note
+    assert "takes 3.0 ms both ways, 5.0% of the 60 ms" in note
+
+
+@pytest.mark.parametrize("options", [["--hosts", "1"], ["--rates", "0"], ["--rounds", "0"]])
+def test_bad_options_are_named(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_options(options)
+    assert " ".join(options) in capsys.readouterr().err
