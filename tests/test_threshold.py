@@ -1,4 +1,5 @@
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -6,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_dct import threshold as threshold_module
 from lightning_dct.threshold import (
     GUARD_AIM,
     GUARD_LARGEST_FACTOR,
@@ -30,6 +32,38 @@ def test_kth_magnitude_equals_sorting(values: list[float], data: st.DataObject) 
     magnitudes = sorted((abs(v) if math.isfinite(v) else 0.0 for v in values), reverse=True)
     assert kth_magnitude(tensor, k) == max(magnitudes[k - 1], SMALLEST_THRESHOLD)
     assert torch.equal(tensor.nan_to_num(), before.nan_to_num())
+
+
+@given(
+    values=st.lists(st.floats(width=32) | st.sampled_from([0.0, 1.0, -1.0]), min_size=1, max_size=200), data=st.data()
+)
+@examples(200)
+def test_kth_magnitude_from_a_sample_equals_sorting(values: list[float], data: st.DataObject) -> None:
+    """Samples of one to eight entries, which mislead often: the answer must not depend on them."""
+    k = data.draw(st.integers(1, len(values)))
+    magnitudes = sorted((abs(v) if math.isfinite(v) else 0.0 for v in values), reverse=True)
+    with (
+        mock.patch.object(threshold_module, "EXACT_UP_TO", 8),
+        mock.patch.object(threshold_module, "SAMPLE_SIZE", data.draw(st.integers(1, 8))),
+    ):
+        assert kth_magnitude(torch.tensor(values), k) == max(magnitudes[k - 1], SMALLEST_THRESHOLD)
+
+
+def test_a_sample_that_misleads_costs_time_and_nothing_else() -> None:
+    """The sample falls on the largest entries only, so its bound lets far too few through."""
+    magnitudes = torch.ones(8 * threshold_module.EXACT_UP_TO)
+    stride = magnitudes.numel() // threshold_module.SAMPLE_SIZE
+    magnitudes[::stride] = 5.0
+    k = magnitudes.numel() // 2
+    assert threshold_module._candidates(magnitudes, k) is magnitudes
+    assert kth_magnitude(magnitudes, k) == 1.0
+
+
+def test_a_fair_sample_leaves_few_candidates() -> None:
+    magnitudes = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0)).abs()
+    candidates = threshold_module._candidates(magnitudes, 10_000)
+    assert 10_000 <= candidates.numel() < 15_000
+    assert kth_magnitude(magnitudes, 10_000) == float(magnitudes.topk(10_000).values[-1])
 
 
 def test_the_threshold_of_zeros_is_the_smallest_normal_float() -> None:
