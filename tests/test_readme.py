@@ -1,4 +1,8 @@
-"""Runs what the README shows: its Python snippets and every command, the long ones cut short by further overrides."""
+"""Runs what the README shows: its Python snippets and every command, the long ones cut short by further overrides.
+
+All trainings but one run on ranks that are there already: starting processes is the same for all of them and takes
+longer than the rest.
+"""
 
 import os
 import re
@@ -13,6 +17,7 @@ import pytest
 import torch
 
 import lightning_dct
+from distributed.scripts import EXPERIMENTS, TRAIN, run_here, train_on_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -29,11 +34,11 @@ def commands() -> list[list[str]]:
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
-def run(words: list[str], tmp_path: Path, **environment: str) -> str:
+def run(words: list[str], tmp_path: Path) -> str:
     done = subprocess.run(
         words,
         cwd=ROOT,
-        env={**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), **environment},
+        env={**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=240,
@@ -90,7 +95,7 @@ def test_pipeline_snippet_is_valid():
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
-def test_command(words, tmp_path):
+def test_command(words, tmp_path, ranks, monkeypatch):
     match words:
         case ["make", target]:
             assert target in run(["make", "--dry-run", target], tmp_path) + target
@@ -98,13 +103,22 @@ def test_command(words, tmp_path):
             extras = re.findall(r"\[(.*)\]", requirement)
             assert set(extras) <= set(metadata.metadata("lightning-dct").get_all("Provides-Extra"))
             run(python(["-m", "pip", "install", "--dry-run", "--no-deps", "--quiet", requirement]), tmp_path)
+        case ["python", "experiments/train.py", *overrides] if "logger=wandb" in overrides:
+            run(python(["experiments/train.py", *overrides, *SHORT[:-1], f"hydra.run.dir={tmp_path}/run"]), tmp_path)
+            assert (tmp_path / "run" / "result.json").exists()
         case ["python", "experiments/train.py", *overrides]:
-            short = SHORT[:-1] if "logger=wandb" in overrides else SHORT
-            output = f"hydra.run.dir={tmp_path}/run"
-            run(python(["experiments/train.py", *with_data(overrides), *short, output]), tmp_path)
+            train_on_ranks(ranks, tmp_path, *with_data(overrides), *SHORT, f"hydra.run.dir={tmp_path}/run")
             assert (tmp_path / "run" / "result.json").exists()
         case ["python", "experiments/compare.py", *rest]:
-            run(python(["experiments/compare.py", *SHORT, *with_data(rest), "--output", str(tmp_path)]), tmp_path)
+
+            def start(command: list[str], check: bool) -> None:
+                assert (command[:2], check) == ([sys.executable, str(TRAIN)], True)
+                train_on_ranks(ranks, tmp_path, *command[2:])
+
+            monkeypatch.setattr(subprocess, "run", start)
+            run_here(
+                str(EXPERIMENTS / "compare.py"), (*SHORT, *with_data(rest), "--output", str(tmp_path)), str(tmp_path)
+            )
             assert (tmp_path / "table.md").read_text().count("\n") == 2 + rest.count("--strategy")
         case ["sudo", ".venv/bin/python", script]:
             run(python([script, "--help"]), tmp_path)

@@ -1,8 +1,6 @@
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from criteo_reference import make_lines, prepare_rows
+from distributed.scripts import train_on_ranks
 from dlrm.criteo import Criteo
 from dlrm.criteo_folder import PrepareSettings
 from dlrm.criteo_sample import write_sample
@@ -179,15 +178,12 @@ def test_the_configuration_says_what_the_classes_say(tmp_path: Path) -> None:
         assert getattr(data, name) == getattr(defaults, name)
 
 
-def test_two_processes_train_on_made_up_lines(tmp_path: Path) -> None:
+def test_two_processes_train_on_made_up_lines(ranks: Any, tmp_path: Path) -> None:
     write_sample(tmp_path / "train.txt", 3000)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "LOCAL_RANK"))}
-    command = [sys.executable, str(ROOT / "experiments" / "train.py"), "experiment=dlrm", "data=criteo", "logger=none"]
-    command += ["data.path=train.txt", "trainer.max_steps=4", "trainer.accelerator=cpu", "trainer.devices=2"]
-    completed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
-    assert completed.returncode == 0, completed.stdout + completed.stderr
+    overrides = ("experiment=dlrm", "data=criteo", "logger=none", "data.path=train.txt", "trainer.max_steps=4")
+    printed = train_on_ranks(ranks, tmp_path, *overrides)
     (result,) = tmp_path.glob("outputs/*/*/result.json")
     figures = json.loads(result.read_text())
     assert (figures["steps"], figures["world_size"]) == (4, 2)
     assert 0 < figures["metrics"]["test/auc"] < 1
-    assert completed.stderr.count("rows, ") == 1  # Rank 0 alone prepares, and says so.
+    assert printed.count("rows, ") == 1  # Rank 0 alone prepares, and says so.

@@ -1,12 +1,14 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from test_train import result, start
+from test_train import result
 from test_translation_data import make_data, write_lines
 
+from distributed.scripts import train_on_ranks
 from nlp.data import IGNORED
 from nlp.translation import TranslationModule
 from nlp.translation_data import BOS, EOS, PAD
@@ -139,30 +141,30 @@ def test_a_split_point_stands_between_encoder_and_decoder() -> None:
     assert (whole.remember(SOURCE) != 0).all()
 
 
-def test_the_command_trains_encoder_and_decoder_on_two_stages(tmp_path: Path) -> None:
+def test_the_command_trains_encoder_and_decoder_on_two_stages(ranks: Any, tmp_path: Path) -> None:
     files = write_lines(tmp_path)
-    completed = start(
-        tmp_path, "experiment=translation", "strategy=dct_pipeline", "trainer.max_steps=6",
+    printed = train_on_ranks(
+        ranks, tmp_path, "experiment=translation", "strategy=dct_pipeline", "trainer.max_steps=6",
         "trainer.val_check_interval=3", *(f"data.{setting}={file}" for setting, file in files.items()),
         "data.vocabulary_size=300", "data.batch_size=8", "data.eval_batch_size=8", "model.width=32",
         "model.num_layers=1", "model.split.warmup_steps=0",
     )  # fmt: skip
-    output = completed.stdout + completed.stderr
-    assert "before the ``update`` method" not in output
+    assert "before the ``update`` method" not in printed
     figures = result(tmp_path)
     assert figures["steps"] == 6
     assert figures["split_ratio"] > 8
     assert {"val/loss", "test/loss", "test/chrf", "test/copied_chrf"} <= set(figures["metrics"])
 
 
-def test_the_command_trains_two_processes(tmp_path: Path) -> None:
+def test_the_command_trains_two_processes(ranks: Any, tmp_path: Path) -> None:
     files = write_lines(tmp_path)
-    completed = start(
-        tmp_path, "experiment=translation", "strategy=dct", "trainer.max_steps=6", "trainer.val_check_interval=3",
-        *(f"data.{setting}={file}" for setting, file in files.items()), "data.vocabulary_size=300",
-        "data.batch_size=4", "data.eval_batch_size=8", "model.width=32", "model.num_layers=1",
+    printed = train_on_ranks(
+        ranks, tmp_path, "experiment=translation", "strategy=dct", "trainer.max_steps=6",
+        "trainer.val_check_interval=3", *(f"data.{setting}={file}" for setting, file in files.items()),
+        "data.vocabulary_size=300", "data.batch_size=4", "data.eval_batch_size=8", "model.width=32",
+        "model.num_layers=1",
     )  # fmt: skip
-    assert (completed.stdout + completed.stderr).count("Parallel text: kept 400 of 400 pairs") == 1
+    assert printed.count("Parallel text: kept 400 of 400 pairs") == 1
     figures = result(tmp_path)
     assert figures["world_size"] == 2
     assert figures["steps"] == 6
