@@ -69,7 +69,7 @@ def test_density_one_trains_as_ddp(ranks: Any, world_size: int, optimizer: str) 
 def train_lopsided(value_format: str) -> Run:
     strategy = DCTStrategy(density=0.05, value_format=value_format, refresh_every=30)
     module = Module(Lopsided(), torch.optim.SGD, lr=0.02)
-    run = fit(strategy, module, loader(200, 512, 3), watch=Watch(every=20))
+    run = fit(strategy, module, loader(120, 512, 3), watch=Watch(every=20))
     run.residuals, run.state = {name: entries[:50] for name, entries in run.residuals.items()}, {}
     return run
 
@@ -78,11 +78,11 @@ def train_lopsided(value_format: str) -> Run:
     ("world_size", "value_format"), [(2, "fp32"), (2, "1bit"), (3, "bf16"), (3, "int8"), (4, "1bit"), (4, "int8")]
 )
 def test_replicas_stay_bitwise_identical(ranks: Any, world_size: int, value_format: str) -> None:
-    """Oracle: a hash of all weights every 20 of 200 steps, compared between ranks that see different data."""
+    """Oracle: a hash of all weights every 20 of 120 steps, compared between ranks that see different data."""
     runs = ranks(world_size).run(train_lopsided, value_format)
     assert_replicas_equal(runs)
-    assert len(runs[0].hashes) == len(set(runs[0].hashes)) == 10
-    assert runs[0].totals.refreshes == math.ceil(200 / 30)
+    assert len(runs[0].hashes) == len(set(runs[0].hashes)) == 6
+    assert runs[0].totals.refreshes == math.ceil(120 / 30)
     assert runs[0].losses != runs[1].losses
     assert any(not torch.equal(held, runs[1].residuals[name]) for name, held in runs[0].residuals.items())
     assert_learns(runs[0])

@@ -1,4 +1,4 @@
-"""Ranks started in every way that Lightning knows end well and print the table once."""
+"""Ranks started in every way that Lightning knows end well and print the table once (torchrun: test_torchrun.py)."""
 
 import os
 import subprocess
@@ -9,7 +9,8 @@ import pytest
 
 from distributed.harness import free_port
 
-TIMEOUT_S = 90
+# Far more than they take on a quiet machine.
+TIMEOUT_S = 240
 SCRIPT = """
 import sys
 import torch
@@ -81,18 +82,10 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("strategy", ["dct", "dct_spawn", "dct_fork", "dct_find_unused_parameters_true"])
+@pytest.mark.parametrize("strategy", ["dct", "dct_spawn", "dct_fork"])
 def test_lightning_launches(tmp_path: Path, script: str, strategy: str) -> None:
     """Oracle: exit status 0, and one table that says 2 ranks and 3 steps."""
     (output,) = outputs_of(start(tmp_path, [sys.executable, script, strategy, "2", "1"]))
-    assert_one_table(output)
-
-
-def test_torchrun_launches(tmp_path: Path, script: str) -> None:
-    """Oracle: as above."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    rendezvous = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    (output,) = outputs_of(start(tmp_path, [*torchrun, *rendezvous, script, "dct", "2", "1"]))
     assert_one_table(output)
 
 
