@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
 from torchmetrics.text import CHRFScore
 
-from nlp.module import mean_token_loss
-from nlp.schedule import adamw_with_cosine
+from nlp.token_module import TokenModule, mean_token_loss
 from nlp.translation_data import BOS, EOS
 from nlp.translation_model import EncoderDecoder, check_pieces, translate_greedily
 from streams import rank_and_world_size, rank_rows
@@ -23,15 +20,13 @@ SHOWN_FROM = 15
 """Characters a source needs to be among them: single words show little."""
 
 
-class TranslationModule(LightningModule):
+class TranslationModule(TokenModule):
     """The translation model as Lightning trains it.
 
-    Logs ``train/loss``, ``val/loss`` and ``test/loss`` in nats a target token. The validation figures weigh every token
-    once, so they do not depend on the number of ranks; in training each rank averages over its own tokens.
-
-    The test also translates some sentences greedily and logs ``test/chrf``, chrF from 0 to 1 (character n-grams up to
-    6, Popovic 2015), beside ``test/copied_chrf``, what the untranslated source scores: messages share names and
-    placeholders with their translation, so the floor is not 0.
+    The losses of :class:`~nlp.token_module.TokenModule` are those of target tokens. The test also translates some
+    sentences greedily and logs ``test/chrf``, chrF from 0 to 1 (character n-grams up to 6, Popovic 2015), beside
+    ``test/copied_chrf``, what the untranslated source scores: messages share names and placeholders with their
+    translation, so the floor is not 0.
 
     Args:
         num_layers: Number of blocks in the encoder, and again in the decoder.
@@ -56,6 +51,8 @@ class TranslationModule(LightningModule):
         ValueError: If ``num_heads`` does not divide ``width``, ``translate_examples`` is negative, or there are more
             than 2 pieces.
     """
+
+    size_names = ("vocabulary_size", "source_length", "target_length")
 
     def __init__(
         self,
@@ -83,19 +80,14 @@ class TranslationModule(LightningModule):
             raise ValueError(f"model.num_heads={num_heads} must divide model.width={width}")
         check_pieces((split or {}).get("pieces", 1))
         self.save_hyperparameters()
-        self.network: EncoderDecoder | None = None
-        # Metrics rather than logged numbers: they weigh tokens, and sum over ranks by themselves.
-        self.evaluation_loss = nn.ModuleDict({"val_loss": MeanMetric(), "test_loss": MeanMetric()})
         self.chrf = nn.ModuleDict({"chrf": CHRFScore(n_word_order=0), "copied_chrf": CHRFScore(n_word_order=0)})
         self._shown: list[tuple[str, str, str]] = []
-        if vocabulary_size is not None and source_length is not None and target_length is not None:
-            self._build()
+        self.build_when_sized()
 
-    def _build(self) -> None:
+    def make_network(self, pieces: int, split: dict[str, Any]) -> nn.Module:
+        """Make the network with the sizes of the hyperparameters."""
         sizes = self.hparams
-        split = dict(sizes.split or {})
-        pieces = split.pop("pieces", 1)
-        self.network = EncoderDecoder(
+        return EncoderDecoder(
             sizes.vocabulary_size,
             sizes.source_length,
             sizes.target_length,
@@ -108,15 +100,6 @@ class TranslationModule(LightningModule):
             split,
         )
 
-    def configure_model(self) -> None:
-        """Build the network with the data's sizes, once; the sizes then travel in the checkpoint."""
-        if self.network is None:
-            data = self.trainer.datamodule
-            self.hparams.vocabulary_size = data.vocabulary_size
-            self.hparams.source_length = data.source_length
-            self.hparams.target_length = data.target_length
-            self._build()
-
     def forward(self, source: Tensor, target_in: Tensor) -> Tensor:
         """Logits ``[batch, time, vocabulary]``; see :class:`nlp.translation_model.EncoderDecoder`."""
         return self.network(source, source=source, target_in=target_in)
@@ -125,21 +108,12 @@ class TranslationModule(LightningModule):
         """Translate sources ``[batch, source time]`` greedily into tokens ``[batch, target_length]``."""
         return translate_greedily(self.network, source, BOS, EOS, self.hparams.target_length)
 
-    def _loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The mean loss of the target's tokens, and their number."""
         return mean_token_loss(self(batch["source"], batch["target_in"]), batch["targets"])
 
-    def training_step(self, batch: dict[str, Tensor], batch_index: int) -> Tensor:
-        loss, _ = self._loss(batch)
-        self.log("train/loss", loss, prog_bar=True, batch_size=len(batch["source"]))
-        return loss
-
-    def validation_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
-        loss, count = self._loss(batch)
-        self.evaluation_loss["val_loss"].update(loss, weight=count)
-
     def test_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
-        loss, count = self._loss(batch)
-        self.evaluation_loss["test_loss"].update(loss, weight=count)
+        super().test_step(batch, batch_index)
         self._score_translations(batch, batch_index)
 
     def _score_translations(self, batch: dict[str, Tensor], batch_index: int) -> None:
@@ -165,11 +139,8 @@ class TranslationModule(LightningModule):
         self._shown += [example for example in examples if len(example[0]) >= SHOWN_FROM]
         del self._shown[SHOWN_EXAMPLES:]
 
-    def on_validation_epoch_end(self) -> None:
-        self._report_loss("val")
-
     def on_test_epoch_end(self) -> None:
-        self._report_loss("test")
+        super().on_test_epoch_end()
         if not self.hparams.translate_examples:
             return
         for name, metric in self.chrf.items():
@@ -182,12 +153,3 @@ class TranslationModule(LightningModule):
                     f"  source       {source}\n  translation  {translation}\n  reference    {reference}\n", flush=True
                 )
         self._shown.clear()
-
-    def _report_loss(self, stage: str) -> None:
-        metric = self.evaluation_loss[f"{stage}_loss"]
-        # Every rank has the value of all ranks already: sync_dist averages equal numbers, and stays quiet.
-        self.log(f"{stage}/loss", metric.compute(), prog_bar=True, sync_dist=True)
-        metric.reset()
-
-    def configure_optimizers(self) -> dict[str, Any]:
-        return adamw_with_cosine(self)

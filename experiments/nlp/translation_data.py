@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from counter_random import hash_counters
-from nlp.data import IGNORED, STAGES
 from nlp.parallel_text import Pair, find_catalogs, package_catalogs, read_aligned, read_catalogs, tidy
-from nlp.tokenizer import TOKENIZERS, BytePairTokenizer, ByteTokenizer
-from streams import Batch, EvaluationRange, TrainingStream, batches_to_cover, rank_and_world_size, rank_rows
+from nlp.token_rows import IGNORED, STAGES, TokenRows, check_at_least
+from streams import Batch
 
 PAD, BOS, EOS = range(3)
 """Fills up a row; begins a translation; ends a source and a translation."""
@@ -64,7 +61,7 @@ def split_pairs(pairs: list[Pair], held_out_fraction: float) -> dict[str, list[P
     return {stage: [pair for _, pair in sorted(part)] for stage, part in parts.items()}
 
 
-class ParallelText(LightningDataModule):
+class ParallelText(TokenRows):
     """Sentences and their translations, for an encoder-decoder.
 
     A batch is ``{"source": int64 [rows, source_length], "target_in": int64 [rows, target_length], "targets": int64
@@ -98,6 +95,8 @@ class ParallelText(LightningDataModule):
         FileNotFoundError: If files or the package are missing.
     """
 
+    special_tokens = FIRST_TOKEN
+
     def __init__(
         self,
         source: str | None = None,
@@ -115,29 +114,10 @@ class ParallelText(LightningDataModule):
         seed: int = 0,
         cache_dir: str = "outputs/cache",
     ) -> None:
-        super().__init__()
-        if tokenizer not in TOKENIZERS:
-            raise ValueError(f"data.tokenizer={tokenizer!r}: choose one of {', '.join(TOKENIZERS)}")
-        if not 0 < held_out_fraction < 0.5:
-            raise ValueError(f"data.held_out_fraction={held_out_fraction}: must lie between 0 and 0.5")
-        for name, value, least in (
-            ("batch_size", batch_size, 1),
-            ("eval_batch_size", eval_batch_size, 1),
-            ("source_length", source_length, 2),
-            ("target_length", target_length, 2),
-        ):
-            if value < least:
-                raise ValueError(f"data.{name}={value}: must be at least {least}")
-        self.tokenizer_name = tokenizer
-        self.requested_vocabulary_size = vocabulary_size
+        super().__init__(tokenizer, vocabulary_size, batch_size, eval_batch_size, held_out_fraction, seed, cache_dir)
+        check_at_least(2, source_length=source_length, target_length=target_length)
         self.source_length = source_length
         self.target_length = target_length
-        self.batch_size = batch_size
-        self.eval_batch_size = eval_batch_size
-        self.held_out_fraction = held_out_fraction
-        self.seed = seed
-        self.cache_dir = Path(cache_dir)
-        self.tokenizer: ByteTokenizer | BytePairTokenizer | None = None
         self.parts: dict[str, Batch] = {}
         # Read here rather than in setup: before other processes are started, which would wait for a failing one.
         pairs = self._read(source, target, catalogs, package, language)
@@ -168,33 +148,19 @@ class ParallelText(LightningDataModule):
                 f"(data.held_out_fraction={self.held_out_fraction}); {remedy}"
             )
 
-    @property
-    def vocabulary_size(self) -> int:
-        """Number of distinct tokens, the special ones included; known after ``setup``."""
-        return self._get_tokenizer().vocabulary_size + FIRST_TOKEN
+    def training_text(self) -> bytes:
+        """The training part of both languages."""
+        return "\n".join(text for pair in self.texts["train"] for text in pair).encode()
 
-    def _get_tokenizer(self) -> ByteTokenizer | BytePairTokenizer:
-        if self.tokenizer is None:
-            raise RuntimeError("the tokenizer is known after ParallelText.setup()")
-        return self.tokenizer
-
-    def _load_tokenizer(self) -> ByteTokenizer | BytePairTokenizer:
-        if self.tokenizer_name == "byte":
-            return ByteTokenizer()
-        lines = [text for pair in self.texts["train"] for text in pair]
-        return BytePairTokenizer.train_or_load(
-            "\n".join(lines).encode(), self.requested_vocabulary_size, self.cache_dir
-        )
-
-    def prepare_data(self) -> None:
-        """Train the tokenizer: one process a node does, the others wait."""
-        self._load_tokenizer()
+    def num_rows(self, stage: str) -> int:
+        """Pairs of a part that are not too long."""
+        return len(self.parts[stage]["source"])
 
     def setup(self, stage: str | None = None) -> None:
         """Tokenize the three parts and say what was left out."""
         if self.parts:
             return
-        self.tokenizer = self._load_tokenizer()
+        self.tokenizer = self.load_tokenizer(self.training_text())
         parts = {name: self._encode(texts) for name, texts in self.texts.items()}
         sizes = {name: len(part["source"]) for name, part in parts.items()}
         lengths = f"data.source_length={self.source_length}, data.target_length={self.target_length}"
@@ -209,7 +175,7 @@ class ParallelText(LightningDataModule):
 
     def _encode(self, pairs: list[Pair]) -> Batch:
         """Turn pairs into rows, leaving out those that are too long; int32, as a large corpus stays in memory."""
-        tokens = [[self._get_tokenizer().encode(text.encode())[0] + FIRST_TOKEN for text in pair] for pair in pairs]
+        tokens = [[self.known_tokenizer().encode(text.encode())[0] + FIRST_TOKEN for text in pair] for pair in pairs]
         fitting = [
             (source, target)
             for source, target in tokens
@@ -249,31 +215,5 @@ class ParallelText(LightningDataModule):
         for row in tokens.cpu().numpy():
             ends = np.flatnonzero(row == EOS)
             text = row[: ends[0]] if len(ends) else row
-            texts.append(self._get_tokenizer().decode(text[text >= FIRST_TOKEN] - FIRST_TOKEN))
+            texts.append(self.known_tokenizer().decode(text[text >= FIRST_TOKEN] - FIRST_TOKEN))
         return texts
-
-    def train_dataloader(self) -> TrainingStream:
-        rank, world_size = rank_and_world_size(self.trainer)
-
-        def make_batch(batch: int) -> Batch:
-            return self.training_rows(rank_rows(batch, batch_size=self.batch_size, rank=rank, world_size=world_size))
-
-        # Rows are random, so an epoch is but a measure: as many rows as the training part has.
-        rows_per_batch = self.batch_size * world_size
-        return TrainingStream(make_batch, max(1, len(self.parts["train"]["source"]) // rows_per_batch))
-
-    def _evaluation(self, stage: str) -> EvaluationRange:
-        rank, world_size = rank_and_world_size(self.trainer)
-        total = len(self.parts[stage]["source"])
-        split: dict[str, Any] = {"batch_size": self.eval_batch_size, "world_size": world_size}
-
-        def make_batch(batch: int) -> Batch:
-            return self.evaluation_rows(stage, rank_rows(batch, rank=rank, total=total, **split))
-
-        return EvaluationRange(make_batch, batches_to_cover(total, **split))
-
-    def val_dataloader(self) -> EvaluationRange:
-        return self._evaluation("val")
-
-    def test_dataloader(self) -> EvaluationRange:
-        return self._evaluation("test")

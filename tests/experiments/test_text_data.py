@@ -34,8 +34,8 @@ def test_training_windows_do_not_depend_on_the_ranks(world_size: int, tmp_path: 
         rows = [
             rank_rows(step, batch_size=8 // world_size, rank=rank, world_size=world_size) for rank in range(world_size)
         ]
-        together = torch.cat([data.training_windows(part)["inputs"] for part in rows])
-        expected = data.training_windows(np.arange(8 * step, 8 * step + 8))
+        together = torch.cat([data.training_rows(part)["inputs"] for part in rows])
+        expected = data.training_rows(np.arange(8 * step, 8 * step + 8))
         assert torch.equal(together, expected["inputs"])
         assert torch.equal(expected["inputs"][:, 1:], expected["targets"][:, :-1])
 
@@ -45,7 +45,7 @@ def test_another_seed_gives_other_windows() -> None:
     first.setup()
     second.setup()
     rows = np.arange(8)
-    assert not torch.equal(first.training_windows(rows)["inputs"], second.training_windows(rows)["inputs"])
+    assert not torch.equal(first.training_rows(rows)["inputs"], second.training_rows(rows)["inputs"])
 
 
 def test_validation_reads_every_token_once() -> None:
