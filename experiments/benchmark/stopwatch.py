@@ -31,15 +31,8 @@ class Stopwatch(Callback):
         self._before = self._after = (TrafficTotals(), 0)
         self._started = self._seconds = self._selecting_seconds = 0.0
 
-    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self._started = perf_counter()
-
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_index: int) -> None:
         if trainer.global_step != self._job.warm_up_steps:
-            if trainer.global_step == 1:
-                self._selecting_seconds = trainer.strategy.traffic.totals.seconds
-                # The first step is like no other.
-                self._started = perf_counter()
             return
         self._last_step = self._job.warm_up_steps + self._steps_to_measure(trainer)
         trainer.strategy.barrier()
@@ -50,6 +43,9 @@ class Stopwatch(Callback):
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_index: int
     ) -> None:
         self._losses.append(float(outputs["loss"]))
+        if trainer.global_step == 1:
+            # The first step is like no other: its pace says nothing of the rest.
+            self._selecting_seconds, self._started = trainer.strategy.traffic.totals.seconds, perf_counter()
         if trainer.global_step == self._last_step:
             trainer.strategy.barrier()
             self._seconds = perf_counter() - self._started
