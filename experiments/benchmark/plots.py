@@ -37,9 +37,10 @@ def plot_steps(file: Path, runs: Sequence[Run]) -> None:
         summaries = [summarise([run for run in runs if run.megabits == link], name) for name in names]
         draw_bars(axis, names, [summary.step_ms for summary in summaries])
         axis.set_xlabel(f"ms a step, {link_name(link, has_links)}")
-    sent = [summarise([run for run in runs if run.megabits == links[0]], name).sent_bytes for name in names]
-    draw_bars(axes[-1], names, sent)
-    axes[-1].set_xlabel("bytes a step and host, at the interface" if has_links else "bytes a step, counted")
+    first = [run for run in runs if run.megabits == links[0]]
+    sent = {name: [run.sent_bytes / 1e3 for run in first if run.synchronisation == name] for name in names}
+    draw_bars(axes[-1], names, [Figure.of(sent[name]) for name in names], scale="log")
+    axes[-1].set_xlabel("kB a step and host, at the interface" if has_links else "kB a step, counted")
     save(figure, file)
 
 
@@ -79,7 +80,7 @@ def plot_kernels(file: Path, timed: Sequence[tuple[str, int, list[float]]]) -> N
     )
     for count, axis in zip(counts, axes[0], strict=True):
         found = {name: Figure.of(times) for name, threads, times in timed if threads == count}
-        draw_bars(axis, names, [found[name] for name in names])
+        draw_bars(axis, names, [found[name] for name in names], scale="log")
         floor = found[names[0]]
         if floor is not None:
             axis.axvline(floor.median, color=FLOOR, linestyle=":")
@@ -87,16 +88,17 @@ def plot_kernels(file: Path, timed: Sequence[tuple[str, int, list[float]]]) -> N
     save(figure, file)
 
 
-def draw_bars(axis: Any, names: Sequence[str], figures: Sequence[Figure | None]) -> None:
-    """Draw horizontal bars on a logarithmic scale, the first on top, with the range over the rounds."""
+def draw_bars(axis: Any, names: Sequence[str], figures: Sequence[Figure | None], scale: str = "linear") -> None:
+    """Draw horizontal bars, the first on top, with the range over the rounds."""
     for place, (name, found) in enumerate(zip(names, figures, strict=True)):
         if found is None or found.median <= 0:
             continue
         spread = [[found.median - found.low], [found.high - found.median]]
         axis.barh(place, found.median, color=colour(name), xerr=spread, error_kw={"linewidth": 1})
-        axis.annotate(f" {found.median:,.4g}", (found.high, place), va="center", fontsize="small")
+        figure = f"{found.median:,.0f}" if found.median >= 100 else f"{found.median:.3g}"
+        axis.annotate(f" {figure}", (found.high, place), va="center", fontsize="small")
     axis.set_yticks(range(len(names)), names)
-    axis.set_xscale("log")
+    axis.set_xscale(scale)
     axis.margins(x=0.25)
     axis.set_ylim(len(names) - 0.5, -0.5)
 

@@ -42,9 +42,9 @@ from network.running import HostFailedError, run_on, torchrun
 
 WORKER = Path(__file__).with_name("worker.py")
 PORT = 29400
-WARM_UP_STEPS = 5
+WARM_UP_STEPS = 4
 # After which a run ends that is too slow for all its steps.
-RUN_SECONDS = 8.0
+RUN_SECONDS = 3.0
 LOOPBACK = (
     "These were processes on the loopback interface, because {reason}. That cannot show what a network costs: no rate"
     " limits it, and bytes are those the strategies count, not what an interface has sent."
@@ -185,8 +185,8 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, default=2, help="how many hosts, one rank on each")
     parser.add_argument("--rates", type=float, nargs="+", default=[1000, 100], help="of the links, in Mbit/s")
     parser.add_argument("--rounds", type=int, default=3, help="how often everything is measured")
-    parser.add_argument("--steps", type=int, default=20, help="most steps measured in a run")
-    parser.add_argument("--quality-steps", type=int, default=200, help="steps of the scored round; 0 leaves it out")
+    parser.add_argument("--steps", type=int, default=30, help="most steps measured in a run")
+    parser.add_argument("--quality-steps", type=int, default=100, help="steps of the scored round; 0 leaves it out")
     parser.add_argument("--batch-size", type=int, default=128, help="rows a rank")
     parser.add_argument("--width", type=int, default=2048, help="of hidden layers; 2048 makes 9.4 million parameters")
     parser.add_argument("--only", nargs="+", default=[""], help="parts of names: only these, and what they are held to")

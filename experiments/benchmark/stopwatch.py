@@ -12,7 +12,7 @@ from benchmark.results import Run
 from lightning_dct.traffic import TrafficTotals
 from network.hosts import HEADER_BYTES, sent_by_interface
 
-FEWEST_STEPS = 5
+FEWEST_STEPS = 3
 
 
 class Stopwatch(Callback):
