@@ -42,7 +42,7 @@ STAGE = "two layers, 768-3072-768, both ways"
 ACTIVATIONS_SHAPE, HIDDEN = (2048, 768), 3072
 SPLIT_DENSITY = 0.05
 SPLIT = "split point: "
-WARM_UP_ROUNDS = 2
+WARM_UP_ROUNDS = 1
 # Written before each kernel, so that gradient and residual come from memory: more than caches hold.
 OTHER_DATA_BYTES = 1 << 28
 
@@ -221,8 +221,8 @@ def compare_kernels(timed: Sequence[Timed]) -> list[str]:
     return notes
 
 
-def parse_options() -> argparse.Namespace:
-    """Read the command line."""
+def parse_options(words: Sequence[str]) -> argparse.Namespace:
+    """Read the command line, less the script's name."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--entries", type=int, default=10_000_000, help="of the gradient, fp32")
     parser.add_argument("--density", type=float, default=0.01, help="share of the gradient that is sent")
@@ -230,7 +230,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="one table column for each number")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu, or cuda")
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmark"), help="folder for tables and plots")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     if not 0 < options.density < 1:
         parser.error(f"--density {options.density}: must lie between 0 and 1")
     for name, values in (("entries", [options.entries]), ("rounds", [options.rounds]), ("threads", options.threads)):
@@ -239,9 +239,9 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def main() -> None:
+def main(words: Sequence[str]) -> None:
     """Measure, print the table, write it and the plot."""
-    options = parse_options()
+    options = parse_options(words)
     machine = describe_machine()
     gradients, activations = Gradients(options.entries, options.density, options.device), Activations(options.device)
     timed = []
@@ -283,4 +283,4 @@ def _wait_for(device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

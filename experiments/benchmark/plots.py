@@ -48,9 +48,10 @@ def plot_losses(file: Path, runs: Sequence[Run], scored: Sequence[Run]) -> None:
     """Draw the training loss over time: the losses of the scored runs, at the pace measured on each kind of link."""
     links = list(dict.fromkeys(run.megabits for run in runs))
     has_links = runs[0].interface_bytes is not None
+    by_name = {run.synchronisation: run for run in scored}
     figure, axes = plt.subplots(1, len(links), figsize=(6 * len(links), 4), sharey=True, squeeze=False)
     for link, axis in zip(links, axes[0], strict=True):
-        for run in scored:
+        for run in (by_name[name] for name in names_in(scored)):
             pace = summarise([other for other in runs if other.megabits == link], run.synchronisation).step_ms
             if pace is None:
                 continue
@@ -58,7 +59,7 @@ def plot_losses(file: Path, runs: Sequence[Run], scored: Sequence[Run]) -> None:
             means = [sum(run.losses[i : i + window]) / window for i in range(len(run.losses) - window + 1)]
             seconds = [(i + window) * pace.median / 1e3 for i in range(len(means))]
             ours = run.synchronisation.startswith("DCT")
-            axis.plot(seconds, means, label=run.synchronisation, linewidth=2 if ours else 1)
+            axis.plot(seconds, means, label=run.synchronisation, linestyle="-" if ours else "--")
         axis.set_xscale("log")
         axis.set_xlabel(f"seconds, {link_name(link, has_links)}")
     axes[0][0].set_ylabel("training loss, nats a byte")

@@ -157,7 +157,7 @@ def notes_on(
         f" over {options.rounds} rounds; up to {options.steps} steps a run, fewer where they are slow.",
     ]
     notes += [
-        f"A link of {name} carried {measured:,.0f} Mbit/s of a plain TCP transfer."
+        f"Links, {name}: a plain TCP transfer went at {measured:,.0f} Mbit/s."
         for name, measured in benchmark.carried.items()
     ]
     first_rate = [run for run in benchmark.runs if run.megabits == benchmark.runs[0].megabits]
@@ -208,9 +208,9 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def main() -> int:
+def main(words: Sequence[str]) -> int:
     """Measure, print the table, write it and the plots; 1 when a host fails."""
-    options = parse_options(sys.argv[1:])
+    options = parse_options(words)
     names = [name for name in SYNCHRONISATIONS if name in (NOTHING, DDP) or any(part in name for part in options.only)]
     reason = "--loopback was given" if options.loopback else why_not()
     # A terminal has a width; a file has room for the whole table.
@@ -250,4 +250,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -3,19 +3,28 @@
 import gc
 import json
 import math
-import os
+import signal
 import subprocess
-import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmark import kernels, steps
 from benchmark.job import Job
-from benchmark.kernels import FLOOR, SPLIT, STAGE, Timed, compare_kernels, tabulate_kernels, time_in_turn
+from benchmark.kernels import (
+    FLOOR,
+    SPLIT,
+    STAGE,
+    WARM_UP_ROUNDS,
+    Timed,
+    compare_kernels,
+    tabulate_kernels,
+    time_in_turn,
+)
 from benchmark.plots import plot_losses
 from benchmark.results import Run, of_all_ranks, read_runs, summarise
 from benchmark.steps import in_order, parse_options
@@ -25,27 +34,25 @@ from benchmark.worker import train
 from distributed.harness import Ranks
 from network.hosts import INTERFACE, make_hosts
 
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 RUN = Run(DDP, 10, 2.0, 8000, 9000, 0.5, 0.1, [3.0, 2.0], None)
 
 
-def run(script: str, *options: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(EXPERIMENTS / "benchmark" / script), *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+@pytest.fixture
+def settings_of_the_process() -> Iterator[None]:
+    """Puts back what the commands change in the process they run in."""
+    threads, handler = torch.get_num_threads(), signal.getsignal(signal.SIGTERM)
+    yield
+    torch.set_num_threads(threads)
+    signal.signal(signal.SIGTERM, handler)
 
 
-def test_steps_on_the_loopback(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("settings_of_the_process")
+def test_steps_on_the_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: what DDP sends is known from the model's size; all start from the same loss."""
     settings = ["--rounds", "1", "--steps", "2", "--quality-steps", "0", "--width", "16", "--batch-size", "8"]
-    output = run("steps.py", "--loopback", *settings, "--only", "1%, int8", "--output", str(tmp_path))
-    assert "on the loopback interface, because --loopback was given" in output.replace("\n", " ")
+    assert steps.main(["--loopback", *settings, "--only", "1%, int8", "--output", str(tmp_path)]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "on the loopback interface, because --loopback was given" in output
     report = json.loads((tmp_path / "steps.json").read_text())
     runs = {one["synchronisation"]: one for one in report["runs"]}
     assert set(runs) == {NOTHING, DDP, "DCT, 1%, int8"}
@@ -82,14 +89,14 @@ def test_a_scored_run_tells_its_losses(ranks: Callable[[int], Ranks], tmp_path: 
     assert vars(Job.read(Job(**job).write())) == job
 
 
-def test_kernels_are_timed(tmp_path: Path) -> None:
-    settings = ["--entries", "20000", "--rounds", "1", "--threads", "1", "--output", str(tmp_path)]
-    output = run("kernels.py", *settings)
+@pytest.mark.usefixtures("settings_of_the_process")
+def test_kernels_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kernels.main(["--entries", "20000", "--rounds", "1", "--threads", "1", "--output", str(tmp_path)])
     report = json.loads((tmp_path / "kernels.json").read_text())
     names = [one["name"] for one in report["timed"]]
     assert {FLOOR, "select: torch", "torch.topk", "pack, bf16", "split point: decode"} <= set(names)
     assert all(len(one["milliseconds"]) == 1 for one in report["timed"])
-    assert "fewer bytes than fp32" in output
+    assert "fewer bytes than fp32" in " ".join(capsys.readouterr().out.split())
     assert (tmp_path / "kernels.png").stat().st_size > 0
 
 
@@ -158,15 +165,12 @@ def test_a_table_has_three_columns_for_each_kind_of_link() -> None:
     assert link_name(None) == "no limit"
 
 
+@pytest.mark.usefixtures("settings_of_the_process")
 def test_actions_are_timed_in_turn() -> None:
-    before = torch.get_num_threads()
     calls: list[str] = []
     actions = {name: lambda name=name: calls.append(name) for name in ("one", "two")}
-    try:
-        timed = time_in_turn(actions, 2, 1, lambda: calls.append("reset"), torch.device("cpu"))
-    finally:
-        torch.set_num_threads(before)
-    assert calls == ["reset", "one", "reset", "two"] * (len(calls) // 4)
+    timed = time_in_turn(actions, 2, 1, lambda: calls.append("reset"), torch.device("cpu"))
+    assert calls == ["reset", "one", "reset", "two"] * (WARM_UP_ROUNDS + 2)
     assert [(one.name, len(one.milliseconds)) for one in timed] == [("one", 2), ("two", 2)]
 
 
