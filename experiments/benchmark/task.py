@@ -7,7 +7,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from nlp.data import IGNORED, TextData
+from nlp.data import TextData
+from nlp.token_rows import IGNORED
 
 BYTES_READ, BYTES_GUESSED = 8, 2
 BYTE_VALUES = 256
