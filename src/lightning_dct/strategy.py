@@ -160,6 +160,7 @@ class DCTStrategy(DDPStrategy):
         for module in tables.values():
             module.materialize()
             module.saved_in_shards = True
+            module.evaluated_with = tuple(tables.values())
         # DistributedDataParallel would make every rank's rows those of rank 0.
         model._ddp_params_and_buffers_to_ignore = [f"{name}.weight" for name in tables]
         return tables

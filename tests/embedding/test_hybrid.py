@@ -1,10 +1,13 @@
 """Hybrid parallelism through a Trainer: any number of ranks trains the same model, and checkpoints carry it all."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from distributed.harness import RankFailure
 from distributed.training import trainer_for
@@ -181,6 +184,45 @@ def test_unequal_numbers_of_batches_do_not_hang_and_rows_are_exact(ranks, number
                 [torch.stack([weights[f"{table}.{int(row)}"] for table, row in enumerate(sample)]) for sample in ids]
             )
             torch.testing.assert_close(output, module.top(rows.flatten(1)).squeeze(1).detach())
+
+
+class TwoModules(LightningModule):
+    """Odd ranks ask the second of two modules first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = ShardedEmbeddingBags([30, 4], 4, seed=1)
+        self.second = ShardedEmbeddingBags([7, 50, 3], 2, seed=2)
+
+    def predict_step(self, batch, batch_idx):
+        ids, asked = batch, {}
+        for name in ("second", "first") if self.global_rank % 2 else ("first", "second"):
+            asked[name] = getattr(self, name)(ids[:, :2] if name == "first" else ids[:, 2:])
+        return torch.cat([asked["first"].flatten(1), asked["second"].flatten(1)], dim=1)
+
+
+def ids_of_two_modules(number):
+    columns = [torch.randint(0, rows, (3, number), generator=torch.manual_seed(rows)) for rows in (30, 4, 7, 50, 3)]
+    return list(torch.stack(columns, dim=2).unbind(1))
+
+
+def predict_with_two_modules(numbers):
+    module = TwoModules()
+    trainer = trainer_for(DCTStrategy())
+    return trainer.predict(module, DataLoader(ids_of_two_modules(numbers[int(os.environ["RANK"])]), batch_size=None))
+
+
+@pytest.mark.parametrize("numbers", [[1, 3], [2, 1, 4]])
+def test_two_modules_and_unequal_numbers_of_batches(ranks, numbers):
+    alone = TwoModules()
+    alone.first.materialize()
+    alone.second.materialize()
+    for predicted, number in zip(
+        ranks(len(numbers)).run(predict_with_two_modules, numbers, timeout_s=60), numbers, strict=True
+    ):
+        assert len(predicted) == number
+        for ids, output in zip(ids_of_two_modules(number), predicted, strict=True):
+            torch.testing.assert_close(output, alone.eval().predict_step(ids, 0), rtol=0, atol=0)
 
 
 def dense_gradients():

@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_dct.embedding import ShardedEmbeddingBags
+from lightning_dct.embedding.hosting import find_tables
 
 
 class EvaluationJoin(pl.Callback):
@@ -65,6 +65,6 @@ class EvaluationJoin(pl.Callback):
         if not self._is_due:
             return
         self._is_due = False
-        for module in pl_module.modules():
-            if isinstance(module, ShardedEmbeddingBags):
-                module.finish_evaluation()
+        for module in find_tables(pl_module).values():
+            module.finish_evaluation()  # of all the model's tables together
+            return

@@ -2,11 +2,13 @@
 
 Collectives want every rank in them, and a rank that has run out of batches would leave the others waiting. So each
 round begins with every rank telling the others how many rows it asks for, or that it has finished; a rank that has
-finished keeps answering until it hears the same from all.
+finished keeps answering until it hears the same from all. Modules of one model share their rounds: a rank may ask one
+of them while another rank has finished or asks another.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,7 +34,7 @@ class ExactReader:
     def __init__(self, module: ShardedEmbeddingBags, bags: Bags) -> None:
         self._module = module
         self._rows = DistinctRows(bags, module)
-        _, parts = _round(module, self._rows.wanted)
+        _, parts = _round(module.evaluated_with or (module,), module, self._rows.wanted)
         own = self._rows.wanted[module.exchange_group.rank]
         parts[module.exchange_group.rank] = module.weight[torch.from_numpy(own).to(module.weight.device)]
         lookups = int(sum(self._rows.lookups[peer] for peer in module.peers))
@@ -50,45 +52,52 @@ class ExactReader:
         split.completed_steps = self._module.completed_steps
         return split(pooled)
 
-    @staticmethod
-    def serve_until_all_finish(module: ShardedEmbeddingBags) -> None:
-        """Answer without asking until every rank has finished."""
-        while module.peers and not _round(module, None)[0]:
-            pass
+
+def serve_until_all_finish(modules: Sequence[ShardedEmbeddingBags]) -> None:
+    """Answer without asking until every rank has finished.
+
+    Args:
+        modules: All that are evaluated together, in the same order on every rank.
+    """
+    while modules[0].peers and not _round(modules, modules[0], None)[0]:
+        pass
 
 
-def _round(module: ShardedEmbeddingBags, wanted: list[Int64Array] | None) -> tuple[bool, list[Tensor]]:
-    """Ask for rows (or say that this rank has finished) and answer the others.
+def _round(
+    modules: Sequence[ShardedEmbeddingBags], module: ShardedEmbeddingBags, wanted: list[Int64Array] | None
+) -> tuple[bool, list[Tensor]]:
+    """Ask for rows of one module (or say that this rank has finished) and answer the others, whichever they ask.
 
     Returns:
         Whether all ranks have finished, and the rows by owner, ``[k, dim]`` each.
     """
-    exchange, placement, weight = module.exchange_group, module.placement, module.weight
+    exchange, placement, traffic = modules[0].exchange_group, module.placement, module.evaluation_traffic
+    weight, row_bytes = module.weight, module.embedding_dim * module.weight.element_size()
     none = torch.empty(0, dtype=torch.uint8, device=weight.device)
+    ranks = range(placement.world_size)
     asked = [np.empty(0, dtype=np.int64)] * placement.world_size if wanted is None else wanted
-    told = np.array([[FINISHED if wanted is None else len(places)] for places in asked], dtype=np.int64)
-    heard = exchange.announce(told, module.evaluation_traffic)[:, 0]
-    if wanted is None and (heard == FINISHED).all():
+    which = modules.index(module)
+    told = [(which, FINISHED if wanted is None else len(places)) for places in asked]
+    heard = exchange.announce(np.array(told, dtype=np.int64), traffic)
+    if wanted is None and (heard[:, 1] == FINISHED).all():
         return True, []
-    universe = placement.owned_rows[exchange.rank]
-    counts = [max(int(heard[peer]), 0) if peer in module.peers else 0 for peer in range(placement.world_size)]
-    payloads = [
-        _encode(asked[peer], placement.owned_rows[peer], weight.device) if peer in module.peers else none
-        for peer in range(placement.world_size)
-    ]
-    sizes = [
-        PositionCode(universe, counts[peer]).num_bytes if peer in module.peers else 0
-        for peer in range(placement.world_size)
-    ]
-    requests = exchange.start(payloads, sizes, module.evaluation_traffic).wait()
+    payloads, sizes, universes, counts = [], [], [], []
+    for peer in ranks:
+        theirs = modules[heard[peer, 0]]
+        universes.append(theirs.placement.owned_rows[exchange.rank])
+        counts.append(max(int(heard[peer, 1]), 0) if peer in module.peers else 0)
+        sizes.append(PositionCode(universes[peer], counts[peer]).num_bytes if peer in module.peers else 0)
+        others = peer in module.peers
+        payloads.append(_encode(asked[peer], placement.owned_rows[peer], weight.device) if others else none)
+    requests = exchange.start(payloads, sizes, traffic).wait()
     answers = [none] * placement.world_size
     for peer in module.peers:
-        places = _decode(requests[peer], universe, counts[peer])
-        rows = weight.detach()[torch.from_numpy(places).to(weight.device)]
+        theirs = modules[heard[peer, 0]]
+        places = _decode(requests[peer], universes[peer], counts[peer])
+        rows = theirs.weight.detach()[torch.from_numpy(places).to(weight.device)]
         answers[peer] = rows.contiguous().view(-1).view(torch.uint8)
-    row_bytes = module.embedding_dim * weight.element_size()
-    sizes = [len(asked[peer]) * row_bytes if peer in module.peers else 0 for peer in range(placement.world_size)]
-    received = exchange.start(answers, sizes, module.evaluation_traffic).wait()
+    sizes = [len(asked[peer]) * row_bytes if peer in module.peers else 0 for peer in ranks]
+    received = exchange.start(answers, sizes, traffic).wait()
     return False, [part.clone().view(weight.dtype).view(-1, module.embedding_dim) for part in received]
 
 

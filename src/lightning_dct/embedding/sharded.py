@@ -15,7 +15,7 @@ from lightning_dct.activations import CompressedModule, SplitPoint
 from lightning_dct.config import VALUE_FORMATS, check_choice, check_density, check_integer
 from lightning_dct.embedding.bags import read_bags
 from lightning_dct.embedding.collected import CollectedGradients
-from lightning_dct.embedding.evaluation import ExactReader
+from lightning_dct.embedding.evaluation import ExactReader, serve_until_all_finish
 from lightning_dct.embedding.exchange import Exchange
 from lightning_dct.embedding.initial import initial_rows
 from lightning_dct.embedding.lookup import ChangesLookup
@@ -147,6 +147,8 @@ class ShardedEmbeddingBags(CompressedModule):
         self.saved_in_shards = False
         # Reading exact rows outside training is no part of what training sends.
         self.evaluation_traffic = Traffic()
+        # All such modules of a model, where there are several: a strategy that knows them sets this.
+        self.evaluated_with: tuple[ShardedEmbeddingBags, ...] = ()
 
     def extra_repr(self) -> str:
         """What ``print`` shows."""
@@ -244,9 +246,9 @@ class ShardedEmbeddingBags(CompressedModule):
         return ChangesLookup(self, bags)
 
     def finish_evaluation(self) -> None:
-        """Answer the other ranks until all have run out of batches; a collective call after evaluation."""
+        """Answer until all ranks are out of batches: a collective call, once for modules ``evaluated_with`` others."""
         if self.is_materialized:
-            ExactReader.serve_until_all_finish(self)
+            serve_until_all_finish(self.evaluated_with or (self,))
 
     def train(self, mode: bool = True) -> Self:
         """Switch training on or off, for masks of values too."""
