@@ -4,7 +4,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dct.traffic import Traffic, TrafficTotals, all_gather_bytes, all_reduce_bytes
+from lightning_dct.traffic import Traffic, TrafficTotals, all_gather_bytes, all_reduce_bytes, bytes_between_nodes
 from strategies_for_hypothesis import examples
 
 SOME: dict[str, Any] = {
@@ -15,6 +15,7 @@ SOME: dict[str, Any] = {
     "entries": 1000,
     "seconds": 0.5,
     "refreshes": 2,
+    "bytes_inside_node": 700,
 }
 
 
@@ -46,6 +47,18 @@ def test_all_reduce_rounds_up_without_floats(num_bytes: int, world_size: int) ->
 
 def test_a_single_process_sends_nothing() -> None:
     assert all_reduce_bytes(1000, 1) == all_gather_bytes(1000, 1) == 0
+
+
+@given(num_bytes=st.integers(0, 1000), nodes=st.integers(1, 4), ranks=st.integers(1, 4))
+@examples(200)
+def test_a_ring_in_the_order_of_the_nodes_leaves_each_node_once(num_bytes: int, nodes: int, ranks: int) -> None:
+    world_size = nodes * ranks
+    crossing = [rank for rank in range(world_size) if rank // ranks != (rank + 1) % world_size // ranks]
+    if ranks == 1 or world_size == 1:
+        assert bytes_between_nodes(num_bytes, world_size, 1) == num_bytes
+    else:
+        mean = -(-num_bytes * len(crossing) // world_size)
+        assert bytes_between_nodes(num_bytes, world_size, ranks) == mean
 
 
 def test_ratio_density_and_overhead() -> None:

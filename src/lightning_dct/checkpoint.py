@@ -20,6 +20,10 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 
+from lightning_dct.gradients.residual import add_pieces, pieces_extent
+
+# What a rank's state says is held back: of its own gradients by name, and of sums it owns by name and first entry.
+_HELD_BACK = ("residuals", "owned")
 CHECKPOINT_KEY = "lightning_dct"
 FORMAT_VERSION = 1
 
@@ -105,8 +109,9 @@ def read_state(
 def merge_states(states: Sequence[Mapping[str, Any]], stages: int = 1) -> dict[str, Any]:
     """The state a rank starts from, made of those it has read.
 
-    What the ranks hold back enters the model as the *mean* of their residuals. Giving every rank of a new world the
-    mean of the old residuals conserves that mean whatever the two world sizes are. It is taken in fp64.
+    What the ranks hold back, of their own gradients or of sums they own, enters the model as its *mean* over the ranks.
+    Giving every rank of a new world that mean as the residual of its own gradients conserves it whatever the two world
+    sizes are. It is taken in fp64.
 
     Args:
         states: One state (its own), or those of all ranks of the saved world.
@@ -119,11 +124,9 @@ def merge_states(states: Sequence[Mapping[str, Any]], stages: int = 1) -> dict[s
     merged = {**states[0], "modules": modules}
     if len(states) == 1:
         return merged
-    names = {name for state in states for name in state["residuals"]}
-    merged["residuals"] = {
-        name: _mean([state["residuals"][name] for state in states if name in state["residuals"]], len(states) // stages)
-        for name in sorted(names)
-    }
+    names = {name for state in states for part in _HELD_BACK for name in state.get(part, {})}
+    merged["residuals"] = {name: _mean_held_back(states, name, len(states) // stages) for name in sorted(names)}
+    merged["owned"] = {}
     if stages > 1:
         # Each rank has known the thresholds of its own stage only.
         merged["thresholds"] = {
@@ -138,6 +141,19 @@ def _behind_link(path: str) -> str:
     return os.path.realpath(path) if os.path.islink(path) else path
 
 
-def _mean(residuals: Sequence[Tensor], world_size: int) -> Tensor:
-    total = torch.stack([residual.to(torch.float64) for residual in residuals]).sum(dim=0)
-    return (total / world_size).to(residuals[0].dtype)
+def _mean_held_back(states: Sequence[Mapping[str, Any]], name: str, replicas: int) -> Tensor:
+    """What the ranks hold back of a tensor, of their own gradients and of sums they own, over the number of replicas.
+
+    Raises:
+        ValueError: The states disagree on the tensor's size.
+    """
+    residuals = [state["residuals"][name] for state in states if name in state["residuals"]]
+    owned = [state["owned"][name] for state in states if name in state.get("owned", {})]
+    dtype = residuals[0].dtype if residuals else next(iter(owned[0].values())).dtype
+    size = max([residual.numel() for residual in residuals] + [pieces_extent(pieces) for pieces in owned])
+    total = torch.zeros(size, dtype=torch.float64)
+    for residual in residuals:
+        total += residual.flatten()
+    for pieces in owned:
+        total = add_pieces(total, pieces, size)
+    return (total / replicas).to(dtype)

@@ -12,6 +12,8 @@ from lightning_dct.warmup import WARMUP_SCHEDULES, WARMUP_STAGES, WarmupSchedule
 
 ValueFormat = Literal["fp32", "bf16", "int8", "int4", "1bit"]
 VALUE_FORMATS: tuple[str, ...] = get_args(ValueFormat)
+ExchangeName = Literal["auto", "all_gather", "sharded", "by_node"]
+EXCHANGES: tuple[str, ...] = get_args(ExchangeName)
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,9 @@ class DCTConfig:
             stays in the residual.
         min_tensor_size: Tensors with fewer entries than this are sent whole, in their own dtype.
         guard: Nudge each threshold between refreshes so that the number of entries above it stays near its target.
+        exchange: How payloads get to the other ranks: ``"all_gather"`` (to all of them), ``"sharded"`` (to the owner of
+            each piece of the model, who sums, thresholds again and passes on), ``"by_node"`` (dense inside a node,
+            compressed between nodes) or ``"auto"``, which chooses by counted bytes and says what it chose.
     """
 
     density: float = 0.01
@@ -43,6 +48,7 @@ class DCTConfig:
     value_format: ValueFormat = "bf16"
     min_tensor_size: int = 128
     guard: bool = True
+    exchange: ExchangeName = "auto"
 
     def __post_init__(self) -> None:
         check_density("density", self.density)
@@ -65,6 +71,7 @@ class DCTConfig:
         check_integer("min_tensor_size", self.min_tensor_size, minimum=0)
         check_choice("value_format", self.value_format, VALUE_FORMATS)
         check_choice("warmup_schedule", self.warmup_schedule, WARMUP_SCHEDULES)
+        check_choice("exchange", self.exchange, EXCHANGES)
         if not isinstance(self.guard, bool):
             raise TypeError(f"`guard` must be True or False, got {self.guard!r}.")
 

@@ -48,7 +48,8 @@ class DCTStrategy(DDPStrategy):
         group = resolve_process_group(self._ddp_kwargs)
         check_agreement(vars(self.config), module, group)
         wrapped = super().setup_module(module)
-        synchronizer = make_synchronizer(wrapped, self.precision, self.config, self.traffic)
+        place = (self.node_rank, self.local_rank)
+        synchronizer = make_synchronizer(wrapped, self.precision, self.config, self.traffic, place, self._timeout)
         wrapped.register_comm_hook(None, synchronizer.hook)
         self.synchronizers.append(synchronizer)
         return wrapped

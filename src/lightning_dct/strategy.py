@@ -22,7 +22,7 @@ from lightning_dct import checkpoint as saved
 from lightning_dct.activations import CompressedModule
 from lightning_dct.agreement import check_agreement
 from lightning_dct.callbacks import CompressionMonitor, EvaluationJoin, ThresholdRefresh
-from lightning_dct.config import DCTConfig, ValueFormat
+from lightning_dct.config import DCTConfig, ExchangeName, ValueFormat
 from lightning_dct.embedding import ShardedEmbeddingBags
 from lightning_dct.embedding.hosting import find_tables, install_clipping
 from lightning_dct.embedding.shards import load_row_states, load_rows, save_rows, without_rows
@@ -51,6 +51,7 @@ class DCTStrategy(DDPStrategy):
         value_format: ``"fp32"``, ``"bf16"``, ``"int8"``, ``"int4"`` or ``"1bit"``.
         min_tensor_size: Tensors with fewer entries are sent whole.
         guard: Nudge the thresholds between refreshes to hold the number of entries near its target.
+        exchange: ``"all_gather"``, ``"sharded"``, ``"by_node"``, or ``"auto"`` to choose by counted bytes.
         **kwargs: Everything DDPStrategy and DistributedDataParallel take, by keyword. ``process_group`` may also be a
             function without arguments that returns the group; it is called once the processes are up.
 
@@ -84,6 +85,7 @@ class DCTStrategy(DDPStrategy):
         value_format: ValueFormat = "bf16",
         min_tensor_size: int = 128,
         guard: bool = True,
+        exchange: ExchangeName = "auto",
         **kwargs: Any,
     ) -> None:
         for setting in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"):
@@ -101,6 +103,7 @@ class DCTStrategy(DDPStrategy):
             value_format=value_format,
             min_tensor_size=min_tensor_size,
             guard=guard,
+            exchange=exchange,
         )
         super().__init__(accelerator=accelerator, **kwargs)
         # Gradients, and what crosses inside the model: activations, embedding rows and their gradients.
@@ -198,6 +201,8 @@ class DCTStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         """Undo the wrapping."""
+        if self.synchronizer is not None:
+            self.synchronizer.exchange.close()
         super().teardown()
         # DistributedDataParallel is part of a reference cycle. Still alive when the process ends, it makes gloo's
         # threads abort it now and then (seen with plain DDP under torch 2.13 too).
@@ -295,7 +300,10 @@ class DCTStrategy(DDPStrategy):
         # DDPStrategy skips hooks off CUDA; ours runs everywhere.
         assert isinstance(self.model, DistributedDataParallel)
         if self.synchronizer is None:
-            self.synchronizer = make_synchronizer(self.model, self.precision_plugin, self.config, self.traffic)
+            place = (self.node_rank, self.local_rank)
+            self.synchronizer = make_synchronizer(
+                self.model, self.precision_plugin, self.config, self.traffic, place, self._timeout
+            )
             self._restore(self.synchronizer)
         self._synchronised = self._trainable()
         self.model.register_comm_hook(None, self.synchronizer.hook)

@@ -8,7 +8,12 @@ collective            bytes one rank sends (``W`` ranks, ``B`` bytes a rank)
 ====================  ================================================================
 all-reduce (ring)     ``2 * (W - 1) / W * B``
 all-gather (ring)     ``(W - 1) * B``
+all-to-all            what is meant for the others
 ====================  ================================================================
+
+Where gradients are exchanged by node, ``L`` ranks in each, ``bytes_sent`` and ``bytes_dense`` are bytes *between*
+nodes, and those inside have a number of their own. A ring over all ranks in the order of the nodes leaves a node at one
+of its ``L`` ranks: a ring's bytes count ``1 / L`` of them a rank as sent between nodes.
 
 A compression ratio is always ``bytes_dense / bytes_sent``. Element counts are never called a ratio.
 """
@@ -35,18 +40,31 @@ def all_gather_bytes(num_bytes: int, world_size: int) -> int:
     return (world_size - 1) * num_bytes
 
 
+def bytes_between_nodes(num_bytes: int, world_size: int, ranks_per_node: int) -> int:
+    """What of one rank's bytes in a ring crosses from node to node, on average over the ranks of a node.
+
+    Args:
+        num_bytes: Bytes each rank sends.
+        world_size: Ranks in the ring, in the order of the nodes.
+        ranks_per_node: How many of them share a node; 1 where nodes are not told apart.
+    """
+    return 0 if 1 < world_size <= ranks_per_node else -(-num_bytes // ranks_per_node)
+
+
 @dataclass(frozen=True)
 class TrafficTotals:
     """Totals of one rank since counting began; subtract two of them to get what lies between.
 
     Attributes:
         steps: Completed gradient synchronisations.
-        bytes_sent: Bytes this rank put on the wire, headers and padding of the payloads included.
+        bytes_sent: Bytes this rank put on the wire, headers and padding of the payloads included; between nodes only
+            where gradients are exchanged by node.
         bytes_dense: Bytes the dense fp32 exchange of the same tensors would have put there.
         entries_sent: Tensor entries that went out in those bytes.
         entries: Tensor entries that were due.
         seconds: Wall time spent compressing and decompressing, the network's time not included.
         refreshes: Times the thresholds were selected anew.
+        bytes_inside_node: Bytes this rank sent to ranks of its own node, where these are told apart.
     """
 
     steps: int = 0
@@ -56,6 +74,7 @@ class TrafficTotals:
     entries: int = 0
     seconds: float = 0.0
     refreshes: int = 0
+    bytes_inside_node: int = 0
 
     def __sub__(self, earlier: TrafficTotals) -> TrafficTotals:
         return TrafficTotals(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
@@ -100,6 +119,7 @@ class Traffic:
         entries: int = 0,
         seconds: float = 0.0,
         refreshes: int = 0,
+        bytes_inside_node: int = 0,
     ) -> None:
         """Add to the totals; see :class:`TrafficTotals` for what each number means."""
         old = self._totals
@@ -111,6 +131,7 @@ class Traffic:
             old.entries + entries,
             old.seconds + seconds,
             old.refreshes + refreshes,
+            old.bytes_inside_node + bytes_inside_node,
         )
 
     @contextmanager

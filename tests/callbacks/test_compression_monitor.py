@@ -10,7 +10,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_dct import CompressionMonitor
 from lightning_dct.callbacks.compression_monitor import format_bytes, print_table, summary_rows
-from lightning_dct.gradients import Residuals
+from lightning_dct.gradients.memory import Memory
 from lightning_dct.threshold import Thresholds
 from lightning_dct.traffic import Traffic, TrafficTotals
 
@@ -72,6 +72,12 @@ def test_bytes_for_people(num_bytes: int, text: str) -> None:
     assert format_bytes(num_bytes) == text
 
 
+def test_bytes_inside_the_node_are_shown_where_there_are_any() -> None:
+    inside = dict(summary_rows(TrafficTotals(steps=1, bytes_inside_node=2_000_000), world_size=4))
+    assert inside["bytes sent inside the node, besides"] == "2.00 MB"
+    assert not any("inside" in row for row, _ in summary_rows(TOTALS, world_size=2))
+
+
 def test_summary() -> None:
     assert summary_rows(TOTALS, world_size=2) == ROWS
 
@@ -107,7 +113,8 @@ def test_table_without_rich(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 
 
 def test_every_logger_gets_one_dict_a_logged_step() -> None:
-    synchronizer = SimpleNamespace(residuals=Residuals(), thresholds=Thresholds())
+    memory = Memory({}, guard=True, undoable=False)
+    synchronizer = SimpleNamespace(memory=memory, residuals=memory.residuals, thresholds=Thresholds())
     for name, threshold in (("a", 0.5), ("b", 0.25), ("c", 4.0)):
         synchronizer.thresholds.set(name, 1, threshold)
     monitor, trainer = CompressionMonitor(), FakeTrainer(Traffic(), synchronizer=synchronizer)
@@ -160,7 +167,8 @@ def test_a_single_process_logs_no_ratio() -> None:
 
 
 def test_table_at_the_end_covers_this_fit_only(capsys: pytest.CaptureFixture[str]) -> None:
-    synchronizer = SimpleNamespace(residuals=Residuals(), thresholds=Thresholds())
+    memory = Memory({}, guard=True, undoable=False)
+    synchronizer = SimpleNamespace(memory=memory, residuals=memory.residuals, thresholds=Thresholds())
     monitor, trainer = CompressionMonitor(), FakeTrainer(Traffic(), synchronizer=synchronizer)
     trainer.strategy.traffic.add(steps=1000, bytes_sent=10**9, bytes_dense=10**9)
     monitor.on_train_start(trainer, MODULE)  # type: ignore[arg-type]

@@ -56,8 +56,12 @@ def train(
     min_tensor_size: int,
     lr: float,
     momentum: float,
-) -> list[dict[str, Array]]:
-    """Train ``model`` in place with SGD, and return what every worker holds back at the end.
+    exchange: str = "all_gather",
+    workers_per_node: int = 1,
+) -> tuple[list[dict[str, Array]], dict[str, Array]]:
+    """Train ``model`` in place with SGD.
+
+    Returns what every worker holds back of its own gradients at the end, and what is held back of sums altogether.
 
     Args:
         model: The replica that all workers share, in fp64.
@@ -69,24 +73,46 @@ def train(
         min_tensor_size: Smaller tensors are averaged as they are.
         lr: Learning rate.
         momentum: Momentum of SGD.
+        exchange: ``all_gather``, ``sharded`` (the sum is thresholded again) or ``by_node`` (the sums of the nodes are
+            thresholded, and nothing else).
+        workers_per_node: For ``by_node``.
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
     held = [{name: np.zeros(p.numel()) for name, p in model.named_parameters()} for _ in range(workers)]
+    sums_held = [{name: np.zeros(p.numel()) for name, p in model.named_parameters()} for _ in range(workers)]
+    owners = {"all_gather": 1, "sharded": workers, "by_node": workers_per_node}[exchange]
     for step in range(steps):
         gradients = [_gradients(model, loss_of(model, worker, step)) for worker in range(workers)]
         for name, parameter in model.named_parameters():
-            sent = []
-            for worker in range(workers):
-                accumulated = gradients[worker][name] + held[worker][name]
-                if parameter.numel() < min_tensor_size:
-                    sent.append(accumulated)
-                else:
-                    kept = math.ceil(density * parameter.numel())
-                    sent.append(send(accumulated, kept, value_format))
-                held[worker][name] = accumulated - sent[-1]
-            parameter.grad = torch.from_numpy(np.mean(sent, axis=0)).view_as(parameter)
+            entries = parameter.numel()
+            kept = entries if entries < min_tensor_size else math.ceil(density * entries)
+            sent = np.array([gradients[worker][name] for worker in range(workers)])
+            if exchange != "by_node":
+                for worker in range(workers):
+                    accumulated = sent[worker] + held[worker][name]
+                    sent[worker] = send_pieces(accumulated, kept, value_format, owners)
+                    held[worker][name] = accumulated - sent[worker]
+            if exchange != "all_gather":
+                # One sum of all workers, or one for each node.
+                sent = sent.reshape(-1, workers if exchange == "sharded" else workers_per_node, entries).sum(axis=1)
+                for place in range(len(sent)):
+                    accumulated = sent[place] + sums_held[place][name]
+                    sent[place] = send_pieces(accumulated, kept, value_format, owners)
+                    sums_held[place][name] = accumulated - sent[place]
+            parameter.grad = torch.from_numpy(sent.sum(axis=0) / workers).view_as(parameter)
         optimizer.step()
-    return held
+    return held, {name: np.sum([some[name] for some in sums_held], axis=0) for name in sums_held[0]}
+
+
+def send_pieces(accumulated: Array, kept: int, value_format: str, owners: int) -> Array:
+    """The same in even pieces with thresholds of their own: one for each owner, if each sends 32 entries or more."""
+    if kept == len(accumulated):
+        return accumulated.copy()
+    pieces = np.array_split(np.arange(len(accumulated)), max(1, min(owners, kept // 32)))
+    sent = np.zeros_like(accumulated)
+    for piece in pieces:
+        sent[piece] = send(accumulated[piece], math.ceil(kept * len(piece) / len(accumulated)), value_format)
+    return sent
 
 
 def _gradients(model: nn.Module, loss: Tensor) -> dict[str, Array]:

@@ -23,9 +23,11 @@ from distributed.training import (
     fit,
     loader,
     local_gradients,
+    on_two_nodes,
     perceptron,
 )
 from lightning_dct import DCTStrategy
+from lightning_dct.gradients.residual import add_pieces
 
 OPTIMIZERS = {
     "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
@@ -88,19 +90,29 @@ def test_replicas_stay_bitwise_identical(ranks: Any, world_size: int, value_form
     assert_learns(runs[0])
 
 
-REFERENCE_SETTINGS: dict[str, Any] = {"density": 0.05, "min_tensor_size": 128}
+def train_compressed(value_format: str, density: float, exchange: str) -> Run:
+    settings: dict[str, Any] = {"density": density, "min_tensor_size": 128, "exchange": exchange}
+    strategy = DCTStrategy(value_format=value_format, refresh_every=1, guard=False, **settings)
+    module = Module(None, torch.optim.SGD, lr=0.05, momentum=0.5)
+    if exchange != "by_node":
+        return fit(strategy, module, 30, precision="64-true")
+    with on_two_nodes():
+        return fit(strategy, module, 30, precision="64-true", num_nodes=2, devices=2)
 
 
-def train_compressed(value_format: str) -> Run:
-    strategy = DCTStrategy(value_format=value_format, refresh_every=1, guard=False, **REFERENCE_SETTINGS)
-    return fit(strategy, Module(None, torch.optim.SGD, lr=0.05, momentum=0.5), 30, precision="64-true")
-
-
-@pytest.mark.parametrize("value_format", FORMATS)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_matches_the_plain_reference(ranks: Any, world_size: int, value_format: str) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "value_format", "density", "exchange"),
+    [
+        *((world_size, value_format, 0.05, "all_gather") for world_size in (2, 3) for value_format in FORMATS),
+        *((world_size, value_format, 0.2, "sharded") for world_size in (2, 3, 4) for value_format in ("fp32", "1bit")),
+        *((4, value_format, 0.2, "by_node") for value_format in ("bf16", "int8")),
+    ],
+)
+def test_matches_the_plain_reference(
+    ranks: Any, world_size: int, value_format: str, density: float, exchange: str
+) -> None:
     """Oracle: reference.py, which simulates the ranks in one process with numpy."""
-    runs = ranks(world_size).run(train_compressed, value_format)
+    runs = ranks(world_size).run(train_compressed, value_format, density, exchange)
     data = [Noise(30, 40, 8, rank=rank) for rank in range(world_size)]
 
     def loss_of(model: nn.Module, worker: int, step: int) -> Tensor:
@@ -108,7 +120,7 @@ def test_matches_the_plain_reference(ranks: Any, world_size: int, value_format: 
         return (model(inputs) - outputs).square().mean()
 
     model = perceptron().double()
-    held = reference.train(
+    held, sums_held = reference.train(
         model,
         loss_of,
         workers=world_size,
@@ -116,14 +128,25 @@ def test_matches_the_plain_reference(ranks: Any, world_size: int, value_format: 
         value_format=value_format,
         lr=0.05,
         momentum=0.5,
-        **REFERENCE_SETTINGS,
+        density=density,
+        min_tensor_size=128,
+        exchange=exchange,
+        workers_per_node=2,
     )
     expected = {f"model.{name}": weight.detach() for name, weight in model.named_parameters()}
     for rank, run in enumerate(runs):
         assert_weights_close(expected, run.weights, rtol=1e-12, atol=1e-13)
-        residuals = {f"model.{name}": torch.from_numpy(entries) for name, entries in held[rank].items()}
-        assert float(residuals["model.first.weight"].norm()) > 0
-        assert_weights_close(residuals, run.residuals, rtol=1e-12, atol=1e-13)
+        if exchange != "by_node":
+            residuals = {f"model.{name}": torch.from_numpy(entries) for name, entries in held[rank].items()}
+            assert float(residuals["model.first.weight"].norm()) > 0
+            assert_weights_close(residuals, run.residuals, rtol=1e-12, atol=1e-13)
+    for name, expected_sum in sums_held.items():
+        owned = torch.zeros(len(expected_sum), dtype=torch.float64)
+        for run in runs:
+            owned = add_pieces(owned, run.state["owned"].get(f"model.{name}", {}), len(owned))
+        torch.testing.assert_close(owned, torch.from_numpy(expected_sum), rtol=1e-12, atol=1e-13)
+    if exchange != "all_gather":
+        assert sum(len(run.state["owned"].get("model.first.weight", {})) for run in runs) > 1
 
 
 def train_recorded(value_format: str) -> Any:

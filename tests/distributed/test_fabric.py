@@ -73,7 +73,7 @@ def make_group() -> dist.ProcessGroup:
 def train_in_own_group() -> tuple[bool, int]:
     strategy = DCTStrategy(process_group=make_group, density=0.05)
     fit(strategy, Module(), 4)
-    group = strategy.synchronizer._group
+    group = strategy.synchronizer.exchange.everyone.group
     return group is not dist.group.WORLD, strategy.traffic.totals.steps
 
 

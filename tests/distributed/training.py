@@ -141,6 +141,15 @@ def hash_of(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
+@contextmanager
+def on_two_nodes() -> Iterator[None]:
+    """This rank sees the environment of a job on two nodes with the same number of ranks, ranks in their order."""
+    per_node = int(os.environ["WORLD_SIZE"]) // 2
+    node, local = divmod(rank(), per_node)
+    with patch.dict(os.environ, {"GROUP_RANK": str(node), "NODE_RANK": str(node), "LOCAL_RANK": str(local)}):
+        yield
+
+
 def trainer_for(strategy: DDPStrategy, **settings: Any) -> Trainer:
     """A quiet Trainer on the ranks that are already there."""
     settings = {
@@ -150,9 +159,10 @@ def trainer_for(strategy: DDPStrategy, **settings: Any) -> Trainer:
         "enable_model_summary": False,
         "use_distributed_sampler": False,
         "max_epochs": 1,
+        "devices": int(os.environ["WORLD_SIZE"]),
         **settings,
     }
-    return Trainer(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy, **settings)
+    return Trainer(accelerator="cpu", strategy=strategy, **settings)
 
 
 def fit(

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dct import DCTConfig
-from lightning_dct.gradients import GradientSynchronizer, exchange
+from lightning_dct.gradients import GradientSynchronizer, collectives
+from lightning_dct.gradients.collectives import Link
+from lightning_dct.gradients.exchanges import AllGather, ByNode, Exchange, Sharded
+from lightning_dct.gradients.exchanges.making import share_model
 from lightning_dct.traffic import Traffic
 
 TIMEOUT = 30.0
@@ -22,12 +25,14 @@ class Meeting:
 
     def __init__(self, world_size: int) -> None:
         self.brought: dict[int, Tensor] = {}
+        self._sizes: dict[int, list[int]] = {}
         self._world_size = world_size
         self._changed = Condition()
 
-    def bring(self, rank: int, tensor: Tensor) -> None:
+    def bring(self, rank: int, tensor: Tensor, sizes: list[int] | None = None) -> None:
         with self._changed:
             self.brought[rank] = tensor.clone()
+            self._sizes[rank] = sizes or []
             self._changed.notify_all()
 
     def everyone(self) -> list[Tensor]:
@@ -36,19 +41,25 @@ class Meeting:
         assert complete, f"only ranks {sorted(self.brought)} of {self._world_size} came to a collective"
         return [self.brought[rank] for rank in range(self._world_size)]
 
+    def all_sizes(self) -> list[list[int]]:
+        return [self._sizes[rank] for rank in range(self._world_size)]
+
 
 class EmulatedGroup:
-    """One rank's process group."""
+    """One rank's process group: some of the world's ranks."""
 
-    def __init__(self, rank: int, world: "EmulatedRanks") -> None:
-        self.rank, self._world, self._calls = rank, world, 0
+    def __init__(self, rank: int, members: Sequence[int], world: "EmulatedRanks") -> None:
+        self.members, self._rank, self._world, self._calls = tuple(members), rank, world, 0
 
     def size(self) -> int:
-        return self._world.world_size
+        return len(self.members)
+
+    def rank(self) -> int:
+        return self.members.index(self._rank)
 
     def next_meeting(self) -> Meeting:
         self._calls += 1
-        return self._world.meeting(self._calls - 1)
+        return self._world.meeting(self.members, self._calls - 1)
 
 
 class EmulatedWork:
@@ -64,14 +75,37 @@ class EmulatedDist:
         assert async_op
         assert mine.dtype == torch.uint8
         meeting = group.next_meeting()
-        meeting.bring(group.rank, mine)
+        meeting.bring(group.rank(), mine)
         return EmulatedWork(lambda: output.copy_(torch.cat(meeting.everyone())))
+
+    @staticmethod
+    def all_to_all_single(
+        output: Tensor,
+        mine: Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        group: EmulatedGroup,
+        async_op: bool,
+    ) -> EmulatedWork:
+        assert async_op
+        assert mine.dtype == torch.uint8
+        meeting, rank = group.next_meeting(), group.rank()
+        meeting.bring(rank, mine, input_sizes)
+
+        def finish() -> None:
+            parts = [
+                theirs.split(sizes)[rank] for theirs, sizes in zip(meeting.everyone(), meeting.all_sizes(), strict=True)
+            ]
+            assert [part.numel() for part in parts] == output_sizes
+            output.copy_(torch.cat(parts))
+
+        return EmulatedWork(finish)
 
     @staticmethod
     def all_reduce(buffer: Tensor, group: EmulatedGroup, async_op: bool) -> EmulatedWork:
         assert async_op
         meeting = group.next_meeting()
-        meeting.bring(group.rank, buffer)
+        meeting.bring(group.rank(), buffer)
         return EmulatedWork(lambda: buffer.copy_(sum(meeting.everyone()[1:], start=meeting.everyone()[0])))
 
 
@@ -100,6 +134,8 @@ class EmulatedRanks:
     Args:
         sizes: Entries of each parameter by name.
         world_size: How many ranks.
+        exchange: ``"all_gather"``, ``"sharded"`` or ``"by_node"``.
+        ranks_per_node: For ``"by_node"``.
         loss_scale: As for GradientSynchronizer.
         hold_unused: As for GradientSynchronizer.
         **settings: Of DCTConfig.
@@ -109,12 +145,15 @@ class EmulatedRanks:
         self,
         sizes: Mapping[str, int],
         world_size: int = 2,
+        exchange: str = "all_gather",
+        ranks_per_node: int = 1,
         loss_scale: Callable[[], float] | None = None,
         hold_unused: bool = False,
         **settings: Any,
     ) -> None:
-        self.sizes, self.world_size = dict(sizes), world_size
+        self.sizes, self.world_size, self._hold_unused = dict(sizes), world_size, hold_unused
         self.meetings: list[Meeting] = []
+        self._meetings_of: dict[tuple[int, ...], list[Meeting]] = {}
         self._meetings_lock = Condition()
         self._parameters = [
             {name: nn.Parameter(torch.zeros(n)) for name, n in sizes.items()} for _ in range(world_size)
@@ -123,19 +162,21 @@ class EmulatedRanks:
             GradientSynchronizer(
                 DCTConfig(**{"min_tensor_size": 0, **settings}),
                 {parameter: name for name, parameter in parameters.items()},
-                EmulatedGroup(rank, self),  # type: ignore[arg-type]
-                Traffic(),
+                self._exchange(exchange, rank, ranks_per_node, DCTConfig(**{"min_tensor_size": 0, **settings})),
                 hold_unused=hold_unused,
                 loss_scale=loss_scale,
             )
             for rank, parameters in enumerate(self._parameters)
         ]
 
-    def meeting(self, number: int) -> Meeting:
+    def meeting(self, members: tuple[int, ...], number: int) -> Meeting:
+        """A group's collectives in their order; ``meetings`` holds those of all groups."""
         with self._meetings_lock:
-            while len(self.meetings) <= number:
-                self.meetings.append(Meeting(self.world_size))
-            return self.meetings[number]
+            of_group = self._meetings_of.setdefault(members, [])
+            while len(of_group) <= number:
+                of_group.append(Meeting(len(members)))
+                self.meetings.append(of_group[-1])
+            return of_group[number]
 
     def step(
         self, gradients: Sequence[Gradients], buckets: Sequence[Sequence[str]] | None = None
@@ -143,7 +184,7 @@ class EmulatedRanks:
         """One synchronisation; each rank's averaged gradients."""
         buckets = buckets or [list(self.sizes)]
         self.meetings_before = len(self.meetings)
-        with mock.patch.object(exchange, "dist", EmulatedDist), ThreadPoolExecutor(self.world_size) as threads:
+        with mock.patch.object(collectives, "dist", EmulatedDist), ThreadPoolExecutor(self.world_size) as threads:
             ranks = [threads.submit(self._run, rank, gradients[rank], buckets) for rank in range(self.world_size)]
             return [rank.result() for rank in ranks]
 
@@ -159,9 +200,35 @@ class EmulatedRanks:
         zeros = {name: torch.zeros(size) for name, size in self.sizes.items()}
         return [{**zeros, **synchronizer.residuals.state_dict()} for synchronizer in self.synchronizers]
 
+    def held_back(self) -> dict[str, Tensor]:
+        """What all ranks hold back together, of their own gradients and of sums they own, by name, in fp64."""
+        held = {name: torch.zeros(size, dtype=torch.float64) for name, size in self.sizes.items()}
+        for state in self.state_dicts():
+            for name, residual in state["residuals"].items():
+                held[name] += residual
+            for name, pieces in state["owned"].items():
+                for start, piece in pieces.items():
+                    held[name][start : start + piece.numel()] += piece
+        return held
+
     def request_refresh(self) -> None:
         for synchronizer in self.synchronizers:
             synchronizer.request_refresh()
+
+    def _exchange(self, name: str, rank: int, ranks_per_node: int, config: DCTConfig) -> Exchange:
+        def link(members: Sequence[int], per_node: int) -> Link:
+            return Link(EmulatedGroup(rank, members, self), traffic, per_node)  # type: ignore[arg-type]
+
+        traffic, parameters, hold_unused = Traffic(), self._parameters[rank], self._hold_unused
+        everyone = link(range(self.world_size), ranks_per_node)
+        if name == "sharded":
+            return Sharded(everyone, share_model(config, parameters, 2.0, self.world_size), hold_unused)
+        if name == "by_node":
+            first = rank - rank % ranks_per_node
+            inside = link(range(first, first + ranks_per_node), ranks_per_node)
+            between = link(range(rank % ranks_per_node, self.world_size, ranks_per_node), 1)
+            return ByNode(everyone, inside, between, share_model(config, parameters, 2.0, ranks_per_node), hold_unused)
+        return AllGather(everyone)
 
     def _run(self, rank: int, gradients: Gradients, buckets: Sequence[Sequence[str]]) -> dict[str, Tensor]:
         futures = []

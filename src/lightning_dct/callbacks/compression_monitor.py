@@ -157,7 +157,7 @@ def summary_rows(totals: TrafficTotals, world_size: int) -> list[tuple[str, str]
         totals: What was counted.
         world_size: Ranks that took part.
     """
-    return [
+    rows = [
         ("ranks", str(world_size)),
         ("optimizer steps synchronised", f"{totals.steps:,}"),
         ("bytes of the dense fp32 exchange", format_bytes(totals.bytes_dense)),
@@ -167,6 +167,9 @@ def summary_rows(totals: TrafficTotals, world_size: int) -> list[tuple[str, str]
         ("time spent compressing", f"{totals.seconds:.2f} s ({totals.overhead_ms:.2f} ms a step)"),
         ("thresholds refreshed", f"{totals.refreshes:,} times"),
     ]
+    if totals.bytes_inside_node:
+        rows.append(("bytes sent inside the node, besides", format_bytes(totals.bytes_inside_node)))
+    return rows
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -219,7 +222,7 @@ def _held_back(trainer: pl.Trainer) -> dict[str, tuple[list[float], float | None
     synchronizer = getattr(trainer.strategy, "synchronizer", None)
     modules = _modules_of(trainer)
     return {
-        "dp": ([], None) if synchronizer is None else (synchronizer.thresholds.values(), synchronizer.residuals.norm()),
+        "dp": ([], None) if synchronizer is None else (synchronizer.thresholds.values(), synchronizer.memory.norm()),
         "mp": (
             [threshold for module in modules for threshold in module.thresholds_in_use()],
             math.hypot(*(module.residual_norm() for module in modules)),

@@ -92,12 +92,12 @@ def plan_bucket(
     dtype: torch.dtype,
     value_format: str,
     min_tensor_size: int,
-    world_size: int,
+    passes: float,
 ) -> BucketPlan:
     """Decide for each tensor of a bucket.
 
     A tensor goes whole when it is smaller than ``min_tensor_size``, when all of its entries are wanted, or when
-    all-gathering its entries would move more bytes than all-reducing the tensor. The decision looks at one tensor at
+    exchanging its entries would move more bytes than all-reducing the tensor. The decision looks at one tensor at
     a time, so it does not depend on which bucket DistributedDataParallel happens to put the tensor in.
 
     Args:
@@ -107,14 +107,15 @@ def plan_bucket(
         dtype: The gradients' dtype.
         value_format: How sent entries are written.
         min_tensor_size: Smaller tensors go whole.
-        world_size: Ranks that take part.
+        passes: How often what a rank sends passes each link, on the scale on which an all-reduced tensor passes it
+            twice: the world size for an all-gather. 1 means that there is nobody to send to.
     """
     targets = []
     for size, density in zip(sizes, densities, strict=True):
         # Less a hair: 0.07 * 100 is 7.000000000000001 in floating point and should be 7 entries.
         target = max(1, math.ceil(density * size * (1 - 1e-12)))
-        bits_compressed = world_size * target * (BITS_PER_VALUE[value_format] + 2 + math.log2(size / target))
+        bits_compressed = passes * target * (BITS_PER_VALUE[value_format] + 2 + math.log2(size / target))
         bits_dense = 2 * size * dtype.itemsize * 8
-        goes_whole = size < min_tensor_size or target >= size or world_size == 1 or bits_compressed >= bits_dense
+        goes_whole = size < min_tensor_size or target >= size or passes == 1 or bits_compressed >= bits_dense
         targets.append(0 if goes_whole else target)
     return BucketPlan(tuple(names), tuple(sizes), tuple(targets), dtype, value_format)

@@ -49,6 +49,15 @@ class Residuals:
             self._flat[key] = flat
         return self._flat[key]
 
+    def view(self, name: str) -> Tensor | None:
+        """The residual of one name, shape ``[size]``, to be written in place; None when there is none."""
+        return self._views.get(name)
+
+    def drop(self, name: str) -> None:
+        """Forget the residual of one name."""
+        del self._views[name]
+        self._flat = {names: buffer for names, buffer in self._flat.items() if name not in names}
+
     def norm(self) -> float:
         """Euclidean norm over all entries of all residuals."""
         return float(sum(float(flat.norm(dtype=torch.float64)) ** 2 for flat in self._views.values()) ** 0.5)
@@ -61,3 +70,25 @@ class Residuals:
         """Take over saved residuals; buffers are laid out again when they are next asked for."""
         self._views = {name: tensor.detach().clone().flatten() for name, tensor in state.items()}
         self._flat = {}
+
+
+def pieces_extent(pieces: Mapping[int, Tensor]) -> int:
+    """One after the last entry of a tensor of which there are these pieces, by first entry."""
+    return max(start + piece.numel() for start, piece in pieces.items())
+
+
+def add_pieces(residual: Tensor | None, pieces: Mapping[int, Tensor], size: int) -> Tensor:
+    """A tensor's residual with some pieces added in their places, as a new tensor.
+
+    Args:
+        residual: Shape ``[size]``, or None for zeros.
+        pieces: 1-D tensors by their first entry.
+        size: Entries of the tensor; more if the pieces reach further.
+    """
+    if residual is None:
+        some = next(iter(pieces.values()))
+        residual = some.new_zeros(max(size, pieces_extent(pieces)))
+    total = residual.clone()
+    for start, piece in pieces.items():
+        total[start : start + piece.numel()] += piece
+    return total

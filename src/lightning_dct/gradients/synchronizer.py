@@ -5,7 +5,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,12 +13,11 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from lightning_dct.config import DCTConfig
-from lightning_dct.gradients.compression import compress, decompress
-from lightning_dct.gradients.exchange import all_gather_payload, all_reduce_mean, all_reduce_mean_sparse
+from lightning_dct.gradients.collectives import all_reduce_mean, all_reduce_mean_sparse
+from lightning_dct.gradients.exchanges import Bucket, Exchange, Flow
+from lightning_dct.gradients.memory import Memory
 from lightning_dct.gradients.plan import BucketPlan, plan_bucket
-from lightning_dct.gradients.residual import Residuals
-from lightning_dct.threshold import Observed, Thresholds
-from lightning_dct.traffic import FP32_BYTES, Traffic, all_reduce_bytes
+from lightning_dct.traffic import FP32_BYTES, all_reduce_bytes, bytes_between_nodes
 
 
 class GradientSynchronizer:
@@ -30,8 +29,7 @@ class GradientSynchronizer:
     Args:
         config: The settings.
         parameter_names: The name of every parameter that may turn up in a bucket.
-        group: The ranks that take part.
-        traffic: Where bytes and time are counted.
+        exchange: How compressed gradients get to the other ranks; its ranks are the ones that take part.
         hold_unused: Keep the residual of a tensor that this rank's backward did not use instead of sending from it.
             With ``find_unused_parameters`` DDP throws the result for a globally unused parameter away; what had been
             sent for it would be lost.
@@ -44,19 +42,18 @@ class GradientSynchronizer:
         self,
         config: DCTConfig,
         parameter_names: Mapping[Tensor, str],
-        group: dist.ProcessGroup,
-        traffic: Traffic,
+        exchange: Exchange,
         hold_unused: bool = False,
         loss_scale: Callable[[], float] | None = None,
     ) -> None:
         self.config = config
-        self.traffic = traffic
-        self.thresholds = Thresholds()
-        self.residuals = Residuals()
+        self.exchange = exchange
+        self.traffic = exchange.everyone.traffic
+        self.memory = Memory(exchange.pieces, config.guard, undoable=loss_scale is not None)
+        self.thresholds, self.residuals = self.memory.thresholds, self.memory.residuals
         self.synchronisations = 0
         self.steps_since_refresh = 0
         self._parameter_names = parameter_names
-        self._group = group
         self._hold_unused = hold_unused
         self._loss_scale = loss_scale
         self._refresh_requested = False
@@ -64,11 +61,6 @@ class GradientSynchronizer:
         # What follows belongs to the synchronisation under way.
         self._pending: list[_Pending] = []
         self._refreshing = False
-        self._selected = False
-        self._gradient_scale = 1.0
-        self._observed: list[Observed] = []
-        self._undo: list[tuple[Tensor, Tensor]] = []
-        self._undo_thresholds: dict[str, Any] = {}
 
     def request_refresh(self) -> None:
         """Select all thresholds anew in the next synchronisation."""
@@ -85,11 +77,16 @@ class GradientSynchronizer:
         Returns:
             A future of the bucket's averaged gradients.
         """
+        if not self._pending:
+            self._begin()
+        earlier = [pending for pending in self._pending if pending.rounds_left > 1]
         with self._timed():
-            if not self._pending:
-                self._begin()
             self._pending.append(self._send(bucket))
         future = self._pending[-1].future
+        # Now that this bucket is on its way, the ones before it begin their next round. That is decided by counting
+        # and never by what has arrived: every rank has to start the same collectives in the same order.
+        for pending in earlier:
+            self._advance(pending)
         if bucket.is_last():
             self._finish()
         return future
@@ -99,8 +96,7 @@ class GradientSynchronizer:
         return {
             "synchronisations": self.synchronisations,
             "steps_since_refresh": self.steps_since_refresh,
-            "thresholds": self.thresholds.state_dict(),
-            "residuals": self.residuals.state_dict(),
+            **self.memory.state_dict(),
             "traffic": self.traffic.state_dict(),
         }
 
@@ -110,70 +106,65 @@ class GradientSynchronizer:
         Raises:
             ValueError: A saved residual has another size than the parameter of its name.
         """
-        sizes = {name: parameter.numel() for parameter, name in self._parameter_names.items()}
-        for name, residual in state["residuals"].items():
-            if residual.numel() != sizes.get(name, residual.numel()):
-                raise ValueError(
-                    f"The checkpoint's residual of parameter {name!r} has {residual.numel()} entries, the model's"
-                    f" parameter has {sizes[name]}. Resume with the model that was saved."
-                )
+        self.memory.load_state_dict(
+            state, {name: parameter.numel() for parameter, name in self._parameter_names.items()}
+        )
         self.synchronisations = int(state["synchronisations"])
         self.steps_since_refresh = int(state["steps_since_refresh"])
-        self.thresholds.load_state_dict(state["thresholds"])
-        self.residuals.load_state_dict(state["residuals"])
         self.traffic.load_state_dict(state["traffic"])
 
     def _begin(self) -> None:
-        self._selected = False
-        if self._loss_scale is not None:
-            self._gradient_scale = 1.0 / self._loss_scale()
-            self._undo_thresholds = self.thresholds.state_dict()
         self._refreshing = self._refresh_requested
-        if self._refreshing:
-            # Each is selected anew when its tensor next takes part: in this synchronisation, or later for a tensor
-            # that belongs to another optimizer.
-            self.thresholds.forget()
+        self.memory.begin(1.0 if self._loss_scale is None else 1.0 / self._loss_scale(), self._refreshing)
 
     def _finish(self) -> None:
-        """Wait for all buckets in turn, reading one while the next one's bytes travel.
+        """Bring all buckets home, one round of all of them after the other: one is read while the next one travels.
 
         This happens here, in the thread that runs backward, and not in callbacks of the futures: gloo would run those
         in threads of its own, which compete with backward for the interpreter and can abort the process when it ends.
         """
-        nonfinite = False
-        for pending in self._pending:
-            pending.work.wait()
-            with self._timed():
-                mean = pending.read()
-                # What the scaler will look for. Every rank holds the same mean, so all come to the same answer.
-                nonfinite |= self._loss_scale is not None and not bool(_entries(mean).isfinite().all())
-            pending.future.set_result(mean)
+        while under_way := [pending for pending in self._pending if pending.rounds_left]:
+            for pending in under_way:
+                self._advance(pending)
+        # What the scaler will look for. Every rank holds the same means, so all come to the same answer.
+        nonfinite = self._loss_scale is not None and not all(pending.finite for pending in self._pending)
         self.traffic.add(steps=1)
         if nonfinite:
             # The scaler skips this optimizer step, and so do we. A refresh that was due is due again.
-            for residual, before in self._undo:
-                residual.copy_(before)
-            self.thresholds.load_state_dict(self._undo_thresholds)
+            self.memory.roll_back()
         else:
             self.synchronisations += 1
             self.steps_since_refresh = 1 if self._refreshing else self.steps_since_refresh + 1
-            self.traffic.add(refreshes=int(self._selected))
+            self.traffic.add(refreshes=int(self.memory.selected))
             self._refresh_requested = False
-            if self.config.guard:
-                self.thresholds.guard(self._observed)
-        self._pending, self._undo, self._observed = [], [], []
+            self.memory.commit()
+        self._pending = []
+
+    def _advance(self, pending: "_Pending") -> None:
+        """Wait for a bucket's collective, and start its next one or read what it has brought."""
+        pending.work.wait()
+        with self._timed():
+            pending.rounds_left -= 1
+            try:
+                pending.work = next(pending.flow)
+            except StopIteration as finished:
+                mean = finished.value
+                if self._loss_scale is not None:
+                    pending.finite = bool(_entries(mean).isfinite().all())
+                pending.future.set_result(mean)
 
     def _send(self, bucket: GradBucket) -> "_Pending":
         buffer = bucket.buffer()
+        everyone = self.exchange.everyone
         if buffer.is_sparse:
-            return _Pending(all_reduce_mean_sparse(buffer, self._group, self.traffic), lambda: buffer, _future(buffer))
+            return _Pending(self._send_sparse(buffer), 1, buffer)
         plan = self._plan(bucket)
-        dense_bytes = all_reduce_bytes(FP32_BYTES * buffer.numel(), self._group.size())
-        self.traffic.add(bytes_dense=dense_bytes, entries=buffer.numel())
+        dense_bytes = all_reduce_bytes(FP32_BYTES * buffer.numel(), everyone.size)
+        self.traffic.add(bytes_dense=bytes_between_nodes(dense_bytes, everyone.size, everyone.ranks_per_node))
         held = self._held(buffer, plan, bucket.parameters())
         if plan.is_dense:
-            return self._send_whole_bucket(buffer, plan, held)
-        return self._send_entries(buffer, plan, held)
+            return _Pending(self._send_whole_bucket(buffer, plan, held), 1, buffer)
+        return _Pending(self.exchange.send(Bucket(buffer, plan, held), self.memory), self.exchange.rounds, buffer)
 
     def _plan(self, bucket: GradBucket) -> BucketPlan:
         parameters = bucket.parameters()
@@ -187,7 +178,7 @@ class GradientSynchronizer:
                 bucket.buffer().dtype,
                 self.config.value_format,
                 self.config.min_tensor_size,
-                self._group.size(),
+                self.exchange.passes,
             )
             self._plans[names] = (stage, plan)
         return self._plans[names][1]
@@ -206,35 +197,15 @@ class GradientSynchronizer:
             if not parameter.requires_grad or not bool(buffer[slice(*bounds)].any())
         }
 
-    def _send_whole_bucket(self, buffer: Tensor, plan: BucketPlan, held: set[int]) -> "_Pending":
-        if any(name in self.residuals for name in plan.names):
-            # Left from a time of lower density (a run resumed with other settings): it goes out now.
-            residual = self._residual(buffer, plan)
-            for index, bounds in enumerate(plan.bounds):
-                if index not in held:
-                    left = residual[slice(*bounds)]
-                    buffer[slice(*bounds)].add_(left, alpha=1.0 / self._gradient_scale)
-                    left.zero_()
-        self.traffic.add(entries_sent=buffer.numel())
-        return _Pending(all_reduce_mean(buffer, self._group, self.traffic), lambda: buffer, _future(buffer))
+    def _send_sparse(self, gradient: Tensor) -> Flow:
+        yield all_reduce_mean_sparse(gradient, self.exchange.everyone)
+        return gradient
 
-    def _send_entries(self, buffer: Tensor, plan: BucketPlan, held: set[int]) -> "_Pending":
-        residual = self._residual(buffer, plan)
-        compressed = compress(
-            buffer, residual, plan, held, self.thresholds, self._gradient_scale, reselect=self.config.guard
-        )
-        self._observed += compressed.observed
-        self._selected |= compressed.selected
-        self.traffic.add(entries_sent=compressed.num_entries)
-        work, gathered = all_gather_payload(compressed.payload, self._group, self.traffic)
-        factor = 1.0 / (self._gradient_scale * self._group.size())
-        return _Pending(work, lambda: decompress(gathered, buffer, plan, factor), _future(buffer))
-
-    def _residual(self, buffer: Tensor, plan: BucketPlan) -> Tensor:
-        residual = self.residuals.flat(plan.names, plan.sizes, plan.residual_dtype, buffer.device)
-        if self._loss_scale is not None:
-            self._undo.append((residual, residual.clone()))
-        return residual
+    def _send_whole_bucket(self, buffer: Tensor, plan: BucketPlan, held: set[int]) -> Flow:
+        self.memory.send_out(buffer, plan, held, owned=True)
+        self.traffic.add(entries=buffer.numel(), entries_sent=buffer.numel())
+        yield all_reduce_mean(buffer, self.exchange.everyone)
+        return buffer
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -245,16 +216,21 @@ class GradientSynchronizer:
             self.traffic.add(seconds=perf_counter() - start)
 
 
-class _Pending(NamedTuple):
-    """A bucket under way."""
+class _Pending:
+    """A bucket under way.
 
-    work: dist.Work
-    read: Callable[[], Tensor]
-    future: Future[Tensor]
+    Args:
+        flow: Its way; its first collective is started here.
+        rounds: How many collectives that way has.
+        buffer: The bucket's gradients.
+    """
 
-
-def _future(buffer: Tensor) -> Future[Tensor]:
-    return Future() if buffer.device.type == "cpu" else Future(devices=[buffer.device])
+    def __init__(self, flow: Flow, rounds: int, buffer: Tensor) -> None:
+        self.flow = flow
+        self.rounds_left = rounds
+        self.work: dist.Work = next(flow)
+        self.future: Future[Tensor] = Future() if buffer.device.type == "cpu" else Future(devices=[buffer.device])
+        self.finite = True
 
 
 def _entries(gradient: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dct.config import DCTConfig
+from lightning_dct.gradients.exchanges import make_exchange
 from lightning_dct.gradients.synchronizer import GradientSynchronizer
 from lightning_dct.traffic import Traffic
 
@@ -31,22 +33,43 @@ def resolve_process_group(ddp_settings: dict[str, Any]) -> dist.ProcessGroup | N
 
 
 def make_synchronizer(
-    wrapped: DistributedDataParallel, precision: object, config: DCTConfig, traffic: Traffic
+    wrapped: DistributedDataParallel,
+    precision: object,
+    config: DCTConfig,
+    traffic: Traffic,
+    place: tuple[int, int],
+    timeout: timedelta | None,
 ) -> GradientSynchronizer:
-    """The synchronizer of a wrapped model; its hook has still to be registered.
+    """The synchronizer of a wrapped model; its hook has still to be registered. All ranks call this together.
 
     Args:
         wrapped: The model.
         precision: Lightning's precision plugin, with a ``scaler`` when it scales the loss.
         config: The settings.
         traffic: Where bytes and time are counted.
+        place: The number of this rank's node and its own number on that node.
+        timeout: Of process groups that the exchange makes.
+
+    Raises:
+        ValueError: The ranks cannot do the exchange that the settings ask for.
     """
     scaler = getattr(precision, "scaler", None)
+    names = parameter_names(wrapped.module)
+    # What DistributedDataParallel leaves alone differs between ranks.
+    ignored = {name.replace("_orig_mod.", "") for name in wrapped.parameters_to_ignore}
+    exchange = make_exchange(
+        config,
+        {name: parameter for parameter, name in names.items() if name not in ignored},
+        wrapped.process_group,
+        place,
+        traffic,
+        wrapped.find_unused_parameters,
+        timeout,
+    )
     return GradientSynchronizer(
         config,
-        parameter_names(wrapped.module),
-        wrapped.process_group,
-        traffic,
+        names,
+        exchange,
         hold_unused=wrapped.find_unused_parameters,
         loss_scale=None if scaler is None else scaler.get_scale,
     )

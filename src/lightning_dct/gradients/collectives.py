@@ -1,0 +1,133 @@
+"""The collectives: the one place where bytes leave this rank, and where they are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dct.traffic import Traffic, all_gather_bytes, all_reduce_bytes, bytes_between_nodes
+
+
+@dataclass(frozen=True)
+class Link:
+    """Ranks that exchange something, and where the bytes they send are counted.
+
+    Attributes:
+        group: The ranks.
+        traffic: Where the bytes are counted.
+        ranks_per_node: How many neighbouring ranks of the group share a node, where bytes inside a node are told from
+            bytes between nodes; 1 counts all bytes alike.
+    """
+
+    group: dist.ProcessGroup
+    traffic: Traffic
+    ranks_per_node: int = 1
+
+    @property
+    def size(self) -> int:
+        """How many ranks take part."""
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+        return self.group.rank()
+
+    def count(self, num_bytes: int) -> None:
+        """Count what this rank sends in one collective."""
+        between = bytes_between_nodes(num_bytes, self.size, self.ranks_per_node)
+        self.traffic.add(bytes_sent=between, bytes_inside_node=num_bytes - between)
+
+
+def all_gather_payload(payload: Tensor, link: Link) -> tuple[dist.Work, Tensor]:
+    """Start sending one rank's payload to all others.
+
+    Args:
+        payload: Shape ``[size]``, uint8, of the same size on every rank.
+        link: The ranks that take part.
+
+    Returns:
+        What to wait for, and then to read: the payloads by rank, shape ``[ranks, size]``, uint8.
+    """
+    link.count(all_gather_bytes(payload.numel(), link.size))
+    gathered = torch.empty(link.size * payload.numel(), dtype=torch.uint8, device=payload.device)
+    work = dist.all_gather_single(gathered, payload, group=link.group, async_op=True)
+    return work, gathered.view(link.size, -1)
+
+
+def deliver_payloads(payloads: Sequence[Tensor], link: Link) -> tuple[dist.Work, Tensor]:
+    """Start sending another payload to every rank.
+
+    Args:
+        payloads: One for each rank, uint8: the one for rank ``r`` has shape ``[size of r]`` on every rank.
+        link: The ranks that take part.
+
+    Returns:
+        What to wait for, and then to read: the payloads for this rank by sender, shape ``[ranks, own size]``, uint8.
+    """
+    sizes = [payload.numel() for payload in payloads]
+    own = sizes[link.rank]
+    link.count(sum(sizes) - own)
+    sent = torch.cat(list(payloads))
+    received = sent.new_empty(link.size * own)
+    work = dist.all_to_all_single(received, sent, [own] * link.size, sizes, group=link.group, async_op=True)
+    return work, received.view(link.size, -1)
+
+
+def spread_payload(payload: Tensor, sizes: Sequence[int], link: Link) -> tuple[dist.Work, tuple[Tensor, ...]]:
+    """Start sending one rank's payload to all others, where the payloads of the ranks differ in size.
+
+    Backends gather equal sizes only; as an all-to-all nothing has to be padded.
+
+    Args:
+        payload: Shape ``[sizes[own rank]]``, uint8.
+        sizes: Bytes of each rank's payload.
+        link: The ranks that take part.
+
+    Returns:
+        What to wait for, and then to read: the payloads by rank, uint8.
+    """
+    link.count(all_gather_bytes(payload.numel(), link.size))
+    received = payload.new_empty(sum(sizes))
+    copies = payload.repeat(link.size)
+    work = dist.all_to_all_single(
+        received, copies, list(sizes), [payload.numel()] * link.size, group=link.group, async_op=True
+    )
+    return work, received.split(list(sizes))
+
+
+def all_reduce_mean(buffer: Tensor, link: Link) -> dist.Work:
+    """Start averaging a dense tensor over all ranks, in place, exactly as DistributedDataParallel does.
+
+    Args:
+        buffer: Any shape and floating dtype.
+        link: The ranks that take part.
+    """
+    link.count(all_reduce_bytes(buffer.numel() * buffer.element_size(), link.size))
+    # Dividing first keeps fp16 sums from overflowing.
+    buffer.div_(link.size)
+    return dist.all_reduce(buffer, group=link.group, async_op=True)
+
+
+def all_reduce_mean_sparse(gradient: Tensor, link: Link) -> dist.Work:
+    """Start averaging the sparse gradient of an ``Embedding(sparse=True)``, uncompressed, as plain DDP does.
+
+    The backend gathers every rank's indices and rows. They are counted alike as sent and as the dense baseline,
+    because that is what DDP sends too: a ratio of one.
+
+    Args:
+        gradient: A sparse COO tensor, averaged in place.
+        link: The ranks that take part.
+    """
+    indices, values = gradient._indices(), gradient._values()
+    num_bytes = indices.numel() * indices.element_size() + values.numel() * values.element_size()
+    sent = all_gather_bytes(num_bytes, link.size)
+    link.count(sent)
+    dense = bytes_between_nodes(sent, link.size, link.ranks_per_node)
+    link.traffic.add(bytes_dense=dense, entries_sent=values.numel(), entries=values.numel())
+    gradient.div_(link.size)
+    return dist.all_reduce(gradient, group=link.group, async_op=True)

@@ -1,0 +1,106 @@
+"""Dense inside a node, compressed between nodes: ranks of a node are one worker towards the others.
+
+    inside a node       mean of the gradients                            all-reduce, dense
+    rank l of a node    compress shard l of it -> payload_l
+    between nodes       payloads of shard l, one from each node          all-gather among the ranks l
+    inside a node       payloads of all shards                           all-gather, still compressed
+    every rank          sum of all payloads / W
+
+The residual belongs to the node: its ``L`` ranks hold a shard of it each. A rank compresses ``1 / L`` of what it would
+compress otherwise, and between nodes it sends ``(N - 1) / L`` payloads for ``N`` nodes. It pays where links inside a
+node are far faster than those between nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from lightning_dct.gradients.collectives import Link, all_gather_payload, all_reduce_mean, spread_payload
+from lightning_dct.gradients.compression import decompress
+from lightning_dct.gradients.exchanges.base import Bucket, Flow, unused
+from lightning_dct.gradients.memory import Memory
+from lightning_dct.gradients.plan import BucketPlan
+from lightning_dct.gradients.sharding import Piece, Shard, cut, owned_by
+
+
+class ByNode:
+    """The exchange for several nodes with several ranks each.
+
+    Args:
+        everyone: All ranks, with the number of them that share a node.
+        inside: The ranks of this node; a group that :meth:`close` destroys.
+        between: The ranks with this rank's place in their nodes; likewise.
+        pieces: Every parameter's pieces, by name, shared out among the ranks of a node.
+        hold_unused: See :class:`~lightning_dct.gradients.GradientSynchronizer`.
+    """
+
+    rounds = 3
+
+    def __init__(
+        self,
+        everyone: Link,
+        inside: Link,
+        between: Link,
+        pieces: Mapping[str, tuple[Piece, ...]],
+        hold_unused: bool,
+    ) -> None:
+        self.everyone = everyone
+        self.pieces: Mapping[str, Piece] = owned_by(pieces, inside.rank)
+        self.passes = by_node_passes(between.size, inside.size)
+        self._inside, self._between = inside, between
+        self._all_pieces = pieces
+        self._hold_unused = hold_unused
+        self._made = [inside.group, between.group]
+        self._shards: dict[BucketPlan, tuple[Shard, ...]] = {}
+
+    def send(self, bucket: Bucket, memory: Memory) -> Flow:
+        """Exchange a bucket."""
+        buffer, plan, held = bucket
+        shards = self._shards_of(plan)
+        # What this rank alone holds back, from a time with another exchange, leaves it with the dense gradients.
+        memory.send_out(buffer, plan, held, owned=False)
+        for index in held:
+            buffer[slice(*plan.bounds[index])] = 0.0
+        yield all_reduce_mean(buffer, self._inside)
+
+        own = shards[self._inside.rank]
+        gradient = torch.cat([buffer.new_empty(0), *(buffer[slice(*bounds)] for bounds in own.plan.bounds)])
+        waiting = unused(gradient, own.packed) if self._hold_unused else set()
+        residual = memory.owned_of(own.packed, buffer.device)
+        # From the mean over the node's ranks to their sum.
+        scale = memory.gradient_scale * self._inside.size
+        compressed = memory.compress(gradient, residual, own.packed, waiting, scale)
+        self.everyone.traffic.add(entries=gradient.numel(), entries_sent=compressed.num_entries)
+        work, gathered = all_gather_payload(compressed.payload, self._between)
+        yield work
+
+        nodes = self._between.size
+        work, spread = spread_payload(
+            gathered.flatten(), [nodes * shard.plan.layout.num_bytes for shard in shards], self._inside
+        )
+        yield work
+
+        factor = 1.0 / (memory.gradient_scale * self.everyone.size)
+        mean = buffer if buffer.dtype == plan.residual_dtype else buffer.to(plan.residual_dtype)
+        for shard, payloads in zip(shards, spread, strict=True):
+            decompress(payloads.view(nodes, -1), mean, shard.plan, factor)
+        return mean if mean is buffer else buffer.copy_(mean)
+
+    def close(self) -> None:
+        """Destroy the groups inside and between nodes."""
+        while self._made:
+            dist.destroy_process_group(self._made.pop())
+
+    def _shards_of(self, plan: BucketPlan) -> tuple[Shard, ...]:
+        if plan not in self._shards:
+            self._shards[plan] = cut(plan, self._all_pieces, self._inside.size)
+        return self._shards[plan]
+
+
+def by_node_passes(nodes: int, ranks_per_node: int) -> float:
+    """As an all-gather among the nodes, beside an all-reduce over all ranks that passes from node to node."""
+    world_size = nodes * ranks_per_node
+    return (nodes - 1) * world_size / (world_size - 1)

@@ -1,0 +1,103 @@
+"""Makes the exchange that the settings ask for, once the ranks are up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from functools import partial
+
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lightning_dct.config import DCTConfig
+from lightning_dct.gradients.collectives import Link
+from lightning_dct.gradients.exchanges.all_gather import AllGather
+from lightning_dct.gradients.exchanges.auto import choose
+from lightning_dct.gradients.exchanges.base import Exchange
+from lightning_dct.gradients.exchanges.by_node import ByNode, by_node_passes
+from lightning_dct.gradients.exchanges.nodes import NodeLayout, find_layout, make_groups
+from lightning_dct.gradients.exchanges.sharded import SHARDED_PASSES, Sharded
+from lightning_dct.gradients.plan import BucketPlan, plan_bucket
+from lightning_dct.gradients.sharding import Piece, share_out
+from lightning_dct.traffic import Traffic
+
+
+def make_exchange(
+    config: DCTConfig,
+    parameters: Mapping[str, Tensor],
+    group: dist.ProcessGroup,
+    place: tuple[int, int],
+    traffic: Traffic,
+    hold_unused: bool,
+    timeout: timedelta | None = None,
+) -> Exchange:
+    """Make the exchange; all ranks of the job call this at the same time.
+
+    Args:
+        config: The settings.
+        parameters: All that are synchronised, now or once they are unfrozen, by name in the model's order.
+        group: The ranks whose gradients are exchanged.
+        place: The number of this rank's node, and its own number on that node, as the launcher gives them.
+        traffic: Where bytes are counted.
+        hold_unused: See :class:`~lightning_dct.gradients.GradientSynchronizer`.
+        timeout: Of the groups inside and between nodes, where there are any.
+
+    Raises:
+        ValueError: The exchange is to be by node, and these ranks cannot do that.
+    """
+    everyone = Link(group, traffic)
+    if everyone.size == 1:
+        return AllGather(everyone)
+    name: str = config.exchange
+    layout = None
+    if name in ("auto", "by_node"):
+        layout = find_layout(place, group)
+        name = _resolve(config, parameters, layout)
+        groups = make_groups(layout if name == "by_node" else None, group, timeout)
+    if name == "by_node":
+        assert layout is not None
+        assert groups is not None
+        inside = Link(groups[0], traffic, layout.ranks_per_node)
+        between = Link(groups[1], traffic)
+        pieces = share_model(config, parameters, by_node_passes(between.size, inside.size), inside.size)
+        return ByNode(Link(group, traffic, layout.ranks_per_node), inside, between, pieces, hold_unused)
+    if name == "sharded":
+        pieces = share_model(config, parameters, SHARDED_PASSES, everyone.size)
+        return Sharded(everyone, pieces, hold_unused)
+    return AllGather(everyone)
+
+
+def plan_model(config: DCTConfig, parameters: Mapping[str, Tensor], passes: float) -> BucketPlan:
+    """What becomes of each tensor once warm-up is over, as if all lay in one bucket."""
+    names = list(parameters)
+    sizes = [parameter.numel() for parameter in parameters.values()]
+    dtype = next(iter(parameters.values())).dtype
+    densities = [config.density_of(name) for name in names]
+    return plan_bucket(names, sizes, densities, dtype, config.value_format, config.min_tensor_size, passes)
+
+
+def share_model(
+    config: DCTConfig, parameters: Mapping[str, Tensor], passes: float, owners: int
+) -> dict[str, tuple[Piece, ...]]:
+    """Share a model out. Frozen parameters are shared out apart from the others, so that either are spread evenly."""
+    pieces: dict[str, tuple[Piece, ...]] = {}
+    for trained in (True, False):
+        some = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad == trained}
+        if some:
+            pieces |= share_out(plan_model(config, some, passes), owners)
+    return pieces
+
+
+def _resolve(config: DCTConfig, parameters: Mapping[str, Tensor], layout: NodeLayout) -> str:
+    if config.exchange == "by_node":
+        if layout.obstacle is not None:
+            raise ValueError(
+                "`exchange='by_node'` needs several nodes with the same number of ranks, two or more, on each, but"
+                f" {layout.obstacle}. Use `exchange='auto'`, or change what the launcher starts."
+            )
+        return "by_node"
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    choice = choose(partial(plan_model, config, trained or parameters), layout)
+    rank_zero_info(f"`exchange='auto'` takes {choice.name!r}: {choice.reason}.")
+    return choice.name

@@ -1,0 +1,101 @@
+"""Which ranks share a node, as the launcher says, and the process groups inside and between nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class NodeLayout:
+    """Where the ranks of a process group run.
+
+    Attributes:
+        places: For each rank of the group the number of its node and its own number on that node.
+    """
+
+    places: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each node, ascending."""
+        numbers = sorted({node for node, _ in self.places})
+        return tuple(tuple(rank for rank, (node, _) in enumerate(self.places) if node == number) for number in numbers)
+
+    @cached_property
+    def ranks_per_node(self) -> int:
+        """Ranks on each node; only of use where there is no obstacle."""
+        return len(self.nodes[0])
+
+    @cached_property
+    def obstacle(self) -> str | None:
+        """Why gradients cannot be exchanged by node, or None when they can."""
+        if len(set(self.places)) < len(self.places):
+            return "the launcher gives several ranks the same node and the same local rank"
+        if len(self.nodes) == 1:
+            return "all ranks are on one node"
+        counts = [len(ranks) for ranks in self.nodes]
+        if len(set(counts)) > 1:
+            return f"the nodes have different numbers of ranks: {', '.join(map(str, counts))}"
+        return "every node has one rank only" if counts[0] == 1 else None
+
+
+def find_layout(place: tuple[int, int], group: dist.ProcessGroup) -> NodeLayout:
+    """Learn where the others run; all ranks of the group call this at the same time.
+
+    Args:
+        place: The number of this rank's node and its own number on that node.
+        group: The ranks.
+    """
+    places: list[tuple[int, int]] = [(0, 0)] * group.size()
+    dist.all_gather_object(places, place, group=group)
+    return NodeLayout(tuple(places))
+
+
+def make_groups(
+    layout: NodeLayout | None, group: dist.ProcessGroup, timeout: timedelta | None
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
+    """Make the groups inside and between nodes; all ranks of the job call this at the same time.
+
+    Args:
+        layout: Of the ranks of ``group``, without an obstacle; None when this group needs none.
+        group: The ranks whose gradients are exchanged: all ranks, or some of them while others have groups of their
+            own, as the stages of a pipeline have.
+        timeout: Of the new groups' collectives.
+
+    Returns:
+        This rank's group inside its node, and that of the ranks in the same place on other nodes.
+    """
+    wanted: list[tuple[int, ...]] = []
+    if layout is not None:
+        members = dist.get_process_group_ranks(group)
+        inside = [tuple(members[rank] for rank in ranks) for ranks in layout.nodes]
+        wanted = [*inside, *zip(*inside, strict=True)]
+    if group.size() < dist.get_world_size():
+        # Every rank of the job takes part in making every group.
+        everyone: list[list[tuple[int, ...]]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, wanted)
+        wanted = sorted({ranks for theirs in everyone for ranks in theirs})
+    own = _make_all(wanted, dist.get_backend(group), timeout)
+    if layout is None:
+        return None
+    rank = group.rank()
+    local = next(ranks for ranks in layout.nodes if rank in ranks)
+    inside_ranks = tuple(members[other] for other in local)
+    return own[inside_ranks], next(made for ranks, made in own.items() if ranks != inside_ranks)
+
+
+def _make_all(
+    wanted: Sequence[tuple[int, ...]], backend: str, timeout: timedelta | None
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Make groups; those that this rank belongs to."""
+    own = {}
+    for ranks in wanted:
+        made = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+        if dist.get_rank() in ranks:
+            own[ranks] = made
+    return own

@@ -1,0 +1,85 @@
+"""Every rank sums what it owns and passes on what is large of it: two rounds, bytes that hardly grow with the ranks.
+
+    rank r      compress, a payload for each owner      all-to-all
+    owner o     sum what has come in for its shard
+                compress the sum -> payload_o           all-gather
+    rank r      read the shards of all owners / W
+
+A rank sends ``(W - 1) / W`` of what it selects, and the same again of the sums it owns: like a parameter server's
+traffic (Gupta et al., KDD 2021, section 3), with the server spread over the ranks. The second threshold has a residual
+of its own, which the owner keeps. All ranks read the same second payloads, so replicas stay bitwise identical.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from lightning_dct.gradients.collectives import Link, deliver_payloads, spread_payload
+from lightning_dct.gradients.compression import decompress
+from lightning_dct.gradients.exchanges.base import Bucket, Flow, unused
+from lightning_dct.gradients.memory import Memory
+from lightning_dct.gradients.plan import BucketPlan
+from lightning_dct.gradients.sharding import Piece, Shard, cut, owned_by
+from lightning_dct.wire import PayloadError
+
+SHARDED_PASSES = 2.0
+
+
+class Sharded:
+    """The exchange for many ranks.
+
+    Args:
+        everyone: The ranks.
+        pieces: Every parameter's pieces, by name, shared out among the ranks.
+        hold_unused: See :class:`~lightning_dct.gradients.GradientSynchronizer`.
+    """
+
+    rounds = 2
+    passes = SHARDED_PASSES
+
+    def __init__(self, everyone: Link, pieces: Mapping[str, tuple[Piece, ...]], hold_unused: bool) -> None:
+        self.everyone = everyone
+        self.pieces: Mapping[str, Piece] = owned_by(pieces, everyone.rank)
+        self._all_pieces = pieces
+        self._hold_unused = hold_unused
+        self._shards: dict[BucketPlan, tuple[Shard, ...]] = {}
+
+    def send(self, bucket: Bucket, memory: Memory) -> Flow:
+        """Exchange a bucket."""
+        buffer, plan, held = bucket
+        shards = self._shards_of(plan)
+        residual = memory.residual_of(plan, buffer.device)
+        compressed = [
+            memory.compress(buffer, residual, shard.plan, shard.of(held), memory.gradient_scale) for shard in shards
+        ]
+        self.everyone.traffic.add(entries=buffer.numel(), entries_sent=sum(part.num_entries for part in compressed))
+        work, received = deliver_payloads([part.payload for part in compressed], self.everyone)
+        yield work
+
+        own = shards[self.everyone.rank]
+        sums = torch.zeros(sum(own.plan.sizes), dtype=plan.residual_dtype, device=buffer.device)
+        decompress(received, sums, own.sums, 1.0)
+        waiting = unused(sums, own.sums) if self._hold_unused else set()
+        passed_on = memory.compress(sums, memory.owned_of(own.packed, buffer.device), own.sums, waiting, 1.0)
+        sizes = [shard.plan.layout.num_bytes for shard in shards]
+        work, payloads = spread_payload(passed_on.payload, sizes, self.everyone)
+        yield work
+
+        factor = 1.0 / (memory.gradient_scale * self.everyone.size)
+        mean = buffer if buffer.dtype == plan.residual_dtype else buffer.to(plan.residual_dtype)
+        for owner, (shard, payload) in enumerate(zip(shards, payloads, strict=True)):
+            try:
+                decompress(payload[None], mean, shard.plan, factor)
+            except PayloadError as error:
+                raise PayloadError(f"Sums from rank {owner} of the process group: {error.__cause__}.") from error
+        return mean if mean is buffer else buffer.copy_(mean)
+
+    def close(self) -> None:
+        """Nothing to destroy."""
+
+    def _shards_of(self, plan: BucketPlan) -> tuple[Shard, ...]:
+        if plan not in self._shards:
+            self._shards[plan] = cut(plan, self._all_pieces, self.everyone.size)
+        return self._shards[plan]

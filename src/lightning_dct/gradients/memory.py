@@ -1,0 +1,193 @@
+"""What a rank remembers from one synchronisation to the next: residuals and thresholds; any of them can be undone.
+
+A rank holds back two kinds of things, both in the units of its own gradients, unscaled:
+
+    residuals   what it has not sent of its own gradients, by parameter
+    owned       what it has not passed on of the *sums* it owns, by piece (exchanges that share the model out)
+
+Either enters the mean over ``W`` ranks as ``1 / W`` of itself. So when a rank owns other pieces than before (other
+settings, another exchange), what it holds of a lost piece becomes a residual of its own, and nothing is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dct.gradients.compression import Compressed, compress
+from lightning_dct.gradients.plan import BucketPlan
+from lightning_dct.gradients.residual import Residuals, add_pieces, pieces_extent
+from lightning_dct.gradients.sharding import Piece
+from lightning_dct.threshold import Observed, Thresholds
+
+
+class Memory:
+    """One rank's residuals and thresholds.
+
+    Args:
+        pieces: The pieces this rank owns, by label.
+        guard: Nudge the thresholds after each synchronisation.
+        undoable: Keep what a synchronisation changes, so that it can be undone.
+
+    Attributes:
+        gradient_scale: Factor that turns gradients as they arrive into unscaled ones.
+        selected: Whether the synchronisation under way has selected any threshold anew.
+    """
+
+    def __init__(self, pieces: Mapping[str, Piece], guard: bool, undoable: bool) -> None:
+        self.thresholds = Thresholds()
+        self.residuals = Residuals()
+        self.owned = Residuals()
+        self.gradient_scale = 1.0
+        self.selected = False
+        self._pieces = pieces
+        self._labels: dict[str, list[str]] = {}
+        for label, piece in pieces.items():
+            self._labels.setdefault(piece.name, []).append(label)
+        self._guard = guard
+        self._undoable = undoable
+        # What follows belongs to the synchronisation under way.
+        self._observed: list[Observed] = []
+        self._done_with: list[str] = []
+        self._undo: list[tuple[Tensor, Tensor]] = []
+        self._undo_thresholds: dict[str, Any] = {}
+
+    def begin(self, gradient_scale: float, refresh: bool) -> None:
+        """Begin a synchronisation.
+
+        Args:
+            gradient_scale: One over the loss scale of mixed-precision training.
+            refresh: Select thresholds anew. Each is selected when its tensor next takes part: in this
+                synchronisation, or later for a tensor that belongs to another optimizer.
+        """
+        self.gradient_scale = gradient_scale
+        self.selected = False
+        if self._undoable:
+            self._undo_thresholds = self.thresholds.state_dict()
+        if refresh:
+            self.thresholds.forget()
+
+    def commit(self) -> None:
+        """End a synchronisation that counts."""
+        if self._guard:
+            self.thresholds.guard(self._observed)
+        for name in self._done_with:
+            self.residuals.drop(name)
+        self._forget()
+
+    def roll_back(self) -> None:
+        """End a synchronisation and let all be as before it."""
+        for residual, before in reversed(self._undo):
+            residual.copy_(before)
+        self.thresholds.load_state_dict(self._undo_thresholds)
+        self._forget()
+
+    def residual_of(self, bucket: BucketPlan, device: torch.device) -> Tensor:
+        """What this rank has not sent of a bucket: shape ``[n]``, written in place by the caller."""
+        return self._changing(self.residuals.flat(bucket.names, bucket.sizes, bucket.residual_dtype, device))
+
+    def owned_of(self, shard: BucketPlan, device: torch.device) -> Tensor:
+        """What this rank has not passed on of the sums it owns: shape ``[n]``, written in place by the caller.
+
+        Args:
+            shard: Its pieces, one behind the other, under their labels.
+            device: Where it is made.
+        """
+        return self._changing(self.owned.flat(shard.names, shard.sizes, shard.residual_dtype, device))
+
+    def compress(
+        self, buffer: Tensor, residual: Tensor, plan: BucketPlan, held: set[int], gradient_scale: float
+    ) -> Compressed:
+        """Decide what goes; see :func:`~lightning_dct.gradients.compression.compress`."""
+        compressed = compress(buffer, residual, plan, held, self.thresholds, gradient_scale, reselect=self._guard)
+        self._observed += compressed.observed
+        self.selected |= compressed.selected
+        return compressed
+
+    def send_out(self, buffer: Tensor, plan: BucketPlan, held: set[int], owned: bool) -> None:
+        """Add to a bucket that goes uncompressed all that is held back of its tensors, and hold nothing of them.
+
+        There is something only after a time with other settings: of lower density, or with another exchange.
+
+        Args:
+            buffer: Shape ``[n]``: the flattened bucket, scaled gradients. Changed in place.
+            plan: Its tensors.
+            held: Indices of tensors of which nothing goes.
+            owned: Whether what is held back of sums goes out too. Where it does not, this rank holds back nothing else
+                from now on, and the memory of its own residuals is freed.
+        """
+        for index, (name, (start, _)) in enumerate(zip(plan.names, plan.bounds, strict=True)):
+            if index in held:
+                continue
+            places = [(self.residuals, name, 0)]
+            if owned:
+                places += [(self.owned, label, self._pieces[label].start) for label in self._labels.get(name, ())]
+            for residuals, key, offset in places:
+                left = residuals.view(key)
+                if left is None:
+                    continue
+                first = start + offset
+                buffer[first : first + left.numel()].add_(left.to(buffer.device), alpha=1.0 / self.gradient_scale)
+                self._changing(left).zero_()
+                if not owned:
+                    self._done_with.append(key)
+
+    def norm(self) -> float:
+        """Euclidean norm over all entries held back."""
+        return float((self.residuals.norm() ** 2 + self.owned.norm() ** 2) ** 0.5)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, dicts and CPU tensors: residuals by parameter, those of sums by parameter and first entry."""
+        owned: dict[str, dict[int, Tensor]] = {}
+        for label, residual in self.owned.state_dict().items():
+            piece = self._pieces[label]
+            owned.setdefault(piece.name, {})[piece.start] = residual
+        return {"thresholds": self.thresholds.state_dict(), "residuals": self.residuals.state_dict(), "owned": owned}
+
+    def load_state_dict(self, state: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+        """Continue from a saved state.
+
+        Args:
+            state: As saved.
+            sizes: Entries of each of the model's parameters.
+
+        Raises:
+            ValueError: Something saved does not fit the parameter of its name.
+        """
+        residuals: dict[str, Tensor] = dict(state["residuals"])
+        owned: Mapping[str, Mapping[int, Tensor]] = state.get("owned", {})
+        for name, residual in residuals.items():
+            _check_size(name, residual.numel(), sizes, partial=False)
+        kept = {}
+        for name, parts in owned.items():
+            _check_size(name, pieces_extent(parts), sizes, partial=True)
+            lost = dict(parts)
+            for label in self._labels.get(name, ()):
+                piece = self._pieces[label]
+                if piece.start in lost and lost[piece.start].numel() == piece.stop - piece.start:
+                    kept[label] = lost.pop(piece.start)
+            if lost:
+                residuals[name] = add_pieces(residuals.get(name), lost, sizes.get(name, 0))
+        self.thresholds.load_state_dict(state["thresholds"])
+        self.residuals.load_state_dict(residuals)
+        self.owned.load_state_dict(kept)
+
+    def _changing(self, residual: Tensor) -> Tensor:
+        if self._undoable:
+            self._undo.append((residual, residual.clone()))
+        return residual
+
+    def _forget(self) -> None:
+        self._observed, self._done_with, self._undo = [], [], []
+
+
+def _check_size(name: str, entries: int, sizes: Mapping[str, int], partial: bool) -> None:
+    expected = sizes.get(name, entries)
+    if entries > expected or (entries < expected and not partial):
+        raise ValueError(
+            f"The checkpoint's residual of parameter {name!r} has {entries} entries, the model's parameter has"
+            f" {expected}. Resume with the model that was saved."
+        )

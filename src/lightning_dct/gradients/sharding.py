@@ -1,0 +1,130 @@
+"""Who owns what: small tensors belong to one rank each, large ones are cut evenly, up to a piece for every rank.
+
+Owners are found from the model's parameters and the settings alone. Which bucket DistributedDataParallel puts a tensor
+in does not matter, and so a piece's owner, its threshold and what the owner holds back outlive new buckets and resumes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from lightning_dct.gradients.plan import BucketPlan
+from lightning_dct.wire import BITS_PER_VALUE
+
+# Pieces send at least so many entries. Smaller ones would lose more to rounding up; larger ones spread less evenly.
+SMALLEST_PIECE = 32
+
+
+class Piece(NamedTuple):
+    """Entries ``start`` to ``stop`` of a flattened parameter.
+
+    Attributes:
+        label: The parameter's name, followed by the range unless the piece is all of it.
+        name: The parameter's name.
+        start: Its first entry.
+        stop: One after its last.
+        owner: The rank it belongs to.
+    """
+
+    label: str
+    name: str
+    start: int
+    stop: int
+    owner: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one rank owns of a bucket.
+
+    Attributes:
+        plan: Its pieces, where they lie in the bucket.
+        tensors: For each piece, which of the bucket's tensors it belongs to.
+    """
+
+    plan: BucketPlan
+    tensors: tuple[int, ...]
+
+    def of(self, tensors: set[int]) -> set[int]:
+        """The pieces that belong to some of the bucket's tensors."""
+        return {index for index, tensor in enumerate(self.tensors) if tensor in tensors}
+
+    @cached_property
+    def packed(self) -> BucketPlan:
+        """The same pieces, one behind the other."""
+        return replace(self.plan, starts=None)
+
+    @cached_property
+    def sums(self) -> BucketPlan:
+        """The same for the owner's sums, one behind the other; these have thresholds of their own."""
+        return replace(self.packed, names=tuple(f"sum of {name}" for name in self.plan.names))
+
+
+def share_out(model: BucketPlan, owners: int) -> dict[str, tuple[Piece, ...]]:
+    """Divide a model's tensors so that what is sent of them, in bytes, is about the same for every owner.
+
+    Args:
+        model: What becomes of each tensor of the model; the same on every rank.
+        owners: How many ranks share them.
+
+    Returns:
+        Each tensor's pieces in ascending order, by name.
+    """
+    weights = [_bits(size, target, model) for size, target in zip(model.sizes, model.targets, strict=True)]
+    loads = [0] * owners
+    pieces: dict[str, tuple[Piece, ...]] = {}
+    # The heaviest first; its pieces to the owners that have least, each to another one.
+    for index in sorted(range(len(weights)), key=lambda index: (-weights[index], index)):
+        name, size = model.names[index], model.sizes[index]
+        count = max(1, min(owners, (model.targets[index] or size) // SMALLEST_PIECE))
+        edges = [size * part // count for part in range(count + 1)]
+        takers = sorted(sorted(range(owners), key=lambda owner: (loads[owner], owner))[:count])
+        pieces[name] = tuple(
+            Piece(name if count == 1 else f"{name}[{start}:{stop}]", name, start, stop, owner)
+            for owner, (start, stop) in zip(takers, pairwise(edges), strict=True)
+        )
+        for owner in takers:
+            loads[owner] += weights[index] // count
+    return pieces
+
+
+def _bits(size: int, target: int, model: BucketPlan) -> int:
+    """About how many bits are sent of a tensor: whole numbers, because hosts may differ in the last bit of a float."""
+    if not target:
+        return size * model.dtype.itemsize * 8
+    return target * (BITS_PER_VALUE[model.value_format] + (size // target).bit_length() + 1)
+
+
+def cut(bucket: BucketPlan, pieces: Mapping[str, tuple[Piece, ...]], owners: int) -> tuple[Shard, ...]:
+    """Divide a bucket among the owners of its pieces.
+
+    Args:
+        bucket: What becomes of each of its tensors.
+        pieces: Of every tensor, by name.
+        owners: How many ranks share them.
+
+    Returns:
+        Each owner's shard, possibly without any piece.
+    """
+    rows: list[list[tuple[str, int, int, int, int]]] = [[] for _ in range(owners)]
+    for tensor, (name, size, target) in enumerate(zip(bucket.names, bucket.sizes, bucket.targets, strict=True)):
+        for piece in pieces[name]:
+            entries = piece.stop - piece.start
+            # The piece's part of the target, rounded up.
+            part = -(-target * entries // size)
+            rows[piece.owner].append((piece.label, entries, part, bucket.bounds[tensor][0] + piece.start, tensor))
+    shards = []
+    for own in rows:
+        labels, sizes, targets, starts, tensors = zip(*own, strict=True) if own else ((),) * 5
+        plan = replace(bucket, names=labels, sizes=sizes, targets=targets, starts=starts)
+        shards.append(Shard(plan, tensors))
+    return tuple(shards)
+
+
+def owned_by(pieces: Mapping[str, tuple[Piece, ...]], owner: int) -> dict[str, Piece]:
+    """The pieces of one owner, by label."""
+    return {piece.label: piece for parts in pieces.values() for piece in parts if piece.owner == owner}
