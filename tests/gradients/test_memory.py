@@ -1,0 +1,111 @@
+"""What a rank remembers: undone, sent out, saved and taken over by another owner."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_dct.gradients.memory import Memory
+from lightning_dct.gradients.plan import BucketPlan
+from lightning_dct.gradients.residual import add_pieces, pieces_extent
+from lightning_dct.gradients.sharding import Piece
+
+CPU = torch.device("cpu")
+PIECES = {"a[2:5]": Piece("a[2:5]", "a", 2, 5, 0), "b": Piece("b", "b", 0, 3, 0)}
+BUCKET = BucketPlan(("b", "a"), (3, 6), (0, 0), torch.float32, "fp32")
+SHARD = BucketPlan(("b", "a[2:5]"), (3, 3), (0, 0), torch.float32, "fp32")
+
+
+def memory(undoable: bool = False) -> Memory:
+    """Of its own gradients 1 everywhere, of sums 10."""
+    made = Memory(PIECES, guard=True, undoable=undoable)
+    made.begin(1.0, refresh=False)
+    made.residual_of(BUCKET, CPU).fill_(1.0)
+    made.owned_of(SHARD, CPU).fill_(10.0)
+    made.commit()
+    return made
+
+
+def state(**owned: dict[int, list[float]]) -> dict[str, Any]:
+    return {
+        "thresholds": {"values": {}, "targets": {}},
+        "residuals": {"a": torch.ones(6)},
+        "owned": {name: {start: torch.tensor(part) for start, part in parts.items()} for name, parts in owned.items()},
+    }
+
+
+def test_state() -> None:
+    saved = memory().state_dict()
+    assert {name: residual.tolist() for name, residual in saved["residuals"].items()} == {
+        "b": [1.0] * 3,
+        "a": [1.0] * 6,
+    }
+    assert {
+        name: {start: piece.tolist() for start, piece in parts.items()} for name, parts in saved["owned"].items()
+    } == {
+        "b": {0: [10.0] * 3},
+        "a": {2: [10.0] * 3},
+    }
+    again = Memory(PIECES, guard=True, undoable=False)
+    again.load_state_dict(saved, {"a": 6, "b": 3})
+    assert str(again.state_dict()) == str(saved)
+    assert again.norm() == pytest.approx((9 * 1.0 + 6 * 100.0) ** 0.5)
+
+
+def test_pieces_of_another_owner_become_residuals() -> None:
+    taken = memory()
+    taken.load_state_dict(state(a={2: [5.0, 6.0, 7.0], 0: [3.0, 4.0]}, b={1: [9.0, 9.0]}), {"a": 6, "b": 3})
+    assert taken.owned.view("a[2:5]").tolist() == [5.0, 6.0, 7.0]
+    assert taken.owned.view("b") is None
+    assert taken.residuals.view("a").tolist() == [4.0, 5.0, 1.0, 1.0, 1.0, 1.0]
+    assert taken.residuals.view("b").tolist() == [0.0, 9.0, 9.0]
+
+
+def test_states_of_before_there_were_owners_load() -> None:
+    old = state()
+    del old["owned"]
+    taken = memory()
+    taken.load_state_dict(old, {"a": 6, "b": 3})
+    assert taken.state_dict()["owned"] == {}
+
+
+def test_pieces_beyond_the_parameter_are_refused() -> None:
+    with pytest.raises(ValueError, match="residual of parameter 'a' has 7 entries, the model's parameter has 6"):
+        memory().load_state_dict(state(a={5: [1.0, 1.0]}), {"a": 6, "b": 3})
+
+
+@pytest.mark.parametrize("owned", [True, False])
+def test_what_is_held_back_goes_out_once(owned: bool) -> None:
+    held = memory()
+    held.begin(0.5, refresh=False)
+    buffer = torch.zeros(9)
+    held.send_out(buffer, BUCKET, held={0}, owned=owned)
+    ten = 20.0 if owned else 0.0
+    assert buffer.tolist() == [0.0, 0.0, 0.0, 2.0, 2.0, 2.0 + ten, 2.0 + ten, 2.0 + ten, 2.0]
+    held.commit()
+    assert held.residuals.view("b").tolist() == [1.0] * 3
+    assert ("a" in held.residuals) == owned
+    buffer.zero_()
+    held.send_out(buffer, BUCKET, held={0}, owned=owned)
+    assert not buffer.any()
+
+
+def test_roll_back() -> None:
+    held = memory(undoable=True)
+    before = str(held.state_dict())
+    held.begin(1.0, refresh=True)
+    held.send_out(torch.zeros(9), BUCKET, held=set(), owned=False)
+    held.residual_of(BUCKET, CPU).fill_(7.0)
+    held.owned_of(SHARD, CPU).add_(7.0)
+    held.thresholds.set("a", 1, 2.0)
+    held.roll_back()
+    assert str(held.state_dict()) == before
+
+
+def test_adding_pieces() -> None:
+    pieces = {3: torch.tensor([1.0, 2.0]), 0: torch.tensor([5.0])}
+    assert pieces_extent(pieces) == 5
+    assert add_pieces(None, pieces, 6).tolist() == [5.0, 0.0, 0.0, 1.0, 2.0, 0.0]
+    whole = torch.ones(5, dtype=torch.float64)
+    assert add_pieces(whole, pieces, 5).tolist() == [6.0, 1.0, 1.0, 2.0, 3.0]
+    assert whole.tolist() == [1.0] * 5
