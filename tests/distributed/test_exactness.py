@@ -52,7 +52,7 @@ class Lopsided(nn.Module):
 
 def train_densely(strategy: str, optimizer: str) -> Run:
     kind, settings = OPTIMIZERS[optimizer]
-    chosen = DDPStrategy() if strategy == "ddp" else DCTStrategy(density=1.0, value_format="fp32")
+    chosen = DDPStrategy() if strategy == "ddp" else DCTStrategy(density=1.0, value_format="fp32", exchange="sharded")
     return fit(chosen, Module(None, kind, **settings), 20)
 
 

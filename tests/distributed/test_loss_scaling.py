@@ -18,6 +18,7 @@ from distributed.training import (
     assert_replicas_equal,
     fit,
     hash_of,
+    held_back,
     local_gradients,
     rank,
 )
@@ -59,6 +60,7 @@ def look(trainer: Trainer) -> dict[str, Any]:
         "thresholds": synchronizer.thresholds.state_dict(),
         "residuals": synchronizer.residuals.state_dict(),
         "refreshes": synchronizer.traffic.totals.refreshes,
+        "owned": synchronizer.memory.owned.state_dict(),
     }
 
 
@@ -75,12 +77,19 @@ def train(value_format: str, overflows: bool, scale: float, settings: dict[str, 
             plugins=[plugin],
             callbacks=[applied],
         )
-    return run, (given, applied.sums, run.residuals)
+    return run, (given, applied.sums, held_back(run.state, given))
 
 
 @pytest.mark.parametrize(
     ("value_format", "settings"),
-    [("fp32", {}), ("bf16", {"bucket_cap_mb": 0.0005}), ("int8", {}), ("1bit", {}), ("bf16", {"guard": False})],
+    [
+        ("fp32", {}),
+        ("bf16", {"bucket_cap_mb": 0.0005}),
+        ("int8", {}),
+        ("1bit", {}),
+        ("bf16", {"guard": False}),
+        ("bf16", {"bucket_cap_mb": 0.0005, "exchange": "sharded"}),
+    ],
 )
 def test_overflow_on_one_rank_skips_the_step_on_all(ranks: Any, value_format: str, settings: dict[str, Any]) -> None:
     """Oracle: the state before the step, bit by bit; and the sum of the gradients of all other steps."""
@@ -93,9 +102,10 @@ def test_overflow_on_one_rank_skips_the_step_on_all(ranks: Any, value_format: st
             before, after = seen[step - 1], seen[step]
             if step in (ONE_ENTRY[0], EVERYTHING[0]):
                 assert after.pop("scale") == before.pop("scale") / 2
-                for name, residual in before.pop("residuals").items():
-                    assert torch.equal(residual, after["residuals"][name])
-                before["residuals"] = after["residuals"]
+                for part in ("residuals", "owned"):
+                    for name, residual in before.pop(part).items():
+                        assert torch.equal(residual, after[part][name])
+                    before[part] = after[part]
                 before["scale"] = after["scale"] = seen[step + 1]["scale"]
                 assert after == before
             else:

@@ -21,6 +21,7 @@ from distributed.training import (
     assert_replicas_equal,
     assert_weights_equal,
     fit,
+    held_back,
     loader,
     local_gradients,
     perceptron,
@@ -57,7 +58,7 @@ def twice_ten_batches() -> DataLoader:
 
 
 def train(ckpt_path: Path | None, strategy: dict[str, Any], trainer: dict[str, Any]) -> Run:
-    chosen = DCTStrategy(**SETTINGS, **strategy)
+    chosen = DCTStrategy(**{**SETTINGS, **strategy})
     return fit(
         chosen,
         Module(None, torch.optim.Adam, lr=0.01),
@@ -74,6 +75,7 @@ def train(ckpt_path: Path | None, strategy: dict[str, Any], trainer: dict[str, A
         ({"value_format": "1bit", "warmup_steps": 14}, {}),
         ({"value_format": "bf16", "bucket_cap_mb": 0.0005}, {"accumulate_grad_batches": 2}),
         ({"value_format": "int8"}, {"precision": "bf16-true"}),
+        ({"exchange": "sharded", "density": 0.2, "bucket_cap_mb": 0.0005}, {}),
     ],
 )
 def test_resumed_run_equals_the_uninterrupted_one(
@@ -88,6 +90,9 @@ def test_resumed_run_equals_the_uninterrupted_one(
         assert run.hashes == expected.hashes[10:]
         assert_weights_equal(expected.residuals, run.residuals)
         assert run.state["thresholds"] == expected.state["thresholds"]
+        assert run.state["owned"].keys() == expected.state["owned"].keys()
+        for name, pieces in run.state["owned"].items():
+            assert_weights_equal(expected.state["owned"][name], pieces)
         assert run.synchronisations == expected.synchronisations
         if "bucket_cap_mb" not in strategy:  # DistributedDataParallel begins with other buckets after each start
             assert run.totals.bytes_sent == expected.totals.bytes_sent
@@ -97,7 +102,7 @@ def test_resumed_run_equals_the_uninterrupted_one(
 
 def train_half(path: Path, strategy: dict[str, Any], settings: dict[str, Any]) -> list[str]:
     watch = Watch()
-    trainer = trainer_for(DCTStrategy(**SETTINGS, **strategy), callbacks=[watch, SaveAndStop(path, 10)], **settings)
+    trainer = trainer_for(DCTStrategy(**{**SETTINGS, **strategy}), callbacks=[watch, SaveAndStop(path, 10)], **settings)
     trainer.fit(Module(None, torch.optim.Adam, lr=0.01), twice_ten_batches())
     return watch.hashes
 
@@ -221,6 +226,49 @@ def test_another_number_of_ranks_keeps_the_mean_residual(ranks: Any, tmp_path: P
     runs = ranks(resumed).run(resume, tmp_path / "step=20.ckpt", True, 10)
     assert runs[0].synchronisations == 30
     assert_replicas_equal(runs)
+
+
+def train_sharded(folder: Path, resumed: Path | None, epochs: int) -> Run:
+    """Ten steps an epoch, each of which ends in a checkpoint."""
+    strategy = DCTStrategy(density=0.2, exchange="sharded", bucket_cap_mb=0.0005)
+    checkpoint = saver(folder)
+    return fit(
+        strategy,
+        Module(),
+        10,
+        ckpt_path=None if resumed is None else str(resumed),
+        enable_checkpointing=True,
+        callbacks=[checkpoint],
+        max_epochs=epochs,
+    )
+
+
+def test_what_owners_hold_back_survives_other_numbers_of_ranks(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: the mean, over the ranks that saved, of all that their files say is held back; 2, 3 and 1 ranks."""
+    paths = [None, tmp_path / "2" / "step=10.ckpt", tmp_path / "3" / "step=20.ckpt"]
+    for epochs, (world_size, path) in enumerate(zip((2, 3, 1), paths, strict=True)):
+        if path is not None:
+            states = [torch.load(file, weights_only=True) for file in sorted(Path(f"{path}.dct").iterdir())]
+            owned = [piece for state in states for pieces in state["owned"].values() for piece in pieces.values()]
+            assert any(float(piece.norm()) > 0 for piece in owned)
+            zeros = {name: torch.zeros(entries.numel()).double() for name, entries in states[0]["residuals"].items()}
+            assert "model.first.weight" in zeros
+            saved = [held_back(state, zeros) for state in states]
+            for loaded in ranks(world_size).run(take_over, path, epochs):
+                for name, held in held_back(loaded, zeros).items():
+                    mean = torch.stack([some[name] for some in saved]).mean(dim=0)
+                    torch.testing.assert_close(held, mean, rtol=1e-6, atol=1e-8)
+        runs = ranks(world_size).run(train_sharded, tmp_path / str(world_size), path, epochs + 1)
+        assert_replicas_equal(runs)
+    assert runs[0].synchronisations == 30
+    # Alone, it has sent out what everybody held back.
+    assert not any(residual.any() for residual in runs[0].residuals.values())
+
+
+def take_over(path: Path, epochs: int) -> dict[str, Any]:
+    """What a rank holds back before any further step: the saved epoch was the last one."""
+    strategy = DCTStrategy(density=0.2, exchange="sharded")
+    return fit(strategy, Module(), 10, ckpt_path=str(path), max_epochs=epochs).state
 
 
 @pytest.mark.parametrize("saved", [2, 3, 5])

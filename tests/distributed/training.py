@@ -246,11 +246,21 @@ class Applied(Callback):
                 self.sums[name] = self.sums.get(name, 0) + gradient
 
 
+def held_back(state: dict[str, Any], given: State) -> State:
+    """What a rank holds back, of its own gradients and of sums it owns, for each tensor that has had a gradient."""
+    held = {}
+    for name, gradient in given.items():
+        held[name] = torch.zeros_like(gradient) + state["residuals"].get(name, 0.0)
+        for start, piece in state["owned"].get(name, {}).items():
+            held[name][start : start + piece.numel()] += piece
+    return held
+
+
 def assert_conserved(ranks: list[tuple[State, State, State]], relative: float = 1e-5) -> None:
     """``W * applied + residuals of all ranks == local gradients of all ranks``, for every tensor.
 
     Args:
-        ranks: For each rank the sums of its local gradients, the sums applied, and its residuals.
+        ranks: For each rank the sums of its local gradients, the sums applied, and what it holds back.
         relative: Allowed difference, relative to the largest entry of the tensor's gradient sum.
     """
     names = {name for given, _, _ in ranks for name in given}

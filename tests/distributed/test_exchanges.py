@@ -1,0 +1,137 @@
+"""The sharded exchange and the one by node under Lightning, on real ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distributed.test_idioms import BATCHES, IDIOMS
+from distributed.training import (
+    Applied,
+    Module,
+    Run,
+    Watch,
+    assert_conserved,
+    assert_learns,
+    assert_replicas_equal,
+    fit,
+    held_back,
+    loader,
+    local_gradients,
+    on_two_nodes,
+    summary,
+    trainer_for,
+)
+from lightning_dct import DCTStrategy
+from lightning_dct.gradients.exchanges.auto import costs_of
+from lightning_dct.gradients.exchanges.making import plan_model
+from lightning_dct.gradients.exchanges.nodes import NodeLayout
+
+
+def train_idiom(name: str, exchange: str) -> Any:
+    idiom = IDIOMS[name]
+    strategy = DCTStrategy(density=0.2, refresh_every=5, exchange=exchange, **idiom.strategy)
+    applied, watch = Applied(), Watch()
+    nodes = {"num_nodes": 2, "devices": 2} if exchange == "by_node" else {}
+    with local_gradients() as given:
+        trainer = trainer_for(strategy, callbacks=[watch, applied], **nodes, **idiom.trainer)
+        trainer.fit(idiom.module(), loader(BATCHES, 40, 8))
+    run = summary(strategy, trainer.lightning_module, watch)
+    return run, (given, applied.sums, held_back(run.state, given))
+
+
+def train_idiom_on_two_nodes(name: str, exchange: str) -> Any:
+    with on_two_nodes():
+        return train_idiom(name, exchange)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "exchange", "name"),
+    [
+        *(
+            (3, "sharded", name)
+            for name in (
+                "many buckets",
+                "several optimizers",
+                "unused on ranks",
+                "bucket view, accumulation",
+                "static graph",
+                "sparse embedding",
+            )
+        ),
+        *((4, "by_node", name) for name in ("many buckets", "unused at times", "static graph, manual")),
+    ],
+)
+def test_idiom_trains(ranks: Any, world_size: int, exchange: str, name: str) -> None:
+    """Oracles: replicas equal, the loss falls, one synchronisation an optimizer step, gradients conserved in sum."""
+    train = train_idiom_on_two_nodes if exchange == "by_node" else train_idiom
+    results = ranks(world_size).run(train, name, exchange)
+    runs = [run for run, _ in results]
+    assert_replicas_equal(runs)
+    assert_learns(runs[0])
+    assert runs[0].synchronisations == IDIOMS[name].synchronisations
+    assert all(run.state["owned"] for run in runs)
+    assert bool(runs[0].residuals) == (exchange == "sharded")
+    assert bool(runs[0].totals.bytes_inside_node) == (exchange == "by_node")
+    assert_conserved([sums for _, sums in results])
+
+
+def count_bytes(exchange: str) -> tuple[Run, dict[str, float]]:
+    model = nn.Sequential(nn.Linear(200, 100), nn.Linear(100, 50))
+    strategy = DCTStrategy(density=0.05, exchange=exchange)
+    run = fit(strategy, Module(model), loader(3, 200, 50))
+    parameters = dict(model.named_parameters())
+    layout = NodeLayout(tuple((0, local) for local in range(dist.get_world_size())))
+    return run, costs_of(lambda passes: plan_model(strategy.config, parameters, passes), layout)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "chosen"), [("auto", "sharded"), ("sharded", "sharded"), ("all_gather", "all_gather")]
+)
+def test_bytes_are_those_that_auto_reckons_with(ranks: Any, exchange: str, chosen: str) -> None:
+    """Oracle: the estimates from sizes alone, and the same number of bytes from every rank within 10%."""
+    results = ranks(4).run(count_bytes, exchange)
+    sent = [run.totals.bytes_sent / 3 for run, _ in results]
+    assert sum(sent) / 4 == pytest.approx(results[0][1][chosen], rel=0.05)
+    assert max(sent) < 1.1 * min(sent)
+    assert sum(run.totals.bytes_inside_node for run, _ in results) == 0
+
+
+def refused() -> str:
+    with pytest.raises(ValueError) as caught:
+        fit(DCTStrategy(exchange="by_node"), Module(), 2)
+    return str(caught.value)
+
+
+def test_by_node_on_one_node_is_refused_on_every_rank(ranks: Any) -> None:
+    for message in ranks(2).run(refused):
+        assert "`exchange='by_node'` needs several nodes" in message
+        assert "all ranks are on one node. Use `exchange='auto'`" in message
+
+
+def fit_twice_by_node() -> tuple[list[str], int, int]:
+    """Validation between two fits tears the strategy down as often."""
+    strategy, watch = DCTStrategy(density=0.2, exchange="by_node"), Watch()
+    before = len(dist.distributed_c10d._world.pg_names)
+    with on_two_nodes():
+        trainer = trainer_for(strategy, callbacks=[watch], num_nodes=2, devices=2)
+        trainer.fit(Module(), loader(4, 40, 8))
+        trainer.test(WithTest(), loader(1, 40, 8), verbose=False)
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(Module(), loader(4, 40, 8))
+    return watch.hashes, strategy.traffic.totals.steps, len(dist.distributed_c10d._world.pg_names) - before
+
+
+class WithTest(Module):
+    def test_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch)
+
+
+def test_groups_end_with_the_fit(ranks: Any) -> None:
+    """Oracle: as many process groups afterwards as before, and a second fit that makes new ones."""
+    results = ranks(4).run(fit_twice_by_node)
+    assert [(steps, left) for _, steps, left in results] == [(4, 0)] * 4
+    assert all(hashes == results[0][0] for hashes, _, _ in results)
+    assert len(results[0][0]) == 8
