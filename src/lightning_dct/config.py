@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from numbers import Integral
 from typing import Any, Literal, get_args
 
+from lightning_dct.kernels import KERNELS, KernelName
 from lightning_dct.warmup import WARMUP_SCHEDULES, WARMUP_STAGES, WarmupSchedule, warmup_density, warmup_stage
 
 ValueFormat = Literal["fp32", "bf16", "int8", "int4", "1bit"]
@@ -38,6 +39,8 @@ class DCTConfig:
         exchange: How payloads get to the other ranks: ``"all_gather"`` (to all of them), ``"sharded"`` (to the owner of
             each piece of the model, who sums, thresholds again and passes on), ``"by_node"`` (dense inside a node,
             compressed between nodes) or ``"auto"``, which chooses by counted bytes and says what it chose.
+        kernel: What adds, compares and compacts: ``"torch"``, ``"numba"`` (on the CPU), ``"triton"`` (on CUDA) or
+            ``"auto"``, the fastest that is installed. All of them give the same to the last bit.
     """
 
     density: float = 0.01
@@ -49,6 +52,7 @@ class DCTConfig:
     min_tensor_size: int = 128
     guard: bool = True
     exchange: ExchangeName = "auto"
+    kernel: KernelName = "auto"
 
     def __post_init__(self) -> None:
         check_density("density", self.density)
@@ -72,6 +76,7 @@ class DCTConfig:
         check_choice("value_format", self.value_format, VALUE_FORMATS)
         check_choice("warmup_schedule", self.warmup_schedule, WARMUP_SCHEDULES)
         check_choice("exchange", self.exchange, EXCHANGES)
+        check_choice("kernel", self.kernel, KERNELS)
         if not isinstance(self.guard, bool):
             raise TypeError(f"`guard` must be True or False, got {self.guard!r}.")
 

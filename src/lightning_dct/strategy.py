@@ -27,6 +27,7 @@ from lightning_dct.embedding import ShardedEmbeddingBags
 from lightning_dct.embedding.hosting import find_tables, install_clipping
 from lightning_dct.embedding.shards import load_row_states, load_rows, save_rows, without_rows
 from lightning_dct.gradients import GradientSynchronizer, make_synchronizer, parameter_names, resolve_process_group
+from lightning_dct.kernels import KernelName
 from lightning_dct.traffic import Traffic
 from lightning_dct.warmup import WarmupSchedule
 
@@ -52,6 +53,7 @@ class DCTStrategy(DDPStrategy):
         min_tensor_size: Tensors with fewer entries are sent whole.
         guard: Nudge the thresholds between refreshes to hold the number of entries near its target.
         exchange: ``"all_gather"``, ``"sharded"``, ``"by_node"``, or ``"auto"`` to choose by counted bytes.
+        kernel: ``"torch"``, ``"numba"``, ``"triton"``, or ``"auto"`` for the fastest that is installed.
         **kwargs: Everything DDPStrategy and DistributedDataParallel take, by keyword. ``process_group`` may also be a
             function without arguments that returns the group; it is called once the processes are up.
 
@@ -86,6 +88,7 @@ class DCTStrategy(DDPStrategy):
         min_tensor_size: int = 128,
         guard: bool = True,
         exchange: ExchangeName = "auto",
+        kernel: KernelName = "auto",
         **kwargs: Any,
     ) -> None:
         for setting in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"):
@@ -104,6 +107,7 @@ class DCTStrategy(DDPStrategy):
             min_tensor_size=min_tensor_size,
             guard=guard,
             exchange=exchange,
+            kernel=kernel,
         )
         super().__init__(accelerator=accelerator, **kwargs)
         # Gradients, and what crosses inside the model: activations, embedding rows and their gradients.

@@ -99,16 +99,21 @@ def test_bytes_are_those_that_auto_reckons_with(ranks: Any, exchange: str, chose
     assert sum(run.totals.bytes_inside_node for run, _ in results) == 0
 
 
-def refused() -> str:
+def refused(settings: dict[str, Any]) -> str:
     with pytest.raises(ValueError) as caught:
-        fit(DCTStrategy(exchange="by_node"), Module(), 2)
+        fit(DCTStrategy(**settings), Module(), 2)
     return str(caught.value)
 
 
 def test_by_node_on_one_node_is_refused_on_every_rank(ranks: Any) -> None:
-    for message in ranks(2).run(refused):
+    for message in ranks(2).run(refused, {"exchange": "by_node"}):
         assert "`exchange='by_node'` needs several nodes" in message
         assert "all ranks are on one node. Use `exchange='auto'`" in message
+
+
+def test_a_kernel_for_another_device_is_refused_on_every_rank(ranks: Any) -> None:
+    for message in ranks(2).run(refused, {"kernel": "triton"}):
+        assert "`kernel='triton'` works on cuda, not on cpu. Use `kernel='auto'`" in message
 
 
 def fit_twice_by_node() -> tuple[list[str], int, int]:

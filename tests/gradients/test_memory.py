@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_dct.gradients.compression import Compressed
 from lightning_dct.gradients.memory import Memory
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.gradients.residual import add_pieces, pieces_extent
@@ -50,6 +51,19 @@ def test_state() -> None:
     again.load_state_dict(saved, {"a": 6, "b": 3})
     assert str(again.state_dict()) == str(saved)
     assert again.norm() == pytest.approx((9 * 1.0 + 6 * 100.0) ** 0.5)
+
+
+def test_the_kernel_that_was_asked_for_is_the_one_that_runs() -> None:
+    plan = BucketPlan(("b", "a"), (3, 6), (1, 1), torch.float32, "fp32")
+
+    def compress(kernel: str) -> Compressed:
+        made = Memory(PIECES, guard=True, undoable=False, kernel=kernel)
+        made.begin(1.0, refresh=False)
+        return made.compress(torch.ones(9), made.residual_of(plan, CPU), plan, set(), 1.0)
+
+    assert compress("torch").num_entries == 2
+    with pytest.raises(ValueError, match="`kernel='triton'` works on cuda, not on cpu"):
+        compress("triton")
 
 
 def test_pieces_of_another_owner_become_residuals() -> None:

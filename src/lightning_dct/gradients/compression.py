@@ -47,6 +47,7 @@ def compress(
     thresholds: Thresholds,
     gradient_scale: float,
     reselect: bool,
+    kernel: str = "auto",
 ) -> Compressed:
     """Decide what goes and leave the rest in the residual.
 
@@ -61,6 +62,7 @@ def compress(
         thresholds: Missing ones are selected from this bucket.
         gradient_scale: Factor on the gradient: one over the loss scale of mixed-precision training.
         reselect: Take a step's own selection as the new threshold when far too many entries reach the old one.
+        kernel: What adds, compares and compacts; see :func:`~lightning_dct.kernels.select`.
     """
     used = [index for index in plan.compressed if index not in held]
     missing = [index for index in used if thresholds.get(plan.names[index], plan.targets[index]) is None]
@@ -70,9 +72,8 @@ def compress(
         target = plan.targets[index]
         thresholds.set(plan.names[index], target, kth_magnitude(accumulated, target))
     known = [thresholds.get(plan.names[index], plan.targets[index]) for index in used]
-    selection = select(
-        buffer, residual, [plan.bounds[i] for i in used], [tau for tau in known if tau is not None], gradient_scale
-    )
+    segments, numbers = [plan.bounds[i] for i in used], [tau for tau in known if tau is not None]
+    selection = select(buffer, residual, segments, numbers, gradient_scale, kernel)
     positions, values, observed = _fit(selection, plan, used, thresholds, reselect)
     whole = _take_whole(buffer, residual, plan, held, gradient_scale)
     payload, received = pack(plan.layout, plan.to_payload(positions), values, whole)

@@ -31,13 +31,14 @@ class Memory:
         pieces: The pieces this rank owns, by label.
         guard: Nudge the thresholds after each synchronisation.
         undoable: Keep what a synchronisation changes, so that it can be undone.
+        kernel: What adds, compares and compacts; see :func:`~lightning_dct.kernels.select`.
 
     Attributes:
         gradient_scale: Factor that turns gradients as they arrive into unscaled ones.
         selected: Whether the synchronisation under way has selected any threshold anew.
     """
 
-    def __init__(self, pieces: Mapping[str, Piece], guard: bool, undoable: bool) -> None:
+    def __init__(self, pieces: Mapping[str, Piece], guard: bool, undoable: bool, kernel: str = "auto") -> None:
         self.thresholds = Thresholds()
         self.residuals = Residuals()
         self.owned = Residuals()
@@ -49,6 +50,7 @@ class Memory:
             self._labels.setdefault(piece.name, []).append(label)
         self._guard = guard
         self._undoable = undoable
+        self._kernel = kernel
         # What follows belongs to the synchronisation under way.
         self._observed: list[Observed] = []
         self._done_with: list[str] = []
@@ -102,7 +104,7 @@ class Memory:
         self, buffer: Tensor, residual: Tensor, plan: BucketPlan, held: set[int], gradient_scale: float
     ) -> Compressed:
         """Decide what goes; see :func:`~lightning_dct.gradients.compression.compress`."""
-        compressed = compress(buffer, residual, plan, held, self.thresholds, gradient_scale, reselect=self._guard)
+        compressed = compress(buffer, residual, plan, held, self.thresholds, gradient_scale, self._guard, self._kernel)
         self._observed += compressed.observed
         self.selected |= compressed.selected
         return compressed

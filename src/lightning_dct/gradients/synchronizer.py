@@ -49,7 +49,7 @@ class GradientSynchronizer:
         self.config = config
         self.exchange = exchange
         self.traffic = exchange.everyone.traffic
-        self.memory = Memory(exchange.pieces, config.guard, undoable=loss_scale is not None)
+        self.memory = Memory(exchange.pieces, config.guard, loss_scale is not None, config.kernel)
         self.thresholds, self.residuals = self.memory.thresholds, self.memory.residuals
         self.synchronisations = 0
         self.steps_since_refresh = 0

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dct.config import DCTConfig
 from lightning_dct.gradients.exchanges import make_exchange
 from lightning_dct.gradients.synchronizer import GradientSynchronizer
+from lightning_dct.kernels import check_kernel
 from lightning_dct.traffic import Traffic
 
 
@@ -51,8 +52,10 @@ def make_synchronizer(
         timeout: Of process groups that the exchange makes.
 
     Raises:
-        ValueError: The ranks cannot do the exchange that the settings ask for.
+        ValueError: The ranks cannot do the exchange that the settings ask for, or this one cannot run the kernel.
     """
+    for device in {parameter.device.type for parameter in wrapped.parameters()}:
+        check_kernel(config.kernel, device)
     scaler = getattr(precision, "scaler", None)
     names = parameter_names(wrapped.module)
     # What DistributedDataParallel leaves alone differs between ranks.
