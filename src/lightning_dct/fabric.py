@@ -37,6 +37,7 @@ class DCTStrategy(DDPStrategy):
     def __init__(self, accelerator: Accelerator | None = None, **kwargs: Any) -> None:
         names = {field.name for field in fields(DCTConfig)} & kwargs.keys()
         self.config = DCTConfig(**{name: kwargs.pop(name) for name in names})
+        kwargs.setdefault("gradient_as_bucket_view", True)  # as the Trainer's strategy does
         super().__init__(accelerator=accelerator, **kwargs)
         self.traffic = Traffic()
         # One for each module that was set up, in that order.

@@ -109,6 +109,8 @@ class DCTStrategy(DDPStrategy):
             exchange=exchange,
             kernel=kernel,
         )
+        # Gradients live in the buckets that are exchanged: no copy of each in every step.
+        kwargs.setdefault("gradient_as_bucket_view", True)
         super().__init__(accelerator=accelerator, **kwargs)
         # Gradients, and what crosses inside the model: activations, embedding rows and their gradients.
         self.traffic = Traffic()

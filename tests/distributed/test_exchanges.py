@@ -56,7 +56,7 @@ def train_idiom_on_two_nodes(name: str, exchange: str) -> Any:
                 "many buckets",
                 "several optimizers",
                 "unused on ranks",
-                "bucket view, accumulation",
+                "copied gradients, accumulation",
                 "static graph",
                 "sparse embedding",
             )
