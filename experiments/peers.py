@@ -179,6 +179,8 @@ class CountedDDPStrategy(DDPStrategy):
             raise ValueError(f"strategy.density={density}: must lie in (0, 1]")
         if synchronisation == "powersgd":
             kwargs.setdefault("bucket_cap_mb", _ONE_BUCKET_MEGABYTES)
+        # As DCTStrategy does: a copy of every gradient less in each step, for all that are compared.
+        kwargs.setdefault("gradient_as_bucket_view", True)
         super().__init__(**kwargs)
         self.synchronisation = synchronisation
         self.rank = rank

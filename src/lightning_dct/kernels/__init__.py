@@ -1,4 +1,4 @@
-"""The hot path over memory: add the gradient to the residual, compare, compact. One contract, several kernels.
+"""The hot path over memory: add, compare and compact on the way out, sum on the way in. Two contracts, several kernels.
 
 ========  ===========  ==================================================================
 kernel    needs        what it is
@@ -8,7 +8,8 @@ numba     numba        one pass over memory on the CPU (``pip install 'lightning
 triton    triton       two passes on a CUDA GPU, of which the second reads only
 ========  ===========  ==================================================================
 
-All give the same entries and the same residual to the last bit, so it does not matter when ranks use different ones.
+All give the same entries, residuals and sums to the last bit, so it does not matter when ranks use different ones.
+What arrives on a GPU is summed by torch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from torch import Tensor
 
@@ -29,7 +30,7 @@ _MODULES = {"torch": "reference", "numba": "numba_cpu", "triton": "triton_cuda"}
 _DEVICES = {"numba": "cpu", "triton": "cuda"}
 _REMEDIES = {"numba": "pip install 'lightning-dct[fast]'", "triton": "pip install triton"}
 
-__all__ = ["KERNELS", "Kernel", "KernelName", "Selection", "available_kernels", "check_kernel", "select"]
+__all__ = ["KERNELS", "Kernel", "KernelName", "Selection", "available_kernels", "check_kernel", "select", "sum_entries"]
 
 
 def select(
@@ -55,15 +56,41 @@ def select(
     Raises:
         ValueError: The kernel is not installed or does not work on this device.
     """
-    name = fastest_kernel(gradient.device.type) if kernel == "auto" else kernel
-    check_kernel(name, gradient.device.type)
-    return _load(name)(gradient, residual, segments, thresholds, gradient_scale)
+    chosen = _load(_choose(kernel, gradient.device.type))
+    return cast("Selection", chosen.select(gradient, residual, segments, thresholds, gradient_scale))
+
+
+def sum_entries(
+    total: Tensor,
+    segments: Sequence[tuple[int, int]],
+    entries: Sequence[tuple[Tensor, Tensor]],
+    factor: float,
+    kernel: str = "auto",
+) -> None:
+    """Overwrite segments with ``factor`` times the sum of sparse vectors, added one after the other.
+
+    Each product and each sum is rounded once, so that the result is the same whoever does it.
+
+    Args:
+        total: Shape ``[n]``, fp32 or fp64. Overwritten in the segments, untouched elsewhere.
+        segments: Ascending ranges ``(start, stop)``.
+        entries: Positions (int64, ascending and distinct, within the segments) and values (fp32) of each vector.
+        factor: Weight of all of them.
+        kernel: As for :func:`select`.
+
+    Raises:
+        ValueError: The kernel is not installed or does not work on this device.
+    """
+    name = _choose(kernel, total.device.type)
+    _load(name if name == "numba" else "torch").sum_entries(total, segments, entries, factor)
 
 
 def available_kernels(device_type: str) -> dict[str, Kernel]:
     """The kernels that are installed and work on a device, by name, the slowest first."""
     return {
-        name: _load(name) for name in _MODULES if _DEVICES.get(name, device_type) == device_type and _is_installed(name)
+        name: _load(name).select
+        for name in _MODULES
+        if _DEVICES.get(name, device_type) == device_type and _is_installed(name)
     }
 
 
@@ -87,12 +114,17 @@ def check_kernel(name: str, device_type: str) -> None:
         raise ValueError(f"`kernel={name!r}` needs the package {name}: `{_REMEDIES[name]}`, or use `kernel='auto'`.")
 
 
+def _choose(kernel: str, device_type: str) -> str:
+    name = fastest_kernel(device_type) if kernel == "auto" else kernel
+    check_kernel(name, device_type)
+    return name
+
+
 @cache
 def _is_installed(package: str) -> bool:
     return find_spec(package) is not None
 
 
 @cache
-def _load(name: str) -> Kernel:
-    kernel: Kernel = import_module(f"lightning_dct.kernels.{_MODULES[name]}").select
-    return kernel
+def _load(name: str) -> Any:
+    return import_module(f"lightning_dct.kernels.{_MODULES[name]}")

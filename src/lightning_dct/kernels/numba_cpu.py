@@ -1,4 +1,4 @@
-"""Select and compact in one pass over memory, compiled for this CPU by numba (extra ``fast``).
+"""Select, compact and sum in one pass over memory, compiled for this CPU by numba (extra ``fast``).
 
 A block that fits the first-level cache is walked twice. The first walk writes the sums, one flag an entry, and a copy
 of what was there before, for sums that turn out infinite or NaN; it is free of branches and runs as vector
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from lightning_dct.kernels.selection import Selection, nothing
 BLOCK = 1024
 # Entries below which a second thread costs more than it saves.
 ENTRIES_PER_THREAD = 1 << 18
+
+
+Result = TypeVar("Result")
 
 
 class _Piece(NamedTuple):
@@ -63,14 +66,34 @@ def select(
     shares = list(_shares(segments, torch.get_num_threads()))
     if not shares:
         return nothing(residual, [0] * len(segments))
-    first, *others = shares
-    helping = [_threads(os.getpid()).submit(select_pieces, share) for share in others]
-    done = [select_pieces(first), *(future.result() for future in helping)]
+    done = _in_threads(select_pieces, shares)
     counts = [0] * len(segments)
     for share, (_, _, piece_counts) in zip(shares, done, strict=True):
         for piece, count in zip(share, piece_counts.tolist(), strict=True):
             counts[piece.segment] += count
     return Selection(torch.cat([share[0] for share in done]), torch.cat([share[1] for share in done]), counts)
+
+
+def sum_entries(
+    total: Tensor, segments: Sequence[tuple[int, int]], entries: Sequence[tuple[Tensor, Tensor]], factor: float
+) -> None:
+    """Overwrite segments with a weighted sum of sparse vectors; see :func:`lightning_dct.kernels.sum_entries`.
+
+    A block is cleared and filled while it is in the cache.
+    """
+    sums = total.numpy()
+    positions = [part.numpy() for part, _ in entries]
+    ends = np.cumsum([0, *map(len, positions)])
+    positions_in_turn = np.concatenate([*positions, np.empty(0, np.int64)])
+    values_in_turn = np.concatenate([*(part.numpy() for _, part in entries), np.empty(0, np.float32)])
+    weight = sums.dtype.type(factor)
+
+    def sum_pieces(pieces: list[_Piece]) -> None:
+        first = [end + np.searchsorted(part, pieces[0].start) for end, part in zip(ends, positions, strict=False)]
+        cursors = np.array(first, np.int64)
+        _sum(sums, np.array(pieces, np.int64), positions_in_turn, values_in_turn, cursors, ends[1:], weight)
+
+    _in_threads(sum_pieces, list(_shares(segments, torch.get_num_threads())))
 
 
 class _Scratch(threading.local):
@@ -131,6 +154,21 @@ def _select(
     return total
 
 
+@njit(nogil=True, cache=True, error_model="numpy")
+def _sum(sums: Any, pieces: Any, positions: Any, values: Any, cursors: Any, ends: Any, weight: Any) -> None:
+    for piece in range(pieces.shape[0]):
+        stop = pieces[piece, 2]
+        for start in range(pieces[piece, 1], stop, BLOCK):
+            end = min(start + BLOCK, stop)
+            sums[start:end] = 0
+            for sender in range(ends.shape[0]):
+                cursor = cursors[sender]
+                while cursor < ends[sender] and positions[cursor] < end:
+                    sums[positions[cursor]] += weight * values[cursor]
+                    cursor += 1
+                cursors[sender] = cursor
+
+
 def _shares(segments: Sequence[tuple[int, int]], most: int) -> Iterator[list[_Piece]]:
     """Cut the segments into at most ``most`` runs of about the same number of entries."""
     entries = sum(stop - start for start, stop in segments)
@@ -148,6 +186,11 @@ def _shares(segments: Sequence[tuple[int, int]], most: int) -> Iterator[list[_Pi
                 pieces, room = [], share
     if pieces:
         yield pieces
+
+
+def _in_threads(work: Callable[[list[_Piece]], Result], shares: list[list[_Piece]]) -> list[Result]:
+    helping = [_threads(os.getpid()).submit(work, share) for share in shares[1:]]
+    return [*map(work, shares[:1]), *(future.result() for future in helping)]
 
 
 @cache

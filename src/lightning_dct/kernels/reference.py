@@ -1,4 +1,4 @@
-"""Select and compact in plain torch, a cache-sized chunk at a time: the kernel that works everywhere.
+"""Select, compact and sum in plain torch, a cache-sized chunk at a time: the kernel that works everywhere.
 
 Naive torch walks all of memory once per operation. Walking chunk by chunk keeps the intermediate results in the
 processor's cache, so memory is read and written about once: several times faster on tensors of millions of entries.
@@ -56,6 +56,17 @@ def select(
     if not positions:
         return nothing(residual, counts)
     return Selection(torch.cat(positions), torch.cat(values), counts)
+
+
+def sum_entries(
+    total: Tensor, segments: Sequence[tuple[int, int]], entries: Sequence[tuple[Tensor, Tensor]], factor: float
+) -> None:
+    """Overwrite segments with a weighted sum of sparse vectors; see :func:`lightning_dct.kernels.sum_entries`."""
+    for start, stop in segments:
+        total[start:stop].zero_()
+    for positions, values in entries:
+        # Not by index_add_'s own factor, which may round product and sum together.
+        total.index_add_(0, positions, values.to(total.dtype).mul(factor))
 
 
 def _pick(magnitudes: Tensor, threshold: float) -> tuple[Tensor, bool]:

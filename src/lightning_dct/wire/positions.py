@@ -60,6 +60,14 @@ class PositionCode:
         """Size of every message, in bytes."""
         return num_bytes(self.num_bits)
 
+    @cached_property
+    def _low_dtype(self) -> torch.dtype:
+        # The narrowest that holds the low bits: there are as many walks over them as bits.
+        for dtype in (torch.uint8, torch.int16, torch.int32):
+            if self.low_bits <= torch.iinfo(dtype).max.bit_length():
+                return dtype
+        return torch.int64
+
     def _num_flags(self, low_bits: int) -> int:
         return self.capacity + (max(self.universe - 1, 0) >> low_bits) + 1
 
@@ -77,8 +85,9 @@ class PositionCode:
         bits = torch.zeros(self.num_bits, dtype=torch.uint8, device=device)
         bits[(positions >> self.low_bits) + torch.arange(count, device=device)] = 1
         planes = bits[self.num_flags :].view(self.low_bits, self.capacity)
+        low = (positions & ((1 << self.low_bits) - 1)).to(self._low_dtype)
         for plane in range(self.low_bits):
-            planes[plane, :count] = (positions >> plane) & 1
+            planes[plane, :count] = (low >> plane) & 1
         return bits
 
     def encode(self, positions: Tensor) -> Tensor:
@@ -101,10 +110,11 @@ class PositionCode:
         raised = places(bits[: self.num_flags])
         if raised.numel() != count:
             raise ValueError(f"{raised.numel()} positions are marked where the header says {count}")
-        positions = (raised - torch.arange(count, device=bits.device)) << self.low_bits
-        planes = bits[self.num_flags :].view(self.low_bits, self.capacity)
+        planes = bits[self.num_flags :].view(self.low_bits, self.capacity)[:, :count].to(self._low_dtype)
+        low = torch.zeros(count, dtype=self._low_dtype, device=bits.device)
         for plane in range(self.low_bits):
-            positions |= planes[plane, :count].to(torch.int64) << plane
+            low |= planes[plane] << plane
+        positions = ((raised - torch.arange(count, device=bits.device)) << self.low_bits) | low
         if count and (int(positions[-1]) >= self.universe or not bool((positions[1:] > positions[:-1]).all())):
             raise ValueError(f"positions are not ascending below {self.universe}")
         return positions

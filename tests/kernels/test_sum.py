@@ -1,0 +1,83 @@
+"""What arrives is summed: every kernel against a plain loop, and against each other to the last bit."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_dct.kernels import numba_cpu, sum_entries
+from strategies_for_hypothesis import examples
+
+SIZE = 4000  # some blocks
+Entries = list[tuple[Tensor, Tensor]]
+
+
+class KernelUnderTest:
+    name = "torch"
+
+
+@pytest.fixture(autouse=True, params=["torch", "numba", "numba on two threads"])
+def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    name, _, threads = request.param.partition(" ")
+    monkeypatch.setattr(KernelUnderTest, "name", name)
+    monkeypatch.setattr(numba_cpu, "ENTRIES_PER_THREAD", 7)
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(2 if threads else 1)
+    yield
+    torch.set_num_threads(threads_before)
+
+
+def sum_by_loop(total: Tensor, segments: list[tuple[int, int]], entries: Entries, factor: float) -> Tensor:
+    """Products and sums in numpy's scalars of the total's dtype, which round after each."""
+    expected = total.numpy().copy()
+    kind = expected.dtype.type
+    for start, stop in segments:
+        expected[start:stop] = 0
+    for positions, values in entries:
+        for position, value in zip(positions.tolist(), values.numpy(), strict=True):
+            expected[position] = expected[position] + kind(factor) * kind(value)
+    return torch.from_numpy(expected)
+
+
+def sparse(draw: st.DrawFn, segments: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    inside = np.concatenate([np.empty(0, np.int64), *(np.arange(start, stop) for start, stop in segments)])
+    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    share = draw(st.sampled_from([0.0, 0.01, 0.3, 1.0]))
+    positions = inside[generator.random(len(inside)) < share]
+    values = generator.standard_normal(len(positions)).astype(np.float32) * np.float32(
+        draw(st.sampled_from([1, 1e-40]))
+    )
+    if len(values) and draw(st.booleans()):
+        values[generator.integers(len(values))] = draw(st.sampled_from([np.inf, -np.inf, np.nan]))
+    return torch.tensor(positions), torch.tensor(values)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[tuple[int, int]], Entries]:
+    borders = sorted(draw(st.lists(st.integers(0, SIZE), max_size=8)))
+    segments = list(zip(borders[::2], borders[1::2], strict=False))
+    if draw(st.booleans()):
+        segments = [(0, SIZE)]
+    return segments, [sparse(draw, segments) for _ in range(draw(st.integers(0, 4)))]
+
+
+@examples(40)
+@given(case=cases(), factor=st.sampled_from([0.5, 1 / 3, 65536.0, 1e-3]), wide=st.booleans())
+def test_equals_a_loop_to_the_last_bit(case: tuple[list[tuple[int, int]], Entries], factor: float, wide: bool) -> None:
+    segments, entries = case
+    total = torch.full((SIZE,), 7.0, dtype=torch.float64 if wide else torch.float32)
+    expected = sum_by_loop(total, segments, entries, factor)
+    sum_entries(total, segments, entries, factor, kernel=KernelUnderTest.name)
+    assert np.array_equal(total.numpy(), expected.numpy(), equal_nan=True)
+
+
+def test_nothing_arrives() -> None:
+    total = torch.ones(5)
+    sum_entries(total, [(1, 3)], [], 0.5, kernel=KernelUnderTest.name)
+    assert total.tolist() == [1.0, 0.0, 0.0, 1.0, 1.0]
+    sum_entries(total, [], [], 0.5, kernel=KernelUnderTest.name)
+    assert total.tolist() == [1.0, 0.0, 0.0, 1.0, 1.0]
