@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -43,7 +43,7 @@ def select(
     """
     if len(thresholds) != len(segments):
         raise ValueError(f"{len(thresholds)} thresholds for {len(segments)} segments")
-    blocks = _cut(tuple(segments), residual.device)
+    blocks = cut_into_blocks(tuple(segments), residual.device)
     grid = (blocks.starts.numel(),)
     if grid == (0,):
         return nothing(residual, [0] * len(segments))
@@ -53,7 +53,7 @@ def select(
     broken = torch.empty_like(counts, dtype=torch.int32)
     # Without fusion of product and sum, which would round once where the other kernels round twice.
     settings = {"BLOCK": BLOCK, "enable_fp_fusion": False}
-    _accumulate[grid](gradient, residual, *blocks, numbers, counts, broken, **settings)
+    accumulate_blocks[grid](gradient, residual, *blocks, numbers, counts, broken, **settings)
     ends = counts.cumsum(0)
     by_segment = counts.new_zeros(len(segments)).index_add_(0, blocks.segments, counts).tolist()
     positions = counts.new_empty(sum(by_segment))
@@ -62,19 +62,20 @@ def select(
     return Selection(positions, values, by_segment)
 
 
+# Annotations have to be names that the compiler knows, which typing.Any is not; the interpreter does not mind.
 @triton.jit  # type: ignore[untyped-decorator]
-def _accumulate(
-    gradient: Any,
-    residual: Any,
-    starts: Any,
-    stops: Any,
-    segments: Any,
-    numbers: Any,
-    counts: Any,
-    broken: Any,
+def accumulate_blocks(
+    gradient: tl.tensor,
+    residual: tl.tensor,
+    starts: tl.tensor,
+    stops: tl.tensor,
+    segments: tl.tensor,
+    numbers: tl.tensor,
+    counts: tl.tensor,
+    broken: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Leave the sums in the residual, but for blocks with an infinite or NaN sum: those are marked and left alone."""
+    """Leave the sums in the residual, but for blocks with infinite or NaN sums: these are counted and left alone."""
     block = tl.program_id(0)
     places = tl.load(starts + block) + tl.arange(0, BLOCK)
     inside = places < tl.load(stops + block)
@@ -86,25 +87,25 @@ def _accumulate(
     below = magnitudes < tl.load(numbers + 1 + tl.load(segments + block))
     picked = tl.where(below, 0, 1) * inside.to(tl.int32)
     nonfinite = tl.where(magnitudes < float("inf"), 0, 1)
-    is_broken = tl.max(nonfinite)
-    tl.store(residual + places, fresh, mask=inside.to(tl.int32) * (1 - is_broken) != 0)
+    num_nonfinite = tl.sum(nonfinite)
+    tl.store(residual + places, fresh, mask=inside.to(tl.int32) * tl.where(num_nonfinite > 0, 0, 1) != 0)
     tl.store(counts + block, tl.sum(picked).to(tl.int64))
-    tl.store(broken + block, is_broken)
+    tl.store(broken + block, num_nonfinite)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _compact(
-    gradient: Any,
-    residual: Any,
-    starts: Any,
-    stops: Any,
-    segments: Any,
-    numbers: Any,
-    counts: Any,
-    ends: Any,
-    broken: Any,
-    positions: Any,
-    values: Any,
+    gradient: tl.tensor,
+    residual: tl.tensor,
+    starts: tl.tensor,
+    stops: tl.tensor,
+    segments: tl.tensor,
+    numbers: tl.tensor,
+    counts: tl.tensor,
+    ends: tl.tensor,
+    broken: tl.tensor,
+    positions: tl.tensor,
+    values: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     """Write each block's picks to their place, and the sums of the blocks that were left alone."""
@@ -129,7 +130,7 @@ def _compact(
 
 
 @lru_cache(maxsize=256)
-def _cut(segments: tuple[tuple[int, int], ...], device: torch.device) -> _Blocks:
+def cut_into_blocks(segments: tuple[tuple[int, int], ...], device: torch.device) -> _Blocks:
     """Blocks of at most ``BLOCK`` entries. Remembered, because a bucket's segments are the same in every step."""
     starts = [torch.arange(start, stop, BLOCK) for start, stop in segments]
     ends = [(part + BLOCK).clamp(max=stop) for part, (_, stop) in zip(starts, segments, strict=True)]

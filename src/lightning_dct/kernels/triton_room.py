@@ -1,0 +1,106 @@
+"""Select into a room of fixed size on a CUDA GPU: the contract of :mod:`lightning_dct.kernels.room` in two launches.
+
+The first is that of :mod:`lightning_dct.kernels.triton_cuda`: it writes the sums and counts each block's picks. Running
+sums over the blocks' counts, still on the device, say where each block's picks begin; the second launch writes them
+there. Only blocks with picks do anything in it, and the residual is read once more. It compiles for GPUs and runs in
+triton's interpreter, but has not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_dct.kernels.room import InRoom, no_segments
+from lightning_dct.kernels.triton_cuda import BLOCK, accumulate_blocks, cut_into_blocks
+
+
+def select_into_room(
+    gradient: Tensor, residual: Tensor, segments: Sequence[tuple[int, int]], rooms: Sequence[int], numbers: Tensor
+) -> InRoom:
+    """Add the gradient to the residual and pick the entries at or above the threshold.
+
+    See :func:`lightning_dct.kernels.room.select_into_room` for the arguments.
+    """
+    if not segments:
+        return no_segments(residual)
+    blocks = cut_into_blocks(tuple(segments), residual.device)
+    sizes, begins = _slots(tuple(rooms), residual.device)
+    reached = torch.empty_like(blocks.starts)
+    nonfinite = torch.empty_like(reached, dtype=torch.int32)
+    settings = {"BLOCK": BLOCK, "enable_fp_fusion": False}
+    grid = (blocks.starts.numel(),)
+    accumulate_blocks[grid](gradient, residual, *blocks, numbers, reached, nonfinite, **settings)
+    no_counts = reached.new_zeros(len(segments))
+    broken = no_counts.index_add(0, blocks.segments, nonfinite.long()) > 0
+    picks = torch.where(broken[blocks.segments], nonfinite.long(), reached)
+    counts = no_counts.index_add(0, blocks.segments, picks)
+    # How many picks of the same segment lie in the blocks before.
+    before = picks.cumsum(0) - picks - (counts.cumsum(0) - counts)[blocks.segments]
+    positions = reached.new_zeros(sum(rooms))
+    values = residual.new_zeros(positions.numel())
+    segments_numbers = (numbers, counts, broken, sizes, begins)
+    _fill[grid](gradient, residual, *blocks, *segments_numbers, picks, before, nonfinite, positions, values, **settings)
+    return InRoom(positions, values, counts, broken)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _fill(
+    gradient: tl.tensor,
+    residual: tl.tensor,
+    starts: tl.tensor,
+    stops: tl.tensor,
+    segments: tl.tensor,
+    numbers: tl.tensor,
+    counts: tl.tensor,
+    broken: tl.tensor,
+    sizes: tl.tensor,
+    begins: tl.tensor,
+    picks: tl.tensor,
+    before: tl.tensor,
+    unmade: tl.tensor,
+    positions: tl.tensor,
+    values: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Write a block's picks to their slots, and the sums of the blocks that the first launch left alone."""
+    block = tl.program_id(0)
+    if tl.load(picks + block) > 0:
+        segment = tl.load(segments + block)
+        places = tl.load(starts + block) + tl.arange(0, BLOCK)
+        inside = places < tl.load(stops + block)
+        to_make = inside.to(tl.int32) * tl.load(unmade + block) != 0
+        held = tl.load(residual + places, mask=inside, other=0.0)
+        addend = tl.load(gradient + places, mask=to_make, other=0.0).to(held.dtype)
+        fresh = tl.where(to_make, held + addend * tl.load(numbers), held)
+        magnitudes = tl.abs(fresh)
+        is_broken = tl.load(broken + segment).to(tl.int32)
+        reached = tl.where(magnitudes < tl.load(numbers + 1 + segment), 0, 1)
+        nonfinite = tl.where(magnitudes < float("inf"), 0, 1)
+        picked = (is_broken * nonfinite + (1 - is_broken) * reached) * inside.to(tl.int32)
+        count = tl.load(counts + segment)
+        size = tl.load(sizes + segment)
+        ranks = tl.load(before + block) + tl.cumsum(picked).to(tl.int64)
+        # Every (count / size)-th where there are more picks than slots, unless the segment is broken.
+        overflows = (1 - is_broken) * tl.where(count > size, 1, 0)
+        sampled = ranks * size // count
+        is_sample = tl.where(sampled > (ranks - 1) * size // count, 1, 0)
+        kept = overflows * is_sample + (1 - overflows) * tl.where(ranks <= size, 1, 0)
+        slots = tl.load(begins + segment) + tl.where(overflows > 0, sampled, ranks) - 1
+        tl.store(positions + slots, places, mask=kept * picked != 0)
+        tl.store(values + slots, fresh, mask=kept * picked != 0)
+        left = tl.where(magnitudes < float("inf"), fresh, held)
+        tl.store(residual + places, left, mask=to_make)
+
+
+@lru_cache(maxsize=256)
+def _slots(rooms: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """How many slots each segment has and where they begin: shape ``[T]``, int64. Copied to the device once."""
+    begins = [0, *accumulate(rooms[:-1])]
+    return torch.tensor(rooms, device=device), torch.tensor(begins, device=device)
