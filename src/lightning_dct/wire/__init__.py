@@ -14,17 +14,22 @@ whole tensors       their own bytes                        tensors too small to 
 ==================  =====================================  ====================================================
 """
 
+from lightning_dct.wire.on_device import Arrived, Slots, pack_on_device, unpack_on_device
 from lightning_dct.wire.payload import PayloadError, PayloadLayout, pack, unpack
 from lightning_dct.wire.positions import PositionCode
 from lightning_dct.wire.values import BITS_PER_VALUE, decode_values, encode_values
 
 __all__ = [
     "BITS_PER_VALUE",
+    "Arrived",
     "PayloadError",
     "PayloadLayout",
     "PositionCode",
+    "Slots",
     "decode_values",
     "encode_values",
     "pack",
+    "pack_on_device",
     "unpack",
+    "unpack_on_device",
 ]

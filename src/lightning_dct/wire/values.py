@@ -39,7 +39,8 @@ def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_
 
     Args:
         values: Shape ``[count]``, floating point.
-        tensor_index: Shape ``[count]``, int64: which tensor each value belongs to (used by formats with scales only).
+        tensor_index: Shape ``[count]``, int64, ascending: which tensor each value belongs to (used by formats with
+            scales only).
         num_tensors: How many tensors there are.
         value_format: One of ``fp32``, ``bf16``, ``int8``, ``int4``, ``1bit``.
 
@@ -61,8 +62,9 @@ def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_
     magnitudes = values.abs().to(torch.float64)
     if value_format == "1bit":
         totals = magnitudes.new_zeros(num_tensors).scatter_add_(0, tensor_index, magnitudes)
-        counts = torch.bincount(tensor_index, minlength=num_tensors).clamp_(min=1)
-        return pack_bits(values > 0), (totals / counts).to(torch.float32)
+        tensors = torch.arange(num_tensors, device=values.device)
+        counts = torch.searchsorted(tensor_index, tensors, right=True) - torch.searchsorted(tensor_index, tensors)
+        return pack_bits(values > 0), (totals / counts.clamp_(min=1)).to(torch.float32)
     largest = magnitudes.new_zeros(num_tensors).scatter_reduce_(0, tensor_index, magnitudes, "amax")
     if value_format == "int4":
         scales = largest.to(torch.float32)
