@@ -205,6 +205,12 @@ class DCTStrategy(DDPStrategy):
             self.model = self._setup_model(self.lightning_module)
             self._register_ddp_hooks()
 
+    def on_train_end(self) -> None:
+        """Wait for what GPUs have still to tell of the last steps."""
+        super().on_train_end()
+        if self.synchronizer is not None:
+            self.synchronizer.flush()
+
     def teardown(self) -> None:
         """Undo the wrapping."""
         if self.synchronizer is not None:
@@ -220,6 +226,9 @@ class DCTStrategy(DDPStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Save Lightning's checkpoint from rank 0, and beside it the compression state and the rows of every rank."""
+        if self.synchronizer is not None:
+            # Nothing is saved of a step in which something harmed has arrived.
+            self.synchronizer.flush()
         path, tables = str(filepath), self.sharded_tables()
         has_state = self.synchronizer is not None and "optimizer_states" in checkpoint  # fitting, not weights only
         if not has_state and not tables:

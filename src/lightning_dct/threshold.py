@@ -105,23 +105,25 @@ def nudge(threshold: float, count: int, target: int, size: int) -> float:
     return max(threshold * factor, SMALLEST_THRESHOLD)
 
 
-def nudge_all(thresholds: Tensor, counts: Tensor, target: int, size: int, aim: float = GUARD_AIM) -> Tensor:
+def nudge_all(
+    thresholds: Tensor, counts: Tensor, targets: int | Tensor, sizes: int | Tensor, aim: float = GUARD_AIM
+) -> Tensor:
     """The guard for many thresholds at once, without waiting for a GPU; the same formula as :func:`nudge`.
 
     Args:
-        thresholds: Shape ``[groups]``, fp32, positive.
+        thresholds: Shape ``[groups]``, fp32 or fp64, positive.
         counts: Shape ``[groups]``: entries of each group that reached its threshold.
-        target: Entries of each that should have.
-        size: Entries of each group.
+        targets: Entries of each that should have: one number, or shape ``[groups]`` in the thresholds' dtype.
+        sizes: Entries of each group, likewise.
         aim: The share of the target that the guard steers to.
 
     Returns:
-        Shape ``[groups]``, fp32.
+        Shape ``[groups]``, in the thresholds' dtype.
     """
-    exponent = GUARD_GAIN * math.sqrt(target / size)
-    factors = ((counts.to(torch.float32) + 0.5) / (aim * target + 0.5)) ** exponent
+    exponents = GUARD_GAIN * (targets / sizes) ** 0.5
+    factors = ((counts.to(thresholds.dtype) + 0.5) / (aim * targets + 0.5)) ** exponents
     factors.clamp_(1 / GUARD_LARGEST_FACTOR, GUARD_LARGEST_FACTOR)
-    return (thresholds * factors).clamp_(SMALLEST_THRESHOLD, torch.finfo(torch.float32).max)
+    return (thresholds * factors).clamp_(SMALLEST_THRESHOLD, torch.finfo(thresholds.dtype).max)
 
 
 class Observed(NamedTuple):
@@ -145,19 +147,50 @@ class Thresholds:
 
     Each is remembered with the number of entries it was selected for: when the density changes (during warm-up, or
     because a run is resumed with another setting) it no longer applies and counts as missing.
+
+    Gradients on a GPU keep their thresholds there, as fp64 scalars: asking for one as a number waits for the GPU.
     """
 
     def __init__(self) -> None:
-        self._values: dict[str, float] = {}
+        self._values: dict[str, float | Tensor] = {}
         self._targets: dict[str, int] = {}
+        self._stacked: dict[tuple[str, ...], Tensor] = {}
+
+    def has(self, name: str, target: int) -> bool:
+        """Whether there is a threshold of a parameter that was selected for this target."""
+        return self._targets.get(name) == target
 
     def get(self, name: str, target: int) -> float | None:
         """The threshold of a parameter, or None when none was selected for this target."""
-        return self._values[name] if self._targets.get(name) == target else None
+        return float(self._values[name]) if self.has(name, target) else None
 
     def set(self, name: str, target: int, threshold: float) -> None:
         """Remember a threshold."""
         self._values[name], self._targets[name] = threshold, target
+        self._stacked = {names: stacked for names, stacked in self._stacked.items() if name not in names}
+
+    def on_device(self, names: tuple[str, ...], device: torch.device) -> Tensor:
+        """The thresholds of some parameters: shape ``[len(names)]``, fp64. Nobody waits, and nobody may write to it."""
+        if names not in self._stacked:
+            values = [self._values[name] for name in names]
+            # Numbers go to the device as the argument of a kernel; a copy of host memory would wait.
+            scalars = [
+                value.to(device)
+                if isinstance(value, Tensor)
+                else torch.full((), value, dtype=torch.float64, device=device)
+                for value in values
+            ]
+            empty = torch.empty(0, dtype=torch.float64, device=device)
+            self.replace(names, torch.stack(scalars) if scalars else empty)
+        return self._stacked[names]
+
+    def replace(self, names: tuple[str, ...], thresholds: Tensor) -> None:
+        """Remember other thresholds of some parameters for the targets they have: shape ``[len(names)]``, fp64."""
+        if names not in self._stacked:
+            moved = set(names)
+            self._stacked = {old: stacked for old, stacked in self._stacked.items() if not moved.intersection(old)}
+        self._stacked[names] = thresholds
+        self._values.update(zip(names, thresholds.unbind(), strict=True))
 
     def guard(self, observed: Iterable[Observed]) -> None:
         """Nudge each threshold towards its target by what the step has shown."""
@@ -168,17 +201,25 @@ class Thresholds:
 
     def forget(self) -> None:
         """Let all thresholds count as missing."""
-        self._values, self._targets = {}, {}
+        self._values, self._targets, self._stacked = {}, {}, {}
 
     def values(self) -> list[float]:
         """All thresholds, in no particular order."""
-        return list(self._values.values())
+        return [float(value) for value in self._values.values()]
+
+    def take_over(self, other: Thresholds) -> None:
+        """Have the thresholds that another object has now, without waiting for a GPU."""
+        self._values, self._targets, self._stacked = dict(other._values), dict(other._targets), dict(other._stacked)
 
     def state_dict(self) -> dict[str, Any]:
         """The thresholds and their targets as plain numbers."""
-        return {"values": dict(self._values), "targets": dict(self._targets)}
+        return {
+            "values": {name: float(value) for name, value in self._values.items()},
+            "targets": dict(self._targets),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with saved thresholds."""
+        self.forget()
         self._values = {str(name): float(value) for name, value in state["values"].items()}
         self._targets = {str(name): int(target) for name, target in state["targets"].items()}

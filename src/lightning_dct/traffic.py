@@ -60,9 +60,11 @@ class TrafficTotals:
         bytes_sent: Bytes this rank put on the wire, headers and padding of the payloads included; between nodes only
             where gradients are exchanged by node.
         bytes_dense: Bytes the dense fp32 exchange of the same tensors would have put there.
-        entries_sent: Tensor entries that went out in those bytes.
+        entries_sent: Tensor entries that went out in those bytes. A GPU tells late how many these are: complete after
+            :meth:`~lightning_dct.gradients.GradientSynchronizer.flush`, which logging and saving call.
         entries: Tensor entries that were due.
-        seconds: Wall time spent compressing and decompressing, the network's time not included.
+        seconds: Wall time spent compressing and decompressing, the network's time not included. With a GPU, what its
+            host spends on that.
         refreshes: Times the thresholds were selected anew.
         bytes_inside_node: Bytes this rank sent to ranks of its own node, where these are told apart.
     """

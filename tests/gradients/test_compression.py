@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_dct.gradients.awaited import Awaited
 from lightning_dct.gradients.compression import compress, decompress
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.threshold import Thresholds
@@ -40,8 +41,8 @@ def test_gaps_between_the_tensors_change_nothing(value_format: str, held: set[in
     assert one[1:] == other[1:]
     assert torch.equal(spread_residuals, spread(residuals, 9.0))
     payloads = torch.stack([one.payload, one.payload])
-    expected = decompress(payloads, torch.zeros(sum(SIZES), dtype=dtype), together, 0.25)
-    assert torch.equal(decompress(payloads, spread(expected * 0, 8.0), apart, 0.25), spread(expected, 8.0))
+    expected = decompress(payloads, torch.zeros(sum(SIZES), dtype=dtype), together, 0.25, Awaited())
+    assert torch.equal(decompress(payloads, spread(expected * 0, 8.0), apart, 0.25, Awaited()), spread(expected, 8.0))
 
 
 def test_sums_of_half_precision_gradients_are_taken_in_fp32() -> None:
@@ -53,7 +54,7 @@ def test_sums_of_half_precision_gradients_are_taken_in_fp32() -> None:
         compress(part, torch.zeros(103), plan, set(), Thresholds(), 1.0, reselect=False).payload
         for part in (gradient, torch.ones(103, dtype=torch.bfloat16))
     ]
-    decompress(torch.stack(sent), sums, plan, 1.0)
+    decompress(torch.stack(sent), sums, plan, 1.0, Awaited())
     assert sums[100:].tolist() == [1 + 2.0**-7] * 3
     again = compress(sums, torch.zeros(103), plan, set(), Thresholds(), 1.0, reselect=False)
     assert again.payload.numel() == plan.layout.num_bytes == sent[0].numel()
@@ -63,4 +64,4 @@ def test_a_plan_without_tensors_writes_nothing() -> None:
     plan = BucketPlan((), (), (), torch.float32, "int8", starts=())
     buffer = torch.ones(5)
     sent = compress(buffer, torch.ones(5), plan, set(), Thresholds(), 1.0, reselect=False)
-    assert decompress(sent.payload[None], buffer, plan, 1.0).tolist() == [1.0] * 5
+    assert decompress(sent.payload[None], buffer, plan, 1.0, Awaited()).tolist() == [1.0] * 5

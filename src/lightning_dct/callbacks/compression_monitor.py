@@ -69,6 +69,10 @@ class CompressionMonitor(pl.Callback):
         # Lightning's rhythm counts optimizer steps and holds for each of a step's micro-batches: log after the last.
         if not synchronised or not trainer.is_global_zero or not trainer._logger_connector.should_update_logs:
             return
+        if (synchronizer := getattr(trainer.strategy, "synchronizer", None)) is not None:
+            # GPUs tell late how many entries they have sent. The norm of the residual has to be waited for anyway.
+            synchronizer.flush()
+            totals = _totals_of(trainer)
         recent = {part: now - self._at_last_log[part] for part, now in totals.items()}
         metrics = overall_metrics(recent["dp"], recent["mp"])
         for part, (thresholds, residual_norm) in _held_back(trainer).items():

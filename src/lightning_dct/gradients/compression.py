@@ -12,15 +12,21 @@ section 3.1) with per-tensor thresholds.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_dct.gradients.awaited import Awaited
+from lightning_dct.gradients.on_device import add_payloads, add_whole, send_largest
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.kernels import Selection, select
 from lightning_dct.threshold import GUARD_RESELECT, Observed, Thresholds, keep_largest, kth_magnitude
 from lightning_dct.wire import PayloadError, pack, unpack
+
+# Devices whose host must not look at numbers while they work; tests add the CPU to see that both ways give the same.
+WITHOUT_WAITING = {"cuda"}
 
 
 class Compressed(NamedTuple):
@@ -28,13 +34,13 @@ class Compressed(NamedTuple):
 
     Attributes:
         payload: Shape ``[plan.layout.num_bytes]``, uint8.
-        num_entries: Entries of the bucket that are in it.
-        observed: How many entries of each compressed tensor reached its threshold.
+        num_entries: Entries of the bucket that are in it; on a GPU a number that is still there, shape ``[]``.
+        observed: How many entries of each compressed tensor reached its threshold; none where the guard has acted.
         selected: Whether any threshold was selected anew.
     """
 
     payload: Tensor
-    num_entries: int
+    num_entries: int | Tensor
     observed: list[Observed]
     selected: bool
 
@@ -64,59 +70,101 @@ def compress(
         reselect: Take a step's own selection as the new threshold when far too many entries reach the old one.
         kernel: What adds, compares and compacts; see :func:`~lightning_dct.kernels.select`.
     """
-    used = [index for index in plan.compressed if index not in held]
-    missing = [index for index in used if thresholds.get(plan.names[index], plan.targets[index]) is None]
-    for index in missing:
-        part = slice(*plan.bounds[index])
-        accumulated = residual[part] + buffer[part].to(residual.dtype) * gradient_scale
-        target = plan.targets[index]
-        thresholds.set(plan.names[index], target, kth_magnitude(accumulated, target))
+    used = tuple(index for index in plan.compressed if index not in held)
+    selected = _select_missing(buffer, residual, plan, used, thresholds, gradient_scale)
+    whole = _take_whole(buffer, residual, plan, held, gradient_scale)
+    whole_entries = sum(plan.sizes[index] for index in plan.whole)
+    if buffer.device.type in WITHOUT_WAITING:
+        payload, count = send_largest(
+            buffer, residual, plan, used, whole, thresholds, gradient_scale, guard=reselect, kernel=kernel
+        )
+        return Compressed(payload, count + whole_entries, [], selected)
     known = [thresholds.get(plan.names[index], plan.targets[index]) for index in used]
     segments, numbers = [plan.bounds[i] for i in used], [tau for tau in known if tau is not None]
     selection = select(buffer, residual, segments, numbers, gradient_scale, kernel)
     positions, values, observed = _fit(selection, plan, used, thresholds, reselect)
-    whole = _take_whole(buffer, residual, plan, held, gradient_scale)
     payload, received = pack(plan.layout, plan.to_payload(positions), values, whole)
     left = values - received.to(values.dtype)
     finite = left.isfinite()
     if not bool(finite.all()):
         positions, left = positions[finite], left[finite]
     residual[positions] = left
-    num_entries = values.numel() + sum(plan.sizes[index] for index in plan.whole)
-    return Compressed(payload, num_entries, observed, bool(missing))
+    return Compressed(payload, values.numel() + whole_entries, observed, selected)
 
 
-def decompress(payloads: Tensor, buffer: Tensor, plan: BucketPlan, factor: float) -> Tensor:
+def decompress(
+    payloads: Tensor,
+    buffer: Tensor,
+    plan: BucketPlan,
+    factor: float,
+    awaited: Awaited,
+    what: str = "Gradients",
+    first_rank: int = 0,
+) -> Tensor:
     """Overwrite a bucket with the weighted sum of what all ranks sent.
 
     Every rank adds the same payloads in the same order, its own among them, so replicas stay bitwise identical.
 
     Args:
-        payloads: Shape ``[world size, plan.layout.num_bytes]``, uint8, by rank.
+        payloads: Shape ``[ranks, plan.layout.num_bytes]``, uint8, by rank.
         buffer: Shape ``[n]``: the flattened bucket. Overwritten where the plan's tensors lie.
         plan: What became of each tensor.
         factor: Weight of each rank: one over the world size, times the loss scale of mixed-precision training.
+        awaited: Where a GPU's answer is kept to whether the payloads are sound.
+        what: What was sent, for the message of an error.
+        first_rank: The sender of the first payload, likewise.
 
     Raises:
-        PayloadError: A payload is not what a rank with this plan can have sent; the message names the rank.
+        PayloadError: A payload is not what a rank with this plan can have sent; the message names the rank. On a GPU
+            ``awaited`` raises it later.
     """
     total = buffer if buffer.dtype == plan.residual_dtype else buffer.to(plan.residual_dtype)
     for start, stop in [(0, total.numel())] if plan.starts is None else plan.bounds:
         total[start:stop].zero_()
-    for rank, payload in enumerate(payloads.unbind()):
-        try:
-            received = unpack(plan.layout, payload)
-        except PayloadError as error:
-            raise PayloadError(f"Gradients from rank {rank} of the process group: {error}.") from error
-        total.index_add_(0, plan.to_bucket(received.positions), received.values.to(total.dtype), alpha=factor)
-        whole = received.whole.clone().view(plan.dtype)
-        for index, part in zip(plan.whole, whole.split([plan.sizes[i] for i in plan.whole]), strict=True):
-            total[slice(*plan.bounds[index])].add_(part, alpha=factor)
+    senders = [f"{what} from rank {first_rank + rank}" for rank in range(payloads.shape[0])]
+    if buffer.device.type in WITHOUT_WAITING:
+        awaited.when_known(add_payloads(payloads, total, plan, factor), partial(_check_sound, senders))
+    else:
+        for sender, payload in zip(senders, payloads.unbind(), strict=True):
+            try:
+                received = unpack(plan.layout, payload)
+            except PayloadError as error:
+                raise PayloadError(f"{sender} of the process group: {error}.") from error
+            total.index_add_(0, plan.to_bucket(received.positions), received.values.to(total.dtype), alpha=factor)
+            add_whole(received.whole, total, plan, factor)
     return total if total is buffer else buffer.copy_(total)
 
 
+def _check_sound(senders: list[str], sound: list[int]) -> None:
+    wrong = [sender for sender, is_sound in zip(senders, sound, strict=True) if not is_sound]
+    if wrong:
+        raise PayloadError(
+            f"{', '.join(wrong)} of the process group: the payload is corrupt, or was made for another model or other"
+            " settings. Use the same model, settings and version of lightning_dct on every rank; a run on CPUs says"
+            " more about what differs."
+        )
+
+
+def _select_missing(
+    buffer: Tensor,
+    residual: Tensor,
+    plan: BucketPlan,
+    used: tuple[int, ...],
+    thresholds: Thresholds,
+    gradient_scale: float,
+) -> bool:
+    """Select the thresholds that are missing, and say whether there were any. This waits for a GPU, at each refresh."""
+    missing = [index for index in used if not thresholds.has(plan.names[index], plan.targets[index])]
+    for index in missing:
+        part = slice(*plan.bounds[index])
+        accumulated = residual[part] + buffer[part].to(residual.dtype) * gradient_scale
+        target = plan.targets[index]
+        thresholds.set(plan.names[index], target, kth_magnitude(accumulated, target))
+    return bool(missing)
+
+
 def _fit(
-    selection: Selection, plan: BucketPlan, used: list[int], thresholds: Thresholds, reselect: bool
+    selection: Selection, plan: BucketPlan, used: tuple[int, ...], thresholds: Thresholds, reselect: bool
 ) -> tuple[Tensor, Tensor, list[Observed]]:
     """Cut a selection down to what the payload has room for: the largest entries of each tensor.
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_dct.gradients.awaited import Awaited
 from lightning_dct.gradients.compression import Compressed, compress
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.gradients.residual import Residuals, add_pieces, pieces_extent
@@ -36,6 +37,7 @@ class Memory:
     Attributes:
         gradient_scale: Factor that turns gradients as they arrive into unscaled ones.
         selected: Whether the synchronisation under way has selected any threshold anew.
+        awaited: What GPUs have still to tell.
     """
 
     def __init__(self, pieces: Mapping[str, Piece], guard: bool, undoable: bool, kernel: str = "auto") -> None:
@@ -44,6 +46,7 @@ class Memory:
         self.owned = Residuals()
         self.gradient_scale = 1.0
         self.selected = False
+        self.awaited = Awaited()
         self._pieces = pieces
         self._labels: dict[str, list[str]] = {}
         for label, piece in pieces.items():
@@ -55,7 +58,7 @@ class Memory:
         self._observed: list[Observed] = []
         self._done_with: list[str] = []
         self._undo: list[tuple[Tensor, Tensor]] = []
-        self._undo_thresholds: dict[str, Any] = {}
+        self._undo_thresholds = Thresholds()
 
     def begin(self, gradient_scale: float, refresh: bool) -> None:
         """Begin a synchronisation.
@@ -68,7 +71,7 @@ class Memory:
         self.gradient_scale = gradient_scale
         self.selected = False
         if self._undoable:
-            self._undo_thresholds = self.thresholds.state_dict()
+            self._undo_thresholds.take_over(self.thresholds)
         if refresh:
             self.thresholds.forget()
 
@@ -84,7 +87,7 @@ class Memory:
         """End a synchronisation and let all be as before it."""
         for residual, before in reversed(self._undo):
             residual.copy_(before)
-        self.thresholds.load_state_dict(self._undo_thresholds)
+        self.thresholds.take_over(self._undo_thresholds)
         self._forget()
 
     def residual_of(self, bucket: BucketPlan, device: torch.device) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 import torch
@@ -76,13 +76,20 @@ class BucketPlan:
 
     @staticmethod
     def _moved(positions: Tensor, origins: tuple[int, ...], goals: tuple[int, ...]) -> Tensor:
-        origin, goal = torch.tensor([origins, goals], dtype=torch.int64, device=positions.device)
-        return positions + (goal - origin)[torch.searchsorted(origin, positions, right=True) - 1]
+        origin, shift = _shifts(origins, goals, positions.device)
+        return positions + shift[torch.searchsorted(origin, positions, right=True) - 1]
 
     @property
     def residual_dtype(self) -> torch.dtype:
         """Residuals are summed over many steps: at least fp32."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+
+@lru_cache(maxsize=1024)
+def _shifts(origins: tuple[int, ...], goals: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Origins, and how far from them the goals are: shape ``[tensors]``, int64. Copied to a GPU once: that waits."""
+    origin, goal = torch.tensor([origins, goals], dtype=torch.int64)
+    return origin.to(device), (goal - origin).to(device)
 
 
 def plan_bucket(

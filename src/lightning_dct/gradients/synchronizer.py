@@ -15,6 +15,7 @@ from torch.futures import Future
 from lightning_dct.config import DCTConfig
 from lightning_dct.gradients.collectives import all_reduce_mean, all_reduce_mean_sparse
 from lightning_dct.gradients.exchanges import Bucket, Exchange, Flow
+from lightning_dct.gradients.exchanges.base import unused
 from lightning_dct.gradients.memory import Memory
 from lightning_dct.gradients.plan import BucketPlan, plan_bucket
 from lightning_dct.traffic import FP32_BYTES, all_reduce_bytes, bytes_between_nodes
@@ -91,8 +92,17 @@ class GradientSynchronizer:
             self._finish()
         return future
 
+    def flush(self) -> None:
+        """Wait for what GPUs have still to tell: then all sent entries are counted and all payloads were sound.
+
+        Raises:
+            PayloadError: Something that has arrived was not what a rank can have sent; the message names the rank.
+        """
+        self.memory.awaited.wait()
+
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: plain numbers, dicts and CPU tensors."""
+        """This rank's state: plain numbers, dicts and CPU tensors. Flushes first."""
+        self.flush()
         return {
             "synchronisations": self.synchronisations,
             "steps_since_refresh": self.steps_since_refresh,
@@ -106,6 +116,7 @@ class GradientSynchronizer:
         Raises:
             ValueError: A saved residual has another size than the parameter of its name.
         """
+        self.flush()
         self.memory.load_state_dict(
             state, {name: parameter.numel() for parameter, name in self._parameter_names.items()}
         )
@@ -126,6 +137,7 @@ class GradientSynchronizer:
         while under_way := [pending for pending in self._pending if pending.rounds_left]:
             for pending in under_way:
                 self._advance(pending)
+        self.memory.awaited.look()
         # What the scaler will look for. Every rank holds the same means, so all come to the same answer.
         nonfinite = self._loss_scale is not None and not all(pending.finite for pending in self._pending)
         self.traffic.add(steps=1)
@@ -150,6 +162,7 @@ class GradientSynchronizer:
             except StopIteration as finished:
                 mean = finished.value
                 if self._loss_scale is not None:
+                    # This waits for a GPU, as the scaler itself does before it steps.
                     pending.finite = bool(_entries(mean).isfinite().all())
                 pending.future.set_result(mean)
 
@@ -191,11 +204,8 @@ class GradientSynchronizer:
         """
         if not self._hold_unused:
             return set()
-        return {
-            index
-            for index, (parameter, bounds) in enumerate(zip(parameters, plan.bounds, strict=True))
-            if not parameter.requires_grad or not bool(buffer[slice(*bounds)].any())
-        }
+        switched_off = {index for index, parameter in enumerate(parameters) if not parameter.requires_grad}
+        return switched_off | unused(buffer, plan)
 
     def _send_sparse(self, gradient: Tensor) -> Flow:
         yield all_reduce_mean_sparse(gradient, self.exchange.everyone)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from lightning_dct.gradients.collectives import Link, all_gather_payload
 from lightning_dct.gradients.compression import decompress
-from lightning_dct.gradients.exchanges.base import Bucket, Flow
+from lightning_dct.gradients.exchanges.base import Bucket, Flow, count_entries
 from lightning_dct.gradients.memory import Memory
 from lightning_dct.gradients.sharding import Piece
 
@@ -35,10 +35,10 @@ class AllGather:
         buffer, plan, held = bucket
         residual = memory.residual_of(plan, buffer.device)
         compressed = memory.compress(buffer, residual, plan, held, memory.gradient_scale)
-        self.everyone.traffic.add(entries=buffer.numel(), entries_sent=compressed.num_entries)
+        count_entries(buffer.numel(), [compressed], self.everyone, memory)
         work, payloads = all_gather_payload(compressed.payload, self.everyone)
         yield work
-        return decompress(payloads, buffer, plan, 1.0 / (memory.gradient_scale * self.everyone.size))
+        return decompress(payloads, buffer, plan, 1.0 / (memory.gradient_scale * self.everyone.size), memory.awaited)
 
     def close(self) -> None:
         """Nothing to destroy."""

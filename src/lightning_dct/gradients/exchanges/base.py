@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dct.gradients.collectives import Link
+from lightning_dct.gradients.compression import Compressed
 from lightning_dct.gradients.memory import Memory
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.gradients.sharding import Piece
@@ -56,10 +58,28 @@ class Exchange(Protocol):
         ...
 
 
+def count_entries(due: int, sent: Sequence[Compressed], link: Link, memory: Memory) -> None:
+    """Count the entries of a bucket.
+
+    Args:
+        due: How many it has.
+        sent: What goes of it. How many entries that is counts later where a GPU has still to tell.
+        link: Where it is counted.
+        memory: Keeps what GPUs have still to tell.
+    """
+    link.traffic.add(entries=due)
+    for part in sent:
+        if isinstance(part.num_entries, Tensor):
+            memory.awaited.when_known(part.num_entries.view(1), lambda told: link.traffic.add(entries_sent=told[0]))
+        else:
+            link.traffic.add(entries_sent=part.num_entries)
+
+
 def unused(gradients: Tensor, plan: BucketPlan) -> set[int]:
     """Indices of tensors of which nothing has arrived, so that nothing may be passed on.
 
     With ``find_unused_parameters`` DistributedDataParallel throws the result away for a parameter that no rank has
-    used: what is held back of it has to wait.
+    used: what is held back of it has to wait. This waits for a GPU, once.
     """
-    return {index for index, bounds in enumerate(plan.bounds) if not bool(gradients[slice(*bounds)].any())}
+    anything = [gradients[slice(*bounds)].any() for bounds in plan.bounds]
+    return {index for index, arrived in enumerate(torch.stack(anything).tolist() if anything else []) if not arrived}

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from lightning_dct.gradients.collectives import Link, all_gather_payload, all_reduce_mean, spread_payload
 from lightning_dct.gradients.compression import decompress
-from lightning_dct.gradients.exchanges.base import Bucket, Flow, unused
+from lightning_dct.gradients.exchanges.base import Bucket, Flow, count_entries, unused
 from lightning_dct.gradients.memory import Memory
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.gradients.sharding import Piece, Shard, cut, owned_by
@@ -73,7 +73,7 @@ class ByNode:
         # From the mean over the node's ranks to their sum.
         scale = memory.gradient_scale * self._inside.size
         compressed = memory.compress(gradient, residual, own.packed, waiting, scale)
-        self.everyone.traffic.add(entries=gradient.numel(), entries_sent=compressed.num_entries)
+        count_entries(gradient.numel(), [compressed], self.everyone, memory)
         work, gathered = all_gather_payload(compressed.payload, self._between)
         yield work
 
@@ -86,7 +86,7 @@ class ByNode:
         factor = 1.0 / (memory.gradient_scale * self.everyone.size)
         mean = buffer if buffer.dtype == plan.residual_dtype else buffer.to(plan.residual_dtype)
         for shard, payloads in zip(shards, spread, strict=True):
-            decompress(payloads.view(nodes, -1), mean, shard.plan, factor)
+            decompress(payloads.view(nodes, -1), mean, shard.plan, factor, memory.awaited)
         return mean if mean is buffer else buffer.copy_(mean)
 
     def close(self) -> None:

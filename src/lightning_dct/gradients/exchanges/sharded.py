@@ -18,11 +18,10 @@ import torch
 
 from lightning_dct.gradients.collectives import Link, deliver_payloads, spread_payload
 from lightning_dct.gradients.compression import decompress
-from lightning_dct.gradients.exchanges.base import Bucket, Flow, unused
+from lightning_dct.gradients.exchanges.base import Bucket, Flow, count_entries, unused
 from lightning_dct.gradients.memory import Memory
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.gradients.sharding import Piece, Shard, cut, owned_by
-from lightning_dct.wire import PayloadError
 
 SHARDED_PASSES = 2.0
 
@@ -54,13 +53,13 @@ class Sharded:
         compressed = [
             memory.compress(buffer, residual, shard.plan, shard.of(held), memory.gradient_scale) for shard in shards
         ]
-        self.everyone.traffic.add(entries=buffer.numel(), entries_sent=sum(part.num_entries for part in compressed))
+        count_entries(buffer.numel(), compressed, self.everyone, memory)
         work, received = deliver_payloads([part.payload for part in compressed], self.everyone)
         yield work
 
         own = shards[self.everyone.rank]
         sums = torch.zeros(sum(own.plan.sizes), dtype=plan.residual_dtype, device=buffer.device)
-        decompress(received, sums, own.sums, 1.0)
+        decompress(received, sums, own.sums, 1.0, memory.awaited)
         waiting = unused(sums, own.sums) if self._hold_unused else set()
         passed_on = memory.compress(sums, memory.owned_of(own.packed, buffer.device), own.sums, waiting, 1.0)
         sizes = [shard.plan.layout.num_bytes for shard in shards]
@@ -70,10 +69,7 @@ class Sharded:
         factor = 1.0 / (memory.gradient_scale * self.everyone.size)
         mean = buffer if buffer.dtype == plan.residual_dtype else buffer.to(plan.residual_dtype)
         for owner, (shard, payload) in enumerate(zip(shards, payloads, strict=True)):
-            try:
-                decompress(payload[None], mean, shard.plan, factor)
-            except PayloadError as error:
-                raise PayloadError(f"Sums from rank {owner} of the process group: {error.__cause__}.") from error
+            decompress(payload[None], mean, shard.plan, factor, memory.awaited, "Sums", owner)
         return mean if mean is buffer else buffer.copy_(mean)
 
     def close(self) -> None:

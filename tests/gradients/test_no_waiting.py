@@ -1,0 +1,202 @@
+"""On a pretended GPU: nobody waits for it, and what it has to tell is told late."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from emulated_ranks import EmulatedRanks, FakeBucket, Meeting
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_dct.gradients import collectives, compression, synchronizer
+from lightning_dct.gradients.awaited import Awaited
+from lightning_dct.wire import PayloadError
+from strategies_for_hypothesis import FORMATS
+
+# "a" is cut for two owners and "b" goes whole.
+SIZES = {"a": 1400, "b": 50, "c": 700, "d": 120}
+# Ranks, exchange, ranks per node.
+EXCHANGES = [(2, "all_gather", 1), (2, "sharded", 1), (4, "by_node", 2)]
+EVERY_EXCHANGE = pytest.mark.parametrize(("world_size", "exchange", "ranks_per_node"), EXCHANGES)
+
+
+class Waits(Exception):
+    pass
+
+
+class NoWaitingOperation(TorchDispatchMode):
+    """Raises where the host would wait for a GPU: results whose shape or value it needs, copies from or to it.
+
+    A tensor on torch's "meta" device stands for one on a GPU: it has no values that anybody could look at.
+    """
+
+    WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "bincount", "repeat_interleave"}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if name in self.WAITING:
+            raise Waits(name)
+        if name in ("index", "index_put_", "_index_put_impl_") and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        ):
+            raise Waits(f"{name} with a mask")
+        devices = {part.device.type for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor)}
+        if name == "_to_copy" and kwargs.get("device") is not None:
+            devices.add(torch.device(kwargs["device"]).type)
+        if len(devices) > 1:
+            raise Waits(f"{name} between {' and '.join(sorted(devices))}")
+        return func(*args, **(kwargs or {}))
+
+
+class NoTensorFromNumbers(TorchFunctionMode):
+    """Raises where numbers would be copied to a GPU. Operations on "meta" do not show that."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.tensor, torch.as_tensor, torch.frombuffer, torch.from_numpy):
+            raise Waits(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def nobody_waits() -> Iterator[None]:
+    with NoWaitingOperation(), NoTensorFromNumbers():
+        yield
+
+
+@pytest.mark.parametrize(
+    "waiting",
+    [
+        lambda numbers: numbers.sum().item(),
+        lambda numbers: bool((numbers > 0).any()),
+        lambda numbers: numbers.tolist(),
+        lambda numbers: numbers[numbers > 0],
+        lambda numbers: numbers.index_put_((numbers > 0,), numbers),
+        lambda numbers: (numbers > 0).nonzero(),
+        lambda numbers: torch.bincount(numbers.long()),
+        lambda numbers: numbers.cpu(),
+        lambda numbers: numbers.copy_(torch.ones(5)),
+        lambda numbers: torch.ones(5).copy_(numbers),
+        lambda numbers: torch.tensor([1.0, 2.0], device="meta"),
+        lambda numbers: numbers[torch.arange(3)],
+    ],
+)
+def test_waiting_would_be_noticed(waiting: Callable[[Tensor], object]) -> None:
+    """What the tests after this one rely on."""
+    numbers = torch.empty(5, device="meta")
+    with nobody_waits(), pytest.raises(Waits):
+        waiting(numbers)
+
+
+class Connected:
+    """Collectives that bring anything, at once."""
+
+    @staticmethod
+    def all_gather_single(output: Tensor, mine: Tensor, **_: Any) -> Any:
+        return SimpleNamespace(wait=lambda: output.copy_(mine.repeat(output.numel() // mine.numel())))
+
+    @staticmethod
+    def all_to_all_single(output: Tensor, *_: Any, **__: Any) -> Any:
+        return SimpleNamespace(wait=lambda: output.fill_(1))
+
+    @staticmethod
+    def all_reduce(*_: Any, **__: Any) -> Any:
+        return SimpleNamespace(wait=lambda: None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value_format", FORMATS)
+@EVERY_EXCHANGE
+def test_nobody_waits_for_a_gpu(
+    world_size: int,
+    exchange: str,
+    ranks_per_node: int,
+    value_format: str,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compression, "WITHOUT_WAITING", {"meta"})
+    monkeypatch.setattr(compression, "kth_magnitude", lambda values, k: 1.0)
+    monkeypatch.setattr(collectives, "dist", Connected)
+    monkeypatch.setattr(synchronizer, "Future", lambda devices: SimpleNamespace(set_result=lambda mean: None))
+    # It copies to the host without waiting, but here there is nothing that could be copied.
+    monkeypatch.setattr(Awaited, "look", lambda self: None)
+    ranks = EmulatedRanks(
+        SIZES, world_size, exchange, ranks_per_node, density=0.1, min_tensor_size=60, value_format=value_format
+    )
+    parameters: list[nn.Parameter] = list(ranks._parameters[0].values())
+
+    def step() -> None:
+        for index, part in enumerate([parameters[:3], parameters[3:]]):
+            buffer = torch.empty(sum(parameter.numel() for parameter in part), dtype=dtype, device="meta")
+            ranks.synchronizers[0].hook(None, FakeBucket(index, buffer, part, is_last=index == 1))  # type: ignore[arg-type]
+
+    # The first time, thresholds are selected, and what is the same in every step is copied to the device.
+    step()
+    with nobody_waits():
+        step()
+        step()
+    assert ranks.synchronizers[0].synchronisations == 3
+
+
+def gradients(world_size: int) -> list[dict[str, Tensor]]:
+    noise = torch.Generator().manual_seed(1)
+    return [{name: torch.randn(size, generator=noise) for name, size in SIZES.items()} for _ in range(world_size)]
+
+
+@EVERY_EXCHANGE
+def test_entries_are_counted_once_they_are_known(
+    world_size: int, exchange: str, ranks_per_node: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = []
+    for way in (set(), {"cpu"}):
+        monkeypatch.setattr(compression, "WITHOUT_WAITING", way)
+        ranks = EmulatedRanks(SIZES, world_size, exchange, ranks_per_node, density=0.1, min_tensor_size=60)
+        ranks.step(gradients(world_size))
+        traffic = ranks.synchronizers[0].traffic
+        assert bool(traffic.totals.entries_sent) == (not way)
+        ranks.step(gradients(world_size))
+        ranks.synchronizers[0].flush()
+        counted.append((traffic.totals.entries, traffic.totals.entries_sent))
+    assert counted[0] == counted[1]
+    assert counted[0][1] > 0
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_harm_is_reported_once_it_is_known_and_before_anything_is_saved(
+    saved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compression, "WITHOUT_WAITING", {"cpu"})
+    intact, ranks = Meeting.everyone, EmulatedRanks({"a": 1400}, 2, "sharded", density=0.2)
+    local = [{"a": part["a"]} for part in gradients(2)]
+
+    def harmed(self: Meeting) -> list[Tensor]:
+        payloads = [payload.clone() for payload in intact(self)]
+        if self in ranks.meetings[1:2]:
+            payloads[1][0] = payloads[1][payloads[1].numel() // 2] = 0
+        return payloads
+
+    monkeypatch.setattr(Meeting, "everyone", harmed)
+    ranks.step(local)
+    then: Callable[[], object] = ranks.state_dicts if saved else lambda: ranks.step(local)
+    with pytest.raises(PayloadError, match=r"^Sums from rank 1 of the process group: the payload is corrupt"):
+        then()
+
+
+def test_told_in_order_and_only_once() -> None:
+    awaited, told = Awaited(), list[list[int]]()
+    awaited.when_known(torch.tensor([3, 4]), told.append)
+    awaited.when_known(torch.tensor([True]), told.append)
+    awaited.look()
+    assert told == []
+    awaited.when_known(torch.tensor([5]), told.append)
+    awaited.look()
+    assert told == [[3, 4], [1]]
+    awaited.when_known(torch.tensor([], dtype=torch.int64), told.append)
+    awaited.wait()
+    awaited.wait()
+    assert told == [[3, 4], [1], [5], []]
