@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.gradients.awaited import Awaited
-from lightning_dct.gradients.compression import Compressed, compress
+from lightning_dct.gradients.compression import Compressed, compress, decompress
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.gradients.residual import Residuals, add_pieces, pieces_extent
 from lightning_dct.gradients.sharding import Piece
@@ -111,6 +111,18 @@ class Memory:
         self._observed += compressed.observed
         self.selected |= compressed.selected
         return compressed
+
+    def decompress(
+        self,
+        payloads: Tensor,
+        buffer: Tensor,
+        plan: BucketPlan,
+        factor: float,
+        what: str = "Gradients",
+        first_rank: int = 0,
+    ) -> Tensor:
+        """Sum what has arrived; see :func:`~lightning_dct.gradients.compression.decompress`."""
+        return decompress(payloads, buffer, plan, factor, self.awaited, self._kernel, what, first_rank)
 
     def send_out(self, buffer: Tensor, plan: BucketPlan, held: set[int], owned: bool) -> None:
         """Add to a bucket that goes uncompressed all that is held back of its tensors, and hold nothing of them.

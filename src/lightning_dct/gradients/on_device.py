@@ -96,8 +96,9 @@ def add_payloads(payloads: Tensor, total: Tensor, plan: BucketPlan, factor: floa
     sound = []
     for payload in payloads.unbind():
         arrived = unpack_on_device(plan.layout, payload)
-        values = arrived.entries.values.to(total.dtype)
-        total.index_add_(0, plan.to_bucket(arrived.entries.positions), values, alpha=factor)
+        # Rounded after the product and after the sum, as `sum_entries` does.
+        values = arrived.entries.values.to(total.dtype).mul(factor)
+        total.index_add_(0, plan.to_bucket(arrived.entries.positions), values)
         add_whole(arrived.whole, total, plan, factor)
         sound.append(arrived.sound)
     return torch.stack(sound)

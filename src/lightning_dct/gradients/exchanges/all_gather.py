@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightning_dct.gradients.collectives import Link, all_gather_payload
-from lightning_dct.gradients.compression import decompress
 from lightning_dct.gradients.exchanges.base import Bucket, Flow, count_entries
 from lightning_dct.gradients.memory import Memory
 from lightning_dct.gradients.sharding import Piece
@@ -38,7 +37,7 @@ class AllGather:
         count_entries(buffer.numel(), [compressed], self.everyone, memory)
         work, payloads = all_gather_payload(compressed.payload, self.everyone)
         yield work
-        return decompress(payloads, buffer, plan, 1.0 / (memory.gradient_scale * self.everyone.size), memory.awaited)
+        return memory.decompress(payloads, buffer, plan, 1.0 / (memory.gradient_scale * self.everyone.size))
 
     def close(self) -> None:
         """Nothing to destroy."""

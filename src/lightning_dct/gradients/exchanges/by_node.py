@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_dct.gradients.collectives import Link, all_gather_payload, all_reduce_mean, spread_payload
-from lightning_dct.gradients.compression import decompress
 from lightning_dct.gradients.exchanges.base import Bucket, Flow, count_entries, unused
 from lightning_dct.gradients.memory import Memory
 from lightning_dct.gradients.plan import BucketPlan
@@ -86,7 +85,7 @@ class ByNode:
         factor = 1.0 / (memory.gradient_scale * self.everyone.size)
         mean = buffer if buffer.dtype == plan.residual_dtype else buffer.to(plan.residual_dtype)
         for shard, payloads in zip(shards, spread, strict=True):
-            decompress(payloads.view(nodes, -1), mean, shard.plan, factor, memory.awaited)
+            memory.decompress(payloads.view(nodes, -1), mean, shard.plan, factor)
         return mean if mean is buffer else buffer.copy_(mean)
 
     def close(self) -> None:

@@ -17,7 +17,6 @@ from collections.abc import Mapping
 import torch
 
 from lightning_dct.gradients.collectives import Link, deliver_payloads, spread_payload
-from lightning_dct.gradients.compression import decompress
 from lightning_dct.gradients.exchanges.base import Bucket, Flow, count_entries, unused
 from lightning_dct.gradients.memory import Memory
 from lightning_dct.gradients.plan import BucketPlan
@@ -59,7 +58,7 @@ class Sharded:
 
         own = shards[self.everyone.rank]
         sums = torch.zeros(sum(own.plan.sizes), dtype=plan.residual_dtype, device=buffer.device)
-        decompress(received, sums, own.sums, 1.0, memory.awaited)
+        memory.decompress(received, sums, own.sums, 1.0)
         waiting = unused(sums, own.sums) if self._hold_unused else set()
         passed_on = memory.compress(sums, memory.owned_of(own.packed, buffer.device), own.sums, waiting, 1.0)
         sizes = [shard.plan.layout.num_bytes for shard in shards]
@@ -69,7 +68,7 @@ class Sharded:
         factor = 1.0 / (memory.gradient_scale * self.everyone.size)
         mean = buffer if buffer.dtype == plan.residual_dtype else buffer.to(plan.residual_dtype)
         for owner, (shard, payload) in enumerate(zip(shards, payloads, strict=True)):
-            decompress(payload[None], mean, shard.plan, factor, memory.awaited, "Sums", owner)
+            memory.decompress(payload[None], mean, shard.plan, factor, "Sums", owner)
         return mean if mean is buffer else buffer.copy_(mean)
 
     def close(self) -> None:
