@@ -31,7 +31,8 @@ from benchmark.tables import print_table, write_markdown
 from lightning_dct import SplitPoint
 from lightning_dct.activations.codec import decode_backward, decode_forward, encode_backward
 from lightning_dct.activations.layout import ActivationLayout
-from lightning_dct.kernels import Kernel, available_kernels
+from lightning_dct.kernels import available_kernels, select, sum_entries
+from lightning_dct.kernels.room import room_for, room_kernel
 from lightning_dct.threshold import kth_magnitude
 from lightning_dct.wire import PayloadLayout, pack, unpack
 
@@ -80,8 +81,7 @@ class Gradients:
         self.magnitudes = (self.gradient + self._start).abs_()
         self.target = max(1, int(entries * density))
         self.threshold = kth_magnitude(self.magnitudes, self.target)
-        kernel = available_kernels(device.type)["torch"]
-        self._sent = kernel(self.gradient, self.residual.clone(), [(0, entries)], [self.threshold], 1.0)
+        self._sent = select(self.gradient, self.residual.clone(), [(0, entries)], [self.threshold])
 
     def reset(self) -> None:
         """Put the residual back to what it was, or ever more of it would reach the threshold; then fill the caches."""
@@ -94,8 +94,9 @@ class Gradients:
         found: dict[str, Callable[[], object]] = {
             FLOOR: lambda: torch.add(self.gradient, self.residual, out=self.residual)
         }
-        for name, kernel in available_kernels(self.gradient.device.type).items():
-            found[f"{SELECT}{name}"] = partial(self._select, kernel)
+        on_gpu = self.gradient.is_cuda
+        for name in available_kernels(self.gradient.device.type):
+            found[f"{SELECT}{name}"] = partial(self._select_into_room if on_gpu else self._select, name)
         found["torch.topk"] = lambda: torch.topk(self.magnitudes, target, sorted=False)
         found["torch.kthvalue"] = lambda: torch.kthvalue(self.magnitudes, entries - target + 1)
         sent = self._sent.positions[:target], self._sent.values[:target], self.gradient.new_empty(0, dtype=torch.uint8)
@@ -104,11 +105,24 @@ class Gradients:
             payload, _ = pack(layout, *sent)
             found[f"pack, {value_format}"] = partial(pack, layout, *sent)
             found[f"unpack, {value_format}"] = partial(unpack, layout, payload)
+        for name in ["torch"] if on_gpu else available_kernels("cpu"):
+            found[f"sum of two senders: {name}"] = partial(self._sum, [sent[:2]] * 2, name)
         return found
 
-    def _select(self, kernel: Kernel) -> None:
-        sent = kernel(self.gradient, self.residual, [(0, self.gradient.numel())], [self.threshold], 1.0)
+    def _select(self, kernel: str) -> None:
+        sent = select(self.gradient, self.residual, [(0, self.gradient.numel())], [self.threshold], kernel=kernel)
         self.residual[sent.positions] = 0
+
+    def _select_into_room(self, kernel: str) -> None:
+        entries = self.gradient.numel()
+        numbers = torch.tensor([1.0, self.threshold], device=self.gradient.device)
+        sent = room_kernel(kernel, "cuda")(
+            self.gradient, self.residual, [(0, entries)], [room_for(entries, self.target)], numbers
+        )
+        self.residual[sent.positions] = 0
+
+    def _sum(self, sent: list[tuple[torch.Tensor, torch.Tensor]], kernel: str) -> None:
+        sum_entries(self.residual, [(0, self.gradient.numel())], sent, 0.5, kernel)
 
 
 class Activations:

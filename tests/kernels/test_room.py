@@ -16,9 +16,9 @@ from strategies_for_hypothesis import examples
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS: dict[str, RoomKernel] = {"torch": room.select_into_room}
 if DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":  # see test_triton.py
-    from lightning_dct.kernels import triton_room
+    from lightning_dct.kernels import triton_cuda
 
-    KERNELS["triton"] = triton_room.select_into_room
+    KERNELS["triton"] = triton_cuda.select_into_room
 
 numbers = st.sampled_from([0.0, 0.5, -0.5, 1.0, -1.0, 1e-40, 3e38]) | st.floats(
     width=32, allow_nan=False, allow_infinity=False

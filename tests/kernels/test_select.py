@@ -1,5 +1,4 @@
 import math
-import os
 from collections.abc import Iterator, Sequence
 from unittest import mock
 
@@ -14,13 +13,7 @@ from lightning_dct.kernels import Selection, available_kernels, check_kernel, nu
 from lightning_dct.kernels import select as select_with
 from strategies_for_hypothesis import examples
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KERNELS = ["torch", "numba", "numba on two threads"]
-if DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":  # see test_triton.py
-    from lightning_dct.kernels import triton_cuda
-
-    KERNELS.append("triton")
-
 CHUNK = 16
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -36,12 +29,7 @@ def select(
     thresholds: Sequence[float],
     scale: float = 1.0,
 ) -> Selection:
-    if KernelUnderTest.name != "triton":
-        return select_with(gradient, residual, segments, thresholds, scale, kernel=KernelUnderTest.name)
-    on_device = residual.to(DEVICE)
-    positions, values, counts = triton_cuda.select(gradient.to(DEVICE), on_device, segments, thresholds, scale)
-    residual.copy_(on_device)
-    return Selection(positions.cpu(), values.cpu(), counts)
+    return select_with(gradient, residual, segments, thresholds, scale, kernel=KernelUnderTest.name)
 
 
 @pytest.fixture(autouse=True, params=KERNELS)
@@ -228,7 +216,7 @@ def test_equals_the_loop_whatever_the_numbers(data: st.DataObject, size: int, th
 
 
 def test_kernels_of_a_device() -> None:
-    assert list(available_kernels("cpu")) == ["torch", "numba"]
+    assert available_kernels("cpu") == ["torch", "numba"]
     assert "numba" not in available_kernels("cuda")
 
 
@@ -239,6 +227,6 @@ def test_a_kernel_for_another_device_is_refused() -> None:
 
 def test_a_kernel_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_dct.kernels._is_installed", lambda package: package != "numba")
-    assert list(available_kernels("cpu")) == ["torch"]
+    assert available_kernels("cpu") == ["torch"]
     with pytest.raises(ValueError, match=r"needs the package numba: `pip install 'lightning-dct\[fast\]'`"):
         check_kernel("numba", "cpu")

@@ -15,9 +15,9 @@ import torch
 @pytest.mark.skipif(torch.cuda.is_available(), reason="those tests run the kernels on the GPU themselves")
 def test_the_kernels_keep_their_contracts_in_the_interpreter() -> None:
     pytest.importorskip("triton", reason="there is no triton for this platform")
-    tests = [str(Path(__file__).with_name(name)) for name in ("test_select.py", "test_room.py")]
+    tests = Path(__file__).with_name("test_room.py")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-rp", "-k", "triton", *tests],
+        [sys.executable, "-m", "pytest", "-rp", "-k", "triton", str(tests)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
@@ -35,15 +35,11 @@ def test_the_kernels_compile_for_a_gpu(gradient: str) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from lightning_dct.kernels import triton_cuda, triton_room
+    from lightning_dct.kernels import triton_cuda
 
     numbers = {"gradient": gradient, **dict.fromkeys(("residual", "numbers", "values"), "*fp32")}
     flags = {"BLOCK": "constexpr", "unmade": "*i32"}
-    for kernel, broken in (
-        (triton_cuda.accumulate_blocks, "*i32"),
-        (triton_cuda._compact, "*i32"),
-        (triton_room._fill, "*i1"),
-    ):
+    for kernel, broken in ((triton_cuda._accumulate, "*i32"), (triton_cuda._fill, "*i1")):
         types = {**numbers, **flags, "broken": broken}
         source = ASTSource(
             fn=kernel,

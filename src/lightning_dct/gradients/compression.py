@@ -90,7 +90,7 @@ def compress(
     if not _all_finite(left):
         finite = left.isfinite()
         positions, left = positions[finite], left[finite]
-    residual[positions] = left
+    residual.scatter_(0, positions, left)
     return Compressed(payload, values.numel() + whole_entries, observed, selected)
 
 

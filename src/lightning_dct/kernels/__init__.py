@@ -5,7 +5,7 @@ kernel    needs        what it is
 ========  ===========  ==================================================================
 torch                  cache-sized chunks on the CPU, whole tensors on a GPU
 numba     numba        one pass over memory on the CPU (``pip install 'lightning-dct[fast]'``)
-triton    triton       two passes on a CUDA GPU, of which the second reads only
+triton    triton       two passes on a CUDA GPU, of which the second reads only; see :mod:`~lightning_dct.kernels.room`
 ========  ===========  ==================================================================
 
 All give the same entries, residuals and sums to the last bit, so it does not matter when ranks use different ones.
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
@@ -26,7 +26,6 @@ from lightning_dct.kernels.selection import Kernel, Selection
 
 KernelName = Literal["auto", "torch", "numba", "triton"]
 KERNELS: tuple[str, ...] = get_args(KernelName)
-_MODULES = {"torch": "reference", "numba": "numba_cpu", "triton": "triton_cuda"}
 _DEVICES = {"numba": "cpu", "triton": "cuda"}
 _REMEDIES = {"numba": "pip install 'lightning-dct[fast]'", "triton": "pip install triton"}
 
@@ -56,8 +55,8 @@ def select(
     Raises:
         ValueError: The kernel is not installed or does not work on this device.
     """
-    chosen = _load(_choose(kernel, gradient.device.type))
-    return cast("Selection", chosen.select(gradient, residual, segments, thresholds, gradient_scale))
+    chosen: Kernel = _implementation(kernel, gradient.device.type).select
+    return chosen(gradient, residual, segments, thresholds, gradient_scale)
 
 
 def sum_entries(
@@ -81,23 +80,18 @@ def sum_entries(
     Raises:
         ValueError: The kernel is not installed or does not work on this device.
     """
-    name = _choose(kernel, total.device.type)
-    _load(name if name == "numba" else "torch").sum_entries(total, segments, entries, factor)
+    _implementation(kernel, total.device.type).sum_entries(total, segments, entries, factor)
 
 
-def available_kernels(device_type: str) -> dict[str, Kernel]:
-    """The kernels that are installed and work on a device, by name, the slowest first."""
-    return {
-        name: _load(name).select
-        for name in _MODULES
-        if _DEVICES.get(name, device_type) == device_type and _is_installed(name)
-    }
+def available_kernels(device_type: str) -> list[str]:
+    """The kernels that are installed and work on a device, the slowest first."""
+    return [name for name in KERNELS[1:] if _DEVICES.get(name, device_type) == device_type and _is_installed(name)]
 
 
 @cache
 def fastest_kernel(device_type: str) -> str:
     """What ``"auto"`` takes on a device."""
-    return list(available_kernels(device_type))[-1]
+    return available_kernels(device_type)[-1]
 
 
 def check_kernel(name: str, device_type: str) -> None:
@@ -114,17 +108,13 @@ def check_kernel(name: str, device_type: str) -> None:
         raise ValueError(f"`kernel={name!r}` needs the package {name}: `{_REMEDIES[name]}`, or use `kernel='auto'`.")
 
 
-def _choose(kernel: str, device_type: str) -> str:
+def _implementation(kernel: str, device_type: str) -> Any:
     name = fastest_kernel(device_type) if kernel == "auto" else kernel
     check_kernel(name, device_type)
-    return name
+    # What triton does on a GPU has another contract, that of `room`; what is left for these two is torch's.
+    return import_module(f"lightning_dct.kernels.{'numba_cpu' if name == 'numba' else 'reference'}")
 
 
 @cache
 def _is_installed(package: str) -> bool:
     return find_spec(package) is not None
-
-
-@cache
-def _load(name: str) -> Any:
-    return import_module(f"lightning_dct.kernels.{_MODULES[name]}")

@@ -50,7 +50,7 @@ def room_kernel(name: str, device_type: str) -> RoomKernel:
     if name == "auto":
         name = fastest_kernel(device_type)
     if name == "triton":
-        kernel: RoomKernel = import_module("lightning_dct.kernels.triton_room").select_into_room
+        kernel: RoomKernel = import_module("lightning_dct.kernels.triton_cuda").select_into_room
         return kernel
     return select_into_room
 

@@ -1,15 +1,18 @@
-"""Select and compact on a CUDA GPU, compiled by triton, which comes with CUDA builds of torch.
+"""Select into a room of fixed size on a CUDA GPU, compiled by triton, which comes with CUDA builds of torch.
 
 Two launches. The first reads gradient and residual, writes their sum and counts each block's picks: the traffic of
-``torch.add(gradient, residual, out=residual)``. The second reads the residual once more, a third on top, and writes the
-picks to where a running sum of the counts says they belong, so their order is ascending without a sort. Neither waits
-for the host; only :func:`select` does, once, because its result has as many entries as were picked.
+``torch.add(gradient, residual, out=residual)``. Running sums over the counts, still on the device, say where each
+block's picks begin, so that their order is ascending without a sort; the second launch writes them there. Only blocks
+with picks do anything in it, and the residual is read once more.
+
+It compiles for GPUs and runs in triton's interpreter, but has not run on a GPU yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -17,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_dct.kernels.selection import Selection, nothing
+from lightning_dct.kernels.room import InRoom, no_segments
 
 BLOCK = 2048
 
@@ -30,41 +33,39 @@ class _Blocks(NamedTuple):
     segments: Tensor
 
 
-def select(
-    gradient: Tensor,
-    residual: Tensor,
-    segments: Sequence[tuple[int, int]],
-    thresholds: Sequence[float],
-    gradient_scale: float = 1.0,
-) -> Selection:
+def select_into_room(
+    gradient: Tensor, residual: Tensor, segments: Sequence[tuple[int, int]], rooms: Sequence[int], numbers: Tensor
+) -> InRoom:
     """Add the gradient to the residual and pick the entries at or above the threshold.
 
-    See :mod:`lightning_dct.kernels.selection` for the contract.
+    See :func:`lightning_dct.kernels.room.select_into_room` for the arguments.
     """
-    if len(thresholds) != len(segments):
-        raise ValueError(f"{len(thresholds)} thresholds for {len(segments)} segments")
-    blocks = cut_into_blocks(tuple(segments), residual.device)
-    grid = (blocks.starts.numel(),)
-    if grid == (0,):
-        return nothing(residual, [0] * len(segments))
-    # Scale and thresholds in one copy to the device.
-    numbers = torch.tensor([gradient_scale, *thresholds], dtype=residual.dtype, device=residual.device)
-    counts = torch.empty_like(blocks.starts)
-    broken = torch.empty_like(counts, dtype=torch.int32)
+    if not segments:
+        return no_segments(residual)
+    blocks = _cut(tuple(segments), residual.device)
+    sizes, begins = _slots(tuple(rooms), residual.device)
+    reached = torch.empty_like(blocks.starts)
+    nonfinite = torch.empty_like(reached, dtype=torch.int32)
     # Without fusion of product and sum, which would round once where the other kernels round twice.
     settings = {"BLOCK": BLOCK, "enable_fp_fusion": False}
-    accumulate_blocks[grid](gradient, residual, *blocks, numbers, counts, broken, **settings)
-    ends = counts.cumsum(0)
-    by_segment = counts.new_zeros(len(segments)).index_add_(0, blocks.segments, counts).tolist()
-    positions = counts.new_empty(sum(by_segment))
-    values = residual.new_empty(positions.numel())
-    _compact[grid](gradient, residual, *blocks, numbers, counts, ends, broken, positions, values, **settings)
-    return Selection(positions, values, by_segment)
+    grid = (blocks.starts.numel(),)
+    _accumulate[grid](gradient, residual, *blocks, numbers, reached, nonfinite, **settings)
+    no_counts = reached.new_zeros(len(segments))
+    broken = no_counts.index_add(0, blocks.segments, nonfinite.long()) > 0
+    picks = torch.where(broken[blocks.segments], nonfinite.long(), reached)
+    counts = no_counts.index_add(0, blocks.segments, picks)
+    # How many picks of the same segment lie in the blocks before.
+    before = picks.cumsum(0) - picks - (counts.cumsum(0) - counts)[blocks.segments]
+    positions = reached.new_zeros(sum(rooms))
+    values = residual.new_zeros(positions.numel())
+    segments_numbers = (numbers, counts, broken, sizes, begins)
+    _fill[grid](gradient, residual, *blocks, *segments_numbers, picks, before, nonfinite, positions, values, **settings)
+    return InRoom(positions, values, counts, broken)
 
 
 # Annotations have to be names that the compiler knows, which typing.Any is not; the interpreter does not mind.
 @triton.jit  # type: ignore[untyped-decorator]
-def accumulate_blocks(
+def _accumulate(
     gradient: tl.tensor,
     residual: tl.tensor,
     starts: tl.tensor,
@@ -94,7 +95,7 @@ def accumulate_blocks(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _compact(
+def _fill(
     gradient: tl.tensor,
     residual: tl.tensor,
     starts: tl.tensor,
@@ -102,35 +103,55 @@ def _compact(
     segments: tl.tensor,
     numbers: tl.tensor,
     counts: tl.tensor,
-    ends: tl.tensor,
     broken: tl.tensor,
+    sizes: tl.tensor,
+    begins: tl.tensor,
+    picks: tl.tensor,
+    before: tl.tensor,
+    unmade: tl.tensor,
     positions: tl.tensor,
     values: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write each block's picks to their place, and the sums of the blocks that were left alone."""
+    """Write a block's picks to their slots, and the sums of the blocks that the first launch left alone."""
     block = tl.program_id(0)
-    count = tl.load(counts + block)
-    if count > 0:
+    if tl.load(picks + block) > 0:
+        segment = tl.load(segments + block)
         places = tl.load(starts + block) + tl.arange(0, BLOCK)
         inside = places < tl.load(stops + block)
-        # Of the entries of this block: those whose sum is still to be made.
-        unmade = inside.to(tl.int32) * tl.load(broken + block) != 0
+        to_make = inside.to(tl.int32) * tl.load(unmade + block) != 0
         held = tl.load(residual + places, mask=inside, other=0.0)
-        addend = tl.load(gradient + places, mask=unmade, other=0.0).to(held.dtype)
-        fresh = tl.where(unmade, held + addend * tl.load(numbers), held)
+        addend = tl.load(gradient + places, mask=to_make, other=0.0).to(held.dtype)
+        fresh = tl.where(to_make, held + addend * tl.load(numbers), held)
         magnitudes = tl.abs(fresh)
-        below = magnitudes < tl.load(numbers + 1 + tl.load(segments + block))
-        picked = tl.where(below, 0, 1) * inside.to(tl.int32)
-        slots = tl.load(ends + block) - count + tl.cumsum(picked) - 1
-        tl.store(positions + slots, places, mask=picked != 0)
-        tl.store(values + slots, fresh, mask=picked != 0)
+        is_broken = tl.load(broken + segment).to(tl.int32)
+        reached = tl.where(magnitudes < tl.load(numbers + 1 + segment), 0, 1)
+        nonfinite = tl.where(magnitudes < float("inf"), 0, 1)
+        picked = (is_broken * nonfinite + (1 - is_broken) * reached) * inside.to(tl.int32)
+        count = tl.load(counts + segment)
+        size = tl.load(sizes + segment)
+        ranks = tl.load(before + block) + tl.cumsum(picked).to(tl.int64)
+        # Every (count / size)-th where there are more picks than slots, unless the segment is broken.
+        overflows = (1 - is_broken) * tl.where(count > size, 1, 0)
+        sampled = ranks * size // count
+        is_sample = tl.where(sampled > (ranks - 1) * size // count, 1, 0)
+        kept = overflows * is_sample + (1 - overflows) * tl.where(ranks <= size, 1, 0)
+        slots = tl.load(begins + segment) + tl.where(overflows > 0, sampled, ranks) - 1
+        tl.store(positions + slots, places, mask=kept * picked != 0)
+        tl.store(values + slots, fresh, mask=kept * picked != 0)
         left = tl.where(magnitudes < float("inf"), fresh, held)
-        tl.store(residual + places, left, mask=unmade)
+        tl.store(residual + places, left, mask=to_make)
 
 
 @lru_cache(maxsize=256)
-def cut_into_blocks(segments: tuple[tuple[int, int], ...], device: torch.device) -> _Blocks:
+def _slots(rooms: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """How many slots each segment has and where they begin: shape ``[T]``, int64. Copied to the device once."""
+    begins = [0, *accumulate(rooms[:-1])]
+    return torch.tensor(rooms, device=device), torch.tensor(begins, device=device)
+
+
+@lru_cache(maxsize=256)
+def _cut(segments: tuple[tuple[int, int], ...], device: torch.device) -> _Blocks:
     """Blocks of at most ``BLOCK`` entries. Remembered, because a bucket's segments are the same in every step."""
     starts = [torch.arange(start, stop, BLOCK) for start, stop in segments]
     ends = [(part + BLOCK).clamp(max=stop) for part, (_, stop) in zip(starts, segments, strict=True)]

@@ -52,11 +52,9 @@ def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_
     if value_format == "fp32":
         return values.to(torch.float32).view(torch.uint8), no_scales
     if value_format == "bf16":
-        rounded = values.to(torch.bfloat16)
         # The largest floats round up to infinity; the largest bfloat16 and a residual serve them better.
-        overflowed = rounded.isinf() & values.isfinite()
         limit = torch.finfo(torch.bfloat16).max
-        rounded = torch.where(overflowed, rounded.sign() * limit, rounded)
+        rounded = torch.where(values.abs() == torch.inf, values, values.clamp(-limit, limit)).to(torch.bfloat16)
         return rounded.view(torch.uint8), no_scales
     # fp64 sums: a mean of many fp32 magnitudes must not overflow or drift.
     magnitudes = values.abs().to(torch.float64)
