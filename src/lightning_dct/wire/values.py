@@ -53,7 +53,7 @@ def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_
         return values.to(torch.float32).view(torch.uint8), no_scales
     if value_format == "bf16":
         # The largest floats round up to infinity; the largest bfloat16 and a residual serve them better.
-        limit = torch.finfo(torch.bfloat16).max
+        limit = min(torch.finfo(torch.bfloat16).max, torch.finfo(values.dtype).max)
         rounded = torch.where(values.abs() == torch.inf, values, values.clamp(-limit, limit)).to(torch.bfloat16)
         return rounded.view(torch.uint8), no_scales
     # fp64 sums: a mean of many fp32 magnitudes must not overflow or drift.
