@@ -120,6 +120,9 @@ def test_command(words, tmp_path, ranks, monkeypatch):
                 str(EXPERIMENTS / "compare.py"), (*SHORT, *with_data(rest), "--output", str(tmp_path)), str(tmp_path)
             )
             assert (tmp_path / "table.md").read_text().count("\n") == 2 + rest.count("--strategy")
+        case ["python", "experiments/benchmark/kernels.py" as script]:
+            run(python([script, "--entries", "20000", "--rounds", "1", "--output", str(tmp_path)]), tmp_path)
+            assert "torch.topk" in (tmp_path / "kernels.md").read_text()
         case ["sudo", ".venv/bin/python", script]:
             run(python([script, "--help"]), tmp_path)
         case _:

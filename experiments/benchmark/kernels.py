@@ -1,9 +1,9 @@
 """Times the kernels of compression beside the floor that memory sets: ``python experiments/benchmark/kernels.py``.
 
 The floor is ``torch.add(gradient, residual, out=residual)``: no residual can be kept with less. Beside it stand the
-kernels that are installed, each with taking what is sent out of the residual; ``torch.topk`` and ``torch.kthvalue`` on
-magnitudes made beforehand; the wire; and what a SplitPoint does with activations, beside the layers of a transformer
-that make them. Everything is measured in turn, and again in the next round.
+kernels that are installed, alone and with taking what is sent out of the residual; ``torch.topk`` and
+``torch.kthvalue`` on magnitudes made beforehand; the wire; and what a SplitPoint does with activations, beside the
+layers of a transformer that make them. Everything is measured in turn, and again in the next round.
 """
 
 from __future__ import annotations
@@ -96,7 +96,10 @@ class Gradients:
         }
         on_gpu = self.gradient.is_cuda
         for name in available_kernels(self.gradient.device.type):
-            found[f"{SELECT}{name}"] = partial(self._select_into_room if on_gpu else self._select, name)
+            select_with = self._select_into_room if on_gpu else self._select
+            pick = partial(select_with, name)
+            found[f"{SELECT}{name}"] = pick
+            found[f"{SELECT}{name}, and take out"] = partial(self._take_out, pick)
         found["torch.topk"] = lambda: torch.topk(self.magnitudes, target, sorted=False)
         found["torch.kthvalue"] = lambda: torch.kthvalue(self.magnitudes, entries - target + 1)
         sent = self._sent.positions[:target], self._sent.values[:target], self.gradient.new_empty(0, dtype=torch.uint8)
@@ -109,17 +112,18 @@ class Gradients:
             found[f"sum of two senders: {name}"] = partial(self._sum, [sent[:2]] * 2, name)
         return found
 
-    def _select(self, kernel: str) -> None:
-        sent = select(self.gradient, self.residual, [(0, self.gradient.numel())], [self.threshold], kernel=kernel)
-        self.residual[sent.positions] = 0
+    def _select(self, kernel: str) -> torch.Tensor:
+        segments = [(0, self.gradient.numel())]
+        return select(self.gradient, self.residual, segments, [self.threshold], kernel=kernel).positions
 
-    def _select_into_room(self, kernel: str) -> None:
+    def _select_into_room(self, kernel: str) -> torch.Tensor:
         entries = self.gradient.numel()
         numbers = torch.tensor([1.0, self.threshold], device=self.gradient.device)
-        sent = room_kernel(kernel, "cuda")(
-            self.gradient, self.residual, [(0, entries)], [room_for(entries, self.target)], numbers
-        )
-        self.residual[sent.positions] = 0
+        room = [room_for(entries, self.target)]
+        return room_kernel(kernel, "cuda")(self.gradient, self.residual, [(0, entries)], room, numbers).positions
+
+    def _take_out(self, pick: Callable[[], torch.Tensor]) -> None:
+        self.residual.scatter_(0, pick(), 0.0)
 
     def _sum(self, sent: list[tuple[torch.Tensor, torch.Tensor]], kernel: str) -> None:
         sum_entries(self.residual, [(0, self.gradient.numel())], sent, 0.5, kernel)
