@@ -21,11 +21,12 @@ from torch.optim import Optimizer
 from lightning_dct import checkpoint as saved
 from lightning_dct.activations import CompressedModule
 from lightning_dct.agreement import check_agreement
-from lightning_dct.callbacks import CompressionMonitor, EvaluationJoin, ThresholdRefresh
+from lightning_dct.callbacks import CompressionMonitor, EvaluationJoin, FailureNotice, ThresholdRefresh
 from lightning_dct.config import DCTConfig, ExchangeName, ValueFormat
 from lightning_dct.embedding import ShardedEmbeddingBags
 from lightning_dct.embedding.hosting import find_tables, install_clipping
 from lightning_dct.embedding.shards import load_row_states, load_rows, save_rows, without_rows
+from lightning_dct.failures import Lifeline
 from lightning_dct.gradients import GradientSynchronizer, make_synchronizer, parameter_names, resolve_process_group
 from lightning_dct.kernels import KernelName
 from lightning_dct.traffic import Traffic
@@ -117,6 +118,8 @@ class DCTStrategy(DDPStrategy):
         self.split_traffic = Traffic()
         # Thresholds, residuals and counters of this rank, from the set-up of fit on.
         self.synchronizer: GradientSynchronizer | None = None
+        # Tells this rank when another one dies; from the start of the processes on, None for a single one.
+        self.lifeline: Lifeline | None = None
         self._saved_state: dict[str, Any] | None = None
         self._saved_notes: dict[str, dict[str, int]] = {}
         self._rows_folder: str | None = None
@@ -144,13 +147,16 @@ class DCTStrategy(DDPStrategy):
             (i for i, old in enumerate(trainer.callbacks) if isinstance(old, Checkpoint)), len(trainer.callbacks)
         )
         trainer.callbacks[end:end] = missing
-        # Before all others: they may want all ranks together when evaluation ends.
+        # Before all others: they may want all ranks together when evaluation ends, or when there is an exception.
         if not any(isinstance(callback, EvaluationJoin) for callback in trainer.callbacks):
             trainer.callbacks.insert(0, EvaluationJoin())
+        if not any(isinstance(callback, FailureNotice) for callback in trainer.callbacks):
+            trainer.callbacks.insert(0, FailureNotice())
 
     def setup_environment(self) -> None:
         """Bring the processes up, then make the rows of embedding tables that each of them owns."""
         super().setup_environment()
+        self.lifeline = Lifeline.open()
         self.sharded_tables()
 
     def compressed_modules(self) -> dict[str, CompressedModule]:
@@ -216,6 +222,9 @@ class DCTStrategy(DDPStrategy):
         if self.synchronizer is not None:
             self.synchronizer.exchange.close()
         super().teardown()
+        if self.lifeline is not None:
+            self.lifeline.close()
+            self.lifeline = None
         # DistributedDataParallel is part of a reference cycle. Still alive when the process ends, it makes gloo's
         # threads abort it now and then (seen with plain DDP under torch 2.13 too).
         gc.collect()
@@ -225,7 +234,13 @@ class DCTStrategy(DDPStrategy):
         return without_rows(super().optimizer_state(optimizer), optimizer, self.sharded_tables())
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Save Lightning's checkpoint from rank 0, and beside it the compression state and the rows of every rank."""
+        """Save Lightning's checkpoint from rank 0, and beside it the compression state and the rows of every rank.
+
+        Raises:
+            RuntimeError: A rank has died or failed, as callbacks that save on an exception may find.
+        """
+        if self.lifeline is not None and self.lifeline.verdict:
+            raise RuntimeError(f"No checkpoint is saved, because it takes all ranks. {self.lifeline.verdict}.")
         if self.synchronizer is not None:
             # Nothing is saved of a step in which something harmed has arrived.
             self.synchronizer.flush()

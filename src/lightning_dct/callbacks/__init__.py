@@ -1,7 +1,8 @@
-"""Lightning callbacks: when thresholds are refreshed, and what compression does to the traffic."""
+"""Lightning callbacks: refreshed thresholds, what compression does to the traffic, and ranks that wait for others."""
 
 from lightning_dct.callbacks.compression_monitor import CompressionMonitor
 from lightning_dct.callbacks.evaluation_join import EvaluationJoin
+from lightning_dct.callbacks.failure_notice import FailureNotice
 from lightning_dct.callbacks.threshold_refresh import ThresholdRefresh
 
-__all__ = ["CompressionMonitor", "EvaluationJoin", "ThresholdRefresh"]
+__all__ = ["CompressionMonitor", "EvaluationJoin", "FailureNotice", "ThresholdRefresh"]

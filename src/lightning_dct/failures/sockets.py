@@ -1,0 +1,111 @@
+"""TCP connections that say nothing while all is well: lines of JSON, and a kernel that notices a host that is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import weakref
+from typing import Any
+
+# A host that does not answer the kernel's probes for this long, in seconds, counts as gone: 5 + 3 * 4.
+KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 3}
+# The same for bytes that are never acknowledged, in milliseconds.
+UNACKNOWLEDGED_MS = 17_000
+# Longer lines are none of ours.
+LONGEST_LINE = 1 << 16
+
+_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def listen() -> socket.socket:
+    """Listen on any free port, over IPv6 and IPv4 where there are both."""
+    if socket.has_dualstack_ipv6():
+        return _noted(socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True))
+    return _noted(socket.create_server(("", 0)))
+
+
+def accept(listener: socket.socket) -> socket.socket:
+    """Take a connection that is waiting."""
+    return _noted(_kept_alive(listener.accept()[0]))
+
+
+def connect(addresses: list[str], port: int, timeout_s: float) -> socket.socket:
+    """Connect to the first address that answers.
+
+    Raises:
+        OSError: None does.
+    """
+    error: OSError = OSError("no address was given")
+    for address in addresses:
+        try:
+            connection = socket.create_connection((address, port), timeout=timeout_s)
+        except OSError as failure:
+            error = failure
+            continue
+        connection.settimeout(None)
+        return _noted(_kept_alive(connection))
+    raise error
+
+
+def address_towards(host: str) -> str:
+    """This host's own address, as seen from where ``host`` is; no packet is sent.
+
+    Raises:
+        OSError: The name is unknown, or there is no way there.
+    """
+    family, kind, *_, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(place)
+        return str(probe.getsockname()[0])
+
+
+def write_line(connection: socket.socket, message: dict[str, Any]) -> None:
+    """Send one message.
+
+    Raises:
+        OSError: The connection is gone.
+    """
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def read_lines(buffer: bytearray, received: bytes) -> list[dict[str, Any]]:
+    """The messages that are complete now.
+
+    Args:
+        buffer: What has come before and is not complete; changed in place.
+        received: What has just come.
+
+    Raises:
+        ValueError: These are no messages.
+    """
+    buffer += received
+    *lines, rest = bytes(buffer).split(b"\n")
+    buffer[:] = rest
+    messages = [json.loads(line) for line in lines]
+    if len(buffer) > LONGEST_LINE or not all(isinstance(message, dict) for message in messages):
+        raise ValueError("this is no message between ranks")
+    return messages
+
+
+def _kept_alive(connection: socket.socket) -> socket.socket:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in {**KEEP_ALIVE, "TCP_USER_TIMEOUT": UNACKNOWLEDGED_MS}.items():
+        if hasattr(socket, name):  # Linux has them all
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return connection
+
+
+def _noted(connection: socket.socket) -> socket.socket:
+    _open.add(connection)
+    return connection
+
+
+def _close_in_child() -> None:
+    """A forked worker, as a DataLoader has them, must not keep the connections of a dead rank open."""
+    for connection in list(_open):
+        connection.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,80 @@
+"""Runs a function as every rank of a job that may not survive it, and says how each of them ended."""
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from distributed.harness import CONTEXT, elastic_environment, free_port
+
+
+class Ended(NamedTuple):
+    """How one rank ended.
+
+    Attributes:
+        exit_status: As ``multiprocessing`` gives it: negative for a signal; None when it had to be killed.
+        seconds: From the start of the job.
+        output: What it printed.
+    """
+
+    exit_status: int | None
+    seconds: float
+    output: str
+
+
+def run_to_the_end(
+    function: Callable[..., Any], *arguments: Any, world_size: int, failing: int, folder: Path, timeout_s: float
+) -> list[Ended]:
+    """Call ``function(*arguments)`` in fresh processes that see what ``torchrun`` sets; wait until they have ended.
+
+    The one that fails is not waited for, but killed when the others have ended.
+    """
+    port = free_port()
+    paths = [folder / f"rank-{rank}.log" for rank in range(world_size)]
+    processes = [
+        CONTEXT.Process(target=_run, args=(rank, world_size, port, paths[rank], function, arguments))
+        for rank in range(world_size)
+    ]
+    start = time.monotonic()
+    for process in processes:
+        process.start()
+    seconds: dict[int, float] = {}
+    running = {process.sentinel: rank for rank, process in enumerate(processes)}
+    while set(running.values()) - {failing} and (left := start + timeout_s - time.monotonic()) > 0:
+        for sentinel in wait(list(running), left):
+            seconds[running.pop(sentinel)] = time.monotonic() - start  # type: ignore[index]
+    ended = []
+    for rank, process in enumerate(processes):
+        if rank in running.values():
+            process.kill()
+        # What it has forked may live on and hide its end.
+        process.join(1.0 if rank == failing else None)
+        output = paths[rank].read_text(errors="replace") if paths[rank].exists() else ""
+        ended.append(Ended(process.exitcode if rank in seconds else None, seconds.get(rank, timeout_s), output))
+    return ended
+
+
+def _run(
+    rank: int, world_size: int, port: int, path: Path, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    log = path.open("w")
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    sys.stdout = sys.stderr = log
+    os.environ.update(elastic_environment(rank, world_size, port))
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        function(*arguments)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    log.flush()
+    # Not by the usual way out: gloo's threads may abort a process that ends while a DistributedDataParallel is alive.
+    os._exit(status)
