@@ -14,6 +14,8 @@ from lightning_dct.wire.bits import pack_bits, unpack_bits
 from strategies_for_hypothesis import examples
 
 UNIVERSE = 300
+# More look-ups than any request here has.
+MOST = UNIVERSE
 
 
 def places_of(rows: list[int] | range) -> np.ndarray:
@@ -47,7 +49,7 @@ wanted_places = st.one_of(
 def test_round_trip(code: RequestCode, wanted: list[int]) -> None:
     data = code.encode(places_of(wanted))
     assert data.dtype == torch.uint8
-    assert code.decode(data).tolist() == wanted
+    assert code.decode(data, len(wanted)).tolist() == wanted
 
 
 @given(code=learnt(), wanted=wanted_places)
@@ -73,7 +75,7 @@ def test_groups_are_the_powers_of_two_below_the_counts(count: int) -> None:
     code.learn(places_of([3, 4]), places_of([0, count]))
     assert code.state_dict()["rows"].tolist() == [4]
     assert code.state_dict()["groups"].tolist() == [count.bit_length() - 1]
-    assert code.decode(code.encode(places_of([1, 3, 4]))).tolist() == [1, 3, 4]
+    assert code.decode(code.encode(places_of([1, 3, 4])), 3).tolist() == [1, 3, 4]
 
 
 @pytest.mark.parametrize("universe", [0, 1, 2, 255, 256, 65535, 65536])
@@ -83,9 +85,9 @@ def test_nothing_and_everything(universe: int) -> None:
     for wanted in ([], range(universe)):
         data = code.encode(places_of(wanted))
         assert data.numel() == width
-        assert code.decode(data).tolist() == list(wanted)
+        assert code.decode(data, len(wanted)).tolist() == list(wanted)
     with pytest.raises(PayloadError, match="takes"):
-        code.decode(torch.zeros(width + 1, dtype=torch.uint8))
+        code.decode(torch.zeros(width + 1, dtype=torch.uint8), 50)
 
 
 def test_everything_learnt_and_everything_asked() -> None:
@@ -94,7 +96,7 @@ def test_everything_learnt_and_everything_asked() -> None:
     data = code.encode(places_of(range(50)))
     # Counts alone, up to 6, 12, 22, 10 (asked for once, 2-3, 4-7 and 8-9 times) and 50 ("all rows").
     assert data.numel() == math.ceil((3 + 4 + 5 + 4 + 6) / 8)
-    assert code.decode(data).tolist() == list(range(50))
+    assert code.decode(data, 50).tolist() == list(range(50))
 
 
 @given(data=st.data(), capacity=st.integers(1, 60))
@@ -103,7 +105,7 @@ def test_both_ends_know_the_same_code_whatever_was_asked(data: st.DataObject, ca
     user, owner = remembered(100, capacity), remembered(100, capacity)
     rows = st.sets(st.integers(0, 9) | st.integers(0, 99), max_size=30).map(sorted)
     for number, wanted in enumerate(data.draw(st.lists(rows, min_size=1, max_size=20))):
-        read = owner.code.decode(user.code.encode(places_of(wanted)))
+        read = owner.code.decode(user.code.encode(places_of(wanted)), len(wanted))
         assert read.tolist() == wanted
         user.admit(places_of(wanted))
         owner.admit(read)
@@ -120,7 +122,7 @@ def test_both_ends_regroup_and_halve_at_the_same_request() -> None:
     learnt_at, groups = [], user.code.state_dict()["groups"].tolist()
     for number in range(1, HALVE_EVERY + 2 * REGROUP_EVERY + 1):
         wanted = np.flatnonzero(random.random(40) < 1 / np.arange(1, 41))
-        read = owner.code.decode(user.code.encode(wanted))
+        read = owner.code.decode(user.code.encode(wanted), len(wanted))
         assert read.tolist() == wanted.tolist()
         user.admit(wanted)
         owner.admit(read)
@@ -135,12 +137,13 @@ def test_both_ends_regroup_and_halve_at_the_same_request() -> None:
 def decodes_sanely(code: RequestCode, data: Tensor) -> None:
     """Either the request is refused, or what it says can be looked up."""
     try:
-        places = code.decode(data)
+        places = code.decode(data, MOST)
     except PayloadError:
         return
     assert places.dtype == np.int64
     assert places.tolist() == sorted(set(places.tolist()))
     assert all(0 <= place < code.universe for place in places.tolist())
+    assert places.size <= MOST
 
 
 @given(code=learnt(), wanted=wanted_places, data=st.data())
@@ -164,7 +167,7 @@ def test_cut_and_lengthened_requests_are_refused(code: RequestCode, wanted: list
     longer = torch.cat([message, torch.tensor(list(data.draw(st.binary(min_size=1, max_size=9))), dtype=torch.uint8)])
     for other in (shorter, longer):
         with pytest.raises(PayloadError):
-            code.decode(other)
+            code.decode(other, MOST)
 
 
 @given(code=learnt(), noise=st.binary(max_size=60))
@@ -185,20 +188,22 @@ def test_a_row_asked_for_twice_is_refused() -> None:
     once = unpack_bits(other.encode(places_of([7])), 7 + PositionCode(100, 1).num_bits)  # among "all rows"
     message = pack_bits(torch.cat([torch.tensor([0, 1], dtype=torch.uint8), once]))  # and both of the group
     with pytest.raises(PayloadError, match="asks for a row twice"):
-        code.decode(message)
+        code.decode(message, MOST)
 
 
 def test_errors() -> None:
     code = RequestCode(100)
     message = code.encode(places_of([3, 50]))
     with pytest.raises(PayloadError, match="claims more of them than there are"):
-        code.decode(torch.tensor([101], dtype=torch.uint8))
+        code.decode(torch.tensor([101], dtype=torch.uint8), MOST)
     with pytest.raises(PayloadError, match="ends too early"):
-        code.decode(message[:0])
+        code.decode(message[:0], MOST)
     with pytest.raises(PayloadError, match="ends too early"):
-        code.decode(message[:-1])
+        code.decode(message[:-1], MOST)
     with pytest.raises(PayloadError, match="is corrupt"):
-        code.decode(torch.cat([message[:1], torch.full((message.numel() - 1,), 255, dtype=torch.uint8)]))
+        code.decode(torch.cat([message[:1], torch.full((message.numel() - 1,), 255, dtype=torch.uint8)]), MOST)
+    with pytest.raises(PayloadError, match="claims 2 of them, for 1 look-ups"):
+        code.decode(message, 1)
 
 
 def test_uneven_requests_take_little_more_than_their_entropy() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_dct.activations import SplitPoint
 from lightning_dct.embedding.bags import Bags
+from lightning_dct.embedding.exchange import check_announced
 from lightning_dct.embedding.lookup import DistinctRows
 from lightning_dct.embedding.placement import Int64Array
 from lightning_dct.traffic import FP32_BYTES, ID_BYTES
@@ -79,6 +80,9 @@ def _round(
     which = modules.index(module)
     told = [(which, FINISHED if wanted is None else len(places)) for places in asked]
     heard = exchange.announce(np.array(told, dtype=np.int64), traffic)
+    check_announced(heard, FINISHED)
+    if (heard[:, 0] < 0).any() or (heard[:, 0] >= len(modules)).any():
+        raise PayloadError(f"A rank asks for module {heard[:, 0].max()} of {len(modules)} sharded tables.")
     if wanted is None and (heard[:, 1] == FINISHED).all():
         return True, []
     payloads, sizes, universes, counts = [], [], [], []
@@ -86,6 +90,8 @@ def _round(
         theirs = modules[heard[peer, 0]]
         universes.append(theirs.placement.owned_rows[exchange.rank])
         counts.append(max(int(heard[peer, 1]), 0) if peer in module.peers else 0)
+        if counts[peer] > universes[peer]:
+            raise PayloadError(f"Rank {peer} asks for {counts[peer]} rows where there are {universes[peer]}.")
         sizes.append(PositionCode(universes[peer], counts[peer]).num_bytes if peer in module.peers else 0)
         others = peer in module.peers
         payloads.append(_encode(asked[peer], placement.owned_rows[peer], weight.device) if others else none)

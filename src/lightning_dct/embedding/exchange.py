@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_dct.embedding.placement import Int64Array
 from lightning_dct.traffic import Traffic
+from lightning_dct.wire import PayloadError
 
 
 class Incoming(NamedTuple):
@@ -96,6 +97,21 @@ class Exchange:
         work = dist.all_to_all_single(received, sent, list(sizes), lengths, group=self.group, async_op=True)
         traffic.add(bytes_sent=sum(lengths) - lengths[self.rank])
         return Incoming(work, list(received.split(list(sizes))))
+
+
+def check_announced(heard: Int64Array, least: int) -> None:
+    """Refuse numbers that no rank announces.
+
+    Args:
+        heard: Shape ``[world size, n]``: what each rank has told this one.
+        least: The smallest number there is.
+
+    Raises:
+        PayloadError: One is smaller.
+    """
+    for rank, numbers in enumerate(heard):
+        if (numbers < least).any():
+            raise PayloadError(f"Rank {rank} of the process group announces {numbers.min()} of something.")
 
 
 def _destroy(group: dist.ProcessGroup) -> None:

@@ -77,8 +77,12 @@ class RequestCode:
                 bits.append(shortest_code(size, part.size).encode_bits(torch.from_numpy(part)))
         return pack_bits(torch.cat(bits))
 
-    def decode(self, data: Tensor) -> Int64Array:
+    def decode(self, data: Tensor, most: int) -> Int64Array:
         """Undo :meth:`encode`.
+
+        Args:
+            data: What it has written, uint8.
+            most: How many places there can be. A few harmed bits could claim all of a large table.
 
         Raises:
             PayloadError: The bytes are not that.
@@ -93,6 +97,8 @@ class RequestCode:
             start += width
         if any(count > size for count, size in zip(counts, self._all_sizes, strict=True)):
             raise PayloadError("a request for rows claims more of them than there are")
+        if sum(counts) > most:
+            raise PayloadError(f"a request for rows claims {sum(counts)} of them, for {most} look-ups")
         found = []
         for group, (count, size) in enumerate(zip(counts, self._all_sizes, strict=True)):
             places = np.arange(count, dtype=np.int64)

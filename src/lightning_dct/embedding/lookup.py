@@ -22,6 +22,7 @@ from torch import Tensor
 from lightning_dct.embedding.bags import Bags
 from lightning_dct.embedding.changes import Message, compress_changes, message_about, read_changes
 from lightning_dct.embedding.deliver import deliver, when_backward_ends
+from lightning_dct.embedding.exchange import check_announced
 from lightning_dct.embedding.placement import Int64Array
 from lightning_dct.embedding.rows import RememberedRows, add_entries
 from lightning_dct.traffic import FP32_BYTES, ID_BYTES
@@ -87,6 +88,7 @@ class ChangesLookup:
             self._rows = DistinctRows(bags, module)
             payloads, told = self._ask()
         heard = module.exchange_group.announce(told, module.traffic)
+        check_announced(heard, 0)
         with module.traffic.timed():
             row_bytes = module.embedding_dim * module.remembered_dtype.itemsize
             sizes = [
@@ -175,7 +177,7 @@ class ChangesLookup:
     def _read_request(self, peer: int, request: Tensor, id_bytes: int, lookups: int) -> Asked:
         module = self._module
         try:
-            places = module.mirrors[peer].code.decode(request[:id_bytes])
+            places = module.mirrors[peer].code.decode(request[:id_bytes], lookups)
         except PayloadError as error:
             raise PayloadError(f"Rank {peer} of the process group: {error}.") from error
         # This end works out for itself which rows the other has had to let go.

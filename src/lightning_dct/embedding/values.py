@@ -23,6 +23,7 @@ from lightning_dct.activations.codec import decode_backward, decode_forward, enc
 from lightning_dct.activations.layout import ActivationLayout
 from lightning_dct.embedding.bags import Bags
 from lightning_dct.embedding.deliver import deliver, when_backward_ends
+from lightning_dct.embedding.exchange import check_announced
 from lightning_dct.embedding.placement import Int64Array
 from lightning_dct.traffic import FP32_BYTES, ID_BYTES
 from lightning_dct.wire import PayloadError
@@ -60,6 +61,7 @@ class ValuesLookup:
             lookups = np.bincount(owners, minlength=len(world))
             told = np.array([[bags.num_samples, lookups[rank], len(payloads[rank])] for rank in world], dtype=np.int64)
         heard = module.exchange_group.announce(told, module.traffic)
+        check_announced(heard, 0)
         requests = module.exchange_group.start(payloads, [int(size) for size in heard[:, 2]], module.traffic).wait()
         with module.traffic.timed():
             self._asked: list[Asked] = []
@@ -142,21 +144,13 @@ class ValuesLookup:
     def _answer(self, peer: int, request: Tensor, samples: int, lookups: int) -> Tensor:
         module = self._module
         here = module.exchange_group.rank
-        tables, width = self._tables[here], _width(module.placement.owned_rows[here])
-        data = request.cpu().numpy()
-        ids = np.zeros((lookups, 8), dtype=np.uint8)
-        ids[:, :width] = data[: lookups * width].reshape(lookups, width)
-        places = torch.from_numpy(ids.view("<u8").reshape(-1).astype(np.int64)).to(module.weight.device)
-        said = data[lookups * width :]
+        tables = self._tables[here]
         num_bags = samples * len(tables)
-        counts = said.copy().view("<u4").astype(np.int64) if said.size else np.ones(num_bags, dtype=np.int64)
-        if (
-            counts.size != num_bags
-            or counts.sum() != lookups
-            or (len(places) and int(places.max()) >= len(module.weight))
-        ):
-            raise PayloadError(f"Rank {peer} of the process group asks for rows that are not there.")
-        bags = torch.from_numpy(np.repeat(np.arange(num_bags), counts)).to(module.weight.device)
+        try:
+            asked = read_request(request.cpu().numpy(), lookups, num_bags, len(module.weight))
+        except PayloadError as error:
+            raise PayloadError(f"Rank {peer} of the process group: {error}.") from error
+        places, bags = (torch.from_numpy(part).to(module.weight.device) for part in asked)
         pooled = module.weight.new_zeros(num_bags, module.embedding_dim)
         pooled.index_add_(0, bags, module.weight.detach()[places])
         encoded = module.splits[peer].encode_forward(pooled.view(samples, len(tables), module.embedding_dim))
@@ -168,6 +162,37 @@ class ValuesLookup:
     def _layout(self, owner: int, samples: int) -> ActivationLayout:
         shape = (samples, len(self._tables[owner]), self._module.embedding_dim)
         return self._module.splits[owner].layout(shape)
+
+
+def read_request(
+    data: np.typing.NDArray[np.uint8], lookups: int, num_bags: int, num_rows: int
+) -> tuple[Int64Array, Int64Array]:
+    """Read what another rank asks for.
+
+    Args:
+        data: The place of every look-up in as few whole bytes as ``num_rows`` need, then the number of each bag's
+            look-ups in four bytes, or nothing for one each.
+        lookups: How many there are.
+        num_bags: How many bags they go into.
+        num_rows: How many rows there are.
+
+    Returns:
+        The place and the bag of each look-up, both shape ``[lookups]``.
+
+    Raises:
+        PayloadError: The bytes are not that.
+    """
+    width = _width(num_rows)
+    said = data[lookups * width :]
+    if data.size < lookups * width or said.size not in (0, 4 * num_bags):
+        raise PayloadError(f"a request for {lookups} rows in {num_bags} bags has {data.size} bytes")
+    ids = np.zeros((lookups, 8), dtype=np.uint8)
+    ids[:, :width] = data[: lookups * width].reshape(lookups, width)
+    places = ids.view("<u8").reshape(-1).astype(np.int64)
+    counts = said.copy().view("<u4").astype(np.int64) if said.size else np.ones(num_bags, dtype=np.int64)
+    if counts.sum() != lookups or (places.size and (places.min() < 0 or places.max() >= num_rows)):
+        raise PayloadError("a request asks for rows that are not there")
+    return places, np.repeat(np.arange(num_bags), counts)
 
 
 def _forward_bytes(layout: ActivationLayout) -> int:

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightning_dct.wire.bits import num_bytes, pack_bits, places, unpack_bits
+from lightning_dct.wire.bits import check_size, num_bytes, pack_bits, places, unpack_bits
 from lightning_dct.wire.positions import PositionCode
 
 
@@ -62,6 +62,7 @@ class Bitmap:
 
     def decode(self, message: Tensor, count: int) -> Tensor:
         """Read a packed message, shape ``[num_bytes]``; see :meth:`decode_bits`."""
+        check_size(message, self.num_bytes)
         return self.decode_bits(unpack_bits(message, self.universe), count)
 
 

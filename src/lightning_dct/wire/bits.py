@@ -12,6 +12,16 @@ def num_bytes(num_bits: int) -> int:
     return (num_bits + 7) // 8
 
 
+def check_size(message: Tensor, num_bytes: int) -> None:
+    """Refuse a message of another size.
+
+    Raises:
+        ValueError: It does not have ``num_bytes`` bytes.
+    """
+    if message.numel() != num_bytes:
+        raise ValueError(f"the positions take {num_bytes} bytes and here are {message.numel()}")
+
+
 def pack_bits(flags: Tensor) -> Tensor:
     """Pack flags, the first one into the lowest bit of the first byte.
 
