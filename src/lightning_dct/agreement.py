@@ -11,15 +11,16 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from lightning_dct.__about__ import __version__
+from lightning_dct.activations import CompressedModule
 
 
 def check_agreement(settings: Mapping[str, Any], model: Module, group: dist.ProcessGroup | None) -> None:
     """Compare settings, versions and the model over all ranks, and raise on every rank when two differ.
 
     Args:
-        settings: This rank's settings by name; the same names on every rank.
+        settings: This rank's settings by name.
         model: Its parameters' names, shapes, dtypes and whether they are trained are compared, but for those that
-            DistributedDataParallel is told to ignore.
+            DistributedDataParallel is told to ignore, and the settings of its split points and sharded tables.
         group: The ranks that must agree, or None for all.
 
     Raises:
@@ -27,16 +28,26 @@ def check_agreement(settings: Mapping[str, Any], model: Module, group: dist.Proc
     """
     parameters = describe_parameters(model)
     checksum = zlib.crc32(repr(parameters).encode())
-    mine = {"version of lightning_dct": __version__, "version of torch": torch.__version__, **settings}
-    everyone = _gather({"mine": mine, "checksum": checksum}, group)
-    for setting in mine:
-        _compare(setting, [theirs["mine"].get(setting) for theirs in everyone])
+    everyone = _compare_settings({**settings, **module_settings(model)}, group, checksum)
     if any(theirs["checksum"] != checksum for theirs in everyone):
         # Only now are the models' descriptions worth sending; every rank has seen the same and does the same.
         descriptions = _gather(parameters, group)
         for name in dict.fromkeys(name for description in descriptions for name in description):
             _compare(f"parameter {name}", [description.get(name, "missing") for description in descriptions])
         _compare("order of the parameters", [list(description) for description in descriptions])
+
+
+def check_modules_agree(model: Module) -> None:
+    """Compare versions and the settings of split points and sharded tables, before any of them communicates.
+
+    Args:
+        model: Its parameters need not be there yet.
+
+    Raises:
+        ValueError: The first setting that differs, with each rank's value.
+    """
+    if dist.is_available() and dist.is_initialized():
+        _compare_settings(module_settings(model), None, 0)
 
 
 def describe_parameters(model: Module) -> dict[str, str]:
@@ -47,6 +58,26 @@ def describe_parameters(model: Module) -> dict[str, str]:
         for name, p in model.named_parameters()
         if name not in ignored
     }
+
+
+def module_settings(model: Module) -> dict[str, Any]:
+    """What must be equal on all ranks about each split point and each sharded module, by its name and the setting's."""
+    return {
+        f"{name.replace('_orig_mod.', '')}.{setting}": value
+        for name, module in model.named_modules()
+        if isinstance(module, CompressedModule)
+        for setting, value in module.agreed_settings().items()
+    }
+
+
+def _compare_settings(
+    settings: Mapping[str, Any], group: dist.ProcessGroup | None, checksum: int
+) -> list[dict[str, Any]]:
+    mine = {"version of lightning_dct": __version__, "version of torch": torch.__version__, **settings}
+    everyone = _gather({"mine": mine, "checksum": checksum}, group)
+    for setting in dict.fromkeys(setting for theirs in everyone for setting in theirs["mine"]):
+        _compare(setting, [theirs["mine"].get(setting) for theirs in everyone])
+    return everyone
 
 
 def _gather(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:

@@ -47,7 +47,8 @@ class DCTStrategy(DDPStrategy):
         """Wrap a module with DDP and register the communication hook."""
         self.config.check_patterns(list(parameter_names(module).values()))
         group = resolve_process_group(self._ddp_kwargs)
-        check_agreement(vars(self.config), module, group)
+        plain = {name: value for name, value in self._ddp_kwargs.items() if isinstance(value, bool | int | float | str)}
+        check_agreement({**vars(self.config), **plain}, module, group)
         wrapped = super().setup_module(module)
         place = (self.node_rank, self.local_rank)
         synchronizer = make_synchronizer(wrapped, self.precision, self.config, self.traffic, place, self._timeout)

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_dct import checkpoint as saved
 from lightning_dct.activations import CompressedModule
-from lightning_dct.agreement import check_agreement
+from lightning_dct.agreement import check_agreement, check_modules_agree
 from lightning_dct.callbacks import CompressionMonitor, EvaluationJoin, FailureNotice, ThresholdRefresh
 from lightning_dct.config import DCTConfig, ExchangeName, ValueFormat
 from lightning_dct.embedding import ShardedEmbeddingBags
@@ -157,6 +157,7 @@ class DCTStrategy(DDPStrategy):
         """Bring the processes up, then make the rows of embedding tables that each of them owns."""
         super().setup_environment()
         self.lifeline = Lifeline.open()
+        self._check_modules()
         self.sharded_tables()
 
     def compressed_modules(self) -> dict[str, CompressedModule]:
@@ -187,6 +188,7 @@ class DCTStrategy(DDPStrategy):
             self.synchronizer = None
             # Lightning flushes the first backward of a static graph once for each strategy; a second fit needs it too.
             self._pl_static_graph_delay_done = False
+        self._check_modules()
         for name, module in self.compressed_modules().items():
             module.name, module.traffic = name, self.split_traffic
         tables = self.sharded_tables()
@@ -314,6 +316,11 @@ class DCTStrategy(DDPStrategy):
             strategy_registry.register(
                 name, cls, description=f"{cls.__name__} with {described}", override=True, **settings
             )
+
+    def _check_modules(self) -> None:
+        # Where tables differ, making them would hang. What `configure_model` makes is there later than the rest.
+        assert self.lightning_module is not None
+        check_modules_agree(self.lightning_module)
 
     def _setup_model(self, model: Module) -> DistributedDataParallel:
         group = resolve_process_group(self._ddp_kwargs)

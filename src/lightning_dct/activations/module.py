@@ -75,6 +75,10 @@ class CompressedModule(nn.Module):
         """Euclidean norm of everything held back on this rank; 0 where nothing is remembered."""
         return 0.0
 
+    def agreed_settings(self) -> dict[str, Any]:
+        """The settings that must be the same on every rank, by name."""
+        return {name: getattr(self, name) for name in ("refresh_every", "warmup_steps", "warmup_schedule")}
+
     def compression_state(self) -> dict[str, Any]:
         """This rank's state that is no part of the model: plain numbers, dicts and CPU tensors."""
         return {}

@@ -177,6 +177,10 @@ class SplitPoint(CompressedModule):
         """The thresholds selected so far, one a group."""
         return self.thresholds.tolist() if self._selected else []
 
+    def agreed_settings(self) -> dict[str, Any]:
+        """The settings that must be the same on every rank, by name."""
+        return asdict(self.settings)
+
     def get_extra_state(self) -> dict[str, Any]:
         """The clock, and what the thresholds were selected for."""
         return {

@@ -137,7 +137,7 @@ class ShardedEmbeddingBags(CompressedModule):
             "warmup_schedule": warmup_schedule,
             **(split or {}),
         }
-        self.expected_lookups = expected_lookups
+        self.expected_lookups = None if expected_lookups is None else list(expected_lookups)
         self.seed = seed
         bounds = [1 / math.sqrt(rows) if initial_bound is None else initial_bound for rows in self.table_rows]
         self._bounds = np.array(bounds, dtype=np.float32)
@@ -273,6 +273,16 @@ class ShardedEmbeddingBags(CompressedModule):
         """Euclidean norm of the gradients this rank has not sent yet."""
         held = self.held.values() if self.is_materialized else ()
         return float(sum(float(rows.residual.norm(dtype=torch.float64)) ** 2 for rows in held) ** 0.5)
+
+    def agreed_settings(self) -> dict[str, Any]:
+        """The settings that must be the same on every rank, by name."""
+        names = ("table_rows", "embedding_dim", "pooling", "density", "value_format", "guard", "exchange", "split")
+        more = ("cache_rows", "expected_lookups", "seed")
+        return {
+            **super().agreed_settings(),
+            **{name: getattr(self, name) for name in (*names, *more)},
+            "initial_bound": self._bounds.tolist(),
+        }
 
     def compression_state(self) -> dict[str, Any]:
         """What this rank remembers; see :mod:`lightning_dct.embedding.resume`."""

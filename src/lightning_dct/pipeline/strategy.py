@@ -136,6 +136,8 @@ class DCTPipelineStrategy(DCTStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """Cut the model, keep this rank's pieces, and wrap them."""
         module, mesh = self._module, self._placed
+        # All of them: once it is cut, a rank can compare its own pieces only.
+        check_agreement({}, module, None)
         placement = self._placement = Placement(module, mesh, self.schedule == "interleaved_1f1b")
         check_no_tables(self.sharded_tables())
         if trainer.state.fn == TrainerFn.FITTING:
