@@ -16,7 +16,8 @@ NOTE = saved.make_note(world_size=2, synchronisations=7)
 
 
 def state(residuals: dict[str, Tensor], **others: Any) -> dict[str, Any]:
-    return {"synchronisations": 7, "thresholds": {"values": {}, "targets": {}}, "residuals": residuals, **others}
+    counted = {"synchronisations": 7, "steps_since_refresh": 3, "traffic": {}}
+    return {**counted, "thresholds": {"values": {}, "targets": {}}, "residuals": residuals, **others}
 
 
 def test_names() -> None:

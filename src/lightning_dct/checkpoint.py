@@ -21,6 +21,7 @@ from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 
 from lightning_dct.gradients.residual import add_pieces, pieces_extent
+from lightning_dct.state_file import read_checked
 
 # What a rank's state says is held back: of its own gradients by name, and of sums it owns by name and first entry.
 _HELD_BACK = ("residuals", "owned")
@@ -81,7 +82,7 @@ def read_state(
         stages: Over how many of them the parameters are spread now.
 
     Raises:
-        ValueError: Another version of the format has written it.
+        ValueError: Another version of the format has written it, or it is damaged.
         FileNotFoundError: The files are not beside the checkpoint.
     """
     if note.get("format_version") != FORMAT_VERSION:
@@ -96,7 +97,7 @@ def read_state(
     for saved_rank in [rank] if same_layout else range(note["world_size"]):
         file = state_path(path, note, saved_rank)
         try:
-            states.append(checkpoint_io.load_checkpoint(file, weights_only=True))
+            states.append(read_checked(checkpoint_io, file))
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"The checkpoint {path!r} was saved with compression state, but {file!r} is not there. Put the folder"

@@ -31,7 +31,8 @@ class Admission(NamedTuple):
     evicted_slots: Int64Array
 
 
-_ARRAYS = ("rows", "slots", "row_at", "last_used", "counts")
+# What a cache is made of, as saved.
+CACHE_ARRAYS = ("rows", "slots", "row_at", "last_used", "counts")
 
 
 class RowCache:
@@ -113,13 +114,13 @@ class RowCache:
         """All of it, as integers and tensors."""
         return {
             "requests": self.requests,
-            **{name: torch.from_numpy(getattr(self, f"_{name}").copy()) for name in _ARRAYS},
+            **{name: torch.from_numpy(getattr(self, f"_{name}").copy()) for name in CACHE_ARRAYS},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
         self.requests = int(state["requests"])
-        for name in _ARRAYS:
+        for name in CACHE_ARRAYS:
             setattr(self, f"_{name}", state[name].numpy().copy())
 
     def _find(self, wanted: Int64Array) -> tuple[Int64Array, np.typing.NDArray[np.bool_]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from lightning_dct.embedding.memory_check import check_memory
 from lightning_dct.embedding.placement import Placement
 
 if TYPE_CHECKING:
@@ -34,7 +35,12 @@ def restore_memory(module: ShardedEmbeddingBags, states: Sequence[Mapping[str, A
     Args:
         module: The tables.
         states: One state (this rank's), or those of all ranks of the saved world.
+
+    Raises:
+        ValueError: They are about other tables, or damaged.
     """
+    for state in states:
+        check_memory(state, module.table_rows, module.embedding_dim)
     if len(states) == 1 and states[0]["placement"] == _fields(module.placement):
         for saved, rows in (("held", module.held), ("mirrors", module.mirrors)):
             for peer, state in states[0][saved].items():

@@ -7,18 +7,22 @@ Loading reads what a rank owns now, whatever the number of ranks was when it was
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
+from lightning_dct.embedding.row_files import RowReader, write_index_checksum
 from lightning_dct.embedding.sharded import ROWS_AT_A_TIME, ShardedEmbeddingBags
 
 
@@ -84,6 +88,8 @@ def save_rows(folder: str, tables: dict[str, ShardedEmbeddingBags], optimizers: 
             shards |= _shards_of(key, module, values)
     os.makedirs(folder, exist_ok=True)
     save(shards, storage_writer=FileSystemWriter(folder), no_dist=not dist.is_initialized())
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        write_index_checksum(folder)
 
 
 def load_rows(folder: str, tables: dict[str, ShardedEmbeddingBags]) -> None:
@@ -95,6 +101,7 @@ def load_rows(folder: str, tables: dict[str, ShardedEmbeddingBags]) -> None:
 
     Raises:
         FileNotFoundError: It is not there.
+        ValueError: It is damaged, or holds rows of other tables.
     """
     _check(folder)
     shards: dict[str, Any] = {}
@@ -108,9 +115,11 @@ def load_row_states(folder: str, tables: dict[str, ShardedEmbeddingBags], optimi
 
     Raises:
         FileNotFoundError: The folder is not there.
+        ValueError: It is damaged.
     """
     _check(folder)
-    saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+    with _naming(folder):
+        saved = RowReader(folder).read_metadata().state_dict_metadata
     shards: dict[str, Any] = {}
     for name, module in tables.items():
         for number, optimizer in enumerate(optimizers):
@@ -178,7 +187,32 @@ def _shards_of(name: str, module: ShardedEmbeddingBags, values: Tensor) -> dict[
 
 
 def _load(folder: str, shards: dict[str, Any]) -> None:
-    load(shards, storage_reader=FileSystemReader(folder), no_dist=not dist.is_initialized())
+    with _naming(folder):
+        reader = RowReader(folder)
+        # torch.distributed.checkpoint would go on without an index it cannot read, and say so at length.
+        reader.read_metadata()
+        load(shards, storage_reader=reader, no_dist=not dist.is_initialized())
+
+
+@contextmanager
+def _naming(folder: str) -> Iterator[None]:
+    """Say which folder it is when something in it is damaged."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (Exception, CheckpointException) as error:
+        # What damaged files make pickle, zipfile and torch raise is of a dozen kinds; on several ranks they come
+        # wrapped in a CheckpointException, which is no Exception.
+        raise ValueError(
+            f"The embedding rows in {folder!r} are damaged or are others ({_cause(error)}). Restore the folder from a"
+            " copy, or resume from an earlier checkpoint."
+        ) from error
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The first error a rank has met."""
+    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
 
 
 def _check(folder: str) -> None:

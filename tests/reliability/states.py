@@ -1,0 +1,252 @@
+"""Checkpoint files of every kind, harmed as bytes and in what they say.
+
+Bytes: what is read is an error that names the file, or the very state that was saved. Contents (valid files that say
+something else): an error, or a state that the objects it is for take over and are sound with.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from torch import Tensor
+
+from lightning_dct.checkpoint import merge_states
+from lightning_dct.embedding import ShardedEmbeddingBags
+from lightning_dct.embedding.memory_check import check_memory
+from lightning_dct.embedding.placement import place_tables
+from lightning_dct.embedding.rows import RememberedRows
+from lightning_dct.embedding.shards import load_rows, save_rows
+from lightning_dct.gradients.memory import Memory
+from lightning_dct.gradients.sharding import Piece
+from lightning_dct.state_file import read_checked
+from reliability.mutations import mutate
+
+TABLES, DIM = (50, 7), 4
+SIZES = {"a.weight": 120, "b.bias": 9}
+PIECES = {"a.weight[0:60]": Piece("a.weight[0:60]", "a.weight", 0, 60, 0)}
+
+
+class Case(NamedTuple):
+    """One mutation to try.
+
+    Attributes:
+        subject: What is harmed.
+        decode: Reads it.
+        says: What the message of an error must hold.
+    """
+
+    subject: str
+    decode: Callable[[], None]
+    says: str
+
+
+class Foreign:
+    """A class that no checkpoint has; unpickling it calls a function."""
+
+    called = False
+
+    def __reduce__(self) -> Any:
+        return _call, ()
+
+
+def _call() -> None:
+    Foreign.called = True
+
+
+class CheckpointCases:
+    """Makes mutations of the files of one checkpoint."""
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        torch.manual_seed(seed)
+        self._folder = folder
+        self._state = example_state()
+        self._file = folder / "a.pt"
+        torch.save(self._state, self._file)
+        self._data = self._file.read_bytes()
+        self._tables = ShardedEmbeddingBags(TABLES, DIM)
+        self._tables.materialize()
+        self._rows = self._tables.weight.detach().clone()
+        self._rows_folder = folder / "rows"
+        save_rows(str(self._rows_folder), {"tables": self._tables}, [])
+        self._row_files = {path: path.read_bytes() for path in sorted(self._rows_folder.iterdir())}
+        self._others = [self._data, *self._row_files.values(), pickle.dumps(self._state)]
+
+    def next(self, chance: random.Random, number: int) -> Case:
+        """The next one; they take turns."""
+        kinds = (self._harmed_state, self._other_contents, self._harmed_rows, self._foreign_class)
+        return kinds[number % len(kinds)](chance)
+
+    def _harmed_state(self, chance: random.Random) -> Case:
+        self._file.write_bytes(mutate(chance, self._data, self._others))
+
+        def decode() -> None:
+            assert equal(read_checked(TorchCheckpointIO(), str(self._file)), self._state)
+
+        return Case("states, bytes", decode, str(self._file))
+
+    def _other_contents(self, chance: random.Random) -> Case:
+        state = copy.deepcopy(self._state)
+        for _ in range(chance.randint(1, 2)):
+            change_something(chance, state)
+        torch.save(state, self._file)
+
+        def decode() -> None:
+            take_over(read_checked(TorchCheckpointIO(), str(self._file)))
+
+        return Case("states, contents", decode, "")
+
+    def _harmed_rows(self, chance: random.Random) -> Case:
+        for path, data in self._row_files.items():
+            path.write_bytes(data)
+        path = chance.choice(list(self._row_files))
+        path.write_bytes(mutate(chance, self._row_files[path], self._others))
+
+        def decode() -> None:
+            with torch.no_grad():
+                self._tables.weight.fill_(7.0)
+            load_rows(str(self._rows_folder), {"tables": self._tables})
+            assert torch.equal(self._tables.weight, self._rows)
+
+        return Case("rows, bytes", decode, str(self._rows_folder))
+
+    def _foreign_class(self, chance: random.Random) -> Case:
+        """A pickle that calls a function when it is read without care."""
+        state = copy.deepcopy(self._state)
+        state[chance.choice(list(state))] = Foreign()
+        in_rows = chance.random() < 0.5
+        if in_rows:
+            for path, data in self._row_files.items():
+                path.write_bytes(data)
+            (self._rows_folder / "metadata.crc32").unlink(missing_ok=True)
+            (self._rows_folder / ".metadata").write_bytes(pickle.dumps(state))
+        else:
+            torch.save(state, self._file)
+
+        def decode() -> None:
+            try:
+                if in_rows:
+                    load_rows(str(self._rows_folder), {"tables": self._tables})
+                else:
+                    read_checked(TorchCheckpointIO(), str(self._file))
+                raise AssertionError("it was read")
+            finally:
+                assert not Foreign.called
+
+        return Case("foreign classes", decode, str(self._rows_folder if in_rows else self._file))
+
+
+def example_state() -> dict[str, Any]:
+    """A rank's state as the strategy saves it, with sharded tables and a split point."""
+    wanted = np.array([0, 3, 20], dtype=np.int64)
+    placement = place_tables(TABLES, 2)
+    held, mirror = _remembered(placement.owned_rows[1], True), _remembered(placement.owned_rows[0], False)
+    for rows in (held, mirror):
+        rows.admit(wanted)
+        rows.admit(wanted[:2])
+    fields = ("world_size", "table_rows", "block_rows", "first_rank")
+    tables = {
+        "placement": {name: getattr(placement, name) for name in fields},
+        "splits": [],
+        "held": {1: held.state_dict()},
+        "mirrors": {1: mirror.state_dict()},
+        "collected": [(torch.tensor([2, 5]), torch.randn(2, DIM))],
+    }
+    counted = {"steps": 12, "bytes_sent": 4000, "seconds": 0.5}
+    return {
+        "synchronisations": 12,
+        "steps_since_refresh": 2,
+        "thresholds": {"values": {"a.weight": 0.5}, "targets": {"a.weight": 12}},
+        "residuals": {name: torch.randn(size) for name, size in SIZES.items()},
+        "owned": {"a.weight": {0: torch.randn(60)}},
+        "traffic": counted,
+        "split_traffic": counted,
+        "modules": {"tables": tables},
+    }
+
+
+def take_over(state: dict[str, Any]) -> None:
+    """What strategies do with a state that has been read, and whether what comes of it is sound."""
+    merged = merge_states([state])
+    memory = Memory(PIECES, guard=True, undoable=False)
+    memory.load_state_dict(merged, SIZES)
+    for name, residual in memory.residuals.state_dict().items():
+        assert residual.numel() == SIZES.get(name, residual.numel())
+    for tables in (states[0] for states in merged["modules"].values()):
+        check_memory(tables, TABLES, DIM)
+        placement = place_tables(TABLES, 2)
+        for part, universe in (("held", placement.owned_rows[1]), ("mirrors", placement.owned_rows[0])):
+            for saved in tables[part].values():
+                rows = _remembered(universe, part == "held")
+                rows.load_state_dict(saved)
+                # It goes on to work: rows are found, made room for, and read.
+                admission, _ = rows.admit(np.array([1, 3, 8], dtype=np.int64))
+                assert rows.copies[admission.slots].shape == (3, DIM)
+                assert rows.cache.holds(np.array([1, 3, 8], dtype=np.int64), admission.slots)
+
+
+def change_something(chance: random.Random, state: Any) -> None:
+    """Go down into nested containers at random and remove, rename, exchange or resize what is found there."""
+    while True:
+        keys = list(state) if isinstance(state, dict) else list(range(len(state)))
+        if not keys:
+            return
+        key = chance.choice(keys)
+        value = state[key]
+        if isinstance(value, (dict, list)) and len(value) and chance.random() < 0.8:
+            state = value
+            continue
+        _change(chance, state, key, value)
+        return
+
+
+def _change(chance: random.Random, state: Any, key: Any, value: Any) -> None:
+    ways = ["replace", "remove"]
+    if isinstance(state, dict):
+        ways.append("rename")
+    if isinstance(value, Tensor):
+        ways += ["resize", "retype", "numbers", "numbers"]
+    way = chance.choice(ways)
+    if way == "remove":
+        del state[key]
+    elif way == "rename":
+        state[chance.choice(("another", 7, -1, ""))] = state.pop(key)
+    elif way == "replace":
+        state[key] = chance.choice((None, -1, 1 << 62, "text", 0.5, [], {}, torch.zeros(3), torch.zeros(0, 2)))
+    elif way == "resize":
+        state[key] = torch.cat([value, value[:1]]) if value.ndim and chance.random() < 0.5 else value[:-1]
+    elif way == "retype":
+        state[key] = value.to(chance.choice((torch.int32, torch.float16, torch.bool, torch.complex64)))
+    else:
+        state[key] = torch.full_like(value, chance.choice((-1, 0, 1, 10_000)))
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether nested containers hold the same, to the last bit."""
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+def _remembered(universe: int, with_residual: bool) -> RememberedRows:
+    return RememberedRows(
+        5,
+        universe,
+        DIM,
+        len(TABLES),
+        lambda places: torch.zeros(len(places), DIM),
+        with_residual,
+        torch.float32,
+        torch.device("cpu"),
+    )

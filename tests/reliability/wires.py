@@ -1,0 +1,224 @@
+"""Every kind of bytes that ranks send each other, with a decoder that checks what it has decoded.
+
+A decoder either raises :class:`~lightning_dct.wire.PayloadError` with a message or returns; then what it has read lies
+within what the layout promises, or it raises :class:`AssertionError`. A value whose bits have been flipped is another
+valid value: it is a right answer in this sense.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_dct.activations.codec import decode_backward, decode_forward, encode_backward, encode_forward
+from lightning_dct.activations.layout import ActivationLayout, activation_layout
+from lightning_dct.activations.settings import ROW_FORMATS, SplitSettings
+from lightning_dct.embedding.changes import Message as Changes
+from lightning_dct.embedding.changes import message_about, read_changes
+from lightning_dct.embedding.exchange import check_announced
+from lightning_dct.embedding.ids import RequestCode
+from lightning_dct.embedding.values import read_request
+from lightning_dct.gradients.awaited import Awaited
+from lightning_dct.gradients.compression import decompress
+from lightning_dct.gradients.plan import BucketPlan
+from lightning_dct.pipeline.crossing import as_bytes, as_floats
+from lightning_dct.wire import BITS_PER_VALUE, PayloadError, PayloadLayout, pack, unpack
+from lightning_dct.wire.bitmap import Bitmap
+from lightning_dct.wire.on_device import unpack_on_device
+from lightning_dct.wire.positions import PositionCode
+
+# Memory around what is decoded into, to see whether anything is written there.
+GUARD = 64
+UNTOUCHED = 7.0
+
+
+class Message(NamedTuple):
+    """One valid message.
+
+    Attributes:
+        wire: Which kind it is.
+        data: Its bytes.
+        decode: Reads bytes that may have been harmed.
+    """
+
+    wire: str
+    data: bytes
+    decode: Callable[[Tensor], None]
+
+
+def messages(seed: int) -> list[Message]:
+    """Valid messages of every kind, several of each."""
+    torch.manual_seed(seed)
+    found = [*_gradients(), *_positions(), *_changes(), *_requests(), *_values_requests(), *_announcements()]
+    return found + _activations()
+
+
+def as_tensor(data: bytes) -> Tensor:
+    """The bytes as they lie in a buffer that was received."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _bytes(*parts: Tensor) -> bytes:
+    return bytes(torch.cat(parts).tolist())
+
+
+def _some(count: int, below: int) -> Tensor:
+    return torch.randperm(below)[:count].sort().values
+
+
+def _check_positions(positions: Tensor, universe: int, most: int) -> None:
+    assert positions.dtype == torch.int64
+    assert positions.numel() <= most
+    if positions.numel():
+        assert int(positions[0]) >= 0
+        assert int(positions[-1]) < universe
+        assert bool((positions[1:] > positions[:-1]).all())
+
+
+def _gradients() -> list[Message]:
+    found = []
+    for value_format in BITS_PER_VALUE:
+        for sizes, targets in (((40, 3, 30), (4, 0, 6)), ((1000,), (10,)), ((300, 5, 700, 2), (3, 0, 350, 0))):
+            names = tuple(f"tensor {index}" for index in range(len(sizes)))
+            plan = BucketPlan(names, sizes, targets, torch.float32, value_format)
+            whole = torch.randint(0, 256, (plan.layout.whole_bytes,), dtype=torch.uint8)
+            positions = _some(plan.layout.capacity, sum(sizes))
+            payload, _ = pack(plan.layout, positions, torch.randn(positions.numel()), whole)
+
+            def decode(data: Tensor, plan: BucketPlan = plan) -> None:
+                around = torch.full((2 * GUARD + sum(plan.sizes),), UNTOUCHED)
+                decompress(data[None], around[GUARD:-GUARD], plan, 0.5, Awaited())
+                assert bool((around[:GUARD] == UNTOUCHED).all())
+                assert bool((around[-GUARD:] == UNTOUCHED).all())
+
+            def decode_on_device(data: Tensor, layout: PayloadLayout = plan.layout) -> None:
+                arrived = unpack_on_device(layout, data)
+                # Whether they are sound or not, they are added before anybody looks.
+                assert int(arrived.entries.positions.min()) >= 0
+                assert int(arrived.entries.positions.max()) < sum(layout.tensor_sizes)
+                try:
+                    read = unpack(layout, data)
+                except PayloadError:
+                    assert not arrived.sound
+                    raise
+                assert arrived.sound
+                assert torch.equal(arrived.entries.positions[: read.positions.numel()], read.positions)
+
+            found.append(Message(f"gradients, {value_format}", _bytes(payload), decode))
+            found.append(Message("gradients, as GPUs read them", _bytes(payload), decode_on_device))
+    return found
+
+
+def _positions() -> list[Message]:
+    found = []
+    for universe, count in ((1000, 10), (1000, 1), (64, 30), (5, 5), (100_000, 50)):
+        for name, code in (("sparse", PositionCode(universe, count)), ("bitmap", Bitmap(universe))):
+
+            def decode(
+                data: Tensor, code: Bitmap | PositionCode = code, universe: int = universe, count: int = count
+            ) -> None:
+                positions = code.decode(data, count)
+                _check_positions(positions, universe, count)
+                assert positions.numel() == count
+
+            found.append(Message(f"positions, {name}", _bytes(code.encode(_some(count, universe))), decode))
+    return found
+
+
+def _changes() -> list[Message]:
+    found = []
+    for value_format in BITS_PER_VALUE:
+        tables = np.repeat(np.arange(3), (5, 0, 40))
+        message = message_about(tables, 8, 0.1, value_format)
+        positions = _some(message.layout.capacity, sum(message.layout.tensor_sizes))
+        payload, _ = pack(message.layout, positions, torch.randn(len(positions)), torch.empty(0, dtype=torch.uint8))
+
+        def decode(data: Tensor, message: Changes = message) -> None:
+            read, values = read_changes(data, message)
+            _check_positions(read, sum(message.layout.tensor_sizes), message.layout.capacity)
+            assert values.numel() == read.numel()
+
+        found.append(Message("rows of tables, changes", _bytes(payload), decode))
+    return found
+
+
+def _requests() -> list[Message]:
+    found = []
+    for universe, known, asked in ((300, 60, 40), (1000, 0, 30), (50, 50, 50), (1_000_000_000, 500, 100)):
+        code = RequestCode(universe)
+        rows = np.sort(np.random.default_rng(known).choice(min(universe, 5000), known, replace=False)).astype(np.int64)
+        code.learn(rows, np.random.default_rng(asked).integers(1, 90, known))
+        wanted = np.sort(np.random.default_rng(1).choice(min(universe, 5000), asked, replace=False)).astype(np.int64)
+
+        def decode(data: Tensor, code: RequestCode = code, universe: int = universe, asked: int = asked) -> None:
+            _check_positions(torch.from_numpy(code.decode(data, asked)), universe, asked)
+
+        found.append(Message("rows of tables, ids", _bytes(code.encode(wanted)), decode))
+    return found
+
+
+def _values_requests() -> list[Message]:
+    found = []
+    for rows, bags, counted in ((200, 30, False), (70_000, 12, True), (5, 8, True)):
+        counts = np.random.default_rng(bags).integers(0, 4, bags) if counted else np.ones(bags, dtype=np.int64)
+        lookups = int(counts.sum())
+        width = ((rows - 1).bit_length() + 7) // 8
+        places = np.random.default_rng(rows).integers(0, rows, lookups).astype("<u8")
+        ids = places[:, None].view(np.uint8)[:, :width].reshape(-1)
+        data = ids.tobytes() + (counts.astype("<u4").tobytes() if counted else b"")
+
+        def decode(data: Tensor, lookups: int = lookups, bags: int = bags, rows: int = rows) -> None:
+            places, within = read_request(data.numpy(), lookups, bags, rows)
+            assert places.size == within.size == lookups
+            assert places.min() >= 0
+            assert places.max() < rows
+            assert within.min() >= 0
+            assert within.max() < bags
+
+        found.append(Message("rows of tables, ids of values", data, decode))
+    return found
+
+
+def _announcements() -> list[Message]:
+    def decode(data: Tensor) -> None:
+        if data.numel() != 24:
+            return  # the collective itself takes this size only
+        heard = data.clone().view(torch.int32).numpy().astype(np.int64).reshape(2, 3)
+        check_announced(heard, 0)
+        assert (heard >= 0).all()
+
+    return [Message("announced sizes", np.array([3, 9, 0, 7, 7, 7], dtype=np.int32).tobytes(), decode)]
+
+
+def _activations() -> list[Message]:
+    found = []
+    for forward_format in ROW_FORMATS:
+        for settings in (
+            SplitSettings(density=0.1, forward_format=forward_format, backward_format="int8"),
+            SplitSettings(density=0.4, scope="group", forward_format=forward_format, backward_format="int4"),
+            SplitSettings(density=1.0, forward_format=forward_format),
+        ):
+            layout = activation_layout(settings, (6, 5, 8), settings.density)
+            positions = None if layout.sends_everything else _some(layout.capacity, layout.numel)
+            encoded = encode_forward(layout, torch.randn(layout.shape), positions, seed=1)
+            cut = layout.forward_positions_bytes
+
+            def forward(data: Tensor, layout: ActivationLayout = layout, cut: int = cut) -> None:
+                # As the pipeline has it: values cross as numbers of four bytes.
+                values = as_floats(data[cut:], -(-max(data.numel() - cut, 0) // 4))
+                payload = as_bytes(values, max(data.numel() - cut, 0))
+                activations, read = decode_forward(layout, data[:cut], payload)
+                assert activations.shape == layout.shape
+                if read is not None:
+                    _check_positions(read, layout.numel, layout.capacity)
+
+            def backward(data: Tensor, layout: ActivationLayout = layout, positions: Tensor | None = positions) -> None:
+                gradient = decode_backward(layout, data, positions)
+                assert gradient.shape == layout.shape
+
+            gradient = encode_backward(layout, torch.randn(layout.shape), positions, seed=1)
+            found.append(Message("stages, forward", _bytes(encoded.positions_payload, encoded.values_payload), forward))
+            found.append(Message("stages, backward", _bytes(gradient), backward))
+    return found
