@@ -119,7 +119,7 @@ def train(way: str, rank: int, folder: str, grace_s: float) -> None:
         enable_model_summary=False,
     )
     workers = {"num_workers": 1, "persistent_workers": True} if "worker" in way else {}
-    with _deaf_workers(bool(workers)):
+    with _deaf_workers(bool(workers) and os.environ["RANK"] == str(rank)):
         trainer.fit(Model(rank, WAYS[way], way == "raise at setup"), DataLoader(data, 4, **workers))
 
 
