@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-
 SCRIPT = Path(__file__).with_name("soak_training.py")
 STEPS, KILL_AT = 9, 5
 
