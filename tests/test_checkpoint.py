@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_dct import checkpoint as saved
 from strategies_for_hypothesis import examples
 
-NOTE = saved.make_note(world_size=2, synchronisations=7)
+NOTE = saved.make_note(world_size=2, synchronisations=7, save="5f0c93ab")
 
 
 def state(residuals: dict[str, Tensor], **others: Any) -> dict[str, Any]:
@@ -21,31 +21,76 @@ def state(residuals: dict[str, Tensor], **others: Any) -> dict[str, Any]:
 
 
 def test_names() -> None:
-    note = saved.make_note(world_size=2, synchronisations=1200)
+    note = saved.make_note(world_size=2, synchronisations=1200, save="5f0c93ab")
     assert saved.state_folder("runs/epoch=3.ckpt") == "runs/epoch=3.ckpt.dct"
+    assert saved.state_path("epoch=3.ckpt", note, rank=1) == "epoch=3.ckpt.dct/000000001200-5f0c93ab-rank-1-of-2.pt"
+    assert saved.rows_path("epoch=3.ckpt", note) == "epoch=3.ckpt.dct/000000001200-5f0c93ab-rows"
+
+
+def test_names_of_version_1() -> None:
+    note = {"format_version": 1, "world_size": 2, "synchronisations": 1200, "has_state": 1, "has_rows": 0}
     assert saved.state_path("epoch=3.ckpt", note, rank=1) == "epoch=3.ckpt.dct/000000001200-rank-1-of-2.pt"
+    assert saved.rows_path("epoch=3.ckpt", note) == "epoch=3.ckpt.dct/000000001200-rows"
 
 
-def test_files_of_ranks_steps_and_worlds_differ() -> None:
+def test_files_of_ranks_steps_worlds_and_saves_differ() -> None:
     paths = {
-        saved.state_path("a.ckpt", saved.make_note(world_size, step), rank)
+        saved.state_path("a.ckpt", saved.make_note(world_size, step, save), rank)
         for world_size in (1, 2, 12)
         for step in (0, 1, 10)
+        for save in ("a", "b")
         for rank in range(world_size)
     }
-    assert len(paths) == (1 + 2 + 12) * 3
+    assert len(paths) == (1 + 2 + 12) * 3 * 2
 
 
-def test_note_holds_plain_numbers() -> None:
-    note = saved.make_note(world_size=4, synchronisations=10)
-    assert note == {"format_version": 1, "world_size": 4, "synchronisations": 10, "has_state": 1, "has_rows": 0}
+def test_no_folder_looks_like_a_checkpoint_of_a_requeued_job() -> None:
+    """Lightning resumes from the largest N of all names with ``hpc_ckpt_N``, whatever they are."""
+    assert saved.state_folder("runs/hpc_ckpt_3.ckpt") == "runs/hpc-ckpt-3.ckpt.dct"
 
 
-@pytest.mark.parametrize("note", [{"format_version": 2, "world_size": 1}, {"format_version": "1"}, {}])
+def test_note_holds_plain_values() -> None:
+    note = saved.make_note(world_size=4, synchronisations=10, save="5f0c93ab")
+    assert note == {
+        "format_version": 2,
+        "world_size": 4,
+        "synchronisations": 10,
+        "save": "5f0c93ab",
+        "has_state": 1,
+        "has_rows": 0,
+    }
+
+
+@pytest.mark.parametrize("note", [{"format_version": 3, "world_size": 1}, {"format_version": "1"}, {}])
 def test_notes_of_other_versions_are_refused(note: dict[str, Any]) -> None:
     found = repr(note.get("format_version"))
-    with pytest.raises(ValueError, match=rf"'a.ckpt' has format version {found};.*\s+reads version 1"):
+    with pytest.raises(ValueError, match=rf"'a.ckpt' has format version {found};.*\s+reads versions 1 and 2"):
         saved.read_state(TorchCheckpointIO(), "a.ckpt", note, 0, 1)
+
+
+def test_state_of_version_1_is_read(tmp_path: Path) -> None:
+    """Oracle: the name that version 1 gave its files, and what they hold."""
+    note = {"format_version": 1, "world_size": 1, "synchronisations": 7, "has_state": 1, "has_rows": 0}
+    file = tmp_path / "a.ckpt.dct" / "000000000007-rank-0-of-1.pt"
+    file.parent.mkdir()
+    torch.save(state({"a": torch.tensor([3.0])}), file)
+    read = saved.read_state(TorchCheckpointIO(), str(tmp_path / "a.ckpt"), note, 0, 1)
+    assert read["residuals"]["a"].item() == 3.0
+
+
+def test_tidying_leaves_what_the_checkpoint_points_at(path: str) -> None:
+    """Oracle: files of other saves, killed ones among them, are gone; those of this one are there."""
+    others = [saved.make_note(2, 7, "00000000"), saved.make_note(2, 9, "5f0c93ab"), saved.make_note(3, 6, "5f0c93ac")]
+    for note in others:
+        saved.write_state(TorchCheckpointIO(), path, note, 0, state({}))
+    (Path(saved.rows_path(path, others[0])) / "deeper").mkdir(parents=True)
+    saved.remove_outdated(TorchCheckpointIO(), path, NOTE)
+    assert sorted(str(file) for file in Path(f"{path}.dct").iterdir()) == [
+        saved.state_path(path, NOTE, rank) for rank in (0, 1)
+    ]
+    saved.remove_outdated(TorchCheckpointIO(), path, None)
+    assert not Path(f"{path}.dct").exists()
+    saved.remove_outdated(TorchCheckpointIO(), path, NOTE)
 
 
 @pytest.fixture

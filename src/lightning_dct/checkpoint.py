@@ -1,13 +1,14 @@
 """Where each rank's compression state lies beside a Lightning checkpoint, and how it is carried to another world size.
 
-    epoch=3.ckpt                          Lightning's file, with a note saying which state belongs to it
+    epoch=3.ckpt                                Lightning's file, with a note saying which state belongs to it
     epoch=3.ckpt.dct/
-        000000001200-rank-0-of-2.pt       residuals, thresholds and counters of rank 0 after 1200 synchronisations
-        000000001200-rank-1-of-2.pt
-        000000001200-rows/            embedding rows that are spread over the ranks, where there are any
+        000000001200-5f0c93ab-rank-0-of-2.pt    residuals, thresholds and counters of rank 0 after 1200 synchronisations
+        000000001200-5f0c93ab-rank-1-of-2.pt
+        000000001200-5f0c93ab-rows/             embedding rows that are spread over the ranks, where there are any
 
-Every rank writes its own file before Lightning's is written, under a name that holds the number of synchronisations:
-a job killed in the middle of overwriting a checkpoint finds the old file together with the old state.
+Every rank writes its own file before Lightning's is written, under a name that no other save has: a job killed in the
+middle of overwriting a checkpoint finds the old file together with the old state. What is no longer pointed at goes
+after Lightning's file is there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch import Tensor
 
 from lightning_dct.gradients.residual import add_pieces, pieces_extent
@@ -26,22 +28,26 @@ from lightning_dct.state_file import read_checked
 # What a rank's state says is held back: of its own gradients by name, and of sums it owns by name and first entry.
 _HELD_BACK = ("residuals", "owned")
 CHECKPOINT_KEY = "lightning_dct"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+# Version 1 named its files by the number of synchronisations alone; all else is as it was.
+READABLE_VERSIONS = (1, 2)
 
 
 def make_note(
-    world_size: int, synchronisations: int, has_state: bool = True, has_rows: bool = False, stages: int = 1
-) -> dict[str, int]:
+    world_size: int, synchronisations: int, save: str, has_state: bool = True, has_rows: bool = False, stages: int = 1
+) -> dict[str, int | str]:
     """What Lightning's checkpoint says about what lies beside it.
 
     Args:
         world_size: Number of ranks.
         synchronisations: Completed gradient synchronisations.
+        save: What tells the files of this save from those of all others; the same on every rank.
         has_state: Whether the ranks' compression state is there; not with weights alone.
         has_rows: Whether embedding rows are.
         stages: Over how many ranks the parameters are spread.
     """
-    note = {"format_version": FORMAT_VERSION, "world_size": world_size, "synchronisations": synchronisations}
+    note: dict[str, int | str] = {"format_version": FORMAT_VERSION, "world_size": world_size}
+    note |= {"synchronisations": synchronisations, "save": save}
     if stages > 1:
         note["stages"] = stages
     return note | {"has_state": int(has_state), "has_rows": int(has_rows)}
@@ -49,27 +55,51 @@ def make_note(
 
 def state_folder(checkpoint_path: str) -> str:
     """The folder that holds the ranks' files of a checkpoint."""
-    return f"{checkpoint_path}.dct"
+    folder, name = os.path.split(checkpoint_path)
+    # To Lightning whatever is called hpc_ckpt_N is a checkpoint to resume from, also a folder without its checkpoint.
+    return os.path.join(folder, f"{name.replace('hpc_ckpt_', 'hpc-ckpt-')}.dct")
 
 
-def state_path(checkpoint_path: str, note: Mapping[str, int], rank: int) -> str:
+def state_path(checkpoint_path: str, note: Mapping[str, Any], rank: int) -> str:
     """The file of one rank."""
-    name = f"{note['synchronisations']:012d}-rank-{rank}-of-{note['world_size']}.pt"
-    return f"{state_folder(checkpoint_path)}/{name}"
+    return f"{state_folder(checkpoint_path)}/{_prefix(note)}rank-{rank}-of-{note['world_size']}.pt"
 
 
-def rows_path(checkpoint_path: str, note: Mapping[str, int]) -> str:
+def rows_path(checkpoint_path: str, note: Mapping[str, Any]) -> str:
     """The folder with the embedding rows."""
-    return f"{state_folder(_behind_link(checkpoint_path))}/{note['synchronisations']:012d}-rows"
+    return f"{state_folder(checkpoint_path)}/{_prefix(note)}rows"
 
 
-def write_state(checkpoint_io: CheckpointIO, path: str, note: Mapping[str, int], rank: int, state: Any) -> None:
+def behind_link(checkpoint_path: str) -> str:
+    """The checkpoint whose files are to be read: ModelCheckpoint(save_last="link") leaves a link to it."""
+    return os.path.realpath(checkpoint_path) if os.path.islink(checkpoint_path) else checkpoint_path
+
+
+def write_state(checkpoint_io: CheckpointIO, path: str, note: Mapping[str, Any], rank: int, state: Any) -> None:
     """Write one rank's state beside the checkpoint that ``path`` names."""
     checkpoint_io.save_checkpoint(state, state_path(path, note, rank))
 
 
+def remove_outdated(checkpoint_io: CheckpointIO, path: str, note: Mapping[str, Any] | None) -> None:
+    """Remove what lies beside a checkpoint from earlier saves, and from saves that were killed.
+
+    Args:
+        checkpoint_io: What removes files.
+        path: The checkpoint.
+        note: What it says about its state; None when it has none.
+    """
+    folder = state_folder(path)
+    files = get_filesystem(folder)
+    if note is None:
+        checkpoint_io.remove_checkpoint(folder)
+    elif files.isdir(folder):
+        for name in (os.path.basename(found) for found in files.ls(folder, detail=False)):
+            if not name.startswith(_prefix(note)):
+                checkpoint_io.remove_checkpoint(f"{folder}/{name}")
+
+
 def read_state(
-    checkpoint_io: CheckpointIO, path: str, note: Mapping[str, int], rank: int, world_size: int, stages: int = 1
+    checkpoint_io: CheckpointIO, path: str, note: Mapping[str, Any], rank: int, world_size: int, stages: int = 1
 ) -> dict[str, Any]:
     """Read the state a rank starts from: its own, or what follows from everybody's when the number of ranks differs.
 
@@ -85,12 +115,12 @@ def read_state(
         ValueError: Another version of the format has written it, or it is damaged.
         FileNotFoundError: The files are not beside the checkpoint.
     """
-    if note.get("format_version") != FORMAT_VERSION:
+    if note.get("format_version") not in READABLE_VERSIONS:
         raise ValueError(
             f"The compression state of {path!r} has format version {note.get('format_version')!r}; this lightning_dct"
-            f" reads version {FORMAT_VERSION}. Resume with the version that saved it."
+            f" reads versions {' and '.join(map(str, READABLE_VERSIONS))}. Resume with the version that saved it."
         )
-    path = _behind_link(path)
+    path = behind_link(path)
     states = []
     saved_stages = note.get("stages", 1)
     same_layout = (world_size, stages) == (note["world_size"], saved_stages)
@@ -101,8 +131,8 @@ def read_state(
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"The checkpoint {path!r} was saved with compression state, but {file!r} is not there. Put the folder"
-                f" {state_folder(path)!r} beside the checkpoint, or start from the checkpoint's weights alone: load"
-                " them into the model and fit without `ckpt_path`."
+                f" {state_folder(path)!r} beside the checkpoint, or continue without what the ranks held back:"
+                " `missing_state='reset'` in the strategy."
             ) from error
     return merge_states(states, saved_stages)
 
@@ -128,6 +158,7 @@ def merge_states(states: Sequence[Mapping[str, Any]], stages: int = 1) -> dict[s
     names = {name for state in states for part in _HELD_BACK for name in state.get(part, {})}
     merged["residuals"] = {name: _mean_held_back(states, name, len(states) // stages) for name in sorted(names)}
     merged["owned"] = {}
+    merged["accumulated"] = _mean_accumulated(states, len(states) // stages)
     if stages > 1:
         # Each rank has known the thresholds of its own stage only.
         merged["thresholds"] = {
@@ -137,9 +168,36 @@ def merge_states(states: Sequence[Mapping[str, Any]], stages: int = 1) -> dict[s
     return merged
 
 
-def _behind_link(path: str) -> str:
-    # ModelCheckpoint(save_last="link") leaves a link: the files lie beside what it points at.
-    return os.path.realpath(path) if os.path.islink(path) else path
+def empty_state(note: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of ranks that hold nothing back, as far into training as the checkpoint that a note belongs to."""
+    return {
+        "synchronisations": note["synchronisations"],
+        "steps_since_refresh": 0,
+        "thresholds": {"values": {}, "targets": {}},
+        "residuals": {},
+        "owned": {},
+        "traffic": {},
+        "modules": {},
+    }
+
+
+def _mean_accumulated(states: Sequence[Mapping[str, Any]], replicas: int) -> dict[str, Tensor]:
+    """Gradients that wait for more to be added to them: DistributedDataParallel would have taken their mean.
+
+    Sparse ones are left out: those of sharded tables belong to rows that are another rank's now.
+    """
+    total: dict[str, Tensor] = {}
+    for state in states:
+        for name, gradient in state.get("accumulated", {}).items():
+            if not gradient.is_sparse:
+                total[name] = total.get(name, torch.zeros((), dtype=torch.float64)) + gradient.double()
+    dtypes = {name: gradient.dtype for state in states for name, gradient in state.get("accumulated", {}).items()}
+    return {name: (gradients / replicas).to(dtypes[name]) for name, gradients in total.items()}
+
+
+def _prefix(note: Mapping[str, Any]) -> str:
+    save = f"{note['save']}-" if "save" in note else ""
+    return f"{note['synchronisations']:012d}-{save}"
 
 
 def _mean_held_back(states: Sequence[Mapping[str, Any]], name: str, replicas: int) -> Tensor:

@@ -15,6 +15,7 @@ ValueFormat = Literal["fp32", "bf16", "int8", "int4", "1bit"]
 VALUE_FORMATS: tuple[str, ...] = get_args(ValueFormat)
 ExchangeName = Literal["auto", "all_gather", "sharded", "by_node"]
 EXCHANGES: tuple[str, ...] = get_args(ExchangeName)
+MissingState = Literal["error", "reset"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,9 @@ class DCTConfig:
             compressed between nodes) or ``"auto"``, which chooses by counted bytes and says what it chose.
         kernel: What adds, compares and compacts: ``"torch"``, ``"numba"`` (on the CPU), ``"triton"`` (on CUDA) or
             ``"auto"``, the fastest that is installed. All of them give the same to the last bit.
+        missing_state: What happens when a run resumes from a checkpoint and the folder that was saved beside it is not
+            there: ``"error"``, or ``"reset"``, which goes on with nothing held back and says so. Rows of sharded tables
+            are part of the model; without them it is always an error.
     """
 
     density: float = 0.01
@@ -53,6 +57,7 @@ class DCTConfig:
     guard: bool = True
     exchange: ExchangeName = "auto"
     kernel: KernelName = "auto"
+    missing_state: MissingState = "error"
 
     def __post_init__(self) -> None:
         check_density("density", self.density)
@@ -77,6 +82,7 @@ class DCTConfig:
         check_choice("warmup_schedule", self.warmup_schedule, WARMUP_SCHEDULES)
         check_choice("exchange", self.exchange, EXCHANGES)
         check_choice("kernel", self.kernel, KERNELS)
+        check_choice("missing_state", self.missing_state, get_args(MissingState))
         if not isinstance(self.guard, bool):
             raise TypeError(f"`guard` must be True or False, got {self.guard!r}.")
 

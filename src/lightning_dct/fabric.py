@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import fields
 from typing import Any
 
 from lightning.fabric.accelerators.accelerator import Accelerator
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.registry import _StrategyRegistry
@@ -16,7 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dct import checkpoint as saved
 from lightning_dct.agreement import check_agreement
 from lightning_dct.config import DCTConfig
+from lightning_dct.files import AtomicCheckpointIO
 from lightning_dct.gradients import GradientSynchronizer, make_synchronizer, parameter_names, resolve_process_group
+from lightning_dct.restoring import restore_state
 from lightning_dct.strategy import DCTStrategy as TrainerStrategy
 from lightning_dct.traffic import Traffic
 
@@ -63,23 +67,42 @@ class DCTStrategy(DDPStrategy):
                 synchronizer.request_refresh()
         super().backward(tensor, module, *args, **kwargs)
 
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What reads and writes files: by default it writes whole files or none."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = AtomicCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save Fabric's checkpoint from rank 0, and beside it the compression state of every rank."""
+        path, save = self.broadcast((str(path), secrets.token_hex(4)))
         notes = []
         for index, synchronizer in enumerate(self.synchronizers):
-            note = saved.make_note(self.world_size, synchronizer.synchronisations)
+            note = saved.make_note(self.world_size, synchronizer.synchronisations, save)
             saved.write_state(self.checkpoint_io, _part(path, index), note, self.global_rank, synchronizer.state_dict())
             notes.append(note)
         self.barrier()
         super().save_checkpoint(path, {**state, saved.CHECKPOINT_KEY: notes}, *args, **kwargs)
+        if self.is_global_zero:
+            for index, note in enumerate(notes):
+                saved.remove_outdated(self.checkpoint_io, _part(path, index), note)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load Fabric's checkpoint and, into a dict of objects to restore, this rank's compression state."""
         remainder = super().load_checkpoint(path, state, *args, **kwargs)
         notes = remainder.pop(saved.CHECKPOINT_KEY, []) if isinstance(state, dict) and state else []
+        path = saved.behind_link(str(path))
         for index, (synchronizer, note) in enumerate(zip(self.synchronizers, notes, strict=False)):
+            layout = (self.global_rank, self.world_size, 1)
             synchronizer.load_state_dict(
-                saved.read_state(self.checkpoint_io, _part(path, index), note, self.global_rank, self.world_size)
+                restore_state(
+                    self.checkpoint_io, _part(path, index), note, *layout, missing_state=self.config.missing_state
+                )
             )
         return remainder
 

@@ -108,6 +108,10 @@ def _is_residual(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 1 and value.is_floating_point() and value.numel() > 0
 
 
+def _is_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
 def _of(key: Test, value: Test) -> Test:
     return lambda mapping: isinstance(mapping, Mapping) and all(key(k) and value(v) for k, v in mapping.items())
 
@@ -130,6 +134,7 @@ _PARTS: dict[str, Test] = {
     "traffic": _of(_is_total, _is_number),
 }
 _OPTIONAL_PARTS: dict[str, Test] = {
+    "accumulated": _of(_is_name, _is_gradient),
     # Checkpoints of the first release have none of these.
     "owned": _of(_is_name, _of(_is_count, _is_residual)),
     "split_traffic": _of(_is_total, _is_number),

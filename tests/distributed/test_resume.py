@@ -1,6 +1,7 @@
 """Checkpoints: a resumed run goes on as if nothing had happened, also with another number of ranks."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,11 @@ def rotate(folder: Path, settings: dict[str, Any]) -> tuple[str, str]:
 
 
 def names_in(folder: Path) -> dict[str, list[str]]:
-    return {entry.name: sorted(os.listdir(entry)) if entry.is_dir() else [] for entry in sorted(folder.iterdir())}
+    """What is in a folder of checkpoints, less what tells one save from the other."""
+    return {
+        entry.name: [re.sub("-[0-9a-f]{8}-", "-", name) for name in sorted(os.listdir(entry))] if entry.is_dir() else []
+        for entry in sorted(folder.iterdir())
+    }
 
 
 def files_of(step: int, world_size: int = 2) -> list[str]:
@@ -194,10 +199,10 @@ def test_files_load_with_weights_only(ranks: Any, tmp_path: Path) -> None:
     """Oracle: torch's restricted unpickler takes Lightning's file and every rank's."""
     ranks(2).run(rotate, tmp_path, {"save_top_k": 1})
     checkpoint = torch.load(tmp_path / "step=20.ckpt", weights_only=True)
-    note = {"format_version": 1, "world_size": 2, "synchronisations": 20, "has_state": 1, "has_rows": 0}
-    assert checkpoint["lightning_dct"] == note
-    for name in files_of(20):
-        state = torch.load(tmp_path / "step=20.ckpt.dct" / name, weights_only=True)
+    note = checkpoint["lightning_dct"]
+    expected = {"format_version": 2, "world_size": 2, "synchronisations": 20, "has_state": 1, "has_rows": 0}
+    assert note == {**expected, "save": note["save"]}
+    for state in states_in(tmp_path / "step=20.ckpt.dct", 2):
         assert state["synchronisations"] == 20
         assert set(state["residuals"]) == {f"model.{parameter}" for parameter, _ in perceptron().named_parameters()}
 
@@ -207,8 +212,14 @@ def load_only(path: Path) -> Run:
     return fit(DCTStrategy(**SETTINGS), Module(), 20, ckpt_path=str(path))
 
 
+def states_in(folder: Path, world_size: int) -> list[dict[str, Any]]:
+    files = sorted(folder.iterdir())
+    assert len(files) == world_size
+    return [torch.load(file, weights_only=True) for file in files]
+
+
 def residuals_in(folder: Path, world_size: int) -> list[dict[str, torch.Tensor]]:
-    return [torch.load(folder / name, weights_only=True)["residuals"] for name in files_of(20, world_size)]
+    return [state["residuals"] for state in states_in(folder, world_size)]
 
 
 @pytest.mark.parametrize(("saved", "resumed"), [(2, 3), (3, 2), (2, 1)])
@@ -385,7 +396,7 @@ def resume_alternating(path: Path, density: float) -> dict[str, torch.Tensor]:
 def test_residual_of_an_unused_tensor_survives_a_resume(ranks: Any, tmp_path: Path, density: float) -> None:
     """Oracle: the saved residual, bitwise: DDP throws away what is sent for a tensor that no rank has used."""
     ranks(2).run(save_alternating, tmp_path)
-    saved = [torch.load(tmp_path / "step=5.ckpt.dct" / name, weights_only=True)["residuals"] for name in files_of(5)]
+    saved = residuals_in(tmp_path / "step=5.ckpt.dct", 2)
     assert float(saved[0]["model.second.weight"].norm()) > 0
     for expected, held in zip(saved, ranks(2).run(resume_alternating, tmp_path / "step=5.ckpt", density), strict=True):
         assert torch.equal(expected["model.second.weight"], held["model.second.weight"])

@@ -131,7 +131,8 @@ def test_residuals_go_to_another_number_of_stages(ranks: Any, tmp_path: Path) ->
     """Oracle: the mean of the two replicas' residuals, for every parameter on the rank that has it."""
     path = tmp_path / "half.ckpt"
     ranks(4).run(run, 2, "1f1b", 2, path)
-    files = [torch.load(f"{path}.dct/000000000004-rank-{rank}-of-4.pt", weights_only=True) for rank in range(4)]
+    files = [torch.load(file, weights_only=True) for file in sorted(Path(f"{path}.dct").iterdir())]
+    assert len(files) == 4
     expected = {}
     for name in files[0]["residuals"] | files[1]["residuals"]:
         held = [file["residuals"][name].double() for file in files if name in file["residuals"]]

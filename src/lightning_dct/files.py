@@ -1,0 +1,68 @@
+"""Writes checkpoints so that a file is there whole or not at all, whenever the process is killed.
+
+Lightning writes into the folder for temporary files and moves the result. Where that folder is on another disk, which
+is common, the move is a copy, and a process killed meanwhile leaves half a checkpoint under the checkpoint's own name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import torch
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Lightning's ``TorchCheckpointIO``, which on local disks writes beside the checkpoint and renames.
+
+    A process killed while it writes leaves a file whose name begins with a dot and ends in ``.part``; the next save of
+    the same name overwrites it, and nothing reads it.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Write a checkpoint.
+
+        Args:
+            checkpoint: What is written.
+            path: Where to; a file that is there is replaced in one go.
+            storage_options: Not used; as in Lightning.
+
+        Raises:
+            TypeError: There are storage options.
+            OSError: It cannot be written, because the disk is full for instance. What was there is there still.
+        """
+        filesystem, local_path = url_to_fs(str(path))
+        if storage_options is not None or not isinstance(filesystem, LocalFileSystem):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        folder, name = os.path.split(local_path)
+        os.makedirs(folder, exist_ok=True)
+        # Lightning takes every name with hpc_ckpt_ in it for a checkpoint.
+        unfinished = os.path.join(folder, f".{name.replace('hpc_ckpt_', 'hpc-ckpt-')}.part")
+        try:
+            with open(unfinished, "wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(unfinished, local_path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.remove(unfinished)
+            raise
+
+
+def write_at_once(checkpoint_io: CheckpointIO) -> CheckpointIO:
+    """What writes a file before it returns: behind Lightning's ``AsyncCheckpointIO``, the one that it wraps."""
+    inner = checkpoint_io.checkpoint_io if isinstance(checkpoint_io, AsyncCheckpointIO) else None
+    return checkpoint_io if inner is None else inner
+
+
+def finish_writing(checkpoint_io: CheckpointIO) -> None:
+    """Wait until everything is written that is being written in the background."""
+    if isinstance(checkpoint_io, AsyncCheckpointIO):
+        checkpoint_io.teardown()  # its only way to wait; it starts anew with the next save

@@ -1,0 +1,229 @@
+"""The half of a strategy that saves and loads: Lightning's checkpoint with, beside it, what the ranks remember."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_dct import checkpoint as saved
+from lightning_dct.activations import CompressedModule
+from lightning_dct.config import DCTConfig
+from lightning_dct.embedding import ShardedEmbeddingBags
+from lightning_dct.embedding.hosting import find_tables
+from lightning_dct.embedding.shards import load_row_states, load_rows, save_rows, without_rows
+from lightning_dct.failures import Lifeline
+from lightning_dct.files import AtomicCheckpointIO, finish_writing, write_at_once
+from lightning_dct.gradients import GradientSynchronizer, parameter_names
+from lightning_dct.restoring import restore_state
+from lightning_dct.traffic import Traffic
+
+
+class CheckpointedStrategy(DDPStrategy):
+    """What is saved, where it lies and how it comes back; see :mod:`lightning_dct.checkpoint` for the files.
+
+    Args:
+        config: The settings.
+        accelerator: As for DDPStrategy.
+        **kwargs: As for DDPStrategy.
+    """
+
+    # Over how many ranks the parameters are spread: here every rank has all of them.
+    stages = 1
+
+    def __init__(self, config: DCTConfig, accelerator: Accelerator | None = None, **kwargs: Any) -> None:
+        super().__init__(accelerator=accelerator, **kwargs)
+        self.config = config
+        # Gradients, and what crosses inside the model: activations, embedding rows and their gradients.
+        self.traffic = Traffic()
+        self.split_traffic = Traffic()
+        # Thresholds, residuals and counters of this rank, from the set-up of fit on.
+        self.synchronizer: GradientSynchronizer | None = None
+        # Tells this rank when another one dies; from the start of the processes on, None for a single one.
+        self.lifeline: Lifeline | None = None
+        # Whether gradients wait for more to be added to them, and such gradients from a checkpoint, by parameter.
+        self._accumulating = False
+        self._accumulated: dict[str, Tensor] = {}
+        self._saved_state: dict[str, Any] | None = None
+        # Checkpoints whose folders may hold files of earlier saves, with what they say about their state.
+        self._to_tidy: dict[str, dict[str, int | str] | None] = {}
+        self._rows_folder: str | None = None
+
+    def compressed_modules(self) -> dict[str, CompressedModule]:
+        """The modules whose activations are compressed, by name."""
+        assert self.lightning_module is not None
+        return {
+            name.replace("_orig_mod.", ""): module
+            for name, module in self.lightning_module.named_modules()
+            if isinstance(module, CompressedModule)
+        }
+
+    def sharded_tables(self) -> dict[str, ShardedEmbeddingBags]:
+        """The embedding tables that are spread over the ranks, by name; made where they are not there yet."""
+        model: Any = self.lightning_module  # Any: it takes an attribute that it does not declare
+        tables = find_tables(model)
+        for module in tables.values():
+            module.materialize()
+            module.saved_in_shards = True
+            module.evaluated_with = tuple(tables.values())
+        # DistributedDataParallel would make every rank's rows those of rank 0.
+        model._ddp_params_and_buffers_to_ignore = [f"{name}.weight" for name in tables]
+        return tables
+
+    def on_train_start(self) -> None:
+        """Take up accumulated gradients of a checkpoint; Lightning sets all gradients to zero before it trains."""
+        super().on_train_start()
+        self._accumulating = bool(self._accumulated)
+        for parameter, name in self._parameter_names().items():
+            if name in self._accumulated:
+                parameter.grad = self._accumulated[name].to(parameter.device)
+        self._accumulated = {}
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Run backward, and remember whether the gradients wait for more to be added to them."""
+        steps = self.traffic.totals.steps
+        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        self._accumulating = self.traffic.totals.steps == steps
+        return loss
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's state, less that of sharded rows, which is saved with them."""
+        return without_rows(super().optimizer_state(optimizer), optimizer, self.sharded_tables())
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What reads and writes files: by default it writes whole files or none."""
+        if self._checkpoint_io is None or getattr(self._checkpoint_io, "checkpoint_io", self) is None:
+            whole_files = AtomicCheckpointIO()
+            if self._checkpoint_io is None:
+                self._checkpoint_io = whole_files
+            else:
+                self._checkpoint_io.checkpoint_io = whole_files  # type: ignore[attr-defined]
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Save Lightning's checkpoint from rank 0, and beside it the compression state and the rows of every rank.
+
+        Raises:
+            RuntimeError: A rank has died or failed, as callbacks that save on an exception may find.
+        """
+        if self.lifeline is not None and self.lifeline.verdict:
+            raise RuntimeError(f"No checkpoint is saved, because it takes all ranks. {self.lifeline.verdict}.")
+        if self.synchronizer is not None:
+            # Nothing is saved of a step in which something harmed has arrived.
+            self.synchronizer.flush()
+        self._finish_saving()
+        # Under SLURM every rank looks for a free name by itself, and they may find different ones.
+        path, save = self.broadcast((str(filepath), secrets.token_hex(4)))
+        tables, note = self.sharded_tables(), None
+        has_state = self.synchronizer is not None and "optimizer_states" in checkpoint  # fitting, not weights only
+        if has_state or tables:
+            steps = int(checkpoint["global_step"]) if self.synchronizer is None else self.synchronizer.synchronisations
+            note = saved.make_note(self.world_size, steps, save, has_state, bool(tables), self.stages)
+            if has_state:
+                saved.write_state(write_at_once(self.checkpoint_io), path, note, self.global_rank, self._state())
+            if tables:
+                save_rows(saved.rows_path(path, note), tables, self.optimizers if has_state else [])
+            # Lightning's file comes last and points at complete files only.
+            self.barrier()
+            checkpoint[saved.CHECKPOINT_KEY] = note
+        super().save_checkpoint(checkpoint, path, storage_options)
+        self._to_tidy[path] = note
+        if write_at_once(self.checkpoint_io) is self.checkpoint_io:
+            self._finish_saving()
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint and the compression state beside it, once the one that replaces it is written."""
+        self._finish_saving()
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            self.checkpoint_io.remove_checkpoint(saved.state_folder(str(filepath)))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load Lightning's checkpoint and, when fitting, this rank's compression state beside it."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        note = checkpoint.get(saved.CHECKPOINT_KEY, {})
+        self._saved_state = None
+        path = saved.behind_link(str(checkpoint_path))
+        self._rows_folder = saved.rows_path(path, note) if note.get("has_rows") else None
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            if not note.get("has_state", bool(note)):
+                rank_zero_info(f"{checkpoint_path} holds no state of DCTStrategy: residuals start at zero.")
+                return checkpoint
+            layout = (self.global_rank, self.world_size, self.stages)
+            self._saved_state = restore_state(self.checkpoint_io, path, note, *layout, self.config.missing_state)
+            # Restored in the middle of fit, as the learning-rate finder does; at its beginning, set-up restores.
+            if self.synchronizer is not None and isinstance(self.model, DistributedDataParallel):
+                self._restore(self.synchronizer)
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights, those of sharded rows from the folder beside the checkpoint."""
+        tables = self.sharded_tables()
+        super().load_model_state_dict(checkpoint, strict)
+        if tables and self._rows_folder is not None:
+            load_rows(self._rows_folder, tables)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers' states, those of sharded rows from the folder beside the checkpoint."""
+        super().load_optimizer_state_dict(checkpoint)
+        if self._rows_folder is not None:
+            load_row_states(self._rows_folder, self.sharded_tables(), self.optimizers)
+
+    def _state(self) -> dict[str, Any]:
+        assert self.synchronizer is not None
+        return {
+            **self.synchronizer.state_dict(),
+            "split_traffic": self.split_traffic.state_dict(),
+            "accumulated": self._accumulated_gradients(),
+            "modules": {name: module.compression_state() for name, module in self.compressed_modules().items()},
+        }
+
+    def _accumulated_gradients(self) -> dict[str, Tensor]:
+        """Gradients of micro-batches whose optimizer step is still to come, which Lightning does not save."""
+        if not self._accumulating:
+            return {}
+        return {
+            name: parameter.grad.detach().to("cpu", copy=True)
+            for parameter, name in self._parameter_names().items()
+            if parameter.grad is not None
+        }
+
+    def _parameter_names(self) -> dict[Tensor, str]:
+        assert self.lightning_module is not None
+        return parameter_names(self.lightning_module)
+
+    def _restore(self, synchronizer: GradientSynchronizer) -> None:
+        if self._saved_state is None:
+            return
+        synchronizer.load_state_dict(self._saved_state)
+        if "split_traffic" in self._saved_state:
+            self.split_traffic.load_state_dict(self._saved_state["split_traffic"])
+        self._accumulated = self._saved_state.get("accumulated", {})
+        modules = self.compressed_modules()
+        for name, states in self._saved_state["modules"].items():
+            if name in modules and states[0]:
+                modules[name].load_compression_state(states)
+        self._saved_state = None
+
+    def _finish_saving(self) -> None:
+        """Let what is written in the background come to its end, then remove what nothing points at any more."""
+        finish_writing(self.checkpoint_io)
+        while self._to_tidy:
+            path, note = self._to_tidy.popitem()
+            if self.is_global_zero:
+                saved.remove_outdated(self.checkpoint_io, path, note)

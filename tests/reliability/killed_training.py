@@ -1,0 +1,143 @@
+"""What the ranks train in the tests that kill them: small models of every kind, a checkpoint after every step."""
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+from distributed.harness import elastic_environment
+from distributed.training import Module, Noise, perceptron, trainer_for
+from embedding.hybrid import Batches, Hybrid
+from lightning_dct import DCTPipelineStrategy, DCTStrategy
+from pipeline.split_models import SplitModule, replica
+
+# In one epoch. Plain Lightning 2.6 trains an epoch too many when it resumes twice, the first time from a checkpoint
+# saved after an epoch's last batch.
+BATCHES = 24
+
+
+class Resumable:
+    """Batches that say how far they have been read, so that Lightning goes on there."""
+
+    def __init__(self, batch: Callable[[int], Any]) -> None:
+        self._batch = batch
+        self._position = 0
+        self._first = 0
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self._first = self._first, 0
+        for index in range(first, BATCHES):
+            self._position = index + 1
+            yield self._batch(index)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self._position % BATCHES}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._first = state["position"]
+
+
+def gradients(**settings: Any) -> tuple[DCTStrategy, LightningModule, Any, dict[str, Any]]:
+    rank = int(os.environ["RANK"])
+    noise = Noise(BATCHES, 40, 8, rank=rank)
+    module = Module(perceptron(hidden=200), torch.optim.Adam, lr=0.01)
+    strategy = DCTStrategy(**{"density": 0.05, "refresh_every": 4, **settings})
+    return strategy, module, noise.__getitem__, {}
+
+
+def all_gather() -> Any:
+    strategy, module, batch, _ = gradients(exchange="all_gather", value_format="int8", warmup_steps=6)
+    return strategy, module, batch, {"accumulate_grad_batches": 2}
+
+
+def sharded() -> Any:
+    return gradients(exchange="sharded", value_format="1bit", density=0.2)
+
+
+def in_background() -> Any:
+    strategy, module, batch, _ = gradients(exchange="all_gather")
+    return strategy, module, batch, {"plugins": [AsyncCheckpointIO()]}
+
+
+def tables() -> Any:
+    module = Hybrid({"density": 0.1, "value_format": "int8", "refresh_every": 5, "cache_rows": 40}, "adagrad")
+    return DCTStrategy(density=0.2, min_tensor_size=1, refresh_every=4), module, Batches.batch, {}
+
+
+def pipeline() -> Any:
+    split = {"density": 0.2, "forward_format": "int8", "warmup_steps": 8, "refresh_every": 3}
+    strategy = DCTPipelineStrategy(stages=2, micro_batches=4, density=0.2, min_tensor_size=1, refresh_every=4)
+    noise = Noise(BATCHES, 40, 8, 8, replica(2))
+    return strategy, SplitModule(2, split, torch.optim.Adam, lr=0.01), noise.__getitem__, {}
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "all_gather": all_gather,
+    "sharded": sharded,
+    "in_background": in_background,
+    "tables": tables,
+    "pipeline": pipeline,
+}
+
+
+class Reporting(Callback):
+    """Tells whoever may want to kill this rank how far it is."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe = pipe
+
+    def on_fit_start(self, trainer: Trainer, *_: Any) -> None:
+        save = trainer.strategy.save_checkpoint
+
+        def save_and_tell(*arguments: Any, **settings: Any) -> None:
+            self.tell(trainer, "saving")
+            save(*arguments, **settings)
+            self.tell(trainer, "saved")
+
+        trainer.strategy.save_checkpoint = save_and_tell
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self.tell(trainer, "training")
+
+    def tell(self, trainer: Trainer, event: str) -> None:
+        self.pipe.send((event, trainer.fit_loop.total_batch_idx))
+
+
+def train(rank: int, world_size: int, port: int, kind: str, folder: Path, pipe: Connection) -> None:
+    """One rank: go on from the last checkpoint in the folder if there is one, and leave there what comes out."""
+    log = (folder / f"rank-{rank}.log").open("a")
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    sys.stdout = sys.stderr = log
+    os.environ.update(elastic_environment(rank, world_size, port))
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    strategy, module, batch, settings = KINDS[kind]()
+    saver = ModelCheckpoint(folder / "checkpoints", "{step}", save_last=True, every_n_train_steps=1)
+    trainer = trainer_for(strategy, enable_checkpointing=True, callbacks=[saver, Reporting(pipe)], **settings)
+    trainer.fit(module, Resumable(batch), ckpt_path="last")
+    state = strategy.synchronizer.state_dict()
+    del state["traffic"]  # it counts time
+    result = {
+        "weights": {name: parameter.detach() for name, parameter in module.named_parameters()},
+        "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
+        "state": state,
+        "modules": [part.compression_state() for part in strategy.compressed_modules().values()],
+    }
+    torch.save(result, folder / f"final-{rank}.pt")
+    log.flush()
+    # Not by the usual way out: gloo's threads may abort a process that ends while a DistributedDataParallel is alive.
+    os._exit(0)

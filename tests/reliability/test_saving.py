@@ -1,0 +1,300 @@
+"""Every way to a checkpoint, and what happens when something of it is missing."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+from distributed.harness import RankFailure
+from distributed.training import (
+    Module,
+    Run,
+    Watch,
+    assert_replicas_equal,
+    assert_weights_equal,
+    fit,
+    loader,
+    rank,
+    summary,
+    trainer_for,
+)
+from embedding.hybrid import Hybrid, batches, together, whole
+from lightning_dct import DCTStrategy
+from lightning_dct.checkpoint import rows_path, state_path
+from lightning_dct.files import AtomicCheckpointIO
+from reliability.killed_training import BATCHES, Resumable
+
+SETTINGS: dict[str, Any] = {"density": 0.05, "refresh_every": 4}
+
+
+class Observing(AtomicCheckpointIO):
+    """Looks, whenever one of Lightning's files is about to be written or removed, what those that are there point at.
+
+    Attributes:
+        missing: Files of ranks that some checkpoint pointed at and that were not there.
+        seen: How many checkpoints were looked at.
+    """
+
+    def __init__(self) -> None:
+        self.missing: list[str] = []
+        self.seen = 0
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        if str(path).endswith(".ckpt"):
+            self.look(Path(path).parent)
+            self.check(path, checkpoint["lightning_dct"])
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        super().remove_checkpoint(path)
+        if not str(path).endswith(".ckpt"):
+            self.look(Path(path).parent.parent)
+        # The last moment that a kill may have left behind: something newer is there.
+        elif not list(Path(path).parent.glob("*.ckpt")):
+            self.missing.append(f"any checkpoint after {path} was removed")
+
+    def look(self, folder: Path) -> None:
+        for path in folder.glob("*.ckpt"):
+            self.check(path, torch.load(path, weights_only=True)["lightning_dct"])
+
+    def check(self, path: Any, note: dict[str, Any]) -> None:
+        self.seen += 1
+        files = [state_path(str(path), note, of) for of in range(note["world_size"])]
+        self.missing += [file for file in files if not os.path.exists(file)]
+
+
+def save_in_background(folder: Path, settings: dict[str, Any]) -> tuple[list[str], int]:
+    inner = Observing()
+    saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, **settings)
+    fit(
+        DCTStrategy(**SETTINGS),
+        Module(),
+        12,
+        enable_checkpointing=True,
+        callbacks=[saver],
+        plugins=[AsyncCheckpointIO(inner)],
+    )
+    if rank() == 0:  # who writes and removes
+        inner.look(folder)
+    return inner.missing, inner.seen
+
+
+@pytest.mark.parametrize("settings", [{}, {"save_top_k": 0, "save_last": True}])
+def test_what_a_checkpoint_points_at_is_there_first_and_goes_last(
+    ranks: Any, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """Oracle: the files of both ranks, looked for before each write and after each removal of a background thread."""
+    (missing, seen), _ = ranks(2).run(save_in_background, tmp_path, settings)
+    assert missing == []
+    assert seen >= 24
+    name = "last.ckpt" if settings else "step=12.ckpt"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [name, f"{name}.dct"]
+    assert len(list((tmp_path / f"{name}.dct").iterdir())) == 2
+
+
+def save_under_two_names(folder: Path) -> None:
+    trainer = trainer_for(DCTStrategy(**SETTINGS))
+    trainer.fit(Module(), loader(3, 40, 8))
+    trainer.save_checkpoint(folder / f"{rank()}.ckpt")
+
+
+def test_rank_zero_names_the_checkpoint(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: one checkpoint with the files of both ranks, as under SLURM, where ranks choose names."""
+    ranks(2).run(save_under_two_names, tmp_path)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["0.ckpt", "0.ckpt.dct"]
+    assert len(list((tmp_path / "0.ckpt.dct").iterdir())) == 2
+
+
+def save_over_a_link(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Save rows, train on, and save where a link to the first checkpoint lies."""
+    module = Hybrid({"density": 0.2})
+    trainer = trainer_for(DCTStrategy(density=0.5, min_tensor_size=1), max_epochs=1)
+    trainer.fit(module, batches(3))
+    trainer.save_checkpoint(folder / "first.ckpt")
+    before = whole(module)
+    if rank() == 0:
+        (folder / "last.ckpt").symlink_to("first.ckpt")
+    trainer.strategy.barrier()
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, batches(3))
+    trainer.save_checkpoint(folder / "last.ckpt")
+    return before, whole(module)
+
+
+def rows_in(path: Path) -> dict[str, Any]:
+    module = Hybrid({"density": 0.2})
+    trainer_for(DCTStrategy()).validate(module, batches(1), ckpt_path=str(path), verbose=False)
+    return whole(module)
+
+
+def test_a_link_that_is_saved_over_becomes_a_checkpoint(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: the rows at either save; the checkpoint behind the link keeps its own."""
+    saved = ranks(2).run(save_over_a_link, tmp_path)
+    assert not (tmp_path / "last.ckpt").is_symlink()
+    for name, expected in zip(("first", "last"), zip(*saved, strict=True), strict=True):
+        loaded = together(ranks(2).run(rows_in, tmp_path / f"{name}.ckpt"))
+        assert_weights_equal(loaded, together(list(expected)))
+
+
+class Fails(Callback):
+    """Raises on every rank when so many batches are done."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx + 1 == self.after:
+            raise KeyError("a bug of the user's")
+
+
+def train(folder: Path, fail_after: int | None, saver: Any, accumulate: int) -> Run:
+    callbacks: list[Callback] = [saver]
+    if fail_after is not None:
+        callbacks.append(Fails(fail_after))
+    watch = Watch()
+    module = Module(None, torch.optim.Adam, lr=0.01)
+    strategy = DCTStrategy(**SETTINGS)
+    trainer = trainer_for(
+        strategy,
+        callbacks=[watch, *callbacks],
+        enable_checkpointing=True,
+        default_root_dir=folder,
+        accumulate_grad_batches=accumulate,
+    )
+    data = Resumable(loader(BATCHES, 40, 8).dataset.__getitem__)
+    if fail_after is None:
+        trainer.fit(module, data, ckpt_path="last")
+    else:
+        with pytest.raises(KeyError):
+            trainer.fit(module, data, ckpt_path="last")
+    return summary(strategy, module, watch)
+
+
+def on_exception(folder: Path) -> Callback:
+    return OnExceptionCheckpoint(folder)
+
+
+def model_checkpoint(folder: Path) -> Callback:
+    return ModelCheckpoint(folder, "{step}", save_last=True, save_on_exception=True, every_n_train_steps=100)
+
+
+def with_link(folder: Path) -> Callback:
+    return ModelCheckpoint(folder, "{step}", save_last="link", save_on_exception=True, every_n_train_steps=100)
+
+
+def fail_and_go_on(folder: Path, make: str, accumulate: int, fail_after: int) -> tuple[Run, Run]:
+    whole_run = train(folder, None, ModelCheckpoint(folder / "unused", every_n_train_steps=100), accumulate)
+    train(folder, fail_after, globals()[make](folder / make), accumulate)
+    return whole_run, train(folder, None, globals()[make](folder / make), accumulate)
+
+
+@pytest.mark.parametrize(
+    ("make", "accumulate", "fail_after"),
+    [("on_exception", 1, 7), ("model_checkpoint", 3, 7), ("with_link", 1, 5)],
+)
+def test_saved_on_an_exception(ranks: Any, tmp_path: Path, make: str, accumulate: int, fail_after: int) -> None:
+    """Oracle: the run without an exception, to the last bit, also in the middle of accumulated gradients."""
+    for whole_run, resumed in ranks(2).run(fail_and_go_on, tmp_path, make, accumulate, fail_after):
+        assert resumed.hashes == whole_run.hashes[fail_after:]
+        assert_weights_equal(resumed.residuals, whole_run.residuals)
+        assert any(float(residual.norm()) for residual in resumed.residuals.values())
+
+
+def save(folder: Path) -> None:
+    trainer = trainer_for(DCTStrategy(**SETTINGS))
+    trainer.fit(Module(), loader(10, 40, 8))
+    trainer.save_checkpoint(folder / "a.ckpt")
+
+
+class AtStart(Callback):
+    """Looks at what this rank starts from."""
+
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
+        self.state = trainer.strategy.synchronizer.state_dict()
+
+
+def resume(path: Path, settings: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
+    start = AtStart()
+    strategy = DCTStrategy(**SETTINGS, **settings)
+    return fit(strategy, Module(), 10, ckpt_path=str(path), max_epochs=2, callbacks=[start]), start.state
+
+
+def resume_message(path: Path) -> str:
+    with pytest.raises(FileNotFoundError) as caught:
+        resume(path, {})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_missing_file_of_one_rank(ranks: Any, tmp_path: Path, world_size: int) -> None:
+    """Oracle: an error with the file's name on every rank, or with ``reset`` a run that goes on from zero residuals."""
+    ranks(2).run(save, tmp_path)
+    (gone,) = tmp_path.glob("a.ckpt.dct/*-rank-1-of-2.pt")
+    gone.unlink()
+    for message in ranks(world_size).run(resume_message, tmp_path / "a.ckpt"):
+        assert repr(str(gone)) in message
+        assert "missing_state='reset'" in message
+    results = ranks(world_size).run(resume, tmp_path / "a.ckpt", {"missing_state": "reset"})
+    assert_replicas_equal([run for run, _ in results])
+    for run, start in results:
+        assert start["synchronisations"] == 10
+        assert run.synchronisations == 20
+        assert start["residuals"] == {}
+        assert start["thresholds"] == {"values": {}, "targets": {}}
+        assert any(float(residual.norm()) for residual in run.residuals.values())
+
+
+def save_tables(folder: Path) -> None:
+    trainer = trainer_for(DCTStrategy(density=0.5, min_tensor_size=1))
+    trainer.fit(Hybrid({"density": 0.1}), batches(5))
+    trainer.save_checkpoint(folder / "a.ckpt")
+
+
+def resume_tables(path: Path) -> dict[str, Any]:
+    module = Hybrid({"density": 0.1})
+    strategy = DCTStrategy(density=0.5, min_tensor_size=1, missing_state="reset")
+    trainer_for(strategy, max_epochs=2).fit(module, batches(5), ckpt_path=str(path))
+    return {name: value for name, value in whole(module).items() if not name[0].isdigit()}
+
+
+def test_tables_go_on_without_what_was_held_back_but_not_without_rows(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: both ends of every pair start alike, or decoding fails; missing rows are an error."""
+    ranks(2).run(save_tables, tmp_path)
+    for file in tmp_path.glob("a.ckpt.dct/*.pt"):
+        file.unlink()
+    first, second = ranks(2).run(resume_tables, tmp_path / "a.ckpt")
+    assert_weights_equal(first, second)
+    shutil.rmtree(tmp_path / "a.ckpt.dct")
+    with pytest.raises(RankFailure, match="embedding rows should be in"):
+        ranks(2).run(resume_tables, tmp_path / "a.ckpt")
+
+
+def rewrite_as_version_1(path: Path) -> None:
+    """What version 1 would have written: files named without the save, no token in the note."""
+    checkpoint = torch.load(path, weights_only=True)
+    note = checkpoint["lightning_dct"]
+    old = {**{key: value for key, value in note.items() if key != "save"}, "format_version": 1}
+    for of in range(note["world_size"]):
+        os.rename(state_path(str(path), note, of), state_path(str(path), old, of))
+    if note["has_rows"]:
+        os.rename(rows_path(str(path), note), rows_path(str(path), old))
+    checkpoint["lightning_dct"] = old
+    torch.save(checkpoint, path)
+
+
+def test_checkpoint_of_version_1_resumes(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: the same checkpoint as it was written."""
+    ranks(2).run(save, tmp_path)
+    expected = ranks(2).run(resume, tmp_path / "a.ckpt", {})
+    rewrite_as_version_1(tmp_path / "a.ckpt")
+    for (run, start), (run_of_2, start_of_2) in zip(
+        ranks(2).run(resume, tmp_path / "a.ckpt", {}), expected, strict=True
+    ):
+        assert run.hashes == run_of_2.hashes
+        assert_weights_equal(start["residuals"], start_of_2["residuals"])
