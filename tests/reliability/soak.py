@@ -108,6 +108,8 @@ class Soak:
             else [
                 *("--nnodes", str(layout.hosts), "--rdzv-backend", "c10d", "--rdzv-id", f"phase-{self._phases}"),
                 *("--rdzv-endpoint", f"{self._hosts[0].address}:{PORT}", "--local-addr", host.address),
+                # The address is not what the host's name resolves to, so torchrun does not see it by itself.
+                *("--rdzv-conf", f"is_host={int(host is self._hosts[0])}"),
             ]
         )
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(layout.ranks)]
@@ -165,6 +167,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    # Hosts are to be removed when this is told to stop, as after ctrl-C.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     end = time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory() as name, make_hosts(2) as hosts:
         folder = Path(name)

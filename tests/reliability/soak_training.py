@@ -51,7 +51,7 @@ class Model(pl.LightningModule):
         samples = range(rank * share, (rank + 1) * share)
         direction = torch.stack([gradient_of(step, sample) for sample in samples]).mean(0)
         features = direction[:FEATURES] / direction[:FEATURES].norm()
-        loss = (features @ (self.learnt - 1.0)).square()
+        loss = 0.1 * (features @ (self.learnt - 1.0)).square()
         return direction @ self.known + loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
