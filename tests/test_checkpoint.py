@@ -167,3 +167,22 @@ def test_merging_keeps_dtypes_the_rest_of_the_state_and_its_arguments() -> None:
     assert merged["synchronisations"] == 7
     assert merged["steps_since_refresh"] == 5
     assert states[0]["residuals"]["a"].item() == 1.0
+
+
+def test_accumulated_gradients_of_another_world_are_the_mean() -> None:
+    """Oracle: the fp64 mean in the gradients' shape and dtype; a rank without one adds nothing, sparse ones go."""
+    sparse = torch.ones(3).to_sparse()
+    states = [
+        state({}, accumulated={"a": torch.tensor([[1.0, 1e8]]), "rows": sparse}),
+        state({}, accumulated={"a": torch.tensor([[4.0, 1.0]])}),
+        state({}, accumulated={"a": torch.tensor([[1.0, -1e8]])}),
+        state({}),
+    ]
+    merged = saved.merge_states(states)["accumulated"]
+    assert list(merged) == ["a"]
+    assert merged["a"].dtype == torch.float32
+    assert merged["a"].tolist() == [[1.5, 0.25]]
+    two_replicas_of_two_stages = saved.merge_states(
+        [state({}, accumulated={name: torch.tensor([value])}) for value in (1.0, 2.0) for name in "ab"], stages=2
+    )
+    assert two_replicas_of_two_stages["accumulated"] == {"a": torch.tensor([1.5]), "b": torch.tensor([1.5])}

@@ -262,9 +262,9 @@ def train_sharded(folder: Path, resumed: Path | None, epochs: int) -> tuple[dict
 
 
 def test_what_owners_hold_back_survives_other_numbers_of_ranks(ranks: Any, tmp_path: Path) -> None:
-    """Oracle: the mean, over the ranks that saved, of all that their files say is held back; 2, 3 and 1 ranks."""
+    """Oracle: the mean, over the ranks that saved, of all that their files say is held back; 2, 4, 3 and 1 ranks."""
     path = None
-    for epochs, world_size in enumerate((2, 3, 1), start=1):
+    for epochs, world_size in enumerate((2, 4, 3, 1), start=1):
         results = ranks(world_size).run(train_sharded, tmp_path / str(world_size), path, epochs)
         assert_replicas_equal([run for _, run in results])
         if path is not None:
@@ -280,7 +280,7 @@ def test_what_owners_hold_back_survives_other_numbers_of_ranks(ranks: Any, tmp_p
                     torch.testing.assert_close(held, mean, rtol=1e-6, atol=1e-8)
         path = tmp_path / str(world_size) / f"step={10 * epochs}.ckpt"
     (_, alone) = results[0]
-    assert alone.synchronisations >= 30
+    assert alone.synchronisations >= 40
     # With nobody to exchange with, everything that was held back has gone out.
     assert not any(residual.any() for residual in alone.residuals.values())
 
