@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from reliability.kill_and_resume import differences, survive
-from reliability.killed_training import KINDS
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# Each kind takes eight starts of a process; kill_and_resume.py has them all.
+@pytest.mark.parametrize("kind", ["sharded", "tables", "pipeline"])
 def test_killed_training_ends_as_if_undisturbed(tmp_path: Path, kind: str) -> None:
     """Oracle: the undisturbed run, every bit of what every rank holds at the end."""
     survival = survive(kind, 2, 1, tmp_path)
