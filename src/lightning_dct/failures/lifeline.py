@@ -124,6 +124,8 @@ class Lifeline:
         self._connection.close()
 
     def _hear(self, verdict: str, blamed: list[int]) -> None:
+        if self._decided.is_set():
+            return  # the answer to this rank's own report
         self.verdict = verdict
         self._decided.set()
         if not verdict or self._rank in blamed:
