@@ -22,6 +22,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch import Tensor
 
+from lightning_dct.files import no_checkpoint_name
 from lightning_dct.gradients.residual import add_pieces, pieces_extent
 from lightning_dct.state_file import read_checked
 
@@ -56,8 +57,7 @@ def make_note(
 def state_folder(checkpoint_path: str) -> str:
     """The folder that holds the ranks' files of a checkpoint."""
     folder, name = os.path.split(checkpoint_path)
-    # To Lightning whatever is called hpc_ckpt_N is a checkpoint to resume from, also a folder without its checkpoint.
-    return os.path.join(folder, f"{name.replace('hpc_ckpt_', 'hpc-ckpt-')}.dct")
+    return os.path.join(folder, f"{no_checkpoint_name(name)}.dct")
 
 
 def state_path(checkpoint_path: str, note: Mapping[str, Any], rank: int) -> str:

@@ -42,8 +42,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return
         folder, name = os.path.split(local_path)
         os.makedirs(folder, exist_ok=True)
-        # Lightning takes every name with hpc_ckpt_ in it for a checkpoint.
-        unfinished = os.path.join(folder, f".{name.replace('hpc_ckpt_', 'hpc-ckpt-')}.part")
+        unfinished = os.path.join(folder, f".{no_checkpoint_name(name)}.part")
         try:
             with open(unfinished, "wb") as file:
                 torch.save(checkpoint, file)
@@ -54,6 +53,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             with contextlib.suppress(OSError):
                 os.remove(unfinished)
             raise
+
+
+def no_checkpoint_name(name: str) -> str:
+    """The name of something beside a checkpoint: to Lightning whatever is called hpc_ckpt_N is one to resume from."""
+    return name.replace("hpc_ckpt_", "hpc-ckpt-")
 
 
 def write_at_once(checkpoint_io: CheckpointIO) -> CheckpointIO:

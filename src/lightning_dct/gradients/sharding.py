@@ -125,6 +125,26 @@ def cut(bucket: BucketPlan, pieces: Mapping[str, tuple[Piece, ...]], owners: int
     return tuple(shards)
 
 
+class Shards:
+    """Buckets divided among owners, each once: its plan is the same in every step.
+
+    Args:
+        pieces: Of every tensor, by name.
+        owners: How many ranks share them.
+    """
+
+    def __init__(self, pieces: Mapping[str, tuple[Piece, ...]], owners: int) -> None:
+        self._pieces = pieces
+        self._owners = owners
+        self._known: dict[BucketPlan, tuple[Shard, ...]] = {}
+
+    def of(self, bucket: BucketPlan) -> tuple[Shard, ...]:
+        """Each owner's shard of a bucket; see :func:`cut`."""
+        if bucket not in self._known:
+            self._known[bucket] = cut(bucket, self._pieces, self._owners)
+        return self._known[bucket]
+
+
 def owned_by(pieces: Mapping[str, tuple[Piece, ...]], owner: int) -> dict[str, Piece]:
     """The pieces of one owner, by label."""
     return {piece.label: piece for parts in pieces.values() for piece in parts if piece.owner == owner}

@@ -2,9 +2,7 @@
 
 # No `from __future__ import annotations` here: DistributedDataParallel compares the hook's annotations with classes.
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from time import perf_counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -81,7 +79,7 @@ class GradientSynchronizer:
         if not self._pending:
             self._begin()
         earlier = [pending for pending in self._pending if pending.rounds_left > 1]
-        with self._timed():
+        with self.traffic.timed():
             self._pending.append(self._send(bucket))
         future = self._pending[-1].future
         # Now that this bucket is on its way, the ones before it begin their next round. That is decided by counting
@@ -155,7 +153,7 @@ class GradientSynchronizer:
     def _advance(self, pending: "_Pending") -> None:
         """Wait for a bucket's collective, and start its next one or read what it has brought."""
         pending.work.wait()
-        with self._timed():
+        with self.traffic.timed():
             pending.rounds_left -= 1
             try:
                 pending.work = next(pending.flow)
@@ -216,14 +214,6 @@ class GradientSynchronizer:
         self.traffic.add(entries=buffer.numel(), entries_sent=buffer.numel())
         yield all_reduce_mean(buffer, self.exchange.everyone)
         return buffer
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        start = perf_counter()
-        try:
-            yield
-        finally:
-            self.traffic.add(seconds=perf_counter() - start)
 
 
 class _Pending:

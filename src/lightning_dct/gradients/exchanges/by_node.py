@@ -21,8 +21,7 @@ import torch.distributed as dist
 from lightning_dct.gradients.collectives import Link, all_gather_payload, all_reduce_mean, spread_payload
 from lightning_dct.gradients.exchanges.base import Bucket, Flow, count_entries, unused
 from lightning_dct.gradients.memory import Memory
-from lightning_dct.gradients.plan import BucketPlan
-from lightning_dct.gradients.sharding import Piece, Shard, cut, owned_by
+from lightning_dct.gradients.sharding import Piece, Shards, owned_by
 
 
 class ByNode:
@@ -50,15 +49,14 @@ class ByNode:
         self.pieces: Mapping[str, Piece] = owned_by(pieces, inside.rank)
         self.passes = by_node_passes(between.size, inside.size)
         self._inside, self._between = inside, between
-        self._all_pieces = pieces
         self._hold_unused = hold_unused
         self._made = [inside.group, between.group]
-        self._shards: dict[BucketPlan, tuple[Shard, ...]] = {}
+        self._shards = Shards(pieces, inside.size)
 
     def send(self, bucket: Bucket, memory: Memory) -> Flow:
         """Exchange a bucket."""
         buffer, plan, held = bucket
-        shards = self._shards_of(plan)
+        shards = self._shards.of(plan)
         # What this rank alone holds back, from a time with another exchange, leaves it with the dense gradients.
         memory.send_out(buffer, plan, held, owned=False)
         for index in held:
@@ -92,11 +90,6 @@ class ByNode:
         """Destroy the groups inside and between nodes."""
         while self._made:
             dist.destroy_process_group(self._made.pop())
-
-    def _shards_of(self, plan: BucketPlan) -> tuple[Shard, ...]:
-        if plan not in self._shards:
-            self._shards[plan] = cut(plan, self._all_pieces, self._inside.size)
-        return self._shards[plan]
 
 
 def by_node_passes(nodes: int, ranks_per_node: int) -> float:

@@ -19,8 +19,7 @@ import torch
 from lightning_dct.gradients.collectives import Link, deliver_payloads, spread_payload
 from lightning_dct.gradients.exchanges.base import Bucket, Flow, count_entries, unused
 from lightning_dct.gradients.memory import Memory
-from lightning_dct.gradients.plan import BucketPlan
-from lightning_dct.gradients.sharding import Piece, Shard, cut, owned_by
+from lightning_dct.gradients.sharding import Piece, Shards, owned_by
 
 SHARDED_PASSES = 2.0
 
@@ -40,14 +39,13 @@ class Sharded:
     def __init__(self, everyone: Link, pieces: Mapping[str, tuple[Piece, ...]], hold_unused: bool) -> None:
         self.everyone = everyone
         self.pieces: Mapping[str, Piece] = owned_by(pieces, everyone.rank)
-        self._all_pieces = pieces
         self._hold_unused = hold_unused
-        self._shards: dict[BucketPlan, tuple[Shard, ...]] = {}
+        self._shards = Shards(pieces, everyone.size)
 
     def send(self, bucket: Bucket, memory: Memory) -> Flow:
         """Exchange a bucket."""
         buffer, plan, held = bucket
-        shards = self._shards_of(plan)
+        shards = self._shards.of(plan)
         residual = memory.residual_of(plan, buffer.device)
         compressed = [
             memory.compress(buffer, residual, shard.plan, shard.of(held), memory.gradient_scale) for shard in shards
@@ -73,8 +71,3 @@ class Sharded:
 
     def close(self) -> None:
         """Nothing to destroy."""
-
-    def _shards_of(self, plan: BucketPlan) -> tuple[Shard, ...]:
-        if plan not in self._shards:
-            self._shards[plan] = cut(plan, self._all_pieces, self.everyone.size)
-        return self._shards[plan]
