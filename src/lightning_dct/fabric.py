@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dct import checkpoint as saved
 from lightning_dct.agreement import check_agreement
 from lightning_dct.config import DCTConfig
+from lightning_dct.failures import end_after_gloo, meet_in_fresh_store
 from lightning_dct.files import AtomicCheckpointIO
 from lightning_dct.gradients import GradientSynchronizer, make_synchronizer, parameter_names, resolve_process_group
 from lightning_dct.restoring import restore_state
@@ -46,6 +47,12 @@ class DCTStrategy(DDPStrategy):
         self.traffic = Traffic()
         # One for each module that was set up, in that order.
         self.synchronizers: list[GradientSynchronizer] = []
+
+    def setup_environment(self) -> None:
+        """Bring the processes up."""
+        meet_in_fresh_store(self._timeout)
+        super().setup_environment()
+        end_after_gloo()
 
     def setup_module(self, module: Module) -> DistributedDataParallel:
         """Wrap a module with DDP and register the communication hook."""

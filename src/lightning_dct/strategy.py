@@ -27,7 +27,7 @@ from lightning_dct.callbacks import (
 )
 from lightning_dct.config import DCTConfig, ExchangeName, MissingState, ValueFormat
 from lightning_dct.embedding.hosting import install_clipping
-from lightning_dct.failures import Lifeline
+from lightning_dct.failures import Lifeline, end_after_gloo, meet_in_fresh_store
 from lightning_dct.gradients import make_synchronizer, parameter_names, resolve_process_group
 from lightning_dct.kernels import KernelName
 from lightning_dct.saving import CheckpointedStrategy
@@ -155,7 +155,9 @@ class DCTStrategy(CheckpointedStrategy):
 
     def setup_environment(self) -> None:
         """Bring the processes up, then make the rows of embedding tables that each of them owns."""
+        meet_in_fresh_store(self._timeout)
         super().setup_environment()
+        end_after_gloo()
         self.lifeline = Lifeline.open()
         self._check_modules()
         self.sharded_tables()

@@ -150,6 +150,51 @@ def test_residuals_go_to_another_number_of_stages(ranks: Any, tmp_path: Path) ->
     assert not first.keys() & last.keys()
 
 
+def leg(stages: int, resume: Path | None, save: Path, until: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Train up to so many batches and save; what a rank holds back when it begins, and all weights in the end."""
+    begun: dict[str, Tensor] = {}
+
+    class Look(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+            begun.update(trainer.strategy.synchronizer.residuals.state_dict())
+
+    strategy = DCTStrategy(**COMPRESSED) if stages == 1 else strategy_for(stages, "1f1b", **COMPRESSED)
+    module = SplitModule(2, SPLIT, torch.optim.Adam, lr=0.01)
+    trainer = trainer_for(strategy, callbacks=[Look(), SaveAndStop(save, until)], max_epochs=100)
+    trainer.fit(module, batches(8, stages, BATCH_SIZE), ckpt_path=None if resume is None else str(resume))
+    assert trainer.fit_loop.total_batch_idx + 1 == until
+    return begun, {name: weight.detach().clone() for name, weight in module.named_parameters()}
+
+
+def test_chain_of_layouts(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: for each change of layout, 2 -> 4 -> 3 -> 1 ranks, the mean of what the ranks before it held back."""
+    resume: Path | None = None
+    held_back = []
+    for number, (world, stages) in enumerate([(2, 2), (4, 2), (3, 1), (1, 1)], start=1):
+        save = tmp_path / f"{number}.ckpt"
+        together = ranks(world).run(leg, stages, resume, save, 3 * number)
+        if resume is not None:
+            before: dict[str, list[Tensor]] = {}
+            for file in sorted(Path(f"{resume}.dct").iterdir()):
+                for name, residual in torch.load(file, weights_only=True)["residuals"].items():
+                    before.setdefault(name, []).append(residual.double())
+            after: dict[str, list[Tensor]] = {}
+            for begun, _ in together:
+                for name, residual in begun.items():
+                    after.setdefault(name, []).append(residual.double())
+            assert set(before) <= set(after)
+            held_back.append(sum(float(residual.norm()) for held in before.values() for residual in held))
+            for name, held in before.items():
+                torch.testing.assert_close(
+                    sum(after[name]) / len(after[name]), sum(held) / len(held), rtol=1e-6, atol=1e-9
+                )
+        assert all(worst(weights, together[0][1]) == 0.0 for _, weights in together)
+        resume = save
+    # A pipeline that is alone holds nothing back.
+    assert held_back[0] == 0.0
+    assert min(held_back[1:]) > 0.0
+
+
 def fit_then_save(path: Path) -> Outcome:
     module, watch = SplitModule(2, SPLIT), Losses()
     trainer = trainer_for(strategy_for(2), callbacks=[watch])

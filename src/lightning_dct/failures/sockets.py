@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import socket
@@ -58,6 +59,17 @@ def address_towards(host: str) -> str:
     with socket.socket(family, kind) as probe:
         probe.connect(place)
         return str(probe.getsockname()[0])
+
+
+def name_of_this_host(host: str) -> str:
+    """A name of this host that others know: ``host`` where that is this one, else this host's address on the way there.
+
+    Raises:
+        OSError: The name is unknown, or there is no way there.
+    """
+    own = address_towards(host)
+    here = {str(place[0]) for *_, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)}
+    return host if own in here or ipaddress.ip_address(own).is_loopback else own
 
 
 def write_line(connection: socket.socket, message: dict[str, Any]) -> None:
