@@ -1,123 +1,175 @@
-"""Trains the same experiment under several synchronisations, one after the other, and sets the results side by side.
+"""Trains the same experiment under several synchronisations and seeds, and sets the results side by side.
 
-    python experiments/compare.py experiment=lm --strategy ddp --strategy "dct strategy.density=0.001"
+    python experiments/compare.py experiment=lm --seeds 0 1 2 --strategy ddp --strategy "1%: dct strategy.density=0.01"
 
-Each run is a ``train.py`` of its own, in its own folder below ``--output``. A run that has left its ``result.json``
-there is not repeated, so a comparison that was stopped goes on where it was. The table is printed and written as
-``table.md``.
+The first strategy is the baseline. Each run is a ``train.py`` of its own, in its own folder below ``--output``. A run
+that has left its ``result.json`` there is not repeated, so a comparison that was stopped goes on where it was; one that
+fails is reported, and the others go on. ``--sweep model.learning_rate=0.003,0.01,0.03`` tries each value for every
+strategy with the first seed, takes the best by validation, and runs the other seeds with it. What comes out is
+``table.md``, ``table.csv`` with every figure of every run, and ``quality.png``: quality against bytes.
+
+``--collect-only`` makes them again from what is there. ``--collect multirun/2026-01-31/12-00-00`` makes them from runs
+that ``train.py --multirun`` has left.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import re
-import subprocess
+import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-TRAIN = Path(__file__).with_name("train.py")
+from comparison.collect import collect
+from comparison.picture import draw
+from comparison.plan import Strategy, folder_name, plan_run, require_distinct, setting_name
+from comparison.progress import Progress
+from comparison.runs import Entry, Run, Runner
+from comparison.sweep import Axis, choose, combinations
+from comparison.table import how_to_read, sweep_notes, tabulate, write_markdown, write_runs
+
+LABEL_WIDTH = 24
 
 
-def run(common: list[str], strategy: str, folder: Path) -> dict[str, Any]:
-    """Train once, unless the folder holds the result already.
-
-    Args:
-        common: Hydra overrides of all runs.
-        strategy: A file of ``conf/strategy`` and overrides that go with it, separated by blanks.
-        folder: Where the run leaves everything it writes.
+def main(words: Sequence[str] | None = None) -> int:
+    """Run what is not there yet, then print and write the table and draw the picture.
 
     Returns:
-        What ``result.json`` says.
+        The exit status: 0 when every run is there.
+    """
+    parser = make_parser()
+    arguments = parser.parse_args(words)
+    console = Console()
+    try:
+        if arguments.collect:
+            entries, common, problems = collect(arguments.collect)
+            output = arguments.output or arguments.collect[0]
+        else:
+            common, seeds = take_seeds(arguments.overrides, arguments.seeds)
+            strategies = [Strategy.parse(text) for text in arguments.strategy]
+            axes = [Axis.parse(text) for text in arguments.sweep]
+            require_distinct(strategies, common, [axis.setting for axis in axes])
+            output = arguments.output or Path("outputs/compare") / folder_name(common, common)
+            count = len(strategies) * (len(combinations(axes)) + len(seeds) - 1)
+            with Progress(console, count) as progress:
+                runner = Runner(progress, arguments.collect_only)
+                entries = [compare(runner, common, strategy, axes, seeds, output) for strategy in strategies]
+            # Of what failed its first line: the rest is what a run printed last, and has been shown.
+            problems = [failure.partition("\n")[0] for failure in runner.failures]
+            problems += [f"{name}: missing" for name in runner.missing]
+    except ValueError as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        console.print("Stopped. The same command goes on from here.")
+        return 128 + signal.SIGINT
+    report(console, entries, " ".join(common), problems, output)
+    return 1 if problems else 0
+
+
+def compare(
+    runner: Runner, common: list[str], strategy: Strategy, axes: list[Axis], seeds: list[int], output: Path
+) -> Entry:
+    """Get all runs of one strategy.
+
+    Args:
+        runner: Finds or does them.
+        common: Overrides of all runs.
+        strategy: The side of the comparison.
+        axes: Settings to sweep with the first seed.
+        seeds: Seeds of the runs that are compared.
+        output: The folder of the comparison.
+    """
+
+    def get(swept: tuple[str, ...], seed: int) -> Run | None:
+        return runner.get(plan_run(common, strategy, swept, seed, output))
+
+    trials = {swept: get(swept, seeds[0]) for swept in combinations(axes)}
+    found = tuple(run for run in trials.values() if run is not None)
+    choice = None
+    if axes:
+        results = {swept: None if run is None else run.result for swept, run in trials.items()}
+        try:
+            choice = choose(axes, results, seeds[0])
+        except ValueError as error:
+            runner.skip(f"{strategy.label}: {error}", len(seeds) - 1)
+            return Entry(strategy.label, (), found)
+    swept = choice.swept if choice else ()
+    runs = [trials[swept], *(get(swept, seed) for seed in seeds[1:])]
+    return Entry(strategy.label, tuple(run for run in runs if run is not None), found, choice)
+
+
+def report(console: Console, entries: Sequence[Entry], title: str, problems: Sequence[str], output: Path) -> None:
+    """Print a comparison, and write its table, its runs and its picture.
+
+    Args:
+        console: Where it is printed.
+        entries: The sides of the comparison, the baseline first.
+        title: What was compared.
+        problems: What failed or is missing.
+        output: The folder it is written to.
+    """
+    if any(entry.runs for entry in entries):
+        heads, rows = tabulate(entries)
+        table = Table(title=escape(title), caption=escape(how_to_read(entries)))
+        for head in heads:
+            table.add_column(escape(head), justify="right", overflow="fold")
+        # Figures may break into lines, and long labels; short ones are what a reader looks for first.
+        longest = max(len(entry.label) for entry in entries)
+        table.columns[0].justify, table.columns[0].min_width = "left", min(longest, LABEL_WIDTH)
+        for row in rows:
+            table.add_row(*map(escape, row))
+        console.print(table)
+        for note in sweep_notes(entries):
+            console.print(note, markup=False, highlight=False)
+        output.mkdir(parents=True, exist_ok=True)
+        write_markdown(output / "table.md", entries, title, problems)
+        write_runs(output / "table.csv", entries)
+        draw(output / "quality.png", entries, title)
+        console.print(f"Written to {output}: table.md, table.csv, quality.png", markup=False, highlight=False)
+    for problem in problems:
+        console.print(problem, style="red", markup=False, highlight=False)
+
+
+def take_seeds(overrides: Sequence[str], seeds: Sequence[int] | None) -> tuple[list[str], list[int]]:
+    """Part the seeds from what all runs share.
+
+    Args:
+        overrides: Of all runs; ``seed=1,2`` among them means the same as ``--seeds 1 2``.
+        seeds: Those asked for; None for those the overrides name, or 0.
 
     Raises:
-        subprocess.CalledProcessError: The run failed; it has printed why.
+        ValueError: Both name seeds, or a seed comes twice or is no integer.
     """
-    result = folder / "result.json"
-    if not result.exists():
-        name, *settings = strategy.split()
-        overrides = [*common, f"strategy={name}", *settings, f"hydra.run.dir={folder.resolve()}"]
-        subprocess.run([sys.executable, str(TRAIN), *overrides], check=True)
-    return json.loads(result.read_text())
+    named = [override for override in overrides if setting_name(override) == "seed"]
+    if named and seeds is not None:
+        raise ValueError(f"{named[0]}: --seeds says already which")
+    if seeds is None:
+        seeds = [int(seed) for override in named for seed in override.partition("=")[2].split(",")] or [0]
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"--seeds {' '.join(map(str, seeds))}: a seed comes twice")
+    return [override for override in overrides if override not in named], list(seeds)
 
 
-def tabulate(results: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Lay results out as a table.
-
-    Args:
-        results: What ``result.json`` says, by strategy.
-
-    Returns:
-        The heads of the columns, and the rows.
-    """
-    names = list(dict.fromkeys(name for result in results.values() for name in result["metrics"]))
-    # Where a test part was scored, validation only steered the run.
-    metrics = [name for name in names if name.startswith("test/")] or names
-    # Where a model is split, what crosses inside it has its own columns.
-    split = any(result["split_ratio"] is not None for result in results.values())
-    heads = ["strategy", *metrics, "ratio", "kB sent a step"]
-    heads += [*(["inside ratio", "inside kB a step"] if split else []), "ms a step"]
-    rows = []
-    for strategy, result in results.items():
-        figures = [_text(result["metrics"].get(name), "{:.4f}") for name in metrics]
-        sent = result["bytes_sent_per_step"]
-        figures += [
-            _text(result["compression_ratio"], "{:.1f}x"),
-            _text(None if sent is None else sent / 1000, "{:,.1f}"),
-        ]
-        if split:
-            inside = result["split_bytes_per_step"]
-            figures += [
-                _text(result["split_ratio"], "{:.1f}x"),
-                _text(None if inside is None else inside / 1000, "{:,.1f}"),
-            ]
-        figures += [
-            _text(result["milliseconds_per_step"], "{:.1f}"),
-        ]
-        rows.append([strategy.replace("strategy.", ""), *figures])
-    return heads, rows
-
-
-def main() -> None:
-    """Run everything, then print and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("overrides", nargs="+", help="what all runs share, as in experiment=lm trainer.max_steps=500")
-    parser.add_argument("--strategy", action="append", required=True, help='as in "dct strategy.density=0.001"')
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    first, _, rest = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        description=first, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", help="what all runs share, as in experiment=lm trainer.max_steps=500")
+    parser.add_argument("--seeds", type=int, nargs="+", help="one run of each strategy for each (default: 0)")
+    parser.add_argument("--sweep", action="append", default=[], help="as in model.learning_rate=0.003,0.01,0.03")
     parser.add_argument("--output", type=Path, help="folder of the runs (default: outputs/compare/<overrides>)")
-    arguments = parser.parse_args()
-    output = arguments.output or Path("outputs/compare") / _slug(" ".join(arguments.overrides))
-
-    console = Console()
-    results = {}
-    for number, strategy in enumerate(arguments.strategy, start=1):
-        console.rule(f"Run {number} of {len(arguments.strategy)}: {strategy}")
-        results[strategy] = run(arguments.overrides, strategy, output / _slug(strategy))
-
-    heads, rows = tabulate(results)
-    world_size = next(iter(results.values()))["world_size"]
-    title = f"{' '.join(arguments.overrides)}, {world_size} processes"
-    table = Table(title=title, caption="ratio: bytes of the dense fp32 all-reduce over bytes sent, each rank")
-    for head in heads:
-        table.add_column(head, justify="left" if head == "strategy" else "right", no_wrap=head == "strategy")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
-    (output / "table.md").write_text("\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n")
-
-
-def _slug(text: str) -> str:
-    # No equals sign: Hydra would read the folder's name as another override.
-    return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-")
-
-
-def _text(value: float | None, pattern: str) -> str:
-    return "-" if value is None else pattern.format(value)
+    parser.add_argument("--collect-only", action="store_true", help="start nothing: show what is there")
+    kind = parser.add_mutually_exclusive_group(required=True)
+    kind.add_argument("--strategy", action="append", help='as in "dct strategy.density=0.001"; "label: dct" to name it')
+    kind.add_argument("--collect", type=Path, nargs="+", help="folders of runs started elsewhere, as multirun/...")
+    return parser
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

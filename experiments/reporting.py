@@ -60,6 +60,29 @@ class StepTimer(Callback):
         return _MILLISECONDS * statistics.median(measured) if measured else None
 
 
+class ValidationHistory(Callback):
+    """Keeps what every validation found, the one after training included: how far a run has come, and when it was best.
+
+    Attributes:
+        validations: One dict a validation, oldest first: ``step``, the optimizer steps until then, and each figure.
+    """
+
+    def __init__(self) -> None:
+        self.validations: list[dict[str, float]] = []
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self.validations.clear()
+
+    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
+        figures = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
+        measured, _ = split_best_known(figures)
+        # The one after training comes at a step that may have had its own.
+        self.validations[:] = [found for found in self.validations if found["step"] != trainer.global_step]
+        self.validations.append({"step": trainer.global_step, **measured})
+
+
 @dataclass(frozen=True)
 class Result:
     """The figures of one run; None where a run has no such figure.
@@ -67,10 +90,12 @@ class Result:
     Attributes:
         choices: Which file of each configuration group the run was composed of.
         overrides: What the command line said.
+        seed: What seeded the run.
         world_size: Number of processes.
         steps: Optimizer steps so far, those before a checkpoint included.
-        metrics: Final figures of validation and test.
+        metrics: Figures of validation (``val/...``) and test (``test/...``) after the last step.
         best_known: For a metric, what a perfect model would reach on the same data.
+        validations: Every validation's figures, oldest first, with the ``step`` each came after.
         compression_ratio: Bytes of the dense fp32 all-reduce over bytes handed to collectives, this rank's.
         bytes_sent_per_step: Bytes this rank sends a step.
         bytes_dense_per_step: What the dense fp32 all-reduce would send.
@@ -82,10 +107,12 @@ class Result:
 
     choices: dict[str, Any]
     overrides: list[str]
+    seed: int
     world_size: int
     steps: int
     metrics: dict[str, float]
     best_known: dict[str, float]
+    validations: list[dict[str, float]]
     compression_ratio: float | None
     bytes_sent_per_step: float | None
     bytes_dense_per_step: float | None
@@ -95,9 +122,11 @@ class Result:
     trainable_parameters: int
 
     def write(self, file: Path) -> None:
-        """Write as JSON; figures that are not finite become null."""
+        """Write as JSON, the whole file or none; figures that are not finite become null."""
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(_finite(asdict(self)), indent=2) + "\n")
+        unfinished = file.with_name(f".{file.name}.part")
+        unfinished.write_text(json.dumps(_finite(asdict(self)), indent=2) + "\n")
+        unfinished.replace(file)
 
     def print(self, console: Console | None = None) -> None:
         """Print as a table."""

@@ -2,7 +2,8 @@
 
 ``strategy=ddp|ddp_fp16|powersgd|dct`` swaps how gradients are synchronised and nothing else. Every setting is an
 override, ``strategy.density=0.001 trainer.devices=4``; ``--cfg job`` shows them all. Lightning starts the processes, or
-torchrun does: ``torchrun --nproc-per-node 2 experiments/train.py experiment=lm``.
+torchrun does: ``torchrun --nproc-per-node 2 experiments/train.py experiment=lm``. With ``--multirun`` several values,
+``strategy.density=0.01,0.1 seed=0,1``, are a run for each combination, one after the other.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig
 from torch.distributed import TCPStore
 
+from jobs import run_job_of_sweep
 from lightning_dct import CompressionRatio
 from lightning_dct.traffic import Traffic
-from reporting import Result, StepTimer, split_best_known
+from reporting import Result, StepTimer, ValidationHistory, split_best_known
 
 
 def instantiate_group(group: DictConfig | None) -> list[Any]:
@@ -64,26 +66,14 @@ def share_run_folder() -> None:
         sys.argv += ["hydra.output_subdir=null", f"hydra.job.name=train_ddp_process_{rank}"]
 
 
-def refuse_multirun() -> None:
-    """Stop a sweep before it starts.
-
-    Raises:
-        RuntimeError: With Hydra in multirun mode: every child process would run the whole sweep again.
-    """
-    if HydraConfig.get().mode == RunMode.MULTIRUN:
-        raise RuntimeError(
-            "--multirun does not work with processes that Lightning starts: each would run the whole sweep. "
-            "Start one run after the other from a shell loop."
-        )
-
-
-def collect_result(trainer: Trainer, module: LightningModule, metrics: dict[str, float]) -> Result:
+def collect_result(trainer: Trainer, module: LightningModule, metrics: dict[str, float], seed: int) -> Result:
     """Gather the figures of a run that has been trained and scored; every rank comes through here.
 
     Args:
         trainer: The Trainer, after fit.
         module: What it trained.
         metrics: Figures of validation and test, by name.
+        seed: What seeded the run.
     """
     measured, best_known = split_best_known(metrics)
     traffic = getattr(trainer.strategy, "traffic", None)
@@ -93,16 +83,19 @@ def collect_result(trainer: Trainer, module: LightningModule, metrics: dict[str,
     split_ratio.update(split)
     split_ratio_of_all_ranks = float(split_ratio.compute())
     timers = [callback for callback in trainer.callbacks if isinstance(callback, StepTimer)]
+    histories = [callback for callback in trainer.callbacks if isinstance(callback, ValidationHistory)]
     hydra_config = HydraConfig.get()
     return Result(
         choices={
             group: choice for group, choice in hydra_config.runtime.choices.items() if not group.startswith("hydra")
         },
         overrides=list(hydra_config.overrides.task),
+        seed=seed,
         world_size=trainer.world_size,
         steps=trainer.global_step,
         metrics=measured,
         best_known=best_known,
+        validations=histories[0].validations if histories else [],
         compression_ratio=totals.compression_ratio if totals else None,
         bytes_sent_per_step=totals.bytes_sent / totals.steps if totals else None,
         bytes_dense_per_step=totals.bytes_dense / totals.steps if totals else None,
@@ -115,8 +108,10 @@ def collect_result(trainer: Trainer, module: LightningModule, metrics: dict[str,
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def main(config: DictConfig) -> None:
-    """Train, score and report one run; every rank comes through here."""
-    refuse_multirun()
+    """Train, score and report one run, in which case every rank comes through here; or a job of ``--multirun``."""
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        run_job_of_sweep()
+        return
     seed_everything(config.seed, workers=True)
     data = hydra.utils.instantiate(config.data)
     module = hydra.utils.instantiate(config.model)
@@ -129,7 +124,7 @@ def main(config: DictConfig) -> None:
         scores += trainer.test(module, datamodule=data, verbose=False)
 
     metrics = {name: float(value) for stage in scores for name, value in stage.items()}
-    result = collect_result(trainer, module, metrics)
+    result = collect_result(trainer, module, metrics, config.seed)
     if trainer.is_global_zero:
         result.write(Path(config.paths.output_dir) / "result.json")
         result.print()

@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+import comparison.runs
 import lightning_dct
-from distributed.scripts import EXPERIMENTS, TRAIN, run_here, train_on_ranks
+from compare import main
+from distributed.scripts import TRAIN, run_here, train_on_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -111,15 +113,17 @@ def test_command(words, tmp_path, ranks, monkeypatch):
             assert (tmp_path / "run" / "result.json").exists()
         case ["python", "experiments/compare.py", *rest]:
 
-            def start(command: list[str], check: bool) -> None:
-                assert (command[:2], check) == ([sys.executable, str(TRAIN)], True)
-                train_on_ranks(ranks, tmp_path, *command[2:])
+            def start(command: list[str], output: object) -> int:
+                assert command[:2] == [sys.executable, str(TRAIN)]
+                ranks(2).run(run_here, str(TRAIN), tuple(command[2:]), str(tmp_path))
+                return 0
 
-            monkeypatch.setattr(subprocess, "run", start)
-            run_here(
-                str(EXPERIMENTS / "compare.py"), (*SHORT, *with_data(rest), "--output", str(tmp_path)), str(tmp_path)
-            )
-            assert (tmp_path / "table.md").read_text().count("\n") == 2 + rest.count("--strategy")
+            monkeypatch.setattr(comparison.runs, "run_alone", start)
+            on_two_ranks = ["trainer.devices=2", "trainer.accelerator=cpu"]
+            settings = [*with_data(rest), *SHORT, *on_two_ranks, "--output", str(tmp_path)]
+            assert main(settings) == 0
+            rows = [line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("| ")]
+            assert len(rows) == 2 + rest.count("--strategy")
         case ["python", "experiments/benchmark/kernels.py" as script]:
             run(python([script, "--entries", "20000", "--rounds", "1", "--output", str(tmp_path)]), tmp_path)
             assert "torch.topk" in (tmp_path / "kernels.md").read_text()

@@ -1,0 +1,138 @@
+"""Starts ``train.py`` as a process of its own, in a folder of its own, and leaves nothing of it behind.
+
+A run sets variables of the environment, opens a process group and starts other ranks, which Lightning gives the same
+command line. Where several runs follow one another, each therefore gets a process for itself, with the overrides of
+this one run on its command line: what it sets ends with it, and no rank can start the other runs again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from hydra.core.hydra_config import HydraConfig
+
+TRAIN = Path(__file__).with_name("train.py")
+
+# How long processes may take to end once they are asked to, or once rank 0 has ended.
+_GRACE_S = 15.0
+_POLL_S = 0.05
+_HYDRA_SETTING = re.compile(r"[+~]*hydra[./]")
+_SETTING_OF_A_SWEEP = re.compile(r"[+~]*hydra[./](mode|run|sweep|sweeper|launcher)\b")
+
+
+def is_hydra_setting(override: str) -> bool:
+    """Say whether an override is a setting of Hydra itself, as ``hydra.run.dir=x``."""
+    return _HYDRA_SETTING.match(override) is not None
+
+
+def train_command(words: list[str], folder: Path) -> list[str]:
+    """The command line of one run.
+
+    Args:
+        words: Hydra's options, then overrides.
+        folder: Where the run leaves everything it writes.
+    """
+    # In quotes, because a folder's name may hold what Hydra's grammar gives a meaning, as `=` and `,`.
+    quoted = str(folder.resolve()).replace("\\", "\\\\").replace("'", "\\'")
+    return [sys.executable, str(TRAIN), *words, f"hydra.run.dir='{quoted}'"]
+
+
+def run_alone(command: list[str], output: IO[str] | None = None, folder: Path | None = None) -> int:
+    """Run a command, and see to it that all processes it has started are gone when this returns or raises.
+
+    The command gets a session of its own, so that its processes are known by their group. Whoever ends this process
+    with Ctrl-C, SIGTERM or by closing its terminal ends them too.
+
+    Args:
+        command: The program and its arguments.
+        output: Where its output goes; None for where this process's goes.
+        folder: The working folder; None for this process's.
+
+    Returns:
+        The exit status; negative when a signal has ended the process.
+    """
+    with _signals_as_exits():
+        errors = None if output is None else subprocess.STDOUT
+        process = subprocess.Popen(command, stdout=output, stderr=errors, cwd=folder, start_new_session=True)
+        try:
+            status = process.wait()
+            # The other ranks end on their own, a moment after rank 0.
+            _wait_for_group(process.pid)
+            return status
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_S)
+            raise
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def run_job_of_sweep() -> None:
+    """Do what Hydra's ``--multirun`` asks of one job: a single run with the job's overrides, in the job's folder.
+
+    Raises:
+        RuntimeError: The run has failed; it has printed why. Or torchrun has started this process: then there are as
+            many sweeps as ranks, each in a folder of its own.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise RuntimeError(
+            "--multirun under torchrun: every rank would run a sweep. "
+            "Leave torchrun out (Lightning starts the ranks of each job), or start one run after the other."
+        )
+    hydra = HydraConfig.get()
+    # What was said of Hydra itself holds for the job too, as a level of logging, but for what makes it a sweep.
+    settings = [override for override in hydra.overrides.hydra if not _SETTING_OF_A_SWEEP.match(override)]
+    # Options come first: Lightning adds overrides to the end of this line for the other ranks.
+    options = ["--config-name", str(hydra.job.config_name)]
+    for source in hydra.runtime.config_sources:
+        if source.provider == "command-line":
+            options += ["--config-dir", source.path]
+    command = train_command([*options, *hydra.overrides.task, *settings], Path(hydra.runtime.output_dir))
+    sys.stdout.flush()
+    status = run_alone(command, folder=Path(hydra.runtime.cwd))
+    if status != 0:
+        raise RuntimeError(f"job {hydra.job.num} has failed with exit status {status}; it has printed why")
+
+
+@contextlib.contextmanager
+def _signals_as_exits() -> Iterator[None]:
+    """Make the signals that end a process raise, so that what it has started can be ended first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    # One that is ignored, as nohup ignores SIGHUP, stays so.
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, leave) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait_for_group(group: int) -> None:
+    """Wait until no process of a group is left, or the time of grace is over."""
+    deadline = time.monotonic() + _GRACE_S
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)
+            time.sleep(_POLL_S)

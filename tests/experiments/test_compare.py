@@ -1,0 +1,227 @@
+"""What is run and what is chosen: sweeps, folders, and whole comparisons whose runs take no time."""
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+import comparison.runs
+from compare import main, take_seeds
+from comparison.collect import collect
+from comparison.plan import Strategy, plan_run, require_distinct
+from comparison.runs import read_result
+from comparison.sweep import Axis, choose, combinations
+from made_up_results import made_up
+
+RATES = Axis.parse("model.learning_rate=0.003,0.01,0.03")
+
+
+def trials(*figures: float | None, metric: str = "loss") -> dict[tuple[str, ...], dict[str, Any]]:
+    """One run for each rate; the test part would choose the other way round."""
+    results = [made_up(**{metric: figure}) for figure in figures]
+    for result, figure in zip(results, figures, strict=True):
+        result["metrics"][f"test/{metric}"] = None if figure is None else -figure
+    return dict(zip(combinations([RATES]), results, strict=True))
+
+
+def test_a_sweep_goes_by_validation() -> None:
+    best = choose([RATES], trials(1.2, 1.0, 1.1), seed=5)
+    assert best.swept == ("model.learning_rate=0.01",)
+    assert best.values == {"model.learning_rate": "0.01"}
+    assert best.note.startswith("val/loss of seed 5 is 1.2000 at model.learning_rate=0.003, 1.0000 at")
+    assert choose([RATES], trials(0.7, 0.9, 0.8, metric="auc"), 0).values == {"model.learning_rate": "0.01"}
+
+
+@pytest.mark.parametrize(("figures", "end"), [((0.9, 1.0, 1.1), "below 0.003"), ((1.2, None, 1.1), "above 0.03")])
+def test_a_best_value_at_the_edge_is_told(figures: tuple[float | None, ...], end: str) -> None:
+    best = choose([RATES], trials(*figures), 0)
+    assert best.values["model.learning_rate"].endswith(" (edge)")
+    assert f"model.learning_rate {end} was not tried" in best.note
+    assert ("1 of 3 values have none" in best.note) == (None in figures)
+
+
+def test_only_what_has_an_order_has_edges() -> None:
+    betas = Axis.parse("model.betas=[0.9,0.999],[0.0,0.999]")
+    both = combinations([RATES, betas])
+    assert len(both) == 6
+    results = {swept: made_up(loss=1.0 + abs(place - 2)) for place, swept in enumerate(both)}
+    assert choose([RATES, betas], results, 0).values == {
+        "model.learning_rate": "0.01",
+        "model.betas": "[0.9,0.999]",
+    }
+    assert combinations([]) == [()]
+
+
+def test_a_sweep_without_any_result_chooses_nothing() -> None:
+    with pytest.raises(ValueError, match="no value of the sweep has a result"):
+        choose([RATES], dict.fromkeys(combinations([RATES])), 0)
+    with pytest.raises(ValueError, match="finite val/loss"):
+        choose([RATES], trials(None, None, None), 0)
+    with pytest.raises(ValueError, match="give several values"):
+        Axis.parse("model.learning_rate=0.1")
+
+
+def test_labels_and_settings() -> None:
+    masks = 'dct strategy.density_per_parameter={"*": 0.001}'
+    assert Strategy.parse(masks).overrides[0] == "strategy=dct"
+    assert Strategy.parse("d = 1%: default: dct seed=1").label == "d = 1%: default"
+    with pytest.raises(ValueError, match="must name a file of conf/strategy first"):
+        Strategy.parse("strategy.density=0.1")
+    ddp, dct = Strategy.parse("ddp"), Strategy.parse("dct model.learning_rate=1")
+    require_distinct([ddp, dct], [], ["data.batch_size"])
+    for strategies, swept, message in (
+        ([ddp, Strategy.parse("ddp: dct")], [], "label of its own"),
+        ([ddp, dct], ["model.learning_rate"], "cannot be set as well"),
+        ([Strategy.parse("ddp seed=1")], [], "use --seeds"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            require_distinct(strategies, [], swept)
+
+
+def test_seeds_are_given_in_one_place() -> None:
+    assert take_seeds(["a=1"], None) == (["a=1"], [0])
+    assert take_seeds(["a=1", "seed=1,2"], None) == (["a=1"], [1, 2])
+    assert take_seeds(["a=1"], [3, 4]) == (["a=1"], [3, 4])
+    for overrides, seeds in ((["seed=1"], [2]), ([], [1, 1]), (["seed=one"], None)):
+        with pytest.raises(ValueError):
+            take_seeds(overrides, seeds)
+
+
+def test_no_two_runs_share_a_folder(tmp_path: Path) -> None:
+    """Texts that a slug alone would not tell apart, and a label, which is no setting."""
+    common = ["data.rows=[1,2]"], ["data.rows=[12]"], ["+data.rows=[1,2]"]
+    texts = "dct strategy.density=0.1", "dct strategy.density=-0.1", "dct a=1 b=2", "dct a=1,b=2", "x" * 300, "x" * 301
+    plans = [
+        plan_run(shared, Strategy.parse(text), swept, seed, tmp_path)
+        for shared in common
+        for text in texts
+        for swept in ((), ("a.b=1",))
+        for seed in (0, 1)
+    ]
+    assert len({plan.folder for plan in plans}) == len(plans)
+    assert all(len(plan.folder.name) < 128 and "=" not in plan.folder.name for plan in plans)
+    labelled = plan_run(common[0], Strategy.parse("a label: dct a=1 b=2"), (), 0, tmp_path)
+    assert labelled.folder in {plan.folder for plan in plans}
+
+
+def test_the_result_of_another_run_is_refused(tmp_path: Path) -> None:
+    planned = plan_run(["experiment=lm", "hydra.verbose=true"], Strategy.parse("ddp"), (), 1, tmp_path)
+    assert read_result(planned) is None
+    planned.folder.mkdir()
+    file = planned.folder / "result.json"
+    file.write_text(json.dumps(made_up(["experiment=lm", "strategy=ddp", "seed=1"])))
+    assert read_result(planned) is not None
+    for text in (json.dumps(made_up(["experiment=lm", "strategy=ddp", "seed=2"])), "[]", "{"):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=r"result\.json is"):
+            read_result(planned)
+
+
+def run_in_no_time(started: list[str], fails: Callable[[dict[str, str]], bool] = lambda settings: False) -> Any:
+    """Stands in for ``run_alone``: leaves a result whose loss is the strategy's, and more at rates other than 0.01."""
+
+    def start(command: list[str], output: Any) -> int:
+        overrides = OverridesParser.create().parse_overrides(command[2:])
+        settings = {override.key_or_group: str(override.value()) for override in overrides}
+        started.append(Path(settings["hydra.run.dir"]).name)
+        if fails(settings):
+            output.write("a line of what went wrong\n")
+            return 1
+        rate = float(settings.get("model.learning_rate", "0.01"))
+        loss = {"ddp": 1.0, "dct": 1.1}[settings["strategy"]] + abs(rate - 0.01) + 0.01 * int(settings["seed"])
+        result = made_up(command[2:-1], int(settings["seed"]), loss=loss)
+        (Path(settings["hydra.run.dir"]) / "result.json").write_text(json.dumps(result))
+        return 0
+
+    return start
+
+
+SWEPT = shlex.split(
+    "experiment=lm --seeds 0 1 --sweep model.learning_rate=0.01,1"
+    " --strategy ddp --strategy '1%: dct strategy.density=0.01'"
+)
+
+
+def test_an_interrupted_comparison_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+    whole = run_in_no_time(started)
+
+    def interrupted(command: list[str], output: Any) -> int:
+        if len(started) == 4:
+            raise KeyboardInterrupt
+        return whole(command, output)
+
+    words = [*SWEPT, "--output", str(tmp_path)]
+    monkeypatch.setattr(comparison.runs, "run_alone", interrupted)
+    assert main(words) == 130
+    assert not (tmp_path / "table.md").exists()
+    before = list(started)
+    assert main([*words, "--collect-only"]) == 1
+    assert "1%, model.learning_rate=1, seed 0: missing" in (tmp_path / "table.md").read_text()
+    assert started == before
+
+    monkeypatch.setattr(comparison.runs, "run_alone", whole)
+    assert main(words) == 0
+    # Both rates of both strategies with the first seed, and the better of them with the second.
+    assert len(started) == len(set(started)) == 2 * (2 + 1)
+    ddp, dct = (tmp_path / "table.md").read_text().splitlines()[4:6]
+    assert ddp.startswith("| ddp | 2 | 0.01 (edge) | 1.0060 ± 0.0071 | - |")
+    assert dct.startswith("| 1% | 2 | 0.01 (edge) | 1.1060 ± 0.0071 | +9.9% ± 0.1% |")
+    assert len((tmp_path / "table.csv").read_text().splitlines()) == 1 + 6
+    assert (tmp_path / "quality.png").stat().st_size > 0
+
+    (tmp_path / "table.md").unlink()
+    assert main([*words, "--collect-only"]) == 0
+    assert len(started) == 6
+    assert (tmp_path / "table.md").read_text().splitlines()[4:6] == [ddp, dct]
+
+
+def test_what_fails_is_told_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[str] = []
+    start = run_in_no_time(started, fails=lambda settings: settings["strategy"] == "ddp" and settings["seed"] == "0")
+    monkeypatch.setattr(comparison.runs, "run_alone", start)
+    words = ["experiment=lm", "--seeds", "0", "1", "--strategy", "ddp", "--strategy", "dct", "--output", str(tmp_path)]
+    assert main(words) == 1
+    assert len(started) == 4
+    printed = capsys.readouterr().out
+    assert "a line of what went wrong" in printed
+    table = (tmp_path / "table.md").read_text()
+    assert "- ddp, seed 0: has failed with exit status 1; see " in table
+    # Against the one seed that both have.
+    assert "| dct | 2 | 1.1060 ± 0.0071 | +9.9% |" in table
+    # Of a sweep of which all values fail nothing is chosen.
+    assert main([*words, "--sweep", "model.learning_rate=0.01,1"]) == 1
+    table = (tmp_path / "table.md").read_text()
+    assert "- ddp: no value of the sweep has a result to go by" in table
+    assert "| ddp | 0 | - |" in table
+
+
+def test_a_sweep_of_hydra_is_grouped_by_all_but_the_seed(tmp_path: Path) -> None:
+    """Twelve jobs, so that job 10 comes behind job 9 and not behind job 1."""
+    densities = ("0.1", "0.01", "0.5", "0.05", "0.3", "0.03")
+    jobs = [(density, seed) for density in densities for seed in (0, 1)]
+    for number, (density, seed) in enumerate(jobs):
+        folder = tmp_path / str(number)
+        (folder / ".hydra").mkdir(parents=True)
+        overrides = ["experiment=lm", f"strategy.density={density}", f"seed={seed}"]
+        (folder / ".hydra" / "overrides.yaml").write_text("".join(f"- {override}\n" for override in overrides))
+        (folder / "result.json").write_text(json.dumps(made_up(overrides, seed, loss=1.0)))
+    entries, common, unfinished = collect([tmp_path])
+    assert [found.label for found in entries] == [f"dct density={density}" for density in densities]
+    assert all([run.seed for run in found.runs] == [0, 1] for found in entries)
+    assert (common, unfinished) == (["experiment=lm"], [])
+
+    (tmp_path / "3" / "result.json").unlink()
+    _, _, unfinished = collect([tmp_path])
+    assert unfinished == [f"{tmp_path / '3'} has left no result.json: experiment=lm strategy.density=0.01 seed=1"]
+    with pytest.raises(ValueError, match="are the same run"):
+        collect([tmp_path, tmp_path / "1"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"no result\.json below"):
+        collect([tmp_path / "empty"])
