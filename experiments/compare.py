@@ -42,7 +42,8 @@ def main(words: Sequence[str] | None = None) -> int:
         The exit status: 0 when every run is there.
     """
     parser = make_parser()
-    arguments = parser.parse_args(words)
+    # Overrides may come before and after options.
+    arguments = parser.parse_intermixed_args(words)
     console = Console()
     try:
         if arguments.collect:

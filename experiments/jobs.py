@@ -66,20 +66,17 @@ def run_alone(command: list[str], output: IO[str] | None = None, folder: Path | 
         errors = None if output is None else subprocess.STDOUT
         process = subprocess.Popen(command, stdout=output, stderr=errors, cwd=folder, start_new_session=True)
         try:
-            status = process.wait()
-            # The other ranks end on their own, a moment after rank 0.
-            _wait_for_group(process.pid)
-            return status
+            return process.wait()
         except BaseException:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_GRACE_S)
+            _signal_group(process, signal.SIGTERM)
             raise
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            try:
+                # The other ranks end on their own, a moment after rank 0.
+                _wait_for_group(process)
+            finally:
+                _signal_group(process, signal.SIGKILL)
+                _wait_for_group(process)
 
 
 def run_job_of_sweep() -> None:
@@ -129,10 +126,21 @@ def _signals_as_exits() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _wait_for_group(group: int) -> None:
-    """Wait until no process of a group is left, or the time of grace is over."""
-    deadline = time.monotonic() + _GRACE_S
+def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
-        while time.monotonic() < deadline:
-            os.killpg(group, 0)
-            time.sleep(_POLL_S)
+        os.killpg(process.pid, number)
+
+
+def _wait_for_group(process: subprocess.Popen[bytes]) -> None:
+    """Wait until a process and all others of its group have ended, or the time of grace is over."""
+    deadline = time.monotonic() + _GRACE_S
+    while time.monotonic() < deadline:
+        process.poll()
+        # As the first process of a container this one inherits what a run leaves, and must see it off.
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(-process.pid, os.WNOHANG)
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(_POLL_S)
