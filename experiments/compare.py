@@ -21,18 +21,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from comparison.collect import collect
 from comparison.picture import draw
 from comparison.plan import Strategy, folder_name, plan_run, require_distinct, setting_name
 from comparison.progress import Progress
 from comparison.runs import Entry, Run, Runner
+from comparison.screen import show
 from comparison.sweep import Axis, choose, combinations
-from comparison.table import how_to_read, sweep_notes, tabulate, write_markdown, write_runs
-
-LABEL_WIDTH = 24
+from comparison.table import write_markdown, write_runs
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -114,18 +111,7 @@ def report(console: Console, entries: Sequence[Entry], title: str, problems: Seq
         output: The folder it is written to.
     """
     if any(entry.runs for entry in entries):
-        heads, rows = tabulate(entries)
-        table = Table(title=escape(title), caption=escape(how_to_read(entries)))
-        for head in heads:
-            table.add_column(escape(head), justify="right", overflow="fold")
-        # Figures may break into lines, and long labels; short ones are what a reader looks for first.
-        longest = max(len(entry.label) for entry in entries)
-        table.columns[0].justify, table.columns[0].min_width = "left", min(longest, LABEL_WIDTH)
-        for row in rows:
-            table.add_row(*map(escape, row))
-        console.print(table)
-        for note in sweep_notes(entries):
-            console.print(note, markup=False, highlight=False)
+        show(console, entries, title)
         output.mkdir(parents=True, exist_ok=True)
         write_markdown(output / "table.md", entries, title, problems)
         write_runs(output / "table.csv", entries)

@@ -13,6 +13,7 @@ from comparison.picture import draw
 from comparison.progress import Progress, minutes, seconds_left
 from comparison.quality import best_validation, main_metric
 from comparison.runs import Entry, Run
+from comparison.screen import show
 from comparison.table import tabulate, write_markdown, write_runs
 from made_up_results import made_up
 
@@ -75,6 +76,19 @@ def test_the_table_says_how_to_read_it(tmp_path: Path) -> None:
     assert "| a\\|b | 2 |" in text
     assert "2 processes, seeds 0, 1. Mean ± sample standard deviation over the seeds. Against a|b: seed by" in text
     assert text.endswith("- oh\n")
+
+
+def test_a_narrow_screen_has_a_column_for_each_strategy() -> None:
+    """Oracle: every figure is there in one piece, at either width, and no line is wider."""
+    entries = [entry("baseline of two words", 8000, auc=[0.7, 0.8], loss=[0.5, 0.6]), entry("dct", auc=[0.6, 0.6])]
+    figures = [cell for row in tabulate(entries)[1] for cell in row[1:]]
+    for width, in_rows in ((150, True), (70, False)):
+        console = Console(record=True, width=width)
+        show(console, entries, "title")
+        text = console.export_text()
+        assert all(figure in text for figure in figures)
+        assert max(map(len, text.splitlines())) <= width
+        assert ("│ dct " in text) == in_rows
 
 
 def test_the_file_for_spreadsheets_has_every_run_once(tmp_path: Path) -> None:
