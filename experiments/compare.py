@@ -41,6 +41,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = make_parser()
     # Overrides may come before and after options.
     arguments = parser.parse_intermixed_args(words)
+    if arguments.collect and (arguments.overrides or arguments.seeds or arguments.sweep or arguments.collect_only):
+        parser.error("--collect takes runs as they are: leave out overrides, --seeds, --sweep and --collect-only")
+    if arguments.strategy and not arguments.overrides:
+        parser.error("say what all runs share, as in experiment=lm")
     console = Console()
     try:
         if arguments.collect:

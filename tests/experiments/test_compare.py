@@ -91,6 +91,24 @@ def test_seeds_are_given_in_one_place() -> None:
             take_seeds(overrides, seeds)
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--strategy", "ddp"], "say what all runs share"),
+        (["experiment=lm", "--collect", "multirun"], "takes runs as they are"),
+        (["--collect", "multirun", "--seeds", "1"], "takes runs as they are"),
+        (["experiment=lm", "--strategy", "ddp", "--strategy", "ddp"], "label of its own"),
+        (["experiment=lm"], "--strategy --collect is required"),
+    ],
+)
+def test_a_command_that_makes_no_sense_is_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert message in capsys.readouterr().err
+
+
 def test_no_two_runs_share_a_folder(tmp_path: Path) -> None:
     """Texts that a slug alone would not tell apart, and a label, which is no setting."""
     common = ["data.rows=[1,2]"], ["data.rows=[12]"], ["+data.rows=[1,2]"]
