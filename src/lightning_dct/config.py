@@ -16,6 +16,7 @@ VALUE_FORMATS: tuple[str, ...] = get_args(ValueFormat)
 ExchangeName = Literal["auto", "all_gather", "sharded", "by_node"]
 EXCHANGES: tuple[str, ...] = get_args(ExchangeName)
 MissingState = Literal["error", "reset"]
+Momentum = Literal["auto", "keep"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,9 @@ class DCTConfig:
             compressed between nodes) or ``"auto"``, which chooses by counted bytes and says what it chose.
         kernel: What adds, compares and compacts: ``"torch"``, ``"numba"`` (on the CPU), ``"triton"`` (on CUDA) or
             ``"auto"``, the fastest that is installed. All of them give the same to the last bit.
+        momentum: What becomes of the optimizer's momentum: ``"auto"`` lets it rest while the residual, which is a
+            momentum of its own, remembers longer; ``"keep"`` leaves the optimizer alone. See
+            :mod:`lightning_dct.gradients.momentum`.
         missing_state: What happens when a run resumes from a checkpoint and the folder that was saved beside it is not
             there: ``"error"``, or ``"reset"``, which goes on with nothing held back and says so. Rows of sharded tables
             are part of the model; without them it is always an error.
@@ -57,6 +61,7 @@ class DCTConfig:
     guard: bool = True
     exchange: ExchangeName = "auto"
     kernel: KernelName = "auto"
+    momentum: Momentum = "auto"
     missing_state: MissingState = "error"
 
     def __post_init__(self) -> None:
@@ -82,6 +87,7 @@ class DCTConfig:
         check_choice("warmup_schedule", self.warmup_schedule, WARMUP_SCHEDULES)
         check_choice("exchange", self.exchange, EXCHANGES)
         check_choice("kernel", self.kernel, KERNELS)
+        check_choice("momentum", self.momentum, get_args(Momentum))
         check_choice("missing_state", self.missing_state, get_args(MissingState))
         if not isinstance(self.guard, bool):
             raise TypeError(f"`guard` must be True or False, got {self.guard!r}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any
 
@@ -20,7 +21,13 @@ from lightning_dct.agreement import check_agreement
 from lightning_dct.config import DCTConfig
 from lightning_dct.failures import end_after_gloo, meet_in_fresh_store
 from lightning_dct.files import AtomicCheckpointIO
-from lightning_dct.gradients import GradientSynchronizer, make_synchronizer, parameter_names, resolve_process_group
+from lightning_dct.gradients import (
+    GradientSynchronizer,
+    make_synchronizer,
+    momentum_at_rest,
+    parameter_names,
+    resolve_process_group,
+)
 from lightning_dct.restoring import restore_state
 from lightning_dct.strategy import DCTStrategy as TrainerStrategy
 from lightning_dct.traffic import Traffic
@@ -73,6 +80,13 @@ class DCTStrategy(DDPStrategy):
             if synchronizer.steps_since_refresh >= self.config.refresh_every:
                 synchronizer.request_refresh()
         super().backward(tensor, module, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Step, with the optimizer's momentum at rest where residuals stand in for it."""
+        with ExitStack() as stack:
+            for synchronizer in self.synchronizers:
+                stack.enter_context(momentum_at_rest(optimizer, synchronizer))
+            return super().optimizer_step(optimizer, **kwargs)
 
     @property
     def checkpoint_io(self) -> CheckpointIO:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -16,6 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_dct.agreement import check_agreement, check_modules_agree
 from lightning_dct.callbacks import (
@@ -25,10 +26,10 @@ from lightning_dct.callbacks import (
     RequeueAfterStep,
     ThresholdRefresh,
 )
-from lightning_dct.config import DCTConfig, ExchangeName, MissingState, ValueFormat
+from lightning_dct.config import DCTConfig, ExchangeName, MissingState, Momentum, ValueFormat
 from lightning_dct.embedding.hosting import install_clipping
 from lightning_dct.failures import Lifeline, end_after_gloo, meet_in_fresh_store
-from lightning_dct.gradients import make_synchronizer, parameter_names, resolve_process_group
+from lightning_dct.gradients import make_synchronizer, momentum_at_rest, parameter_names, resolve_process_group
 from lightning_dct.kernels import KernelName
 from lightning_dct.saving import CheckpointedStrategy
 from lightning_dct.traffic import Traffic
@@ -57,6 +58,7 @@ class DCTStrategy(CheckpointedStrategy):
         guard: Nudge the thresholds between refreshes to hold the number of entries near its target.
         exchange: ``"all_gather"``, ``"sharded"``, ``"by_node"``, or ``"auto"`` to choose by counted bytes.
         kernel: ``"torch"``, ``"numba"``, ``"triton"``, or ``"auto"`` for the fastest that is installed.
+        momentum: ``"auto"`` to let the optimizer's momentum rest where residuals stand in for it, or ``"keep"``.
         missing_state: ``"error"``, or ``"reset"`` to resume also without the folder that was saved with a checkpoint.
         **kwargs: Everything DDPStrategy and DistributedDataParallel take, by keyword. ``process_group`` may also be a
             function without arguments that returns the group; it is called once the processes are up.
@@ -91,6 +93,7 @@ class DCTStrategy(CheckpointedStrategy):
         guard: bool = True,
         exchange: ExchangeName = "auto",
         kernel: KernelName = "auto",
+        momentum: Momentum = "auto",
         missing_state: MissingState = "error",
         **kwargs: Any,
     ) -> None:
@@ -111,6 +114,7 @@ class DCTStrategy(CheckpointedStrategy):
             guard=guard,
             exchange=exchange,
             kernel=kernel,
+            momentum=momentum,
             missing_state=missing_state,
         )
         # Gradients live in the buckets that are exchanged: no copy of each in every step.
@@ -193,6 +197,17 @@ class DCTStrategy(CheckpointedStrategy):
             self.model._remove_autograd_hooks()
             self.model = self._setup_model(self.lightning_module)
             self._register_ddp_hooks()
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step, with the optimizer's momentum at rest where residuals stand in for it."""
+        with momentum_at_rest(optimizer, self.synchronizer):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def on_train_end(self) -> None:
         """Wait for what GPUs have still to tell of the last steps."""

@@ -3,13 +3,19 @@
 from lightning_dct.gradients.plan import BucketPlan, plan_bucket
 from lightning_dct.gradients.residual import Residuals
 from lightning_dct.gradients.synchronizer import GradientSynchronizer
-from lightning_dct.gradients.wrapping import make_synchronizer, parameter_names, resolve_process_group
+from lightning_dct.gradients.wrapping import (
+    make_synchronizer,
+    momentum_at_rest,
+    parameter_names,
+    resolve_process_group,
+)
 
 __all__ = [
     "BucketPlan",
     "GradientSynchronizer",
     "Residuals",
     "make_synchronizer",
+    "momentum_at_rest",
     "parameter_names",
     "plan_bucket",
     "resolve_process_group",

@@ -2,9 +2,10 @@
 
 # No `from __future__ import annotations` here: DistributedDataParallel compares the hook's annotations with classes.
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
@@ -56,7 +57,9 @@ class GradientSynchronizer:
         self._hold_unused = hold_unused
         self._loss_scale = loss_scale
         self._refresh_requested = False
+        # By the stage of warm-up that they hold for: what becomes of a bucket, and how many entries of a parameter go.
         self._plans: dict[tuple[str, ...], tuple[int, BucketPlan]] = {}
+        self._sent: dict[Tensor, tuple[int, int]] = {}
         # What follows belongs to the synchronisation under way.
         self._pending: list[_Pending] = []
         self._refreshing = False
@@ -89,6 +92,18 @@ class GradientSynchronizer:
         if bucket.is_last():
             self._finish()
         return future
+
+    def density_of(self, parameters: Iterable[Tensor]) -> float:
+        """The share of the entries of some parameters' gradients that the next synchronisation sends, in (0, 1].
+
+        What is not synchronised here counts as sent.
+        """
+        stage = self.config.warmup_stage(self.synchronisations)
+        entries, sent = 0, 0
+        for parameter in parameters:
+            entries += parameter.numel()
+            sent += self._sent_of(parameter, stage)
+        return sent / max(entries, 1)
 
     def flush(self) -> None:
         """Wait for what GPUs have still to tell: then all sent entries are counted and all payloads were sound.
@@ -182,17 +197,27 @@ class GradientSynchronizer:
         names = tuple(self._parameter_names[parameter] for parameter in parameters)
         stage = self.config.warmup_stage(self.synchronisations)
         if names not in self._plans or self._plans[names][0] != stage:
-            plan = plan_bucket(
-                names,
-                [parameter.numel() for parameter in parameters],
-                [self.config.density_of(name, stage) for name in names],
-                bucket.buffer().dtype,
-                self.config.value_format,
-                self.config.min_tensor_size,
-                self.exchange.passes,
-            )
-            self._plans[names] = (stage, plan)
+            sizes = [parameter.numel() for parameter in parameters]
+            self._plans[names] = (stage, self._plan_of(names, sizes, stage, bucket.buffer().dtype))
         return self._plans[names][1]
+
+    def _sent_of(self, parameter: Tensor, stage: int) -> int:
+        if parameter not in self._sent or self._sent[parameter][0] != stage:
+            name, size = self._parameter_names.get(parameter), parameter.numel()
+            target = 0 if name is None else self._plan_of((name,), (size,), stage, parameter.dtype).targets[0]
+            self._sent[parameter] = (stage, target or size)
+        return self._sent[parameter][1]
+
+    def _plan_of(self, names: Sequence[str], sizes: Sequence[int], stage: int, dtype: torch.dtype) -> BucketPlan:
+        return plan_bucket(
+            names,
+            sizes,
+            [self.config.density_of(name, stage) for name in names],
+            dtype,
+            self.config.value_format,
+            self.config.min_tensor_size,
+            self.exchange.passes,
+        )
 
     def _held(self, buffer: Tensor, plan: BucketPlan, parameters: list[Tensor]) -> set[int]:
         """Which tensors of a bucket this rank's backward did not use.

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_dct.config import DCTConfig
 from lightning_dct.gradients.exchanges import make_exchange
+from lightning_dct.gradients.momentum import resting_momentum
 from lightning_dct.gradients.synchronizer import GradientSynchronizer
 from lightning_dct.kernels import check_kernel
 from lightning_dct.traffic import Traffic
@@ -60,9 +65,10 @@ def make_synchronizer(
     names = parameter_names(wrapped.module)
     # What DistributedDataParallel leaves alone differs between ranks.
     ignored = {name.replace("_orig_mod.", "") for name in wrapped.parameters_to_ignore}
+    synchronised = {parameter: name for parameter, name in names.items() if name not in ignored}
     exchange = make_exchange(
         config,
-        {name: parameter for parameter, name in names.items() if name not in ignored},
+        {name: parameter for parameter, name in synchronised.items()},
         wrapped.process_group,
         place,
         traffic,
@@ -71,8 +77,24 @@ def make_synchronizer(
     )
     return GradientSynchronizer(
         config,
-        names,
+        synchronised,
         exchange,
         hold_unused=wrapped.find_unused_parameters,
         loss_scale=None if scaler is None else scaler.get_scale,
     )
+
+
+def momentum_at_rest(optimizer: Optimizer, synchronizer: GradientSynchronizer | None) -> AbstractContextManager[None]:
+    """Where an optimizer steps: with its momentum at rest where ``synchronizer`` has residuals that stand in for it."""
+    if synchronizer is None or synchronizer.config.momentum == "keep":
+        return nullcontext()
+
+    def density_of(group: dict[str, Any]) -> float:
+        return synchronizer.density_of(group["params"])
+
+    return resting_momentum(optimizer, density_of, _tell_once)
+
+
+@lru_cache(maxsize=64)
+def _tell_once(sentence: str) -> None:
+    rank_zero_info(sentence)
