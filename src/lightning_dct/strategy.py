@@ -18,6 +18,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_dct.activations import Split
 from lightning_dct.agreement import check_agreement, check_modules_agree
 from lightning_dct.callbacks import (
     CompressionMonitor,
@@ -174,8 +175,10 @@ class DCTStrategy(CheckpointedStrategy):
             # Lightning flushes the first backward of a static graph once for each strategy; a second fit needs it too.
             self._pl_static_graph_delay_done = False
         self._check_modules()
-        for name, module in self.compressed_modules().items():
+        modules = self.compressed_modules()
+        for name, module in modules.items():
             module.name, module.traffic = name, self.split_traffic
+        self._splits = any(isinstance(module, Split) for module in modules.values())
         tables = self.sharded_tables()
         if tables and getattr(self.precision_plugin, "scaler", None) is not None:
             raise MisconfigurationException(
@@ -184,6 +187,13 @@ class DCTStrategy(CheckpointedStrategy):
             )
         install_clipping(self.precision_plugin, tables)
         super().setup(trainer)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step; where activations are compressed within a rank, they cross once in it."""
+        output = super().training_step(*args, **kwargs)
+        if self._splits:
+            self.split_traffic.add(steps=1)
+        return output
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Bring parameters that a callback has unfrozen into the synchronisation.

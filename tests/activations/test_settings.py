@@ -17,6 +17,7 @@ from lightning_dct.activations.layout import entries_at
         ({"group_dim": 1.0}, TypeError, "`group_dim`"),
         ({"groups": 0, "scope": "group"}, ValueError, "`groups`"),
         ({"groups": 4}, ValueError, "Set scope='group'"),
+        ({"select_by": "gradient"}, ValueError, "`select_by` must be one of 'magnitude', 'magnitude_times_gradient'"),
         ({"refresh_every": 0}, ValueError, "`refresh_every`"),
         ({"warmup_steps": -1}, ValueError, "`warmup_steps`"),
         ({"warmup_schedule": "cosine"}, ValueError, "`warmup_schedule`"),

@@ -13,11 +13,13 @@ BF16 = {"density": 0.2}
 INT8 = {"density": 0.1, "forward_format": "int8", "backward_format": "int8", "warmup_steps": 6, "refresh_every": 2}
 INT4 = {"density": 0.3, "forward_format": "int4", "backward_format": "int4", "exploration": 0.05}
 FP32 = {"density": 0.25, "forward_format": "fp32", "backward_format": "fp32", "scope": "sample"}
+GRADIENT = {"density": 0.3, "select_by": "magnitude_times_gradient", "refresh_every": 2}
 MIXED = {"density": 0.5, "forward_format": "int8", "backward_format": "fp32", "guard": False}
 
 CASES = [
     (2, 2, "gpipe", 2, DENSE),
     (2, 2, "1f1b", 2, BF16),
+    (2, 2, "1f1b", 2, GRADIENT),
     (2, 2, "interleaved_1f1b", 4, INT4),
     (3, 3, "gpipe", 3, FP32),
     (3, 3, "interleaved_1f1b", 6, MIXED),

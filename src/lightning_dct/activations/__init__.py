@@ -10,12 +10,14 @@ from lightning_dct.activations.codec import (
 from lightning_dct.activations.layout import ActivationLayout, activation_layout
 from lightning_dct.activations.module import CompressedModule
 from lightning_dct.activations.settings import SplitSettings
+from lightning_dct.activations.split import Split
 from lightning_dct.activations.split_point import SplitPoint
 
 __all__ = [
     "ActivationLayout",
     "CompressedModule",
     "Encoded",
+    "Split",
     "SplitPoint",
     "SplitSettings",
     "activation_layout",

@@ -30,6 +30,9 @@ class ActivationLayout:
         explored: Entries that are sent in addition, chosen at random.
         forward_format: How activations are written.
         backward_format: How their gradients are written.
+        column_before: Where the columns of some groups are told apart from those of others: the product of the
+            dimensions before the one that is cut into these groups.
+        column_groups: How many groups these are; 1 where a column is a place in the last dimension and nothing else.
     """
 
     shape: tuple[int, ...]
@@ -39,6 +42,8 @@ class ActivationLayout:
     explored: int
     forward_format: str
     backward_format: str
+    column_before: int = 1
+    column_groups: int = 1
 
     @cached_property
     def numel(self) -> int:
@@ -64,6 +69,12 @@ class ActivationLayout:
     def row_length(self) -> int:
         """Entries of a row, the last dimension."""
         return self.shape[-1] if self.shape else 1
+
+    @cached_property
+    def by_column(self) -> tuple[int, int, int, int]:
+        """The shape that has columns in dimensions 1 (their group) and 3."""
+        rows = self.numel // max(self.column_before * self.column_groups * self.row_length, 1)
+        return self.column_before, self.column_groups, rows, self.row_length
 
     @cached_property
     def scales_capacity(self) -> int:
@@ -111,6 +122,11 @@ class ActivationLayout:
             value_format, self.capacity
         )
 
+    def columns_of(self, positions: Tensor) -> Tensor:
+        """The column, below ``column_groups * row_length``, of each place in the flattened tensor; int64 ``[n]``."""
+        _, groups, rows, length = self.by_column
+        return positions // (rows * length) % groups * length + positions % length
+
     def by_group(self, tensor: Tensor) -> Tensor:
         """Arrange a tensor of this shape as ``[groups, group_size]``; a view where possible."""
         if self.numel == 0:
@@ -138,10 +154,15 @@ def activation_layout(settings: SplitSettings, shape: torch.Size | tuple[int, ..
     """
     shape = tuple(shape)
     before, groups = 1, 1
+    columns = 1, 1
     if settings.scope == "sample":
         groups = shape[0] if shape else 1
     elif settings.scope == "group":
-        before, groups = _cut(settings, shape)
+        cut = _cut(settings, shape)
+        if settings.select_by == "magnitude":
+            before, groups = cut
+        elif settings.group_dim % len(shape) < len(shape) - 1:  # else a column is in one group anyway
+            columns = cut
     group_size = math.prod(shape) // max(groups, 1)
     return ActivationLayout(
         shape=shape,
@@ -151,6 +172,8 @@ def activation_layout(settings: SplitSettings, shape: torch.Size | tuple[int, ..
         explored=entries_at(settings.exploration, math.prod(shape)),
         forward_format=settings.forward_format,
         backward_format=settings.backward_format,
+        column_before=columns[0],
+        column_groups=columns[1],
     )
 
 

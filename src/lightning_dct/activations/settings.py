@@ -9,8 +9,10 @@ from lightning_dct.config import check_choice, check_density, check_integer
 from lightning_dct.warmup import WARMUP_SCHEDULES, WarmupSchedule
 
 Scope = Literal["tensor", "group", "sample"]
+SelectBy = Literal["magnitude", "magnitude_times_gradient"]
 RowFormat = Literal["fp32", "bf16", "int8", "int4"]
 SCOPES: tuple[str, ...] = get_args(Scope)
+SELECTIONS: tuple[str, ...] = get_args(SelectBy)
 ROW_FORMATS: tuple[str, ...] = get_args(RowFormat)
 
 
@@ -26,12 +28,21 @@ class SplitSettings:
             takes longer.
         group_dim: The dimension that is cut into groups, for ``scope="group"``. Negative numbers count from the end.
         groups: Into how many groups of equal size it is cut; None makes each index a group.
+        select_by: What a threshold is compared with: the ``"magnitude"`` ``|h|``, or ``"magnitude_times_gradient"``,
+            which is ``|h| * m`` with the running mean ``m`` of the gradients' magnitudes in the entry's column (the
+            last dimension). With ``scope="group"`` each group has columns of its own, say each table, and all groups
+            have one threshold: these scores can be compared. See :mod:`lightning_dct.activations.gradient_means`.
         refresh_every: Optimizer steps between two exact selections of the thresholds.
-        warmup_steps: Optimizer steps over which the density falls from 1.0 to its target.
-        warmup_schedule: How it falls: ``"exponential"`` (by a constant factor a stage) or ``"linear"``.
+        warmup_steps: Optimizer steps over which the density falls from 1.0 to its target, in ``S = 32`` stages of
+            equal length. Annealed so, a model learns where all activations still cross which of them it can do
+            without (Lin et al., *Deep Gradient Compression*, ICLR 2018, section 3.4, for gradients).
+        warmup_schedule: How it falls: in stage ``s`` the density is ``density ** (s / S)`` (``"exponential"``) or
+            ``1 - (1 - density) * s / S`` (``"linear"``).
         exploration: Share of the entries that is sent in addition each step, chosen at random whatever their
-            magnitude, in [0, 1). It lets gradient reach entries that would stay below the threshold forever. Training
-            only.
+            magnitude, in [0, 1): with ``e = ceil(exploration * n)`` entries to choose of ``n``, one from each of ``e``
+            stretches of equal length, ``M = (|h| >= threshold) or chosen``. It lets gradient reach entries that would
+            stay below the threshold forever. Training only. (Zheng et al., *Reducing Communication for Split Learning
+            by Randomized Top-k Sparsification*, IJCAI 2023, choose so in place of some of the largest.)
         forward_format: How activations are written: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"`` (one scale a
             row, which is the last dimension; rounded stochastically in training and to nearest in evaluation).
         backward_format: How their gradients are written.
@@ -46,6 +57,7 @@ class SplitSettings:
     scope: Scope = "tensor"
     group_dim: int = 1
     groups: int | None = None
+    select_by: SelectBy = "magnitude"
     refresh_every: int = 1000
     warmup_steps: int = 0
     warmup_schedule: WarmupSchedule = "exponential"
@@ -67,6 +79,7 @@ class SplitSettings:
                     f"`groups` applies to scope='group' only, and `scope` is {self.scope!r}. Set scope='group' or"
                     " leave `groups` out."
                 )
+        check_choice("select_by", self.select_by, SELECTIONS)
         check_integer("refresh_every", self.refresh_every, minimum=1)
         check_integer("warmup_steps", self.warmup_steps, minimum=0)
         check_choice("warmup_schedule", self.warmup_schedule, WARMUP_SCHEDULES)

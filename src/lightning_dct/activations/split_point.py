@@ -8,20 +8,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 
-from lightning_dct.activations.codec import Encoded, decode_values_at, encode_forward, encode_values_at
+from lightning_dct.activations.codec import (
+    Encoded,
+    decode_backward,
+    decode_forward,
+    decode_values_at,
+    encode_backward,
+    encode_forward,
+    encode_values_at,
+)
+from lightning_dct.activations.gradient_means import GradientMeans
 from lightning_dct.activations.layout import ActivationLayout, activation_layout
 from lightning_dct.activations.masking import explore, magnitudes_of, select, select_thresholds
-from lightning_dct.activations.module import CompressedModule
-from lightning_dct.activations.noise import (
-    BACKWARD_ROUNDING,
-    EXPLORATION,
-    FORWARD_ROUNDING,
-    mixed_seed,
-    uniform,
-)
+from lightning_dct.activations.noise import EXPLORATION, FORWARD_ROUNDING, mixed_seed, uniform
 from lightning_dct.activations.settings import SplitSettings
+from lightning_dct.activations.split import Split
 from lightning_dct.threshold import GUARD_RESELECT, SMALLEST_THRESHOLD, nudge_all
 from lightning_dct.wire.bits import places
 
@@ -32,13 +34,13 @@ GUARD_AIM = 0.97
 CONTENT_ENTRIES = 1 << 14
 
 
-class SplitPoint(CompressedModule):
+class SplitPoint(Split[ActivationLayout]):
     """Activations pass with all but their largest entries set to zero; gradients come back for those only.
 
     ``M = |h| >= threshold``; forward gives ``h * M`` as it is read from the wire, backward gives ``M * gradient`` as it
     is read from the wire (Gupta et al., KDD 2021, section 3.2). In one process the module does so without a wire, bit
-    for bit; the pipeline strategy uses :meth:`layout`, :meth:`encode_forward` and
-    :mod:`lightning_dct.activations.codec` instead of calling it.
+    for bit. With ``select_by="magnitude_times_gradient"`` the threshold is on a score in place of ``|h|``: see
+    :mod:`lightning_dct.activations.gradient_means`.
 
     A threshold stays as it is during an optimizer step, for all micro-batches and for a forward that activation
     checkpointing runs again; the guard's nudges take effect with :meth:`advance`.
@@ -63,7 +65,9 @@ class SplitPoint(CompressedModule):
         chosen = SplitSettings(density=density, **settings)
         super().__init__(chosen.refresh_every, chosen.warmup_steps, chosen.warmup_schedule)
         self.settings = chosen
-        groups = {"tensor": 1, "group": chosen.groups or 0, "sample": 0}[chosen.scope]
+        by_gradient = chosen.select_by == "magnitude_times_gradient"
+        self.gradient_means = GradientMeans() if by_gradient else None
+        groups = {"tensor": 1, "group": 1 if by_gradient else chosen.groups or 0, "sample": 0}[chosen.scope]
         # What the next step will use; 0 before the first selection.
         self.register_buffer("thresholds", torch.zeros(groups))
         # What this step uses, and how many entries have reached it in this step, summed over calls.
@@ -82,9 +86,9 @@ class SplitPoint(CompressedModule):
         return int(self._overflows)
 
     @property
-    def rounding_seed(self) -> int | None:
-        """Seeds this step's rounding, also in :func:`~.codec.encode_backward`; None in evaluation: to nearest."""
-        return mixed_seed(self.settings.seed, self.completed_steps) if self.training else None
+    def seed(self) -> int:
+        """Start of all random choices, the same on both ends."""
+        return self.settings.seed
 
     def layout(self, shape: torch.Size | tuple[int, ...]) -> ActivationLayout:
         """The layout of payloads for activations of a shape: fixed until warm-up enters its next stage.
@@ -100,22 +104,12 @@ class SplitPoint(CompressedModule):
         dense = replace(self.settings, forward_format="fp32", backward_format="fp32")
         return activation_layout(dense, shape, 1.0)
 
-    def forward(self, activations: Tensor) -> Tensor:
-        """Mask and round activations, and their gradients on the way back.
-
-        Args:
-            activations: Any shape, floating point.
-
-        Returns:
-            The same shape and dtype.
-        """
-        layout = self.layout(activations.shape)
+    def cross(self, layout: ActivationLayout, activations: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the receiver sees and keeps, in one process, where positions need not be written."""
         positions = self.select_positions(layout, activations)
-        # Nothing is lost but the lower bits of fp64.
-        lossless = activations.dtype != torch.float64
-        if positions is None and lossless and layout.forward_format == layout.backward_format == "fp32":
-            return activations
-        return _Crossing.apply(activations, positions, layout, self.rounding_seed)
+        value_format, seed = layout.forward_format, self.rounding_seed
+        payload = encode_values_at(layout, value_format, activations, positions, seed, FORWARD_ROUNDING)
+        return decode_values_at(layout, value_format, payload, positions, activations.dtype), positions
 
     def encode_forward(self, activations: Tensor) -> Encoded:
         """Select and write activations.
@@ -129,6 +123,27 @@ class SplitPoint(CompressedModule):
         layout = self.layout(activations.shape)
         positions = self.select_positions(layout, activations)
         return encode_forward(layout, activations, positions, self.rounding_seed)
+
+    def decode_forward(
+        self, layout: ActivationLayout, positions_payload: Tensor, values_payload: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None]:
+        """Read activations, and their positions."""
+        return decode_forward(layout, positions_payload, values_payload, dtype)
+
+    def encode_backward(
+        self, layout: ActivationLayout, gradient: Tensor, kept: Tensor | None, seed: int | None
+    ) -> Tensor:
+        """Write the gradient at the positions that were kept."""
+        return encode_backward(layout, gradient, kept, seed)
+
+    def decode_backward(
+        self, layout: ActivationLayout, payload: Tensor, kept: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """Read the gradient, and let the next steps' selection know of it."""
+        gradient = decode_backward(layout, payload, kept, dtype)
+        if self.gradient_means is not None and self.training:
+            self.gradient_means.observe(layout, gradient, kept)
+        return gradient
 
     def select_positions(self, layout: ActivationLayout, activations: Tensor) -> Tensor | None:
         """Where the entries are that are sent; in training this selects and nudges the thresholds.
@@ -153,7 +168,10 @@ class SplitPoint(CompressedModule):
         if layout.sends_everything:
             return None
         with torch.no_grad():
-            magnitudes = magnitudes_of(layout.by_group(activations))
+            magnitudes = magnitudes_of(activations)
+            if self.gradient_means is not None:
+                magnitudes = self.gradient_means.weigh(layout, magnitudes)
+            magnitudes = layout.by_group(magnitudes)
             thresholds = self._thresholds_for(layout, magnitudes)
             selected = select(magnitudes, thresholds, layout.group_capacity)
             if self.training and self.settings.scope != "sample":
@@ -171,6 +189,8 @@ class SplitPoint(CompressedModule):
         """Begin the step that follows ``completed_steps`` optimizer steps, with the thresholds as nudged so far."""
         if completed_steps != self.completed_steps:
             self._begun = False
+            if self.gradient_means is not None:
+                self.gradient_means.fold()
         super().advance(completed_steps)
 
     def thresholds_in_use(self) -> list[float]:
@@ -187,13 +207,15 @@ class SplitPoint(CompressedModule):
             **super().get_extra_state(),
             "selected": self._selected,
             "density": float(self.settings.density),
+            "select_by": self.settings.select_by,
         }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Continue the clock; thresholds that another density was trained with are selected anew."""
+        """Continue the clock; thresholds for another density, or of other scores, are selected anew."""
         super().set_extra_state(state)
         self._selected = bool(state["selected"])
         self.refresh_requested |= float(state["density"]) != self.settings.density
+        self.refresh_requested |= state.get("select_by", "magnitude") != self.settings.select_by
         self._begun = False
 
     def extra_repr(self) -> str:
@@ -201,7 +223,7 @@ class SplitPoint(CompressedModule):
         return ", ".join(f"{name}={value!r}" for name, value in asdict(self.settings).items())
 
     def _thresholds_for(self, layout: ActivationLayout, magnitudes: Tensor) -> Tensor:
-        """This call's thresholds, shape ``[groups]``."""
+        """This call's thresholds, shape ``[groups]``, on magnitudes or on scores."""
         if self.settings.scope == "sample":
             return magnitudes.new_full((layout.groups,), SMALLEST_THRESHOLD)
         if self._selected and self.thresholds.numel() != layout.groups:
@@ -260,25 +282,8 @@ class SplitPoint(CompressedModule):
         if isinstance(saved, Tensor) and self.settings.scope == "group" and self.settings.groups is None:
             # One group for each index: how many there are is known from the first batch or, as here, a checkpoint.
             self.thresholds.resize_(saved.shape)
+        if self.gradient_means is None:
+            # Of a run that selected by them.
+            unused = prefix + "gradient_means."
+            state_dict = {name: value for name, value in state_dict.items() if not name.startswith(unused)}
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-class _Crossing(torch.autograd.Function):
-    """What happens to activations on the way to the other rank and to their gradient on the way back."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, activations: Tensor, positions: Tensor | None, layout: ActivationLayout, seed: int | None
-    ) -> Tensor:
-        # Positions are kept as they are, not by `save_for_backward`: under activation checkpointing that would hand
-        # backward those of the second forward.
-        ctx.crossing = positions, layout, seed  # type: ignore[attr-defined]
-        payload = encode_values_at(layout, layout.forward_format, activations, positions, seed, FORWARD_ROUNDING)
-        return decode_values_at(layout, layout.forward_format, payload, positions, activations.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        positions, layout, seed = ctx.crossing
-        payload = encode_values_at(layout, layout.backward_format, gradient, positions, seed, BACKWARD_ROUNDING)
-        return decode_values_at(layout, layout.backward_format, payload, positions, gradient.dtype), None, None, None

@@ -65,7 +65,8 @@ class ShardedEmbeddingBags(CompressedModule):
         guard: Move the thresholds a little in every step to hold the number of entries near its target.
         exchange: ``"changes"``, or ``"values"``: the paper's method, to compare with. Pooled embeddings cross under a
             mask, and evaluation sees masked embeddings too; of the settings above only the last four matter.
-        split: With ``exchange="values"``, the settings of a :class:`~lightning_dct.SplitPoint`.
+        split: With ``exchange="values"``, the settings of a :class:`~lightning_dct.SplitPoint`; ``select_by`` must be
+            ``"magnitude"``.
         cache_rows: Rows of each other rank that are remembered, at most. A row that must make room sends what it
             holds back first. Each takes ``8 * embedding_dim`` bytes here and ``4 * embedding_dim`` on its owner.
         expected_lookups: Look-ups a sample of each table, for balancing the ranks; one each when None.
@@ -119,6 +120,13 @@ class ShardedEmbeddingBags(CompressedModule):
         check_choice("exchange", exchange, ("changes", "values"))
         if split is not None and exchange != "values":
             raise ValueError("`split` says how values are masked: use it with `exchange='values'`, or leave it out.")
+        select_by = (split or {}).get("select_by", "magnitude")
+        if select_by != "magnitude":
+            raise ValueError(
+                f"`split` has select_by={select_by!r}: evaluation masks rows on the rank that uses them, which does not"
+                " know the gradients' means of the ranks that own them. Leave `select_by` out, use"
+                " exchange='changes', or tables that are not sharded with a `SplitPoint` behind them."
+            )
         self.table_rows = [int(rows) for rows in table_rows]
         self.embedding_dim = embedding_dim
         self.pooling = pooling

@@ -3,24 +3,19 @@
 A payload is a pair of tensors. *values*, fp32 ``[words]``, are bytes that are merely viewed as fp32, because
 torch.distributed.pipelining returns gradients for floating-point tensors only, and of the same shape and dtype. Many
 of them read as NaN. Nothing computes with them between the two autograd functions here. *positions*, uint8, have no
-gradient: backward returns the entries that forward has sent, which the sender has remembered.
+gradient: backward returns the entries that forward has sent, which the sender has remembered. (Splits other than
+``SplitPoint`` have something else to say there, if anything.)
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_dct.activations import (
-    SplitPoint,
-    decode_backward,
-    decode_forward,
-    encode_backward,
-)
+from lightning_dct.activations import Split
 from lightning_dct.pipeline.borders import Border
 
 
@@ -28,11 +23,11 @@ class Crossing:
     """A border at this step.
 
     Args:
-        split: The split point that compresses what crosses.
+        split: Compresses what crosses.
         border: What crosses.
     """
 
-    def __init__(self, split: SplitPoint, border: Border) -> None:
+    def __init__(self, split: Split[Any], border: Border) -> None:
         self.split = split
         self.border = border
         self.layout = split.layout(border.shape)
@@ -49,20 +44,6 @@ class Crossing:
             torch.empty(words, device="meta", requires_grad=True),
             torch.empty(num_bytes, dtype=torch.uint8, device="meta"),
         )
-
-    def count(self, bytes_sent: int, positions: Tensor | None) -> None:
-        """Count one direction's payload, in training only: that is what is compared from step to step."""
-        if self.split.training:
-            self.split.traffic.add(
-                bytes_sent=bytes_sent,
-                bytes_dense=self.layout.dense_bytes,
-                entries_sent=self.layout.numel if positions is None else positions.numel(),
-                entries=self.layout.numel,
-            )
-
-    def timed(self) -> AbstractContextManager[None]:
-        """Count the time spent encoding or decoding, in training only."""
-        return self.split.traffic.timed() if self.split.training else nullcontext()
 
 
 def send(crossing: Crossing, activation: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,30 +95,33 @@ def as_bytes(floats: Tensor, num_bytes: int) -> Tensor:
 class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, activation: Tensor, crossing: Crossing) -> tuple[Tensor, Tensor]:
-        with crossing.timed():
+        with crossing.split.timed():
             encoded = crossing.split.encode_forward(activation)
             values = as_floats(encoded.values_payload, crossing.layout.wire_floats)
         ctx.crossing, ctx.positions = crossing, encoded.positions
         ctx.mark_non_differentiable(encoded.positions_payload)
-        crossing.count(4 * values.numel() + encoded.positions_payload.numel(), encoded.positions)
+        sent = 4 * values.numel() + encoded.positions_payload.numel()
+        crossing.split.count(crossing.layout, sent, encoded.positions)
         return values, encoded.positions_payload
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         crossing: Crossing = ctx.crossing
-        with crossing.timed():
+        with crossing.split.timed():
             payload = as_bytes(grad_outputs[0], crossing.layout.backward_bytes)
-            return decode_backward(crossing.layout, payload, ctx.positions, crossing.border.dtype), None
+            dtype = crossing.border.dtype
+            return crossing.split.decode_backward(crossing.layout, payload, ctx.positions, dtype), None
 
 
 class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, positions: Tensor, crossing: Crossing) -> Tensor:
         layout = crossing.layout
-        with crossing.timed():
+        with crossing.split.timed():
             payload = as_bytes(values, layout.forward_values_bytes)
-            activation, ctx.positions = decode_forward(layout, positions, payload, crossing.border.dtype)
+            dtype = crossing.border.dtype
+            activation, ctx.positions = crossing.split.decode_forward(layout, positions, payload, dtype)
         ctx.crossing, ctx.seed = crossing, crossing.split.rounding_seed
         return activation
 
@@ -145,8 +129,8 @@ class _Receive(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         crossing: Crossing = ctx.crossing
-        with crossing.timed():
-            payload = encode_backward(crossing.layout, grad_outputs[0], ctx.positions, ctx.seed)
+        with crossing.split.timed():
+            payload = crossing.split.encode_backward(crossing.layout, grad_outputs[0], ctx.positions, ctx.seed)
             values = as_floats(payload, crossing.layout.wire_floats)
-        crossing.count(4 * values.numel(), ctx.positions)
+        crossing.split.count(crossing.layout, 4 * values.numel(), ctx.positions)
         return values, None, None

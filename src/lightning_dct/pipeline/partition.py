@@ -10,11 +10,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_dct.activations import SplitPoint
+from lightning_dct.activations import Split
 from lightning_dct.pipeline.sequential import SplitSequential
 
 
@@ -32,7 +33,7 @@ class Piece:
     index: int
     names: tuple[str, ...]
     modules: SplitSequential
-    split: SplitPoint | None
+    split: Split[Any] | None
 
 
 def find_pipeline(module: nn.Module) -> tuple[str, nn.Sequential]:
@@ -44,7 +45,7 @@ def find_pipeline(module: nn.Module) -> tuple[str, nn.Sequential]:
     found = [
         (name, child)
         for name, child in module.named_modules()
-        if isinstance(child, nn.Sequential) and any(isinstance(part, SplitPoint) for part in child)
+        if isinstance(child, nn.Sequential) and any(isinstance(part, Split) for part in child)
     ]
     if len(found) != 1:
         have = "none has" if not found else f"{', '.join(repr(name) for name, _ in found)} have"
@@ -65,7 +66,7 @@ def cut(pipeline: nn.Sequential) -> list[Piece]:
     pieces: list[Piece] = []
     children: OrderedDict[str, nn.Module] = OrderedDict()
     for name, child in [*pipeline.named_children(), ("", None)]:
-        if child is not None and not isinstance(child, SplitPoint):
+        if child is not None and not isinstance(child, Split):
             children[name] = child
             continue
         if not children:

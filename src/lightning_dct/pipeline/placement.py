@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dct.activations import SplitPoint
+from lightning_dct.activations import Split
 from lightning_dct.pipeline import partition
 from lightning_dct.pipeline.gathering import to_cpu
 from lightning_dct.pipeline.mesh import PipelineMesh
@@ -56,13 +56,13 @@ class Placement:
         return list(found.values())
 
     @property
-    def split_points(self) -> dict[str, SplitPoint]:
+    def split_points(self) -> dict[str, Split[Any]]:
         """All split points of the network, by name: every rank has them, as they tell the size of payloads."""
         children = self.network.named_children()
-        return {self._prefix + name: child for name, child in children if isinstance(child, SplitPoint)}
+        return {self._prefix + name: child for name, child in children if isinstance(child, Split)}
 
     @property
-    def own_split_points(self) -> dict[str, SplitPoint]:
+    def own_split_points(self) -> dict[str, Split[Any]]:
         """Those whose thresholds this rank selects: they end its pieces."""
         own = {id(piece.split) for piece in self.own}
         return {name: split for name, split in self.split_points.items() if id(split) in own}

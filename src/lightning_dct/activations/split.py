@@ -1,0 +1,163 @@
+"""`Split`: what stands between two pieces of a model and compresses what crosses there, in one process or between two.
+
+Two things cross forward: *values*, whose gradients come back in as many bytes, and what says how to read them, in a
+payload without gradient: the positions of the entries that were sent, say, or the basis of a subspace. The sender keeps
+the latter too, so it need not come back.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_dct.activations.codec import Encoded
+from lightning_dct.activations.module import CompressedModule
+from lightning_dct.activations.noise import mixed_seed
+
+
+class WireLayout(Protocol):
+    """What is known of payloads before there are any: the same on both ends."""
+
+    @property
+    def numel(self) -> int:
+        """Entries of the activations."""
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the same tensor sent whole as fp32, one way."""
+
+    @property
+    def forward_positions_bytes(self) -> int:
+        """Size of the forward payload without gradient."""
+
+    @property
+    def forward_values_bytes(self) -> int:
+        """Size of the forward payload's values."""
+
+    @property
+    def backward_bytes(self) -> int:
+        """Size of the backward payload."""
+
+    @property
+    def wire_floats(self) -> int:
+        """Four-byte words that hold either direction's values."""
+
+
+LayoutT = TypeVar("LayoutT", bound=WireLayout)
+
+
+class Split(CompressedModule, Generic[LayoutT]):
+    """A border in an ``nn.Sequential``: :class:`~lightning_dct.SplitPoint`, or another method to compare it with.
+
+    A pipeline strategy uses the four methods that encode and decode. In one process the module does both ends' work
+    without a wire, value for value the same, and counts the bytes that would have travelled: both ways, when the
+    gradient comes back, as the pipeline strategy counts them when they do.
+    """
+
+    @property
+    @abstractmethod
+    def seed(self) -> int:
+        """Start of all random choices, the same on both ends."""
+
+    @abstractmethod
+    def layout(self, shape: torch.Size | tuple[int, ...]) -> LayoutT:
+        """The layout of payloads for activations of a shape: fixed until warm-up enters its next stage."""
+
+    @abstractmethod
+    def encode_forward(self, activations: Tensor) -> Encoded:
+        """Write activations: what crosses, and what the sender keeps to read the gradient."""
+
+    @abstractmethod
+    def decode_forward(
+        self, layout: LayoutT, positions_payload: Tensor, values_payload: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None]:
+        """Read activations: they, and what the receiver keeps to write the gradient.
+
+        Raises:
+            PayloadError: The bytes are not payloads of this layout.
+        """
+
+    @abstractmethod
+    def encode_backward(self, layout: LayoutT, gradient: Tensor, kept: Tensor | None, seed: int | None) -> Tensor:
+        """Write the gradient of the activations as received; ``seed`` is what :attr:`rounding_seed` was then."""
+
+    @abstractmethod
+    def decode_backward(self, layout: LayoutT, payload: Tensor, kept: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Read the gradient.
+
+        Raises:
+            PayloadError: The payload has another size.
+        """
+
+    @property
+    def rounding_seed(self) -> int | None:
+        """Seeds this step's rounding, also in :meth:`encode_backward`; None in evaluation: to nearest."""
+        return mixed_seed(self.seed, self.completed_steps) if self.training else None
+
+    def forward(self, activations: Tensor) -> Tensor:
+        """Compress activations, and their gradients on the way back.
+
+        Args:
+            activations: Any shape, floating point.
+
+        Returns:
+            The same shape and dtype.
+        """
+        return _Crossing.apply(activations, self, self.layout(activations.shape))
+
+    def cross(self, layout: LayoutT, activations: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the receiver sees and keeps, in one process."""
+        encoded = self.encode_forward(activations)
+        return self.decode_forward(layout, encoded.positions_payload, encoded.values_payload, activations.dtype)
+
+    def count(self, layout: LayoutT, bytes_sent: int, kept: Tensor | None) -> None:
+        """Count one direction's payload, in training only: that is what is compared from step to step."""
+        if self.training:
+            self.traffic.add(
+                bytes_sent=bytes_sent,
+                bytes_dense=self.dense_bytes(layout),
+                entries_sent=self.entries_sent(layout, kept),
+                entries=layout.numel,
+            )
+
+    def dense_bytes(self, layout: LayoutT) -> int:
+        """Bytes that would cross one way without any compression, as fp32."""
+        return layout.dense_bytes
+
+    def entries_sent(self, layout: LayoutT, kept: Tensor | None) -> int:
+        """How many numbers a payload's values are."""
+        return layout.numel if kept is None else kept.numel()
+
+    def timed(self) -> AbstractContextManager[None]:
+        """Count the time spent encoding or decoding, in training only."""
+        return self.traffic.timed() if self.training else nullcontext()
+
+
+class _Crossing(torch.autograd.Function):
+    """What happens to activations on the way to the other rank and to their gradient on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, activations: Tensor, split: Split[Any], layout: Any) -> Tensor:
+        with split.timed():
+            received, kept = split.cross(layout, activations)
+        # Kept as it is, not by `save_for_backward`: under activation checkpointing that would hand backward what the
+        # second forward has kept.
+        ctx.crossing = split, layout, kept, split.rounding_seed
+        return received
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        split, layout, kept, seed = ctx.crossing
+        with split.timed():
+            payload = split.encode_backward(layout, grad_outputs[0], kept, seed)
+            gradient = split.decode_backward(layout, payload, kept, grad_outputs[0].dtype)
+        # Here, for a forward may run twice.
+        split.count(layout, 4 * layout.wire_floats + layout.forward_positions_bytes, kept)
+        split.count(layout, 4 * layout.wire_floats, kept)
+        return gradient, None, None
