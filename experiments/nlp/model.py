@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_dct import SplitPoint
+from nlp.splits import make_split
 
 
 class Block(nn.Module):
@@ -97,8 +97,9 @@ class Head(nn.Module):
 class TransformerLanguageModel(nn.Sequential):
     """Predicts the next token at every position: maps int64 ``[batch, time]`` to ``[batch, time, vocabulary_size]``.
 
-    Its children are ``embedding``, ``block_0``, ``block_1``, ..., ``head``, and between two pieces a ``SplitPoint``:
-    ``split_0``, ... A single process runs them one after the other; ``DCTPipelineStrategy`` runs pieces on ranks.
+    Its children are ``embedding``, ``block_0``, ``block_1``, ..., ``head``, and between two pieces ``split_0``, ...,
+    which compress what crosses there. A single process runs them one after the other; ``DCTPipelineStrategy`` runs
+    pieces on ranks.
 
     Args:
         vocabulary_size: Number of distinct tokens.
@@ -109,7 +110,7 @@ class TransformerLanguageModel(nn.Sequential):
         dropout: Fraction of activations dropped while training.
         tie_weights: Use the token embedding as the output matrix.
         pieces: Parts that can run on different ranks; 1 for a model without split points.
-        split: Settings of the split points, as ``lightning_dct.SplitPoint`` takes them.
+        split: What stands between two pieces, as :func:`~nlp.splits.make_split` takes it: ``kind`` and settings.
 
     Raises:
         ValueError: If ``num_heads`` does not divide ``width``, or there are more pieces than can be cut.
@@ -134,7 +135,8 @@ class TransformerLanguageModel(nn.Sequential):
             if number >= 0:
                 self.add_module(f"block_{number}", Block(width, num_heads, dropout))
             if number in cuts:
-                self.add_module(f"split_{cuts.index(number)}", SplitPoint(**(split or {})))
+                for part, module in make_split(width, **(split or {})).items():
+                    self.add_module(f"split_{cuts.index(number)}{part}", module)
         self.head = Head(width, vocabulary_size)
         # The linear layers keep PyTorch's initialisation; its embeddings of unit variance would drown them.
         for embedding in (self.embedding.tokens, self.embedding.positions):

@@ -30,8 +30,8 @@ class LanguageModule(TokenModule):
         final_learning_rate_fraction: Where the cosine ends, as a fraction of the peak.
         vocabulary_size: Number of tokens; read from the data module when None.
         context_length: Tokens a sequence; read from the data module when None.
-        split: ``pieces`` to cut the network into (1, or None, for no cut), and the settings of the ``SplitPoint``
-            between every two.
+        split: ``pieces`` to cut the network into (1, or None, for no cut), and what stands between every two, as
+            :func:`~nlp.splits.make_split` takes it.
     """
 
     size_names = ("vocabulary_size", "context_length")

@@ -14,6 +14,8 @@ from torchmetrics import MeanMetric
 
 from distributed.training import Noise, trainer_for
 from lightning_dct import DCTPipelineStrategy, SplitPoint
+from lightning_dct.activations import Split
+from lightning_dct.activations.comparators import LowRankSplit, RandomSplit, autoencoder
 
 DENSE: dict[str, Any] = {"density": 1.0, "forward_format": "fp32", "backward_format": "fp32"}
 MICRO_BATCHES = 4
@@ -28,8 +30,15 @@ def network(pieces: int, **split: Any) -> nn.Sequential:
         for piece in range(pieces):
             layers.append(nn.Linear(40 if piece == 0 else 24, 8 if piece == pieces - 1 else 24))
             if piece < pieces - 1:
-                layers += [nn.Tanh(), SplitPoint(**split)]
+                layers += [nn.Tanh(), *crossing(**split)]
         return nn.Sequential(*layers)
+
+
+def crossing(kind: str = "threshold", **settings: Any) -> tuple[nn.Module, ...]:
+    """What stands between two pieces."""
+    if kind == "autoencoder":
+        return autoencoder(24, **settings)
+    return ({"threshold": SplitPoint, "random": RandomSplit, "low_rank": LowRankSplit}[kind](**settings),)
 
 
 class SplitModule(LightningModule):
@@ -176,7 +185,7 @@ def train_alone(
     copies = [module] + [copy.deepcopy(module) for _ in range(width - 1)]
     for other in copies[1:]:
         for name, child in other.network.named_children():
-            if not isinstance(child, SplitPoint):
+            if not isinstance(child, Split):
                 other.network._modules[name] = module.network._modules[name]
     stepping = optimizer(module.parameters(), **(optimizer_settings or {"lr": 0.1}))
     data = [Noise(count, 40, 8, BATCH_SIZE, pipeline) for pipeline in range(width)]
@@ -186,7 +195,7 @@ def train_alone(
     for index in range(count):
         for pipeline, one in enumerate(copies):
             for child in one.network:
-                if isinstance(child, SplitPoint):
+                if isinstance(child, Split):
                     child.advance(index // accumulate)
             parts = zip(*(tensor.chunk(MICRO_BATCHES) for tensor in data[pipeline][index]), strict=True)
             values = []

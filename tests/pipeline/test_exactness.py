@@ -7,6 +7,8 @@ import torch
 
 from distributed.training import trainer_for
 from lightning_dct import SplitPoint
+from lightning_dct.activations import Split
+from lightning_dct.traffic import Traffic
 from pipeline.split_models import DENSE, SplitModule, batches, strategy_for, train, train_alone, worst
 
 BF16 = {"density": 0.2}
@@ -14,6 +16,9 @@ INT8 = {"density": 0.1, "forward_format": "int8", "backward_format": "int8", "wa
 INT4 = {"density": 0.3, "forward_format": "int4", "backward_format": "int4", "exploration": 0.05}
 FP32 = {"density": 0.25, "forward_format": "fp32", "backward_format": "fp32", "scope": "sample"}
 GRADIENT = {"density": 0.3, "select_by": "magnitude_times_gradient", "refresh_every": 2}
+RANDOM = {"kind": "random", "density": 0.3, "forward_format": "int8", "warmup_steps": 3}
+LOW_RANK = {"kind": "low_rank", "density": 0.3, "backward_format": "int8", "warmup_steps": 3}
+LEARNED = {"kind": "autoencoder", "density": 0.3, "forward_format": "int8"}
 MIXED = {"density": 0.5, "forward_format": "int8", "backward_format": "fp32", "guard": False}
 
 CASES = [
@@ -26,6 +31,10 @@ CASES = [
     (4, 2, "1f1b", 2, INT8),
     (4, 2, "interleaved_1f1b", 4, BF16),
     (4, 4, "1f1b", 4, MIXED),
+    (2, 2, "gpipe", 2, RANDOM),
+    (2, 2, "interleaved_1f1b", 4, LOW_RANK),
+    (4, 2, "1f1b", 2, LOW_RANK),
+    (2, 2, "1f1b", 2, LEARNED),
 ]
 
 
@@ -55,6 +64,31 @@ def test_clipping_and_accumulation_span_the_stages(ranks: Any) -> None:
     _, unclipped = train_alone(2, BF16, width=2, accumulate=2, **settings)
     assert worst(runs[0].weights, weights) < 1e-5 < worst(unclipped, weights)
     assert all(worst(run.weights, runs[0].weights) == 0.0 for run in runs)
+
+
+def traffic_of(split: dict[str, Any]) -> Any:
+    return train(2, "1f1b", 2, split, count=3).traffic
+
+
+@pytest.mark.parametrize("split", [BF16, GRADIENT, RANDOM, LOW_RANK, LEARNED])
+def test_one_process_counts_what_a_pipeline_sends(ranks: Any, split: dict[str, Any]) -> None:
+    """Oracle: the sum over the pipeline's two ranks."""
+    module = SplitModule(2, split)
+    counted = Traffic()
+    for child in module.network:
+        if isinstance(child, Split):
+            child.traffic = counted
+    for step in range(3):
+        for child in module.network:
+            if isinstance(child, Split):
+                child.advance(step)
+        for part in range(4):
+            module.loss(
+                (torch.randn(2, 40, generator=torch.Generator().manual_seed(part)), torch.zeros(2, 8))
+            ).backward()
+    totals = ranks(2).run(traffic_of, split)
+    for name in ("bytes_sent", "bytes_dense", "entries"):
+        assert getattr(counted.totals, name) == sum(getattr(one, name) for one in totals), name
 
 
 def bytes_per_step() -> list[tuple[int, int, int, int]]:

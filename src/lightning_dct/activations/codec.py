@@ -55,7 +55,8 @@ class Encoded(NamedTuple):
     Attributes:
         positions_payload: Shape ``[layout.forward_positions_bytes]``, uint8.
         values_payload: Shape ``[layout.forward_values_bytes]``, uint8.
-        positions: Shape ``[count]``, int64: the places sent, for :func:`decode_backward`; None when everything is.
+        positions: Shape ``[count]``, int64: the places sent, for :func:`decode_backward`; None when everything is. (Of
+            a split other than ``SplitPoint``, whatever both ends must have to read the gradient.)
     """
 
     positions_payload: Tensor
@@ -141,6 +142,42 @@ def decode_backward(
         PayloadError: The payload has another size.
     """
     return decode_values_at(layout, layout.backward_format, payload, positions, dtype)
+
+
+def read_header(layout: ActivationLayout, payload: Tensor) -> int:
+    """Read what a positions payload begins with.
+
+    Args:
+        layout: The layout it must have been made for.
+        payload: Shape ``[layout.forward_positions_bytes]``, uint8.
+
+    Returns:
+        How many entries were sent.
+
+    Raises:
+        PayloadError: It was made for another layout, or is damaged.
+    """
+    _check_size("positions", payload, layout.forward_positions_bytes)
+    magic, version, reserved, count, fingerprint = HEADER.unpack(bytes(payload[:HEADER_BYTES].tolist()))
+    if magic != MAGIC:
+        raise PayloadError(f"the activations' payload begins with {magic:#x} where {MAGIC:#x} was expected")
+    if version != VERSION:
+        raise PayloadError(
+            f"the activations' payload has layout version {version}, this rank reads {VERSION}: install the same"
+            " lightning_dct on every host"
+        )
+    if fingerprint != layout.fingerprint:
+        raise PayloadError(
+            "the activations' payload was made for another shape, other settings or another stage of warm-up: use"
+            " the same settings on both ranks and call `advance` with the same step on both"
+        )
+    if count > layout.capacity:
+        raise PayloadError(
+            f"the activations' payload claims {count} entries, its layout has room for {layout.capacity}"
+        )
+    if reserved:
+        raise PayloadError(f"the activations' payload has {reserved:#x} in its header where this version writes zero")
+    return count
 
 
 def encode_values_at(
@@ -235,26 +272,7 @@ def _encode_positions(layout: ActivationLayout, positions: Tensor | None, device
 
 
 def _decode_positions(layout: ActivationLayout, payload: Tensor) -> Tensor | None:
-    _check_size("positions", payload, layout.forward_positions_bytes)
-    magic, version, reserved, count, fingerprint = HEADER.unpack(bytes(payload[:HEADER_BYTES].tolist()))
-    if magic != MAGIC:
-        raise PayloadError(f"the activations' payload begins with {magic:#x} where {MAGIC:#x} was expected")
-    if version != VERSION:
-        raise PayloadError(
-            f"the activations' payload has layout version {version}, this rank reads {VERSION}: install the same"
-            " lightning_dct on every host"
-        )
-    if fingerprint != layout.fingerprint:
-        raise PayloadError(
-            "the activations' payload was made for another shape, other settings or another stage of warm-up: use"
-            " the same settings on both ranks and call `advance` with the same step on both"
-        )
-    if count > layout.capacity:
-        raise PayloadError(
-            f"the activations' payload claims {count} entries, its layout has room for {layout.capacity}"
-        )
-    if reserved:
-        raise PayloadError(f"the activations' payload has {reserved:#x} in its header where this version writes zero")
+    count = read_header(layout, payload)
     if layout.position_code is None:
         if count != layout.numel:
             raise PayloadError(f"the activations' payload claims {count} entries where all {layout.numel} are sent")

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from lightning_dct.activations.codec import Encoded
 from lightning_dct.activations.module import CompressedModule
 from lightning_dct.activations.noise import mixed_seed
+from lightning_dct.traffic import FP32_BYTES
 
 
 class WireLayout(Protocol):
@@ -26,10 +27,6 @@ class WireLayout(Protocol):
     @property
     def numel(self) -> int:
         """Entries of the activations."""
-
-    @property
-    def dense_bytes(self) -> int:
-        """Bytes of the same tensor sent whole as fp32, one way."""
 
     @property
     def forward_positions_bytes(self) -> int:
@@ -120,14 +117,14 @@ class Split(CompressedModule, Generic[LayoutT]):
         if self.training:
             self.traffic.add(
                 bytes_sent=bytes_sent,
-                bytes_dense=self.dense_bytes(layout),
+                bytes_dense=FP32_BYTES * self.entries_due(layout),
                 entries_sent=self.entries_sent(layout, kept),
-                entries=layout.numel,
+                entries=self.entries_due(layout),
             )
 
-    def dense_bytes(self, layout: LayoutT) -> int:
-        """Bytes that would cross one way without any compression, as fp32."""
-        return layout.dense_bytes
+    def entries_due(self, layout: LayoutT) -> int:
+        """How many numbers would cross one way without any compression."""
+        return layout.numel
 
     def entries_sent(self, layout: LayoutT, kept: Tensor | None) -> int:
         """How many numbers a payload's values are."""
