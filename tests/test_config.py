@@ -164,7 +164,7 @@ def test_the_first_pattern_that_matches_wins() -> None:
     config = DCTConfig(density_per_parameter={"layers.0.*": 0.2, "*.weight": 0.3, "*": 0.4})
     assert [config.density_of(name) for name in NAMES] == [0.3, 0.2, 0.2]
     assert config.density_of("scale") == 0.4
-    assert DCTConfig(density_per_parameter={"*.weight": 0.3}).density_of("scale") == 0.01
+    assert DCTConfig(density_per_parameter={"*.weight": 0.3}).density_of("scale") == 0.03
 
 
 def test_patterns_mind_the_case() -> None:

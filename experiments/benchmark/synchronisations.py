@@ -45,6 +45,7 @@ SYNCHRONISATIONS: dict[str, Callable[[int], DDPStrategy]] = {
     "DCT, 1%, bf16": _dct(0.01, "bf16"),
     "DCT, 1%, int8": _dct(0.01, "int8"),
     "DCT, 1%, 1 bit": _dct(0.01, "1bit"),
+    "DCT, 3%, 1 bit": _dct(0.03, "1bit"),
     "DCT, 0.1%, bf16": _dct(0.001, "bf16"),
 }
 """Makes a strategy, given how many steps will be trained before compression must have begun."""

@@ -51,12 +51,12 @@ class DCTConfig:
             are part of the model; without them it is always an error.
     """
 
-    density: float = 0.01
+    density: float = 0.03
     density_per_parameter: Mapping[str, float] = field(default_factory=dict)
     refresh_every: int = 1000
     warmup_steps: int = 0
     warmup_schedule: WarmupSchedule = "exponential"
-    value_format: ValueFormat = "bf16"
+    value_format: ValueFormat = "1bit"
     min_tensor_size: int = 128
     guard: bool = True
     exchange: ExchangeName = "auto"

@@ -91,7 +91,7 @@ def test_replicas_stay_bitwise_identical(ranks: Any, world_size: int, value_form
 
 
 def train_compressed(value_format: str, density: float, exchange: str) -> Run:
-    settings: dict[str, Any] = {"density": density, "min_tensor_size": 128, "exchange": exchange}
+    settings: dict[str, Any] = {"density": density, "min_tensor_size": 128, "exchange": exchange, "momentum": "keep"}
     strategy = DCTStrategy(value_format=value_format, refresh_every=1, guard=False, **settings)
     module = Module(None, torch.optim.SGD, lr=0.05, momentum=0.5)
     if exchange != "by_node":

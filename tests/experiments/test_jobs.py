@@ -43,10 +43,10 @@ def processes_that_name(text: str) -> list[bytes]:
 
 
 def test_a_sweep_starts_the_ranks_of_each_job_once(tmp_path: Path) -> None:
-    """Three jobs, of which the first fails. Oracle: what each job has left, and what the whole has printed."""
+    """Two jobs, of which the first fails. Oracle: what each job has left, and what the whole has printed."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PL_")}
     completed = subprocess.run(
-        [sys.executable, str(TRAIN), "-m", *LM, "strategy.density=7,0.1,0.2", "hydra.sweep.dir=the sweep"],
+        [sys.executable, str(TRAIN), "-m", *LM, "strategy.density=7,0.1", "hydra.sweep.dir=the sweep"],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
@@ -58,24 +58,22 @@ def test_a_sweep_starts_the_ranks_of_each_job_once(tmp_path: Path) -> None:
     assert "`density` is the share of entries" in printed
     assert "job 0 has failed with exit status 1" in printed
     sweep = tmp_path / "the sweep"
-    assert sorted(sweep.rglob("result.json")) == [sweep / "1" / "result.json", sweep / "2" / "result.json"]
+    assert list(sweep.rglob("result.json")) == [sweep / "1" / "result.json"]
     assert not (tmp_path / "outputs").exists() or not list((tmp_path / "outputs").rglob("*.ckpt"))
-    for job, density in ((1, "0.1"), (2, "0.2")):
-        figures = json.loads((sweep / str(job) / "result.json").read_text())
-        assert figures["overrides"] == [*LM, f"strategy.density={density}"]
-        assert figures["world_size"] == 2
-        assert figures["steps"] == 2
-        hydra = yaml.safe_load((sweep / str(job) / ".hydra" / "hydra.yaml").read_text())["hydra"]
-        assert hydra["mode"] == "RUN"
-        assert hydra["runtime"]["output_dir"] == str(sweep / str(job))
-    assert printed.count("GLOBAL_RANK: 0, MEMBER: 1/2") == 2
-    assert printed.count("GLOBAL_RANK: 1, MEMBER: 2/2") == 2
+    figures = json.loads((sweep / "1" / "result.json").read_text())
+    assert figures["overrides"] == [*LM, "strategy.density=0.1"]
+    assert figures["world_size"] == 2
+    assert figures["steps"] == 2
+    hydra = yaml.safe_load((sweep / "1" / ".hydra" / "hydra.yaml").read_text())["hydra"]
+    assert hydra["mode"] == "RUN"
+    assert hydra["runtime"]["output_dir"] == str(sweep / "1")
+    assert printed.count("GLOBAL_RANK: 0, MEMBER: 1/2") == 1
+    assert printed.count("GLOBAL_RANK: 1, MEMBER: 2/2") == 1
     assert processes_that_name(str(tmp_path)) == []
 
     assert main(["--collect", str(sweep)]) == 1, "a job of the sweep has no result"
     table = (sweep / "table.md").read_text()
     assert "| dct density=0.1 | 1 |" in table
-    assert "| dct density=0.2 | 1 |" in table
     assert f"{sweep / '0'} has left no result.json" in table
 
 
