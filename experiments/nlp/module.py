@@ -23,8 +23,7 @@ class LanguageModule(TokenModule):
         dropout: Fraction of activations dropped while training.
         tie_weights: Use the token embedding as the output matrix.
         learning_rate: AdamW's peak learning rate.
-        betas: AdamW's two decay rates. 0 as the first suits compressed gradients, whose residual is a momentum
-            already.
+        betas: AdamW's two decay rates.
         weight_decay: AdamW's decay, on matrices only.
         warmup_steps: Optimizer steps over which the learning rate rises linearly.
         final_learning_rate_fraction: Where the cosine ends, as a fraction of the peak.
