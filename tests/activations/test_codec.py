@@ -132,7 +132,9 @@ def test_broken_entries_arrive_broken_and_alone_in_their_row(value_format: str, 
     assert bool(received[others].isfinite().all())
     received.backward(torch.full((8, 16), broken))
     assert activations.grad is not None
-    assert torch.equal(~activations.grad.isfinite(), received != 0)
+    # What few bits make of an entry may be zero; which are sent does not depend on them.
+    sent = SplitPoint(density=0.25, forward_format="fp32")(activations) != 0
+    assert torch.equal(~activations.grad.isfinite(), sent)
 
 
 def test_largest_half_precision_numbers_stay_finite() -> None:

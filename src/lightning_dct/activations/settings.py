@@ -10,7 +10,7 @@ from lightning_dct.warmup import WARMUP_SCHEDULES, WarmupSchedule
 
 Scope = Literal["tensor", "group", "sample"]
 SelectBy = Literal["magnitude", "magnitude_times_gradient"]
-RowFormat = Literal["fp32", "bf16", "int8", "int4"]
+RowFormat = Literal["fp32", "bf16", "int8", "int4", "int2"]
 SCOPES: tuple[str, ...] = get_args(Scope)
 SELECTIONS: tuple[str, ...] = get_args(SelectBy)
 ROW_FORMATS: tuple[str, ...] = get_args(RowFormat)
@@ -43,8 +43,8 @@ class SplitSettings:
             stretches of equal length, ``M = (|h| >= threshold) or chosen``. It lets gradient reach entries that would
             stay below the threshold forever. Training only. (Zheng et al., *Reducing Communication for Split Learning
             by Randomized Top-k Sparsification*, IJCAI 2023, choose so in place of some of the largest.)
-        forward_format: How activations are written: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"`` (one scale a
-            row, which is the last dimension; rounded stochastically in training and to nearest in evaluation).
+        forward_format: How activations are written: ``"fp32"``, ``"bf16"``, ``"int8"``, ``"int4"`` or ``"int2"`` (one
+            scale a row, which is the last dimension; rounded stochastically in training and to nearest in evaluation).
         backward_format: How their gradients are written.
         compress_evaluation: Mask and round in evaluation too. A model trained with the mask is worse without it.
             False sends every entry as fp32 there.

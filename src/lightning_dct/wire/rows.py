@@ -1,4 +1,4 @@
-"""Values in rows, in 32, 16, 8 or 4 bits: one scale a row for the low-bit formats, stochastic rounding if wanted.
+"""Values in rows, in 32, 16, 8, 4 or 2 bits: one scale a row for the low-bit formats, stochastic rounding if wanted.
 
 =======  ====  ==================================================================================================
 format   bits  an entry ``v`` of row ``r`` is read back as
@@ -7,6 +7,7 @@ fp32     32    ``v`` as a 32-bit float
 bf16     16    ``v`` as a bfloat16, rounded to nearest
 int8     8     ``scale_r * round(v / scale_r)``, with ``scale_r = max |v| / 127`` over what the row sends
 int4     4     ``scale_r * round(v / scale_r)``, with ``scale_r = max |v| / 7`` over what the row sends
+int2     2     ``scale_r * round(v / scale_r)``, with ``scale_r = max |v|`` over what the row sends: -1, 0 or 1 of it
 =======  ====  ==================================================================================================
 
 Activations have no residual that would hold what rounding loses, so ``round`` can be stochastic: up with the
@@ -28,13 +29,11 @@ from torch import Tensor
 
 from lightning_dct.wire.values import decode_values, encode_values
 
-ROW_BITS_PER_VALUE: dict[str, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
-LEVELS: dict[str, int] = {"int8": 127, "int4": 7}
+ROW_BITS_PER_VALUE: dict[str, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "int2": 2}
+LEVELS: dict[str, int] = {"int8": 127, "int4": 7, "int2": 1}
 LARGEST_SCALE_BYTES = 4
 STEPS_PER_OCTAVE = 8
 LARGEST_CODE, BROKEN_CODE = 254, 255
-# Added to a signed int4 step to store it without sign; 0 is never written.
-INT4_OFFSET = 8
 
 
 def row_values_num_bytes(value_format: str, capacity: int) -> int:
@@ -54,12 +53,12 @@ def encode_rows(
 
     Args:
         values: Shape ``[count]``, floating point.
-        row_of: Shape ``[count]``, int64 below ``num_rows``: the row of each value (used by int8 and int4 only). None
-            for ``num_rows`` rows of equal length, one after the other.
+        row_of: Shape ``[count]``, int64 below ``num_rows``: the row of each value (used by formats with scales only).
+            None for ``num_rows`` rows of equal length, one after the other.
         num_rows: How many rows there are; a row may be empty.
-        value_format: One of ``fp32``, ``bf16``, ``int8``, ``int4``.
-        noise: Shape ``[count]``, fp32, uniform in [0, 1), for stochastic rounding (used by int8 and int4 only); None
-            rounds to nearest.
+        value_format: One of ``fp32``, ``bf16``, ``int8``, ``int4``, ``int2``.
+        noise: Shape ``[count]``, fp32, uniform in [0, 1), for stochastic rounding (used by formats with scales only);
+            None rounds to nearest.
 
     Returns:
         The values' bytes and the scales' bytes (none for the formats that need none), uint8.
@@ -78,10 +77,7 @@ def encode_rows(
     whole.clamp_(-levels, levels)
     if value_format == "int8":
         return whole.to(torch.int8).view(torch.uint8), scale_bytes
-    nibbles = values.new_zeros(values.numel() + values.numel() % 2, dtype=torch.uint8)
-    nibbles[: values.numel()] = whole.add_(INT4_OFFSET).to(torch.uint8)
-    pairs = nibbles.view(-1, 2)
-    return pairs[:, 0] | (pairs[:, 1] << 4), scale_bytes
+    return _pack(whole, value_format), scale_bytes
 
 
 def decode_rows(data: Tensor, count: int, row_of: Tensor | None, scale_bytes: Tensor, value_format: str) -> Tensor:
@@ -102,9 +98,27 @@ def decode_rows(data: Tensor, count: int, row_of: Tensor | None, scale_bytes: Te
     if value_format == "int8":
         steps = data[:count].view(torch.int8).to(torch.float32)
     else:
-        packed = data[: row_values_num_bytes("int4", count)]
-        steps = torch.stack([packed & 15, packed >> 4], dim=1).flatten()[:count].to(torch.float32).sub_(INT4_OFFSET)
+        steps = _unpack(data[: row_values_num_bytes(value_format, count)], count, value_format)
     return steps.mul_(_spread(_decode_scales(scale_bytes), row_of, count))
+
+
+def _pack(steps: Tensor, value_format: str) -> Tensor:
+    """Several signed steps a byte, the first in its lowest bits; an offset takes the sign, and 0 is never written."""
+    bits = ROW_BITS_PER_VALUE[value_format]
+    a_byte = 8 // bits
+    codes = steps.new_zeros(-(-steps.numel() // a_byte) * a_byte, dtype=torch.uint8)
+    codes[: steps.numel()] = (steps + (1 << (bits - 1))).to(torch.uint8)
+    packed = codes[::a_byte].clone()
+    for place in range(1, a_byte):
+        packed |= codes[place::a_byte] << (bits * place)
+    return packed
+
+
+def _unpack(packed: Tensor, count: int, value_format: str) -> Tensor:
+    """Undo :func:`_pack`: fp32 ``[count]``."""
+    bits = ROW_BITS_PER_VALUE[value_format]
+    codes = torch.stack([(packed >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)], dim=1)
+    return codes.flatten()[:count].to(torch.float32).sub_(1 << (bits - 1))
 
 
 def _largest_magnitudes(values: Tensor, row_of: Tensor | None, num_rows: int) -> Tensor:

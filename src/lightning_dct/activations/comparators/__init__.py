@@ -8,7 +8,8 @@ family              here
 top-k               ``SplitPoint(density=..., refresh_every=1, guard=False)``: the largest of every step, exactly
                     (with several micro-batches a step, ``scope="sample"``: the largest of every sample)
 random-k            :class:`RandomSplit`
-quantisation        ``SplitPoint(density=1.0, forward_format="int4", backward_format="int4")``, one scale a row
+quantisation        ``SplitPoint(density=1.0, forward_format="int4", backward_format="int4")``, one scale a row; or
+                    ``"int8"``, ``"int2"``
 learned code        :func:`autoencoder`: two linear layers, trained with the model
 low rank            :class:`LowRankSplit`: a subspace that follows the activations
 ==================  ================================================================================================
