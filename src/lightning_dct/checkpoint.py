@@ -158,6 +158,7 @@ def merge_states(states: Sequence[Mapping[str, Any]], stages: int = 1) -> dict[s
     names = {name for state in states for part in _HELD_BACK for name in state.get(part, {})}
     merged["residuals"] = {name: _mean_held_back(states, name, len(states) // stages) for name in sorted(names)}
     merged["owned"] = {}
+    merged["velocities"] = _mean_velocities(states, len(states) // stages)
     merged["accumulated"] = _mean_accumulated(states, len(states) // stages)
     if stages > 1:
         # Each rank has known the thresholds of its own stage only.
@@ -176,6 +177,7 @@ def empty_state(note: Mapping[str, Any]) -> dict[str, Any]:
         "thresholds": {"values": {}, "targets": {}},
         "residuals": {},
         "owned": {},
+        "velocities": {},
         "traffic": {},
         "modules": {},
     }
@@ -193,6 +195,20 @@ def _mean_accumulated(states: Sequence[Mapping[str, Any]], replicas: int) -> dic
                 total[name] = total.get(name, torch.zeros((), dtype=torch.float64)) + gradient.double()
     dtypes = {name: gradient.dtype for state in states for name, gradient in state.get("accumulated", {}).items()}
     return {name: (gradients / replicas).to(dtypes[name]) for name, gradients in total.items()}
+
+
+def _mean_velocities(states: Sequence[Mapping[str, Any]], replicas: int) -> dict[str, Tensor]:
+    """Velocities of gradients: what counts is their mean over the ranks, as it does for gradients."""
+    by_name: dict[str, list[Tensor]] = {}
+    for state in states:
+        for name, velocity in state.get("velocities", {}).items():
+            by_name.setdefault(name, []).append(velocity)
+    return {
+        name: (torch.stack([velocity.double() for velocity in velocities]).sum(dim=0) / replicas).to(
+            velocities[0].dtype
+        )
+        for name, velocities in by_name.items()
+    }
 
 
 def _prefix(note: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from lightning.fabric.strategies.registry import _StrategyRegistry
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_dct import checkpoint as saved
 from lightning_dct.agreement import check_agreement
@@ -23,6 +24,7 @@ from lightning_dct.failures import end_after_gloo, meet_in_fresh_store
 from lightning_dct.files import AtomicCheckpointIO
 from lightning_dct.gradients import (
     GradientSynchronizer,
+    MomentumCorrection,
     make_synchronizer,
     momentum_at_rest,
     parameter_names,
@@ -54,6 +56,8 @@ class DCTStrategy(DDPStrategy):
         self.traffic = Traffic()
         # One for each module that was set up, in that order.
         self.synchronizers: list[GradientSynchronizer] = []
+        self._optimizers: list[Optimizer] = []
+        self._correction = MomentumCorrection(lambda: self._optimizers) if self.config.momentum == "correct" else None
 
     def setup_environment(self) -> None:
         """Bring the processes up."""
@@ -69,10 +73,19 @@ class DCTStrategy(DDPStrategy):
         check_agreement({**vars(self.config), **plain}, module, group)
         wrapped = super().setup_module(module)
         place = (self.node_rank, self.local_rank)
-        synchronizer = make_synchronizer(wrapped, self.precision, self.config, self.traffic, place, self._timeout)
+        synchronizer = make_synchronizer(
+            wrapped, self.precision, self.config, self.traffic, place, self._timeout, self._correction
+        )
         wrapped.register_comm_hook(None, synchronizer.hook)
         self.synchronizers.append(synchronizer)
         return wrapped
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Remember an optimizer, whose momentum may have to be known before it steps."""
+        self._optimizers.append(optimizer)
+        for synchronizer in self.synchronizers:
+            synchronizer.check_optimizers()
+        return super().setup_optimizer(optimizer)
 
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
         """Run backward, with a refresh of the thresholds when one is due."""
@@ -82,7 +95,7 @@ class DCTStrategy(DDPStrategy):
         super().backward(tensor, module, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step, with the optimizer's momentum at rest where residuals stand in for it."""
+        """Step, with the optimizer's momentum at rest where residuals or velocities stand in for it."""
         with ExitStack() as stack:
             for synchronizer in self.synchronizers:
                 stack.enter_context(momentum_at_rest(optimizer, synchronizer))

@@ -30,7 +30,13 @@ from lightning_dct.callbacks import (
 from lightning_dct.config import DCTConfig, ExchangeName, MissingState, Momentum, ValueFormat
 from lightning_dct.embedding.hosting import install_clipping
 from lightning_dct.failures import Lifeline, end_after_gloo, meet_in_fresh_store
-from lightning_dct.gradients import make_synchronizer, momentum_at_rest, parameter_names, resolve_process_group
+from lightning_dct.gradients import (
+    MomentumCorrection,
+    make_synchronizer,
+    momentum_at_rest,
+    parameter_names,
+    resolve_process_group,
+)
 from lightning_dct.kernels import KernelName
 from lightning_dct.saving import CheckpointedStrategy
 from lightning_dct.traffic import Traffic
@@ -59,7 +65,8 @@ class DCTStrategy(CheckpointedStrategy):
         guard: Nudge the thresholds between refreshes to hold the number of entries near its target.
         exchange: ``"all_gather"``, ``"sharded"``, ``"by_node"``, or ``"auto"`` to choose by counted bytes.
         kernel: ``"torch"``, ``"numba"``, ``"triton"``, or ``"auto"`` for the fastest that is installed.
-        momentum: ``"auto"`` to let the optimizer's momentum rest where residuals stand in for it, or ``"keep"``.
+        momentum: ``"auto"`` to let the optimizer's momentum rest where residuals stand in for it, ``"keep"``, or, for
+            SGD, ``"correct"`` to apply it before compressing.
         missing_state: ``"error"``, or ``"reset"`` to resume also without the folder that was saved with a checkpoint.
         **kwargs: Everything DDPStrategy and DistributedDataParallel take, by keyword. ``process_group`` may also be a
             function without arguments that returns the group; it is called once the processes are up.
@@ -187,6 +194,8 @@ class DCTStrategy(CheckpointedStrategy):
             )
         install_clipping(self.precision_plugin, tables)
         super().setup(trainer)
+        if self.synchronizer is not None:
+            self.synchronizer.check_optimizers([table.weight for table in tables.values()])
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step; where activations are compressed within a rank, they cross once in it."""
@@ -215,7 +224,7 @@ class DCTStrategy(CheckpointedStrategy):
         model: pl.LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Step, with the optimizer's momentum at rest where residuals stand in for it."""
+        """Step, with the optimizer's momentum at rest where residuals or velocities stand in for it."""
         with momentum_at_rest(optimizer, self.synchronizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
@@ -269,11 +278,14 @@ class DCTStrategy(CheckpointedStrategy):
         if self.synchronizer is None:
             place = (self.node_rank, self.local_rank)
             self.synchronizer = make_synchronizer(
-                self.model, self.precision_plugin, self.config, self.traffic, place, self._timeout
+                self.model, self.precision_plugin, self.config, self.traffic, place, self._timeout, self._correction()
             )
             self._restore(self.synchronizer)
         self._synchronised = self._trainable()
         self.model.register_comm_hook(None, self.synchronizer.hook)
+
+    def _correction(self) -> MomentumCorrection | None:
+        return MomentumCorrection(lambda: self.optimizers) if self.config.momentum == "correct" else None
 
     def _trainable(self) -> set[int]:
         assert self.lightning_module is not None

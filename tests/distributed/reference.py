@@ -58,6 +58,7 @@ def train(
     momentum: float,
     exchange: str = "all_gather",
     workers_per_node: int = 1,
+    correct: bool = False,
 ) -> tuple[list[dict[str, Array]], dict[str, Array]]:
     """Train ``model`` in place with SGD.
 
@@ -76,8 +77,10 @@ def train(
         exchange: ``all_gather``, ``sharded`` (the sum is thresholded again) or ``by_node`` (the sums of the nodes are
             thresholded, and nothing else).
         workers_per_node: For ``by_node``.
+        correct: Apply the momentum to each worker's gradients instead, and forget it where something is sent.
     """
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.0 if correct else momentum)
+    velocities = [{name: np.zeros(p.numel()) for name, p in model.named_parameters()} for _ in range(workers)]
     held = [{name: np.zeros(p.numel()) for name, p in model.named_parameters()} for _ in range(workers)]
     sums_held = [{name: np.zeros(p.numel()) for name, p in model.named_parameters()} for _ in range(workers)]
     owners = {"all_gather": 1, "sharded": workers, "by_node": workers_per_node}[exchange]
@@ -87,11 +90,16 @@ def train(
             entries = parameter.numel()
             kept = entries if entries < min_tensor_size else math.ceil(density * entries)
             sent = np.array([gradients[worker][name] for worker in range(workers)])
+            for worker in range(workers if correct else 0):
+                velocities[worker][name] = momentum * velocities[worker][name] + sent[worker]
+                sent[worker] = velocities[worker][name]
             if exchange != "by_node":
                 for worker in range(workers):
                     accumulated = sent[worker] + held[worker][name]
                     sent[worker] = send_pieces(accumulated, kept, value_format, owners)
                     held[worker][name] = accumulated - sent[worker]
+                    if kept < entries:
+                        velocities[worker][name][sent[worker] != 0] = 0.0
             if exchange != "all_gather":
                 # One sum of all workers, or one for each node.
                 sent = sent.reshape(-1, workers if exchange == "sharded" else workers_per_node, entries).sum(axis=1)
@@ -99,6 +107,9 @@ def train(
                     accumulated = sent[place] + sums_held[place][name]
                     sent[place] = send_pieces(accumulated, kept, value_format, owners)
                     sums_held[place][name] = accumulated - sent[place]
+                    if exchange == "by_node" and kept < entries:
+                        for worker in range(workers_per_node):
+                            velocities[place * workers_per_node + worker][name][sent[place] != 0] = 0.0
             parameter.grad = torch.from_numpy(sent.sum(axis=0) / workers).view_as(parameter)
         optimizer.step()
     return held, {name: np.sum([some[name] for some in sums_held], axis=0) for name in sums_held[0]}

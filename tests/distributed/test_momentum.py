@@ -59,5 +59,5 @@ def test_fabric(ranks: Any) -> None:
 
 
 def test_setting_is_checked() -> None:
-    with pytest.raises(ValueError, match=r"`momentum` must be one of 'auto', 'keep'; got 'yes'"):
+    with pytest.raises(ValueError, match=r"`momentum` must be one of 'auto', 'keep', 'correct'; got 'yes'"):
         DCTStrategy(momentum="yes")  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 """DCT-DP: gradients synchronised under thresholds, with error feedback."""
 
+from lightning_dct.gradients.correction import MomentumCorrection
 from lightning_dct.gradients.plan import BucketPlan, plan_bucket
 from lightning_dct.gradients.residual import Residuals
 from lightning_dct.gradients.synchronizer import GradientSynchronizer
@@ -13,6 +14,7 @@ from lightning_dct.gradients.wrapping import (
 __all__ = [
     "BucketPlan",
     "GradientSynchronizer",
+    "MomentumCorrection",
     "Residuals",
     "make_synchronizer",
     "momentum_at_rest",

@@ -7,18 +7,21 @@ A rank holds back two kinds of things, both in the units of its own gradients, u
 
 Either enters the mean over ``W`` ranks as ``1 / W`` of itself. So when a rank owns other pieces than before (other
 settings, another exchange), what it holds of a lost piece becomes a residual of its own, and nothing is lost.
+
+Where momentum is applied before compressing, it also remembers the velocities of its own gradients, by parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_dct.gradients.awaited import Awaited
-from lightning_dct.gradients.compression import Compressed, compress, decompress
+from lightning_dct.gradients.compression import WITHOUT_WAITING, Compressed, compress, decompress
+from lightning_dct.gradients.correction import MomentumSettings, advance, mask_sent
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.gradients.residual import Residuals, add_pieces, pieces_extent
 from lightning_dct.gradients.sharding import Piece
@@ -44,6 +47,7 @@ class Memory:
         self.thresholds = Thresholds()
         self.residuals = Residuals()
         self.owned = Residuals()
+        self.velocities = Residuals()
         self.gradient_scale = 1.0
         self.selected = False
         self.awaited = Awaited()
@@ -102,6 +106,37 @@ class Memory:
             device: Where it is made.
         """
         return self._changing(self.owned.flat(shard.names, shard.sizes, shard.residual_dtype, device))
+
+    def add_momentum(
+        self, buffer: Tensor, plan: BucketPlan, held: set[int], momenta: Sequence[MomentumSettings | None]
+    ) -> None:
+        """Let velocities take up a bucket's gradients, and residuals what velocities add to those.
+
+        Args:
+            buffer: Shape ``[n]``: the flattened bucket, scaled gradients. Not changed.
+            plan: Its tensors.
+            held: Indices of tensors that this rank's backward did not use: their velocities rest.
+            momenta: The momentum of each tensor; None for a tensor without.
+        """
+        if not any(momenta):
+            return
+        velocity, residual = self._velocity_of(plan, buffer.device), self.residual_of(plan, buffer.device)
+        for index, (bounds, settings) in enumerate(zip(plan.bounds, momenta, strict=True)):
+            if settings is not None and index not in held:
+                part = slice(*bounds)
+                advance(velocity[part], residual[part], buffer[part], settings, self.gradient_scale)
+
+    def mask_momentum(self, bucket: BucketPlan, sent: BucketPlan, payload: Tensor) -> None:
+        """Set a bucket's velocities to zero where this rank has sent.
+
+        Args:
+            bucket: The bucket.
+            sent: What was sent of it.
+            payload: What was sent, shape ``[sent.layout.num_bytes]``, uint8.
+        """
+        if bucket.names and bucket.names[0] in self.velocities:
+            velocity = self.velocities.flat(bucket.names, bucket.sizes, bucket.residual_dtype, payload.device)
+            mask_sent(velocity, sent, payload, payload.device.type in WITHOUT_WAITING)
 
     def compress(
         self, buffer: Tensor, residual: Tensor, plan: BucketPlan, held: set[int], gradient_scale: float
@@ -162,7 +197,12 @@ class Memory:
         for label, residual in self.owned.state_dict().items():
             piece = self._pieces[label]
             owned.setdefault(piece.name, {})[piece.start] = residual
-        return {"thresholds": self.thresholds.state_dict(), "residuals": self.residuals.state_dict(), "owned": owned}
+        return {
+            "thresholds": self.thresholds.state_dict(),
+            "residuals": self.residuals.state_dict(),
+            "owned": owned,
+            "velocities": self.velocities.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
         """Continue from a saved state.
@@ -176,7 +216,8 @@ class Memory:
         """
         residuals: dict[str, Tensor] = dict(state["residuals"])
         owned: Mapping[str, Mapping[int, Tensor]] = state.get("owned", {})
-        for name, residual in residuals.items():
+        velocities: Mapping[str, Tensor] = state.get("velocities", {})
+        for name, residual in (*residuals.items(), *velocities.items()):
             _check_size(name, residual.numel(), sizes, partial=False)
         kept = {}
         for name, parts in owned.items():
@@ -191,6 +232,10 @@ class Memory:
         self.thresholds.load_state_dict(state["thresholds"])
         self.residuals.load_state_dict(residuals)
         self.owned.load_state_dict(kept)
+        self.velocities.load_state_dict(velocities)
+
+    def _velocity_of(self, bucket: BucketPlan, device: torch.device) -> Tensor:
+        return self._changing(self.velocities.flat(bucket.names, bucket.sizes, bucket.residual_dtype, device))
 
     def _changing(self, residual: Tensor) -> Tensor:
         if self._undoable:

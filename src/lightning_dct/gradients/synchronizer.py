@@ -2,7 +2,7 @@
 
 # No `from __future__ import annotations` here: DistributedDataParallel compares the hook's annotations with classes.
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.futures import Future
 
 from lightning_dct.config import DCTConfig
 from lightning_dct.gradients.collectives import all_reduce_mean, all_reduce_mean_sparse
+from lightning_dct.gradients.correction import MomentumCorrection, MomentumSettings
 from lightning_dct.gradients.exchanges import Bucket, Exchange, Flow
 from lightning_dct.gradients.exchanges.base import unused
 from lightning_dct.gradients.memory import Memory
@@ -36,6 +37,7 @@ class GradientSynchronizer:
         loss_scale: Gives the factor by which mixed-precision training has scaled the gradients; None when it does
             not. With it, a synchronisation that ends in an infinite or NaN gradient is undone, because the scaler
             skips that optimizer step.
+        correction: Knows the momentum that is applied to gradients before they are compressed; None to apply none.
     """
 
     def __init__(
@@ -45,9 +47,13 @@ class GradientSynchronizer:
         exchange: Exchange,
         hold_unused: bool = False,
         loss_scale: Callable[[], float] | None = None,
+        correction: MomentumCorrection | None = None,
     ) -> None:
         self.config = config
         self.exchange = exchange
+        self.correction = correction
+        if correction is not None:
+            correction.take_charge_of(parameter_names)
         self.traffic = exchange.everyone.traffic
         self.memory = Memory(exchange.pieces, config.guard, loss_scale is not None, config.kernel)
         self.thresholds, self.residuals = self.memory.thresholds, self.memory.residuals
@@ -63,6 +69,7 @@ class GradientSynchronizer:
         # What follows belongs to the synchronisation under way.
         self._pending: list[_Pending] = []
         self._refreshing = False
+        self._momenta: dict[Tensor, MomentumSettings] = {}
 
     def request_refresh(self) -> None:
         """Select all thresholds anew in the next synchronisation."""
@@ -105,6 +112,18 @@ class GradientSynchronizer:
             sent += self._sent_of(parameter, stage)
         return sent / max(entries, 1)
 
+    def check_optimizers(self, others: Collection[Tensor] = ()) -> None:
+        """Refuse optimizers whose momentum cannot be corrected, where it is to be.
+
+        Args:
+            others: Trained parameters that are not synchronised here.
+
+        Raises:
+            ValueError: With the setting and the remedy.
+        """
+        if self.correction is not None:
+            self.correction.settings(others)
+
     def flush(self) -> None:
         """Wait for what GPUs have still to tell: then all sent entries are counted and all payloads were sound.
 
@@ -130,6 +149,8 @@ class GradientSynchronizer:
             ValueError: A saved residual has another size than the parameter of its name.
         """
         self.flush()
+        if self.correction is None:
+            state = {**state, "velocities": {}}
         self.memory.load_state_dict(
             state, {name: parameter.numel() for parameter, name in self._parameter_names.items()}
         )
@@ -139,6 +160,8 @@ class GradientSynchronizer:
 
     def _begin(self) -> None:
         self._refreshing = self._refresh_requested
+        if self.correction is not None:
+            self._momenta = self.correction.settings()
         self.memory.begin(1.0 if self._loss_scale is None else 1.0 / self._loss_scale(), self._refreshing)
 
     def _finish(self) -> None:
@@ -182,12 +205,19 @@ class GradientSynchronizer:
     def _send(self, bucket: GradBucket) -> "_Pending":
         buffer = bucket.buffer()
         everyone = self.exchange.everyone
+        momenta = [self._momenta.get(parameter) for parameter in bucket.parameters()]
         if buffer.is_sparse:
+            if any(momenta):
+                raise ValueError(
+                    "`momentum='correct'` does not work with sparse gradients. Put the parameters of"
+                    " `Embedding(sparse=True)` into a group of the optimizer with momentum=0, or use `momentum='keep'`."
+                )
             return _Pending(self._send_sparse(buffer), 1, buffer)
         plan = self._plan(bucket)
         dense_bytes = all_reduce_bytes(FP32_BYTES * buffer.numel(), everyone.size)
         self.traffic.add(bytes_dense=bytes_between_nodes(dense_bytes, everyone.size, everyone.ranks_per_node))
         held = self._held(buffer, plan, bucket.parameters())
+        self.memory.add_momentum(buffer, plan, held, momenta)
         if plan.is_dense:
             return _Pending(self._send_whole_bucket(buffer, plan, held), 1, buffer)
         return _Pending(self.exchange.send(Bucket(buffer, plan, held), self.memory), self.exchange.rounds, buffer)

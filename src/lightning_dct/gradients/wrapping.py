@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dct.config import DCTConfig
+from lightning_dct.gradients.correction import MomentumCorrection
 from lightning_dct.gradients.exchanges import make_exchange
 from lightning_dct.gradients.momentum import resting_momentum
 from lightning_dct.gradients.synchronizer import GradientSynchronizer
@@ -45,6 +46,7 @@ def make_synchronizer(
     traffic: Traffic,
     place: tuple[int, int],
     timeout: timedelta | None,
+    correction: MomentumCorrection | None = None,
 ) -> GradientSynchronizer:
     """The synchronizer of a wrapped model; its hook has still to be registered. All ranks call this together.
 
@@ -55,6 +57,7 @@ def make_synchronizer(
         traffic: Where bytes and time are counted.
         place: The number of this rank's node and its own number on that node.
         timeout: Of process groups that the exchange makes.
+        correction: Where momentum is applied before compressing, what knows it.
 
     Raises:
         ValueError: The ranks cannot do the exchange that the settings ask for, or this one cannot run the kernel.
@@ -81,13 +84,16 @@ def make_synchronizer(
         exchange,
         hold_unused=wrapped.find_unused_parameters,
         loss_scale=None if scaler is None else scaler.get_scale,
+        correction=correction,
     )
 
 
 def momentum_at_rest(optimizer: Optimizer, synchronizer: GradientSynchronizer | None) -> AbstractContextManager[None]:
-    """Where an optimizer steps: with its momentum at rest where ``synchronizer`` has residuals that stand in for it."""
+    """Where an optimizer steps: with its momentum at rest where a synchronizer has what stands in for it."""
     if synchronizer is None or synchronizer.config.momentum == "keep":
         return nullcontext()
+    if synchronizer.correction is not None:
+        return synchronizer.correction.at_rest(optimizer)
 
     def density_of(group: dict[str, Any]) -> float:
         return synchronizer.density_of(group["params"])
