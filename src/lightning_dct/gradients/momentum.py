@@ -70,8 +70,9 @@ def without_momentum(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, A
 
 def _sentence(optimizer: Optimizer, group: dict[str, Any]) -> str:
     averaging = isinstance(optimizer, AVERAGING)
+    setting = "betas[0]" if averaging else "momentum"
+    rate = "" if averaging else ", at the learning rate that goes as far without it"
     return (
-        f"{type(optimizer).__name__} steps as with {'betas[0]' if averaging else 'momentum'}=0 instead of"
-        f" {momentum_of(optimizer, group):g}{'' if averaging else ', at the learning rate that goes as far without it'}:"
-        " what is held back of compressed gradients is a momentum already. DCTStrategy(momentum='keep') leaves it alone."
+        f"{type(optimizer).__name__} steps as with {setting}=0 instead of {momentum_of(optimizer, group):g}{rate}: what"
+        " is held back of compressed gradients is a momentum already. DCTStrategy(momentum='keep') leaves it alone."
     )
