@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_dct.activations import CompressedModule
+from lightning_dct.callbacks.requirements import require_dct
 from lightning_dct.config import check_integer
 
 
@@ -35,11 +35,7 @@ class ThresholdRefresh(pl.Callback):
         Raises:
             MisconfigurationException: The Trainer's strategy is not one of this package's.
         """
-        if not hasattr(trainer.strategy, "synchronizer"):
-            raise MisconfigurationException(
-                f"`ThresholdRefresh` needs `Trainer(strategy='dct')` or a `DCTStrategy`; this Trainer's strategy is"
-                f" {type(trainer.strategy).__name__}. Change the strategy or remove the callback."
-            )
+        require_dct(trainer, self)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

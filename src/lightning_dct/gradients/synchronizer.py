@@ -3,6 +3,7 @@
 # No `from __future__ import annotations` here: DistributedDataParallel compares the hook's annotations with classes.
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,6 +75,17 @@ class GradientSynchronizer:
     def request_refresh(self) -> None:
         """Select all thresholds anew in the next synchronisation."""
         self._refresh_requested = True
+
+    def set_density(self, density: float) -> None:
+        """Send another share of the entries from the next synchronisation on, where no other setting names a parameter.
+
+        Every rank has to do so between the same two synchronisations. Thresholds that no longer apply are selected
+        anew. It is not saved: who changes the density does so again after a restart, as the callbacks do.
+
+        Args:
+            density: As ``DCTConfig.density``.
+        """
+        self._change(replace(self.config, density=density))
 
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """The communication hook for ``DistributedDataParallel.register_comm_hook``.
@@ -157,6 +169,12 @@ class GradientSynchronizer:
         self.synchronisations = int(state["synchronisations"])
         self.steps_since_refresh = int(state["steps_since_refresh"])
         self.traffic.load_state_dict(state["traffic"])
+
+    def _change(self, config: DCTConfig) -> None:
+        if self._pending:
+            raise RuntimeError("A synchronisation is under way: change its settings before backward or after it.")
+        if config != self.config:
+            self.config, self._plans, self._sent = config, {}, {}
 
     def _begin(self) -> None:
         self._refreshing = self._refresh_requested

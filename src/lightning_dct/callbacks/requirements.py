@@ -1,0 +1,30 @@
+"""Callbacks that act on what a strategy holds back refuse strategies that hold nothing back."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+
+def require_dct(trainer: pl.Trainer, callback: pl.Callback, replicas: bool = False) -> None:
+    """Refuse strategies that a callback does not work with.
+
+    Args:
+        trainer: Whose strategy it is.
+        callback: The callback.
+        replicas: Whether it needs every rank to have the whole model, which the ranks of a pipeline have not.
+
+    Raises:
+        MisconfigurationException: The Trainer's strategy is not one of this package's, or a pipeline.
+    """
+    name, strategy = type(callback).__name__, trainer.strategy
+    if not hasattr(strategy, "synchronizer"):
+        raise MisconfigurationException(
+            f"`{name}` needs `Trainer(strategy='dct')` or a `DCTStrategy`; this Trainer's strategy is"
+            f" {type(strategy).__name__}. Change the strategy or remove the callback."
+        )
+    if replicas and getattr(strategy, "stages", 1) > 1:
+        raise MisconfigurationException(
+            f"`{name}` decides by the gradients of the whole model, of which the ranks of a `DCTPipelineStrategy` have"
+            " a stage each. Use a `DCTStrategy`, or remove the callback."
+        )

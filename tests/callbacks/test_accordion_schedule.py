@@ -1,0 +1,161 @@
+"""AccordionSchedule: what it decides, on real ranks, against the gradients that have reached the optimizer."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.plugins import MixedPrecision
+
+from distributed.test_loss_scaling import Overflowing
+from distributed.test_resume import SaveAndStop, twice_ten_batches
+from distributed.training import (
+    Applied,
+    Module,
+    Run,
+    Watch,
+    assert_replicas_equal,
+    fit,
+    trainer_for,
+)
+from lightning_dct import AccordionSchedule, DCTPipelineStrategy, DCTStrategy
+
+LOW, HIGH, THRESHOLD = 0.05, 0.5, 0.3
+
+
+class Norms(Callback):
+    """The norm of the sum of gradients since the last time it was asked for."""
+
+    def __init__(self, applied: Applied) -> None:
+        self.applied = applied
+
+    def take(self) -> float:
+        norm = float(sum(float(entries.square().sum()) for entries in self.applied.sums.values()) ** 0.5)
+        self.applied.sums = {}
+        return norm
+
+
+def densities(trainer: Trainer) -> float:
+    return trainer.strategy.synchronizer.config.density
+
+
+def train(interval: int, settings: dict[str, Any]) -> tuple[Run, list[float]]:
+    applied, norms = Applied(), []
+    taken = Norms(applied)
+
+    def look(trainer: Trainer) -> tuple[int, float, float]:
+        synchronisations = trainer.strategy.synchronizer.synchronisations
+        if synchronisations == interval * (len(norms) + 1):
+            norms.append(taken.take())
+        return synchronisations, densities(trainer), trainer.strategy.traffic.totals.bytes_sent
+
+    plugins = []
+    if "scaled" in settings:
+        plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**12))]
+    module = Overflowing(bool(plugins))
+    module.optimizer_settings = {"lr": 0.2}
+    callbacks = [applied, AccordionSchedule(LOW, HIGH, THRESHOLD, every_n_steps=interval)]
+    strategy = DCTStrategy(density=0.7, exchange=settings.get("exchange", "auto"))
+    accumulate = settings.get("accumulate", 1)
+    run = fit(
+        strategy,
+        module,
+        40 * accumulate,
+        watch=Watch(look=look),
+        callbacks=callbacks,
+        plugins=plugins,
+        accumulate_grad_batches=accumulate,
+    )
+    return run, norms
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 2}, {"scaled": True}, {"exchange": "sharded"}])
+def test_switches_by_the_norm_of_the_accumulated_gradients(ranks: Any, settings: dict[str, Any]) -> None:
+    """Oracle: algorithm 1 on the sums of the gradients that reached the optimizer."""
+    results = ranks(2).run(train, 5, settings)
+    assert_replicas_equal([run for run, _ in results])
+    for run, norms in results:
+        expected = [HIGH, HIGH]
+        for previous, norm in pairwise(norms):
+            expected.append(HIGH if abs(previous - norm) / previous >= THRESHOLD else LOW)
+        assert len(set(expected[2:])) == 2, norms
+        sent: dict[float, set[int]] = {}
+        before = 0, 0
+        for synchronisations, density, num_bytes in run.seen:
+            if synchronisations > before[0]:
+                assert density == expected[(synchronisations - 1) // 5]
+                sent.setdefault(density, set()).add(num_bytes - before[1])
+            before = synchronisations, num_bytes
+        assert max(sent[LOW]) < min(sent[HIGH]) / 4
+
+
+class Dropping(Module):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-4)
+        milestones = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5], gamma=0.5)
+        return [optimizer], [milestones]
+
+
+def train_epochs() -> list[float]:
+    run = fit(
+        DCTStrategy(),
+        Dropping(),
+        4,
+        max_epochs=7,
+        watch=Watch(look=densities),
+        callbacks=[AccordionSchedule(0.9, 1.0)],
+    )
+    return run.seen[::4]
+
+
+def test_a_drop_of_the_learning_rate_is_critical(ranks: Any) -> None:
+    """Oracle: all but equal gradients in every epoch, sent whole; the epochs whose learning rate has just halved."""
+    assert ranks(2).run(train_epochs)[0] == [1.0, 1.0, 0.9, 1.0, 0.9, 1.0, 0.9]
+
+
+def train_resumable(path: Path, what: str) -> Run:
+    strategy = DCTStrategy(density=0.1, refresh_every=7)
+    schedule = AccordionSchedule(LOW, HIGH, THRESHOLD, every_n_steps=4)
+    module = Module(None, torch.optim.SGD, lr=0.2)
+    if what == "half":
+        watch = Watch(look=densities)
+        trainer_for(strategy, callbacks=[watch, schedule, SaveAndStop(path, 10)]).fit(module, twice_ten_batches())
+        return Run({}, [], watch.hashes, seen=watch.seen)
+    ckpt_path = str(path) if what == "resumed" else None
+    watch = Watch(look=densities)
+    return fit(strategy, module, twice_ten_batches(), ckpt_path=ckpt_path, callbacks=[schedule], watch=watch)
+
+
+def test_resumed_run_equals_the_uninterrupted_one(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: 20 batches without a break; the save lies in the middle of an interval."""
+    whole, half, resumed = (
+        ranks(2).run(train_resumable, tmp_path / "half.ckpt", what) for what in ("whole", "half", "resumed")
+    )
+    for expected, first, run in zip(whole, half, resumed, strict=True):
+        assert first.hashes + run.hashes == expected.hashes
+        assert first.seen + run.seen == expected.seen
+        assert set(expected.seen) == {LOW, HIGH}
+        assert first.seen[-1] == run.seen[0] == LOW
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0.1, 0.01), "`low` must not be above `high`"),
+        ((0.0, 0.01), r"`AccordionSchedule\(low\)` is the share of entries"),
+        ((0.01, 0.1, 1.0), r"`AccordionSchedule\(threshold\)` must be in \(0, 1\)"),
+        ((0.01, 0.1, 0.5, 0), r"`AccordionSchedule\(every_n_steps\)` must be at least 1"),
+    ],
+)
+def test_settings_are_checked(arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AccordionSchedule(*arguments)
+
+
+def test_pipelines_are_refused() -> None:
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=DCTPipelineStrategy(), logger=False)
+    with pytest.raises(MisconfigurationException, match="`AccordionSchedule` decides by the gradients of the whole"):
+        AccordionSchedule(0.01, 0.1).setup(trainer, Module(), "fit")
