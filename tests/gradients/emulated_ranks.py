@@ -188,6 +188,11 @@ class EmulatedRanks:
             ranks = [threads.submit(self._run, rank, gradients[rank], buckets) for rank in range(self.world_size)]
             return [rank.result() for rank in ranks]
 
+    def together(self, function: Callable[[GradientSynchronizer], Any]) -> list[Any]:
+        """What a function that communicates gives for each rank's synchronizer."""
+        with mock.patch.object(collectives, "dist", EmulatedDist), ThreadPoolExecutor(self.world_size) as threads:
+            return list(threads.map(function, self.synchronizers))
+
     def payloads(self, bucket: int = 0) -> list[Tensor]:
         """What each rank sent for a bucket in the last step."""
         return self.meetings[self.meetings_before + bucket].everyone()

@@ -2,6 +2,7 @@
 
 from lightning_dct.callbacks.accordion_schedule import AccordionSchedule
 from lightning_dct.callbacks.compression_monitor import CompressionMonitor
+from lightning_dct.callbacks.density_by_need import DensityByNeed
 from lightning_dct.callbacks.evaluation_join import EvaluationJoin
 from lightning_dct.callbacks.failure_notice import FailureNotice
 from lightning_dct.callbacks.requeue_after_step import RequeueAfterStep
@@ -10,6 +11,7 @@ from lightning_dct.callbacks.threshold_refresh import ThresholdRefresh
 __all__ = [
     "AccordionSchedule",
     "CompressionMonitor",
+    "DensityByNeed",
     "EvaluationJoin",
     "FailureNotice",
     "RequeueAfterStep",

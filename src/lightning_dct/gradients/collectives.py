@@ -100,6 +100,17 @@ def spread_payload(payload: Tensor, sizes: Sequence[int], link: Link) -> tuple[d
     return work, received.split(list(sizes))
 
 
+def add_up(numbers: Tensor, link: Link) -> None:
+    """Add a tensor up over all ranks, in place, and wait for it.
+
+    Args:
+        numbers: Any shape, whole or floating-point numbers.
+        link: The ranks that take part.
+    """
+    link.count(all_reduce_bytes(numbers.numel() * numbers.element_size(), link.size))
+    dist.all_reduce(numbers, group=link.group, async_op=True).wait()
+
+
 def all_reduce_mean(buffer: Tensor, link: Link) -> dist.Work:
     """Start averaging a dense tensor over all ranks, in place, exactly as DistributedDataParallel does.
 

@@ -25,6 +25,7 @@ from lightning_dct.gradients.correction import MomentumSettings, advance, mask_s
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.gradients.residual import Residuals, add_pieces, pieces_extent
 from lightning_dct.gradients.sharding import Piece
+from lightning_dct.gradients.tails import Tails
 from lightning_dct.threshold import Observed, Thresholds
 
 
@@ -41,6 +42,7 @@ class Memory:
         gradient_scale: Factor that turns gradients as they arrive into unscaled ones.
         selected: Whether the synchronisation under way has selected any threshold anew.
         awaited: What GPUs have still to tell.
+        tails: Where large entries are counted as thresholds are selected; None where they are not.
     """
 
     def __init__(self, pieces: Mapping[str, Piece], guard: bool, undoable: bool, kernel: str = "auto") -> None:
@@ -51,6 +53,7 @@ class Memory:
         self.gradient_scale = 1.0
         self.selected = False
         self.awaited = Awaited()
+        self.tails: Tails | None = None
         self._pieces = pieces
         self._labels: dict[str, list[str]] = {}
         for label, piece in pieces.items():
@@ -92,6 +95,8 @@ class Memory:
         for residual, before in reversed(self._undo):
             residual.copy_(before)
         self.thresholds.take_over(self._undo_thresholds)
+        if self.tails is not None:
+            self.tails.clear()
         self._forget()
 
     def residual_of(self, bucket: BucketPlan, device: torch.device) -> Tensor:
@@ -142,7 +147,9 @@ class Memory:
         self, buffer: Tensor, residual: Tensor, plan: BucketPlan, held: set[int], gradient_scale: float
     ) -> Compressed:
         """Decide what goes; see :func:`~lightning_dct.gradients.compression.compress`."""
-        compressed = compress(buffer, residual, plan, held, self.thresholds, gradient_scale, self._guard, self._kernel)
+        compressed = compress(
+            buffer, residual, plan, held, self.thresholds, gradient_scale, self._guard, self._kernel, self.tails
+        )
         self._observed += compressed.observed
         self.selected |= compressed.selected
         return compressed

@@ -119,10 +119,15 @@ def plan_bucket(
     """
     targets = []
     for size, density in zip(sizes, densities, strict=True):
-        # Less a hair: 0.07 * 100 is 7.000000000000001 in floating point and should be 7 entries.
-        target = max(1, math.ceil(density * size * (1 - 1e-12)))
+        target = target_of(density, size)
         bits_compressed = passes * target * (BITS_PER_VALUE[value_format] + 2 + math.log2(size / target))
         bits_dense = 2 * size * dtype.itemsize * 8
         goes_whole = size < min_tensor_size or target >= size or passes == 1 or bits_compressed >= bits_dense
         targets.append(0 if goes_whole else target)
     return BucketPlan(tuple(names), tuple(sizes), tuple(targets), dtype, value_format)
+
+
+def target_of(density: float, size: int) -> int:
+    """How many entries of a tensor a density sends, at least 1."""
+    # Less a hair: 0.07 * 100 is 7.000000000000001 in floating point and should be 7 entries.
+    return max(1, math.ceil(density * size * (1 - 1e-12)))

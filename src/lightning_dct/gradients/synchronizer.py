@@ -2,24 +2,26 @@
 
 # No `from __future__ import annotations` here: DistributedDataParallel compares the hook's annotations with classes.
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from lightning_dct.config import DCTConfig
-from lightning_dct.gradients.collectives import all_reduce_mean, all_reduce_mean_sparse
+from lightning_dct.gradients.collectives import add_up, all_reduce_mean, all_reduce_mean_sparse
 from lightning_dct.gradients.correction import MomentumCorrection, MomentumSettings
 from lightning_dct.gradients.exchanges import Bucket, Exchange, Flow
 from lightning_dct.gradients.exchanges.base import unused
 from lightning_dct.gradients.memory import Memory
-from lightning_dct.gradients.plan import BucketPlan, plan_bucket
+from lightning_dct.gradients.plan import BucketPlan, target_of
+from lightning_dct.gradients.plans import Plans
+from lightning_dct.gradients.tails import Tails, share_out_entries
 from lightning_dct.traffic import FP32_BYTES, all_reduce_bytes, bytes_between_nodes
+from lightning_dct.wire import BITS_PER_VALUE
 
 
 class GradientSynchronizer:
@@ -50,7 +52,7 @@ class GradientSynchronizer:
         loss_scale: Callable[[], float] | None = None,
         correction: MomentumCorrection | None = None,
     ) -> None:
-        self.config = config
+        self.plans = Plans(config, exchange.passes)
         self.exchange = exchange
         self.correction = correction
         if correction is not None:
@@ -64,13 +66,20 @@ class GradientSynchronizer:
         self._hold_unused = hold_unused
         self._loss_scale = loss_scale
         self._refresh_requested = False
-        # By the stage of warm-up that they hold for: what becomes of a bucket, and how many entries of a parameter go.
-        self._plans: dict[tuple[str, ...], tuple[int, BucketPlan]] = {}
-        self._sent: dict[Tensor, tuple[int, int]] = {}
         # What follows belongs to the synchronisation under way.
         self._pending: list[_Pending] = []
         self._refreshing = False
         self._momenta: dict[Tensor, MomentumSettings] = {}
+
+    @property
+    def config(self) -> DCTConfig:
+        """The settings of the moment."""
+        return self.plans.config
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether the next synchronisation belongs to warm-up."""
+        return self.synchronisations < self.config.warmup_steps
 
     def request_refresh(self) -> None:
         """Select all thresholds anew in the next synchronisation."""
@@ -85,7 +94,54 @@ class GradientSynchronizer:
         Args:
             density: As ``DCTConfig.density``.
         """
-        self._change(replace(self.config, density=density))
+        self._check_idle()
+        self.plans.change(replace(self.config, density=density))
+
+    def scale_densities(self, factors: Mapping[str, float]) -> None:
+        """Multiply the densities of some parameters, by name; as :meth:`set_density` in all else.
+
+        Args:
+            factors: Replaces what was set before. A density does not grow beyond 1.
+        """
+        self._check_idle()
+        self.plans.scale(factors)
+
+    def count_tails(self) -> None:
+        """Count each tensor's large entries in the next synchronisation, which selects all thresholds anew."""
+        if self.memory.tails is None:
+            self.memory.tails = Tails(self._parameter_names.values())
+        self.request_refresh()
+
+    @property
+    def tails_are_counted(self) -> bool:
+        """Whether a synchronisation has been counted; the same on every rank."""
+        return self.memory.tails is not None and not self._refresh_requested
+
+    def share_out_entries(self, bound: int) -> dict[str, float]:
+        """Share entries out by what has been counted; every rank calls this together, between two synchronisations.
+
+        Args:
+            bound: See :func:`~lightning_dct.gradients.tails.share_out_entries`.
+
+        Returns:
+            What is set by it: see :meth:`scale_densities`. Tensors that were not counted keep what they had.
+        """
+        assert self.memory.tails is not None
+        tails, self.memory.tails = self.memory.tails, None
+        parameters = {name: parameter for parameter, name in self._parameter_names.items()}
+        counts = tails.counts.to(next(iter(parameters.values())).device)
+        add_up(counts, self.exchange.everyone)
+        rows = {name: row for name, row in zip(tails.names, counts.tolist(), strict=True) if row[0]}
+        sizes = [parameters[name].numel() for name in rows]
+        densities = [self.config.density_of(name) for name in rows]
+        targets = [target_of(density, size) for density, size in zip(densities, sizes, strict=True)]
+        shares = share_out_entries(list(rows.values()), sizes, targets, BITS_PER_VALUE[self.config.value_format], bound)
+        factors = self.plans.factors | {
+            name: share / (density * size)
+            for name, share, density, size in zip(rows, shares, densities, sizes, strict=True)
+        }
+        self.scale_densities(factors)
+        return factors
 
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """The communication hook for ``DistributedDataParallel.register_comm_hook``.
@@ -117,11 +173,12 @@ class GradientSynchronizer:
 
         What is not synchronised here counts as sent.
         """
-        stage = self.config.warmup_stage(self.synchronisations)
         entries, sent = 0, 0
         for parameter in parameters:
-            entries += parameter.numel()
-            sent += self._sent_of(parameter, stage)
+            name, size = self._parameter_names.get(parameter), parameter.numel()
+            plan = None if name is None else self.plans.of((name,), (size,), parameter.dtype, self.synchronisations)
+            entries += size
+            sent += size if plan is None else plan.targets[0] or size
         return sent / max(entries, 1)
 
     def check_optimizers(self, others: Collection[Tensor] = ()) -> None:
@@ -170,11 +227,9 @@ class GradientSynchronizer:
         self.steps_since_refresh = int(state["steps_since_refresh"])
         self.traffic.load_state_dict(state["traffic"])
 
-    def _change(self, config: DCTConfig) -> None:
+    def _check_idle(self) -> None:
         if self._pending:
             raise RuntimeError("A synchronisation is under way: change its settings before backward or after it.")
-        if config != self.config:
-            self.config, self._plans, self._sent = config, {}, {}
 
     def _begin(self) -> None:
         self._refreshing = self._refresh_requested
@@ -231,41 +286,17 @@ class GradientSynchronizer:
                     " `Embedding(sparse=True)` into a group of the optimizer with momentum=0, or use `momentum='keep'`."
                 )
             return _Pending(self._send_sparse(buffer), 1, buffer)
-        plan = self._plan(bucket)
+        parameters = bucket.parameters()
+        names = [self._parameter_names[parameter] for parameter in parameters]
+        sizes = [parameter.numel() for parameter in parameters]
+        plan = self.plans.of(names, sizes, buffer.dtype, self.synchronisations)
         dense_bytes = all_reduce_bytes(FP32_BYTES * buffer.numel(), everyone.size)
         self.traffic.add(bytes_dense=bytes_between_nodes(dense_bytes, everyone.size, everyone.ranks_per_node))
-        held = self._held(buffer, plan, bucket.parameters())
+        held = self._held(buffer, plan, parameters)
         self.memory.add_momentum(buffer, plan, held, momenta)
         if plan.is_dense:
             return _Pending(self._send_whole_bucket(buffer, plan, held), 1, buffer)
         return _Pending(self.exchange.send(Bucket(buffer, plan, held), self.memory), self.exchange.rounds, buffer)
-
-    def _plan(self, bucket: GradBucket) -> BucketPlan:
-        parameters = bucket.parameters()
-        names = tuple(self._parameter_names[parameter] for parameter in parameters)
-        stage = self.config.warmup_stage(self.synchronisations)
-        if names not in self._plans or self._plans[names][0] != stage:
-            sizes = [parameter.numel() for parameter in parameters]
-            self._plans[names] = (stage, self._plan_of(names, sizes, stage, bucket.buffer().dtype))
-        return self._plans[names][1]
-
-    def _sent_of(self, parameter: Tensor, stage: int) -> int:
-        if parameter not in self._sent or self._sent[parameter][0] != stage:
-            name, size = self._parameter_names.get(parameter), parameter.numel()
-            target = 0 if name is None else self._plan_of((name,), (size,), stage, parameter.dtype).targets[0]
-            self._sent[parameter] = (stage, target or size)
-        return self._sent[parameter][1]
-
-    def _plan_of(self, names: Sequence[str], sizes: Sequence[int], stage: int, dtype: torch.dtype) -> BucketPlan:
-        return plan_bucket(
-            names,
-            sizes,
-            [self.config.density_of(name, stage) for name in names],
-            dtype,
-            self.config.value_format,
-            self.config.min_tensor_size,
-            self.exchange.passes,
-        )
 
     def _held(self, buffer: Tensor, plan: BucketPlan, parameters: list[Tensor]) -> set[int]:
         """Which tensors of a bucket this rank's backward did not use.
