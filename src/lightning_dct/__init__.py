@@ -17,7 +17,13 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_dct.__about__ import __version__
 from lightning_dct.activations import SplitPoint
-from lightning_dct.callbacks import AccordionSchedule, CompressionMonitor, DensityByNeed, ThresholdRefresh
+from lightning_dct.callbacks import (
+    AccordionSchedule,
+    CompressionMonitor,
+    DensityByNeed,
+    ErrorAveraging,
+    ThresholdRefresh,
+)
 from lightning_dct.config import DCTConfig
 from lightning_dct.embedding import RowWiseAdagrad, ShardedEmbeddingBags
 from lightning_dct.metrics import CompressionRatio
@@ -32,6 +38,7 @@ __all__ = [
     "DCTPipelineStrategy",
     "DCTStrategy",
     "DensityByNeed",
+    "ErrorAveraging",
     "RowWiseAdagrad",
     "ShardedEmbeddingBags",
     "SplitPoint",

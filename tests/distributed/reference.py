@@ -59,6 +59,7 @@ def train(
     exchange: str = "all_gather",
     workers_per_node: int = 1,
     correct: bool = False,
+    average_every: int = 0,
 ) -> tuple[list[dict[str, Array]], dict[str, Array]]:
     """Train ``model`` in place with SGD.
 
@@ -78,6 +79,7 @@ def train(
             thresholded, and nothing else).
         workers_per_node: For ``by_node``.
         correct: Apply the momentum to each worker's gradients instead, and forget it where something is sent.
+        average_every: Steps after which workers, or nodes, average what they hold back; 0 for never.
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.0 if correct else momentum)
     velocities = [{name: np.zeros(p.numel()) for name, p in model.named_parameters()} for _ in range(workers)]
@@ -112,6 +114,12 @@ def train(
                             velocities[place * workers_per_node + worker][name][sent[place] != 0] = 0.0
             parameter.grad = torch.from_numpy(sent.sum(axis=0) / workers).view_as(parameter)
         optimizer.step()
+        if average_every and (step + 1) % average_every == 0:
+            for some in [held, sums_held[: workers // workers_per_node]] if exchange == "by_node" else [held]:
+                for name in some[0]:
+                    mean = np.mean([one[name] for one in some], axis=0)
+                    for one in some:
+                        one[name] = mean.copy()
     return held, {name: np.sum([some[name] for some in sums_held], axis=0) for name in sums_held[0]}
 
 

@@ -3,6 +3,7 @@
 from lightning_dct.callbacks.accordion_schedule import AccordionSchedule
 from lightning_dct.callbacks.compression_monitor import CompressionMonitor
 from lightning_dct.callbacks.density_by_need import DensityByNeed
+from lightning_dct.callbacks.error_averaging import ErrorAveraging
 from lightning_dct.callbacks.evaluation_join import EvaluationJoin
 from lightning_dct.callbacks.failure_notice import FailureNotice
 from lightning_dct.callbacks.requeue_after_step import RequeueAfterStep
@@ -12,6 +13,7 @@ __all__ = [
     "AccordionSchedule",
     "CompressionMonitor",
     "DensityByNeed",
+    "ErrorAveraging",
     "EvaluationJoin",
     "FailureNotice",
     "RequeueAfterStep",

@@ -143,6 +143,27 @@ class GradientSynchronizer:
         self.scale_densities(factors)
         return factors
 
+    def average_residuals(self) -> None:
+        """Give every rank the mean of what all ranks hold back; every rank calls this together, between steps.
+
+        Where ranks own the same pieces, as those of different nodes do, it is what they hold back of their sums.
+        """
+        self._check_idle()
+        for parameter, name in self._parameter_names.items():
+            size, device = parameter.numel(), parameter.device
+            plan = self.plans.of((name,), (size,), parameter.dtype, self.synchronisations)
+            if plan.is_dense or not parameter.requires_grad:
+                continue
+            link = self.exchange.co_owners
+            if link is None:
+                held = [self.memory.residual_by_name(name, size, plan.residual_dtype, device)]
+            else:
+                held = self.memory.owned_by_name(name, plan.residual_dtype, device)
+            link = link or self.exchange.everyone
+            for part in held:
+                add_up(part, link)
+                part.div_(link.size)
+
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """The communication hook for ``DistributedDataParallel.register_comm_hook``.
 

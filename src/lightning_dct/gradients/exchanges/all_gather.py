@@ -24,6 +24,7 @@ class AllGather:
 
     rounds = 1
     pieces: Mapping[str, Piece] = {}
+    co_owners: Link | None = None
 
     def __init__(self, everyone: Link) -> None:
         self.everyone = everyone

@@ -42,12 +42,14 @@ class Exchange(Protocol):
         rounds: Collectives a bucket takes, one after the other.
         passes: See :func:`~lightning_dct.gradients.plan.plan_bucket`.
         pieces: What this rank owns of the model, by label.
+        co_owners: Ranks that own the same pieces, of other sums; None where there is one sum, or none is owned.
     """
 
     everyone: Link
     rounds: int
     passes: float
     pieces: Mapping[str, Piece]
+    co_owners: Link | None
 
     def send(self, bucket: Bucket, memory: Memory) -> Flow:
         """Exchange a bucket; every rank calls this for the same buckets in the same order."""

@@ -49,6 +49,7 @@ class ByNode:
         self.pieces: Mapping[str, Piece] = owned_by(pieces, inside.rank)
         self.passes = by_node_passes(between.size, inside.size)
         self._inside, self._between = inside, between
+        self.co_owners: Link | None = between
         self._hold_unused = hold_unused
         self._made = [inside.group, between.group]
         self._shards = Shards(pieces, inside.size)

@@ -35,6 +35,7 @@ class Sharded:
 
     rounds = 2
     passes = SHARDED_PASSES
+    co_owners: Link | None = None
 
     def __init__(self, everyone: Link, pieces: Mapping[str, tuple[Piece, ...]], hold_unused: bool) -> None:
         self.everyone = everyone

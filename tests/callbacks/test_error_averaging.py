@@ -1,0 +1,148 @@
+"""ErrorAveraging on real ranks, against the plain reference, also after a restart and past skipped steps."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+
+from distributed import reference
+from distributed.test_loss_scaling import Overflowing
+from distributed.test_resume import SaveAndStop, twice_ten_batches
+from distributed.training import (
+    Applied,
+    Module,
+    Noise,
+    Run,
+    Watch,
+    assert_conserved,
+    assert_replicas_equal,
+    assert_weights_close,
+    assert_weights_equal,
+    fit,
+    held_back,
+    local_gradients,
+    on_two_nodes,
+    perceptron,
+    trainer_for,
+)
+from lightning_dct import DCTStrategy, ErrorAveraging
+
+
+def train(exchange: str, accumulate: int) -> Run:
+    strategy = DCTStrategy(density=0.2, exchange=exchange, value_format="bf16", refresh_every=1, guard=False)
+    settings: dict[str, Any] = {"precision": "64-true", "accumulate_grad_batches": accumulate}
+    settings["callbacks"] = [ErrorAveraging(every_n_steps=5)]
+    if exchange != "by_node":
+        return fit(strategy, Module(), 12 * accumulate, **settings)
+    with on_two_nodes():
+        return fit(strategy, Module(), 12 * accumulate, num_nodes=2, devices=2, **settings)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "exchange", "accumulate"), [(3, "all_gather", 2), (3, "sharded", 1), (4, "by_node", 1)]
+)
+def test_matches_the_plain_reference(ranks: Any, world_size: int, exchange: str, accumulate: int) -> None:
+    """Oracle: reference.py, which simulates the ranks in one process with numpy."""
+    runs = ranks(world_size).run(train, exchange, accumulate)
+    data = [Noise(12 * accumulate, 40, 8, rank=rank) for rank in range(world_size)]
+
+    def loss_of(model: nn.Module, worker: int, step: int) -> Tensor:
+        losses = []
+        for batch in range(step * accumulate, (step + 1) * accumulate):
+            inputs, outputs = (tensor.double() for tensor in data[worker][batch])
+            losses.append((model(inputs) - outputs).square().mean())
+        return sum(losses, torch.zeros(())) / accumulate
+
+    def trained(average_every: int) -> dict[str, Tensor]:
+        model = perceptron().double()
+        reference.train(
+            model,
+            loss_of,
+            workers=world_size,
+            steps=12,
+            value_format="bf16",
+            density=0.2,
+            min_tensor_size=128,
+            lr=0.1,
+            momentum=0.0,
+            exchange=exchange,
+            workers_per_node=2,
+            average_every=average_every,
+        )
+        return {f"model.{name}": weight.detach() for name, weight in model.named_parameters()}
+
+    expected = trained(5)
+    assert not torch.allclose(expected["model.first.weight"], trained(0)["model.first.weight"], rtol=1e-6)
+    for run in runs:
+        assert_weights_close(expected, run.weights, rtol=1e-11, atol=1e-12)
+
+
+class HeldBack(Callback):
+    """Residuals and bytes before and after an averaging: put before and behind it."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int, dict[str, Tensor]]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        synchronizer = trainer.strategy.synchronizer
+        self.seen.append(
+            (synchronizer.synchronisations, synchronizer.traffic.totals.bytes_sent, synchronizer.residuals.state_dict())
+        )
+
+
+def train_scaled() -> Any:
+    applied, before, after = Applied(), HeldBack(), HeldBack()
+    module = Overflowing(True)
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**12))
+    callbacks = [applied, before, ErrorAveraging(every_n_steps=5), after]
+    with local_gradients() as given:
+        run = fit(DCTStrategy(density=0.1), module, 16, callbacks=callbacks, plugins=[plugin])
+    return run, (given, applied.sums, held_back(run.state, given)), before.seen, after.seen
+
+
+def test_the_mean_is_what_all_hold_and_is_counted(ranks: Any) -> None:
+    """Oracle: the mean of both ranks' residuals; 4 bytes an entry of the two compressed tensors; gradients in sum."""
+    (one, sums, before, after), (other, other_sums, other_before, other_after) = ranks(2).run(train_scaled)
+    assert_replicas_equal([one, other])
+    assert_conserved([sums, other_sums])
+    averaged = []
+    for batch, (now, then) in enumerate(zip(before, after, strict=True)):
+        if then[1] == now[1]:
+            assert_weights_equal(now[2], then[2])
+            continue
+        averaged.append((batch, now[0]))
+        assert then[1] - now[1] == 4 * (40 * 24 + 24 * 8)
+        for name, residual in then[2].items():
+            assert torch.equal(residual, other_after[batch][2][name])
+            assert torch.equal(residual, (now[2][name] + other_before[batch][2][name]) / 2)
+    # The sixth batch and the tenth overflow, and are no optimizer steps.
+    assert averaged == [(4, 5), (11, 10)]
+
+
+def train_resumable(path: Path, what: str) -> Run:
+    strategy, callback = DCTStrategy(density=0.1), ErrorAveraging(every_n_steps=6)
+    if what == "half":
+        watch = Watch()
+        trainer_for(strategy, callbacks=[watch, callback, SaveAndStop(path, 10)]).fit(Module(), twice_ten_batches())
+        return Run({}, [], watch.hashes)
+    ckpt_path = str(path) if what == "resumed" else None
+    return fit(strategy, Module(), twice_ten_batches(), ckpt_path=ckpt_path, callbacks=[callback])
+
+
+def test_resumed_run_equals_the_uninterrupted_one(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: 20 batches without a break."""
+    whole, half, resumed = (
+        ranks(2).run(train_resumable, tmp_path / "half.ckpt", what) for what in ("whole", "half", "resumed")
+    )
+    for expected, first, run in zip(whole, half, resumed, strict=True):
+        assert first.hashes + run.hashes == expected.hashes
+        assert_weights_equal(expected.residuals, run.residuals)
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"`ErrorAveraging\(every_n_steps\)` must be at least 1"):
+        ErrorAveraging(0)
