@@ -58,7 +58,7 @@ def train(interval: int, settings: dict[str, Any]) -> tuple[Run, list[float]]:
     module = Overflowing(bool(plugins))
     module.optimizer_settings = {"lr": 0.2}
     callbacks = [applied, AccordionSchedule(LOW, HIGH, THRESHOLD, every_n_steps=interval)]
-    strategy = DCTStrategy(density=0.7, exchange=settings.get("exchange", "auto"))
+    strategy = DCTStrategy(density=0.7, value_format="bf16", exchange=settings.get("exchange", "auto"))
     accumulate = settings.get("accumulate", 1)
     run = fit(
         strategy,
