@@ -14,6 +14,7 @@ from train import make_trainer
 CONF = Path(__file__).parents[2] / "conf"
 EXPERIMENTS = sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
 STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))
+CALLBACKS = sorted(file.stem for file in (CONF / "callbacks").glob("*.yaml"))
 LOGGERS = sorted(file.stem for file in (CONF / "logger").glob("*.yaml"))
 
 
@@ -46,6 +47,15 @@ def test_every_combination_instantiates(experiment: str, strategy: str, tmp_path
     assert isinstance(trainer.strategy, lightning_dct.DCTStrategy) == strategy.startswith("dct")
     assert isinstance(hydra.utils.instantiate(config.data), LightningDataModule)
     assert isinstance(hydra.utils.instantiate(config.model), LightningModule)
+
+
+@pytest.mark.parametrize("callbacks", CALLBACKS)
+def test_every_group_of_callbacks_instantiates(callbacks: str, tmp_path: Path) -> None:
+    """Oracle: those of the default, and one that is named as its file is."""
+    trainer = make_trainer(configuration(tmp_path, "experiment=lm", f"callbacks={callbacks}", "logger=none"))
+    names = {type(callback).__name__.lower() for callback in trainer.callbacks}
+    assert {"compressionmonitor", "steptimer"} <= names
+    assert callbacks == "default" or any(name.startswith(callbacks.replace("_", "")) for name in names)
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)

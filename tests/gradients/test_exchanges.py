@@ -295,7 +295,8 @@ def test_bytes_of_the_sharded_exchange_hardly_grow_with_the_ranks() -> None:
     ratios, gathered = [], []
     for world_size in (2, 4, 8):
         for exchange, collected in (("sharded", ratios), ("all_gather", gathered)):
-            ranks = EmulatedRanks({"a": 30_000, "b": 9_000, "c": 1_000}, world_size, exchange, density=0.05)
+            settings: dict[str, Any] = {"density": 0.05, "value_format": "bf16"}
+            ranks = EmulatedRanks({"a": 30_000, "b": 9_000, "c": 1_000}, world_size, exchange, **settings)
             noise = torch.Generator().manual_seed(world_size)
             local = [
                 {name: torch.randn(size, generator=noise) for name, size in ranks.sizes.items()}
