@@ -31,8 +31,9 @@ class CompressionMonitor(pl.Callback):
     ============================  ======================================================================================
 
     The keys under ``dct/mp/`` are the same for what crosses inside the model, where it is split: activations,
-    embedding rows and their gradients. They are logged when something has crossed. ``dct/mp/overflows`` counts the
-    forwards in which more activations reached a threshold than a payload had room for.
+    embedding rows and their gradients. They are logged when something has crossed; in one process, what would cross
+    between two. ``dct/mp/overflows`` counts the forwards in which more activations reached a threshold than a payload
+    had room for.
 
     The values are those of rank 0. With the all-gather every rank sends the same number of bytes; inside the model
     ranks differ, and the table at the end sums over all of them.
