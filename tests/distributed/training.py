@@ -213,7 +213,7 @@ def local_gradients() -> Iterator[State]:
         for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
             # DistributedDataParallel hands over what an optimizer that is not at turn has left in `.grad`.
             if parameter.requires_grad:
-                pending[self._parameter_names[parameter]] = gradient.flatten().double() / scale
+                pending[self.parameter_names[parameter]] = gradient.flatten().double() / scale
         before = self.synchronisations
         future = original(self, state, bucket)
         if bucket.is_last():

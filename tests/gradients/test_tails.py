@@ -7,6 +7,7 @@ import torch
 from emulated_ranks import EmulatedRanks
 from torch import Tensor
 
+from lightning_dct.gradients.between_steps import count_tails, share_out_by_tails, tails_are_counted
 from lightning_dct.gradients.tails import MULTIPLES, Tails, share_out_entries
 
 SIZES = {"light": 4000, "heavy": 4000, "scaled": 4000}
@@ -92,17 +93,17 @@ def test_ranks_agree_and_send_no_more(exchange: str) -> None:
 
     usual = step(0)
     for synchronizer in ranks.synchronizers:
-        synchronizer.count_tails()
-        assert not synchronizer.tails_are_counted
+        count_tails(synchronizer)
+        assert not tails_are_counted(synchronizer)
     step(1)
-    assert all(synchronizer.tails_are_counted for synchronizer in ranks.synchronizers)
+    assert all(tails_are_counted(synchronizer) for synchronizer in ranks.synchronizers)
     before = ranks.synchronizers[0].traffic.totals.bytes_sent
-    factors = ranks.together(lambda synchronizer: synchronizer.share_out_entries(4))
+    factors = ranks.together(lambda synchronizer: share_out_by_tails(synchronizer, 4))
     counts = 3 * len(MULTIPLES) * 8 * 2 * (4 - 1) // 4
     assert ranks.synchronizers[0].traffic.totals.bytes_sent - before == counts // per_node
     for synchronizer, found in zip(ranks.synchronizers, factors, strict=True):
         assert found == factors[0]
-        assert not synchronizer.tails_are_counted
+        assert not tails_are_counted(synchronizer)
     assert 0.25 <= factors[0]["light"] < 0.7 < 1.2 < factors[0]["heavy"] <= 4.0
     # Every rank reads what the others send now: plans that differ would be an error. Pieces round up.
     assert step(2) <= usual * (1.0 if exchange == "all_gather" else 1.01)

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from lightning_dct.callbacks.requirements import require_dct
 from lightning_dct.config import check_integer
 from lightning_dct.gradients import GradientSynchronizer
+from lightning_dct.gradients.between_steps import count_tails, share_out_by_tails, tails_are_counted
 
 
 class DensityByNeed(pl.Callback):
@@ -48,15 +49,15 @@ class DensityByNeed(pl.Callback):
         """Have the next synchronisation counted when it is time."""
         synchronizer = self._synchronizer(trainer)
         if synchronizer.synchronisations - self._last >= self.every_n_steps and not synchronizer.warming_up:
-            synchronizer.count_tails()
+            count_tails(synchronizer)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Share entries out by what has been counted; a collective call."""
         synchronizer = self._synchronizer(trainer)
-        if synchronizer.tails_are_counted:
-            self._factors = synchronizer.share_out_entries(self.bound)
+        if tails_are_counted(synchronizer):
+            self._factors = share_out_by_tails(synchronizer, self.bound)
             self._last = synchronizer.synchronisations - 1
 
     def state_dict(self) -> dict[str, Any]:

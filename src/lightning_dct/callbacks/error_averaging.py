@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from lightning_dct.callbacks.requirements import require_dct
 from lightning_dct.config import check_integer
 from lightning_dct.gradients import GradientSynchronizer
+from lightning_dct.gradients.between_steps import average_residuals
 
 
 class ErrorAveraging(pl.Callback):
@@ -49,7 +50,7 @@ class ErrorAveraging(pl.Callback):
         """Average when it is time; a collective call."""
         synchronizer, every = self._synchronizer(trainer), self.every_n_steps
         if synchronizer.synchronisations // every > self._synchronised_before // every:
-            synchronizer.average_residuals()
+            average_residuals(synchronizer)
 
     @staticmethod
     def _synchronizer(trainer: pl.Trainer) -> GradientSynchronizer:

@@ -12,16 +12,14 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from lightning_dct.config import DCTConfig
-from lightning_dct.gradients.collectives import add_up, all_reduce_mean, all_reduce_mean_sparse
+from lightning_dct.gradients.collectives import all_reduce_mean, all_reduce_mean_sparse
 from lightning_dct.gradients.correction import MomentumCorrection, MomentumSettings
 from lightning_dct.gradients.exchanges import Bucket, Exchange, Flow
 from lightning_dct.gradients.exchanges.base import unused
 from lightning_dct.gradients.memory import Memory
-from lightning_dct.gradients.plan import BucketPlan, target_of
+from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.gradients.plans import Plans
-from lightning_dct.gradients.tails import Tails, share_out_entries
 from lightning_dct.traffic import FP32_BYTES, all_reduce_bytes, bytes_between_nodes
-from lightning_dct.wire import BITS_PER_VALUE
 
 
 class GradientSynchronizer:
@@ -62,10 +60,10 @@ class GradientSynchronizer:
         self.thresholds, self.residuals = self.memory.thresholds, self.memory.residuals
         self.synchronisations = 0
         self.steps_since_refresh = 0
-        self._parameter_names = parameter_names
+        self.parameter_names = parameter_names
         self._hold_unused = hold_unused
         self._loss_scale = loss_scale
-        self._refresh_requested = False
+        self.refresh_requested = False
         # What follows belongs to the synchronisation under way.
         self._pending: list[_Pending] = []
         self._refreshing = False
@@ -83,7 +81,7 @@ class GradientSynchronizer:
 
     def request_refresh(self) -> None:
         """Select all thresholds anew in the next synchronisation."""
-        self._refresh_requested = True
+        self.refresh_requested = True
 
     def set_density(self, density: float) -> None:
         """Send another share of the entries from the next synchronisation on, where no other setting names a parameter.
@@ -94,7 +92,7 @@ class GradientSynchronizer:
         Args:
             density: As ``DCTConfig.density``.
         """
-        self._check_idle()
+        self.check_idle()
         self.plans.change(replace(self.config, density=density))
 
     def scale_densities(self, factors: Mapping[str, float]) -> None:
@@ -103,66 +101,8 @@ class GradientSynchronizer:
         Args:
             factors: Replaces what was set before. A density does not grow beyond 1.
         """
-        self._check_idle()
+        self.check_idle()
         self.plans.scale(factors)
-
-    def count_tails(self) -> None:
-        """Count each tensor's large entries in the next synchronisation, which selects all thresholds anew."""
-        if self.memory.tails is None:
-            self.memory.tails = Tails(self._parameter_names.values())
-        self.request_refresh()
-
-    @property
-    def tails_are_counted(self) -> bool:
-        """Whether a synchronisation has been counted; the same on every rank."""
-        return self.memory.tails is not None and not self._refresh_requested
-
-    def share_out_entries(self, bound: int) -> dict[str, float]:
-        """Share entries out by what has been counted; every rank calls this together, between two synchronisations.
-
-        Args:
-            bound: See :func:`~lightning_dct.gradients.tails.share_out_entries`.
-
-        Returns:
-            What is set by it: see :meth:`scale_densities`. Tensors that were not counted keep what they had.
-        """
-        assert self.memory.tails is not None
-        tails, self.memory.tails = self.memory.tails, None
-        parameters = {name: parameter for parameter, name in self._parameter_names.items()}
-        counts = tails.counts.to(next(iter(parameters.values())).device)
-        add_up(counts, self.exchange.everyone)
-        rows = {name: row for name, row in zip(tails.names, counts.tolist(), strict=True) if row[0]}
-        sizes = [parameters[name].numel() for name in rows]
-        densities = [self.config.density_of(name) for name in rows]
-        targets = [target_of(density, size) for density, size in zip(densities, sizes, strict=True)]
-        shares = share_out_entries(list(rows.values()), sizes, targets, BITS_PER_VALUE[self.config.value_format], bound)
-        factors = self.plans.factors | {
-            name: share / (density * size)
-            for name, share, density, size in zip(rows, shares, densities, sizes, strict=True)
-        }
-        self.scale_densities(factors)
-        return factors
-
-    def average_residuals(self) -> None:
-        """Give every rank the mean of what all ranks hold back; every rank calls this together, between steps.
-
-        Where ranks own the same pieces, as those of different nodes do, it is what they hold back of their sums.
-        """
-        self._check_idle()
-        for parameter, name in self._parameter_names.items():
-            size, device = parameter.numel(), parameter.device
-            plan = self.plans.of((name,), (size,), parameter.dtype, self.synchronisations)
-            if plan.is_dense or not parameter.requires_grad:
-                continue
-            link = self.exchange.co_owners
-            if link is None:
-                held = [self.memory.residual_by_name(name, size, plan.residual_dtype, device)]
-            else:
-                held = self.memory.owned_by_name(name, plan.residual_dtype, device)
-            link = link or self.exchange.everyone
-            for part in held:
-                add_up(part, link)
-                part.div_(link.size)
 
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """The communication hook for ``DistributedDataParallel.register_comm_hook``.
@@ -196,7 +136,7 @@ class GradientSynchronizer:
         """
         entries, sent = 0, 0
         for parameter in parameters:
-            name, size = self._parameter_names.get(parameter), parameter.numel()
+            name, size = self.parameter_names.get(parameter), parameter.numel()
             plan = None if name is None else self.plans.of((name,), (size,), parameter.dtype, self.synchronisations)
             entries += size
             sent += size if plan is None else plan.targets[0] or size
@@ -242,18 +182,23 @@ class GradientSynchronizer:
         if self.correction is None:
             state = {**state, "velocities": {}}
         self.memory.load_state_dict(
-            state, {name: parameter.numel() for parameter, name in self._parameter_names.items()}
+            state, {name: parameter.numel() for parameter, name in self.parameter_names.items()}
         )
         self.synchronisations = int(state["synchronisations"])
         self.steps_since_refresh = int(state["steps_since_refresh"])
         self.traffic.load_state_dict(state["traffic"])
 
-    def _check_idle(self) -> None:
+    def check_idle(self) -> None:
+        """Refuse changes in the middle of a synchronisation.
+
+        Raises:
+            RuntimeError: One is under way.
+        """
         if self._pending:
             raise RuntimeError("A synchronisation is under way: change its settings before backward or after it.")
 
     def _begin(self) -> None:
-        self._refreshing = self._refresh_requested
+        self._refreshing = self.refresh_requested
         if self.correction is not None:
             self._momenta = self.correction.settings()
         self.memory.begin(1.0 if self._loss_scale is None else 1.0 / self._loss_scale(), self._refreshing)
@@ -278,7 +223,7 @@ class GradientSynchronizer:
             self.synchronisations += 1
             self.steps_since_refresh = 1 if self._refreshing else self.steps_since_refresh + 1
             self.traffic.add(refreshes=int(self.memory.selected))
-            self._refresh_requested = False
+            self.refresh_requested = False
             self.memory.commit()
         self._pending = []
 
@@ -308,7 +253,7 @@ class GradientSynchronizer:
                 )
             return _Pending(self._send_sparse(buffer), 1, buffer)
         parameters = bucket.parameters()
-        names = [self._parameter_names[parameter] for parameter in parameters]
+        names = [self.parameter_names[parameter] for parameter in parameters]
         sizes = [parameter.numel() for parameter in parameters]
         plan = self.plans.of(names, sizes, buffer.dtype, self.synchronisations)
         dense_bytes = all_reduce_bytes(FP32_BYTES * buffer.numel(), everyone.size)
