@@ -168,7 +168,7 @@ def test_the_first_pattern_that_matches_wins() -> None:
 
 
 def test_patterns_mind_the_case() -> None:
-    assert DCTConfig(density_per_parameter={"*.Weight": 0.3}).density_of("a.weight") == 0.01
+    assert DCTConfig(density_per_parameter={"*.Weight": 0.3}).density_of("a.weight") == 0.03
 
 
 def test_patterns_without_a_parameter_are_refused() -> None:

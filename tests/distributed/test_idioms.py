@@ -394,7 +394,7 @@ def test_density_overrides_may_name_a_parameter_that_is_still_frozen(ranks: Any)
     assert runs[0].state["thresholds"]["targets"]["model.first.weight"] == 240
 
 
-WARMUP = {"density": 0.02, "warmup_steps": 16}
+WARMUP: dict[str, Any] = {"density": 0.02, "warmup_steps": 16, "value_format": "bf16"}
 
 
 def totals_of(trainer: Trainer) -> Any:

@@ -73,27 +73,33 @@ def test_a_sweep_starts_the_ranks_of_each_job_once(tmp_path: Path) -> None:
 
     assert main(["--collect", str(sweep)]) == 1, "a job of the sweep has no result"
     table = (sweep / "table.md").read_text()
-    assert "| dct density=0.1 | 1 |" in table
+    assert len([line for line in table.splitlines() if line.startswith("| dct | 1 |")]) == 1
     assert f"{sweep / '0'} has left no result.json" in table
 
 
 def test_processes_that_outlive_a_run_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "_GRACE_S", 0.2)
     assert run_alone(["sh", "-c", "sleep 300 & echo $! > left; exit 3"], folder=tmp_path) == 3
-    assert not is_running(int((tmp_path / "left").read_text()))
+    left = int((tmp_path / "left").read_text())
+    while is_running(left):  # Killed, but a busy machine has not got to it; the test's own timeout ends this.
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_whoever_ends_a_sweep_ends_its_job(number: signal.Signals, tmp_path: Path) -> None:
     script = "import jobs; jobs.run_alone(['sh', '-c', 'echo $$ > job.part; mv job.part job; exec sleep 300'])"
     process = subprocess.Popen(
-        [sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(EXPERIMENTS)}
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(EXPERIMENTS)},
+        # Shells let what they start in the background ignore Ctrl-C, and what that starts in turn.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     while not (tmp_path / "job").exists():
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(number)
-    assert process.wait(60) in (128 + number, -number)
+    assert process.wait(120) in (128 + number, -number)
     assert not is_running(int((tmp_path / "job").read_text()))
 
 
