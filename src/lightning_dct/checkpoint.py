@@ -158,8 +158,8 @@ def merge_states(states: Sequence[Mapping[str, Any]], stages: int = 1) -> dict[s
     names = {name for state in states for part in _HELD_BACK for name in state.get(part, {})}
     merged["residuals"] = {name: _mean_held_back(states, name, len(states) // stages) for name in sorted(names)}
     merged["owned"] = {}
-    merged["velocities"] = _mean_velocities(states, len(states) // stages)
-    merged["accumulated"] = _mean_accumulated(states, len(states) // stages)
+    for part in ("velocities", "accumulated"):
+        merged[part] = _mean_over_replicas(states, part, len(states) // stages)
     if stages > 1:
         # Each rank has known the thresholds of its own stage only.
         merged["thresholds"] = {
@@ -183,32 +183,19 @@ def empty_state(note: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _mean_accumulated(states: Sequence[Mapping[str, Any]], replicas: int) -> dict[str, Tensor]:
-    """Gradients that wait for more to be added to them: DistributedDataParallel would have taken their mean.
+def _mean_over_replicas(states: Sequence[Mapping[str, Any]], part: str, replicas: int) -> dict[str, Tensor]:
+    """The mean of gradients, or of what follows them, by name: what DistributedDataParallel would have made of them.
 
-    Sparse ones are left out: those of sharded tables belong to rows that are another rank's now.
+    Sparse gradients are left out: those of sharded tables belong to rows that are another rank's now.
     """
     total: dict[str, Tensor] = {}
+    dtypes: dict[str, torch.dtype] = {}
     for state in states:
-        for name, gradient in state.get("accumulated", {}).items():
-            if not gradient.is_sparse:
-                total[name] = total.get(name, torch.zeros((), dtype=torch.float64)) + gradient.double()
-    dtypes = {name: gradient.dtype for state in states for name, gradient in state.get("accumulated", {}).items()}
-    return {name: (gradients / replicas).to(dtypes[name]) for name, gradients in total.items()}
-
-
-def _mean_velocities(states: Sequence[Mapping[str, Any]], replicas: int) -> dict[str, Tensor]:
-    """Velocities of gradients: what counts is their mean over the ranks, as it does for gradients."""
-    by_name: dict[str, list[Tensor]] = {}
-    for state in states:
-        for name, velocity in state.get("velocities", {}).items():
-            by_name.setdefault(name, []).append(velocity)
-    return {
-        name: (torch.stack([velocity.double() for velocity in velocities]).sum(dim=0) / replicas).to(
-            velocities[0].dtype
-        )
-        for name, velocities in by_name.items()
-    }
+        for name, held in state.get(part, {}).items():
+            if not held.is_sparse:
+                total[name] = total.get(name, torch.zeros((), dtype=torch.float64)) + held.double()
+                dtypes[name] = held.dtype
+    return {name: (held / replicas).to(dtypes[name]) for name, held in total.items()}
 
 
 def _prefix(note: Mapping[str, Any]) -> str:

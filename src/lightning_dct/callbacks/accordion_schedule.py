@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dct.callbacks.requirements import require_dct
+from lightning_dct.callbacks.requirements import require_dct, synchronizer_of
 from lightning_dct.config import check_density, check_integer
-from lightning_dct.gradients import GradientSynchronizer, parameter_names
+from lightning_dct.gradients import parameter_names
 
 
 class AccordionSchedule(pl.Callback):
@@ -69,14 +69,14 @@ class AccordionSchedule(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take up the density of the interval under way."""
-        self._synchronizer(trainer).set_density(self.density)
+        synchronizer_of(trainer).set_density(self.density)
         self._begun = min(self._begun, self._now(trainer))
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begin another interval where one is over."""
-        synchronizer = self._synchronizer(trainer)
+        synchronizer = synchronizer_of(trainer)
         self._synchronised_before = synchronizer.synchronisations
         now = self._now(trainer)
         rates = [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
@@ -91,7 +91,7 @@ class AccordionSchedule(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Add the synchronised gradients to those of the interval, unless a loss scaler is about to skip the step."""
-        if self._synchronizer(trainer).synchronisations == self._synchronised_before:
+        if synchronizer_of(trainer).synchronisations == self._synchronised_before:
             return
         names = parameter_names(pl_module)
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
@@ -134,9 +134,4 @@ class AccordionSchedule(pl.Callback):
         self._previous_norm, self._sum = norm, {}
 
     def _now(self, trainer: pl.Trainer) -> int:
-        return trainer.current_epoch if self.every_n_steps is None else self._synchronizer(trainer).synchronisations
-
-    @staticmethod
-    def _synchronizer(trainer: pl.Trainer) -> GradientSynchronizer:
-        synchronizer: GradientSynchronizer = trainer.strategy.synchronizer  # type: ignore[attr-defined]
-        return synchronizer
+        return trainer.current_epoch if self.every_n_steps is None else synchronizer_of(trainer).synchronisations

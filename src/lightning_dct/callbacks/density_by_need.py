@@ -6,9 +6,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_dct.callbacks.requirements import require_dct
+from lightning_dct.callbacks.requirements import require_dct, synchronizer_of
 from lightning_dct.config import check_integer
-from lightning_dct.gradients import GradientSynchronizer
 from lightning_dct.gradients.between_steps import count_tails, share_out_by_tails, tails_are_counted
 
 
@@ -39,7 +38,7 @@ class DensityByNeed(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take up the shares of a checkpoint."""
-        synchronizer = self._synchronizer(trainer)
+        synchronizer = synchronizer_of(trainer)
         self._last = min(self._last, synchronizer.synchronisations)
         synchronizer.scale_densities(self._factors)
 
@@ -47,7 +46,7 @@ class DensityByNeed(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Have the next synchronisation counted when it is time."""
-        synchronizer = self._synchronizer(trainer)
+        synchronizer = synchronizer_of(trainer)
         if synchronizer.synchronisations - self._last >= self.every_n_steps and not synchronizer.warming_up:
             count_tails(synchronizer)
 
@@ -55,7 +54,7 @@ class DensityByNeed(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Share entries out by what has been counted; a collective call."""
-        synchronizer = self._synchronizer(trainer)
+        synchronizer = synchronizer_of(trainer)
         if tails_are_counted(synchronizer):
             self._factors = share_out_by_tails(synchronizer, self.bound)
             self._last = synchronizer.synchronisations - 1
@@ -67,8 +66,3 @@ class DensityByNeed(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue with saved shares."""
         self._factors, self._last = dict(state_dict["factors"]), state_dict["last"]
-
-    @staticmethod
-    def _synchronizer(trainer: pl.Trainer) -> GradientSynchronizer:
-        synchronizer: GradientSynchronizer = trainer.strategy.synchronizer  # type: ignore[attr-defined]
-        return synchronizer

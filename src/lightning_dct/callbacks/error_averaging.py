@@ -6,9 +6,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_dct.callbacks.requirements import require_dct
+from lightning_dct.callbacks.requirements import require_dct, synchronizer_of
 from lightning_dct.config import check_integer
-from lightning_dct.gradients import GradientSynchronizer
 from lightning_dct.gradients.between_steps import average_residuals
 
 
@@ -42,17 +41,12 @@ class ErrorAveraging(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Remember how far training is."""
-        self._synchronised_before = self._synchronizer(trainer).synchronisations
+        self._synchronised_before = synchronizer_of(trainer).synchronisations
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Average when it is time; a collective call."""
-        synchronizer, every = self._synchronizer(trainer), self.every_n_steps
+        synchronizer, every = synchronizer_of(trainer), self.every_n_steps
         if synchronizer.synchronisations // every > self._synchronised_before // every:
             average_residuals(synchronizer)
-
-    @staticmethod
-    def _synchronizer(trainer: pl.Trainer) -> GradientSynchronizer:
-        synchronizer: GradientSynchronizer = trainer.strategy.synchronizer  # type: ignore[attr-defined]
-        return synchronizer

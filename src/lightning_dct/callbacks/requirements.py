@@ -1,9 +1,11 @@
-"""Callbacks that act on what a strategy holds back refuse strategies that hold nothing back."""
+"""What callbacks need that act on what a strategy holds back: a strategy that does, and its synchronizer."""
 
 from __future__ import annotations
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_dct.gradients import GradientSynchronizer
 
 
 def require_dct(trainer: pl.Trainer, callback: pl.Callback, replicas: bool = False) -> None:
@@ -28,3 +30,9 @@ def require_dct(trainer: pl.Trainer, callback: pl.Callback, replicas: bool = Fal
             f"`{name}` decides by the gradients of the whole model, of which the ranks of a `DCTPipelineStrategy` have"
             " a stage each. Use a `DCTStrategy`, or remove the callback."
         )
+
+
+def synchronizer_of(trainer: pl.Trainer) -> GradientSynchronizer:
+    """What synchronises the gradients of a Trainer that trains with one of this package's strategies."""
+    synchronizer: GradientSynchronizer = trainer.strategy.synchronizer  # type: ignore[attr-defined]
+    return synchronizer

@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_dct.activations import CompressedModule
-from lightning_dct.callbacks.requirements import require_dct
+from lightning_dct.callbacks.requirements import require_dct, synchronizer_of
 from lightning_dct.config import check_integer
 
 
@@ -41,7 +41,7 @@ class ThresholdRefresh(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Ask for a refresh when one is due; it happens in the next synchronisation."""
-        synchronizer = trainer.strategy.synchronizer  # type: ignore[attr-defined]
+        synchronizer = synchronizer_of(trainer)
         for module in pl_module.modules():
             if isinstance(module, CompressedModule):
                 module.advance(synchronizer.synchronisations)

@@ -26,7 +26,7 @@ def average_residuals(synchronizer: GradientSynchronizer) -> None:
             continue
         link = exchange.co_owners
         if link is None:
-            held = [memory.residual_by_name(name, size, plan.residual_dtype, device)]
+            held = [memory.residuals.of(name, size, plan.residual_dtype, device)]
         else:
             held = memory.owned_by_name(name, plan.residual_dtype, device)
         link = link or exchange.everyone

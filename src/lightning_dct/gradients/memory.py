@@ -194,19 +194,10 @@ class Memory:
                 if not owned:
                     self._done_with.append(key)
 
-    def residual_by_name(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """What this rank has not sent of one tensor: shape ``[size]``, written in place by the caller."""
-        left = self.residuals.view(name)
-        return self.residuals.flat((name,), (size,), dtype, device) if left is None else left
-
     def owned_by_name(self, name: str, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
         """What this rank has not passed on of the sums it owns of one tensor: its pieces, written in place."""
-        views = []
-        for label in self._labels.get(name, ()):
-            size = self._pieces[label].stop - self._pieces[label].start
-            left = self.owned.view(label)
-            views.append(self.owned.flat((label,), (size,), dtype, device) if left is None else left)
-        return views
+        pieces = {label: self._pieces[label] for label in self._labels.get(name, ())}
+        return [self.owned.of(label, piece.stop - piece.start, dtype, device) for label, piece in pieces.items()]
 
     def norm(self) -> float:
         """Euclidean norm over all entries held back."""
