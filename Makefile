@@ -28,7 +28,7 @@ format: $(VENV)/installed
 $(VENV)/installed: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(MAKE) --no-print-directory $(VENV)/torch
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[experiments,translation,fast,dev]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[experiments,translation,fast,docs,dev]'
 	touch $@
 
 # Where there is no NVIDIA GPU the CPU build of torch saves gigabytes: the one pip's own configuration offers, else
