@@ -22,6 +22,7 @@ from lightning_dct.callbacks import (
     CompressionMonitor,
     DensityByNeed,
     ErrorAveraging,
+    EventTriggeredSending,
     ThresholdRefresh,
 )
 from lightning_dct.config import DCTConfig
@@ -39,6 +40,7 @@ __all__ = [
     "DCTStrategy",
     "DensityByNeed",
     "ErrorAveraging",
+    "EventTriggeredSending",
     "RowWiseAdagrad",
     "ShardedEmbeddingBags",
     "SplitPoint",

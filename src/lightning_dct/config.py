@@ -137,6 +137,19 @@ def check_density(setting: str, value: Any) -> None:
         )
 
 
+def check_positive(setting: str, value: Any) -> None:
+    """Refuse a setting that is not a number above zero.
+
+    Raises:
+        TypeError: It is not a number.
+        ValueError: It is zero, negative, infinite or NaN.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"`{setting}` must be a number above 0; got {value!r}.")
+    if not 0.0 < value < float("inf"):
+        raise ValueError(f"`{setting}` must be above 0 and finite; got {value!r}.")
+
+
 def check_integer(setting: str, value: Any, minimum: int) -> None:
     """Refuse a setting that is not a whole number or too small.
 

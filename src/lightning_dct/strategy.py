@@ -224,7 +224,12 @@ class DCTStrategy(CheckpointedStrategy):
         model: pl.LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Step, with the optimizer's momentum at rest where residuals or velocities stand in for it."""
+        """Step, with the optimizer's momentum at rest where residuals or velocities stand in for it.
+
+        Where gradients are held back there is nothing to step with: then it is forward and backward only.
+        """
+        if self.synchronizer is not None and self.synchronizer.holds_back:
+            return closure()
         with momentum_at_rest(optimizer, self.synchronizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 

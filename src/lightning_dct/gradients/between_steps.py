@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
+
 from lightning_dct.gradients.collectives import add_up
 from lightning_dct.gradients.plan import target_of
 from lightning_dct.gradients.synchronizer import GradientSynchronizer
@@ -33,6 +37,37 @@ def average_residuals(synchronizer: GradientSynchronizer) -> None:
         for part in held:
             add_up(part, link)
             part.div_(link.size)
+
+
+def decide_to_hold_back(synchronizer: GradientSynchronizer, bound: float, at_most: int) -> bool:
+    """Decide whether the next synchronisation sends nothing: the same on every rank.
+
+    Args:
+        synchronizer: One that measures its gradients, after a synchronisation.
+        bound: Nothing is sent while the norm of all that is held back is less than so many times that of the gradients.
+        at_most: Synchronisations in a row that may send nothing.
+
+    Returns:
+        What was decided.
+
+    Raises:
+        RuntimeError: A synchronisation is under way.
+        FloatingPointError: A gradient is infinite or NaN, on whichever rank.
+    """
+    synchronizer.check_idle()
+    holding = synchronizer.holding
+    assert holding is not None
+    gradient = holding.measured()
+    squares = torch.stack([gradient, gradient.new_tensor(synchronizer.memory.norm() ** 2)])
+    add_up(squares, synchronizer.exchange.everyone)
+    gradients, held = squares.tolist()
+    if not math.isfinite(gradients + held):
+        raise FloatingPointError(
+            "A gradient is infinite or NaN. `EventTriggeredSending` must not hold it back, where it would stay: lower"
+            " the learning rate, clip what makes it so, or remove the callback."
+        )
+    holding.back = holding.in_a_row < at_most and held < bound**2 * gradients
+    return holding.back
 
 
 def count_tails(synchronizer: GradientSynchronizer) -> None:

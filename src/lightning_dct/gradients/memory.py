@@ -112,6 +112,20 @@ class Memory:
         """
         return self._changing(self.owned.flat(shard.names, shard.sizes, shard.residual_dtype, device))
 
+    def hold_back(self, buffer: Tensor, plan: BucketPlan, held: set[int]) -> None:
+        """Add a bucket's whole gradients to this rank's residuals, in a step that sends nothing and cannot be undone.
+
+        Args:
+            buffer: Shape ``[n]``: the flattened bucket, unscaled gradients. Not changed.
+            plan: Its tensors.
+            held: Indices of tensors that this rank's backward did not use.
+        """
+        residual = self.residuals.flat(plan.names, plan.sizes, plan.residual_dtype, buffer.device)
+        for index, bounds in enumerate(plan.bounds):
+            if index not in held:
+                part = slice(*bounds)
+                residual[part] += buffer[part].to(residual.dtype)
+
     def add_momentum(
         self, buffer: Tensor, plan: BucketPlan, held: set[int], momenta: Sequence[MomentumSettings | None]
     ) -> None:

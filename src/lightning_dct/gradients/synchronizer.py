@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
@@ -16,7 +15,9 @@ from lightning_dct.gradients.collectives import all_reduce_mean, all_reduce_mean
 from lightning_dct.gradients.correction import MomentumCorrection, MomentumSettings
 from lightning_dct.gradients.exchanges import Bucket, Exchange, Flow
 from lightning_dct.gradients.exchanges.base import unused
+from lightning_dct.gradients.holding import Holding
 from lightning_dct.gradients.memory import Memory
+from lightning_dct.gradients.pending import Pending, future_for
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.gradients.plans import Plans
 from lightning_dct.traffic import FP32_BYTES, all_reduce_bytes, bytes_between_nodes
@@ -64,8 +65,9 @@ class GradientSynchronizer:
         self._hold_unused = hold_unused
         self._loss_scale = loss_scale
         self.refresh_requested = False
+        self.holding: Holding | None = None
         # What follows belongs to the synchronisation under way.
-        self._pending: list[_Pending] = []
+        self._pending: list[Pending] = []
         self._refreshing = False
         self._momenta: dict[Tensor, MomentumSettings] = {}
 
@@ -78,6 +80,11 @@ class GradientSynchronizer:
     def warming_up(self) -> bool:
         """Whether the next synchronisation belongs to warm-up."""
         return self.synchronisations < self.config.warmup_steps
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether the next synchronisation sends nothing."""
+        return self.holding is not None and self.holding.back
 
     def request_refresh(self) -> None:
         """Select all thresholds anew in the next synchronisation."""
@@ -115,6 +122,10 @@ class GradientSynchronizer:
         Returns:
             A future of the bucket's averaged gradients.
         """
+        if self.holding is not None:
+            self.holding.measure(bucket.buffer())
+            if self.holding.back:
+                return self._hold_back(bucket, self.holding)
         if not self._pending:
             self._begin()
         earlier = [pending for pending in self._pending if pending.rounds_left > 1]
@@ -124,7 +135,7 @@ class GradientSynchronizer:
         # Now that this bucket is on its way, the ones before it begin their next round. That is decided by counting
         # and never by what has arrived: every rank has to start the same collectives in the same order.
         for pending in earlier:
-            self._advance(pending)
+            pending.advance(self.traffic, self._loss_scale is not None)
         if bucket.is_last():
             self._finish()
         return future
@@ -197,6 +208,24 @@ class GradientSynchronizer:
         if self._pending:
             raise RuntimeError("A synchronisation is under way: change its settings before backward or after it.")
 
+    def _hold_back(self, bucket: GradBucket, holding: Holding) -> Future[Tensor]:
+        """Send nothing: what the optimizer would step with is zeros, and the strategy sees to it that it does not."""
+        with self.traffic.timed():
+            buffer, parameters = bucket.buffer(), bucket.parameters()
+            plan = self._plan_of(buffer, parameters)
+            held = self._held(buffer, plan, parameters)
+            momenta = {} if self.correction is None else self.correction.settings()
+            self.memory.add_momentum(buffer, plan, held, [momenta.get(parameter) for parameter in parameters])
+            self.memory.hold_back(buffer, plan, held)
+            self.traffic.add(entries=buffer.numel())
+            self._count_dense(buffer)
+        if bucket.is_last():
+            self.traffic.add(steps=1)
+            holding.in_a_row += 1
+        future = future_for(buffer)
+        future.set_result(buffer.zero_())
+        return future
+
     def _begin(self) -> None:
         self._refreshing = self.refresh_requested
         if self.correction is not None:
@@ -211,7 +240,7 @@ class GradientSynchronizer:
         """
         while under_way := [pending for pending in self._pending if pending.rounds_left]:
             for pending in under_way:
-                self._advance(pending)
+                pending.advance(self.traffic, self._loss_scale is not None)
         self.memory.awaited.look()
         # What the scaler will look for. Every rank holds the same means, so all come to the same answer.
         nonfinite = self._loss_scale is not None and not all(pending.finite for pending in self._pending)
@@ -225,25 +254,12 @@ class GradientSynchronizer:
             self.traffic.add(refreshes=int(self.memory.selected))
             self.refresh_requested = False
             self.memory.commit()
+        if self.holding is not None:
+            self.holding.in_a_row = 0
         self._pending = []
 
-    def _advance(self, pending: "_Pending") -> None:
-        """Wait for a bucket's collective, and start its next one or read what it has brought."""
-        pending.work.wait()
-        with self.traffic.timed():
-            pending.rounds_left -= 1
-            try:
-                pending.work = next(pending.flow)
-            except StopIteration as finished:
-                mean = finished.value
-                if self._loss_scale is not None:
-                    # This waits for a GPU, as the scaler itself does before it steps.
-                    pending.finite = bool(_entries(mean).isfinite().all())
-                pending.future.set_result(mean)
-
-    def _send(self, bucket: GradBucket) -> "_Pending":
+    def _send(self, bucket: GradBucket) -> "Pending":
         buffer = bucket.buffer()
-        everyone = self.exchange.everyone
         momenta = [self._momenta.get(parameter) for parameter in bucket.parameters()]
         if buffer.is_sparse:
             if any(momenta):
@@ -251,18 +267,25 @@ class GradientSynchronizer:
                     "`momentum='correct'` does not work with sparse gradients. Put the parameters of"
                     " `Embedding(sparse=True)` into a group of the optimizer with momentum=0, or use `momentum='keep'`."
                 )
-            return _Pending(self._send_sparse(buffer), 1, buffer)
+            return Pending(self._send_sparse(buffer), 1, buffer)
         parameters = bucket.parameters()
-        names = [self.parameter_names[parameter] for parameter in parameters]
-        sizes = [parameter.numel() for parameter in parameters]
-        plan = self.plans.of(names, sizes, buffer.dtype, self.synchronisations)
-        dense_bytes = all_reduce_bytes(FP32_BYTES * buffer.numel(), everyone.size)
-        self.traffic.add(bytes_dense=bytes_between_nodes(dense_bytes, everyone.size, everyone.ranks_per_node))
+        plan = self._plan_of(buffer, parameters)
+        self._count_dense(buffer)
         held = self._held(buffer, plan, parameters)
         self.memory.add_momentum(buffer, plan, held, momenta)
         if plan.is_dense:
-            return _Pending(self._send_whole_bucket(buffer, plan, held), 1, buffer)
-        return _Pending(self.exchange.send(Bucket(buffer, plan, held), self.memory), self.exchange.rounds, buffer)
+            return Pending(self._send_whole_bucket(buffer, plan, held), 1, buffer)
+        return Pending(self.exchange.send(Bucket(buffer, plan, held), self.memory), self.exchange.rounds, buffer)
+
+    def _plan_of(self, buffer: Tensor, parameters: list[Tensor]) -> BucketPlan:
+        names = [self.parameter_names[parameter] for parameter in parameters]
+        sizes = [parameter.numel() for parameter in parameters]
+        return self.plans.of(names, sizes, buffer.dtype, self.synchronisations)
+
+    def _count_dense(self, buffer: Tensor) -> None:
+        everyone = self.exchange.everyone
+        dense_bytes = all_reduce_bytes(FP32_BYTES * buffer.numel(), everyone.size)
+        self.traffic.add(bytes_dense=bytes_between_nodes(dense_bytes, everyone.size, everyone.ranks_per_node))
 
     def _held(self, buffer: Tensor, plan: BucketPlan, parameters: list[Tensor]) -> set[int]:
         """Which tensors of a bucket this rank's backward did not use.
@@ -284,24 +307,3 @@ class GradientSynchronizer:
         self.traffic.add(entries=buffer.numel(), entries_sent=buffer.numel())
         yield all_reduce_mean(buffer, self.exchange.everyone)
         return buffer
-
-
-class _Pending:
-    """A bucket under way.
-
-    Args:
-        flow: Its way; its first collective is started here.
-        rounds: How many collectives that way has.
-        buffer: The bucket's gradients.
-    """
-
-    def __init__(self, flow: Flow, rounds: int, buffer: Tensor) -> None:
-        self.flow = flow
-        self.rounds_left = rounds
-        self.work: dist.Work = next(flow)
-        self.future: Future[Tensor] = Future() if buffer.device.type == "cpu" else Future(devices=[buffer.device])
-        self.finite = True
-
-
-def _entries(gradient: Tensor) -> Tensor:
-    return gradient._values() if gradient.is_sparse else gradient

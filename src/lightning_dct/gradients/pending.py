@@ -1,0 +1,59 @@
+"""A bucket of gradients under way to the other ranks and back."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_dct.gradients.exchanges import Flow
+from lightning_dct.traffic import Traffic
+
+
+class Pending:
+    """A bucket under way.
+
+    Args:
+        flow: Its way; its first collective is started here.
+        rounds: How many collectives that way has.
+        buffer: The bucket's gradients.
+
+    Attributes:
+        future: What DistributedDataParallel waits for.
+        rounds_left: Collectives that have not been waited for.
+        finite: Whether what has come home is; known where that is asked for.
+    """
+
+    def __init__(self, flow: Flow, rounds: int, buffer: Tensor) -> None:
+        self.rounds_left = rounds
+        self.future = future_for(buffer)
+        self.finite = True
+        self._flow = flow
+        self._work: dist.Work = next(flow)
+
+    def advance(self, traffic: Traffic, look: bool) -> None:
+        """Wait for the bucket's collective, and start its next one or read what it has brought.
+
+        Args:
+            traffic: Where the time is counted.
+            look: Find out whether what has come home is finite. This waits for a GPU.
+        """
+        self._work.wait()
+        with traffic.timed():
+            self.rounds_left -= 1
+            try:
+                self._work = next(self._flow)
+            except StopIteration as finished:
+                mean = finished.value
+                if look:
+                    self.finite = bool(_entries(mean).isfinite().all())
+                self.future.set_result(mean)
+
+
+def future_for(buffer: Tensor) -> Future[Tensor]:
+    """A future of a tensor that lies where this one does."""
+    return Future() if buffer.device.type == "cpu" else Future(devices=[buffer.device])
+
+
+def _entries(gradient: Tensor) -> Tensor:
+    return gradient._values() if gradient.is_sparse else gradient
