@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_dct.gradients import collectives, compression, synchronizer
+from lightning_dct.gradients import collectives, compression, pending
 from lightning_dct.gradients.awaited import Awaited
 from lightning_dct.wire import PayloadError
 from strategies_for_hypothesis import FORMATS
@@ -122,7 +122,7 @@ def test_nobody_waits_for_a_gpu(
     monkeypatch.setattr(compression, "WITHOUT_WAITING", {"meta"})
     monkeypatch.setattr(compression, "kth_magnitude", lambda values, k: 1.0)
     monkeypatch.setattr(collectives, "dist", Connected)
-    monkeypatch.setattr(synchronizer, "Future", lambda devices: SimpleNamespace(set_result=lambda mean: None))
+    monkeypatch.setattr(pending, "Future", lambda devices: SimpleNamespace(set_result=lambda mean: None))
     # It copies to the host without waiting, but here there is nothing that could be copied.
     monkeypatch.setattr(Awaited, "look", lambda self: None)
     ranks = EmulatedRanks(
