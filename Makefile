@@ -14,7 +14,7 @@ demo: $(VENV)/installed
 		logger=none --output outputs/demo --strategy ddp --strategy dct
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/installed
 	$(BIN)/ruff format --check src experiments tests

@@ -11,6 +11,23 @@ os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 
 
+# Files that take longest come first: begun last, one of them would leave all workers but one with nothing to do.
+LONGEST = {
+    "test_readme.py",
+    "test_restarts.py",
+    "test_launchers.py",
+    "test_hosts.py",
+    "test_jobs.py",
+    "test_benchmark.py",
+    "test_failures.py",
+    "test_kill_and_resume.py",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Ranks]]:
     """``ranks(2).run(function, *arguments)``: the function in two processes, which are kept from test to test."""
