@@ -1,4 +1,4 @@
-"""Trains and scores the language model: next-token cross-entropy under AdamW with warm-up and cosine decay."""
+"""Trains and scores the language model: next-token cross-entropy under AdamW or SGD with warm-up and cosine decay."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class LanguageModule(TokenModule):
         tie_weights: Use the token embedding as the output matrix.
         learning_rate: AdamW's peak learning rate.
         betas: AdamW's two decay rates.
-        weight_decay: AdamW's decay, on matrices only.
+        weight_decay: Its decay, on matrices only.
+        momentum: Train with SGD and this momentum instead of AdamW; None for AdamW.
         warmup_steps: Optimizer steps over which the learning rate rises linearly.
         final_learning_rate_fraction: Where the cosine ends, as a fraction of the peak.
         vocabulary_size: Number of tokens; read from the data module when None.
@@ -45,6 +46,7 @@ class LanguageModule(TokenModule):
         learning_rate: float = 1e-2,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.01,
+        momentum: float | None = None,
         warmup_steps: int = 100,
         final_learning_rate_fraction: float = 0.1,
         vocabulary_size: int | None = None,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics import MeanMetric
 
-from nlp.schedule import adamw_with_cosine
+from nlp.optimizing import optimizer_with_cosine
 from nlp.token_rows import IGNORED
 
 
@@ -37,8 +37,8 @@ class TokenModule(LightningModule):
     Logs ``train/loss``, ``val/loss`` and ``test/loss`` in nats a token. The validation figures weigh every token once,
     so they do not depend on the number of ranks; in training each rank averages over its own tokens.
 
-    Subclasses save their hyperparameters (those that ``adamw_with_cosine`` names, the sizes, and ``split``: ``pieces``
-    and the settings of a ``SplitPoint``) and then call :meth:`build_when_sized`.
+    Subclasses save their hyperparameters (those that ``optimizer_with_cosine`` names, the sizes, and ``split``:
+    ``pieces`` and the settings of a ``SplitPoint``) and then call :meth:`build_when_sized`.
     """
 
     size_names: tuple[str, ...]
@@ -99,7 +99,7 @@ class TokenModule(LightningModule):
         return loss
 
     def configure_optimizers(self) -> dict[str, Any]:
-        return adamw_with_cosine(self)
+        return optimizer_with_cosine(self)
 
     def _score(self, stage: str, batch: dict[str, Tensor]) -> None:
         loss, count = self.loss(batch)

@@ -1,4 +1,4 @@
-"""How the transformers are optimised: AdamW, a linear warm-up, then a cosine to the run's last step."""
+"""How the transformers are optimised: AdamW or SGD, a linear warm-up, then a cosine to the run's last step."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch
 from lightning.pytorch import LightningModule
 
 
-def adamw_with_cosine(module: LightningModule) -> dict[str, Any]:
+def optimizer_with_cosine(module: LightningModule) -> dict[str, Any]:
     """Give what ``configure_optimizers`` returns for a module about to be trained.
 
     Args:
-        module: Its ``hparams`` hold ``learning_rate`` (the peak), ``betas``, ``weight_decay`` (on matrices only),
-            ``warmup_steps`` and ``final_learning_rate_fraction`` (where the cosine ends, as a part of the peak).
+        module: Its ``hparams`` hold ``learning_rate`` (the peak), ``betas`` of AdamW, ``weight_decay`` (on matrices
+            only), ``momentum`` where SGD with that takes AdamW's place, ``warmup_steps`` and
+            ``final_learning_rate_fraction`` (where the cosine ends, as a part of the peak).
 
     Raises:
         ValueError: If the run has no end, so that the cosine has no length.
@@ -29,7 +30,12 @@ def adamw_with_cosine(module: LightningModule) -> dict[str, Any]:
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=tuple(settings.betas))
+    momentum = settings.get("momentum")
+    optimizer: torch.optim.Optimizer
+    if momentum is None:
+        optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=tuple(settings.betas))
+    else:
+        optimizer = torch.optim.SGD(groups, lr=settings.learning_rate, momentum=momentum)
 
     def factor(step: int) -> float:
         if step < settings.warmup_steps:
