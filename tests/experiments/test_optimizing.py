@@ -44,5 +44,5 @@ def test_rises_then_falls_to_a_tenth() -> None:
 
 
 def test_wants_an_end() -> None:
-    with pytest.raises(ValueError, match="set trainer.max_steps or trainer.max_epochs"):
+    with pytest.raises(ValueError, match=r"set trainer\.max_steps or trainer\.max_epochs"):
         optimizer_with_cosine(module(float("inf")))
