@@ -13,7 +13,9 @@ from collections.abc import Sequence
 
 from lightning_dct.__about__ import __version__
 
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "report": "One HTML page out of the logs of one or several runs.",
+}
 """What each subcommand does, in one line."""
 
 

@@ -1,0 +1,55 @@
+"""``lightning-dct report RUN_DIR...``: one HTML page out of the logs of one or several runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from lightning_dct.report.quality import find_quality, logged_names
+from lightning_dct.report.reading import read_all
+
+_EPILOG = """\
+A RUN_DIR holds the metrics.csv of Lightning's CSVLogger, an offline W&B run, or what experiments/train.py leaves;
+a folder with several runs below it stands for all of them. The page needs no network and nothing beside it. What
+cannot be read is reported here and on the page.
+
+exit status: 0 when every RUN_DIR gave its runs, 1 otherwise"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the command line."""
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="a run, or NAME=RUN_DIR to name it")
+    parser.add_argument("--output", type=Path, default=Path("report.html"), help="(default: report.html)")
+    parser.add_argument("--metric", metavar="NAME", help="the quality shown (default: found, as val/loss or val/auc)")
+    parser.add_argument("--title", default="Run report", help="the page's heading (default: Run report)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Read the runs and write the page.
+
+    Returns:
+        The exit status.
+    """
+    try:
+        from lightning_dct.report.page import make_page, write_page
+    except ModuleNotFoundError as error:
+        print(f"charts take {error.name}: pip install 'lightning-dct[experiments]'", file=sys.stderr)
+        return 1
+    reading = read_all(arguments.runs)
+    for problem in reading.problems:
+        print(problem, file=sys.stderr)
+    if not reading.runs:
+        print("There is nothing to show: no run could be read.", file=sys.stderr)
+        return 1
+    names = logged_names(reading.runs)
+    if arguments.metric is not None and arguments.metric not in names:
+        print(f"--metric {arguments.metric}: logged were {', '.join(sorted(names))}", file=sys.stderr)
+        return 1
+    quality = arguments.metric or find_quality(reading.runs)
+    write_page(arguments.output, make_page(reading, quality, arguments.title))
+    problems = f", problems: {len(reading.problems)}" if reading.problems else ""
+    print(f"{arguments.output}: runs: {len(reading.runs)}, quality: {quality or 'not logged'}{problems}")
+    return 1 if reading.unreadable else 0

@@ -1,0 +1,109 @@
+"""Settings as flat text, read without building any object; and which of them differ between runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+HIDDEN = ("paths.", "hydra.", "logger.", "wandb_version", "_wandb", "callbacks.progress_bar.", "run.")
+"""Beginnings of names that say where a run has written and not what it was."""
+
+
+class _TextLoader(yaml.SafeLoader):
+    """Reads YAML and takes what stands for a Python object as text: a file of settings must not run code."""
+
+
+def _as_text(loader: yaml.SafeLoader, suffix: str, node: yaml.Node) -> Any:
+    if isinstance(node, yaml.ScalarNode):
+        return loader.construct_scalar(node) or suffix.rpartition(":")[2]
+    if isinstance(node, yaml.SequenceNode):
+        return loader.construct_sequence(node, deep=True)
+    return loader.construct_mapping(node, deep=True)
+
+
+_TextLoader.add_multi_constructor("", _as_text)
+
+
+def read_settings(file: Path) -> tuple[dict[str, str], list[str]]:
+    """Read a YAML file of names.
+
+    Args:
+        file: ``hparams.yaml`` or Hydra's ``config.yaml``.
+
+    Returns:
+        The settings, and what could not be read: nothing or one sentence.
+    """
+    content, problems = load_yaml(file)
+    if content is None:
+        return {}, problems
+    if not isinstance(content, dict):
+        return {}, [f"{file}: left out, it holds no names"]
+    return shown(flattened(content)), []
+
+
+def load_yaml(file: Path) -> tuple[Any, list[str]]:
+    """Read a YAML file.
+
+    Args:
+        file: Any; Python objects in it stay text.
+
+    Returns:
+        Its content, and what could not be read: nothing or one sentence.
+    """
+    try:
+        return yaml.load(file.read_text(encoding="utf-8"), Loader=_TextLoader), []
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        return None, [f"{file}: left out, {' '.join(str(error).split())}"]
+
+
+def flattened(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, str]:
+    """Join names with dots; lists and empty groups stay one value.
+
+    Example:
+        >>> flattened({"strategy": {"density": 0.03, "guard": True}, "seed": None, "sizes": [16, 8]})
+        {'strategy.density': '0.03', 'strategy.guard': 'true', 'seed': 'null', 'sizes': '[16, 8]'}
+    """
+    flat: dict[str, str] = {}
+    for key, value in nested.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            flat |= flattened(value, f"{name}.")
+        else:
+            flat[name] = _text(value)
+    return flat
+
+
+def _text(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_text(item) for item in value) + "]"
+    return str(value)
+
+
+def shown(settings: Mapping[str, str]) -> dict[str, str]:
+    """Leave out what says where a run has written, and how Hydra hands lists over."""
+    return {
+        name: value
+        for name, value in settings.items()
+        if not name.startswith(HIDDEN) and not name.endswith("._convert_")
+    }
+
+
+def differing(runs: Sequence[Mapping[str, str]]) -> tuple[list[str], list[str]]:
+    """Part the names of settings.
+
+    Args:
+        runs: The settings of each run; those of a run that has none say nothing about the others'.
+
+    Returns:
+        Names whose values differ, or that only some runs have; names that are the same everywhere. In the order in
+        which the runs have them.
+    """
+    known = [settings for settings in runs if settings]
+    names = list(dict.fromkeys(name for settings in known for name in settings))
+    differ = [name for name in names if len({settings.get(name) for settings in known}) > 1]
+    return differ, [name for name in names if name not in set(differ)]

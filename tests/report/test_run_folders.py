@@ -1,0 +1,101 @@
+import pytest
+
+from lightning_dct.report.folders import find_runs
+from lightning_dct.report.reading import read_all
+from lightning_dct.report.run import Series
+from made_up_runs import rows_of, write_csv, write_train_run
+
+
+def test_a_folder_stands_for_all_runs_below_it(tmp_path):
+    for number in (9, 10):
+        write_csv(tmp_path / "lightning_logs" / f"version_{number}", rows_of(None))
+    reading = read_all([str(tmp_path)])
+    assert [run.name for run in reading.runs] == ["version_9", "version_10"]
+    assert read_all([str(tmp_path), str(tmp_path / "lightning_logs")]).runs == reading.runs
+
+
+def test_what_train_leaves_is_one_run_from_whatever_part_is_named(tmp_path):
+    home = write_train_run(
+        tmp_path / "dct", rows_of(8.0), ["strategy.density=0.03"], steps=60, metrics={}, milliseconds_per_step=12.5
+    )
+    (home / "checkpoints").mkdir()
+    for path in (home, home / "csv", home / "csv" / "metrics.csv"):
+        (run,) = read_all([str(path)]).runs
+        assert (run.name, run.milliseconds_per_step) == ("dct", 12.5)
+        assert run.settings == {
+            "strategy._target_": "lightning_dct.DCTStrategy",
+            "strategy.density": "0.03",
+            "seed": "0",
+        }
+
+
+def test_runs_in_folders_named_by_date_are_called_after_what_differs(tmp_path):
+    for number, density in enumerate((0.01, 0.1)):
+        write_train_run(
+            tmp_path / f"2026-01-31_12-00-0{number}", rows_of(8.0), [f"strategy.density={density}", "seed=0"]
+        )
+    write_train_run(tmp_path / "named", rows_of(8.0), ["strategy.density=0.5"])
+    assert [run.name for run in read_all([str(tmp_path)]).runs] == [
+        "strategy.density=0.01", "strategy.density=0.1", "named",
+    ]  # fmt: skip
+
+
+def test_names_can_be_given_and_never_come_twice(tmp_path):
+    for parent in ("a", "b"):
+        write_csv(tmp_path / parent / "version_0", rows_of(None))
+    words = [f"{tmp_path}/a", f"{tmp_path}/b"]
+    assert [run.name for run in read_all(words).runs] == ["a/version_0", "b/version_0"]
+    assert [run.name for run in read_all([f"dense={words[0]}", words[1]]).runs] == ["dense", "b/version_0"]
+    assert [run.name for run in read_all([f"lr=0.1={words[0]}"]).runs] == ["lr=0.1"]
+    assert [run.name for run in read_all([f"x={word}" for word in words]).runs] == ["x (1)", "x (2)"]
+    assert [run.name for run in read_all([f"x={tmp_path}"]).runs] == ["x/version_0 (1)", "x/version_0 (2)"]
+
+
+def test_what_gives_no_run_is_named_and_the_others_are_read(tmp_path):
+    good = write_csv(tmp_path / "good", rows_of(None))
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    (bad / "metrics.csv").touch()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    reading = read_all([str(tmp_path / "nowhere"), str(empty), str(bad), str(good)])
+    assert [run.name for run in reading.runs] == ["good"]
+    assert len(reading.problems) == 3
+    for problem, folder in zip(reading.problems, ("nowhere", "empty", "bad"), strict=True):
+        assert str(tmp_path / folder) in problem
+
+
+def test_a_result_without_a_log_gives_its_validations_and_the_bytes_at_the_end(tmp_path):
+    validations = [{"step": 30, "val/loss": 2.0}, {"step": 60, "val/loss": 1.0}]
+    figures = {"steps": 60, "metrics": {"val/loss": 1.0, "test/loss": 1.5}, "validations": validations}
+    counted = {"bytes_sent_per_step": 100.0, "bytes_dense_per_step": 800.0}
+    write_train_run(tmp_path / "all", None, ["d=1"], **figures, **counted, split_ratio=None)
+    write_train_run(tmp_path / "split", None, ["d=1"], **figures, **counted, split_ratio=4.5)
+    whole, split = read_all([str(tmp_path)]).runs
+    assert whole.series["val/loss"] == Series((29, 59), (2.0, 1.0))
+    assert whole.series["dct/dp/bytes_sent"] == Series((59,), (6000.0,))
+    assert "even" in whole.notes[0]
+    assert not [name for name in split.series if "bytes" in name]
+    assert "none are shown" in split.notes[0]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"steps": 3}', '{"steps": 0, "metrics": {}}'])
+def test_a_result_that_is_none_is_reported(tmp_path, content):
+    home = write_train_run(tmp_path / "run", None, ["d=1"])
+    (home / "result.json").write_text(content)
+    reading = read_all([str(home)])
+    assert not reading.runs
+    assert str(home / "result.json") in reading.problems[0]
+    write_csv(home / "csv", rows_of(None))
+    assert len(read_all([str(home)]).problems) == (0 if "metrics" in content else 1)
+
+
+def test_logs_of_one_run_are_not_shown_twice(tmp_path):
+    home = write_train_run(tmp_path / "run", rows_of(None), ["d=1"])
+    log = home / "wandb" / "offline-run-20260131_120000-abc" / "run-abc.wandb"
+    log.parent.mkdir(parents=True)
+    log.touch()
+    (files,) = find_runs(home)
+    assert files.log.name == "metrics.csv"
+    assert files.unused == (log,)
+    assert str(log) in read_all([str(home)]).runs[0].notes[0]
