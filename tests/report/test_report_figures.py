@@ -135,6 +135,15 @@ def test_zeros_have_no_place_on_a_logarithmic_axis(tmp_path):
     assert not over_steps("key", "", "", "number", runs, [zero, small, large]).y_logarithmic
 
 
+def test_a_run_that_diverged_is_named_where_it_has_no_line(tmp_path):
+    series = [Series((0, 1), (1.0, 2.0)), Series((0, 1), (math.nan, math.inf))]
+    chart = over_steps("key", "", "", "number", [of(tmp_path, loss=each) for each in series], series)
+    assert [line.run for line in chart.lines] == [0]
+    assert chart.remarks == ("Not shown: run (no finite value).",)
+    assert over_steps("key", "", "", "number", [of(tmp_path, loss=series[1])], series[1:]) is None
+    assert totals_of(of(tmp_path, loss=series[1]), "loss", None).final == math.inf
+
+
 def test_the_quality_metric_is_found(tmp_path):
     one = Series((0,), (1.0,))
     names = ("val/accuracy", "val/auc", "val/loss", "test/auc", "test/best_auc", "train/loss", "epoch")

@@ -1,6 +1,7 @@
 """The page and the command: all runs are in it, its HTML is sound, and it needs nothing beside it."""
 
 import re
+import sys
 from html.parser import HTMLParser
 from importlib import resources
 
@@ -139,3 +140,11 @@ def test_without_any_run_there_is_no_page(tmp_path, capsys):
     assert main(["report", str(tmp_path), "--output", str(tmp_path / "report.html")]) == 1
     assert str(tmp_path) in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
+
+
+def test_a_missing_extra_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for module in ("page", "figures"):
+        monkeypatch.delitem(sys.modules, f"lightning_dct.report.{module}", raising=False)
+    assert main(["report", str(tmp_path)]) == 1
+    assert "matplotlib: pip install 'lightning-dct[experiments]'" in capsys.readouterr().err

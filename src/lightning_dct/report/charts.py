@@ -213,9 +213,13 @@ def _chart(
         points = [averaged(line, most) for line in points]
     x_logarithmic = x_unit == "bytes" and wants_logarithm([line[-1][0] for line in points if line])
     y_logarithmic = y_unit != "number" and wants_logarithm([y for line in points for _, y in line])
+    finite = [[y for _, y in line if math.isfinite(y)] for line in points]
+    missing += [
+        (run.name, "no finite value") for run, line, ys in zip(runs, points, finite, strict=True) if line and not ys
+    ]
     if y_logarithmic:
-        for run, line in zip(runs, points, strict=True):
-            if line and not any(y > 0 for _, y in line):
+        for run, ys in zip(runs, finite, strict=True):
+            if ys and not any(y > 0 for y in ys):
                 missing.append((run.name, "zero throughout, which a logarithmic axis does not have"))
         points = [[(x, y if y > 0 else math.nan) for x, y in line] for line in points]
     lines = tuple(
