@@ -10,6 +10,7 @@ import io
 import logging
 import re
 from collections.abc import Sequence
+from typing import Any
 from xml.etree import ElementTree
 
 import matplotlib
@@ -30,7 +31,7 @@ _SIZE = (5.0, 3.0)  # inches; 5 are 360 units, about as wide as a telephone: the
 _INK, _MUTED, _GRID = "#000001", "#000002", "#000003"
 _ROLES = {_INK: "var(--ink)", _MUTED: "var(--muted)", _GRID: "var(--grid)"}
 _ROLES |= {f"#0001{index:02x}": f"var(--run-{index})" for index in range(COLOURS)}
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.size": 11.0,
     "axes.edgecolor": _MUTED,
