@@ -24,10 +24,14 @@ from distributed.training import (
     summary,
     trainer_for,
 )
-from lightning_dct import DCTStrategy
+from lightning_dct import DCTConfig, DCTStrategy
+from lightning_dct.forecast import workload_of
+from lightning_dct.forecast.bytes_sent import Sent, compressed_step, dense_step
+from lightning_dct.forecast.forecast import layout_of
 from lightning_dct.gradients.exchanges.auto import costs_of
 from lightning_dct.gradients.exchanges.making import plan_model
 from lightning_dct.gradients.exchanges.nodes import NodeLayout
+from lightning_dct.traffic import TrafficTotals
 
 
 def train_idiom(name: str, exchange: str) -> Any:
@@ -97,6 +101,42 @@ def test_bytes_are_those_that_auto_reckons_with(ranks: Any, exchange: str, chose
     assert sum(sent) / 4 == pytest.approx(results[0][1][chosen], rel=0.05)
     assert max(sent) < 1.1 * min(sent)
     assert sum(run.totals.bytes_inside_node for run, _ in results) == 0
+
+
+def watch_bytes(exchange: str) -> tuple[TrafficTotals, int]:
+    """One step's traffic and all that is held back then, in bytes, when buckets are as they will stay."""
+    strategy = DCTStrategy(exchange=exchange)
+    watch = Watch(look=lambda trainer: strategy.traffic.totals)
+    trainer = trainer_for(
+        strategy, callbacks=[watch], **({"num_nodes": 2, "devices": 2} if exchange == "by_node" else {})
+    )
+    trainer.fit(Module(deep()), loader(3, 300, 300))
+    state = strategy.synchronizer.state_dict()
+    held = [*state["residuals"].values(), *(piece for parts in state["owned"].values() for piece in parts.values())]
+    return watch.seen[-1] - watch.seen[-2], sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+
+def watch_bytes_on_two_nodes(exchange: str) -> tuple[TrafficTotals, int]:
+    with on_two_nodes():
+        return watch_bytes(exchange)
+
+
+def deep() -> nn.Module:
+    """3.6 MB: several buckets."""
+    return nn.Sequential(*(nn.Linear(300, 300) for _ in range(10)))
+
+
+@pytest.mark.parametrize(("exchange", "nodes"), [("all_gather", 4), ("sharded", 4), ("by_node", 2)])
+def test_bytes_are_those_of_the_forecast(ranks: Any, exchange: str, nodes: int) -> None:
+    """Oracle: what `lightning-dct plan` says, to the byte."""
+    results = ranks(4).run(watch_bytes_on_two_nodes if nodes == 2 else watch_bytes, exchange)
+    workload = workload_of(deep())
+    assert len(workload.buckets) > 1
+    layout = layout_of(4, nodes)
+    step, dense = compressed_step(exchange, DCTConfig(), workload, layout), dense_step(workload, layout)
+    assert [Sent(counted.bytes_sent, counted.bytes_inside_node) for counted, _ in results] == list(step.sent)
+    assert [counted.bytes_dense for counted, _ in results] == [sent.between for sent in dense.sent]
+    assert [held for _, held in results] == list(step.residual_bytes)
 
 
 def refused(settings: dict[str, Any]) -> str:

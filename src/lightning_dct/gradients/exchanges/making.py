@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_dct.config import DCTConfig
 from lightning_dct.gradients.collectives import Link
 from lightning_dct.gradients.exchanges.all_gather import AllGather
-from lightning_dct.gradients.exchanges.auto import choose
+from lightning_dct.gradients.exchanges.auto import Choice, choose
 from lightning_dct.gradients.exchanges.base import Exchange
 from lightning_dct.gradients.exchanges.by_node import ByNode, by_node_passes
 from lightning_dct.gradients.exchanges.nodes import NodeLayout, find_layout, make_groups
@@ -89,6 +89,12 @@ def share_model(
     return pieces
 
 
+def choose_for_model(config: DCTConfig, parameters: Mapping[str, Tensor], layout: NodeLayout) -> Choice:
+    """What ``exchange="auto"`` takes for a model: by what is trained of it now, or by all of it when nothing is."""
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    return choose(partial(plan_model, config, trained or parameters), layout)
+
+
 def _resolve(config: DCTConfig, parameters: Mapping[str, Tensor], layout: NodeLayout) -> str:
     if config.exchange == "by_node":
         if layout.obstacle is not None:
@@ -97,7 +103,6 @@ def _resolve(config: DCTConfig, parameters: Mapping[str, Tensor], layout: NodeLa
                 f" {layout.obstacle}. Use `exchange='auto'`, or change what the launcher starts."
             )
         return "by_node"
-    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    choice = choose(partial(plan_model, config, trained or parameters), layout)
+    choice = choose_for_model(config, parameters, layout)
     rank_zero_info(f"`exchange='auto'` takes {choice.name!r}: {choice.reason}.")
     return choice.name

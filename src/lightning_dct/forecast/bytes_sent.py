@@ -1,0 +1,148 @@
+"""What each rank hands to the collectives in a step, to the byte, from the plans alone.
+
+Every exchange is the row of collectives that its module in :mod:`lightning_dct.gradients.exchanges` draws. Here stand
+their sizes; :mod:`lightning_dct.gradients.collectives` counts the same bytes when they are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_dct.config import DCTConfig
+from lightning_dct.forecast.workload import Workload
+from lightning_dct.gradients.exchanges.all_gather import all_gather_passes
+from lightning_dct.gradients.exchanges.by_node import by_node_passes
+from lightning_dct.gradients.exchanges.making import share_model
+from lightning_dct.gradients.exchanges.nodes import NodeLayout
+from lightning_dct.gradients.exchanges.sharded import SHARDED_PASSES
+from lightning_dct.gradients.plan import BucketPlan
+from lightning_dct.gradients.plans import Plans
+from lightning_dct.gradients.sharding import Shard, Shards
+from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes, bytes_between_nodes
+
+COMPRESSED = ("all_gather", "sharded", "by_node")
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that one rank sends in a step.
+
+    Attributes:
+        between: To ranks on other nodes; all of them where no node has several ranks, or there is one node.
+        inside: To ranks on its own node.
+    """
+
+    between: int = 0
+    inside: int = 0
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.between + self.inside
+
+    def __add__(self, other: Sent) -> Sent:
+        return Sent(self.between + other.between, self.inside + other.inside)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an exchange does in one step, once warm-up is over and DistributedDataParallel has laid out its buckets.
+
+    Attributes:
+        sent: By each rank, in their order.
+        entries: Entries of the buckets that are compressed; the others are all-reduced.
+        residual_bytes: What each rank holds back, of its own gradients and of sums that it owns, in their order.
+    """
+
+    sent: tuple[Sent, ...]
+    entries: int
+    residual_bytes: tuple[int, ...]
+
+
+def ranks_per_node(layout: NodeLayout) -> int:
+    """How many ranks share a node where bytes inside are told from bytes between nodes, else 1."""
+    return layout.ranks_per_node if layout.obstacle is None else 1
+
+
+def dense_step(workload: Workload, layout: NodeLayout) -> Step:
+    """The all-reduce of all gradients in fp32, which ratios are held to."""
+    ranks = len(layout.places)
+    sent = Sent()
+    for bucket in workload.buckets:
+        entries = sum(workload.parameters[name].numel() for name in bucket)
+        sent += _ring(all_reduce_bytes(FP32_BYTES * entries, ranks), layout)
+    return Step((sent,) * ranks, 0, (0,) * ranks)
+
+
+def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout: NodeLayout) -> Step:
+    """One of the compressed exchanges.
+
+    Args:
+        exchange: ``"all_gather"``, ``"sharded"`` or ``"by_node"``; the latter wants a layout without an obstacle.
+        config: The settings.
+        workload: What is synchronised.
+        layout: Where the ranks run, two of them or more.
+    """
+    world_size, local = len(layout.places), ranks_per_node(layout)
+    if exchange == "all_gather":
+        passes, owners = all_gather_passes(world_size), 0
+    elif exchange == "sharded":
+        passes, owners = SHARDED_PASSES, world_size
+    else:
+        passes, owners = by_node_passes(len(layout.nodes), local), local
+    plans = Plans(config, passes)
+    shards_of = Shards(share_model(config, workload.parameters, passes, owners), owners) if owners else None
+    sent, residuals, entries = [Sent()] * world_size, [0] * world_size, 0
+    for names in workload.buckets:
+        tensors = [workload.parameters[name] for name in names]
+        plan = plans.of(names, [tensor.numel() for tensor in tensors], tensors[0].dtype, config.warmup_steps)
+        shards = shards_of.of(plan) if shards_of else ()
+        entries += 0 if plan.is_dense else sum(plan.sizes)
+        for rank in range(world_size):
+            if plan.is_dense:
+                sent[rank] += _whole_bucket(plan, layout)
+            elif exchange == "all_gather":
+                sent[rank] += _ring(all_gather_bytes(plan.layout.num_bytes, world_size), layout)
+                residuals[rank] += _held(plan)
+            elif exchange == "sharded":
+                sent[rank] += _sharded(shards, rank, layout)
+                residuals[rank] += _held(plan) + _held(shards[rank].packed)
+            else:
+                own = shards[rank % local]
+                sent[rank] += _by_node(plan, own, layout)
+                residuals[rank] += _held(own.packed)
+    return Step(tuple(sent), entries, tuple(residuals))
+
+
+def _ring(num_bytes: int, layout: NodeLayout) -> Sent:
+    between = bytes_between_nodes(num_bytes, len(layout.places), ranks_per_node(layout))
+    return Sent(between, num_bytes - between)
+
+
+def _whole_bucket(plan: BucketPlan, layout: NodeLayout) -> Sent:
+    return _ring(all_reduce_bytes(sum(plan.sizes) * plan.dtype.itemsize, len(layout.places)), layout)
+
+
+def _sharded(shards: Sequence[Shard], rank: int, layout: NodeLayout) -> Sent:
+    """To each owner what it owns, and to everyone what is passed on of this rank's sums."""
+    local = ranks_per_node(layout)
+    sent = Sent()
+    for other, shard in enumerate(shards):
+        if other != rank:
+            # What an owner passes on has the size of what is sent to it.
+            to_other = shard.plan.layout.num_bytes + shards[rank].sums.layout.num_bytes
+            sent += Sent(inside=to_other) if other // local == rank // local else Sent(between=to_other)
+    return sent
+
+
+def _by_node(plan: BucketPlan, own: Shard, layout: NodeLayout) -> Sent:
+    """Dense inside, the payload of a shard between, and inside again the payloads of all nodes."""
+    nodes, local = len(layout.nodes), layout.ranks_per_node
+    payload = own.packed.layout.num_bytes
+    inside = all_reduce_bytes(sum(plan.sizes) * plan.dtype.itemsize, local) + all_gather_bytes(nodes * payload, local)
+    return Sent(all_gather_bytes(payload, nodes), inside)
+
+
+def _held(plan: BucketPlan) -> int:
+    return sum(plan.sizes) * plan.residual_dtype.itemsize

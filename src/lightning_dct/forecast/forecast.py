@@ -1,0 +1,141 @@
+"""The forecast itself: every exchange's bytes, time on a link, time compressing and memory, and what ``auto`` takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_dct.config import DCTConfig
+from lightning_dct.forecast.bytes_sent import COMPRESSED, Step, compressed_step, dense_step, ranks_per_node
+from lightning_dct.forecast.speed import Speed
+from lightning_dct.forecast.workload import Workload
+from lightning_dct.gradients.exchanges.auto import INSIDE_IS_FASTER, Choice
+from lightning_dct.gradients.exchanges.making import choose_for_model
+from lightning_dct.gradients.exchanges.nodes import NodeLayout
+
+DENSE = "ddp"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One exchange.
+
+    Attributes:
+        name: ``"ddp"`` for the dense all-reduce, or the exchange.
+        step: Its bytes, rank by rank.
+        ratio: Bytes of the dense fp32 all-reduce over bytes sent, by the rank that sends most; between nodes for
+            ``by_node``. What a run logs.
+        link_seconds: How long the busiest node's link is busy in a step.
+        compressing_seconds: What a rank spends compressing in a step.
+    """
+
+    name: str
+    step: Step
+    ratio: float
+    link_seconds: float
+    compressing_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Both, one after the other."""
+        return self.link_seconds + self.compressing_seconds
+
+    @property
+    def most_sent(self) -> int:
+        """Bytes of the rank that sends most."""
+        return max(sent.total for sent in self.step.sent)
+
+    @property
+    def most_between(self) -> int:
+        """Bytes to other nodes of the rank that sends most there."""
+        return max(sent.between for sent in self.step.sent)
+
+    @property
+    def most_held(self) -> int:
+        """Bytes of residuals on the rank that has most."""
+        return max(self.step.residual_bytes)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a run would send.
+
+    Attributes:
+        config: The settings.
+        workload: What is synchronised.
+        layout: Where the ranks run.
+        link: Bits a second of each node's link, or of each rank's where all are on one node.
+        rows: The dense all-reduce, and each exchange that is possible.
+        choice: What ``exchange="auto"`` takes.
+        speed: What compressing costs here.
+    """
+
+    config: DCTConfig
+    workload: Workload
+    layout: NodeLayout
+    link: float
+    rows: tuple[Row, ...]
+    choice: Choice
+    speed: Speed
+
+    def row(self, name: str) -> Row:
+        """The row of a name."""
+        return next(row for row in self.rows if row.name == name)
+
+
+def layout_of(world_size: int, nodes: int) -> NodeLayout:
+    """Ranks spread evenly over nodes, in their order.
+
+    Raises:
+        ValueError: There is nobody to send to, or the nodes do not divide the ranks.
+    """
+    if world_size < 2:
+        raise ValueError(f"`--world-size {world_size}`: one rank has nobody to send to. Give 2 or more")
+    if nodes < 1 or world_size % nodes:
+        possible = [str(count) for count in range(1, world_size + 1) if world_size % count == 0]
+        raise ValueError(
+            f"`--nodes {nodes}` does not divide `--world-size {world_size}`: every node must have as many ranks."
+            f" Give {', '.join(possible[:-1])} or {possible[-1]}"
+        )
+    return NodeLayout(tuple(divmod(rank, world_size // nodes) for rank in range(world_size)))
+
+
+def make_forecast(config: DCTConfig, workload: Workload, layout: NodeLayout, link: float, speed: Speed) -> Forecast:
+    """Reckon all exchanges.
+
+    Args:
+        config: The settings.
+        workload: What is synchronised.
+        layout: Where the ranks run, two of them or more, as many on every node.
+        link: Bits a second; see :class:`Forecast`.
+        speed: What compressing costs, at the settings' density and value format.
+    """
+    world_size, local = len(layout.places), ranks_per_node(layout)
+    dense = dense_step(workload, layout)
+    rows = [Row(DENSE, dense, 1.0, link_seconds(dense, layout, link), 0.0)]
+    for name in COMPRESSED:
+        if name == "by_node" and layout.obstacle is not None:
+            continue
+        step = compressed_step(name, config, workload, layout)
+        if name == "by_node":
+            ratio = dense.sent[0].between / max(sent.between for sent in step.sent)
+        else:
+            ratio = dense.sent[0].total / max(sent.total for sent in step.sent)
+        compressing = speed.seconds(name, step.entries, world_size, local)
+        rows.append(Row(name, step, ratio, link_seconds(step, layout, link), compressing))
+    choice = choose_for_model(config, workload.parameters, layout)
+    return Forecast(config, workload, layout, link, tuple(rows), choice, speed)
+
+
+def link_seconds(step: Step, layout: NodeLayout, link: float) -> float:
+    """How long the busiest node's link is busy, and what moves inside that node.
+
+    Args:
+        step: Bytes of each rank.
+        layout: Where the ranks run.
+        link: Bits a second of each node's link, which its ranks share. Inside a node bytes are taken to move as much
+            faster as ``exchange="auto"`` takes them to.
+    """
+    local = ranks_per_node(layout)
+    nodes = [step.sent[first : first + local] for first in range(0, len(step.sent), local)]
+    busiest = max(sum(sent.between + sent.inside / INSIDE_IS_FASTER for sent in node) for node in nodes)
+    return 8 * busiest / link

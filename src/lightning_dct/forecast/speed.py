@@ -1,0 +1,128 @@
+"""How fast this machine compresses and decompresses gradients: the code of a run, timed for a moment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from lightning_dct.gradients.awaited import Awaited
+from lightning_dct.gradients.compression import compress, decompress
+from lightning_dct.gradients.plan import BucketPlan, target_of
+from lightning_dct.kernels import fastest_kernel
+from lightning_dct.threshold import Thresholds
+
+# With residual and result beyond most caches, and still done within a time slice of a shared machine.
+MEASURED_ENTRIES = 4_000_000
+SENDERS = 4
+LEAST_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a gradient costs, entry by entry of the whole tensor, at one density and value format.
+
+    Attributes:
+        compress: Seconds an entry: add, compare, compact, pack.
+        clear: Seconds an entry for a result to be added to.
+        add: Seconds an entry and sender: unpack and add.
+        how: On what it was measured.
+    """
+
+    compress: float
+    clear: float
+    add: float
+    how: str
+
+    def seconds(self, exchange: str, entries: int, world_size: int, ranks_per_node: int) -> float:
+        """What a rank spends compressing and decompressing in a step.
+
+        Args:
+            exchange: One of the compressed ones.
+            entries: Entries of the buckets that are compressed.
+            world_size: Ranks.
+            ranks_per_node: For ``"by_node"``.
+        """
+        if exchange == "all_gather":
+            per_entry = self.compress + self.clear + world_size * self.add
+        elif exchange == "sharded":
+            sums = self.compress + self.clear + world_size * self.add
+            per_entry = self.compress + sums / world_size + self.clear + self.add
+        else:
+            nodes = world_size // ranks_per_node
+            per_entry = self.compress / ranks_per_node + self.clear + nodes * self.add
+        return entries * per_entry
+
+
+def measure_speed(density: float, value_format: str, entries: int, seconds: float = 1.0) -> Speed:
+    """Time the code that a run uses, on a GPU where there is one.
+
+    Args:
+        density: Share of the entries that is sent.
+        value_format: How they are written.
+        entries: Of the tensor; at most some millions, which is what is timed then.
+        seconds: For how long; everything is done a few times at least. The fastest time counts: what others do on the
+            machine only ever adds to it.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    size = min(entries, MEASURED_ENTRIES)
+    target = target_of(density, size)
+    if target >= size:
+        return Speed(0.0, 0.0, 0.0, f"nothing to measure: at density {density:g} tensors go whole")
+    plan = BucketPlan(("measured",), (size,), (target,), torch.float32, value_format)
+    noise = torch.Generator(device).manual_seed(0)
+    gradient = torch.randn(size, generator=noise, device=device)
+    start = torch.randn(size, generator=noise, device=device)
+    residual, total, thresholds, awaited = start.clone(), torch.empty_like(start), Thresholds(), Awaited()
+
+    def pack() -> Tensor:
+        return compress(gradient, residual, plan, set(), thresholds, 1.0, reselect=True).payload
+
+    def read(payloads: Tensor) -> None:
+        decompress(payloads, total, plan, 0.5, awaited)
+
+    one = pack()[None]
+    several = one.repeat(SENDERS, 1)
+    # The residual as it was, or ever more of it would reach the threshold.
+    actions: list[tuple[Callable[[], object], Callable[[], object]]] = [
+        (lambda: residual.copy_(start), pack),
+        (lambda: None, lambda: read(one)),
+        (lambda: None, lambda: read(several)),
+    ]
+    times: list[list[float]] = [[] for _ in actions]
+    # Not counted: kernels are compiled, and memory is asked for.
+    for prepare, action in actions:
+        _timed(prepare, action, device)
+    stop = perf_counter() + seconds
+    while len(times[0]) < LEAST_ROUNDS or perf_counter() < stop:
+        for found, (prepare, action) in zip(times, actions, strict=True):
+            found.append(_timed(prepare, action, device))
+    packing, reading, reading_several = (min(found) / size for found in times)
+    add = max(0.0, reading_several - reading) / (SENDERS - 1)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU thread(s)"
+    how = (
+        f"{1e3 * packing * size:.1f} ms for {size:,} entries, and {1e3 * reading * size:.1f} ms to read a payload of"
+        f" them; measured here, on {where} with the kernel {fastest_kernel(device.type)!r}, best of {len(times[0])}"
+    )
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > cores:
+        how += f", while the machine was busy (load {load:.0f} on {cores} cores): an idle one is faster"
+    return Speed(packing, max(0.0, reading - add), add, how)
+
+
+def _timed(prepare: Callable[[], object], action: Callable[[], object], device: torch.device) -> float:
+    prepare()
+    _wait_for(device)
+    started = perf_counter()
+    action()
+    _wait_for(device)
+    return perf_counter() - started
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

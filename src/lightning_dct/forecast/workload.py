@@ -1,0 +1,160 @@
+"""What is synchronised in a step: tensors without contents, and the buckets DistributedDataParallel puts them into."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES, _compute_bucket_assignment_by_size
+from torch.nn.parallel.distributed import _DEFAULT_BUCKET_CAP_MB
+from torch.nn.parameter import is_lazy
+
+from lightning_dct.embedding.hosting import find_tables
+from lightning_dct.gradients.wrapping import parameter_names
+
+# A first bucket of its own, so that something travels early; then buckets of this size. DistributedDataParallel's own.
+BUCKET_LIMITS = [_DEFAULT_FIRST_BUCKET_BYTES, _DEFAULT_BUCKET_CAP_MB * 1024 * 1024]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Tensors whose gradients are synchronised.
+
+    Attributes:
+        parameters: By name in the model's order, frozen ones included, as exchanges want them. Only sizes, dtypes and
+            ``requires_grad`` are asked for: they may be on the meta device.
+        not_counted: Entries whose gradients travel in another way or as many as the data say, by the reason.
+    """
+
+    parameters: Mapping[str, Tensor]
+    not_counted: Mapping[str, int]
+
+    @cached_property
+    def buckets(self) -> tuple[tuple[str, ...], ...]:
+        """The names in each bucket, as DistributedDataParallel lays them out after its first step.
+
+        It fills them in the order in which gradients become ready. That is known when a model runs; here it is the
+        reverse of the order in which parameters are defined, as it is for models that use them in that order.
+        """
+        trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad][::-1]
+        assigned, _ = _compute_bucket_assignment_by_size([self.parameters[name] for name in trained], BUCKET_LIMITS)
+        return tuple(tuple(trained[index] for index in indices) for indices in assigned)
+
+    @property
+    def entries(self) -> int:
+        """Entries that are synchronised."""
+        return sum(self.parameters[name].numel() for bucket in self.buckets for name in bucket)
+
+
+def one_tensor(entries: int) -> Workload:
+    """A model of one large tensor in fp32."""
+    return Workload({"parameters": nn.Parameter(torch.empty(entries, device="meta"))}, {})
+
+
+def workload_of(module: nn.Module) -> Workload:
+    """The tensors of a model.
+
+    Raises:
+        ValueError: Nothing of it is trained, or the size of something is not known yet.
+    """
+    sparse = {
+        id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+    }
+    tables = list(find_tables(module).values())
+    sharded = {id(table.weight) for table in tables}
+    parameters: dict[str, Tensor] = {}
+    not_counted: dict[str, int] = {}
+    if tables:
+        rows = sum(sum(table.table_rows) * table.embedding_dim for table in tables)
+        not_counted["rows of ShardedEmbeddingBags travel as the batches ask for them"] = rows
+    for parameter, name in parameter_names(module).items():
+        if id(parameter) in sharded:
+            continue
+        if is_lazy(parameter):
+            raise ValueError(
+                f"`--module`: the size of parameter {name!r} is not known before data have gone through the model. Give"
+                " lazy layers their sizes"
+            )
+        if id(parameter) in sparse:
+            reason = "gradients of Embedding(sparse=True) travel whole, as many rows as a batch looks up"
+            not_counted[reason] = not_counted.get(reason, 0) + parameter.numel()
+        else:
+            parameters[name] = parameter
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ValueError(
+            f"`--module`: {type(module).__name__} has no parameter whose gradient is synchronised. Name a module that"
+            " makes its parameters when it is constructed or in `configure_model`, and that trains some of them."
+        )
+    return Workload(parameters, not_counted)
+
+
+def load_module(path: str, keywords: Mapping[str, Any]) -> nn.Module:
+    """Make a module from its import path, on the meta device where it can be: without memory for its parameters.
+
+    Args:
+        path: ``package.module:Class``, or a function that returns a module.
+        keywords: For its constructor.
+
+    Raises:
+        ValueError: It cannot be imported or made; the message names the option and says why.
+    """
+    package, separator, name = path.partition(":")
+    if not (separator and package and name):
+        raise ValueError(f"`--module {path}`: write it as package.module:Class")
+    try:
+        imported = importlib.import_module(package)
+    # Whatever a user's module raises when it is imported is reported as its own.
+    except Exception as error:
+        raise ValueError(
+            f"`--module {path}`: {package} cannot be imported here: {type(error).__name__}: {error}. Run this in the"
+            " folder from which training starts, in the environment it uses"
+        ) from error
+    made_by = getattr(imported, name, None)
+    if not callable(made_by):
+        modules = [found for found, value in vars(imported).items() if _is_module_class(value)]
+        raise ValueError(
+            f"`--module {path}`: {package} has no class {name!r}; its modules: {', '.join(modules[:8]) or 'none'}"
+        )
+    try:
+        module = _make(made_by, keywords)
+    except Exception as error:
+        raise ValueError(
+            f"`--module {path}` cannot be made: {type(error).__name__}: {error}. Give its constructor what it needs, as"
+            f" in `--arguments width=512 layers=4`; its signature is {_signature(made_by)}"
+        ) from error
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"`--module {path}` gives a {type(module).__name__}, not a torch.nn.Module")
+    return module
+
+
+def _is_module_class(value: Any) -> bool:
+    return inspect.isclass(value) and issubclass(value, nn.Module)
+
+
+def _make(made_by: Any, keywords: Mapping[str, Any]) -> Any:
+    try:
+        with torch.device("meta"):
+            return _configured(made_by(**keywords))
+    except (NotImplementedError, RuntimeError):
+        # It looks at numbers while it is made.
+        return _configured(made_by(**keywords))
+
+
+def _configured(module: Any) -> Any:
+    configure = getattr(module, "configure_model", None)
+    if callable(configure):
+        configure()
+    return module
+
+
+def _signature(made_by: Any) -> str:
+    try:
+        return f"{made_by.__name__}{inspect.signature(made_by)}"
+    except (TypeError, ValueError):
+        return "not known"

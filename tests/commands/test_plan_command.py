@@ -1,0 +1,125 @@
+"""``lightning-dct plan`` from the command line: what it prints, and what it refuses."""
+
+import re
+import sys
+
+import pytest
+from lightning.pytorch.demos import LightningTransformer
+
+from lightning_dct import forecast
+from lightning_dct.commands import main
+from lightning_dct.forecast import Speed, measure_speed
+
+SPEED = Speed(compress=1e-9, clear=1e-10, add=1e-11, how="made up")
+ASKED = ["--world-size", "4", "--link", "1Gbit", "--parameters", "1M"]
+
+
+@pytest.fixture(autouse=True)
+def made_up_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forecast, "measure_speed", lambda *_: SPEED)
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["plan", *words]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("with_rich", [True, False])
+def test_what_it_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, with_rich: bool) -> None:
+    if not with_rich:
+        monkeypatch.setitem(sys.modules, "rich", None)
+    printed = plan(capsys, *ASKED)
+    assert "1,000,000 parameters in 1 tensor, 3% of the entries, 1bit values; 4 ranks on 4 nodes, 1 Gbit/s" in printed
+    assert "ddp, fp32 all_gather sharded (auto)" in printed
+    # A ring all-reduce: 2 x 3/4 x 4 MB; 48 ms at 1 Gbit/s.
+    assert "bytes a step and rank 6,000,000 " in printed
+    assert "ms on the link 48.0 " in printed
+    # all_gather: 1 ms to compress, 0.1 to clear, 4 x 0.01 to add.
+    assert "ms compressing 0.0 1.1 " in printed
+    assert "exchange=\"auto\" takes 'sharded': 4 ranks on 4 nodes, not by node: every node has one rank only" in printed
+    assert "Compressing: made up." in printed
+    assert "residuals on a rank 0 B 4.00 MB 5.00 MB" in printed
+    assert "by_node" not in printed
+
+
+def test_several_ranks_on_a_node(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = plan(capsys, *ASKED, "--nodes", "2", "--density", "0.1")
+    assert "of them to other nodes 3,000,000 " in printed
+    assert "by_node" in printed
+    assert "The ranks of a node share its link" in printed
+
+
+def test_a_module_of_real_tensor_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--world-size", "2", "--link", "1Gbit", "--module", "lightning.pytorch.demos:LightningTransformer"]
+    printed = plan(capsys, *words, "--arguments", "vocab_size=1000")
+    sizes = [parameter.numel() for parameter in LightningTransformer(1000).parameters()]
+    assert printed.startswith(f"{sum(sizes):,} parameters in {len(sizes)} tensors")
+    assert plan(capsys, *words, "--arguments", '{"vocab_size": 1000}') == printed
+
+
+def test_a_link_faster_than_compressing(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = plan(capsys, "--world-size", "4", "--link", "400Gbit", "--parameters", "1M")
+    assert "On this link the dense all-reduce is faster" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--density", "1.5"], r"--density: `density` .* must be in \(0, 1\].* To send everything use 1.0"),
+        (["--density", "0"], r"--density: `density` .* must be in \(0, 1\]"),
+        (["--value-format", "int3"], "--value-format: invalid choice: 'int3' .*'1bit'"),
+        (["--link", "1000"], "--link: '1000' .* a number and its unit, as 1Gbit"),
+        (["--link", "1.2.3Gbit"], "--link: '1.2.3Gbit'"),
+        (["--parameters", "many"], "--parameters: 'many' .* 100M"),
+        (["--nodes", "3"], "`--nodes 3` does not divide `--world-size 4`.* Give 1, 2 or 4"),
+        (["--world-size", "1"], "`--world-size 1`: .* Give 2 or more"),
+        (["--arguments", "a=1"], "`--arguments` are for the constructor of a `--module`"),
+        (["--min-tensor-size", "-1"], "`min_tensor_size` must be at least 0"),
+        (["--module", "nosuch:A"], "not allowed with argument --parameters"),
+    ],
+)
+def test_misuse(capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
+    assert re.search(told, misuse(capsys, *ASKED, *words))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["nosuch:A"], "`--module nosuch:A`: nosuch cannot be imported here: ModuleNotFoundError"),
+        (["nosuch"], "`--module nosuch`: write it as package.module:Class"),
+        (["torch.nn:Lin"], "`--module torch.nn:Lin`: torch.nn has no class 'Lin'; its modules: .*"),
+        (["torch.nn:Linear"], r"`--module torch.nn:Linear` cannot be made: TypeError.*`--arguments .*Linear\(in_feat"),
+        (["torch.nn:Linear", "--arguments", "3"], "`--arguments 3`: write KEY=VALUE pairs"),
+        (["torch.nn:Linear", "--arguments", "{3"], "`--arguments` is not JSON"),
+        (["torch.nn:LazyLinear", "--arguments", "out_features=3"], "size of parameter 'weight' is not known"),
+        (["torch.nn:ReLU"], "ReLU has no parameter whose gradient is synchronised"),
+        (["collections:Counter"], "`--module collections:Counter` gives a Counter, not a torch.nn.Module"),
+    ],
+)
+def test_misuse_of_modules(capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
+    assert re.search(told, misuse(capsys, *ASKED[:-2], "--module", *words))
+
+
+def misuse(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    try:
+        status = main(["plan", *words])
+    except SystemExit as left:
+        status = left.code
+    assert status == 2
+    return capsys.readouterr().err
+
+
+def test_speed_is_measured() -> None:
+    speed = measure_speed(0.05, "bf16", 20_000, seconds=0.0)
+    assert speed.compress > 0
+    assert min(speed.clear, speed.add) >= 0
+    assert "20,000 entries" in speed.how
+    assert measure_speed(1.0, "bf16", 20_000, seconds=0.0).seconds("all_gather", 20_000, 2, 1) == 0
+
+
+def test_what_an_exchange_costs() -> None:
+    """By hand, for 1,000 entries on 8 ranks, 4 a node; compressing costs 100 an entry, clearing 10, adding 1."""
+    speed = Speed(100.0, 10.0, 1.0, "")
+    assert speed.seconds("all_gather", 1000, 8, 1) == 1000 * (100 + 10 + 8)
+    assert speed.seconds("sharded", 1000, 8, 1) == 1000 * (100 + 10 + 1) + 125 * (100 + 10 + 8)
+    assert speed.seconds("by_node", 1000, 8, 4) == 250 * 100 + 1000 * (10 + 2)
