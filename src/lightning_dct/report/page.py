@@ -20,7 +20,7 @@ from lightning_dct.report.totals import totals_table
 
 _TOTALS_TEXT = (
     "Bytes are those of rank 0, until the last time they were logged. A ratio is dense fp32 bytes over bytes sent,"
-    " whatever the dtype of training. Times are medians. What was not logged is a dash."
+    " whatever the dtype of training. Milliseconds are medians. What was not logged is a dash."
 )
 
 
