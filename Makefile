@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint format docs clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/installed
@@ -17,13 +17,17 @@ test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/installed
-	$(BIN)/ruff format --check src experiments tests
-	$(BIN)/ruff check src experiments tests
+	$(BIN)/ruff format --check src experiments tests docs
+	$(BIN)/ruff check src experiments tests docs
 	$(BIN)/mypy
 
 format: $(VENV)/installed
-	$(BIN)/ruff format src experiments tests
-	$(BIN)/ruff check --fix src experiments tests
+	$(BIN)/ruff format src experiments tests docs
+	$(BIN)/ruff check --fix src experiments tests docs
+
+# Warnings, dead links among them, are errors. Look at it with `python3 -m http.server -d site`.
+docs: $(VENV)/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 $(VENV)/installed: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)
@@ -43,4 +47,4 @@ $(VENV)/torch:
 	fi
 
 clean:
-	rm -rf $(VENV) outputs multirun .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	rm -rf $(VENV) outputs site multirun .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist

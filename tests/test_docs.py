@@ -1,0 +1,114 @@
+"""What the pages under docs/ show: their Python snippets run, their commands exist, files they name are there."""
+
+import re
+import shlex
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.run
+from hydra import compose, initialize_config_dir
+
+from lightning_dct import commands, forecast
+from lightning_dct.forecast import Speed
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "CONTRIBUTING.md"])
+ROOM = "src|tests|experiments|conf|docs|examples"
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text_of(page), re.MULTILINE | re.DOTALL)
+
+
+def commands_in(page: Path) -> list[list[str]]:
+    lines = [line for block in blocks(page, "bash") for line in block.splitlines()]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=named)
+def test_snippets_run(page: Path) -> None:
+    """One after the other, as a reader would type them; none of them trains."""
+    namespace: dict[str, Any] = {"__name__": "snippet"}
+    for block in blocks(page, "python"):
+        exec(compile(block, named(page), "exec"), namespace)
+
+
+COMMANDS = {" ".join(words): words for page in PAGES for words in commands_in(page)}
+
+
+@pytest.mark.parametrize("words", COMMANDS.values(), ids=list(COMMANDS))
+def test_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    match words:
+        case ["lightning-dct", "plan", *rest]:
+            monkeypatch.setattr(forecast, "measure_speed", lambda *_: Speed(1e-9, 1e-10, 1e-11, "made up"))
+            assert commands.main(["plan", *rest]) == 0
+        case ["lightning-dct", command, *_]:
+            # Its arguments are checked as it checks them; it does not start.
+            reached = []
+            module = pytest.importorskip(f"lightning_dct.commands.{command}")
+            monkeypatch.setattr(module, "run", lambda arguments: reached.append(arguments) or 0)
+            assert commands.main(words[1:]) == 0
+            assert reached
+        case ["make", target]:
+            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        case ["pip", "install", requirement]:
+            extras = set(re.findall(r"\[(.*)\]", requirement))
+            assert extras <= set(metadata.metadata("lightning-dct").get_all("Provides-Extra"))
+        case ["python", "experiments/train.py", *overrides]:
+            composes(overrides)
+        case ["python", "experiments/compare.py", *rest]:
+            given = iter(rest)
+            common, strategies = [], []
+            for word in given:
+                if word == "--strategy":
+                    strategies.append(next(given).split(": ")[-1].split())
+                elif word == "--seeds":
+                    # As many numbers as follow.
+                    continue
+                elif not word.isdigit():
+                    common.append(word)
+            assert strategies
+            for choice, *overrides in strategies:
+                composes([*common, f"strategy={choice}", *overrides])
+        case ["torchrun", *rest]:
+            # The script is the reader's own.
+            assert torch.distributed.run.get_args_parser().parse_args(rest).training_script == "train.py"
+        case ["python" | ".venv/bin/python", script, *_] | ["sudo", ".venv/bin/python", script, *_]:
+            assert (ROOT / script).is_file()
+        case _:
+            pytest.fail(f"docs have a command that no test looks at: {' '.join(words)}")
+
+
+def composes(overrides: list[str]) -> None:
+    """Hydra knows every setting."""
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        compose("train", overrides)
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CHANGELOG.md"], ids=named)
+def test_files_that_are_named_exist(page: Path) -> None:
+    """`paths/in/backticks` of this repository, and links to files."""
+    text = re.sub(r"^```.*?^```$", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
+    for path in re.findall(rf"`((?:{ROOM})/[\w./-]*)`", text):
+        assert (ROOT / path).exists(), path
+    for link in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text):
+        generated = page.parent.name == "docs" and link in ("contributing.md", "changelog.md")
+        assert generated or (page.parent / link).exists(), link
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    import lightning_dct
+
+    shown = {name for page in ROOT.glob("docs/api/*.md") for name in re.findall(r"^::: (\S+)$", text_of(page), re.M)}
+    assert {f"lightning_dct.{name}" for name in lightning_dct.__all__ if name != "__version__"} <= shown
+    assert "lightning_dct.fabric.DCTStrategy" in shown
