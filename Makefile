@@ -17,13 +17,13 @@ test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/installed
-	$(BIN)/ruff format --check src experiments tests docs
-	$(BIN)/ruff check src experiments tests docs
+	$(BIN)/ruff format --check src experiments tests docs/site
+	$(BIN)/ruff check src experiments tests docs/site
 	$(BIN)/mypy
 
 format: $(VENV)/installed
-	$(BIN)/ruff format src experiments tests docs
-	$(BIN)/ruff check --fix src experiments tests docs
+	$(BIN)/ruff format src experiments tests docs/site
+	$(BIN)/ruff check --fix src experiments tests docs/site
 
 # Warnings, dead links among them, are errors. Look at it with `python3 -m http.server -d site`.
 docs: $(VENV)/installed
