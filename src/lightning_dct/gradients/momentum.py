@@ -11,9 +11,10 @@ optimizer steps as if it had no momentum:
 
 A sum of gradients moves the weights as far as before under SGD's rate, and so it would under Adam's own, whose average
 weighs ``1 - beta1``. But without ``beta1`` Adam bears less: curvature up to ``2 / lr`` instead of
-``2 (1 + beta1) / ((1 - beta1) lr)`` (Cohen et al., *Adaptive Gradient Methods at the Edge of Stability*, 2022), and less
-still of gradients that come late. A rate that was tuned with ``beta1 = 0.9`` broke the language model in 2 of 3 runs at
-3%, and 0.4 to 0.6 of it in none of 4 (docs/tuning.md). Hence the factor; it is that of this evidence, not of a theory.
+``2 (1 + beta1) / ((1 - beta1) lr)`` (Cohen et al., *Adaptive Gradient Methods at the Edge of Stability*, 2022), and
+less still of gradients that come late. A rate that was tuned with ``beta1 = 0.9`` broke the language model in 2 of 3
+runs at 3%, and 0.4 to 0.6 of it in none of 4 (docs/tuning.md). Hence the factor; it is that of this evidence, not of a
+theory.
 
 The optimizer's own settings are put back after each step, so schedules, loggers and checkpoints see what the user gave.
 """
@@ -79,7 +80,7 @@ def _sentence(optimizer: Optimizer, group: dict[str, Any]) -> str:
     setting, momentum = "betas[0]" if averaging else "momentum", momentum_of(optimizer, group)
     factor = without_momentum(optimizer, group)["lr"] / group["lr"] if group["lr"] else 1.0
     return (
-        f"{type(optimizer).__name__} steps as with {setting}=0 instead of {momentum:g} and with {float(factor):.3g} times"
-        " its learning rate: what is held back of compressed gradients is a momentum already."
+        f"{type(optimizer).__name__} steps as with {setting}=0 instead of {momentum:g} and {float(factor):.3g} times the"
+        " learning rate: what is held back of compressed gradients is a momentum already."
         " DCTStrategy(momentum='keep') leaves it alone."
     )
