@@ -80,7 +80,7 @@ def _sentence(optimizer: Optimizer, group: dict[str, Any]) -> str:
     setting, momentum = "betas[0]" if averaging else "momentum", momentum_of(optimizer, group)
     factor = without_momentum(optimizer, group)["lr"] / group["lr"] if group["lr"] else 1.0
     return (
-        f"{type(optimizer).__name__} steps as with {setting}=0 instead of {momentum:g} and {float(factor):.3g} times the"
-        " learning rate: what is held back of compressed gradients is a momentum already."
-        " DCTStrategy(momentum='keep') leaves it alone."
+        f"{type(optimizer).__name__} steps as with {setting}=0 instead of {momentum:g}"
+        f" and {float(factor):.3g} times the learning rate: what is held back of compressed gradients is a momentum"
+        " already. DCTStrategy(momentum='keep') leaves it alone."
     )
