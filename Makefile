@@ -27,7 +27,7 @@ format: $(VENV)/installed
 
 # Warnings, dead links among them, are errors. Look at it with `python3 -m http.server -d site`.
 docs: $(VENV)/installed
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 $(VENV)/installed: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)

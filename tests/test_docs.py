@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed.run
 from hydra import compose, initialize_config_dir
+from wandb.cli.cli import cli as wandb_cli
 
 from lightning_dct import commands, forecast
 from lightning_dct.forecast import Speed
@@ -27,7 +28,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands_in(page: Path) -> list[list[str]]:
-    lines = [line for block in blocks(page, "bash") for line in block.splitlines()]
+    lines = [line for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
@@ -80,6 +81,8 @@ def test_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             assert strategies
             for choice, *overrides in strategies:
                 composes([*common, f"strategy={choice}", *overrides])
+        case ["wandb", command, *_]:
+            assert command in wandb_cli.commands
         case ["torchrun", *rest]:
             # The script is the reader's own.
             assert torch.distributed.run.get_args_parser().parse_args(rest).training_script == "train.py"
@@ -100,7 +103,8 @@ def test_files_that_are_named_exist(page: Path) -> None:
     """`paths/in/backticks` of this repository, and links to files."""
     text = re.sub(r"^```.*?^```$", "", text_of(page), flags=re.MULTILINE | re.DOTALL)
     for path in re.findall(rf"`((?:{ROOM})/[\w./-]*)`", text):
-        assert (ROOT / path).exists(), path
+        # Tables of tests name them from where those lie.
+        assert (ROOT / path).exists() or (ROOT / "tests" / path).exists(), path
     for link in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text):
         generated = page.parent.name == "docs" and link in ("contributing.md", "changelog.md")
         assert generated or (page.parent / link).exists(), link
