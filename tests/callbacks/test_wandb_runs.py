@@ -106,6 +106,7 @@ def test_settings(trained: Any) -> None:
         (CountedDDPStrategy("fp32"), {"strategy": "ddp"}),
         (CountedDDPStrategy("fp16"), {"strategy": "ddp_fp16"}),
         (CountedDDPStrategy("powersgd"), {"strategy": "powersgd"}),
+        (SimpleNamespace(config={"zero_optimization": {}}), {"strategy": "SimpleNamespace"}),
         (DCTPipelineStrategy(micro_batches=8), {"strategy": "dct_pipeline", "stages": 2, "micro_batches": 8}),
     ],
 )

@@ -26,6 +26,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import WandbLogger
 
+from lightning_dct.config import DCTConfig
 from lightning_dct.gradients.by_tensor import TensorFigures
 
 CONFIG_KEY = "lightning_dct"
@@ -72,7 +73,7 @@ def settings_of(trainer: pl.Trainer) -> dict[str, Any]:
     """What distinguishes the synchronisation of one run from that of another: plain numbers, strings and dicts."""
     strategy = trainer.strategy
     settings = {"strategy": getattr(strategy, "strategy_name", type(strategy).__name__), "ranks": trainer.world_size}
-    if (config := getattr(strategy, "config", None)) is not None:
+    if isinstance(config := getattr(strategy, "config", None), DCTConfig):  # DeepSpeed's has another meaning
         settings |= vars(config)
     pipeline = ("stages", "micro_batches", "schedule")
     return settings | {name: getattr(strategy, name) for name in pipeline if hasattr(strategy, name)}

@@ -59,4 +59,4 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _refuse(reason: str) -> int:
     print(f"lightning-dct dashboard: {reason}", file=sys.stderr)
-    return 2
+    return 1

@@ -141,7 +141,7 @@ def test_output_needs_no_network_and_no_login(
 
 
 def test_unknown_project(logged_in: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["dashboard", "--project", "ruins"]) == 2
+    assert main(["dashboard", "--project", "ruins"]) == 1
     told = capsys.readouterr().err
     assert "no project 'ruins' of the entity 'me'" in told
     assert "`--project`" in told
@@ -151,14 +151,14 @@ def test_unknown_project(logged_in: Server, capsys: pytest.CaptureFixture[str]) 
 def test_not_logged_in(server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", server.url)
     wandb.teardown()  # it remembers the key of an earlier test
-    assert main(["dashboard", "--project", "runs"]) == 2
+    assert main(["dashboard", "--project", "runs"]) == 1
     told = capsys.readouterr().err
     assert "`wandb login`" in told
     assert "WANDB_API_KEY" in told
 
 
 def test_no_project(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["dashboard"]) == 2
+    assert main(["dashboard"]) == 1
     assert "`--project`" in capsys.readouterr().err
 
 
@@ -167,5 +167,5 @@ def test_missing_extra(package: str, monkeypatch: pytest.MonkeyPatch, capsys: py
     for name in [name for name in sys.modules if name.startswith(("lightning_dct.dashboard.", f"{package}."))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    assert main(["dashboard", "--project", "runs", "--output", "never-written.json"]) == 2
+    assert main(["dashboard", "--project", "runs", "--output", "never-written.json"]) == 1
     assert "pip install 'lightning-dct[experiments]'" in capsys.readouterr().err
