@@ -205,7 +205,11 @@ class Thresholds:
 
     def values(self) -> list[float]:
         """All thresholds, in no particular order."""
-        return [float(value) for value in self._values.values()]
+        return list(self.by_label().values())
+
+    def by_label(self) -> dict[str, float]:
+        """Each threshold by what it was selected for: a parameter, or a piece of one. This waits for a GPU."""
+        return {name: float(value) for name, value in self._values.items()}
 
     def take_over(self, other: Thresholds) -> None:
         """Have the thresholds that another object has now, without waiting for a GPU."""
@@ -214,7 +218,7 @@ class Thresholds:
     def state_dict(self) -> dict[str, Any]:
         """The thresholds and their targets as plain numbers."""
         return {
-            "values": {name: float(value) for name, value in self._values.items()},
+            "values": self.by_label(),
             "targets": dict(self._targets),
         }
 

@@ -1,10 +1,7 @@
 """The traffic reaches every logger, one dict a logged step, and is counted to the byte."""
 
 import csv
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from distributed.training import Module, Run, fit, rank
 from lightning_dct import DCTStrategy
 from lightning_dct.traffic import all_gather_bytes, all_reduce_bytes
 from lightning_dct.wire import PayloadLayout
+from offline_runs import OfflineRun
 
 KEYS = {
     "dct/compression_ratio",
@@ -141,14 +139,6 @@ def tensorboard_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {key: [(event.step, event.value) for event in events.Scalars(key)] for key in events.Tags()["scalars"]}
 
 
-def wandb_rows(folder: Path) -> list[dict[str, Any]]:
-    (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    command = [str(Path(sys.executable).parent / "wandb"), "leet", "inspect", "--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    records = [json.loads(line) for line in done.stdout.splitlines()]
-    return [record["history"]["item"] for record in records if record["type"] == "history"]
-
-
 @pytest.mark.parametrize("names", [["csv"], ["tensorboard"], ["wandb"], ["csv", "tensorboard", "wandb"], []], ids=str)
 def test_loggers_get_every_key(ranks: Any, tmp_path: Path, names: list[str]) -> None:
     """Oracle: the files that the loggers have written."""
@@ -165,7 +155,7 @@ def test_loggers_get_every_key(ranks: Any, tmp_path: Path, names: list[str]) -> 
         assert set(scalars) >= KEYS
         assert scalars["dct/dp/bytes_sent"] == [(step, per_step * (step + 1)) for step in (3, 7, 11)]
     if "wandb" in names:
-        rows = [row for row in wandb_rows(tmp_path) if "dct/dp/bytes_sent" in row]
+        rows = [row for row in OfflineRun(tmp_path).history if "dct/dp/bytes_sent" in row]
         assert [(row["trainer/global_step"], row["dct/dp/bytes_sent"]) for row in rows] == [
             (step, per_step * (step + 1)) for step in (3, 7, 11)
         ]

@@ -17,9 +17,11 @@ from distributed.harness import RankFailure
 from distributed.scripts import TRAIN, run_here, train_on_ranks
 from dlrm.data import SyntheticClicks
 from dlrm.module import ClickModule
+from lightning_dct.dashboard.contents import GROUPS, QUALITY
 from lightning_dct.traffic import all_reduce_bytes
 from nlp.data import TextData
 from nlp.module import LanguageModule
+from offline_runs import OfflineRun
 
 SMALL_CLICKS = (
     "experiment=dlrm",
@@ -91,7 +93,10 @@ def test_dlrm_with_dct_is_hybrid(tmp_path: Path) -> None:
     settings = ("strategy=dct", "strategy.density=0.01", "strategy.min_tensor_size=1", "trainer.accelerator=cpu")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "PL_"))}
     completed = subprocess.run(
-        [sys.executable, str(TRAIN), *SMALL_CLICKS, *settings, "trainer.max_steps=25", "logger=wandb"],
+        [
+            *(sys.executable, str(TRAIN), *SMALL_CLICKS, *settings),
+            *("trainer.max_steps=25", "trainer.log_every_n_steps=5", "logger=wandb"),
+        ],
         cwd=tmp_path,
         env={**environment, "NETRC": str(tmp_path / "netrc")},
         capture_output=True,
@@ -105,7 +110,12 @@ def test_dlrm_with_dct_is_hybrid(tmp_path: Path) -> None:
     # Embedding rows stay where they live; what crosses is ids and changes.
     assert figures["split_ratio"] > 5
     assert figures["split_bytes_per_step"] > 0
-    assert list(tmp_path.glob("outputs/dlrm/*/wandb/offline-run-*"))
+    (folder,) = tmp_path.glob("outputs/dlrm/*")
+    logged = OfflineRun(folder).state
+    # What the dashboard shows of quality, and by what it groups runs.
+    assert set(QUALITY) <= set(logged["summary"])
+    assert set(GROUPS) <= set(logged["config"]["lightning_dct"])
+    assert (logged["config"]["task_name"], logged["config"]["seed"]) == ("dlrm", 0)
 
 
 def test_dlrm_with_the_exchange_of_values(ranks: Any, tmp_path: Path) -> None:

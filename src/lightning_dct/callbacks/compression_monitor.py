@@ -7,9 +7,19 @@ import statistics
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.loggers import WandbLogger
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_dct.activations import CompressedModule, SplitPoint
+from lightning_dct.callbacks.wandb_runs import (
+    describe_run,
+    settings_of,
+    summary_media,
+    tensor_media,
+    wandb_loggers,
+)
+from lightning_dct.config import check_integer
+from lightning_dct.gradients.by_tensor import figures_by_tensor
 from lightning_dct.metrics import CompressionRatio
 from lightning_dct.traffic import Traffic, TrafficTotals
 
@@ -40,15 +50,33 @@ class CompressionMonitor(pl.Callback):
 
     The monitor works with any strategy that has a ``traffic`` counter; thresholds and residuals are logged when the
     strategy has a ``synchronizer`` as well.
+
+    With a ``WandbLogger`` the run also gets the metrics' axis and summaries, the settings, figures of every tensor as
+    histograms and a table, and the tables of the end; see :mod:`lightning_dct.callbacks.wandb_runs` for the keys.
+
+    Args:
+        tensors_every_n_steps: Optimizer steps between two looks at every tensor, which W&B alone is given, at the first
+            of Lightning's logging steps after that; 0 for none, also not at the end of fit.
+
+    Raises:
+        TypeError: ``tensors_every_n_steps`` is not a whole number.
+        ValueError: It is negative.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tensors_every_n_steps: int = 500) -> None:
+        check_integer("CompressionMonitor(tensors_every_n_steps)", tensors_every_n_steps, minimum=0)
+        self.tensors_every_n_steps = tensors_every_n_steps
+        self._next_tensors_at = 0
         self._at_fit_start: dict[str, TrafficTotals] = {}
         self._at_last_log: dict[str, TrafficTotals] = {}
         self._steps_before = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin counting where a resumed run left off."""
+        """Begin counting where a resumed run left off, and describe the run to W&B."""
+        self._next_tensors_at = 0
+        if trainer.is_global_zero:
+            for logger in wandb_loggers(trainer):
+                describe_run(logger.experiment, settings_of(trainer))
         totals = _totals_of(trainer)
         if not totals:
             rank_zero_warn(
@@ -85,11 +113,18 @@ class CompressionMonitor(pl.Callback):
         if overflows := _overflows_of(trainer):
             metrics["dct/mp/overflows"] = overflows
         self._at_last_log = totals
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        of_tensors: dict[str, Any] = {}
+        if step >= self._next_tensors_at:
+            of_tensors = self._tensors(trainer)
+            self._next_tensors_at = step + self.tensors_every_n_steps
         for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+            # One call, because each is a row of W&B's history.
+            more = of_tensors if isinstance(logger, WandbLogger) else {}
+            logger.log_metrics({**metrics, **more}, step=step)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print the tables."""
+        """Print the tables, and log them to W&B."""
         totals = _totals_of(trainer)
         if not totals or not totals["dp"].steps:
             return
@@ -106,7 +141,7 @@ class CompressionMonitor(pl.Callback):
         held_back = _held_back(trainer)
         if hasattr(trainer.strategy, "synchronizer"):
             rows.append(("held back (norm of the residual)", f"{held_back['dp'][1]:.4g}"))
-        print_table("Gradient synchronisation, rank 0", rows)
+        tables = {"Gradient synchronisation, rank 0": rows}
         if since["mp"].steps:
             rows = summary_rows(since["mp"], trainer.world_size)
             rows[1] = ("exchanges", f"{since['mp'].steps:,}")
@@ -114,7 +149,20 @@ class CompressionMonitor(pl.Callback):
                 5, ("compression ratio, all ranks", "nothing was sent" if math.isnan(ratio) else f"{ratio:,.1f}x")
             )
             rows.append(("held back (norm of the residual)", f"{held_back['mp'][1]:.4g}"))
-            print_table("Inside the model, rank 0", rows)
+            tables["Inside the model, rank 0"] = rows
+        for title, rows in tables.items():
+            print_table(title, rows)
+        for logger in wandb_loggers(trainer):
+            media = {**summary_media(tables), **self._tensors(trainer)}
+            logger.log_metrics(media, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def _tensors(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """Figures of every tensor, where W&B is there to take them."""
+        if not self.tensors_every_n_steps or not wandb_loggers(trainer):
+            return {}
+        synchronizer = getattr(trainer.strategy, "synchronizer", None)
+        figures = [] if synchronizer is None else figures_by_tensor(synchronizer)
+        return tensor_media(figures, _thresholds_inside(trainer))
 
 
 def overall_metrics(dp: TrafficTotals, mp: TrafficTotals) -> dict[str, float]:
@@ -229,7 +277,11 @@ def _held_back(trainer: pl.Trainer) -> dict[str, tuple[list[float], float | None
     return {
         "dp": ([], None) if synchronizer is None else (synchronizer.thresholds.values(), synchronizer.memory.norm()),
         "mp": (
-            [threshold for module in modules for threshold in module.thresholds_in_use()],
+            _thresholds_inside(trainer),
             math.hypot(*(module.residual_norm() for module in modules)),
         ),
     }
+
+
+def _thresholds_inside(trainer: pl.Trainer) -> list[float]:
+    return [threshold for module in _modules_of(trainer) for threshold in module.thresholds_in_use()]

@@ -16,6 +16,7 @@ from lightning_dct.__about__ import __version__
 COMMANDS: dict[str, str] = {
     "report": "One HTML page out of the logs of one or several runs.",
     "plan": "Bytes, time and memory of a run before there is one, for each exchange.",
+    "dashboard": "A W&B workspace of what is sent, held back and reached, or its JSON.",
 }
 """What each subcommand does, in one line."""
 

@@ -217,6 +217,14 @@ class Memory:
         """Euclidean norm over all entries held back."""
         return float((self.residuals.norm() ** 2 + self.owned.norm() ** 2) ** 0.5)
 
+    def norms(self) -> dict[str, float]:
+        """Euclidean norm of what is held back of each parameter, of its own gradients and of sums together."""
+        squares = {name: norm**2 for name, norm in self.residuals.norms().items()}
+        for label, norm in self.owned.norms().items():
+            name = self._pieces[label].name
+            squares[name] = squares.get(name, 0.0) + norm**2
+        return {name: square**0.5 for name, square in squares.items()}
+
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, dicts and CPU tensors: residuals by parameter, those of sums by parameter and first entry."""
         owned: dict[str, dict[int, Tensor]] = {}

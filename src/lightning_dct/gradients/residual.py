@@ -65,7 +65,11 @@ class Residuals:
 
     def norm(self) -> float:
         """Euclidean norm over all entries of all residuals."""
-        return float(sum(float(flat.norm(dtype=torch.float64)) ** 2 for flat in self._views.values()) ** 0.5)
+        return float(sum(norm**2 for norm in self.norms().values()) ** 0.5)
+
+    def norms(self) -> dict[str, float]:
+        """Euclidean norm of each residual, by name."""
+        return {name: float(view.norm(dtype=torch.float64)) for name, view in self._views.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Each residual by parameter name: 1-D tensors on the CPU, copies."""

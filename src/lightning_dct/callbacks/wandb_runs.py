@@ -1,0 +1,115 @@
+"""What W&B gets beyond the scalars that every logger gets: axes and summaries, settings, histograms and tables.
+
+Only rank 0 has a run, and all of this happens there. W&B is imported where a run exists already, and nowhere else.
+
+============================  ========================================================================================
+key                           value
+============================  ========================================================================================
+dct/dp/log10_density          histogram over tensors: share of the entries that goes
+dct/dp/log10_threshold        histogram over the tensors that are compressed: magnitude from which on an entry goes
+dct/dp/log10_residual_norm    histogram over the tensors that hold anything back: norm of what rank 0 holds back
+dct/dp/tensors                table of the same figures, one row a tensor
+dct/mp/log10_threshold        histogram over all thresholds inside the model
+dct/summary                   table: what is printed at the end of fit
+============================  ========================================================================================
+
+The settings are in the run's config under ``lightning_dct``: the strategy's name, the number of ranks and what
+:class:`~lightning_dct.DCTConfig` holds. So runs can be grouped by them, those of other strategies too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import WandbLogger
+
+from lightning_dct.config import DCTConfig
+from lightning_dct.gradients.by_tensor import TensorFigures
+
+CONFIG_KEY = "lightning_dct"
+STEP = "trainer/global_step"
+"""What Lightning's logger writes beside everything: the optimizer step."""
+SUMMARIES = {
+    "dct/compression_ratio": "last,mean",
+    "dct/overhead_ms": "mean,max",
+    **{
+        f"dct/{part}/{key}": summary
+        for part in ("dp", "mp")
+        for key, summary in {
+            "compression_ratio": "last,mean",
+            "density": "last,mean",
+            "threshold": "last",
+            "residual_norm": "last,max",
+        }.items()
+    },
+}
+"""What of a metric's history is shown of a run as a whole; of all others it is the last value."""
+
+
+def wandb_loggers(trainer: pl.Trainer) -> list[WandbLogger]:
+    """The Trainer's loggers that write to W&B."""
+    return [logger for logger in trainer.loggers if isinstance(logger, WandbLogger)]
+
+
+def describe_run(run: Any, settings: Mapping[str, Any]) -> None:
+    """Tell a run the axis of our metrics, what of them it sums up, and the settings.
+
+    Args:
+        run: A ``wandb.Run``.
+        settings: As :func:`settings_of` gives them.
+    """
+    run.define_metric(STEP)
+    # Lightning does so for all metrics, but only in a run that it has started itself.
+    run.define_metric("dct/*", step_metric=STEP, step_sync=True)
+    for key, summary in SUMMARIES.items():
+        run.define_metric(key, step_metric=STEP, step_sync=True, summary=summary)
+    run.config.update({CONFIG_KEY: dict(settings)}, allow_val_change=True)
+
+
+def settings_of(trainer: pl.Trainer) -> dict[str, Any]:
+    """What distinguishes the synchronisation of one run from that of another: plain numbers, strings and dicts."""
+    strategy = trainer.strategy
+    settings = {"strategy": getattr(strategy, "strategy_name", type(strategy).__name__), "ranks": trainer.world_size}
+    if isinstance(config := getattr(strategy, "config", None), DCTConfig):  # DeepSpeed's has another meaning
+        settings |= vars(config)
+    pipeline = ("stages", "micro_batches", "schedule")
+    return settings | {name: getattr(strategy, name) for name in pipeline if hasattr(strategy, name)}
+
+
+def tensor_media(figures: Iterable[TensorFigures], thresholds_inside: Iterable[float]) -> dict[str, Any]:
+    """Histograms over the tensors, and a table with a row for each.
+
+    Args:
+        figures: Of the tensors whose gradients are synchronised.
+        thresholds_inside: Those of what crosses inside the model.
+    """
+    import wandb
+
+    figures = list(figures)
+    media: dict[str, Any] = {}
+    histograms: dict[str, Iterable[float | None]] = {
+        "dct/dp/log10_density": [figure.density for figure in figures],
+        "dct/dp/log10_threshold": [figure.threshold for figure in figures],
+        "dct/dp/log10_residual_norm": [figure.residual_norm for figure in figures],
+        "dct/mp/log10_threshold": thresholds_inside,
+    }
+    for key, values in histograms.items():
+        if logarithms := [math.log10(value) for value in values if value]:
+            media[key] = wandb.Histogram(logarithms)
+    if figures:
+        media["dct/dp/tensors"] = wandb.Table(
+            columns=["tensor", "entries", "density", "threshold", "residual_norm"],
+            data=[list(figure) for figure in figures],
+        )
+    return media
+
+
+def summary_media(tables: Mapping[str, Iterable[tuple[str, str]]]) -> dict[str, Any]:
+    """The tables that are printed at the end of fit, by title, as one."""
+    import wandb
+
+    rows = [[title, name, value] for title, table in tables.items() for name, value in table]
+    return {"dct/summary": wandb.Table(columns=["table", "figure", "value"], data=rows)}

@@ -1,0 +1,62 @@
+"""``lightning-dct dashboard``: a W&B workspace of what is sent and reached; see :mod:`lightning_dct.dashboard`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from lightning_dct.dashboard.contents import QUALITY
+
+EXTRA = "pip install 'lightning-dct[experiments]'"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What can be asked."""
+    environment = os.environ.get
+    parser.add_argument(
+        "--project", default=environment("WANDB_PROJECT"), help="where the runs are (default: WANDB_PROJECT)"
+    )
+    parser.add_argument(
+        "--entity",
+        default=environment("WANDB_ENTITY"),
+        help="user or team whose project it is (default: WANDB_ENTITY, else that of whoever is logged in)",
+    )
+    parser.add_argument("--name", default="lightning_dct", help="what the view is called (default: %(default)s)")
+    parser.add_argument(
+        "--quality",
+        nargs="+",
+        default=list(QUALITY),
+        metavar="KEY",
+        help=f"keys of the model's quality, the one that counts last (default: {' '.join(QUALITY)})",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write it there as JSON and send nothing; no login is needed"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Build the dashboard, and write it or save it in W&B."""
+    if not arguments.project:
+        return _refuse("which W&B project? Name it with `--project`, or set WANDB_PROJECT.")
+    try:
+        from lightning_dct.dashboard.building import make_workspace, to_json
+        from lightning_dct.dashboard.pushing import PushError, push
+    except ModuleNotFoundError as error:
+        return _refuse(f"the package {error.name!r} is missing: {EXTRA}")
+    if arguments.output is not None:
+        workspace = make_workspace(arguments.entity or "", arguments.project, arguments.name, arguments.quality)
+        arguments.output.write_text(to_json(workspace))
+        print(arguments.output)
+        return 0
+    try:
+        print(push(arguments.entity, arguments.project, arguments.name, arguments.quality))
+    except PushError as error:
+        return _refuse(str(error))
+    return 0
+
+
+def _refuse(reason: str) -> int:
+    print(f"lightning-dct dashboard: {reason}", file=sys.stderr)
+    return 1

@@ -1,0 +1,166 @@
+"""What the dashboard shows: sections, their panels, and the keys in each. Plain data; nothing of W&B is needed.
+
+Every key here is one that :class:`~lightning_dct.CompressionMonitor` logs, but for those of quality, whose names the
+user chooses. A test compares them with a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+QUALITY = ("train/loss", "val/loss")
+"""Keys of the model's quality, as the experiments of this repository log them."""
+GROUPS = ("strategy", "density", "value_format")
+"""Settings by which runs are grouped, outermost first."""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Scalars against the optimizer step; a histogram's key shows as a strip of histograms.
+
+    Attributes:
+        title: The panel's title.
+        keys: What is drawn.
+        log_scale: Whether the vertical axis is logarithmic.
+    """
+
+    title: str
+    keys: tuple[str, ...]
+    log_scale: bool = False
+
+
+@dataclass(frozen=True)
+class Trade:
+    """One point a run: what it costs against what it reaches.
+
+    Attributes:
+        title: The panel's title.
+        across: A key of the runs' summaries, on a logarithmic axis.
+        upwards: Another one.
+    """
+
+    title: str
+    across: str
+    upwards: str
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A bar for each row of a table, as it was logged last.
+
+    Attributes:
+        title: The panel's title.
+        table: The table's key.
+        label: The column that names the bars.
+        value: The column of their lengths.
+    """
+
+    title: str
+    table: str
+    label: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A table as it was logged last.
+
+    Attributes:
+        table: The table's key.
+    """
+
+    table: str
+
+
+Panel = Curves | Trade | Bars | Rows
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading and what stands under it.
+
+    Attributes:
+        name: The heading.
+        panels: In order.
+    """
+
+    name: str
+    panels: tuple[Panel, ...]
+
+
+def sections(quality: Sequence[str] = QUALITY) -> list[Section]:
+    """All sections, from top to bottom.
+
+    Args:
+        quality: Keys of the model's quality; each gets a panel of its own, and the last one is set against the ratio.
+    """
+    ratio, tensors = "dct/compression_ratio", "dct/dp/tensors"
+    return [
+        Section(
+            "Quality",
+            (
+                *(Curves(key, (key,)) for key in quality),
+                *(Trade(f"{key} against compression ratio", f"{ratio}.mean", key) for key in quality[-1:]),
+            ),
+        ),
+        Section(
+            "Bytes",
+            (
+                Curves("gradients: bytes sent, rank 0", ("dct/dp/bytes_sent",)),
+                Curves("gradients: sent, and dense fp32", ("dct/dp/bytes_sent", "dct/dp/bytes_dense"), log_scale=True),
+                Rows("dct/summary"),
+            ),
+        ),
+        Section(
+            "Compression ratio",
+            (
+                Curves("all traffic, against dense fp32", (ratio,), log_scale=True),
+                Curves("gradients, against dense fp32", ("dct/dp/compression_ratio",), log_scale=True),
+            ),
+        ),
+        Section(
+            "Thresholds and densities per tensor",
+            (
+                Curves("threshold, median of all tensors", ("dct/dp/threshold",), log_scale=True),
+                Curves("thresholds of all tensors, log10", ("dct/dp/log10_threshold",)),
+                Bars("threshold", tensors, "tensor", "threshold"),
+                Curves("density: entries sent over entries due", ("dct/dp/density",)),
+                Curves("densities of all tensors, log10", ("dct/dp/log10_density",)),
+                Bars("density", tensors, "tensor", "density"),
+                Rows(tensors),
+            ),
+        ),
+        Section(
+            "Residual norms",
+            (
+                Curves("everything held back, rank 0", ("dct/dp/residual_norm",)),
+                Curves("held back of all tensors, log10", ("dct/dp/log10_residual_norm",)),
+                Bars("residual norm", tensors, "tensor", "residual_norm"),
+            ),
+        ),
+        Section("Compression time", (Curves("ms a step", ("dct/overhead_ms",)),)),
+        Section(
+            "Split points",
+            (
+                Curves("compression ratio, against dense fp32", ("dct/mp/compression_ratio",), log_scale=True),
+                Curves("bytes sent, and dense fp32", ("dct/mp/bytes_sent", "dct/mp/bytes_dense"), log_scale=True),
+                Curves("density: entries sent over entries due", ("dct/mp/density",)),
+                Curves("threshold, median", ("dct/mp/threshold",), log_scale=True),
+                Curves("all thresholds, log10", ("dct/mp/log10_threshold",)),
+                Curves("held back, rank 0", ("dct/mp/residual_norm",)),
+                Curves("forwards with more than a payload has room for", ("dct/mp/overflows",)),
+            ),
+        ),
+    ]
+
+
+def keys_of(panel: Panel) -> tuple[str, ...]:
+    """The keys of a run's history that a panel shows; of a :class:`Trade`, those of its summary."""
+    match panel:
+        case Curves():
+            return panel.keys
+        case Trade():
+            return (panel.across, panel.upwards)
+        case Bars() | Rows():
+            return (panel.table,)
