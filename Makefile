@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint format release-check clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/installed
@@ -17,13 +17,17 @@ test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/installed
-	$(BIN)/ruff format --check src experiments tests
-	$(BIN)/ruff check src experiments tests
+	$(BIN)/ruff format --check src experiments examples tests
+	$(BIN)/ruff check src experiments examples tests
 	$(BIN)/mypy
 
 format: $(VENV)/installed
-	$(BIN)/ruff format src experiments tests
-	$(BIN)/ruff check --fix src experiments tests
+	$(BIN)/ruff format src experiments examples tests
+	$(BIN)/ruff check --fix src experiments examples tests
+
+# Builds what would be published, and tries it where nothing else is installed. Wants the network.
+release-check:
+	$(PYTHON) tests/release_check.py
 
 $(VENV)/installed: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)

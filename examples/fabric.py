@@ -1,6 +1,6 @@
 """Fabric: your own loop, with ``strategy="dct"`` or the class where settings are wanted.
 
-    python fabric.py
+python fabric.py
 """
 
 import torch

@@ -22,7 +22,8 @@ class LanguageModel(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        config = GPT2Config(vocab_size=256, n_positions=64, n_embd=64, n_layer=2, n_head=2)
+        sizes = {"vocab_size": 256, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 2}
+        config = GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)
         self.model = AutoModelForCausalLM.from_config(config)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -42,7 +43,7 @@ def rows_of(text: bytes, length: int = 64) -> list[Tensor]:
 if __name__ == "__main__":
     data = DataLoader(rows_of(Path(__file__).read_bytes()), batch_size=16, shuffle=True)
     L.seed_everything(0)
-    trainer = L.Trainer(strategy="dct", accelerator="cpu", devices=2, max_steps=100)
+    trainer = L.Trainer(strategy="dct", accelerator="cpu", devices=2, max_steps=50)
     trainer.fit(LanguageModel(), data)
     if trainer.is_global_zero:
         print(f"{trainer.callback_metrics['loss']:.2f} nats a byte; guessing takes 5.55")

@@ -179,7 +179,7 @@ class DCTStrategy(CheckpointedStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """Wrap the model, register the hook and take over the state of a checkpoint."""
         if trainer.state.fn == TrainerFn.FITTING:
-            self.traffic, self.split_traffic = Traffic(shown_by(trainer.profiler)), Traffic()
+            self.traffic, self.split_traffic = Traffic(shown_by(trainer)), Traffic()
             self.synchronizer = None
             # Lightning flushes the first backward of a static graph once for each strategy; a second fit needs it too.
             self._pl_static_graph_delay_done = False

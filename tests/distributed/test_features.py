@@ -112,9 +112,7 @@ FEATURES = {
     ),
     "ModelSummary": Feature(lambda _: [Summary(max_depth=2)], look=lambda callbacks: str(callbacks[0].table)),
     "ModelPruning": Feature(lambda _: [ModelPruning("l1_unstructured", amount=0.2, use_global_unstructured=True)]),
-    "monitors": Feature(
-        lambda _: [LearningRateMonitor(), Timer()], {"logger": CSVLogger, "log_every_n_steps": 4}
-    ),
+    "monitors": Feature(lambda _: [LearningRateMonitor(), Timer()], {"logger": CSVLogger, "log_every_n_steps": 4}),
     "detect_anomaly": Feature(lambda _: [], {"detect_anomaly": True}),
     "overfit_batches": Feature(lambda _: [], {"overfit_batches": 3}),
 }
