@@ -64,14 +64,14 @@ def main() -> None:
     version = re.findall(r'__version__ = "(.*)"', (ROOT / "src/lightning_dct/__about__.py").read_text())[0]
     with tempfile.TemporaryDirectory() as folder:
         wheel, sdist = build(Path(folder), version)
-        check_sdist(sdist)
-        metadata = check_wheel(wheel, version)
+        package = check_sdist(sdist)
+        metadata = check_wheel(wheel, version, package)
         check_installed(Path(folder), wheel, version, metadata)
     say(f"lightning-dct {version} is ready")
 
 
 def build(folder: Path, version: str) -> tuple[Path, Path]:
-    """Make the sdist from a copy of what git knows, and the wheel from the sdist."""
+    """Make the sdist, and the wheel from what is in it."""
     python = environment(folder / "building")
     run(python, "-m", "pip", "install", "--quiet", "build")
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
@@ -81,8 +81,8 @@ def build(folder: Path, version: str) -> tuple[Path, Path]:
     return wheel, sdist
 
 
-def check_sdist(sdist: Path) -> None:
-    """What is needed to test and to run the experiments is there, and no data."""
+def check_sdist(sdist: Path) -> set[str]:
+    """What is needed to test and to run the experiments is there, and no data. Gives the package's own files."""
     with tarfile.open(sdist) as archive:
         files = {member.name.partition("/")[2]: member.size for member in archive if member.isfile()}
     missing = IN_SDIST - files.keys()
@@ -90,17 +90,18 @@ def check_sdist(sdist: Path) -> None:
     expect(not missing, f"the sdist lacks {missing}")
     expect(not unwanted, f"the sdist holds {unwanted}")
     say(f"sdist: {len(files)} files, {sum(files.values()):,} bytes unpacked, the largest {max(files.values()):,}")
+    return {name.removeprefix("src/") for name in files if name.startswith("src/")}
 
 
-def check_wheel(wheel: Path, version: str) -> Message:
-    """The package alone is in it, and the extras it names are those of pyproject.toml."""
+def check_wheel(wheel: Path, version: str, package: set[str]) -> Message:
+    """The package is in it, whole, and nothing else; without extras it wants what the README says. Its metadata."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (about,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         metadata = message_from_bytes(archive.read(about))
     strangers = {name.split("/")[0] for name in names} - {"lightning_dct", f"lightning_dct-{version}.dist-info"}
     expect(not strangers, f"the wheel holds {strangers}")
-    expect("lightning_dct/py.typed" in names, "the wheel does not say that the package is typed")
+    expect(package <= set(names), f"the wheel lacks {package - set(names)}")
     expect(metadata["Version"] == version, f"the wheel is of version {metadata['Version']}")
     base = {requirement for requirement, extra in requirements(metadata) if extra is None}
     expect(base == BASE, f"without extras the wheel wants {base}")

@@ -105,7 +105,7 @@ def test_slurm(tmp_path: Path) -> None:
     process = start(folder, ["bash", "train.sbatch"], PATH=f"{bin_folder}:/usr/bin:/bin", **job)
     table = table_of(outputs_of(process)[0])
     assert table["ranks"] == "2"
-    assert table["optimizer steps synchronised"] == "128"
+    assert table["optimizer steps synchronised"] == "64"
     assert len(list((folder / "checkpoints" / "last.ckpt.dct").iterdir())) == 2
 
 

@@ -18,8 +18,8 @@ if __name__ == "__main__":
         accelerator="cpu",
         num_nodes=int(os.environ["SLURM_NNODES"]),
         devices=int(os.environ["SLURM_NTASKS_PER_NODE"]),
-        max_epochs=2,
-        callbacks=[ModelCheckpoint("checkpoints", every_n_train_steps=50, save_last=True)],
+        max_epochs=1,
+        callbacks=[ModelCheckpoint("checkpoints", every_n_train_steps=20, save_last=True)],
     )
     # Goes on where a requeued job was: from what it saved when SLURM signalled it, or from the last checkpoint.
     trainer.fit(Classifier(), Points(), ckpt_path="last")
