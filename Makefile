@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test lint format docs clean
+.PHONY: demo test lint format docs release-check clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/installed
@@ -17,17 +17,21 @@ test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/installed
-	$(BIN)/ruff format --check src experiments tests docs/site
-	$(BIN)/ruff check src experiments tests docs/site
+	$(BIN)/ruff format --check src experiments examples tests docs/site
+	$(BIN)/ruff check src experiments examples tests docs/site
 	$(BIN)/mypy
 
 format: $(VENV)/installed
-	$(BIN)/ruff format src experiments tests docs/site
-	$(BIN)/ruff check --fix src experiments tests docs/site
+	$(BIN)/ruff format src experiments examples tests docs/site
+	$(BIN)/ruff check --fix src experiments examples tests docs/site
 
 # Warnings, dead links among them, are errors. Look at it with `python3 -m http.server -d site`.
 docs: $(VENV)/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Builds what would be published, and tries it where nothing else is installed. Wants the network.
+release-check:
+	$(PYTHON) tests/release_check.py
 
 $(VENV)/installed: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)

@@ -30,6 +30,7 @@ from lightning_dct.gradients import (
     parameter_names,
     resolve_process_group,
 )
+from lightning_dct.profiling import recorded
 from lightning_dct.restoring import restore_state
 from lightning_dct.strategy import DCTStrategy as TrainerStrategy
 from lightning_dct.traffic import Traffic
@@ -53,7 +54,7 @@ class DCTStrategy(DDPStrategy):
         self.config = DCTConfig(**{name: kwargs.pop(name) for name in names})
         kwargs.setdefault("gradient_as_bucket_view", True)  # as the Trainer's strategy does
         super().__init__(accelerator=accelerator, **kwargs)
-        self.traffic = Traffic()
+        self.traffic = Traffic(recorded)
         # One for each module that was set up, in that order.
         self.synchronizers: list[GradientSynchronizer] = []
         self._optimizers: list[Optimizer] = []

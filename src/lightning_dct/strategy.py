@@ -38,6 +38,7 @@ from lightning_dct.gradients import (
     resolve_process_group,
 )
 from lightning_dct.kernels import KernelName
+from lightning_dct.profiling import shown_by
 from lightning_dct.saving import CheckpointedStrategy
 from lightning_dct.traffic import Traffic
 from lightning_dct.warmup import WarmupSchedule
@@ -68,6 +69,8 @@ class DCTStrategy(CheckpointedStrategy):
         momentum: ``"auto"`` to let the optimizer's momentum rest where residuals stand in for it, ``"keep"``, or, for
             SGD, ``"correct"`` to apply it before compressing.
         missing_state: ``"error"``, or ``"reset"`` to resume also without the folder that was saved with a checkpoint.
+        gradient_as_bucket_view: As for DistributedDataParallel. Gradients live in the buckets that are exchanged: no
+            copy of each in every step.
         **kwargs: Everything DDPStrategy and DistributedDataParallel take, by keyword. ``process_group`` may also be a
             function without arguments that returns the group; it is called once the processes are up.
 
@@ -103,6 +106,7 @@ class DCTStrategy(CheckpointedStrategy):
         kernel: KernelName = "auto",
         momentum: Momentum = "auto",
         missing_state: MissingState = "error",
+        gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
         for setting in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"):
@@ -125,9 +129,7 @@ class DCTStrategy(CheckpointedStrategy):
             momentum=momentum,
             missing_state=missing_state,
         )
-        # Gradients live in the buckets that are exchanged: no copy of each in every step.
-        kwargs.setdefault("gradient_as_bucket_view", True)
-        super().__init__(config, accelerator=accelerator, **kwargs)
+        super().__init__(config, accelerator=accelerator, gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
 
     def __repr__(self) -> str:
         # Lightning quotes a strategy it does not recognise, as pytorch_lightning's Trainer does with this one.
@@ -177,7 +179,7 @@ class DCTStrategy(CheckpointedStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """Wrap the model, register the hook and take over the state of a checkpoint."""
         if trainer.state.fn == TrainerFn.FITTING:
-            self.traffic, self.split_traffic = Traffic(), Traffic()
+            self.traffic, self.split_traffic = Traffic(shown_by(trainer)), Traffic()
             self.synchronizer = None
             # Lightning flushes the first backward of a static graph once for each strategy; a second fit needs it too.
             self._pl_static_graph_delay_done = False

@@ -1,4 +1,4 @@
-"""Runs scripts of ``experiments/`` on ranks that are already there: no seconds go by until processes have started."""
+"""Runs scripts on ranks that are already there: no seconds go by until processes have started."""
 
 import contextlib
 import io
@@ -35,7 +35,7 @@ def run_here(script: str, arguments: tuple[str, ...], folder: str) -> str:
     with (
         patch.dict(os.environ, environment, clear=True),
         patch.object(sys, "argv", [script, *arguments]),
-        patch.object(sys, "path", [str(EXPERIMENTS), *sys.path]),
+        patch.object(sys, "path", [str(Path(script).parent), *sys.path]),
         contextlib.redirect_stdout(printed),
         contextlib.redirect_stderr(printed),
         warnings.catch_warnings(),

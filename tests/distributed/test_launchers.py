@@ -46,14 +46,20 @@ def start(folder: Path, command: list[str], **variables: str) -> subprocess.Pope
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "100", **variables}
     return subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
-def outputs_of(*processes: subprocess.Popen[str]) -> list[str]:
-    """What they print, once all of them have ended well."""
+def outputs_of(*processes: subprocess.Popen[str], typed: str = "") -> list[str]:
+    """What they print, given what is typed, once all of them have ended well."""
     try:
-        outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
+        outputs = [process.communicate(typed, timeout=TIMEOUT_S)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -38,8 +38,9 @@ class Pending:
             traffic: Where the time is counted.
             look: Find out whether what has come home is finite. This waits for a GPU.
         """
-        self._work.wait()
-        with traffic.timed():
+        with traffic.span("exchange"):
+            self._work.wait()
+        with traffic.timed("decompress"):
             self.rounds_left -= 1
             try:
                 self._work = next(self._flow)

@@ -129,7 +129,7 @@ class GradientSynchronizer:
         if not self._pending:
             self._begin()
         earlier = [pending for pending in self._pending if pending.rounds_left > 1]
-        with self.traffic.timed():
+        with self.traffic.timed("compress"):
             self._pending.append(self._send(bucket))
         future = self._pending[-1].future
         # Now that this bucket is on its way, the ones before it begin their next round. That is decided by counting
@@ -210,7 +210,7 @@ class GradientSynchronizer:
 
     def _hold_back(self, bucket: GradBucket, holding: Holding) -> Future[Tensor]:
         """Send nothing: what the optimizer would step with is zeros, and the strategy sees to it that it does not."""
-        with self.traffic.timed():
+        with self.traffic.timed("compress"):
             buffer, parameters = bucket.buffer(), bucket.parameters()
             plan = self._plan_of(buffer, parameters)
             held = self._held(buffer, plan, parameters)

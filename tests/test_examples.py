@@ -1,0 +1,123 @@
+"""Runs every example under ``examples/`` on two ranks, as its users do."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from distributed.scripts import run_here
+from distributed.test_launchers import outputs_of, start
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def run_example(ranks: Any, folder: Path, name: str, *arguments: str) -> str:
+    """What rank 0 prints when both ranks run an example in a folder."""
+    return str(ranks(2).run(run_here, str(EXAMPLES / name), arguments, str(folder))[0])
+
+
+def table_of(output: str) -> dict[str, str]:
+    """The rows of the table at the end of fit, which is there once."""
+    assert output.count("Gradient synchronisation, rank 0") == 1, output
+    rows = (re.split("[│|]", line.strip())[1:-1] for line in output.splitlines() if line.strip().startswith(("│", "|")))
+    return {row[0].strip(): row[1].strip() for row in rows if len(row) == 2}
+
+
+ON_CPU = ("--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.enable_progress_bar=false")
+ONE_STEP = ("--trainer.max_epochs=1", "--trainer.limit_train_batches=1", "--trainer.limit_val_batches=1")
+CLASS = "lightning_dct.DCTStrategy"
+CLI: dict[str, list[str]] = {
+    "name": ["--trainer.strategy=dct"],
+    "class path": [f"--trainer.strategy={CLASS}", "--trainer.strategy.density=0.01"],
+    "YAML": [f"--config={EXAMPLES / 'cli.yaml'}", "--trainer.strategy.density=0.1"],
+}
+# Of 32 x 512 and 512 x 2 weights a share, rounded up; of 512 and 2 biases too, 512 or all where settings say so.
+ENTRIES_A_STEP = {"name": 492 + 31 + 16 + 2, "class path": 164 + 11 + 6 + 2, "YAML": 1639 + 103 + 512 + 2}
+
+
+@pytest.mark.parametrize("case", CLI)
+def test_cli(ranks: Any, tmp_path: Path, case: str) -> None:
+    """Oracles: the shares of entries of one exact selection, worked out by hand; the settings that Lightning saves."""
+    output = run_example(ranks, tmp_path, "cli.py", "fit", *CLI[case], *ON_CPU, *ONE_STEP)
+    table = table_of(output)
+    assert table["ranks"] == "2"
+    assert table["entries kept"] == f"{100 * ENTRIES_A_STEP[case] / 17_922:.3g}% of 17,922"
+    (saved,) = tmp_path.rglob("config.yaml")
+    strategy = yaml.safe_load(saved.read_text())["trainer"]["strategy"]
+    if case == "name":
+        assert strategy == "dct"
+    else:
+        # What LightningCLI finds out about settings we pass on must not change them.
+        assert strategy["class_path"] == CLASS
+        assert strategy["init_args"]["gradient_as_bucket_view"]
+
+
+def test_fabric(ranks: Any, tmp_path: Path) -> None:
+    """Oracles: the ratio lies where the default's does, the loss falls, and both ranks' state is saved."""
+    output = run_example(ranks, tmp_path, "fabric.py")
+    epochs = re.findall(r"epoch \d: loss ([\d.]+), (\d+)x fewer bytes", output)
+    assert len(epochs) == 2
+    assert float(epochs[1][0]) < 0.6
+    assert float(epochs[1][1]) > 50
+    assert len(list((tmp_path / "fabric.ckpt.module-0.dct").iterdir())) == 2
+
+
+def test_huggingface(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: the loss of a model that guesses, ln 256 = 5.55 nats a byte; input and output share one matrix."""
+    pytest.importorskip("transformers")
+    output = run_example(ranks, tmp_path, "huggingface.py")
+    assert float(re.findall(r"([\d.]+) nats a byte", output)[0]) < 4.0
+    assert table_of(output)["optimizer steps synchronised"] == "50"
+
+
+def test_notebook(tmp_path: Path) -> None:
+    """In an interactive interpreter: Lightning looks for ``sys.ps1``. Oracles: tables, accuracy, one refusal."""
+    cells = json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    refused = "L.Trainer(strategy='dct', accelerator='cpu', devices=2)"
+    typed = "".join(f"exec({source!r}, globals())\n" for source in [*sources, refused])
+    process = start(tmp_path, [sys.executable, "-W", "ignore", "-i", "-q"])
+    (output,) = outputs_of(process, typed=typed)
+    assert [float(accuracy) > 0.9 for accuracy in re.findall(r"accuracy ([\d.]+)", output)] == [True]
+    assert output.count("Gradient synchronisation, rank 0") == 2
+    # What `strategy="dct"` says there.
+    assert "is not compatible with an interactive environment" in output
+    assert output.count("Traceback") == 1
+
+
+def test_slurm(tmp_path: Path) -> None:
+    """``train.sbatch`` with an ``srun`` that starts its two tasks here, as two nodes. Oracles: one table; two files."""
+    folder, bin_folder = tmp_path / "examples" / "slurm", tmp_path / "bin"
+    shutil.copytree(EXAMPLES, tmp_path / "examples")
+    bin_folder.mkdir()
+    task = 'SLURM_PROCID=$task SLURM_NODEID=$task SLURM_LOCALID=0 "$@" & tasks+=($!)'
+    script(bin_folder / "srun", f'for task in 0 1; do {task}; done; for task in "${{tasks[@]}}"; do wait $task; done')
+    script(bin_folder / "python", f'exec {sys.executable} "$@"')
+    job = {"SLURM_JOB_ID": str(job_with_free_port()), "SLURM_JOB_NAME": "dct", "SLURM_NODELIST": "127.0.0.1"}
+    job |= {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NNODES": "2"}
+    process = start(folder, ["bash", "train.sbatch"], PATH=f"{bin_folder}:/usr/bin:/bin", **job)
+    table = table_of(outputs_of(process)[0])
+    assert table["ranks"] == "2"
+    assert table["optimizer steps synchronised"] == "64"
+    assert len(list((folder / "checkpoints" / "last.ckpt.dct").iterdir())) == 2
+
+
+def script(path: Path, body: str) -> None:
+    path.write_text(f"#!/bin/bash\nset -e\n{body}\n")
+    path.chmod(0o755)
+
+
+def job_with_free_port() -> int:
+    """A job's number: Lightning's SLURMEnvironment makes ``15000 + its last four digits`` the port of rank 0."""
+    for job in range(os.getpid() % 10_000, 20_000):  # not where another run of this test begins
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", 15_000 + job % 10_000)):
+                return job
+    raise RuntimeError("no free port")
