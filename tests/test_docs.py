@@ -73,6 +73,8 @@ def test_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             for word in given:
                 if word == "--strategy":
                     strategies.append(next(given).split(": ")[-1].split())
+                elif word == "--sweep":
+                    common.append(next(given).partition(",")[0])
                 elif word == "--seeds":
                     # As many numbers as follow.
                     continue

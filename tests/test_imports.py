@@ -7,7 +7,8 @@ from pathlib import Path
 
 import lightning_dct
 
-OPTIONAL = ["hydra", "omegaconf", "wandb", "numba", "triton", "rich", "tokenizers", "matplotlib"]
+# transformers is none of ours; torchmetrics imports it where it is.
+OPTIONAL = ["hydra", "omegaconf", "wandb", "numba", "triton", "rich", "tokenizers", "matplotlib", "transformers"]
 
 WITHOUT_OPTIONAL_PACKAGES = f"""
     import importlib.metadata as metadata

@@ -3,7 +3,7 @@
 An entry of a gradient that is sent with density ``d`` waits about ``1 / d`` optimizer steps in the residual and arrives
 as the sum of what has come up meanwhile. A momentum of ``m`` sums, too, over about ``1 / (1 - m)`` steps. One after the
 other the two delay the gradient twice and let the weights overshoot: AdamW with ``beta1 = 0.9`` at 1% ended 90% above
-the dense loss where ``beta1 = 0`` ended 10% above it (README). So for as long as ``1 / d >= 1 / (1 - m)`` the
+the dense loss where ``beta1 = 0`` ended 10% above it (docs/tuning.md). So for as long as ``1 / d >= 1 / (1 - m)`` the
 optimizer steps as if it had no momentum:
 
     Adam, AdamW, Adamax, NAdam, RAdam    beta1 = 0, lr * (1 - beta1 / 2)
