@@ -31,6 +31,7 @@ IN_SDIST = {
     ),
     *("conf/train.yaml", "experiments/train.py", "examples/cli.py", "examples/notebook.ipynb", "docs/compatibility.md"),
     *("Makefile", "constraints.txt", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff"),
+    *("CONTRIBUTING.md", "mkdocs.yml"),
 }
 # Nothing of ours is larger than a picture of the docs.
 LARGEST_FILE = 300_000
