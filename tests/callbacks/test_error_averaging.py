@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins import MixedPrecision
-from torch import Tensor, nn
+from torch import Tensor
 
 from distributed import reference
 from distributed.test_loss_scaling import Overflowing
@@ -15,7 +15,6 @@ from distributed.test_resume import SaveAndStop, twice_ten_batches
 from distributed.training import (
     Applied,
     Module,
-    Noise,
     Run,
     Watch,
     assert_conserved,
@@ -25,6 +24,7 @@ from distributed.training import (
     fit,
     held_back,
     local_gradients,
+    noise_loss,
     on_two_nodes,
     perceptron,
     trainer_for,
@@ -48,20 +48,12 @@ def train(exchange: str, accumulate: int) -> Run:
 def test_matches_the_plain_reference(ranks: Any, world_size: int, exchange: str, accumulate: int) -> None:
     """Oracle: reference.py, which simulates the ranks in one process with numpy."""
     runs = ranks(world_size).run(train, exchange, accumulate)
-    data = [Noise(12 * accumulate, 40, 8, rank=rank) for rank in range(world_size)]
-
-    def loss_of(model: nn.Module, worker: int, step: int) -> Tensor:
-        losses = []
-        for batch in range(step * accumulate, (step + 1) * accumulate):
-            inputs, outputs = (tensor.double() for tensor in data[worker][batch])
-            losses.append((model(inputs) - outputs).square().mean())
-        return sum(losses, torch.zeros(())) / accumulate
 
     def trained(average_every: int) -> dict[str, Tensor]:
         model = perceptron().double()
         reference.train(
             model,
-            loss_of,
+            noise_loss(world_size, 12, accumulate),
             workers=world_size,
             steps=12,
             value_format="bf16",

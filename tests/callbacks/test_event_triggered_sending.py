@@ -14,7 +14,6 @@ from distributed.test_resume import SaveAndStop, twice_ten_batches
 from distributed.training import (
     Applied,
     Module,
-    Noise,
     Run,
     Watch,
     assert_conserved,
@@ -24,11 +23,13 @@ from distributed.training import (
     fit,
     held_back,
     local_gradients,
+    noise_loss,
     on_two_nodes,
     perceptron,
     trainer_for,
 )
 from lightning_dct import DCTStrategy, EventTriggeredSending, ShardedEmbeddingBags
+from lightning_dct.traffic import all_reduce_bytes
 
 STEPS = 16
 
@@ -65,19 +66,10 @@ def test_matches_the_plain_reference(
 ) -> None:
     """Oracle: reference.py, which simulates the ranks in one process with numpy."""
     runs = ranks(world_size).run(train, exchange, accumulate, momentum)
-    data = [Noise(STEPS * accumulate, 40, 8, rank=rank) for rank in range(world_size)]
-
-    def loss_of(model: nn.Module, worker: int, step: int) -> Tensor:
-        losses = []
-        for batch in range(step * accumulate, (step + 1) * accumulate):
-            inputs, outputs = (tensor.double() for tensor in data[worker][batch])
-            losses.append((model(inputs) - outputs).square().mean())
-        return sum(losses, torch.zeros(())) / accumulate
-
     model = perceptron().double()
     reference.train(
         model,
-        loss_of,
+        noise_loss(world_size, STEPS, accumulate),
         workers=world_size,
         steps=STEPS,
         value_format="bf16",
@@ -100,6 +92,9 @@ def test_matches_the_plain_reference(
         assert run.totals.steps == STEPS
         dense = [after[2] - before[2] for before, after in zip(run.seen[:-1], run.seen[1:], strict=True)]
         assert len(set(dense)) == accumulate  # with micro-batches every other has none
+        if accumulate == 1 and exchange != "by_node":  # which counts bytes between nodes apart
+            sent = [after[1] - before[1] for before, after in zip(run.seen[:-1], run.seen[1:], strict=True)]
+            assert min(sent) == all_reduce_bytes(16, world_size)
 
 
 def train_conserving(settings: dict[str, Any]) -> Any:

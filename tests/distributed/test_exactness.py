@@ -12,7 +12,6 @@ from distributed import reference
 from distributed.training import (
     Applied,
     Module,
-    Noise,
     Run,
     Watch,
     assert_conserved,
@@ -23,6 +22,7 @@ from distributed.training import (
     fit,
     loader,
     local_gradients,
+    noise_loss,
     on_two_nodes,
     perceptron,
 )
@@ -113,16 +113,10 @@ def test_matches_the_plain_reference(
 ) -> None:
     """Oracle: reference.py, which simulates the ranks in one process with numpy."""
     runs = ranks(world_size).run(train_compressed, value_format, density, exchange)
-    data = [Noise(30, 40, 8, rank=rank) for rank in range(world_size)]
-
-    def loss_of(model: nn.Module, worker: int, step: int) -> Tensor:
-        inputs, outputs = (tensor.double() for tensor in data[worker][step])
-        return (model(inputs) - outputs).square().mean()
-
     model = perceptron().double()
     held, sums_held = reference.train(
         model,
-        loss_of,
+        noise_loss(world_size, 30),
         workers=world_size,
         steps=30,
         value_format=value_format,

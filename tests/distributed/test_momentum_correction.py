@@ -9,7 +9,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor, nn
+from torch import Tensor
 
 import lightning_dct.fabric
 from distributed import reference
@@ -24,6 +24,7 @@ from distributed.training import (
     assert_weights_close,
     assert_weights_equal,
     fit,
+    noise_loss,
     on_two_nodes,
     perceptron,
     rank,
@@ -60,19 +61,10 @@ def test_matches_the_plain_reference(
 ) -> None:
     """Oracle: reference.py, which simulates the ranks in one process with numpy."""
     runs = ranks(world_size).run(train, exchange, value_format, accumulate)
-    data = [Noise(12 * accumulate, 40, 8, rank=rank) for rank in range(world_size)]
-
-    def loss_of(model: nn.Module, worker: int, step: int) -> Tensor:
-        losses = []
-        for batch in range(step * accumulate, (step + 1) * accumulate):
-            inputs, outputs = (tensor.double() for tensor in data[worker][batch])
-            losses.append((model(inputs) - outputs).square().mean())
-        return sum(losses, torch.zeros(())) / accumulate
-
     model = perceptron().double()
     reference.train(
         model,
-        loss_of,
+        noise_loss(world_size, 12, accumulate),
         workers=world_size,
         steps=12,
         value_format=value_format,
