@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-HIGHER_IS_BETTER = {"auc", "accuracy", "chrf"}
-"""Metrics of which more is better; of all others, losses, less is."""
+from lightning_dct.report.quality import higher_is_better as more_is_better
 
 JUDGED_BY = ("auc", "loss")
 """Metrics that a sweep goes by and a picture shows: the first of them that is reported. Validation reports them too."""
@@ -61,8 +60,8 @@ def metric_of(name: str) -> str:
 
 
 def higher_is_better(name: str) -> bool:
-    """Say whether more of a metric is better."""
-    return metric_of(name) in HIGHER_IS_BETTER
+    """Say whether more of a metric is better; of those that its name tells nothing of, less is."""
+    return bool(more_is_better(name))
 
 
 def validation_quality(result: Mapping[str, Any], metric: str) -> float | None:
