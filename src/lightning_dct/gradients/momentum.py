@@ -78,9 +78,10 @@ def without_momentum(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, A
 def _sentence(optimizer: Optimizer, group: dict[str, Any]) -> str:
     averaging = isinstance(optimizer, AVERAGING)
     setting, momentum = "betas[0]" if averaging else "momentum", momentum_of(optimizer, group)
-    factor = without_momentum(optimizer, group)["lr"] / group["lr"] if group["lr"] else 1.0
+    # Of a learning rate of 1: the group's own may be a tensor on a GPU, which would have to be waited for.
+    factor = without_momentum(optimizer, {**group, "lr": 1.0})["lr"]
     return (
         f"{type(optimizer).__name__} steps as with {setting}=0 instead of {momentum:g}"
-        f" and {float(factor):.3g} times the learning rate: what is held back of compressed gradients is a momentum"
+        f" and {factor:.3g} times the learning rate: what is held back of compressed gradients is a momentum"
         " already. DCTStrategy(momentum='keep') leaves it alone."
     )
