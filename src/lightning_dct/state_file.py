@@ -108,6 +108,10 @@ def _is_residual(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 1 and value.is_floating_point() and value.numel() > 0
 
 
+def _is_measured(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and _is_number(value[0]) and _is_count(value[1])
+
+
 def _is_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
@@ -140,4 +144,6 @@ _OPTIONAL_PARTS: dict[str, Test] = {
     "split_traffic": _of(_is_total, _is_number),
     "modules": _of(_is_name, _of(_is_name, _anything)),
     "split_points": _of(_is_name, _anything),
+    # Those of 0.2 and before have none.
+    "weight_sizes": _of(_is_name, _is_measured),
 }

@@ -1,5 +1,6 @@
 """An optimizer whose momentum rests, against plain formulas and against optimizers that never had one."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -12,10 +13,23 @@ from lightning_dct.gradients.momentum import resting_momentum
 SPARSE = 0.01
 
 
-def step(optimizer: Optimizer, parameter: Tensor, gradient: Tensor, density: float = SPARSE) -> list[str]:
+class Sends:
+    """What sends gradients, with nothing behind it; by default so late that learning rates have grown."""
+
+    def __init__(self, density: float = SPARSE, synchronisations: int = 10**6, weight_size: float = 10.0) -> None:
+        self.density, self.synchronisations, self.weight_size = density, synchronisations, weight_size
+
+    def density_of(self, parameters: Iterable[Tensor]) -> float:
+        return self.density
+
+    def weight_size_of(self, parameters: Iterable[Tensor]) -> float:
+        return self.weight_size
+
+
+def step(optimizer: Optimizer, parameter: Tensor, gradient: Tensor, sends: Sends | None = None) -> list[str]:
     told: list[str] = []
     parameter.grad = gradient.clone()
-    with resting_momentum(optimizer, lambda _: density, told.append):
+    with resting_momentum(optimizer, sends or Sends(), told.append):
         optimizer.step()
     return told
 
@@ -54,14 +68,49 @@ def test_sum_of_one_gradient(kind: type[Optimizer]) -> None:
 
 @pytest.mark.parametrize("kind", [Adam, AdamW, Adamax, NAdam, RAdam])
 def test_averages_start_from_the_gradient(kind: type[Optimizer]) -> None:
-    """Oracle: the same optimizer with beta1 = 0 and the lower learning rate, bit for bit."""
+    """Oracle: the same optimizer with beta1 = 0, bit for bit."""
     resting, without = nn.Parameter(entries(0)), nn.Parameter(entries(0))
-    first, second = kind([resting], lr=0.125, betas=(0.5, 0.99)), kind([without], lr=0.09375, betas=(0.0, 0.99))
+    first, second = kind([resting], lr=0.125, betas=(0.5, 0.99)), kind([without], lr=0.125, betas=(0.0, 0.99))
     for seed in range(1, 9):
-        step(first, resting, entries(seed), density=0.5)
+        step(first, resting, entries(seed), Sends(density=0.5))
         without.grad = entries(seed)
         second.step()
     assert torch.equal(resting, without)
+
+
+def rates(optimizer: Optimizer, parameter: Tensor, sends: Iterable[Sends]) -> list[float]:
+    """The learning rates that an optimizer steps with."""
+    seen: list[float] = []
+    handle = optimizer.register_step_pre_hook(lambda *_: seen.append(float(optimizer.param_groups[0]["lr"])))
+    for each in sends:
+        step(optimizer, parameter, entries(1), each)
+    handle.remove()
+    return seen
+
+
+def test_learning_rate_grows_until_entries_have_been_sent() -> None:
+    """Oracle: min(1, t * density / 4) written out; SGD's does not, nor Adam's where momentum works."""
+    parameter = nn.Parameter(entries(0))
+    steps = [Sends(density=0.125, synchronisations=before) for before in (0, 1, 15, 30, 31, 32, 1000)]
+    shares = [1 / 32, 2 / 32, 16 / 32, 31 / 32, 1.0, 1.0, 1.0]
+    assert rates(Adam([parameter], lr=0.5, betas=(0.5, 0.99)), parameter, steps) == [0.5 * share for share in shares]
+    assert rates(SGD([parameter], lr=0.5, momentum=0.5), parameter, steps) == [1.0] * 7
+    assert rates(Adam([parameter], lr=0.5, betas=(0.9, 0.99)), parameter, steps) == [0.5] * 7
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize(
+    ("weight_size", "expected"), [(8.0, 0.5), (5.0, 0.5), (4.0, 0.4), (2.5, 0.25), (1.0, 0.25), (0.0, 0.25)]
+)
+def test_learning_rate_beside_the_weights(weight_size: float, expected: float, as_tensor: bool) -> None:
+    """Oracle: a tenth of the weights' size, and no less than half the rate, by hand; SGD's is left alone."""
+    parameter, sends = nn.Parameter(entries(0)), [Sends(weight_size=weight_size)]
+    lr = torch.tensor(0.5, dtype=torch.float64) if as_tensor else 0.5
+    adam = Adam([parameter], lr=lr, foreach=False)
+    assert rates(adam, parameter, sends) == pytest.approx([expected], rel=1e-12)
+    assert adam.param_groups[0]["lr"] is lr
+    assert float(lr) == 0.5
+    assert rates(SGD([parameter], lr=lr, momentum=0.5), parameter, sends) == [1.0]
 
 
 def test_rests_while_the_residual_remembers_longer() -> None:
@@ -72,7 +121,7 @@ def test_rests_while_the_residual_remembers_longer() -> None:
     seen = []
     optimizer.register_step_pre_hook(lambda *_: seen.append([group["betas"][0] for group in optimizer.param_groups]))
     for density in (1.0, 0.51, 0.5, 0.11, 0.0999, 0.001):
-        step(optimizer, one, entries(2), density)
+        step(optimizer, one, entries(2), Sends(density))
     assert seen == [[0.9, 0.5], [0.9, 0.5], [0.9, 0.0], [0.9, 0.0], [0.0, 0.0], [0.0, 0.0]]
 
 
@@ -84,6 +133,7 @@ def test_users_settings_come_back() -> None:
     told = step(optimizer, parameter, entries(1))
     assert len(told) == 1
     assert "SGD steps as with momentum=0 instead of 0.9 and 10 times the learning rate" in told[0]
+    assert "DCTStrategy(momentum='keep') leaves all of it alone" in told[0]
     assert {name: value for name, value in optimizer.param_groups[0].items() if name != "params"} == before
     optimizer.register_step_pre_hook(lambda *_: 1 / optimizer.param_groups[0]["momentum"])
     with pytest.raises(ZeroDivisionError):

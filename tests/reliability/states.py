@@ -168,6 +168,7 @@ def example_state() -> dict[str, Any]:
         "owned": {"a.weight": {0: torch.randn(60)}},
         "traffic": counted,
         "split_traffic": counted,
+        "weight_sizes": {"a.weight": [0.05, 0]},
         "modules": {"tables": tables},
     }
 

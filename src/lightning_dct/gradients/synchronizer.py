@@ -20,6 +20,7 @@ from lightning_dct.gradients.memory import Memory
 from lightning_dct.gradients.pending import Pending, future_for
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.gradients.plans import Plans
+from lightning_dct.gradients.weight_sizes import WeightSizes
 from lightning_dct.traffic import FP32_BYTES, all_reduce_bytes, bytes_between_nodes
 
 
@@ -62,6 +63,7 @@ class GradientSynchronizer:
         self.synchronisations = 0
         self.steps_since_refresh = 0
         self.parameter_names = parameter_names
+        self._weight_sizes = WeightSizes(config.refresh_every)
         self._hold_unused = hold_unused
         self._loss_scale = loss_scale
         self.refresh_requested = False
@@ -153,6 +155,14 @@ class GradientSynchronizer:
             sent += size if plan is None else plan.targets[0] or size
         return sent / max(entries, 1)
 
+    def weight_size_of(self, parameters: Iterable[Tensor]) -> float:
+        """How large the weights of some parameters are; see :class:`~lightning_dct.gradients.weight_sizes.WeightSizes`.
+
+        Of what is synchronised here; 0 where nothing is.
+        """
+        named = {self.parameter_names[p]: p for p in parameters if p in self.parameter_names}
+        return self._weight_sizes.of(named, self.synchronisations)
+
     def check_optimizers(self, others: Collection[Tensor] = ()) -> None:
         """Refuse optimizers whose momentum cannot be corrected, where it is to be.
 
@@ -180,6 +190,7 @@ class GradientSynchronizer:
             "synchronisations": self.synchronisations,
             "steps_since_refresh": self.steps_since_refresh,
             **self.memory.state_dict(),
+            "weight_sizes": self._weight_sizes.state_dict(),
             "traffic": self.traffic.state_dict(),
         }
 
@@ -197,6 +208,7 @@ class GradientSynchronizer:
         )
         self.synchronisations = int(state["synchronisations"])
         self.steps_since_refresh = int(state["steps_since_refresh"])
+        self._weight_sizes.load_state_dict(state.get("weight_sizes", {}))
         self.traffic.load_state_dict(state["traffic"])
 
     def check_idle(self) -> None:

@@ -94,11 +94,7 @@ def momentum_at_rest(optimizer: Optimizer, synchronizer: GradientSynchronizer | 
         return nullcontext()
     if synchronizer.correction is not None:
         return synchronizer.correction.at_rest(optimizer)
-
-    def density_of(group: dict[str, Any]) -> float:
-        return synchronizer.density_of(group["params"])
-
-    return resting_momentum(optimizer, density_of, _tell_once)
+    return resting_momentum(optimizer, synchronizer, _tell_once)
 
 
 @lru_cache(maxsize=64)
