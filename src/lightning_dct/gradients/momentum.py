@@ -114,8 +114,8 @@ def _sentence(optimizer: Optimizer, group: dict[str, Any]) -> str:
     if isinstance(optimizer, AVERAGING):
         settings = f"betas[0]=0 instead of {momentum:g}"
         rate = (
-            f" The learning rate grows over the first {SENT_UNTIL_FULL_RATE} / density steps, and is lowered, at most to"
-            " half of it, where it is above a tenth of the weights' size."
+            f" The learning rate grows over the first {SENT_UNTIL_FULL_RATE} / density steps, and where it is above a"
+            " tenth of the weights' size it is lowered, to half at most."
         )
     else:
         settings = f"momentum=0 instead of {momentum:g} and {_factor_of_sums(group):.3g} times the learning rate"
