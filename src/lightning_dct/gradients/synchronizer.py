@@ -11,10 +11,9 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from lightning_dct.config import DCTConfig
-from lightning_dct.gradients.collectives import all_reduce_mean, all_reduce_mean_sparse
 from lightning_dct.gradients.correction import MomentumCorrection, MomentumSettings
-from lightning_dct.gradients.exchanges import Bucket, Exchange, Flow
-from lightning_dct.gradients.exchanges.base import unused
+from lightning_dct.gradients.exchanges import Bucket, Exchange
+from lightning_dct.gradients.exchanges.base import send_sparse, send_whole, unused
 from lightning_dct.gradients.holding import Holding
 from lightning_dct.gradients.memory import Memory
 from lightning_dct.gradients.pending import Pending, future_for
@@ -279,15 +278,16 @@ class GradientSynchronizer:
                     "`momentum='correct'` does not work with sparse gradients. Put the parameters of"
                     " `Embedding(sparse=True)` into a group of the optimizer with momentum=0, or use `momentum='keep'`."
                 )
-            return Pending(self._send_sparse(buffer), 1, buffer)
+            return Pending(send_sparse(buffer, self.exchange.everyone), 1, buffer)
         parameters = bucket.parameters()
         plan = self._plan_of(buffer, parameters)
         self._count_dense(buffer)
         held = self._held(buffer, plan, parameters)
         self.memory.add_momentum(buffer, plan, held, momenta)
+        ready = Bucket(buffer, plan, held)
         if plan.is_dense:
-            return Pending(self._send_whole_bucket(buffer, plan, held), 1, buffer)
-        return Pending(self.exchange.send(Bucket(buffer, plan, held), self.memory), self.exchange.rounds, buffer)
+            return Pending(send_whole(ready, self.memory, self.exchange.everyone), 1, buffer)
+        return Pending(self.exchange.send(ready, self.memory), self.exchange.rounds, buffer)
 
     def _plan_of(self, buffer: Tensor, parameters: list[Tensor]) -> BucketPlan:
         names = [self.parameter_names[parameter] for parameter in parameters]
@@ -309,13 +309,3 @@ class GradientSynchronizer:
             return set()
         switched_off = {index for index, parameter in enumerate(parameters) if not parameter.requires_grad}
         return switched_off | unused(buffer, plan)
-
-    def _send_sparse(self, gradient: Tensor) -> Flow:
-        yield all_reduce_mean_sparse(gradient, self.exchange.everyone)
-        return gradient
-
-    def _send_whole_bucket(self, buffer: Tensor, plan: BucketPlan, held: set[int]) -> Flow:
-        self.memory.send_out(buffer, plan, held, owned=True)
-        self.traffic.add(entries=buffer.numel(), entries_sent=buffer.numel())
-        yield all_reduce_mean(buffer, self.exchange.everyone)
-        return buffer

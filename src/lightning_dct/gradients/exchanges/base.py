@@ -1,4 +1,7 @@
-"""What an exchange is: the way of one bucket's gradients to the other ranks and back, as a row of collectives."""
+"""What an exchange is: the way of one bucket's gradients to the other ranks and back, as a row of collectives.
+
+Buckets in which nothing is compressed, and sparse gradients, go the same way under all of them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dct.gradients.collectives import Link
+from lightning_dct.gradients.collectives import Link, all_reduce_mean, all_reduce_mean_sparse
 from lightning_dct.gradients.compression import Compressed
 from lightning_dct.gradients.memory import Memory
 from lightning_dct.gradients.plan import BucketPlan
@@ -58,6 +61,20 @@ class Exchange(Protocol):
     def close(self) -> None:
         """Destroy the process groups that were made for this exchange."""
         ...
+
+
+def send_sparse(gradient: Tensor, everyone: Link) -> Flow:
+    """Exchange a sparse gradient, all of it."""
+    yield all_reduce_mean_sparse(gradient, everyone)
+    return gradient
+
+
+def send_whole(bucket: Bucket, memory: Memory, everyone: Link) -> Flow:
+    """Exchange a bucket in which nothing is compressed, with all that was held back of it."""
+    memory.send_out(bucket.buffer, bucket.plan, bucket.held, owned=True)
+    everyone.traffic.add(entries=bucket.buffer.numel(), entries_sent=bucket.buffer.numel())
+    yield all_reduce_mean(bucket.buffer, everyone)
+    return bucket.buffer
 
 
 def count_entries(due: int, sent: Sequence[Compressed], link: Link, memory: Memory) -> None:
