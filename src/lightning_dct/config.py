@@ -44,9 +44,9 @@ class DCTConfig:
         kernel: What adds, compares and compacts: ``"torch"``, ``"numba"`` (on the CPU), ``"triton"`` (on CUDA) or
             ``"auto"``, the fastest that is installed. All of them give the same to the last bit.
         momentum: What becomes of the optimizer's momentum: ``"auto"`` lets it rest while the residual, which is a
-            momentum of its own, remembers longer (see :mod:`lightning_dct.gradients.momentum`); ``"keep"`` leaves the
-            optimizer alone; ``"correct"``, for SGD, applies it before compressing (see
-            :mod:`lightning_dct.gradients.correction`).
+            momentum of its own, remembers longer, and Adam's learning rate grow at first (see
+            :mod:`lightning_dct.gradients.momentum`); ``"keep"`` leaves the optimizer alone; ``"correct"``, for SGD,
+            applies it before compressing (see :mod:`lightning_dct.gradients.correction`).
         missing_state: What happens when a run resumes from a checkpoint and the folder that was saved beside it is not
             there: ``"error"``, or ``"reset"``, which goes on with nothing held back and says so. Rows of sharded tables
             are part of the model; without them it is always an error.
