@@ -16,7 +16,7 @@ VALUE_FORMATS: tuple[str, ...] = get_args(ValueFormat)
 ExchangeName = Literal["auto", "all_gather", "sharded", "by_node"]
 EXCHANGES: tuple[str, ...] = get_args(ExchangeName)
 MissingState = Literal["error", "reset"]
-Momentum = Literal["auto", "keep", "correct"]
+Compress = Literal["updates", "gradients"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,14 @@ class DCTConfig:
     """What is sent, how it is written, and when the thresholds are selected anew.
 
     Attributes:
-        density: Share of each tensor's entries that is sent a step, in (0, 1]. 1.0 sends everything, as plain DDP
+        compress: What is exchanged: ``"updates"``, what weights have moved since the last exchange, behind an optimizer
+            that trains on this rank's own gradients; or ``"gradients"``, in every backward, as the paper does. With
+            Adam or momentum the latter loses quality: a residual delays gradients and lets them arrive in bursts.
+        local_steps: Optimizer steps from one exchange of updates to the next, at least 1; 8 unless given. Gradients
+            are exchanged in every step.
+        delay: Optimizer steps that an exchange of updates may travel while training goes on, at most ``local_steps``.
+            With 0 training waits for it. From 1 on tensors take turns, so that the link is never in a burst.
+        density: Share of each tensor's entries that an exchange sends, in (0, 1]. 1.0 sends everything, as plain DDP
             does.
         density_per_parameter: Densities for some parameters, by name pattern (``fnmatch`` wildcards, as in
             ``{"*.embedding.weight": 0.001}``). The first pattern that matches a name wins. A pattern that matches
@@ -43,16 +50,15 @@ class DCTConfig:
             compressed between nodes) or ``"auto"``, which chooses by counted bytes and says what it chose.
         kernel: What adds, compares and compacts: ``"torch"``, ``"numba"`` (on the CPU), ``"triton"`` (on CUDA) or
             ``"auto"``, the fastest that is installed. All of them give the same to the last bit.
-        momentum: What becomes of the optimizer's momentum: ``"auto"`` lets it rest while the residual, which is a
-            momentum of its own, remembers longer, and Adam's learning rate grow at first (see
-            :mod:`lightning_dct.gradients.momentum`); ``"keep"`` leaves the optimizer alone; ``"correct"``, for SGD,
-            applies it before compressing (see :mod:`lightning_dct.gradients.correction`).
         missing_state: What happens when a run resumes from a checkpoint and the folder that was saved beside it is not
             there: ``"error"``, or ``"reset"``, which goes on with nothing held back and says so. Rows of sharded tables
             are part of the model; without them it is always an error.
     """
 
-    density: float = 0.03
+    compress: Compress = "updates"
+    local_steps: int | None = None
+    delay: int = 0
+    density: float = 0.2
     density_per_parameter: Mapping[str, float] = field(default_factory=dict)
     refresh_every: int = 1000
     warmup_steps: int = 0
@@ -62,7 +68,6 @@ class DCTConfig:
     guard: bool = True
     exchange: ExchangeName = "auto"
     kernel: KernelName = "auto"
-    momentum: Momentum = "auto"
     missing_state: MissingState = "error"
 
     def __post_init__(self) -> None:
@@ -81,6 +86,7 @@ class DCTConfig:
             "density_per_parameter",
             {str(pattern): float(density) for pattern, density in self.density_per_parameter.items()},
         )
+        self._check_rounds()
         check_integer("refresh_every", self.refresh_every, minimum=1)
         check_integer("warmup_steps", self.warmup_steps, minimum=0)
         check_integer("min_tensor_size", self.min_tensor_size, minimum=0)
@@ -88,10 +94,33 @@ class DCTConfig:
         check_choice("warmup_schedule", self.warmup_schedule, WARMUP_SCHEDULES)
         check_choice("exchange", self.exchange, EXCHANGES)
         check_choice("kernel", self.kernel, KERNELS)
-        check_choice("momentum", self.momentum, get_args(Momentum))
         check_choice("missing_state", self.missing_state, get_args(MissingState))
         if not isinstance(self.guard, bool):
             raise TypeError(f"`guard` must be True or False, got {self.guard!r}.")
+
+    def _check_rounds(self) -> None:
+        check_choice("compress", self.compress, get_args(Compress))
+        updates = self.compress == "updates"
+        if self.local_steps is None:
+            object.__setattr__(self, "local_steps", 8 if updates else 1)
+        check_integer("local_steps", self.local_steps, minimum=1)
+        check_integer("delay", self.delay, minimum=0)
+        if not updates and (self.local_steps, self.delay) != (1, 0):
+            raise ValueError(
+                f"`compress='gradients'` exchanges gradients in every step; got local_steps={self.local_steps} and"
+                f" delay={self.delay}. Leave both out, or use `compress='updates'`."
+            )
+        if self.delay > self.local_steps:  # type: ignore[operator]
+            raise ValueError(
+                f"`delay` must be at most `local_steps`, so that an exchange has arrived before the next one begins;"
+                f" got delay={self.delay} and local_steps={self.local_steps}. Lower `delay` or raise `local_steps`."
+            )
+
+    @property
+    def round_length(self) -> int:
+        """Optimizer steps from one exchange to the next."""
+        assert self.local_steps is not None
+        return self.local_steps
 
     def check_patterns(self, parameter_names: list[str]) -> None:
         """Refuse patterns that match none of the model's parameters.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -12,9 +13,9 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dct import checkpoint as saved
@@ -22,25 +23,27 @@ from lightning_dct.agreement import check_agreement
 from lightning_dct.config import DCTConfig
 from lightning_dct.failures import end_after_gloo, meet_in_fresh_store
 from lightning_dct.files import AtomicCheckpointIO
-from lightning_dct.gradients import (
-    GradientSynchronizer,
-    MomentumCorrection,
-    make_synchronizer,
-    momentum_at_rest,
-    parameter_names,
-    resolve_process_group,
-)
+from lightning_dct.gradients import Synchronizer
 from lightning_dct.profiling import recorded
 from lightning_dct.restoring import restore_state
 from lightning_dct.strategy import DCTStrategy as TrainerStrategy
+from lightning_dct.synchronizing import (
+    check_optimizers,
+    make_gradient_synchronizer,
+    make_update_synchronizer,
+    parameter_names,
+    resolve_process_group,
+)
 from lightning_dct.traffic import Traffic
+from lightning_dct.updates import UpdateSynchronizer
 
 
 class DCTStrategy(DDPStrategy):
-    """Fabric's DDPStrategy with thresholded gradients.
+    """Fabric's DDPStrategy with compressed synchronisation.
 
     Fabric has no callbacks of its own, so the strategy refreshes the thresholds itself, every ``refresh_every``
-    optimizer steps. ``strategy.traffic`` counts bytes; ``fabric.save`` and ``fabric.load`` with a dict that holds the
+    optimizer steps, and an evaluation asks for the weights that all ranks share: ``with strategy.shared_weights():``.
+    ``strategy.traffic`` counts bytes; ``fabric.save`` and ``fabric.load`` with a dict that holds the
     model save and restore residuals and thresholds too.
 
     Args:
@@ -56,9 +59,10 @@ class DCTStrategy(DDPStrategy):
         super().__init__(accelerator=accelerator, **kwargs)
         self.traffic = Traffic(recorded)
         # One for each module that was set up, in that order.
-        self.synchronizers: list[GradientSynchronizer] = []
+        self.synchronizers: list[Synchronizer] = []
         self._optimizers: list[Optimizer] = []
-        self._correction = MomentumCorrection(lambda: self._optimizers) if self.config.momentum == "correct" else None
+        if self._trains_apart:
+            self._backward_sync_control = _NothingToHoldBack()
 
     def setup_environment(self) -> None:
         """Bring the processes up."""
@@ -66,26 +70,40 @@ class DCTStrategy(DDPStrategy):
         super().setup_environment()
         end_after_gloo()
 
-    def setup_module(self, module: Module) -> DistributedDataParallel:
-        """Wrap a module with DDP and register the communication hook."""
+    def setup_module(self, module: Module) -> Any:
+        """Set synchronisation up; where gradients are exchanged, the module is wrapped with DDP."""
         self.config.check_patterns(list(parameter_names(module).values()))
         group = resolve_process_group(self._ddp_kwargs)
         plain = {name: value for name, value in self._ddp_kwargs.items() if isinstance(value, bool | int | float | str)}
         check_agreement({**vars(self.config), **plain}, module, group)
-        wrapped = super().setup_module(module)
         place = (self.node_rank, self.local_rank)
-        synchronizer = make_synchronizer(
-            wrapped, self.precision, self.config, self.traffic, place, self._timeout, self._correction
+        if self.config.compress == "gradients":
+            wrapped = super().setup_module(module)
+            synchronizer = make_gradient_synchronizer(
+                wrapped, self.precision, self.config, self.traffic, place, self._timeout
+            )
+            wrapped.register_comm_hook(None, synchronizer.hook)
+            self.synchronizers.append(synchronizer)
+            return wrapped
+        average_buffers = self._ddp_kwargs.get("broadcast_buffers", True)
+        self.synchronizers.append(
+            make_update_synchronizer(
+                module,
+                group,
+                self.config,
+                self.traffic,
+                place,
+                self._timeout,
+                lambda: self._optimizers,
+                average_buffers,
+            )
         )
-        wrapped.register_comm_hook(None, synchronizer.hook)
-        self.synchronizers.append(synchronizer)
-        return wrapped
+        return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Remember an optimizer, whose momentum may have to be known before it steps."""
+        """Remember an optimizer: each has a clock of its own."""
+        check_optimizers(self.config, [optimizer])
         self._optimizers.append(optimizer)
-        for synchronizer in self.synchronizers:
-            synchronizer.check_optimizers()
         return super().setup_optimizer(optimizer)
 
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
@@ -96,11 +114,33 @@ class DCTStrategy(DDPStrategy):
         super().backward(tensor, module, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step, with the optimizer's momentum at rest where residuals or velocities stand in for it."""
-        with ExitStack() as stack:
-            for synchronizer in self.synchronizers:
-                stack.enter_context(momentum_at_rest(optimizer, synchronizer))
-            return super().optimizer_step(optimizer, **kwargs)
+        """Step, and exchange what the weights have moved when it is time."""
+        stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        updates = [
+            synchronizer
+            for synchronizer in self.synchronizers
+            if isinstance(synchronizer, UpdateSynchronizer) and not stepped.isdisjoint(synchronizer.parameter_names)
+        ]
+        for synchronizer in updates:
+            synchronizer.before_step(optimizer)
+        output = super().optimizer_step(optimizer, **kwargs)
+        for synchronizer in updates:
+            synchronizer.after_step(optimizer)
+        return output
+
+    @contextmanager
+    def shared_weights(self) -> Iterator[None]:
+        """Have the weights that all ranks share in the modules: to evaluate, or to look at them. A collective call."""
+        for synchronizer in self.synchronizers:
+            if isinstance(synchronizer, UpdateSynchronizer):
+                synchronizer.average_buffers()
+        with self._shared_weights():
+            yield
+
+    def get_module_state_dict(self, module: Module) -> dict[str, Any]:
+        """The state of a module, with the weights that all ranks share."""
+        with self._shared_weights():
+            return super().get_module_state_dict(module)
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -114,12 +154,15 @@ class DCTStrategy(DDPStrategy):
         self._checkpoint_io = io
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Save Fabric's checkpoint from rank 0, and beside it the compression state of every rank."""
+        """Save Fabric's checkpoint from rank 0, and beside it what every rank has of its own."""
         path, save = self.broadcast((str(path), secrets.token_hex(4)))
         notes = []
+        # Optimizers come to Fabric by any name or none: their states lie in the part of the first module.
+        optimizers = [optimizer.state_dict() for optimizer in self._optimizers] if self._trains_apart else []
         for index, synchronizer in enumerate(self.synchronizers):
             note = saved.make_note(self.world_size, synchronizer.synchronisations, save)
-            saved.write_state(self.checkpoint_io, _part(path, index), note, self.global_rank, synchronizer.state_dict())
+            own = {**synchronizer.state_dict(), "optimizers": [] if index else optimizers}
+            saved.write_state(self.checkpoint_io, _part(path, index), note, self.global_rank, own)
             notes.append(note)
         self.barrier()
         super().save_checkpoint(path, {**state, saved.CHECKPOINT_KEY: notes}, *args, **kwargs)
@@ -128,24 +171,46 @@ class DCTStrategy(DDPStrategy):
                 saved.remove_outdated(self.checkpoint_io, _part(path, index), note)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load Fabric's checkpoint and, into a dict of objects to restore, this rank's compression state."""
-        remainder = super().load_checkpoint(path, state, *args, **kwargs)
+        """Load Fabric's checkpoint and, into a dict of objects to restore, what this rank has of its own."""
+        with self._shared_weights():
+            remainder = super().load_checkpoint(path, state, *args, **kwargs)
         notes = remainder.pop(saved.CHECKPOINT_KEY, []) if isinstance(state, dict) and state else []
         path = saved.behind_link(str(path))
         for index, (synchronizer, note) in enumerate(zip(self.synchronizers, notes, strict=False)):
             layout = (self.global_rank, self.world_size, 1)
-            synchronizer.load_state_dict(
-                restore_state(
-                    self.checkpoint_io, _part(path, index), note, *layout, missing_state=self.config.missing_state
-                )
+            own = restore_state(
+                self.checkpoint_io, _part(path, index), note, *layout, missing_state=self.config.missing_state
             )
+            synchronizer.load_state_dict(own)
+            for optimizer, optimizer_state in zip(self._optimizers, own.get("optimizers", []), strict=False):
+                optimizer.load_state_dict(optimizer_state)
         return remainder
+
+    @property
+    def _trains_apart(self) -> bool:
+        return self.config.compress == "updates"
+
+    @contextmanager
+    def _shared_weights(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for synchronizer in self.synchronizers:
+                if isinstance(synchronizer, UpdateSynchronizer):
+                    stack.enter_context(synchronizer.weights.in_model())
+            yield
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Register this strategy's names with Fabric's registry."""
         for name, settings in TrainerStrategy.registered_names.items():
             strategy_registry.register(name, cls, description="DCT strategy for Fabric", override=True, **settings)
+
+
+class _NothingToHoldBack(_BackwardSyncControl):
+    """Backward synchronises nothing, so there is nothing that accumulation would have to hold back."""
+
+    def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
+        """Change nothing."""
+        return nullcontext()
 
 
 def _part(path: Any, index: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
@@ -12,7 +13,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dct import checkpoint as saved
@@ -23,9 +23,11 @@ from lightning_dct.embedding.hosting import find_tables
 from lightning_dct.embedding.shards import load_row_states, load_rows, save_rows, without_rows
 from lightning_dct.failures import Lifeline
 from lightning_dct.files import AtomicCheckpointIO, finish_writing, write_at_once
-from lightning_dct.gradients import GradientSynchronizer, parameter_names
+from lightning_dct.gradients import Synchronizer
 from lightning_dct.restoring import restore_state
+from lightning_dct.synchronizing import parameter_names
 from lightning_dct.traffic import Traffic
+from lightning_dct.updates import UpdateSynchronizer
 
 
 class CheckpointedStrategy(DDPStrategy):
@@ -46,17 +48,26 @@ class CheckpointedStrategy(DDPStrategy):
         # Gradients, and what crosses inside the model: activations, embedding rows and their gradients.
         self.traffic = Traffic()
         self.split_traffic = Traffic()
-        # Thresholds, residuals and counters of this rank, from the set-up of fit on.
-        self.synchronizer: GradientSynchronizer | None = None
+        # Thresholds, what is held back, and counters of this rank, from the set-up of fit on.
+        self.synchronizer: Synchronizer | None = None
+        # Whether it is set up for training.
+        self.is_fitting = False
         # Tells this rank when another one dies; from the start of the processes on, None for a single one.
         self.lifeline: Lifeline | None = None
         # Whether gradients wait for more to be added to them, and such gradients from a checkpoint, by parameter.
         self._accumulating = False
         self._accumulated: dict[str, Tensor] = {}
         self._saved_state: dict[str, Any] | None = None
+        # The optimizers' states of this rank, where each rank's optimizer has its own.
+        self._own_optimizers: list[dict[str, Any]] = []
         # Checkpoints whose folders may hold files of earlier saves, with what they say about their state.
         self._to_tidy: dict[str, dict[str, int | str] | None] = {}
         self._rows_folder: str | None = None
+
+    @property
+    def updates(self) -> UpdateSynchronizer | None:
+        """The synchronizer, where updates are exchanged."""
+        return self.synchronizer if isinstance(self.synchronizer, UpdateSynchronizer) else None
 
     def compressed_modules(self) -> dict[str, CompressedModule]:
         """The modules whose activations are compressed, by name."""
@@ -89,11 +100,15 @@ class CheckpointedStrategy(DDPStrategy):
         self._accumulated = {}
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Run backward, and remember whether the gradients wait for more to be added to them."""
-        steps = self.traffic.totals.steps
+        """Run backward, and remember that the gradients wait for more to be added to them, or for a step."""
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        self._accumulating = self.traffic.totals.steps == steps
+        self._accumulating = True
         return loss
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model's state, with the weights that all ranks share."""
+        with nullcontext() if self.updates is None else self.updates.weights.in_model():
+            return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state, less that of sharded rows, which is saved with them."""
@@ -166,28 +181,32 @@ class CheckpointedStrategy(DDPStrategy):
                 return checkpoint
             layout = (self.global_rank, self.world_size, self.stages)
             self._saved_state = restore_state(self.checkpoint_io, path, note, *layout, self.config.missing_state)
-            # Restored in the middle of fit, as the learning-rate finder does; at its beginning, set-up restores.
-            if self.synchronizer is not None and isinstance(self.model, DistributedDataParallel):
-                self._restore(self.synchronizer)
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights, those of sharded rows from the folder beside the checkpoint."""
         tables = self.sharded_tables()
-        super().load_model_state_dict(checkpoint, strict)
+        with nullcontext() if self.updates is None else self.updates.weights.in_model():
+            super().load_model_state_dict(checkpoint, strict)
         if tables and self._rows_folder is not None:
             load_rows(self._rows_folder, tables)
+        # Restored in the middle of fit, as the learning-rate finder does; at its beginning, set-up restores.
+        if self.synchronizer is not None and self.is_fitting:
+            self._restore(self.synchronizer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizers' states, those of sharded rows from the folder beside the checkpoint."""
-        super().load_optimizer_state_dict(checkpoint)
+        """Load the optimizers' states: this rank's own, and of sharded rows, lie beside the checkpoint."""
+        own, self._own_optimizers = self._own_optimizers, []
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": own} if own else checkpoint)
         if self._rows_folder is not None:
             load_row_states(self._rows_folder, self.sharded_tables(), self.optimizers)
 
     def _state(self) -> dict[str, Any]:
         assert self.synchronizer is not None
+        own = [] if self.updates is None else [self.optimizer_state(optimizer) for optimizer in self.optimizers]
         return {
             **self.synchronizer.state_dict(),
+            "optimizers": own,
             "split_traffic": self.split_traffic.state_dict(),
             "accumulated": self._accumulated_gradients(),
             "modules": {name: module.compression_state() for name, module in self.compressed_modules().items()},
@@ -207,10 +226,11 @@ class CheckpointedStrategy(DDPStrategy):
         assert self.lightning_module is not None
         return parameter_names(self.lightning_module)
 
-    def _restore(self, synchronizer: GradientSynchronizer) -> None:
+    def _restore(self, synchronizer: Synchronizer) -> None:
         if self._saved_state is None:
             return
         synchronizer.load_state_dict(self._saved_state)
+        self._own_optimizers = self._saved_state.get("optimizers", [])
         if "split_traffic" in self._saved_state:
             self.split_traffic.load_state_dict(self._saved_state["split_traffic"])
         self._accumulated = self._saved_state.get("accumulated", {})

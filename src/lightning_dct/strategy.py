@@ -1,4 +1,4 @@
-"""``Trainer(strategy="dct")``: wires thresholded gradients into Lightning's DDPStrategy. Holds no maths."""
+"""``Trainer(strategy="dct")``: wires compressed synchronisation into Lightning's DDPStrategy. Holds no maths."""
 
 from __future__ import annotations
 
@@ -25,38 +25,47 @@ from lightning_dct.callbacks import (
     EvaluationJoin,
     FailureNotice,
     RequeueAfterStep,
+    SharedWeightsView,
     ThresholdRefresh,
 )
-from lightning_dct.config import DCTConfig, ExchangeName, MissingState, Momentum, ValueFormat
+from lightning_dct.config import Compress, DCTConfig, ExchangeName, MissingState, ValueFormat
 from lightning_dct.embedding.hosting import install_clipping
 from lightning_dct.failures import Lifeline, end_after_gloo, meet_in_fresh_store
-from lightning_dct.gradients import (
-    MomentumCorrection,
-    make_synchronizer,
-    momentum_at_rest,
-    parameter_names,
-    resolve_process_group,
-)
+from lightning_dct.gradients import GradientSynchronizer
 from lightning_dct.kernels import KernelName
 from lightning_dct.profiling import shown_by
 from lightning_dct.saving import CheckpointedStrategy
+from lightning_dct.synchronizing import (
+    check_optimizers,
+    make_gradient_synchronizer,
+    make_update_synchronizer,
+    parameter_names,
+    resolve_process_group,
+)
 from lightning_dct.traffic import Traffic
 from lightning_dct.warmup import WarmupSchedule
 
 
 class DCTStrategy(CheckpointedStrategy):
-    """Data-parallel training that sends only gradient entries above a threshold and remembers the rest.
+    """Data-parallel training that sends only what moves by more than a threshold and remembers the rest.
 
-    The method is the data-parallel half of Dynamic Communication Thresholding (Gupta et al., KDD 2021). Everything
-    else, from launchers to checkpoints, is :class:`~lightning.pytorch.strategies.DDPStrategy`'s.
+    Every rank trains its own weights with the user's optimizer, and every ``local_steps`` optimizer steps the ranks
+    exchange what their weights have *moved*, compressed by Dynamic Communication Thresholding (Gupta et al., KDD 2021);
+    see :mod:`lightning_dct.updates.synchronizer` for the equations. Validation, checkpoints and the end of fit see the
+    weights that all ranks share. With ``compress="gradients"`` the ranks exchange gradients in every backward instead,
+    as the paper does. Everything else, from launchers to checkpoints, is
+    :class:`~lightning.pytorch.strategies.DDPStrategy`'s.
 
     Example::
 
-        trainer = Trainer(strategy=DCTStrategy(density=0.01, value_format="int8"), devices=2)
+        trainer = Trainer(strategy=DCTStrategy(local_steps=16, density=0.1), devices=2)
 
     Args:
         accelerator: As for DDPStrategy.
-        density: Share of each tensor's entries that is sent a step, in (0, 1].
+        compress: ``"updates"``, what weights have moved, or ``"gradients"``.
+        local_steps: Optimizer steps from one exchange of updates to the next; 8 unless given.
+        delay: Optimizer steps that an exchange of updates may travel while training goes on, at most ``local_steps``.
+        density: Share of each tensor's entries that an exchange sends, in (0, 1].
         density_per_parameter: Densities for some parameters, by name pattern.
         refresh_every: Optimizer steps between two exact selections of the thresholds.
         warmup_steps: Optimizer steps over which the density falls from 1.0 to its target.
@@ -66,8 +75,6 @@ class DCTStrategy(CheckpointedStrategy):
         guard: Nudge the thresholds between refreshes to hold the number of entries near its target.
         exchange: ``"all_gather"``, ``"sharded"``, ``"by_node"``, or ``"auto"`` to choose by counted bytes.
         kernel: ``"torch"``, ``"numba"``, ``"triton"``, or ``"auto"`` for the fastest that is installed.
-        momentum: ``"auto"`` to let the optimizer's momentum rest where residuals stand in for it, ``"keep"``, or, for
-            SGD, ``"correct"`` to apply it before compressing.
         missing_state: ``"error"``, or ``"reset"`` to resume also without the folder that was saved with a checkpoint.
         gradient_as_bucket_view: As for DistributedDataParallel. Gradients live in the buckets that are exchanged: no
             copy of each in every step.
@@ -94,7 +101,10 @@ class DCTStrategy(CheckpointedStrategy):
         self,
         accelerator: Accelerator | None = None,
         *,
-        density: float = 0.03,
+        compress: Compress = "updates",
+        local_steps: int | None = None,
+        delay: int = 0,
+        density: float = 0.2,
         density_per_parameter: Mapping[str, float] | None = None,
         refresh_every: int = 1000,
         warmup_steps: int = 0,
@@ -104,7 +114,6 @@ class DCTStrategy(CheckpointedStrategy):
         guard: bool = True,
         exchange: ExchangeName = "auto",
         kernel: KernelName = "auto",
-        momentum: Momentum = "auto",
         missing_state: MissingState = "error",
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
@@ -116,6 +125,9 @@ class DCTStrategy(CheckpointedStrategy):
                     " `DDPStrategy` for another hook, or leave the setting out."
                 )
         config = DCTConfig(
+            compress=compress,
+            local_steps=local_steps,
+            delay=delay,
             density=density,
             density_per_parameter=density_per_parameter or {},
             refresh_every=refresh_every,
@@ -126,7 +138,6 @@ class DCTStrategy(CheckpointedStrategy):
             guard=guard,
             exchange=exchange,
             kernel=kernel,
-            momentum=momentum,
             missing_state=missing_state,
         )
         super().__init__(config, accelerator=accelerator, gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
@@ -166,6 +177,9 @@ class DCTStrategy(CheckpointedStrategy):
             trainer.callbacks.insert(0, EvaluationJoin())
         if not any(isinstance(callback, FailureNotice) for callback in trainer.callbacks):
             trainer.callbacks.insert(0, FailureNotice())
+        if not any(isinstance(callback, SharedWeightsView) for callback in trainer.callbacks):
+            trainer.callbacks.insert(0, SharedWeightsView(opens=True))
+            trainer.callbacks.append(SharedWeightsView(opens=False))
 
     def setup_environment(self) -> None:
         """Bring the processes up, then make the rows of embedding tables that each of them owns."""
@@ -195,9 +209,11 @@ class DCTStrategy(CheckpointedStrategy):
                 " every step. Use `precision='bf16-mixed'` instead of `'16-mixed'`."
             )
         install_clipping(self.precision_plugin, tables)
+        # Callbacks of the module have come in since `connect`.
+        trainer.callbacks.sort(key=_place_of)  # type: ignore[attr-defined]
         super().setup(trainer)
-        if self.synchronizer is not None:
-            self.synchronizer.check_optimizers([table.weight for table in tables.values()])
+        if trainer.state.fn == TrainerFn.FITTING:
+            check_optimizers(self.config, self.optimizers)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step; where activations are compressed within a rank, they cross once in it."""
@@ -226,14 +242,25 @@ class DCTStrategy(CheckpointedStrategy):
         model: pl.LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Step, with the optimizer's momentum at rest where residuals or velocities stand in for it.
+        """Step, and exchange what the weights have moved when it is time.
 
         Where gradients are held back there is nothing to step with: then it is forward and backward only.
         """
         if self.synchronizer is not None and self.synchronizer.holds_back:
             return closure()
-        with momentum_at_rest(optimizer, self.synchronizer):
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self.updates is not None:
+            self.updates.before_step(optimizer)
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._accumulating = False
+        if self.updates is not None:
+            self.updates.after_step(optimizer)
+        return output
+
+    def on_validation_end(self) -> None:
+        """Go on with this rank's own weights, where a validation was a part of training."""
+        super().on_validation_end()
+        if self.updates is not None and self.is_fitting:
+            self.updates.weights.hide()
 
     def on_train_end(self) -> None:
         """Wait for what GPUs have still to tell of the last steps."""
@@ -245,7 +272,13 @@ class DCTStrategy(CheckpointedStrategy):
         """Undo the wrapping."""
         if self.synchronizer is not None:
             self.synchronizer.exchange.close()
+        if self.updates is not None:
+            # A fit that was cut short ends with this rank's own weights in the model.
+            self.updates.weights.show()
         super().teardown()
+        self.is_fitting = False
+        if self.updates is not None:
+            self.updates.weights.follow_parameters()
         self._finish_saving()
         if self.lifeline is not None:
             self.lifeline.close()
@@ -268,7 +301,8 @@ class DCTStrategy(CheckpointedStrategy):
         assert self.lightning_module is not None
         check_modules_agree(self.lightning_module)
 
-    def _setup_model(self, model: Module) -> DistributedDataParallel:
+    def _setup_model(self, model: Module) -> Any:
+        """Wrap the model where gradients are exchanged; where updates are, it trains as in a single process."""
         group = resolve_process_group(self._ddp_kwargs)
         self.config.check_patterns(list(parameter_names(model).values()))
         trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
@@ -277,23 +311,39 @@ class DCTStrategy(CheckpointedStrategy):
         plain = {name: value for name, value in self._ddp_kwargs.items() if isinstance(value, bool | int | float | str)}
         settings = {**vars(self.config), **plain, "ThresholdRefresh(every_n_steps)": refresh}
         check_agreement(settings, model, group)
-        return super()._setup_model(model)
+        return super()._setup_model(model) if self.config.compress == "gradients" else model
 
     def _register_ddp_hooks(self) -> None:
         # DDPStrategy skips hooks off CUDA; ours runs everywhere.
-        assert isinstance(self.model, DistributedDataParallel)
-        if self.synchronizer is None:
-            place = (self.node_rank, self.local_rank)
-            self.synchronizer = make_synchronizer(
-                self.model, self.precision_plugin, self.config, self.traffic, place, self._timeout, self._correction()
-            )
-            self._restore(self.synchronizer)
-        self._synchronised = self._trainable()
-        self.model.register_comm_hook(None, self.synchronizer.hook)
-
-    def _correction(self) -> MomentumCorrection | None:
-        return MomentumCorrection(lambda: self.optimizers) if self.config.momentum == "correct" else None
+        self.is_fitting = True
+        place = (self.node_rank, self.local_rank)
+        if isinstance(self.model, DistributedDataParallel):
+            if not isinstance(self.synchronizer, GradientSynchronizer):
+                self.synchronizer = make_gradient_synchronizer(
+                    self.model, self.precision_plugin, self.config, self.traffic, place, self._timeout
+                )
+                self._restore(self.synchronizer)
+            self._synchronised = self._trainable()
+            self.model.register_comm_hook(None, self.synchronizer.hook)
+            return
+        assert self.model is not None
+        self.synchronizer = make_update_synchronizer(
+            self.model,
+            self._ddp_kwargs.get("process_group"),
+            self.config,
+            self.traffic,
+            place,
+            self._timeout,
+            lambda: self.optimizers,
+            self._ddp_kwargs.get("broadcast_buffers", True),
+        )
+        self._restore(self.synchronizer)
 
     def _trainable(self) -> set[int]:
         assert self.lightning_module is not None
         return {id(parameter) for parameter in self.lightning_module.parameters() if parameter.requires_grad}
+
+
+def _place_of(callback: pl.Callback) -> int:
+    """The view of the shared weights opens before all other callbacks and closes behind them."""
+    return 0 if not isinstance(callback, SharedWeightsView) else -1 if callback.opens else 1

@@ -8,6 +8,7 @@ from lightning_dct.callbacks.evaluation_join import EvaluationJoin
 from lightning_dct.callbacks.event_triggered_sending import EventTriggeredSending
 from lightning_dct.callbacks.failure_notice import FailureNotice
 from lightning_dct.callbacks.requeue_after_step import RequeueAfterStep
+from lightning_dct.callbacks.shared_weights_view import SharedWeightsView
 from lightning_dct.callbacks.threshold_refresh import ThresholdRefresh
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "EventTriggeredSending",
     "FailureNotice",
     "RequeueAfterStep",
+    "SharedWeightsView",
     "ThresholdRefresh",
 ]

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_dct.callbacks.requirements import require_dct, synchronizer_of
 from lightning_dct.config import check_density, check_integer
-from lightning_dct.gradients import parameter_names
+from lightning_dct.synchronizing import parameter_names
 
 
 class AccordionSchedule(pl.Callback):

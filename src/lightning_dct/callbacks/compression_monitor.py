@@ -275,7 +275,7 @@ def _held_back(trainer: pl.Trainer) -> dict[str, tuple[list[float], float | None
     synchronizer = getattr(trainer.strategy, "synchronizer", None)
     modules = _modules_of(trainer)
     return {
-        "dp": ([], None) if synchronizer is None else (synchronizer.thresholds.values(), synchronizer.memory.norm()),
+        "dp": ([], None) if synchronizer is None else (synchronizer.thresholds.values(), synchronizer.norm()),
         "mp": (
             _thresholds_inside(trainer),
             math.hypot(*(module.residual_norm() for module in modules)),

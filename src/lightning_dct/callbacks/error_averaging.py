@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_dct.callbacks.requirements import require_dct, synchronizer_of
+from lightning_dct.callbacks.requirements import gradient_synchronizer_of, require_dct
 from lightning_dct.config import check_integer
 from lightning_dct.gradients.between_steps import average_residuals
 
@@ -35,18 +35,18 @@ class ErrorAveraging(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse strategies that hold nothing back."""
-        require_dct(trainer, self)
+        require_dct(trainer, self, gradients=True)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Remember how far training is."""
-        self._synchronised_before = synchronizer_of(trainer).synchronisations
+        self._synchronised_before = gradient_synchronizer_of(trainer).synchronisations
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Average when it is time; a collective call."""
-        synchronizer, every = synchronizer_of(trainer), self.every_n_steps
+        synchronizer, every = gradient_synchronizer_of(trainer), self.every_n_steps
         if synchronizer.synchronisations // every > self._synchronised_before // every:
             average_residuals(synchronizer)

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_dct.callbacks.requirements import require_dct, synchronizer_of
+from lightning_dct.callbacks.requirements import gradient_synchronizer_of, require_dct
 from lightning_dct.config import check_integer, check_positive
 from lightning_dct.gradients.between_steps import decide_to_hold_back
 from lightning_dct.gradients.holding import Holding
@@ -44,7 +44,7 @@ class EventTriggeredSending(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse what does not go through residuals, or has to be undone."""
-        require_dct(trainer, self, replicas=True)
+        require_dct(trainer, self, replicas=True, gradients=True)
         if getattr(trainer.precision_plugin, "scaler", None) is not None:
             raise MisconfigurationException(
                 "`EventTriggeredSending` does not work with a loss scaler, whose skipped steps it could not undo. Use"
@@ -58,19 +58,19 @@ class EventTriggeredSending(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Have gradients measured, and take up the decision of a checkpoint."""
-        synchronizer_of(trainer).holding = self._holding
+        gradient_synchronizer_of(trainer).holding = self._holding
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Remember how many steps there have been."""
-        self._steps_before = synchronizer_of(trainer).traffic.totals.steps
+        self._steps_before = gradient_synchronizer_of(trainer).traffic.totals.steps
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Decide about the next step; a collective call."""
-        synchronizer = synchronizer_of(trainer)
+        synchronizer = gradient_synchronizer_of(trainer)
         if synchronizer.traffic.totals.steps > self._steps_before:
             self._decided += 1
             self._held_back += decide_to_hold_back(synchronizer, self.bound, self.at_most)

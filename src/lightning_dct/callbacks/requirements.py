@@ -5,25 +5,32 @@ from __future__ import annotations
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_dct.gradients import GradientSynchronizer
+from lightning_dct.gradients import GradientSynchronizer, Synchronizer
 
 
-def require_dct(trainer: pl.Trainer, callback: pl.Callback, replicas: bool = False) -> None:
+def require_dct(trainer: pl.Trainer, callback: pl.Callback, replicas: bool = False, gradients: bool = False) -> None:
     """Refuse strategies that a callback does not work with.
 
     Args:
         trainer: Whose strategy it is.
         callback: The callback.
         replicas: Whether it needs every rank to have the whole model, which the ranks of a pipeline have not.
+        gradients: Whether it needs gradients to be what is exchanged.
 
     Raises:
-        MisconfigurationException: The Trainer's strategy is not one of this package's, or a pipeline.
+        MisconfigurationException: The Trainer's strategy is not one of this package's, a pipeline, or exchanges
+            something else.
     """
     name, strategy = type(callback).__name__, trainer.strategy
     if not hasattr(strategy, "synchronizer"):
         raise MisconfigurationException(
             f"`{name}` needs `Trainer(strategy='dct')` or a `DCTStrategy`; this Trainer's strategy is"
             f" {type(strategy).__name__}. Change the strategy or remove the callback."
+        )
+    if gradients and strategy.config.compress != "gradients":  # type: ignore[attr-defined]
+        raise MisconfigurationException(
+            f"`{name}` acts on gradients that are held back, and this strategy exchanges what weights have moved. Use"
+            " `DCTStrategy(compress='gradients')`, or remove the callback."
         )
     if replicas and getattr(strategy, "stages", 1) > 1:
         raise MisconfigurationException(
@@ -32,7 +39,14 @@ def require_dct(trainer: pl.Trainer, callback: pl.Callback, replicas: bool = Fal
         )
 
 
-def synchronizer_of(trainer: pl.Trainer) -> GradientSynchronizer:
-    """What synchronises the gradients of a Trainer that trains with one of this package's strategies."""
-    synchronizer: GradientSynchronizer = trainer.strategy.synchronizer  # type: ignore[attr-defined]
+def synchronizer_of(trainer: pl.Trainer) -> Synchronizer:
+    """What synchronises the ranks of a Trainer that trains with one of this package's strategies."""
+    synchronizer: Synchronizer = trainer.strategy.synchronizer  # type: ignore[attr-defined]
+    return synchronizer
+
+
+def gradient_synchronizer_of(trainer: pl.Trainer) -> GradientSynchronizer:
+    """The same, where gradients are what is exchanged."""
+    synchronizer = synchronizer_of(trainer)
+    assert isinstance(synchronizer, GradientSynchronizer)
     return synchronizer

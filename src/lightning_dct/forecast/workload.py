@@ -16,7 +16,7 @@ from torch.nn.parallel.distributed import _DEFAULT_BUCKET_CAP_MB
 from torch.nn.parameter import is_lazy
 
 from lightning_dct.embedding.hosting import find_tables
-from lightning_dct.gradients.wrapping import parameter_names
+from lightning_dct.synchronizing import parameter_names
 
 # A first bucket of its own, so that something travels early; then buckets of this size. DistributedDataParallel's own.
 BUCKET_LIMITS = [_DEFAULT_FIRST_BUCKET_BYTES, _DEFAULT_BUCKET_CAP_MB * 1024 * 1024]

@@ -1,24 +1,14 @@
-"""DCT-DP: gradients synchronised under thresholds, with error feedback."""
+"""DCT-DP: tensors of all ranks synchronised under thresholds, with what is not sent remembered."""
 
-from lightning_dct.gradients.correction import MomentumCorrection
+from lightning_dct.gradients.hook import GradientSynchronizer
 from lightning_dct.gradients.plan import BucketPlan, plan_bucket
 from lightning_dct.gradients.residual import Residuals
-from lightning_dct.gradients.synchronizer import GradientSynchronizer
-from lightning_dct.gradients.wrapping import (
-    make_synchronizer,
-    momentum_at_rest,
-    parameter_names,
-    resolve_process_group,
-)
+from lightning_dct.gradients.synchronizer import Synchronizer
 
 __all__ = [
     "BucketPlan",
     "GradientSynchronizer",
-    "MomentumCorrection",
     "Residuals",
-    "make_synchronizer",
-    "momentum_at_rest",
-    "parameter_names",
+    "Synchronizer",
     "plan_bucket",
-    "resolve_process_group",
 ]

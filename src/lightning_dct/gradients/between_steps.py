@@ -7,8 +7,9 @@ import math
 import torch
 
 from lightning_dct.gradients.collectives import add_up
-from lightning_dct.gradients.plan import target_of
-from lightning_dct.gradients.synchronizer import GradientSynchronizer
+from lightning_dct.gradients.hook import GradientSynchronizer
+from lightning_dct.gradients.plan import real_dtype, real_numel, target_of
+from lightning_dct.gradients.synchronizer import Synchronizer
 from lightning_dct.gradients.tails import Tails, share_out_entries
 from lightning_dct.wire import BITS_PER_VALUE
 
@@ -24,8 +25,8 @@ def average_residuals(synchronizer: GradientSynchronizer) -> None:
     synchronizer.check_idle()
     memory, exchange = synchronizer.memory, synchronizer.exchange
     for parameter, name in synchronizer.parameter_names.items():
-        size, device = parameter.numel(), parameter.device
-        plan = synchronizer.plans.of((name,), (size,), parameter.dtype, synchronizer.synchronisations)
+        size, device = real_numel(parameter), parameter.device
+        plan = synchronizer.plans.of((name,), (size,), real_dtype(parameter), synchronizer.synchronisations)
         if plan.is_dense or not parameter.requires_grad:
             continue
         link = exchange.co_owners
@@ -70,19 +71,19 @@ def decide_to_hold_back(synchronizer: GradientSynchronizer, bound: float, at_mos
     return holding.back
 
 
-def count_tails(synchronizer: GradientSynchronizer) -> None:
+def count_tails(synchronizer: Synchronizer) -> None:
     """Count each tensor's large entries in the next synchronisation, which selects all thresholds anew."""
     if synchronizer.memory.tails is None:
         synchronizer.memory.tails = Tails(synchronizer.parameter_names.values())
     synchronizer.request_refresh()
 
 
-def tails_are_counted(synchronizer: GradientSynchronizer) -> bool:
+def tails_are_counted(synchronizer: Synchronizer) -> bool:
     """Whether a synchronisation has been counted; the same on every rank."""
     return synchronizer.memory.tails is not None and not synchronizer.refresh_requested
 
 
-def share_out_by_tails(synchronizer: GradientSynchronizer, bound: int) -> dict[str, float]:
+def share_out_by_tails(synchronizer: Synchronizer, bound: int) -> dict[str, float]:
     """Share entries out by what has been counted.
 
     Args:
@@ -103,7 +104,7 @@ def share_out_by_tails(synchronizer: GradientSynchronizer, bound: int) -> dict[s
     counts = tails.counts.to(next(iter(parameters.values())).device)
     add_up(counts, synchronizer.exchange.everyone)
     rows = {name: row for name, row in zip(tails.names, counts.tolist(), strict=True) if row[0]}
-    sizes = [parameters[name].numel() for name in rows]
+    sizes = [real_numel(parameters[name]) for name in rows]
     densities = [config.density_of(name) for name in rows]
     targets = [target_of(density, size) for density, size in zip(densities, sizes, strict=True)]
     shares = share_out_entries(list(rows.values()), sizes, targets, BITS_PER_VALUE[config.value_format], bound)

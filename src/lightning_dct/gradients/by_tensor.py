@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import NamedTuple
 
-from lightning_dct.gradients.synchronizer import GradientSynchronizer
+from lightning_dct.gradients.plan import real_numel
+from lightning_dct.gradients.synchronizer import Synchronizer
 
 
 class TensorFigures(NamedTuple):
@@ -27,7 +28,7 @@ class TensorFigures(NamedTuple):
     residual_norm: float
 
 
-def figures_by_tensor(synchronizer: GradientSynchronizer) -> list[TensorFigures]:
+def figures_by_tensor(synchronizer: Synchronizer) -> list[TensorFigures]:
     """The figures of all tensors that are synchronised, in the model's order; no communication.
 
     A tensor that is to be compressed, but of which nothing has been so far, is left out: it has taken no part yet, or
@@ -39,11 +40,11 @@ def figures_by_tensor(synchronizer: GradientSynchronizer) -> list[TensorFigures]
         name = label if label in thresholds else label.rpartition("[")[0]
         if name in thresholds:
             thresholds[name].append(value)
-    norms = synchronizer.memory.norms()
+    norms = synchronizer.norms()
     figures = []
     for parameter, name in synchronizer.parameter_names.items():
         density = synchronizer.density_of([parameter])
         if parameter.requires_grad and (thresholds[name] or density == 1.0):
             threshold = statistics.median(thresholds[name]) if density < 1.0 else None
-            figures.append(TensorFigures(name, parameter.numel(), density, threshold, norms.get(name, 0.0)))
+            figures.append(TensorFigures(name, real_numel(parameter), density, threshold, norms.get(name, 0.0)))
     return figures

@@ -7,21 +7,18 @@ A rank holds back two kinds of things, both in the units of its own gradients, u
 
 Either enters the mean over ``W`` ranks as ``1 / W`` of itself. So when a rank owns other pieces than before (other
 settings, another exchange), what it holds of a lost piece becomes a residual of its own, and nothing is lost.
-
-Where momentum is applied before compressing, it also remembers the velocities of its own gradients, by parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_dct.gradients.awaited import Awaited
-from lightning_dct.gradients.compression import WITHOUT_WAITING, Compressed, compress, decompress
-from lightning_dct.gradients.correction import MomentumSettings, advance, mask_sent
+from lightning_dct.gradients.compression import Compressed, compress, decompress
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.gradients.residual import Residuals, add_pieces, pieces_extent
 from lightning_dct.gradients.sharding import Piece
@@ -49,7 +46,6 @@ class Memory:
         self.thresholds = Thresholds()
         self.residuals = Residuals()
         self.owned = Residuals()
-        self.velocities = Residuals()
         self.gradient_scale = 1.0
         self.selected = False
         self.awaited = Awaited()
@@ -126,37 +122,6 @@ class Memory:
                 part = slice(*bounds)
                 residual[part] += buffer[part].to(residual.dtype)
 
-    def add_momentum(
-        self, buffer: Tensor, plan: BucketPlan, held: set[int], momenta: Sequence[MomentumSettings | None]
-    ) -> None:
-        """Let velocities take up a bucket's gradients, and residuals what velocities add to those.
-
-        Args:
-            buffer: Shape ``[n]``: the flattened bucket, scaled gradients. Not changed.
-            plan: Its tensors.
-            held: Indices of tensors that this rank's backward did not use: their velocities rest.
-            momenta: The momentum of each tensor; None for a tensor without.
-        """
-        if not any(momenta):
-            return
-        velocity, residual = self._velocity_of(plan, buffer.device), self.residual_of(plan, buffer.device)
-        for index, (bounds, settings) in enumerate(zip(plan.bounds, momenta, strict=True)):
-            if settings is not None and index not in held:
-                part = slice(*bounds)
-                advance(velocity[part], residual[part], buffer[part], settings, self.gradient_scale)
-
-    def mask_momentum(self, bucket: BucketPlan, sent: BucketPlan, payload: Tensor) -> None:
-        """Set a bucket's velocities to zero where this rank has sent.
-
-        Args:
-            bucket: The bucket.
-            sent: What was sent of it.
-            payload: What was sent, shape ``[sent.layout.num_bytes]``, uint8.
-        """
-        if bucket.names and bucket.names[0] in self.velocities:
-            velocity = self.velocities.flat(bucket.names, bucket.sizes, bucket.residual_dtype, payload.device)
-            mask_sent(velocity, sent, payload, payload.device.type in WITHOUT_WAITING)
-
     def compress(
         self, buffer: Tensor, residual: Tensor, plan: BucketPlan, held: set[int], gradient_scale: float
     ) -> Compressed:
@@ -217,13 +182,19 @@ class Memory:
         """Euclidean norm over all entries held back."""
         return float((self.residuals.norm() ** 2 + self.owned.norm() ** 2) ** 0.5)
 
-    def norms(self) -> dict[str, float]:
-        """Euclidean norm of what is held back of each parameter, of its own gradients and of sums together."""
-        squares = {name: norm**2 for name, norm in self.residuals.norms().items()}
+    def norms(self, owned_only: bool = False) -> dict[str, float]:
+        """Euclidean norm of what is held back of each parameter, of this rank's own and of sums, or of sums alone."""
+        squares = {} if owned_only else {name: norm**2 for name, norm in self.residuals.norms().items()}
         for label, norm in self.owned.norms().items():
             name = self._pieces[label].name
             squares[name] = squares.get(name, 0.0) + norm**2
         return {name: square**0.5 for name, square in squares.items()}
+
+    def take_residuals(self) -> dict[str, Tensor]:
+        """What is held back of this rank's own, by parameter; from now on nothing is."""
+        taken = self.residuals.state_dict()
+        self.residuals.load_state_dict({})
+        return taken
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, dicts and CPU tensors: residuals by parameter, those of sums by parameter and first entry."""
@@ -235,7 +206,6 @@ class Memory:
             "thresholds": self.thresholds.state_dict(),
             "residuals": self.residuals.state_dict(),
             "owned": owned,
-            "velocities": self.velocities.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
@@ -250,8 +220,7 @@ class Memory:
         """
         residuals: dict[str, Tensor] = dict(state["residuals"])
         owned: Mapping[str, Mapping[int, Tensor]] = state.get("owned", {})
-        velocities: Mapping[str, Tensor] = state.get("velocities", {})
-        for name, residual in (*residuals.items(), *velocities.items()):
+        for name, residual in residuals.items():
             _check_size(name, residual.numel(), sizes, partial=False)
         kept = {}
         for name, parts in owned.items():
@@ -266,10 +235,6 @@ class Memory:
         self.thresholds.load_state_dict(state["thresholds"])
         self.residuals.load_state_dict(residuals)
         self.owned.load_state_dict(kept)
-        self.velocities.load_state_dict(velocities)
-
-    def _velocity_of(self, bucket: BucketPlan, device: torch.device) -> Tensor:
-        return self._changing(self.velocities.flat(bucket.names, bucket.sizes, bucket.residual_dtype, device))
 
     def _changing(self, residual: Tensor) -> Tensor:
         if self._undoable:

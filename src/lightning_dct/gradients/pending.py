@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
@@ -49,6 +51,19 @@ class Pending:
                 if look:
                     self.finite = bool(_entries(mean).isfinite().all())
                 self.future.set_result(mean)
+
+
+def bring_home(pendings: Sequence[Pending], traffic: Traffic, look: bool = False) -> None:
+    """Bring buckets home, one round of all of them after the other: one is read while the next one travels.
+
+    Args:
+        pendings: In the order in which they were sent, which is the same on every rank.
+        traffic: Where the time is counted.
+        look: See :meth:`Pending.advance`.
+    """
+    while under_way := [pending for pending in pendings if pending.rounds_left]:
+        for pending in under_way:
+            pending.advance(traffic, look)
 
 
 def future_for(buffer: Tensor) -> Future[Tensor]:

@@ -120,11 +120,22 @@ def plan_bucket(
     targets = []
     for size, density in zip(sizes, densities, strict=True):
         target = target_of(density, size)
+        if size < min_tensor_size or target >= size or passes == 1:
+            targets.append(0)
+            continue
         bits_compressed = passes * target * (BITS_PER_VALUE[value_format] + 2 + math.log2(size / target))
-        bits_dense = 2 * size * dtype.itemsize * 8
-        goes_whole = size < min_tensor_size or target >= size or passes == 1 or bits_compressed >= bits_dense
-        targets.append(0 if goes_whole else target)
+        targets.append(target if bits_compressed < 2 * size * dtype.itemsize * 8 else 0)
     return BucketPlan(tuple(names), tuple(sizes), tuple(targets), dtype, value_format)
+
+
+def real_numel(tensor: Tensor) -> int:
+    """Real numbers in a tensor: a complex entry is two."""
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
+def real_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of a tensor's real numbers."""
+    return tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
 
 
 def target_of(density: float, size: int) -> int:

@@ -18,7 +18,7 @@ from torchmetrics import Metric
 from lightning_dct.agreement import check_agreement
 from lightning_dct.clipping import clip_grad_norm
 from lightning_dct.config import check_choice, check_integer
-from lightning_dct.gradients import GradientSynchronizer
+from lightning_dct.gradients import Synchronizer
 from lightning_dct.pipeline import gathering
 from lightning_dct.pipeline.checks import check_ddp_settings, check_no_tables, check_schedule, check_training
 from lightning_dct.pipeline.delivery import deliver, set_aside, through_ddp
@@ -172,7 +172,7 @@ class DCTPipelineStrategy(DCTStrategy):
         super().setup_optimizers(trainer)
         gathering.drop_foreign_state(self.optimizers)
 
-    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+    def _setup_model(self, model: nn.Module) -> Any:
         assert self._placement is not None
         model._ddp_params_and_buffers_to_ignore = self._placement.not_synchronised  # type: ignore[assignment]
         self._own_parameters = self._placement.own_parameters
@@ -204,12 +204,12 @@ class DCTPipelineStrategy(DCTStrategy):
             ValueError: The batch cannot be cut into micro-batches.
             RuntimeError: ``training_step`` does not call the network once, or returns no loss.
         """
-        assert isinstance(self.model, DistributedDataParallel)
         assert self._runner is not None
         with set_aside(self._own_parameters) as gradients:
             loss = self._runner.train(*arguments)
         self.split_traffic.add(steps=1)
-        return through_ddp(self.model, partial(deliver, loss, gradients, self._own_parameters))
+        delivery = partial(deliver, loss, gradients, self._own_parameters)
+        return through_ddp(self.model, delivery) if isinstance(self.model, DistributedDataParallel) else delivery()
 
     def validation_step(self, *arguments: Any) -> Any:
         """Run a batch through the stages, and the step on the last."""
@@ -278,7 +278,7 @@ class DCTPipelineStrategy(DCTStrategy):
         thresholds = {} if self._placement is None else self._placement.thresholds
         return {**super()._state(), "split_points": thresholds}
 
-    def _restore(self, synchronizer: GradientSynchronizer) -> None:
+    def _restore(self, synchronizer: Synchronizer) -> None:
         if self._saved_state is not None:
             assert self._placement is not None
             self._placement.take_over(self._saved_state)

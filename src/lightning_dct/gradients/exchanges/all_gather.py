@@ -35,7 +35,6 @@ class AllGather:
         buffer, plan, held = bucket
         residual = memory.residual_of(plan, buffer.device)
         compressed = memory.compress(buffer, residual, plan, held, memory.gradient_scale)
-        memory.mask_momentum(plan, plan, compressed.payload)
         count_entries(buffer.numel(), [compressed], self.everyone, memory)
         work, payloads = all_gather_payload(compressed.payload, self.everyone)
         yield work

@@ -85,8 +85,6 @@ class ByNode:
         mean = buffer if buffer.dtype == plan.residual_dtype else buffer.to(plan.residual_dtype)
         for shard, payloads in zip(shards, spread, strict=True):
             memory.decompress(payloads.view(nodes, -1), mean, shard.plan, factor)
-            # A node sends as one: what it has sent is masked on all of its ranks.
-            memory.mask_momentum(plan, shard.plan, payloads.view(nodes, -1)[self._between.rank])
         return mean if mean is buffer else buffer.copy_(mean)
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from lightning_dct.gradients.exchanges.base import Exchange
 from lightning_dct.gradients.exchanges.by_node import ByNode, by_node_passes
 from lightning_dct.gradients.exchanges.nodes import NodeLayout, find_layout, make_groups
 from lightning_dct.gradients.exchanges.sharded import SHARDED_PASSES, Sharded
-from lightning_dct.gradients.plan import BucketPlan, plan_bucket
+from lightning_dct.gradients.plan import BucketPlan, plan_bucket, real_dtype, real_numel
 from lightning_dct.gradients.sharding import Piece, share_out
 from lightning_dct.traffic import Traffic
 
@@ -71,8 +71,8 @@ def make_exchange(
 def plan_model(config: DCTConfig, parameters: Mapping[str, Tensor], passes: float) -> BucketPlan:
     """What becomes of each tensor once warm-up is over, as if all lay in one bucket."""
     names = list(parameters)
-    sizes = [parameter.numel() for parameter in parameters.values()]
-    dtype = next(iter(parameters.values())).dtype
+    sizes = [real_numel(parameter) for parameter in parameters.values()]
+    dtype = real_dtype(next(iter(parameters.values())))
     densities = [config.density_of(name) for name in names]
     return plan_bucket(names, sizes, densities, dtype, config.value_format, config.min_tensor_size, passes)
 

@@ -51,8 +51,6 @@ class Sharded:
         compressed = [
             memory.compress(buffer, residual, shard.plan, shard.of(held), memory.gradient_scale) for shard in shards
         ]
-        for shard, part in zip(shards, compressed, strict=True):
-            memory.mask_momentum(plan, shard.plan, part.payload)
         count_entries(buffer.numel(), compressed, self.everyone, memory)
         work, received = deliver_payloads([part.payload for part in compressed], self.everyone)
         yield work

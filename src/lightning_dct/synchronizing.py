@@ -1,0 +1,150 @@
+"""What both strategies, the Trainer's and Fabric's, do around a model whose ranks are synchronised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_dct.config import DCTConfig
+from lightning_dct.gradients.exchanges import Exchange, make_exchange
+from lightning_dct.gradients.hook import GradientSynchronizer
+from lightning_dct.kernels import check_kernel
+from lightning_dct.traffic import Traffic
+from lightning_dct.updates import UpdateSynchronizer
+from lightning_dct.updates.shared_weights import as_real
+
+
+def parameter_names(module: Module) -> dict[Tensor, str]:
+    """The name of each parameter, the same with and without ``torch.compile``: saved state must fit either."""
+    return {parameter: name.replace("_orig_mod.", "") for name, parameter in module.named_parameters()}
+
+
+def resolve_process_group(ddp_settings: dict[str, Any]) -> dist.ProcessGroup | None:
+    """The process group DDP shall use; a function that makes it is called and replaced by what it returns.
+
+    Strategies are built, and pickled, before any process group can exist; hence the function.
+    """
+    group = ddp_settings.get("process_group")
+    if callable(group) and not isinstance(group, dist.ProcessGroup):
+        ddp_settings["process_group"] = group = group()
+    return group
+
+
+def make_gradient_synchronizer(
+    wrapped: DistributedDataParallel,
+    precision: object,
+    config: DCTConfig,
+    traffic: Traffic,
+    place: tuple[int, int],
+    timeout: timedelta | None,
+) -> GradientSynchronizer:
+    """The synchronizer of a wrapped model; its hook has still to be registered. All ranks call this together.
+
+    Args:
+        wrapped: The model.
+        precision: Lightning's precision plugin, with a ``scaler`` when it scales the loss.
+        config: The settings.
+        traffic: Where bytes and time are counted.
+        place: The number of this rank's node and its own number on that node.
+        timeout: Of process groups that the exchange makes.
+
+    Raises:
+        ValueError: The ranks cannot do the exchange that the settings ask for, or this one cannot run the kernel.
+    """
+    scaler = getattr(precision, "scaler", None)
+    names = _synchronised_names(wrapped.module, wrapped.parameters_to_ignore)
+    exchange = _exchange_of(
+        config, names, wrapped.process_group, traffic, place, timeout, wrapped.find_unused_parameters
+    )
+    return GradientSynchronizer(
+        config,
+        names,
+        exchange,
+        hold_unused=wrapped.find_unused_parameters,
+        loss_scale=None if scaler is None else scaler.get_scale,
+    )
+
+
+def make_update_synchronizer(
+    module: Module,
+    group: dist.ProcessGroup | None,
+    config: DCTConfig,
+    traffic: Traffic,
+    place: tuple[int, int],
+    timeout: timedelta | None,
+    optimizers: Callable[[], Sequence[Optimizer]],
+    average_buffers: bool,
+) -> UpdateSynchronizer:
+    """The synchronizer of a model that is not wrapped. All ranks call this together; all get the first one's weights.
+
+    Args:
+        module: The model.
+        group: The ranks that take part; None for all.
+        config: The settings.
+        traffic: Where bytes and time are counted.
+        place: The number of this rank's node and its own number on that node.
+        timeout: Of process groups that the exchange makes.
+        optimizers: Gives all optimizers that step, the same in the same order on every rank.
+        average_buffers: Whether floating-point buffers are averaged.
+
+    Raises:
+        ValueError: The ranks cannot do the exchange that the settings ask for, or this one cannot run the kernel.
+    """
+    group = group or dist.distributed_c10d._get_default_group()
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    names = _synchronised_names(module, ignored)
+    exchange = _exchange_of(config, names, group, traffic, place, timeout, hold_unused=False)
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if name not in ignored:
+            same = as_real(tensor.detach()).contiguous()
+            dist.broadcast(same, group=group, group_src=0)
+            as_real(tensor.detach()).copy_(same)
+
+    def buffers() -> dict[str, Tensor]:
+        found = module.named_buffers() if average_buffers else ()
+        return {name: b for name, b in found if name not in ignored and b.is_floating_point() and b.numel()}
+
+    return UpdateSynchronizer(config, names, exchange, buffers, optimizers)
+
+
+def check_optimizers(config: DCTConfig, optimizers: Iterable[Optimizer]) -> None:
+    """Refuse optimizers that write one rank's weights into the others', which train weights of their own.
+
+    Raises:
+        ValueError: With the setting and the remedy.
+    """
+    for optimizer in optimizers:
+        if config.compress == "updates" and isinstance(optimizer, ZeroRedundancyOptimizer):
+            raise ValueError(
+                "`ZeroRedundancyOptimizer` needs the same weights on every rank in every step, and with"
+                " `compress='updates'` each rank trains its own. Use `compress='gradients'`, or another optimizer."
+            )
+
+
+def _synchronised_names(module: Module, ignored: Iterable[str]) -> dict[Tensor, str]:
+    # What DistributedDataParallel is told to leave alone differs between ranks.
+    left_alone = {name.replace("_orig_mod.", "") for name in ignored}
+    return {parameter: name for parameter, name in parameter_names(module).items() if name not in left_alone}
+
+
+def _exchange_of(
+    config: DCTConfig,
+    names: dict[Tensor, str],
+    group: dist.ProcessGroup,
+    traffic: Traffic,
+    place: tuple[int, int],
+    timeout: timedelta | None,
+    hold_unused: bool,
+) -> Exchange:
+    for device in {parameter.device.type for parameter in names}:
+        check_kernel(config.kernel, device)
+    parameters = {name: parameter for parameter, name in names.items()}
+    return make_exchange(config, parameters, group, place, traffic, hold_unused, timeout)

@@ -1,0 +1,54 @@
+"""When parameters are exchanged, and which of them travel together: pure functions, the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_dct.gradients.plan import real_dtype, real_numel
+
+# One bucket is compressed while another travels. Smaller ones would cost more calls, larger ones wait for each other.
+LARGEST_BUCKET = 1 << 22
+# Below this a collective costs more in latency than in bytes.
+SMALLEST_BUCKET = 1 << 16
+
+
+def is_due(step: int, local_steps: int, place: int = 0, places: int = 1) -> bool:
+    """Whether a bucket is exchanged after a step of its optimizer.
+
+    The first rounds are short, after 1, 2, 4, ... steps: until then nothing is known of where the weights are going.
+
+    Args:
+        step: Steps so far, from 1 on.
+        local_steps: Steps from one exchange to the next.
+        place: The bucket's place among those that take turns.
+        places: How many do. 1 where all are exchanged after the same steps.
+    """
+    if step < local_steps:
+        return step & (step - 1) == 0
+    return (step - place * local_steps // places) % local_steps == 0
+
+
+def buckets_of(parameters: Sequence[tuple[str, Tensor]], turns: int) -> list[list[str]]:
+    """Divide parameters into buckets of one dtype and device each.
+
+    Args:
+        parameters: Names and parameters, in the model's order.
+        turns: Into how many buckets of equal size they shall be divided, where they are large enough for that.
+    """
+    entries = sum(real_numel(parameter) for _, parameter in parameters)
+    largest = min(LARGEST_BUCKET, max(SMALLEST_BUCKET, -(-entries // turns)))
+    buckets: list[list[str]] = []
+    # The bucket that is being filled, by what its tensors have in common: its number, and its entries so far.
+    filling: dict[tuple[torch.dtype, torch.device], tuple[int, int]] = {}
+    for name, parameter in parameters:
+        kind, size = (real_dtype(parameter), parameter.device), real_numel(parameter)
+        number, filled = filling.get(kind, (0, largest))
+        if filled + size > largest or kind not in filling:
+            number, filled = len(buckets), 0
+            buckets.append([])
+        buckets[number].append(name)
+        filling[kind] = number, filled + size
+    return buckets

@@ -1,0 +1,116 @@
+"""Two sets of weights on every rank: the ones it trains, and the ones all ranks agree on.
+
+A rank trains its *own* weights. The *shared* weights change at exchanges only, by the same on every rank, so they are
+bitwise identical everywhere. What a rank has not sent yet is the difference of the two: there is no other residual.
+
+Either set can stand in the model. To change over is to exchange pointers, so it copies nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class SharedWeights:
+    """The shared weights, and the parameters they belong to.
+
+    Attributes:
+        parameters: Those that have both kinds of weights, by name.
+    """
+
+    def __init__(self) -> None:
+        self.parameters: dict[str, Tensor] = {}
+        self._shared: dict[str, Tensor] = {}
+        # While the shared weights are shown: a rank's own, and the state of the parameters in which they are shown.
+        self._own: dict[str, Tensor] = {}
+        self._versions: dict[str, int] = {}
+
+    @property
+    def shown(self) -> bool:
+        """Whether the shared weights stand in the model."""
+        return bool(self._own)
+
+    def adopt(self, name: str, parameter: Tensor) -> None:
+        """Give a parameter shared weights: those it has now, which must be the same on every rank."""
+        if name not in self.parameters:
+            self.parameters[name] = parameter
+            self._shared[name] = parameter.detach().clone()
+
+    def shared(self, name: str) -> Tensor:
+        """The shared weights of a parameter, in its shape and dtype; to be changed in place, by exchanges alone."""
+        return self._shared[name]
+
+    def own(self, name: str) -> Tensor:
+        """This rank's own weights of a parameter, in its shape and dtype; to be changed in place."""
+        return self._own[name] if name in self._own else self.parameters[name].data
+
+    def show(self) -> None:
+        """Let the shared weights stand in the model."""
+        if self.shown:
+            return
+        for name, parameter in self.parameters.items():
+            self._own[name], parameter.data = parameter.data, self._shared[name]
+            self._versions[name] = parameter._version
+
+    def hide(self) -> None:
+        """Let this rank's own weights stand in the model again.
+
+        What was written into the shared weights meanwhile, as by weight averaging or a checkpoint that was loaded,
+        becomes a rank's own: that is what whoever wrote it wants to train from.
+        """
+        own, self._own = self._own, {}
+        for name, weights in own.items():
+            parameter = self.parameters[name]
+            if parameter._version != self._versions[name]:
+                weights.copy_(parameter.data)
+            parameter.data = weights
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """Have the shared weights in the model for a while; nothing happens where they are there already."""
+        already = self.shown
+        self.show()
+        try:
+            yield
+        finally:
+            if not already:
+                self.hide()
+
+    def set_own(self, weights: Mapping[str, Tensor]) -> None:
+        """Give this rank own weights, by name.
+
+        Raises:
+            ValueError: They have another shape than the parameter of their name.
+        """
+        for name, saved in weights.items():
+            own = self.own(name)
+            if saved.shape != own.shape:
+                raise ValueError(
+                    f"The checkpoint's weights of parameter {name!r} have shape {list(saved.shape)}, the model's"
+                    f" parameter has {list(own.shape)}. Resume with the model that was saved."
+                )
+            own.copy_(saved)
+
+    def follow_parameters(self) -> None:
+        """Keep everything where the parameters are now: the shared weights in them, a rank's own on their device."""
+        for name, parameter in self.parameters.items():
+            self._shared[name] = parameter.data
+            self._own[name] = self._own[name].to(parameter.device)
+
+    def movement(self, name: str, dtype: torch.dtype) -> Tensor:
+        """How far this rank's own weights are from the shared ones: 1-D, real numbers, a new tensor."""
+        moved = as_real(self.own(name)).to(dtype) - as_real(self._shared[name])
+        return moved.reshape(-1)
+
+    def norms(self) -> dict[str, float]:
+        """Euclidean norm of what this rank has not sent of each parameter."""
+        return {name: float(self.movement(name, torch.float32).norm(dtype=torch.float64)) for name in self.parameters}
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """A complex tensor as a view of its real numbers; any other as it is."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -1,0 +1,310 @@
+"""Exchanges what weights have moved, after every so many steps of an optimizer that nobody touches.
+
+    rank r         w_r <- user's optimizer (w_r)                      ``local_steps`` times
+                   a_r  = w_r - S                                     moved, or not sent yet
+                   c_r  = the entries of a_r that reach a threshold, in few bits
+    every rank     m    = (1/W) * sum over ranks of c_r               any exchange
+                   S   += m,   w_r += m - c_r
+
+``S`` are the shared weights. A rank replaces what it has sent by the mean of what all have sent, and keeps what it has
+not sent in its own weights: it trains on with that, as in *Step-Ahead Error Feedback* (Xu and Huang, AAAI 2021). So
+``w_r - S`` is the residual, and the mean of the ranks' weights is what it would be had everything been sent.
+
+Sources: SPARQ-SGD (Singh et al., arXiv 1910.14280) and DiLoCo (Douillard et al., arXiv 2311.08105) for compressed
+local steps, Streaming DiLoCo (Douillard et al., arXiv 2501.18512) for tensors that take turns,
+and travel while training goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_dct.config import DCTConfig
+from lightning_dct.gradients.collectives import all_reduce_mean
+from lightning_dct.gradients.exchanges import Exchange
+from lightning_dct.gradients.pending import Pending, bring_home
+from lightning_dct.gradients.plan import real_dtype, real_numel
+from lightning_dct.gradients.synchronizer import Synchronizer
+from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes, bytes_between_nodes
+from lightning_dct.updates.rounds import buckets_of, is_due
+from lightning_dct.updates.shared_weights import SharedWeights, as_real
+
+
+@dataclass
+class _Travelling:
+    """What some parameters have moved, on its way.
+
+    Attributes:
+        names: The parameters.
+        due: The optimizer's step after which it is applied.
+        pending: Its way; None once it has arrived.
+        mean: Shape ``[n]``: what all ranks have sent, averaged; holds it once it has arrived.
+        own: Shape ``[n]``: what this rank has sent.
+    """
+
+    names: Sequence[str]
+    due: int
+    pending: Pending | None
+    mean: Tensor
+    own: Tensor
+
+
+@dataclass
+class _Turns:
+    """One optimizer's parameters and its clock.
+
+    Attributes:
+        steps: Steps it has made.
+        names: Its parameters, of those that take part.
+        buckets: The same in the groups that travel together.
+        dense_bytes: What the dense exchange of its gradients in fp32 would send in a step.
+        sparse: Parameters with sparse gradients, of which that exchange sends the rows that a step has used.
+        travelling: What is on its way.
+    """
+
+    steps: int = 0
+    names: list[str] = field(default_factory=list)
+    buckets: list[list[str]] = field(default_factory=list)
+    dense_bytes: int = 0
+    sparse: list[Tensor] = field(default_factory=list)
+    travelling: list[_Travelling] = field(default_factory=list)
+
+
+class UpdateSynchronizer(Synchronizer):
+    """Exchanges what one rank's weights have moved with the others.
+
+    Every optimizer has a clock of its own, which counts its steps, skipped ones included. Parameters take part from the
+    first step of their optimizer that finds them trainable.
+
+    Args:
+        config: The settings.
+        parameter_names: The name of every parameter that may take part. All ranks have the same values in them.
+        exchange: How payloads get to the other ranks; its ranks are the ones that take part.
+        buffers: The model's floating-point buffers by name, which are averaged, uncompressed.
+        optimizers: Gives all optimizers that step, the same in the same order on every rank.
+    """
+
+    def __init__(
+        self,
+        config: DCTConfig,
+        parameter_names: Mapping[Tensor, str],
+        exchange: Exchange,
+        buffers: Callable[[], Mapping[str, Tensor]],
+        optimizers: Callable[[], Sequence[Optimizer]],
+    ) -> None:
+        super().__init__(config, parameter_names, exchange)
+        self.weights = SharedWeights()
+        self._buffers = buffers
+        self._optimizers = optimizers
+        self._turns: dict[int, _Turns] = {}
+        # Nobody to exchange anything with: then a rank's own weights are all there is.
+        self._alone = exchange.everyone.size == 1
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Take in the parameters that an optimizer is about to step for the first time."""
+        turns = self._turns.setdefault(self._number_of(optimizer), _Turns())
+        known = set(turns.names)
+        new = [
+            name
+            for parameter in _parameters_of(optimizer)
+            if (name := self.parameter_names.get(parameter)) is not None
+            and name not in known
+            and parameter.requires_grad
+            and not any(name in others.names for others in self._turns.values())
+        ]
+        if not new or self._alone:
+            return
+        parameters = {name: parameter for parameter, name in self.parameter_names.items()}
+        for name in new:
+            self.weights.adopt(name, parameters[name])
+        # In the model's order, which is the same on every rank.
+        turns.names = [name for name in parameters if name in known.union(new)]
+        turns.buckets = buckets_of(
+            [(name, parameters[name]) for name in turns.names], self.config.round_length if self.config.delay else 1
+        )
+        turns.dense_bytes = 0
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Count a step, apply what is due, and exchange what is due; a collective call."""
+        number = self._number_of(optimizer)
+        turns = self._turns[number]
+        turns.steps += 1
+        self.synchronisations += 1
+        self.steps_since_refresh += 1
+        self._count_dense(turns)
+        self._apply(turns, [item for item in turns.travelling if item.due <= turns.steps])
+        on_their_way = {name for item in turns.travelling for name in item.names}
+        places = len(turns.buckets) if self.config.delay else 1
+        sending = [
+            bucket
+            for place, bucket in enumerate(turns.buckets)
+            if is_due(turns.steps, self.config.round_length, place % places, places)
+            and on_their_way.isdisjoint(bucket)
+        ]
+        if sending:
+            refreshing, self.refresh_requested = self.refresh_requested, False
+            self.memory.begin(1.0, refreshing)
+            sent = [self._send(bucket, turns.steps + self.config.delay) for bucket in sending]
+            turns.travelling += sent
+            self.traffic.add(refreshes=int(self.memory.selected))
+            if refreshing:
+                self.steps_since_refresh = 1
+            if not self.config.delay:
+                self._apply(turns, sent)
+            if number == min(self._turns) and sending[0] is turns.buckets[0]:
+                self.average_buffers()
+            self.memory.commit()
+        self.memory.awaited.look()
+
+    def average_buffers(self) -> None:
+        """Give every rank the mean of the floating-point buffers; a collective call."""
+        buffers = list(self._buffers().values())
+        for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
+            some = [buffer for buffer in buffers if buffer.dtype == dtype]
+            together = torch.cat([buffer.reshape(-1) for buffer in some])
+            all_reduce_mean(together, self.exchange.everyone).wait()
+            for buffer, mean in zip(some, together.split([buffer.numel() for buffer in some]), strict=True):
+                buffer.copy_(mean.view(buffer.shape))
+
+    def norms(self) -> dict[str, float]:
+        """Euclidean norm of what this rank has not sent of each parameter, or not passed on."""
+        norms = self.weights.norms()
+        for name, norm in self.memory.norms(owned_only=True).items():
+            norms[name] = float((norms.get(name, 0.0) ** 2 + norm**2) ** 0.5)
+        return norms
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: plain numbers, dicts and CPU tensors. Waits for what travels, but does not apply it."""
+        state = super().state_dict()
+        in_flight: dict[str, Tensor] = {}
+        clocks = {}
+        for number, turns in self._turns.items():
+            clocks[f"steps of {number}"] = turns.steps
+            self._bring_home(turns.travelling)
+            for item in turns.travelling:
+                sizes = self._sizes(item.names)
+                for name, mean, own in zip(item.names, item.mean.split(sizes), item.own.split(sizes), strict=True):
+                    clocks[f"due in {number} {name}"] = item.due
+                    in_flight |= {f"mean of {name}": mean.cpu().clone(), f"own of {name}": own.cpu().clone()}
+        own = {name: self.weights.own(name) for name in self.weights.parameters} | dict(self._buffers())
+        return {
+            **state,
+            "residuals": {},
+            "weights": {name: weights.detach().to("cpu", copy=True) for name, weights in own.items()},
+            "exchange_clocks": clocks,
+            "in_flight": in_flight,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state; the model has the shared weights of the checkpoint.
+
+        Raises:
+            ValueError: Something saved has another size than the parameter of its name.
+        """
+        super().load_state_dict({**state, "residuals": {}})
+        parameters = {name: parameter for parameter, name in self.parameter_names.items()}
+        buffers = self._buffers()
+        for name, weights in state["weights"].items():
+            if name in parameters and self._alone:
+                parameters[name].data.copy_(weights)
+            elif name in parameters:
+                self.weights.adopt(name, parameters[name])
+                self.weights.set_own({name: weights})
+            elif name in buffers:
+                buffers[name].copy_(weights)
+        # What owners of sums held back under another exchange, or with another number of ranks.
+        for name, left in {**state["residuals"], **self.memory.take_residuals()}.items():
+            if name in self.weights.parameters:
+                own = as_real(self.weights.own(name))
+                own.add_(left.view(own.shape).to(own.device))
+        self._turns = {}
+        clocks = state["exchange_clocks"]
+        for key, value in clocks.items():
+            words = key.split(" ", 3)
+            if words[0] == "steps":
+                self._turns.setdefault(int(words[2]), _Turns()).steps = value
+            elif f"mean of {words[3]}" in state["in_flight"]:
+                name = words[3]
+                device = parameters[name].device
+                mean, own_part = (state["in_flight"][f"{part} of {name}"].to(device) for part in ("mean", "own"))
+                travelling = _Travelling([name], value, None, mean, own_part)
+                self._turns.setdefault(int(words[2]), _Turns()).travelling.append(travelling)
+
+    def check_idle(self) -> None:
+        """Nothing to refuse: settings change between steps, and what travels has been planned already."""
+
+    def _number_of(self, optimizer: Optimizer) -> int:
+        for number, known in enumerate(self._optimizers()):
+            if getattr(known, "optimizer", known) is optimizer or known is optimizer:
+                return number
+        raise ValueError(
+            f"A {type(optimizer).__name__} steps that is not among the optimizers that `configure_optimizers` returned."
+            " Return it there too, so that all ranks know when it steps."
+        )
+
+    def _send(self, names: Sequence[str], due: int) -> _Travelling:
+        """Start sending what some parameters have moved."""
+        with self.traffic.timed("compress"):
+            return self._compress(names, due)
+
+    def _compress(self, names: Sequence[str], due: int) -> _Travelling:
+        parameters = [self.weights.parameters[name] for name in names]
+        dtype = torch.float64 if real_dtype(parameters[0]) == torch.float64 else torch.float32
+        moved = torch.cat([self.weights.movement(name, dtype) for name in names])
+        plan = self._plan_of(parameters, self._sizes(names), real_dtype(parameters[0]))
+        own = moved.clone()
+        pending = self._start(moved, plan, set())
+        if not plan.is_dense:
+            # What is not sent stays in the weights. The residual is only where it has been worked out.
+            left = self.memory.residual_of(plan, moved.device)
+            own.sub_(left)
+            left.zero_()
+        return _Travelling(names, due, pending, moved, own)
+
+    def _apply(self, turns: _Turns, items: list[_Travelling]) -> None:
+        """Replace what this rank has sent by the mean of what all have sent, and move the shared weights by that."""
+        self._bring_home(items)
+        with self.traffic.timed("apply"):
+            for item in items:
+                sizes = self._sizes(item.names)
+                changes = torch.sub(item.mean, item.own, out=item.own).split(sizes)
+                for name, mean, change in zip(item.names, item.mean.split(sizes), changes, strict=True):
+                    shared, own = as_real(self.weights.shared(name)), as_real(self.weights.own(name))
+                    shared.add_(mean.view(shared.shape))
+                    own.add_(change.view(own.shape))
+        turns.travelling = [item for item in turns.travelling if all(item is not applied for applied in items)]
+
+    def _bring_home(self, items: Iterable[_Travelling]) -> None:
+        travelling = [item for item in items if item.pending is not None]
+        bring_home([item.pending for item in travelling if item.pending is not None], self.traffic)
+        for item in travelling:
+            assert item.pending is not None
+            item.mean, item.pending = item.pending.future.wait(), None
+
+    def _sizes(self, names: Sequence[str]) -> list[int]:
+        return [real_numel(self.weights.parameters[name]) for name in names]
+
+    def _count_dense(self, turns: _Turns) -> None:
+        """Count what DistributedDataParallel would have sent for a step."""
+        everyone = self.exchange.everyone
+        if not turns.dense_bytes:
+            parameters = [self.weights.parameters[name] for name in turns.names]
+            turns.sparse = [p for p in parameters if p.grad is not None and p.grad.is_sparse]
+            rows = sum(real_numel(parameter) for parameter in turns.sparse)
+            entries = sum(real_numel(parameter) for parameter in parameters) - rows
+            turns.dense_bytes = all_reduce_bytes(FP32_BYTES * entries, everyone.size)
+        num_bytes = turns.dense_bytes
+        for gradient in (parameter.grad for parameter in turns.sparse if parameter.grad is not None):
+            parts = (gradient._indices(), gradient._values())
+            num_bytes += all_gather_bytes(sum(part.numel() * part.element_size() for part in parts), everyone.size)
+        self.traffic.add(steps=1, bytes_dense=bytes_between_nodes(num_bytes, everyone.size, everyone.ranks_per_node))
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterable[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -1,0 +1,154 @@
+"""Exchanged updates are the right ones: a plain reference's, conserved, the same on every rank, and DDP's where equal."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+
+from distributed.training import (
+    Module,
+    Run,
+    Watch,
+    assert_learns,
+    assert_replicas_equal,
+    assert_weights_close,
+    fit,
+    noise_loss,
+    on_two_nodes,
+    perceptron,
+    rank,
+)
+from lightning_dct import DCTStrategy
+from lightning_dct.gradients.residual import add_pieces
+from updates import reference
+
+STEPS = 23
+
+
+def train_compressed(settings: dict[str, Any]) -> Run:
+    strategy = DCTStrategy(min_tensor_size=128, refresh_every=1, guard=False, **settings)
+    module = Module(None, torch.optim.SGD, lr=0.05, momentum=0.8)
+    if settings["exchange"] != "by_node":
+        return fit(strategy, module, STEPS, precision="64-true")
+    with on_two_nodes():
+        return fit(strategy, module, STEPS, precision="64-true", num_nodes=2, devices=2)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "exchange", "value_format", "local_steps", "delay"),
+    [
+        (2, "all_gather", "1bit", 4, 0),
+        (2, "all_gather", "fp32", 1, 0),
+        (3, "all_gather", "bf16", 5, 3),
+        (2, "all_gather", "int8", 4, 4),
+        (3, "sharded", "fp32", 3, 0),
+        (4, "sharded", "1bit", 4, 2),
+        (4, "by_node", "int8", 3, 0),
+        (4, "by_node", "1bit", 3, 1),
+    ],
+)
+def test_matches_the_plain_reference(
+    ranks: Any, world_size: int, exchange: str, value_format: str, local_steps: int, delay: int
+) -> None:
+    """Oracle: reference.py, with every rank's SGD in one process."""
+    settings: dict[str, Any] = {
+        "density": 0.2,
+        "exchange": exchange,
+        "value_format": value_format,
+        "local_steps": local_steps,
+        "delay": delay,
+    }
+    runs = ranks(world_size).run(train_compressed, settings)
+    shared, own, sums_held = reference.train(
+        perceptron().double(),
+        noise_loss(world_size, STEPS),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.8),
+        workers=world_size,
+        steps=STEPS,
+        min_tensor_size=128,
+        workers_per_node=2,
+        **settings,
+    )
+    for place, run in enumerate(runs):
+        for name, expected in shared.items():
+            got = run.weights[f"model.{name}"].flatten()
+            torch.testing.assert_close(got, torch.from_numpy(expected), rtol=1e-9, atol=1e-11)
+            got = run.state["weights"][f"model.{name}"].flatten()
+            torch.testing.assert_close(got, torch.from_numpy(own[place][name]), rtol=1e-9, atol=1e-11)
+    for name, expected in sums_held.items():
+        owned = torch.zeros(len(expected), dtype=torch.float64)
+        for run in runs:
+            owned = add_pieces(owned, run.state["owned"].get(f"model.{name}", {}), len(owned))
+        torch.testing.assert_close(owned, torch.from_numpy(expected), rtol=1e-9, atol=1e-11)
+    assert any((own[0][name] != own[1][name]).any() for name in own[0])
+    assert_replicas_equal(runs)
+
+
+def train_many_steps(settings: dict[str, Any]) -> Run:
+    return fit(DCTStrategy(**settings), Module(None, torch.optim.AdamW, lr=0.01), 120, watch=Watch(every=20))
+
+
+@pytest.mark.parametrize(("world_size", "settings"), [(2, {}), (3, {"delay": 8}), (4, {"local_steps": 16})])
+def test_shared_weights_stay_bitwise_identical(ranks: Any, world_size: int, settings: dict[str, Any]) -> None:
+    """Oracle: what a callback of the user hashes when a batch ends, compared between ranks with different data."""
+    runs = ranks(world_size).run(train_many_steps, settings)
+    assert_replicas_equal(runs)
+    assert len(runs[0].hashes) == len(set(runs[0].hashes)) == 6
+    own = [run.state["weights"]["model.first.weight"] for run in runs]
+    assert not torch.equal(own[0], own[1])
+    assert_learns(runs[0])
+
+
+def train_densely(strategy: str) -> Run:
+    chosen = DDPStrategy() if strategy == "ddp" else DCTStrategy(density=1.0, local_steps=1, value_format="fp32")
+    return fit(chosen, Module(None, torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True), 20)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_density_one_in_every_step_trains_as_ddp(ranks: Any, world_size: int) -> None:
+    """Oracle: Lightning's DDPStrategy. SGD with momentum is linear: the mean of its steps is the step of the mean."""
+    theirs = ranks(world_size).run(train_densely, "ddp")
+    ours = ranks(world_size).run(train_densely, "dct")
+    for place in range(world_size):
+        assert_weights_close(theirs[place].weights, ours[place].weights, rtol=1e-4, atol=1e-5)
+
+
+class Walk(torch.optim.Optimizer):
+    """Moves weights by random numbers that depend on the rank and the step, and on nothing else."""
+
+    def __init__(self, parameters: Any, rank: int) -> None:
+        super().__init__(parameters, {})
+        self.generator = torch.Generator().manual_seed(rank)
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data += torch.randn(parameter.shape, generator=self.generator, dtype=parameter.dtype)
+        return loss
+
+
+def walk(exchange: str, delay: int) -> Run:
+    strategy = DCTStrategy(density=0.1, local_steps=4, delay=delay, exchange=exchange)
+    return fit(strategy, Module(None, Walk, rank=rank()), 30, precision="64-true")
+
+
+@pytest.mark.parametrize(("exchange", "delay"), [("all_gather", 0), ("all_gather", 3), ("sharded", 0)])
+def test_nothing_is_lost(ranks: Any, exchange: str, delay: int) -> None:
+    """Oracle: the sum of all steps of all ranks. Exchanges never move the mean of what the ranks have and hold back."""
+    runs = ranks(3).run(walk, exchange, delay)
+    expected = {name: weights.double() for name, weights in perceptron().named_parameters()}
+    walks = [torch.Generator().manual_seed(rank) for rank in range(3)]
+    for _ in range(30):
+        for generator in walks:
+            for name, weights in expected.items():
+                step = torch.randn(weights.shape, generator=generator, dtype=torch.float64)
+                expected[name] = weights.detach() + step / 3
+    for name, weights in expected.items():
+        held = sum(run.state["weights"][f"model.{name}"].flatten() for run in runs)
+        for run in runs:
+            for start, piece in run.state["owned"].get(f"model.{name}", {}).items():
+                held[start : start + piece.numel()] += piece
+        torch.testing.assert_close(held / 3, weights.flatten(), rtol=1e-9, atol=1e-9)
+        if weights.numel() >= 128:
+            assert float((runs[0].weights[f"model.{name}"] - weights).abs().max()) > 0.1
