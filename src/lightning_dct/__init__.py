@@ -20,9 +20,7 @@ from lightning_dct.activations import SplitPoint
 from lightning_dct.callbacks import (
     AccordionSchedule,
     CompressionMonitor,
-    DensityByNeed,
     ErrorAveraging,
-    EventTriggeredSending,
     ThresholdRefresh,
 )
 from lightning_dct.config import DCTConfig
@@ -38,9 +36,7 @@ __all__ = [
     "DCTConfig",
     "DCTPipelineStrategy",
     "DCTStrategy",
-    "DensityByNeed",
     "ErrorAveraging",
-    "EventTriggeredSending",
     "RowWiseAdagrad",
     "ShardedEmbeddingBags",
     "SplitPoint",

@@ -242,12 +242,7 @@ class DCTStrategy(CheckpointedStrategy):
         model: pl.LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Step, and exchange what the weights have moved when it is time.
-
-        Where gradients are held back there is nothing to step with: then it is forward and backward only.
-        """
-        if self.synchronizer is not None and self.synchronizer.holds_back:
-            return closure()
+        """Step, and exchange what the weights have moved when it is time."""
         if self.updates is not None:
             self.updates.before_step(optimizer)
         output = super().optimizer_step(optimizer, closure, model, **kwargs)

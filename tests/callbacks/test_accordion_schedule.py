@@ -58,7 +58,9 @@ def train(interval: int, settings: dict[str, Any]) -> tuple[Run, list[float]]:
     module = Overflowing(bool(plugins))
     module.optimizer_settings = {"lr": 0.2}
     callbacks = [applied, AccordionSchedule(LOW, HIGH, THRESHOLD, every_n_steps=interval)]
-    strategy = DCTStrategy(density=0.7, value_format="bf16", exchange=settings.get("exchange", "auto"))
+    strategy = DCTStrategy(
+        compress="gradients", density=0.7, value_format="bf16", exchange=settings.get("exchange", "auto")
+    )
     accumulate = settings.get("accumulate", 1)
     run = fit(
         strategy,
@@ -101,7 +103,7 @@ class Dropping(Module):
 
 def train_epochs() -> list[float]:
     run = fit(
-        DCTStrategy(),
+        DCTStrategy(compress="gradients"),
         Dropping(),
         4,
         max_epochs=7,
@@ -117,7 +119,7 @@ def test_a_drop_of_the_learning_rate_is_critical(ranks: Any) -> None:
 
 
 def train_resumable(path: Path, what: str) -> Run:
-    strategy = DCTStrategy(density=0.1, refresh_every=7)
+    strategy = DCTStrategy(compress="gradients", density=0.1, refresh_every=7)
     schedule = AccordionSchedule(LOW, HIGH, THRESHOLD, every_n_steps=4)
     module = Module(None, torch.optim.SGD, lr=0.2)
     if what == "half":

@@ -33,7 +33,9 @@ from lightning_dct import DCTStrategy, ErrorAveraging
 
 
 def train(exchange: str, accumulate: int) -> Run:
-    strategy = DCTStrategy(density=0.2, exchange=exchange, value_format="bf16", refresh_every=1, guard=False)
+    strategy = DCTStrategy(
+        compress="gradients", density=0.2, exchange=exchange, value_format="bf16", refresh_every=1, guard=False
+    )
     settings: dict[str, Any] = {"precision": "64-true", "accumulate_grad_batches": accumulate}
     settings["callbacks"] = [ErrorAveraging(every_n_steps=5)]
     if exchange != "by_node":
@@ -92,7 +94,7 @@ def train_scaled() -> Any:
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**12))
     callbacks = [applied, before, ErrorAveraging(every_n_steps=5), after]
     with local_gradients() as given:
-        run = fit(DCTStrategy(density=0.1), module, 16, callbacks=callbacks, plugins=[plugin])
+        run = fit(DCTStrategy(compress="gradients", density=0.1), module, 16, callbacks=callbacks, plugins=[plugin])
     return run, (given, applied.sums, held_back(run.state, given)), before.seen, after.seen
 
 
@@ -116,7 +118,7 @@ def test_the_mean_is_what_all_hold_and_is_counted(ranks: Any) -> None:
 
 
 def train_resumable(path: Path, what: str) -> Run:
-    strategy, callback = DCTStrategy(density=0.1), ErrorAveraging(every_n_steps=6)
+    strategy, callback = DCTStrategy(compress="gradients", density=0.1), ErrorAveraging(every_n_steps=6)
     if what == "half":
         watch = Watch()
         trainer_for(strategy, callbacks=[watch, callback, SaveAndStop(path, 10)]).fit(Module(), twice_ten_batches())

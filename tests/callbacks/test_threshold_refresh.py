@@ -33,7 +33,7 @@ def test_strategies_without_thresholds_are_refused_by_name(strategy: str, name: 
 
 
 def test_own_strategy_is_taken() -> None:
-    ThresholdRefresh().setup(SimpleNamespace(strategy=DCTStrategy()), MODULE, "fit")  # type: ignore[arg-type]
+    ThresholdRefresh().setup(SimpleNamespace(strategy=DCTStrategy(compress="gradients")), MODULE, "fit")  # type: ignore[arg-type]
 
 
 class Synchronizer:

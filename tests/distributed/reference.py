@@ -4,7 +4,6 @@ Thresholds are selected exactly in every step (``refresh_every=1``), and there i
 sums taken in another order differ too little to change which entries are sent or how they are rounded.
 """
 
-import itertools
 import math
 from collections.abc import Callable
 
@@ -59,10 +58,7 @@ def train(
     momentum: float,
     exchange: str = "all_gather",
     workers_per_node: int = 1,
-    correct: bool = False,
     average_every: int = 0,
-    bound: float = 0.0,
-    at_most: int = 0,
 ) -> tuple[list[dict[str, Array]], dict[str, Array]]:
     """Train ``model`` in place with SGD.
 
@@ -81,35 +77,18 @@ def train(
         exchange: ``all_gather``, ``sharded`` (the sum is thresholded again) or ``by_node`` (the sums of the nodes are
             thresholded, and nothing else).
         workers_per_node: For ``by_node``.
-        correct: Apply the momentum to each worker's gradients instead, and forget it where something is sent.
         average_every: Steps after which workers, or nodes, average what they hold back; 0 for never.
-        bound: Send nothing in a step while all that is held back was less than so many gradients before it.
-        at_most: Steps in a row that may send nothing.
     """
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.0 if correct else momentum)
-    velocities = [{name: np.zeros(p.numel()) for name, p in model.named_parameters()} for _ in range(workers)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
     held = [{name: np.zeros(p.numel()) for name, p in model.named_parameters()} for _ in range(workers)]
     sums_held = [{name: np.zeros(p.numel()) for name, p in model.named_parameters()} for _ in range(workers)]
     owners = {"all_gather": 1, "sharded": workers, "by_node": workers_per_node}[exchange]
-    silent = 0
-    gradients: list[dict[str, Array]] = []
     for step in range(steps):
-        small = bool(gradients) and _square(held + sums_held) < bound**2 * _square(gradients)
         gradients = [_gradients(model, loss_of(model, worker, step)) for worker in range(workers)]
-        silent = silent + 1 if small and silent < at_most else 0
-        if silent:
-            for worker, name in itertools.product(range(workers), held[0]):
-                if correct:
-                    velocities[worker][name] = momentum * velocities[worker][name] + gradients[worker][name]
-                held[worker][name] += velocities[worker][name] if correct else gradients[worker][name]
-            continue
         for name, parameter in model.named_parameters():
             entries = parameter.numel()
             kept = entries if entries < min_tensor_size else math.ceil(density * entries)
             sent = np.array([gradients[worker][name] for worker in range(workers)])
-            for worker in range(workers if correct else 0):
-                velocities[worker][name] = momentum * velocities[worker][name] + sent[worker]
-                sent[worker] = velocities[worker][name]
             for worker in range(workers if exchange == "by_node" else 0):
                 sent[worker] += held[worker][name]
                 held[worker][name] = np.zeros(entries)
@@ -118,8 +97,6 @@ def train(
                     accumulated = sent[worker] + held[worker][name]
                     sent[worker] = send_pieces(accumulated, kept, value_format, owners)
                     held[worker][name] = accumulated - sent[worker]
-                    if kept < entries:
-                        velocities[worker][name][sent[worker] != 0] = 0.0
             if exchange != "all_gather":
                 # One sum of all workers, or one for each node.
                 sent = sent.reshape(-1, workers if exchange == "sharded" else workers_per_node, entries).sum(axis=1)
@@ -127,9 +104,6 @@ def train(
                     accumulated = sent[place] + sums_held[place][name]
                     sent[place] = send_pieces(accumulated, kept, value_format, owners)
                     sums_held[place][name] = accumulated - sent[place]
-                    if exchange == "by_node" and kept < entries:
-                        for worker in range(workers_per_node):
-                            velocities[place * workers_per_node + worker][name][sent[place] != 0] = 0.0
             parameter.grad = torch.from_numpy(sent.sum(axis=0) / workers).view_as(parameter)
         optimizer.step()
         if average_every and (step + 1) % average_every == 0:
@@ -139,10 +113,6 @@ def train(
                     for one in some:
                         one[name] = mean.copy()
     return held, {name: np.sum([some[name] for some in sums_held], axis=0) for name in sums_held[0]}
-
-
-def _square(many: list[dict[str, Array]]) -> float:
-    return sum(float((array**2).sum()) for one in many for array in one.values())
 
 
 def send_pieces(accumulated: Array, kept: int, value_format: str, owners: int) -> Array:

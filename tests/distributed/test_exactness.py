@@ -52,7 +52,11 @@ class Lopsided(nn.Module):
 
 def train_densely(strategy: str, optimizer: str) -> Run:
     kind, settings = OPTIMIZERS[optimizer]
-    chosen = DDPStrategy() if strategy == "ddp" else DCTStrategy(density=1.0, value_format="fp32", exchange="sharded")
+    chosen = (
+        DDPStrategy()
+        if strategy == "ddp"
+        else DCTStrategy(compress="gradients", density=1.0, value_format="fp32", exchange="sharded")
+    )
     return fit(chosen, Module(None, kind, **settings), 20)
 
 
@@ -69,7 +73,7 @@ def test_density_one_trains_as_ddp(ranks: Any, world_size: int, optimizer: str) 
 
 
 def train_lopsided(value_format: str) -> Run:
-    strategy = DCTStrategy(density=0.05, value_format=value_format, refresh_every=30)
+    strategy = DCTStrategy(compress="gradients", density=0.05, value_format=value_format, refresh_every=30)
     module = Module(Lopsided(), torch.optim.SGD, lr=0.02)
     run = fit(strategy, module, loader(120, 512, 3), watch=Watch(every=20))
     run.residuals, run.state = {name: entries[:50] for name, entries in run.residuals.items()}, {}
@@ -91,8 +95,8 @@ def test_replicas_stay_bitwise_identical(ranks: Any, world_size: int, value_form
 
 
 def train_compressed(value_format: str, density: float, exchange: str) -> Run:
-    settings: dict[str, Any] = {"density": density, "min_tensor_size": 128, "exchange": exchange, "momentum": "keep"}
-    strategy = DCTStrategy(value_format=value_format, refresh_every=1, guard=False, **settings)
+    settings: dict[str, Any] = {"density": density, "min_tensor_size": 128, "exchange": exchange}
+    strategy = DCTStrategy(compress="gradients", value_format=value_format, refresh_every=1, guard=False, **settings)
     module = Module(None, torch.optim.SGD, lr=0.05, momentum=0.5)
     if exchange != "by_node":
         return fit(strategy, module, 30, precision="64-true")
@@ -145,7 +149,7 @@ def test_matches_the_plain_reference(
 
 def train_recorded(value_format: str) -> Any:
     applied = Applied()
-    strategy = DCTStrategy(density=0.03, value_format=value_format, refresh_every=7)
+    strategy = DCTStrategy(compress="gradients", density=0.03, value_format=value_format, refresh_every=7)
     with local_gradients() as given:
         run = fit(strategy, Module(None, torch.optim.Adam, lr=0.01), 40, callbacks=[applied])
     return given, applied.sums, run.residuals

@@ -36,7 +36,7 @@ from lightning_dct.traffic import TrafficTotals
 
 def train_idiom(name: str, exchange: str) -> Any:
     idiom = IDIOMS[name]
-    strategy = DCTStrategy(density=0.2, refresh_every=5, exchange=exchange, **idiom.strategy)
+    strategy = DCTStrategy(compress="gradients", density=0.2, refresh_every=5, exchange=exchange, **idiom.strategy)
     applied, watch = Applied(), Watch()
     nodes = {"num_nodes": 2, "devices": 2} if exchange == "by_node" else {}
     with local_gradients() as given:
@@ -84,7 +84,7 @@ def test_idiom_trains(ranks: Any, world_size: int, exchange: str, name: str) -> 
 
 def count_bytes(exchange: str) -> tuple[Run, dict[str, float]]:
     model = nn.Sequential(nn.Linear(200, 100), nn.Linear(100, 50))
-    strategy = DCTStrategy(density=0.05, exchange=exchange)
+    strategy = DCTStrategy(compress="gradients", density=0.05, exchange=exchange)
     run = fit(strategy, Module(model), loader(3, 200, 50))
     parameters = dict(model.named_parameters())
     layout = NodeLayout(tuple((0, local) for local in range(dist.get_world_size())))
@@ -105,7 +105,7 @@ def test_bytes_are_those_that_auto_reckons_with(ranks: Any, exchange: str, chose
 
 def watch_bytes(exchange: str) -> tuple[TrafficTotals, int]:
     """One step's traffic and all that is held back then, in bytes, when buckets are as they will stay."""
-    strategy = DCTStrategy(exchange=exchange)
+    strategy = DCTStrategy(compress="gradients", exchange=exchange)
     watch = Watch(look=lambda trainer: strategy.traffic.totals)
     trainer = trainer_for(
         strategy, callbacks=[watch], **({"num_nodes": 2, "devices": 2} if exchange == "by_node" else {})
@@ -133,7 +133,10 @@ def test_bytes_are_those_of_the_forecast(ranks: Any, exchange: str, nodes: int) 
     workload = workload_of(deep())
     assert len(workload.buckets) > 1
     layout = layout_of(4, nodes)
-    step, dense = compressed_step(exchange, DCTConfig(), workload, layout), dense_step(workload, layout)
+    step, dense = (
+        compressed_step(exchange, DCTConfig(compress="gradients"), workload, layout),
+        dense_step(workload, layout),
+    )
     assert [Sent(counted.bytes_sent, counted.bytes_inside_node) for counted, _ in results] == list(step.sent)
     assert [counted.bytes_dense for counted, _ in results] == [sent.between for sent in dense.sent]
     assert [held for _, held in results] == list(step.residual_bytes)
@@ -141,7 +144,7 @@ def test_bytes_are_those_of_the_forecast(ranks: Any, exchange: str, nodes: int) 
 
 def refused(settings: dict[str, Any]) -> str:
     with pytest.raises(ValueError) as caught:
-        fit(DCTStrategy(**settings), Module(), 2)
+        fit(DCTStrategy(compress="gradients", **settings), Module(), 2)
     return str(caught.value)
 
 
@@ -158,7 +161,7 @@ def test_a_kernel_for_another_device_is_refused_on_every_rank(ranks: Any) -> Non
 
 def fit_twice_by_node() -> tuple[list[str], int, int]:
     """Validation between two fits tears the strategy down as often."""
-    strategy, watch = DCTStrategy(density=0.2, exchange="by_node"), Watch()
+    strategy, watch = DCTStrategy(compress="gradients", density=0.2, exchange="by_node"), Watch()
     before = len(dist.distributed_c10d._world.pg_names)
     with on_two_nodes():
         trainer = trainer_for(strategy, callbacks=[watch], num_nodes=2, devices=2)

@@ -17,7 +17,7 @@ STEPS = 12
 
 def train_with_fabric(settings: dict[str, Any] | None, checkpoint: Path | None = None) -> dict[str, Any]:
     """Train with Fabric; with a checkpoint, save half way, spoil everything and load it again."""
-    strategy = FabricDDPStrategy() if settings is None else FabricDCTStrategy(**settings)
+    strategy = FabricDDPStrategy() if settings is None else FabricDCTStrategy(compress="gradients", **settings)
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
     fabric.launch()
     torch.manual_seed(0)
@@ -71,7 +71,7 @@ def make_group() -> dist.ProcessGroup:
 
 
 def train_in_own_group() -> tuple[bool, int]:
-    strategy = DCTStrategy(process_group=make_group, density=0.05)
+    strategy = DCTStrategy(compress="gradients", process_group=make_group, density=0.05)
     fit(strategy, Module(), 4)
     group = strategy.synchronizer.exchange.everyone.group
     return group is not dist.group.WORLD, strategy.traffic.totals.steps

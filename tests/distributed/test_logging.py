@@ -48,7 +48,9 @@ class Memory(Logger):
 
 def train(batches: int, settings: dict[str, Any], strategy: dict[str, Any]) -> Any:
     memory = Memory()
-    run = fit(DCTStrategy(**{"density": 0.05, **strategy}), Module(), batches, logger=memory, **settings)
+    run = fit(
+        DCTStrategy(compress="gradients", **{"density": 0.05, **strategy}), Module(), batches, logger=memory, **settings
+    )
     return run, [(step, row) for step, row in memory.rows if any(key.startswith("dct/") for key in row)]
 
 
@@ -113,7 +115,7 @@ def train_with_loggers(folder: Path, names: list[str]) -> Run:
     os.environ["WANDB_SILENT"] = "true"
     folder.mkdir(exist_ok=True)
     run = fit(
-        DCTStrategy(density=0.05),
+        DCTStrategy(compress="gradients", density=0.05),
         Logging(),
         12,
         logger=[makers[name]() for name in names] or False,

@@ -65,7 +65,7 @@ def look(trainer: Trainer) -> dict[str, Any]:
 
 
 def train(value_format: str, overflows: bool, scale: float, settings: dict[str, Any]) -> Any:
-    strategy = DCTStrategy(density=0.1, value_format=value_format, refresh_every=5, **settings)
+    strategy = DCTStrategy(compress="gradients", density=0.1, value_format=value_format, refresh_every=5, **settings)
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000))
     applied = Applied()
     with local_gradients() as given:
@@ -134,7 +134,7 @@ def overflow_at_the_start() -> Any:
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2))
     with local_gradients() as given:
         run = fit(
-            DCTStrategy(density=0.1),
+            DCTStrategy(compress="gradients", density=0.1),
             Overflowing(True, everything=((0, 1), (1, 0), (12, 1))),
             BATCHES,
             watch=Watch(look=look),
@@ -163,7 +163,7 @@ def train_unscaled(value_format: str) -> Run:
     def residuals_of(trainer: Trainer) -> dict[str, Tensor]:
         return trainer.strategy.synchronizer.residuals.state_dict()
 
-    strategy = DCTStrategy(density=0.1, value_format=value_format)
+    strategy = DCTStrategy(compress="gradients", density=0.1, value_format=value_format)
     return fit(strategy, Overflowing(True), 12, watch=Watch(look=residuals_of))
 
 

@@ -32,7 +32,7 @@ def refreshing(seen: list[tuple[int, int, int]], refreshes: int = 0) -> list[int
 def train(folder: Path, batches: int, ckpt_path: Path | None, settings: dict[str, Any]) -> Any:
     watch = Watch(look=look)
     # Guard off: it takes a new threshold from a step that shows far too many entries, which is no refresh.
-    strategy = DCTStrategy(density=0.1, refresh_every=5, guard=False)
+    strategy = DCTStrategy(compress="gradients", density=0.1, refresh_every=5, guard=False)
     fit(
         strategy,
         Module(),
@@ -69,7 +69,9 @@ def test_refreshes_across_epochs_that_end_within_an_accumulation(ranks: Any, tmp
 
 
 def callbacks_after_two_fits(given: list[Any]) -> list[str]:
-    trainer = trainer_for(DCTStrategy(density=0.1, refresh_every=7), callbacks=given, enable_checkpointing=True)
+    trainer = trainer_for(
+        DCTStrategy(compress="gradients", density=0.1, refresh_every=7), callbacks=given, enable_checkpointing=True
+    )
     for _ in range(2):
         trainer.fit(Module(), loader(2, 40, 8))
     refresh = next(callback for callback in trainer.callbacks if isinstance(callback, ThresholdRefresh))
@@ -98,7 +100,7 @@ def test_callbacks_are_attached_once_and_the_users_win(ranks: Any, given: list[A
 def train_with_users_callback() -> Any:
     watch = Watch(look=look)
     fit(
-        DCTStrategy(density=0.1, refresh_every=2, guard=False),
+        DCTStrategy(compress="gradients", density=0.1, refresh_every=2, guard=False),
         Module(),
         12,
         watch=watch,

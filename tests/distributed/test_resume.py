@@ -59,7 +59,7 @@ def twice_ten_batches() -> DataLoader:
 
 
 def train(ckpt_path: Path | None, strategy: dict[str, Any], trainer: dict[str, Any]) -> Run:
-    chosen = DCTStrategy(**{**SETTINGS, **strategy})
+    chosen = DCTStrategy(compress="gradients", **{**SETTINGS, **strategy})
     return fit(
         chosen,
         Module(None, torch.optim.Adam, lr=0.01),
@@ -104,14 +104,18 @@ def test_resumed_run_equals_the_uninterrupted_one(
 
 def train_half(path: Path, strategy: dict[str, Any], settings: dict[str, Any]) -> list[str]:
     watch = Watch()
-    trainer = trainer_for(DCTStrategy(**{**SETTINGS, **strategy}), callbacks=[watch, SaveAndStop(path, 10)], **settings)
+    trainer = trainer_for(
+        DCTStrategy(compress="gradients", **{**SETTINGS, **strategy}),
+        callbacks=[watch, SaveAndStop(path, 10)],
+        **settings,
+    )
     trainer.fit(Module(None, torch.optim.Adam, lr=0.01), twice_ten_batches())
     return watch.hashes
 
 
 def rotate(folder: Path, settings: dict[str, Any]) -> tuple[str, str]:
     checkpoint = saver(folder, every_n_train_steps=5, **settings)
-    fit(DCTStrategy(**SETTINGS), Module(), 20, enable_checkpointing=True, callbacks=[checkpoint])
+    fit(DCTStrategy(compress="gradients", **SETTINGS), Module(), 20, enable_checkpointing=True, callbacks=[checkpoint])
     return checkpoint.best_model_path, checkpoint.last_model_path
 
 
@@ -149,7 +153,7 @@ def test_weights_alone_have_no_state_beside_them(ranks: Any, tmp_path: Path) -> 
 
 
 def resume(path: Path, with_dct: bool, batches: int) -> Run:
-    strategy = DCTStrategy(**SETTINGS) if with_dct else DDPStrategy()
+    strategy = DCTStrategy(compress="gradients", **SETTINGS) if with_dct else DDPStrategy()
     return fit(strategy, Module(), batches, ckpt_path=str(path), max_epochs=2)
 
 
@@ -210,7 +214,7 @@ def test_files_load_with_weights_only(ranks: Any, tmp_path: Path) -> None:
 
 def load_only(path: Path) -> Run:
     """The state a rank takes over, before any further step: the saved epoch was the last one."""
-    return fit(DCTStrategy(**SETTINGS), Module(), 20, ckpt_path=str(path))
+    return fit(DCTStrategy(compress="gradients", **SETTINGS), Module(), 20, ckpt_path=str(path))
 
 
 def states_in(folder: Path, world_size: int) -> list[dict[str, Any]]:
@@ -251,7 +255,7 @@ def train_sharded(folder: Path, resumed: Path | None, epochs: int) -> tuple[dict
     """Ten steps an epoch, each of which ends in a checkpoint."""
     start = StateAtStart()
     run = fit(
-        DCTStrategy(density=0.2, exchange="sharded", bucket_cap_mb=0.0005),
+        DCTStrategy(compress="gradients", density=0.2, exchange="sharded", bucket_cap_mb=0.0005),
         Module(),
         10,
         ckpt_path=None if resumed is None else str(resumed),
@@ -304,7 +308,7 @@ def test_merged_states_conserve_the_mean(saved: int) -> None:
 
 
 def resume_in_the_same_trainer(path: Path) -> tuple[int, Run, Run]:
-    strategy, watch = DCTStrategy(**SETTINGS), Watch()
+    strategy, watch = DCTStrategy(compress="gradients", **SETTINGS), Watch()
     trainer = trainer_for(strategy, callbacks=[watch])
     module = Module()
     trainer.fit(module, loader(10, 40, 8))
@@ -325,7 +329,7 @@ def test_second_fit_of_one_trainer_resumes_from_a_checkpoint(ranks: Any, tmp_pat
 
 def load_bad(path: Path) -> str:
     with pytest.raises(ValueError) as caught:
-        fit(DCTStrategy(**SETTINGS), Module(perceptron(hidden=24)), 24, ckpt_path=str(path))
+        fit(DCTStrategy(compress="gradients", **SETTINGS), Module(perceptron(hidden=24)), 24, ckpt_path=str(path))
     return str(caught.value)
 
 
@@ -345,7 +349,7 @@ def resume_densely(path: Path, settings: dict[str, Any]) -> Any:
     applied = Applied()
     with local_gradients() as given:
         run = fit(
-            DCTStrategy(density=1.0, **settings),
+            DCTStrategy(compress="gradients", density=1.0, **settings),
             Module(None, torch.optim.SGD, lr=0.01),
             1,
             ckpt_path=str(path),
@@ -379,12 +383,12 @@ class Alternating(Module):
 
 
 def save_alternating(folder: Path) -> None:
-    strategy = DCTStrategy(**SETTINGS, find_unused_parameters=True)
+    strategy = DCTStrategy(compress="gradients", **SETTINGS, find_unused_parameters=True)
     fit(strategy, Alternating(), 5, enable_checkpointing=True, callbacks=[saver(folder, every_n_train_steps=5)])
 
 
 def resume_alternating(path: Path, density: float) -> dict[str, torch.Tensor]:
-    strategy = DCTStrategy(density=density, find_unused_parameters=True)
+    strategy = DCTStrategy(compress="gradients", density=density, find_unused_parameters=True)
 
     class Unused(Alternating):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:

@@ -231,7 +231,7 @@ def local_gradients() -> Iterator[State]:
         before = self.synchronisations
         future = original(self, state, bucket)
         if bucket.is_last():
-            if self.synchronisations > before or self.holds_back:
+            if self.synchronisations > before:
                 for name, gradient in pending.items():
                     sums[name] = sums.get(name, 0) + gradient
             pending.clear()

@@ -52,7 +52,10 @@ def test_bytes_and_residuals_are_those_of_synchronisers(
     )
 
     layout = layout_of(world_size, nodes)
-    step, dense = compressed_step(exchange, DCTConfig(**settings), workload(), layout), dense_step(workload(), layout)
+    step, dense = (
+        compressed_step(exchange, DCTConfig(compress="gradients", **settings), workload(), layout),
+        dense_step(workload(), layout),
+    )
     for rank, synchronizer in enumerate(ranks.synchronizers):
         counted = synchronizer.traffic.totals
         assert step.sent[rank] == Sent(counted.bytes_sent, counted.bytes_inside_node)
@@ -64,7 +67,7 @@ def test_bytes_and_residuals_are_those_of_synchronisers(
 
 def test_where_bytes_go_when_nodes_have_several_ranks() -> None:
     """By hand: four equal shards; two of a rank's three partners are on the other node."""
-    config, tensor = DCTConfig(), one_tensor(40_000)
+    config, tensor = DCTConfig(compress="gradients"), one_tensor(40_000)
     apart, together = layout_of(4, 4), layout_of(4, 2)
     for exchange, share in (("sharded", 2 / 3), ("all_gather", 1 / 2)):
         total = compressed_step(exchange, config, tensor, apart).sent
@@ -78,7 +81,11 @@ def test_where_bytes_go_when_nodes_have_several_ranks() -> None:
 
 @pytest.mark.parametrize(("world_size", "nodes"), [(2, 2), (3, 1), (8, 8), (8, 2), (16, 4), (64, 8)])
 def test_links_are_busy_for_what_auto_reckons_with(world_size: int, nodes: int) -> None:
-    config, tensor, layout = DCTConfig(density=0.05), one_tensor(20_000_000), layout_of(world_size, nodes)
+    config, tensor, layout = (
+        DCTConfig(compress="gradients", density=0.05),
+        one_tensor(20_000_000),
+        layout_of(world_size, nodes),
+    )
     local = world_size // nodes if 1 < nodes < world_size else 1
     for exchange, cost in costs_of(lambda passes: plan_model(config, tensor.parameters, passes), layout).items():
         step = compressed_step(exchange, config, tensor, layout)

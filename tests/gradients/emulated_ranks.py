@@ -160,9 +160,14 @@ class EmulatedRanks:
         ]
         self.synchronizers = [
             GradientSynchronizer(
-                DCTConfig(**{"min_tensor_size": 0, **settings}),
+                DCTConfig(compress="gradients", **{"min_tensor_size": 0, **settings}),
                 {parameter: name for name, parameter in parameters.items()},
-                self._exchange(exchange, rank, ranks_per_node, DCTConfig(**{"min_tensor_size": 0, **settings})),
+                self._exchange(
+                    exchange,
+                    rank,
+                    ranks_per_node,
+                    DCTConfig(compress="gradients", **{"min_tensor_size": 0, **settings}),
+                ),
                 hold_unused=hold_unused,
                 loss_scale=loss_scale,
             )

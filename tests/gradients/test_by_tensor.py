@@ -22,7 +22,12 @@ def look(trainer: Trainer) -> list[TensorFigures]:
 
 
 def train(exchange: str) -> Any:
-    return fit(DCTStrategy(density=0.1, value_format="bf16", exchange=exchange), Module(), 4, watch=Watch(look=look))
+    return fit(
+        DCTStrategy(compress="gradients", density=0.1, value_format="bf16", exchange=exchange),
+        Module(),
+        4,
+        watch=Watch(look=look),
+    )
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "sharded"])
@@ -54,4 +59,4 @@ def test_a_tensor_that_has_taken_no_part_is_left_out(ranks: Any) -> None:
 def train_without_second() -> list[TensorFigures]:
     module = Module()
     module.model.second.requires_grad_(False)
-    return fit(DCTStrategy(density=0.1), module, 1, watch=Watch(look=look)).seen[-1]
+    return fit(DCTStrategy(compress="gradients", density=0.1), module, 1, watch=Watch(look=look)).seen[-1]

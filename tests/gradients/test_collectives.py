@@ -106,7 +106,9 @@ def test_ddp_takes_the_hook(group: dist.ProcessGroup) -> None:
     expected = torch.autograd.grad(model(torch.ones(3, 20)).sum(), list(model.parameters()))
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    synchronizer = GradientSynchronizer(DCTConfig(min_tensor_size=0), names, AllGather(Link(group, Traffic())))
+    synchronizer = GradientSynchronizer(
+        DCTConfig(compress="gradients", min_tensor_size=0), names, AllGather(Link(group, Traffic()))
+    )
     wrapped.register_comm_hook(None, synchronizer.hook)
     for step in range(3):
         wrapped.zero_grad()

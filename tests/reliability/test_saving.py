@@ -73,7 +73,7 @@ def save_in_background(folder: Path, settings: dict[str, Any]) -> tuple[list[str
     inner = Observing()
     saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, **settings)
     fit(
-        DCTStrategy(**SETTINGS),
+        DCTStrategy(compress="gradients", **SETTINGS),
         Module(),
         12,
         enable_checkpointing=True,
@@ -99,7 +99,7 @@ def test_what_a_checkpoint_points_at_is_there_first_and_goes_last(
 
 
 def save_under_two_names(folder: Path) -> None:
-    trainer = trainer_for(DCTStrategy(**SETTINGS))
+    trainer = trainer_for(DCTStrategy(compress="gradients", **SETTINGS))
     trainer.fit(Module(), loader(3, 40, 8))
     trainer.save_checkpoint(folder / f"{rank()}.ckpt")
 
@@ -114,7 +114,7 @@ def test_rank_zero_names_the_checkpoint(ranks: Any, tmp_path: Path) -> None:
 def save_over_a_link(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Save rows, train on, and save where a link to the first checkpoint lies."""
     module = Hybrid({"density": 0.2})
-    trainer = trainer_for(DCTStrategy(density=0.5, min_tensor_size=1), max_epochs=1)
+    trainer = trainer_for(DCTStrategy(compress="gradients", density=0.5, min_tensor_size=1), max_epochs=1)
     trainer.fit(module, batches(3))
     trainer.save_checkpoint(folder / "first.ckpt")
     before = whole(module)
@@ -129,7 +129,7 @@ def save_over_a_link(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def rows_in(path: Path) -> dict[str, Any]:
     module = Hybrid({"density": 0.2})
-    trainer_for(DCTStrategy()).validate(module, batches(1), ckpt_path=str(path), verbose=False)
+    trainer_for(DCTStrategy(compress="gradients")).validate(module, batches(1), ckpt_path=str(path), verbose=False)
     return whole(module)
 
 
@@ -159,7 +159,7 @@ def train(folder: Path, fail_after: int | None, saver: Any, accumulate: int) -> 
         callbacks.append(Fails(fail_after))
     watch = Watch()
     module = Module(None, torch.optim.Adam, lr=0.01)
-    strategy = DCTStrategy(**SETTINGS)
+    strategy = DCTStrategy(compress="gradients", **SETTINGS)
     trainer = trainer_for(
         strategy,
         callbacks=[watch, *callbacks],
@@ -207,7 +207,7 @@ def test_saved_on_an_exception(ranks: Any, tmp_path: Path, make: str, accumulate
 
 
 def save(folder: Path) -> None:
-    trainer = trainer_for(DCTStrategy(**SETTINGS))
+    trainer = trainer_for(DCTStrategy(compress="gradients", **SETTINGS))
     trainer.fit(Module(), loader(10, 40, 8))
     trainer.save_checkpoint(folder / "a.ckpt")
 
@@ -221,7 +221,7 @@ class AtStart(Callback):
 
 def resume(path: Path, settings: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
     start = AtStart()
-    strategy = DCTStrategy(**SETTINGS, **settings)
+    strategy = DCTStrategy(compress="gradients", **SETTINGS, **settings)
     return fit(strategy, Module(), 10, ckpt_path=str(path), max_epochs=2, callbacks=[start]), start.state
 
 
@@ -251,14 +251,14 @@ def test_a_missing_file_of_one_rank(ranks: Any, tmp_path: Path, world_size: int)
 
 
 def save_tables(folder: Path) -> None:
-    trainer = trainer_for(DCTStrategy(density=0.5, min_tensor_size=1))
+    trainer = trainer_for(DCTStrategy(compress="gradients", density=0.5, min_tensor_size=1))
     trainer.fit(Hybrid({"density": 0.1}), batches(5))
     trainer.save_checkpoint(folder / "a.ckpt")
 
 
 def resume_tables(path: Path) -> dict[str, Any]:
     module = Hybrid({"density": 0.1})
-    strategy = DCTStrategy(density=0.5, min_tensor_size=1, missing_state="reset")
+    strategy = DCTStrategy(compress="gradients", density=0.5, min_tensor_size=1, missing_state="reset")
     trainer_for(strategy, max_epochs=2).fit(module, batches(5), ckpt_path=str(path))
     return {name: value for name, value in whole(module).items() if not name[0].isdigit()}
 

@@ -1,4 +1,4 @@
-"""Exchanged updates are the right ones: a plain reference's, conserved, the same on every rank, and DDP's where equal."""
+"""Exchanged updates are the right ones: a plain reference's, conserved, and DistributedDataParallel's where equal."""
 
 from typing import Any
 

@@ -2,10 +2,8 @@
 
 from lightning_dct.callbacks.accordion_schedule import AccordionSchedule
 from lightning_dct.callbacks.compression_monitor import CompressionMonitor
-from lightning_dct.callbacks.density_by_need import DensityByNeed
 from lightning_dct.callbacks.error_averaging import ErrorAveraging
 from lightning_dct.callbacks.evaluation_join import EvaluationJoin
-from lightning_dct.callbacks.event_triggered_sending import EventTriggeredSending
 from lightning_dct.callbacks.failure_notice import FailureNotice
 from lightning_dct.callbacks.requeue_after_step import RequeueAfterStep
 from lightning_dct.callbacks.shared_weights_view import SharedWeightsView
@@ -14,10 +12,8 @@ from lightning_dct.callbacks.threshold_refresh import ThresholdRefresh
 __all__ = [
     "AccordionSchedule",
     "CompressionMonitor",
-    "DensityByNeed",
     "ErrorAveraging",
     "EvaluationJoin",
-    "EventTriggeredSending",
     "FailureNotice",
     "RequeueAfterStep",
     "SharedWeightsView",

@@ -22,7 +22,6 @@ from torch import Tensor
 from lightning_dct.gradients.awaited import Awaited
 from lightning_dct.gradients.on_device import add_payloads, add_whole, send_largest
 from lightning_dct.gradients.plan import BucketPlan
-from lightning_dct.gradients.tails import Tails
 from lightning_dct.kernels import Selection, select, sum_entries
 from lightning_dct.threshold import GUARD_RESELECT, Observed, Thresholds, keep_largest, kth_magnitude
 from lightning_dct.wire import PayloadError, Unpacked, pack, unpack
@@ -57,7 +56,6 @@ def compress(
     gradient_scale: float,
     reselect: bool,
     kernel: str = "auto",
-    tails: Tails | None = None,
 ) -> Compressed:
     """Decide what goes and leave the rest in the residual.
 
@@ -73,10 +71,9 @@ def compress(
         gradient_scale: Factor on the gradient: one over the loss scale of mixed-precision training.
         reselect: Take a step's own selection as the new threshold when far too many entries reach the old one.
         kernel: What adds, compares and compacts; see :func:`~lightning_dct.kernels.select`.
-        tails: Where to count the large entries of those whose thresholds are missing; None not to.
     """
     used = tuple(index for index in plan.compressed if index not in held)
-    selected = _select_missing(buffer, residual, plan, used, thresholds, gradient_scale, tails)
+    selected = _select_missing(buffer, residual, plan, used, thresholds, gradient_scale)
     whole = _take_whole(buffer, residual, plan, held, gradient_scale)
     whole_entries = sum(plan.sizes[index] for index in plan.whole)
     if buffer.device.type in WITHOUT_WAITING:
@@ -165,7 +162,6 @@ def _select_missing(
     used: tuple[int, ...],
     thresholds: Thresholds,
     gradient_scale: float,
-    tails: Tails | None,
 ) -> bool:
     """Select the thresholds that are missing, and say whether there were any. This waits for a GPU, at each refresh."""
     missing = [index for index in used if not thresholds.has(plan.names[index], plan.targets[index])]
@@ -174,8 +170,6 @@ def _select_missing(
         accumulated = residual[part] + buffer[part].to(residual.dtype) * gradient_scale
         target = plan.targets[index]
         thresholds.set(plan.names[index], target, kth_magnitude(accumulated, target))
-        if tails is not None:
-            tails.add(plan.names[index], accumulated)
     return bool(missing)
 
 

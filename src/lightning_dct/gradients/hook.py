@@ -11,8 +11,7 @@ from torch.futures import Future
 from lightning_dct.config import DCTConfig
 from lightning_dct.gradients.exchanges import Exchange
 from lightning_dct.gradients.exchanges.base import send_sparse, unused
-from lightning_dct.gradients.holding import Holding
-from lightning_dct.gradients.pending import Pending, bring_home, future_for
+from lightning_dct.gradients.pending import Pending, bring_home
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.gradients.synchronizer import Synchronizer
 from lightning_dct.traffic import FP32_BYTES, all_reduce_bytes, bytes_between_nodes
@@ -47,15 +46,9 @@ class GradientSynchronizer(Synchronizer):
         super().__init__(config, parameter_names, exchange, undoable=loss_scale is not None)
         self._hold_unused = hold_unused
         self._loss_scale = loss_scale
-        self.holding: Holding | None = None
         # What follows belongs to the synchronisation under way.
         self._pending: list[Pending] = []
         self._refreshing = False
-
-    @property
-    def holds_back(self) -> bool:
-        """Whether the next synchronisation sends nothing."""
-        return self.holding is not None and self.holding.back
 
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """The communication hook for ``DistributedDataParallel.register_comm_hook``.
@@ -68,10 +61,6 @@ class GradientSynchronizer(Synchronizer):
         Returns:
             A future of the bucket's averaged gradients.
         """
-        if self.holding is not None:
-            self.holding.measure(bucket.buffer())
-            if self.holding.back:
-                return self._hold_back(bucket, self.holding)
         if not self._pending:
             self._begin()
         earlier = [pending for pending in self._pending if pending.rounds_left > 1]
@@ -94,20 +83,6 @@ class GradientSynchronizer(Synchronizer):
         """
         if self._pending:
             raise RuntimeError("A synchronisation is under way: change its settings before backward or after it.")
-
-    def _hold_back(self, bucket: GradBucket, holding: Holding) -> Future[Tensor]:
-        """Send nothing: what the optimizer would step with is zeros, and the strategy sees to it that it does not."""
-        with self.traffic.timed("compress"):
-            buffer, plan = bucket.buffer(), self._plan_of_bucket(bucket)
-            self.memory.hold_back(buffer, plan, self._held(bucket, plan))
-            self.traffic.add(entries=buffer.numel())
-            self._count_dense(buffer)
-        if bucket.is_last():
-            self.traffic.add(steps=1)
-            holding.in_a_row += 1
-        future = future_for(buffer)
-        future.set_result(buffer.zero_())
-        return future
 
     def _begin(self) -> None:
         self._refreshing = self.refresh_requested
@@ -133,8 +108,6 @@ class GradientSynchronizer(Synchronizer):
             self.traffic.add(refreshes=int(self.memory.selected))
             self.refresh_requested = False
             self.memory.commit()
-        if self.holding is not None:
-            self.holding.in_a_row = 0
         self._pending = []
 
     def _send(self, bucket: GradBucket) -> Pending:

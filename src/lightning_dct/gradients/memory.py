@@ -22,7 +22,6 @@ from lightning_dct.gradients.compression import Compressed, compress, decompress
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.gradients.residual import Residuals, add_pieces, pieces_extent
 from lightning_dct.gradients.sharding import Piece
-from lightning_dct.gradients.tails import Tails
 from lightning_dct.threshold import Observed, Thresholds
 
 
@@ -39,7 +38,6 @@ class Memory:
         gradient_scale: Factor that turns gradients as they arrive into unscaled ones.
         selected: Whether the synchronisation under way has selected any threshold anew.
         awaited: What GPUs have still to tell.
-        tails: Where large entries are counted as thresholds are selected; None where they are not.
     """
 
     def __init__(self, pieces: Mapping[str, Piece], guard: bool, undoable: bool, kernel: str = "auto") -> None:
@@ -49,7 +47,6 @@ class Memory:
         self.gradient_scale = 1.0
         self.selected = False
         self.awaited = Awaited()
-        self.tails: Tails | None = None
         self._pieces = pieces
         self._labels: dict[str, list[str]] = {}
         for label, piece in pieces.items():
@@ -91,8 +88,6 @@ class Memory:
         for residual, before in reversed(self._undo):
             residual.copy_(before)
         self.thresholds.take_over(self._undo_thresholds)
-        if self.tails is not None:
-            self.tails.clear()
         self._forget()
 
     def residual_of(self, bucket: BucketPlan, device: torch.device) -> Tensor:
@@ -108,27 +103,11 @@ class Memory:
         """
         return self._changing(self.owned.flat(shard.names, shard.sizes, shard.residual_dtype, device))
 
-    def hold_back(self, buffer: Tensor, plan: BucketPlan, held: set[int]) -> None:
-        """Add a bucket's whole gradients to this rank's residuals, in a step that sends nothing and cannot be undone.
-
-        Args:
-            buffer: Shape ``[n]``: the flattened bucket, unscaled gradients. Not changed.
-            plan: Its tensors.
-            held: Indices of tensors that this rank's backward did not use.
-        """
-        residual = self.residuals.flat(plan.names, plan.sizes, plan.residual_dtype, buffer.device)
-        for index, bounds in enumerate(plan.bounds):
-            if index not in held:
-                part = slice(*bounds)
-                residual[part] += buffer[part].to(residual.dtype)
-
     def compress(
         self, buffer: Tensor, residual: Tensor, plan: BucketPlan, held: set[int], gradient_scale: float
     ) -> Compressed:
         """Decide what goes; see :func:`~lightning_dct.gradients.compression.compress`."""
-        compressed = compress(
-            buffer, residual, plan, held, self.thresholds, gradient_scale, self._guard, self._kernel, self.tails
-        )
+        compressed = compress(buffer, residual, plan, held, self.thresholds, gradient_scale, self._guard, self._kernel)
         self._observed += compressed.observed
         self.selected |= compressed.selected
         return compressed

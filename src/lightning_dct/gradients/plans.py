@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -19,13 +19,11 @@ class Plans:
 
     Attributes:
         config: The settings of the moment.
-        factors: By what the densities of some parameters are multiplied, by name.
     """
 
     def __init__(self, config: DCTConfig, passes: float) -> None:
         self.config = config
         self._passes = passes
-        self.factors: dict[str, float] = {}
         # By what is planned; with the stage of warm-up that it holds for.
         self._known: dict[tuple[tuple[str, ...], tuple[int, ...], torch.dtype], tuple[int, BucketPlan]] = {}
 
@@ -34,16 +32,11 @@ class Plans:
         if config != self.config:
             self.config, self._known = config, {}
 
-    def scale(self, factors: Mapping[str, float]) -> None:
-        """Multiply the densities of some parameters, by name, from now on, and those of no others."""
-        if factors != self.factors:
-            self.factors, self._known = dict(factors), {}
-
     def of(self, names: Sequence[str], sizes: Sequence[int], dtype: torch.dtype, step: int) -> BucketPlan:
         """What becomes of some tensors after so many optimizer steps."""
         key, stage = (tuple(names), tuple(sizes), dtype), self.config.warmup_stage(step)
         if key not in self._known or self._known[key][0] != stage:
-            densities = [min(1.0, self.config.density_of(name, stage) * self.factors.get(name, 1.0)) for name in names]
+            densities = [self.config.density_of(name, stage) for name in names]
             self._known[key] = (stage, self._plan(names, sizes, dtype, densities))
         return self._known[key][1]
 

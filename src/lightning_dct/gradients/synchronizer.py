@@ -59,11 +59,6 @@ class Synchronizer:
         """Whether the next synchronisation belongs to warm-up."""
         return self.synchronisations < self.config.warmup_steps
 
-    @property
-    def holds_back(self) -> bool:
-        """Whether the next synchronisation sends nothing and there is nothing to step with."""
-        return False
-
     def request_refresh(self) -> None:
         """Select all thresholds anew in the next exchange."""
         self.refresh_requested = True
@@ -79,15 +74,6 @@ class Synchronizer:
         """
         self.check_idle()
         self.plans.change(replace(self.config, density=density))
-
-    def scale_densities(self, factors: Mapping[str, float]) -> None:
-        """Multiply the densities of some parameters, by name; as :meth:`set_density` in all else.
-
-        Args:
-            factors: Replaces what was set before. A density does not grow beyond 1.
-        """
-        self.check_idle()
-        self.plans.scale(factors)
 
     def density_of(self, parameters: Iterable[Tensor]) -> float:
         """The share of the entries of some parameters that the next exchange sends, in (0, 1].

@@ -144,8 +144,7 @@ class UpdateSynchronizer(Synchronizer):
         sending = [
             bucket
             for place, bucket in enumerate(turns.buckets)
-            if is_due(turns.steps, self.config.round_length, place % places, places)
-            and on_their_way.isdisjoint(bucket)
+            if is_due(turns.steps, self.config.round_length, place % places, places) and on_their_way.isdisjoint(bucket)
         ]
         if sending:
             refreshing, self.refresh_requested = self.refresh_requested, False

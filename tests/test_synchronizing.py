@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_dct.gradients import parameter_names, resolve_process_group
+from lightning_dct.synchronizing import parameter_names, resolve_process_group
 
 
 def test_names_are_the_same_with_and_without_compile() -> None:
