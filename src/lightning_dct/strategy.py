@@ -177,7 +177,9 @@ class DCTStrategy(CheckpointedStrategy):
             trainer.callbacks.insert(0, EvaluationJoin())
         if not any(isinstance(callback, FailureNotice) for callback in trainer.callbacks):
             trainer.callbacks.insert(0, FailureNotice())
-        if not any(isinstance(callback, SharedWeightsView) for callback in trainer.callbacks):
+        if self.config.compress == "updates" and not any(
+            isinstance(callback, SharedWeightsView) for callback in trainer.callbacks
+        ):
             trainer.callbacks.insert(0, SharedWeightsView(opens=True))
             trainer.callbacks.append(SharedWeightsView(opens=False))
 
@@ -260,6 +262,9 @@ class DCTStrategy(CheckpointedStrategy):
     def on_train_end(self) -> None:
         """Wait for what GPUs have still to tell of the last steps."""
         super().on_train_end()
+        if self.updates is not None:
+            # Callbacks that average weights have put buffers in of which each rank knew its own.
+            self.updates.average_buffers()
         if self.synchronizer is not None:
             self.synchronizer.flush()
 

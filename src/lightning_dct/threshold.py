@@ -9,7 +9,7 @@ or too few, in the spirit of Ok-Topk (Li and Hoefler, PPoPP 2022), at no cost.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -202,6 +202,14 @@ class Thresholds:
     def forget(self) -> None:
         """Let all thresholds count as missing."""
         self._values, self._targets, self._stacked = {}, {}, {}
+
+    def forget_those_of(self, parameters: Collection[str]) -> None:
+        """Let the thresholds of some parameters count as missing, with those of their pieces and of sums of these."""
+        for label in list(self._targets):
+            whole = label.removeprefix("sum of ")
+            if whole in parameters or whole.rpartition("[")[0] in parameters:
+                del self._targets[label], self._values[label]
+        self._stacked = {}
 
     def values(self) -> list[float]:
         """All thresholds, in no particular order."""

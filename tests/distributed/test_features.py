@@ -122,7 +122,11 @@ def train_with(name: str, folder: Path) -> list[tuple[Run, Any, list[State]]]:
     """Under DDP, under DCT at density 1.0 and at 0.1: the run, what the feature has left, weights after each epoch."""
     feature = FEATURES[name]
     results = []
-    for strategy in (DDPStrategy(), DCTStrategy(density=1.0), DCTStrategy(density=0.1, refresh_every=5)):
+    for strategy in (
+        DDPStrategy(),
+        DCTStrategy(compress="gradients", density=1.0),
+        DCTStrategy(compress="gradients", density=0.1, refresh_every=5),
+    ):
         here = folder / str(len(results))
         callbacks, epochs = feature.callbacks(here), Epochs()
         settings = {"max_epochs": EPOCHS, "num_sanity_val_steps": 0, **feature.trainer}
@@ -180,7 +184,7 @@ def assert_feature(name: str, run: Run, left: Any, epochs: list[State], folder: 
 
 
 def find_rate_and_fit(folder: Path, search: bool) -> tuple[Run, Any]:
-    strategy, watch, module = DCTStrategy(density=0.1, refresh_every=4), Watch(), Module()
+    strategy, watch, module = DCTStrategy(compress="gradients", density=0.1, refresh_every=4), Watch(), Module()
     module.lr = 0.1
     trainer = trainer_for(strategy, callbacks=[watch], default_root_dir=folder, max_epochs=2)
     found = None
@@ -211,7 +215,7 @@ def test_search_for_a_learning_rate_leaves_nothing_behind(ranks: Any, tmp_path: 
 
 def refusals_of_batch_sizes() -> list[str]:
     told = []
-    for strategy in (DDPStrategy(), DCTStrategy()):
+    for strategy in (DDPStrategy(), DCTStrategy(compress="gradients")):
         with pytest.raises(MisconfigurationException) as refused:
             fit(strategy, Module(), 2, callbacks=[BatchSizeFinder()])
         told.append(str(refused.value))
@@ -248,10 +252,10 @@ def profile(name: str, folder: Path) -> str:
     """What the profiler says of a run of this rank."""
     profiler, callback = PROFILERS[name], TorchProfiler()
     if profiler is None:
-        fit(DCTStrategy(density=0.1), Module(), BATCHES, callbacks=[callback])
+        fit(DCTStrategy(compress="gradients", density=0.1), Module(), BATCHES, callbacks=[callback])
         return str(callback.table)
     here = profiler(dirpath=folder, filename="profile")
-    fit(DCTStrategy(density=0.1), Module(), BATCHES, profiler=here)
+    fit(DCTStrategy(compress="gradients", density=0.1), Module(), BATCHES, profiler=here)
     return (folder / f"fit-profile-{rank()}.txt").read_text()
 
 

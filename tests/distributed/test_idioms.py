@@ -195,7 +195,7 @@ def train_idiom(name: str, density: float | None) -> Any:
             settings.pop(ours, None)
         strategy: DDPStrategy = DDPStrategy(**settings)
     else:
-        strategy = DCTStrategy(density=density, refresh_every=5, **settings)
+        strategy = DCTStrategy(compress="gradients", density=density, refresh_every=5, **settings)
     applied = Applied()
     module = idiom.module()
     with local_gradients() as given:
@@ -236,10 +236,40 @@ def test_idiom_trains_compressed(ranks: Any, name: str) -> None:
         assert_conserved([sums for _, sums in results])
 
 
+def train_updates(name: str, delay: int) -> tuple[Run, int]:
+    idiom = IDIOMS[name]
+    settings = {key: value for key, value in idiom.strategy.items() if key != "bucket_cap_mb"}
+    strategy = DCTStrategy(density=0.3, local_steps=4, delay=delay, refresh_every=5, **settings)
+    module, watch = idiom.module(), Watch(every=BATCHES)
+    trainer = trainer_for(strategy, callbacks=[watch], **idiom.trainer)
+    trainer.fit(module, loader(BATCHES, 40, 8))
+    return summary(strategy, trainer.lightning_module, watch), trainer.global_step
+
+
+@pytest.mark.parametrize("name", IDIOMS)
+def test_idiom_exchanges_updates(ranks: Any, name: str) -> None:
+    """Oracles: shared weights equal, ranks' own weights not, the loss falls, steps and dense bytes are counted."""
+    results = ranks(2).run(train_updates, name, 2 if name in ("plain", "several optimizers") else 0)
+    runs = [run for run, _ in results]
+    assert_replicas_equal(runs)
+    assert_learns(runs[0])
+    assert runs[0].synchronisations == runs[0].totals.steps == results[0][1]
+    assert all("_orig_mod" not in parameter for parameter in runs[0].state["weights"])
+    assert runs[0].totals.bytes_sent < runs[0].totals.bytes_dense
+    own = [run.state["weights"] for run in runs]
+    if name == "only small tensors":
+        for parameter, weights in own[0].items():
+            torch.testing.assert_close(weights, own[1][parameter])
+    else:
+        assert any(not torch.equal(weights, own[1][parameter]) for parameter, weights in own[0].items())
+
+
 def train_twice(density: float | None, static_graph: bool) -> list[Run]:
     """Two fits on one strategy, with manual optimisation."""
     settings = {"static_graph": static_graph}
-    strategy = DDPStrategy(**settings) if density is None else DCTStrategy(density=density, **settings)
+    strategy = (
+        DDPStrategy(**settings) if density is None else DCTStrategy(compress="gradients", density=density, **settings)
+    )
     watch = Watch()
     trainer = trainer_for(strategy, callbacks=[watch])
     runs = []
@@ -267,7 +297,7 @@ def thresholds_of(trainer: Trainer) -> dict[str, float]:
 
 
 def train_adversaries() -> Run:
-    strategy = DCTStrategy(density=0.1, refresh_every=6, guard=False, find_unused_parameters=True)
+    strategy = DCTStrategy(compress="gradients", density=0.1, refresh_every=6, guard=False, find_unused_parameters=True)
     return fit(strategy, Adversaries(), 12, watch=Watch(look=thresholds_of))
 
 
@@ -287,7 +317,7 @@ def residuals_and_weights(trainer: Trainer) -> Any:
 
 
 def train_branches(by_rank: bool) -> list[Any]:
-    strategy = DCTStrategy(density=0.1, find_unused_parameters=True)
+    strategy = DCTStrategy(compress="gradients", density=0.1, find_unused_parameters=True)
     watch = Watch(look=residuals_and_weights)
     return fit(strategy, Module(Branches(by_rank), lr=0.2), 12, watch=watch).seen
 
@@ -328,7 +358,9 @@ class Unfreeze(BaseFinetuning):
 
 
 def train_unfrozen(density: float | None, settings: dict[str, Any]) -> Run:
-    strategy = DDPStrategy(**settings) if density is None else DCTStrategy(density=density, **settings)
+    strategy = (
+        DDPStrategy(**settings) if density is None else DCTStrategy(compress="gradients", density=density, **settings)
+    )
     return fit(strategy, Module(), 8, callbacks=[Unfreeze()], max_epochs=3)
 
 
@@ -366,7 +398,7 @@ def train_held_back() -> Run:
 
 
 def train_with_overrides(overrides: dict[str, float], compile_it: bool) -> Run:
-    strategy = DCTStrategy(density=0.02, density_per_parameter=overrides, refresh_every=5)
+    strategy = DCTStrategy(compress="gradients", density=0.02, density_per_parameter=overrides, refresh_every=5)
     return fit(strategy, Module(compiled(perceptron()) if compile_it else perceptron()), 10)
 
 
@@ -384,7 +416,7 @@ def test_density_overrides_name_the_parameters_of_a_compiled_submodule_plainly(r
 
 
 def train_unfrozen_with_override() -> Run:
-    strategy = DCTStrategy(density=0.1, density_per_parameter={"model.first.*": 0.25})
+    strategy = DCTStrategy(compress="gradients", density=0.1, density_per_parameter={"model.first.*": 0.25})
     return fit(strategy, Module(), 4, callbacks=[Unfreeze()], max_epochs=2)
 
 
@@ -402,7 +434,7 @@ def totals_of(trainer: Trainer) -> Any:
 
 
 def train_warming_up(schedule: str) -> Run:
-    strategy = DCTStrategy(**WARMUP, warmup_schedule=schedule, refresh_every=1000, guard=False)
+    strategy = DCTStrategy(compress="gradients", **WARMUP, warmup_schedule=schedule, refresh_every=1000, guard=False)
     return fit(strategy, Module(), 20, watch=Watch(look=totals_of))
 
 
@@ -446,7 +478,7 @@ class Evaluated(Module):
 
 
 def evaluate_around_fit(density: float | None) -> Any:
-    strategy = DDPStrategy() if density is None else DCTStrategy(density=density)
+    strategy = DDPStrategy() if density is None else DCTStrategy(compress="gradients", density=density)
     module = Evaluated()
     trainer = trainer_for(strategy, num_sanity_val_steps=1, val_check_interval=5)
     results = []
@@ -484,7 +516,7 @@ class Normalised(nn.Module):
 
 def train_normalised(with_dct: bool) -> str:
     module = Module(Normalised())
-    strategy = DCTStrategy(density=0.1) if with_dct else DDPStrategy()
+    strategy = DCTStrategy(compress="gradients", density=0.1) if with_dct else DDPStrategy()
     try:
         fit(strategy, module, 2, sync_batchnorm=True)
     except ValueError as error:
@@ -503,7 +535,13 @@ def find_learning_rate(folder: Path) -> Run:
     finder = LearningRateFinder(num_training_steps=10, max_lr=0.1, attr_name="lr")
     module = Module()
     module.lr = 0.1
-    return fit(DCTStrategy(density=0.1, refresh_every=4), module, 12, callbacks=[finder], default_root_dir=str(folder))
+    return fit(
+        DCTStrategy(compress="gradients", density=0.1, refresh_every=4),
+        module,
+        12,
+        callbacks=[finder],
+        default_root_dir=str(folder),
+    )
 
 
 def test_learning_rate_finder_leaves_no_trace(ranks: Any, tmp_path: Path) -> None:
@@ -518,11 +556,16 @@ def test_learning_rate_finder_leaves_no_trace(ranks: Any, tmp_path: Path) -> Non
 
 
 def train_idiom_plainly() -> Run:
-    return fit(DCTStrategy(density=0.1, refresh_every=4), Module(), 12)
+    return fit(DCTStrategy(compress="gradients", density=0.1, refresh_every=4), Module(), 12)
 
 
 def train_alone(density: float | None) -> Run:
-    return fit(DDPStrategy() if density is None else DCTStrategy(density=density), Module(), 12, barebones=True)
+    return fit(
+        DDPStrategy() if density is None else DCTStrategy(compress="gradients", density=density),
+        Module(),
+        12,
+        barebones=True,
+    )
 
 
 def test_one_rank_trains_as_ddp(ranks: Any) -> None:

@@ -189,11 +189,9 @@ def part_metrics(
         thresholds: All thresholds in use.
         residual_norm: Of what is held back; None where that is not known.
     """
-    metrics: dict[str, float] = {
-        "density": recent.density,
-        "bytes_sent": totals.bytes_sent,
-        "bytes_dense": totals.bytes_dense,
-    }
+    metrics: dict[str, float] = {"bytes_sent": totals.bytes_sent, "bytes_dense": totals.bytes_dense}
+    if recent.entries:
+        metrics["density"] = recent.density
     if recent.bytes_sent:
         metrics["compression_ratio"] = recent.compression_ratio
     if residual_norm is not None:

@@ -103,6 +103,7 @@ class UpdateSynchronizer(Synchronizer):
         self._buffers = buffers
         self._optimizers = optimizers
         self._turns: dict[int, _Turns] = {}
+        self._to_refresh: set[str] = set()
         # Nobody to exchange anything with: then a rank's own weights are all there is.
         self._alone = exchange.everyone.size == 1
 
@@ -147,13 +148,11 @@ class UpdateSynchronizer(Synchronizer):
             if is_due(turns.steps, self.config.round_length, place % places, places) and on_their_way.isdisjoint(bucket)
         ]
         if sending:
-            refreshing, self.refresh_requested = self.refresh_requested, False
-            self.memory.begin(1.0, refreshing)
+            self._forget_thresholds(sending)
+            self.memory.begin(1.0, refresh=False)
             sent = [self._send(bucket, turns.steps + self.config.delay) for bucket in sending]
             turns.travelling += sent
             self.traffic.add(refreshes=int(self.memory.selected))
-            if refreshing:
-                self.steps_since_refresh = 1
             if not self.config.delay:
                 self._apply(turns, sent)
             if number == min(self._turns) and sending[0] is turns.buckets[0]:
@@ -180,12 +179,13 @@ class UpdateSynchronizer(Synchronizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: plain numbers, dicts and CPU tensors. Waits for what travels, but does not apply it."""
+        for turns in self._turns.values():
+            self._bring_home(turns.travelling)
         state = super().state_dict()
         in_flight: dict[str, Tensor] = {}
-        clocks = {}
+        clocks = {f"refresh {name}": 1 for name in self._to_refresh}
         for number, turns in self._turns.items():
             clocks[f"steps of {number}"] = turns.steps
-            self._bring_home(turns.travelling)
             for item in turns.travelling:
                 sizes = self._sizes(item.names)
                 for name, mean, own in zip(item.names, item.mean.split(sizes), item.own.split(sizes), strict=True):
@@ -224,8 +224,11 @@ class UpdateSynchronizer(Synchronizer):
                 own.add_(left.view(own.shape).to(own.device))
         self._turns = {}
         clocks = state["exchange_clocks"]
+        self._to_refresh = {key.partition(" ")[2] for key in clocks if key.startswith("refresh ")}
         for key, value in clocks.items():
             words = key.split(" ", 3)
+            if words[0] == "refresh":
+                continue
             if words[0] == "steps":
                 self._turns.setdefault(int(words[2]), _Turns()).steps = value
             elif f"mean of {words[3]}" in state["in_flight"]:
@@ -237,6 +240,18 @@ class UpdateSynchronizer(Synchronizer):
 
     def check_idle(self) -> None:
         """Nothing to refuse: settings change between steps, and what travels has been planned already."""
+
+    def _forget_thresholds(self, buckets: Iterable[Sequence[str]]) -> None:
+        """Select the thresholds of what is about to be sent anew, where that has been asked for since it was sent last.
+
+        Those of what is travelling are still in use.
+        """
+        if self.refresh_requested:
+            self._to_refresh = {name for turns in self._turns.values() for name in turns.names}
+            self.refresh_requested, self.steps_since_refresh = False, 1
+        names = self._to_refresh & {name for bucket in buckets for name in bucket}
+        self.thresholds.forget_those_of(names)
+        self._to_refresh -= names
 
     def _number_of(self, optimizer: Optimizer) -> int:
         for number, known in enumerate(self._optimizers()):

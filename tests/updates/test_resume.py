@@ -1,0 +1,143 @@
+"""Checkpoints hold the shared weights for everybody, and each rank's own for a run that goes on."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+
+from distributed.test_resume import SaveAndStop, twice_ten_batches
+from distributed.training import (
+    Module,
+    Run,
+    State,
+    Watch,
+    assert_replicas_equal,
+    assert_weights_close,
+    assert_weights_equal,
+    fit,
+    loader,
+    trainer_for,
+    weights_of,
+)
+from lightning_dct import DCTStrategy
+
+SETTINGS: dict[str, Any] = {"density": 0.2, "local_steps": 4, "refresh_every": 6}
+
+
+def module() -> Module:
+    return Module(None, torch.optim.Adam, lr=0.01)
+
+
+def train(ckpt_path: Path | None, strategy: dict[str, Any], trainer: dict[str, Any]) -> Run:
+    chosen = DCTStrategy(**{**SETTINGS, **strategy})
+    return fit(chosen, module(), twice_ten_batches(), ckpt_path=ckpt_path and str(ckpt_path), **trainer)
+
+
+def train_half(path: Path, strategy: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+    watch = Watch()
+    chosen = DCTStrategy(**{**SETTINGS, **strategy})
+    trainer = trainer_for(chosen, callbacks=[watch, SaveAndStop(path, 10)], **settings)
+    trainer.fit(module(), twice_ten_batches())
+    return watch.hashes
+
+
+@pytest.mark.parametrize(
+    ("strategy", "trainer"),
+    [
+        ({}, {}),
+        ({"delay": 3}, {}),
+        ({"delay": 4, "exchange": "sharded", "local_steps": 5}, {}),
+        ({"value_format": "int8"}, {"accumulate_grad_batches": 3}),
+        ({"local_steps": 64}, {"precision": "bf16-true"}),
+    ],
+)
+def test_resumed_run_equals_the_uninterrupted_one(
+    ranks: Any, tmp_path: Path, strategy: dict[str, Any], trainer: dict[str, Any]
+) -> None:
+    """Oracle: 20 batches without a break, every bit of both kinds of weights. It is saved in the middle of a round."""
+    whole = ranks(2).run(train, None, strategy, trainer)
+    begun = ranks(2).run(train_half, tmp_path / "half.ckpt", strategy, trainer)
+    resumed = ranks(2).run(train, tmp_path / "half.ckpt", strategy, trainer)
+    for expected, first_half, run in zip(whole, begun, resumed, strict=True):
+        assert first_half == expected.hashes[:10]
+        assert run.hashes == expected.hashes[10:]
+        assert_weights_equal(expected.state["weights"], run.state["weights"])
+        assert run.state["thresholds"] == expected.state["thresholds"]
+        assert run.state["exchange_clocks"] == expected.state["exchange_clocks"]
+        for name, pieces in expected.state["owned"].items():
+            assert_weights_equal(pieces, run.state["owned"][name])
+        assert run.totals.bytes_sent == expected.totals.bytes_sent
+        assert run.totals.refreshes == expected.totals.refreshes
+    assert_replicas_equal(resumed)
+    assert not torch.equal(*(run.state["weights"]["model.first.weight"] for run in resumed))
+
+
+class AtStart(Callback):
+    """Keeps what a rank begins with."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.state = trainer.strategy.synchronizer.state_dict()
+        self.shared = {name: trainer.strategy.updates.weights.shared(name).clone() for name in self.state["weights"]}
+
+
+def held_back(state: dict[str, Any], shared: State, name: str) -> torch.Tensor:
+    """What a rank adds to the mean that the ranks are on their way to: of its own, and of sums that it owns."""
+    held = (state["weights"][name] - shared[name]).double().flatten() if name in state["weights"] else 0.0
+    held = torch.zeros(shared[name].numel(), dtype=torch.float64) + held
+    for start, piece in state["owned"].get(name, {}).items():
+        held[start : start + piece.numel()] += piece
+    return held
+
+
+def save_after_ten(path: Path, exchange: str) -> tuple[dict[str, Any], State]:
+    strategy = DCTStrategy(**SETTINGS, exchange=exchange)
+    watch = Watch(look=lambda trainer: trainer.strategy.synchronizer.state_dict())
+    trainer = trainer_for(strategy, callbacks=[watch, SaveAndStop(path, 10)])
+    trainer.fit(module(), twice_ten_batches())
+    return watch.seen[-1], weights_of(trainer.lightning_module)
+
+
+def resume_elsewhere(path: Path) -> tuple[dict[str, Any], State]:
+    at_start = AtStart()
+    fit(DCTStrategy(**SETTINGS), module(), twice_ten_batches(), ckpt_path=str(path), callbacks=[at_start])
+    return at_start.state, at_start.shared
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed", "exchange"), [(3, 2, "all_gather"), (2, 4, "all_gather"), (3, 2, "sharded")]
+)
+def test_another_number_of_ranks_keeps_the_mean(
+    ranks: Any, tmp_path: Path, saved: int, resumed: int, exchange: str
+) -> None:
+    """Oracle: the mean over the ranks of what they hold back, before and after."""
+    before = ranks(saved).run(save_after_ten, tmp_path / "x.ckpt", exchange)
+    after = ranks(resumed).run(resume_elsewhere, tmp_path / "x.ckpt")
+    for name, weights in before[0][1].items():
+        torch.testing.assert_close(after[0][1][name], weights, rtol=0, atol=0)
+        expected = sum(held_back(state, shared, name) for state, shared in before) / saved
+        found = sum(held_back(state, shared, name) for state, shared in after) / resumed
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
+        if weights.numel() >= 128:
+            assert float(expected.norm()) > 0
+
+
+def load_under_ddp(path: Path) -> State:
+    trainer = trainer_for(DDPStrategy(), callbacks=[start := Shown()])
+    trainer.fit(module(), loader(12, 40, 8), ckpt_path=str(path))
+    return start.weights
+
+
+class Shown(Callback):
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.weights = weights_of(pl_module)
+
+
+def test_ddp_goes_on_from_the_shared_weights(ranks: Any, tmp_path: Path) -> None:
+    saved = ranks(2).run(save_after_ten, tmp_path / "x.ckpt", "all_gather")
+    for weights in ranks(2).run(load_under_ddp, tmp_path / "x.ckpt"):
+        assert_weights_equal(saved[0][1], weights)
+    with pytest.raises(AssertionError):
+        assert_weights_close(saved[0][1], {name: saved[0][0]["weights"][name] for name in saved[0][1]}, 1e-6, 1e-7)

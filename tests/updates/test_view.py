@@ -1,0 +1,146 @@
+"""Users see the shared weights: in validation, in callbacks, after fit; and buffers of all ranks as one."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from torch import nn
+
+from distributed.training import (
+    Module,
+    Run,
+    assert_replicas_equal,
+    assert_weights_equal,
+    fit,
+    hash_of,
+    loader,
+    perceptron,
+    trainer_for,
+    weights_of,
+)
+from lightning_dct import DCTStrategy
+
+SETTINGS: dict[str, Any] = {"density": 0.2, "local_steps": 4}
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(perceptron(out_features=16), nn.BatchNorm1d(16), perceptron(in_features=16))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layers(inputs)
+
+
+class Validated(Module):
+    """Keeps hashes of the weights: in training steps, when a validation begins, in it, and when it ends."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.seen: dict[str, list[str]] = {"train": [], "start": [], "validation": [], "end": []}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen["train"].append(hash_of(self))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen["validation"].append(hash_of(self))
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def on_validation_start(self) -> None:
+        self.seen["start"].append(hash_of(self))
+
+    def on_validation_end(self) -> None:
+        self.seen["end"].append(hash_of(self))
+
+
+def validate_within_fit() -> tuple[dict[str, list[str]], str, float]:
+    module = Validated(Normalised(), torch.optim.SGD, lr=0.05, momentum=0.9)
+    trainer = trainer_for(DCTStrategy(**SETTINGS), val_check_interval=5, num_sanity_val_steps=1)
+    trainer.fit(module, loader(20, 40, 8), loader(3, 40, 8))
+    after = hash_of(module)
+    (scores,) = trainer.validate(module, loader(3, 40, 8), verbose=False)
+    return module.seen, after, scores["val_loss"]
+
+
+def test_validations_see_the_same_weights_on_every_rank(ranks: Any) -> None:
+    """Oracle: hashes of weights and buffers, which training sees differ after the first step."""
+    (one, after, score), (other, other_after, other_score) = ranks(2).run(validate_within_fit)
+    for moment in ("start", "validation", "end"):
+        assert one[moment] == other[moment]
+        assert len(set(one[moment])) == 5
+    assert not set(one["train"][1:]) & set(other["train"][1:])
+    assert after == other_after
+    assert score == other_score
+
+
+AVERAGING = {
+    "WeightAveraging": WeightAveraging,
+    "EMA": lambda: EMAWeightAveraging(decay=0.9),
+    "SWA": lambda: StochasticWeightAveraging(0.05, swa_epoch_start=2),
+}
+
+
+def train_averaging(name: str, model: str) -> Run:
+    module = Module(Normalised() if model == "normalised" else None, torch.optim.SGD, lr=0.1)
+    return fit(DCTStrategy(**SETTINGS), module, 6, callbacks=[AVERAGING[name]()], max_epochs=4)
+
+
+@pytest.mark.parametrize("model", ["plain", "normalised"])
+@pytest.mark.parametrize("name", AVERAGING)
+def test_averages_are_of_the_shared_weights(ranks: Any, name: str, model: str) -> None:
+    """Oracle: each rank averages by itself, and all arrive at the same, which is not the weights of the last step."""
+    runs = ranks(2).run(train_averaging, name, model)
+    for parameter, weights in runs[0].weights.items():
+        if "running" not in parameter or name != "SWA":  # SWA makes those anew, each rank of its own batches
+            assert torch.equal(weights, runs[1].weights[parameter]), parameter
+
+
+class Overwrite(Callback):
+    """Sets a tensor, as whoever loads weights in the middle of training does."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            pl_module.model.first.weight.detach().fill_(0.5)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.current_epoch == 1 and not hasattr(self, "found"):
+            self.found = weights_of(pl_module)
+
+
+def overwrite() -> Any:
+    callback = Overwrite()
+    run = fit(DCTStrategy(**SETTINGS), Module(None, torch.optim.SGD, lr=0.01), 6, callbacks=[callback], max_epochs=2)
+    return callback.found["model.first.weight"], run
+
+
+def test_what_is_written_into_the_shared_weights_is_trained_on(ranks: Any) -> None:
+    results = ranks(2).run(overwrite)
+    for found, _ in results:
+        assert bool((found == 0.5).all())
+    assert_replicas_equal([run for _, run in results])
+
+
+def cut_short() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    class Stop(Callback):
+        def on_train_batch_start(
+            self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+        ) -> None:
+            if batch_idx == 9:
+                self.shared = {
+                    name: trainer.strategy.updates.weights.shared(name).clone()
+                    for name, _ in pl_module.named_parameters()
+                }
+                raise KeyboardInterrupt
+
+    module, stop = Module(None, torch.optim.Adam, lr=0.01), Stop()
+    with pytest.raises(BaseException):
+        fit(DCTStrategy(**SETTINGS), module, 20, callbacks=[stop])
+    return stop.shared, weights_of(module)
+
+
+def test_a_fit_that_is_cut_short_leaves_the_shared_weights(ranks: Any) -> None:
+    for shared, left in ranks(2).run(cut_short):
+        assert_weights_equal(shared, left)
