@@ -297,6 +297,7 @@ class UpdateSynchronizer(Synchronizer):
     def _bring_home(self, items: Iterable[_Travelling]) -> None:
         travelling = [item for item in items if item.pending is not None]
         bring_home([item.pending for item in travelling if item.pending is not None], self.traffic)
+        self.memory.commit()
         for item in travelling:
             assert item.pending is not None
             item.mean, item.pending = item.pending.future.wait(), None
