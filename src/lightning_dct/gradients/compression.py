@@ -12,6 +12,7 @@ section 3.1) with per-tensor thresholds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
@@ -246,7 +247,7 @@ def _take_whole(buffer: Tensor, residual: Tensor, plan: BucketPlan, held: set[in
     accumulated = before + torch.cat([buffer[part] for part in going]).to(before.dtype) * gradient_scale
     sent = accumulated.to(plan.dtype)
     left = accumulated - sent
-    torch._foreach_copy_(residuals, torch.where(left.isfinite(), left, before).split(sizes))
+    torch._foreach_copy_(residuals, torch.where(left.abs() < math.inf, left, before).split(sizes))
     parts = iter(sent.split(sizes))
     nothing = sent.new_zeros(1)
     whole = [nothing.expand(plan.sizes[index]) if index in held else next(parts) for index in plan.whole]

@@ -238,7 +238,7 @@ def _keep(
 
 def _take_out(residual: Tensor, places: Tensor, values: Tensor, received: Tensor) -> None:
     """Leave in the residual what the receivers will not read; of infinite and NaN values it keeps what it was."""
-    taken = (values - received).isfinite()
+    taken = (values - received).abs() < math.inf
     # Each place is named by one slot in use at most. The other slots add minus zero, which leaves even a zero's sign
     # alone. Adding what is negated rounds as subtracting does.
-    residual.index_add_(0, places, -torch.where(taken, received, 0.0))
+    residual.index_add_(0, places, torch.where(taken, received, 0.0), alpha=-1)

@@ -67,11 +67,11 @@ class Segments:
 
     Attributes:
         edges: Shape ``[T + 1]``, int64: where each segment's entries begin, and where the last one's end.
-        shifts: Shape ``[T]``, int64: how far from that each lies in the bucket.
         slots: Shape ``[T]``, int64: slots of each.
         begins: Shape ``[T]``, int64: the first slot of each.
         segment: Shape ``[R]``, int64: the segment of each slot.
         numbers: Shape ``[R]``, int64: each slot's number in its segment.
+        table: Shape ``[T, 3]``, int64: slots, last entry and shift of each.
     """
 
     def __init__(self, bounds: Sequence[tuple[int, int]], rooms: Sequence[int], device: torch.device) -> None:
@@ -80,7 +80,8 @@ class Segments:
         edges, slot_edges = (torch.tensor([0, *accumulate(parts)]) for parts in (self.sizes, rooms))
         segment = torch.arange(len(rooms)).repeat_interleave(slot_edges.diff())
         self.edges, self.begins, self.slots = edges.to(device), slot_edges[:-1].to(device), slot_edges.diff().to(device)
-        self.shifts = (torch.tensor([start for start, _ in bounds], dtype=torch.int64) - edges[:-1]).to(device)
+        shifts = torch.tensor([start for start, _ in bounds], dtype=torch.int64) - edges[:-1]
+        self.table = torch.stack([slot_edges.diff(), edges[1:] - 1, shifts], dim=1).to(device)
         self.segment = segment.to(device)
         self.numbers = (torch.arange(sum(rooms)) - slot_edges[segment]).to(device)
 
@@ -140,12 +141,11 @@ def select_into_room(gradient: Tensor, residual: Tensor, segments: Segments, num
     counts = at_edges.diff()
     # Which pick goes into a slot: the one of its number, or, of too many, the last of each slot's share.
     shares = torch.where(broken, segments.slots, torch.maximum(counts, segments.slots))[segments.segment]
-    slots = segments.slots[segments.segment]
-    wanted = ((segments.numbers + 1) * shares + slots - 1).div(slots, rounding_mode="floor")
-    places = torch.searchsorted(ranks, wanted + at_edges[segments.segment]) - 1
-    places = places.minimum(segments.edges[1:][segments.segment] - 1)
+    slots, last, shift = segments.table[segments.segment].unbind(1)
+    wanted = (segments.numbers * shares + shares + slots - 1).div(slots, rounding_mode="floor")
+    places = (torch.searchsorted(ranks, wanted + at_edges[segments.segment]) - 1).minimum(last)
     torch._foreach_copy_(residuals, torch.where(finite, fresh, old).split(segments.sizes))
-    return InRoom(places + segments.shifts[segments.segment], fresh[places], counts, broken)
+    return InRoom(places + shift, fresh[places], counts, broken)
 
 
 def no_segments(residual: Tensor) -> InRoom:

@@ -130,9 +130,9 @@ class SideBySide:
             For each slot the place of the flag with its number (shape ``[n, K]``, int64; any up to ``flags`` in
             slots beyond), which slots are in use (``[n, K]``, bool), and each payload's number of flags (``[n, S]``).
         """
-        first = self.zero.to(flags.dtype).expand(flags.shape[0], 1)
         # As many as were set before; sums of whole numbers are the same in any order.
-        before = torch.cat([first, flags], dim=1).cumsum(1, dtype=torch.int32)
+        zeros = self.zero.expand(flags.shape[0], 1)
+        before = torch.cat([zeros, flags.view(torch.uint8)], dim=1).cumsum(1, dtype=torch.int32)
         at_edges = before[:, edges]
         counts = at_edges.diff(dim=1)
         found = torch.searchsorted(before, at_edges[:, self.payload] + self.number, right=True) - 1

@@ -61,8 +61,9 @@ def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_
     if value_format == "1bit":
         edges = torch.searchsorted(tensor_index, torch.arange(num_tensors + 1, device=values.device))
         # In a fixed order: on a GPU a scattered sum adds in another order each time. "Unsafe" does not wait to look.
-        totals = torch.segment_reduce(magnitudes, "sum", lengths=edges.diff(), unsafe=True, initial=0)
-        return pack_bits(values > 0), (totals / edges.diff().clamp_(min=1)).to(torch.float32)
+        counts = edges.diff()
+        totals = torch.segment_reduce(magnitudes, "sum", lengths=counts, unsafe=True, initial=0)
+        return pack_bits(values > 0), (totals / counts.clamp_(min=1)).to(torch.float32)
     largest = magnitudes.new_zeros(num_tensors).scatter_reduce_(0, tensor_index, magnitudes, "amax")
     if value_format == "int4":
         scales = largest.to(torch.float32)
