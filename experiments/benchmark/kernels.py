@@ -32,7 +32,7 @@ from lightning_dct import SplitPoint
 from lightning_dct.activations.codec import decode_backward, decode_forward, encode_backward
 from lightning_dct.activations.layout import ActivationLayout
 from lightning_dct.kernels import available_kernels, select, sum_entries
-from lightning_dct.kernels.room import room_for, room_kernel
+from lightning_dct.kernels.room import Segments, room_for, room_kernel
 from lightning_dct.threshold import kth_magnitude
 from lightning_dct.wire import PayloadLayout, pack, unpack
 
@@ -119,8 +119,8 @@ class Gradients:
     def _select_into_room(self, kernel: str) -> torch.Tensor:
         entries = self.gradient.numel()
         numbers = torch.tensor([1.0, self.threshold], device=self.gradient.device)
-        room = [room_for(entries, self.target)]
-        return room_kernel(kernel, "cuda")(self.gradient, self.residual, [(0, entries)], room, numbers).positions
+        segments = Segments([(0, entries)], [room_for(entries, self.target)], self.gradient.device)
+        return room_kernel(kernel, "cuda")(self.gradient, self.residual, segments, numbers).positions
 
     def _take_out(self, pick: Callable[[], torch.Tensor]) -> None:
         self.residual.scatter_(0, pick(), 0.0)

@@ -29,9 +29,10 @@ def clip_grad_norm(
     Returns:
         The norm before clipping, a scalar of fp32; the same on every rank.
     """
+    own, shared = list(own), list(shared)
     own_gradients, shared_gradients = _gradients_of(own), _gradients_of(shared)
-    gradients = own_gradients + shared_gradients
-    device = gradients[0].device if gradients else torch.device("cpu")
+    # The parameters' device also on a rank without gradients: a collective wants the same kind of device from all.
+    device = next((parameter.device for parameter in own + shared), _device_of(group))
     # Squares in fp64: the sum does not depend on how parameters are spread over ranks, but for its last bits.
     squares = _sum_of_squares(own_gradients, device)
     if group is not None:
@@ -39,9 +40,15 @@ def clip_grad_norm(
     norm = (squares + _sum_of_squares(shared_gradients, device)).sqrt().to(torch.float32)
     # As torch.nn.utils.clip_grad_norm_ does it: without a branch, which would wait for a GPU.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
+    for gradient in own_gradients + shared_gradients:
         gradient.mul_(factor.to(gradient.device, gradient.dtype))
     return norm
+
+
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """A device that a group's collectives work on: the CPU where they do."""
+    devices = [torch.device("cpu")] if group is None else group._device_types
+    return min(devices, key=lambda device: device.type != "cpu")
 
 
 def _gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:

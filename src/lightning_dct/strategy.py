@@ -29,7 +29,7 @@ from lightning_dct.callbacks import (
     ThresholdRefresh,
 )
 from lightning_dct.config import Compress, DCTConfig, ExchangeName, MissingState, ValueFormat
-from lightning_dct.embedding.hosting import install_clipping
+from lightning_dct.embedding.hosting import install_clipping, remove_clipping
 from lightning_dct.failures import Lifeline, end_after_gloo, meet_in_fresh_store
 from lightning_dct.gradients import GradientSynchronizer
 from lightning_dct.kernels import KernelName
@@ -275,6 +275,7 @@ class DCTStrategy(CheckpointedStrategy):
         if self.updates is not None:
             # A fit that was cut short ends with this rank's own weights in the model.
             self.updates.weights.show()
+        remove_clipping(self.precision_plugin)
         super().teardown()
         self.is_fitting = False
         if self.updates is not None:

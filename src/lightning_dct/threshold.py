@@ -30,6 +30,8 @@ GUARD_RESELECT = 2.0
 # Selecting from more entries than these begins with a sample of about so many.
 EXACT_UP_TO = 1 << 18
 SAMPLE_SIZE = 1 << 16
+# CUDA selects from no more: it counts in int32 there.
+MOST_TO_SELECT_FROM = 2**31 - 1
 SMALLEST_THRESHOLD = torch.finfo(torch.float32).tiny
 
 
@@ -67,7 +69,24 @@ def _kth_largest(values: Tensor, k: int) -> Tensor:
     place = values.numel() - k
     if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
         return torch.as_tensor(np.partition(values.numpy(), place)[place])
+    if values.numel() > MOST_TO_SELECT_FROM:
+        return _kth_largest_by_halving(values, k)
     return torch.kthvalue(values, place + 1).values
+
+
+def _kth_largest_by_halving(magnitudes: Tensor, k: int) -> Tensor:
+    """The ``k``-th largest of any number of magnitudes: the largest that ``k`` of them reach.
+
+    Read as whole numbers, floating-point numbers of one sign keep their order. So this walks over all of them once for
+    each bit, and waits for a GPU each time: it is for what a sample does not make few, such as billions of zeros.
+    """
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[magnitudes.element_size()]
+    patterns = magnitudes.view(whole)
+    low, high = 0, torch.iinfo(whole).max
+    while low < high:
+        middle = high - (high - low) // 2
+        low, high = (middle, high) if int((patterns >= middle).sum()) >= k else (low, middle - 1)
+    return torch.tensor(low, dtype=whole, device=magnitudes.device).view(magnitudes.dtype)
 
 
 def keep_largest(values: Tensor, k: int) -> tuple[Tensor, float]:

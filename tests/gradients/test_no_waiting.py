@@ -108,39 +108,49 @@ class Connected:
         return SimpleNamespace(wait=lambda: None)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("value_format", FORMATS)
-@EVERY_EXCHANGE
-def test_nobody_waits_for_a_gpu(
-    world_size: int,
-    exchange: str,
-    ranks_per_node: int,
-    value_format: str,
-    dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compression, "WITHOUT_WAITING", {"meta"})
     monkeypatch.setattr(compression, "kth_magnitude", lambda values, k: 1.0)
     monkeypatch.setattr(collectives, "dist", Connected)
     monkeypatch.setattr(pending, "Future", lambda devices: SimpleNamespace(set_result=lambda mean: None))
     # It copies to the host without waiting, but here there is nothing that could be copied.
     monkeypatch.setattr(Awaited, "look", lambda self: None)
+
+
+def step(ranks: EmulatedRanks, dtype: torch.dtype, bucket_sizes: list[int]) -> None:
+    """Rank 0 hands its buckets over, of so many parameters each."""
+    parameters: list[nn.Parameter] = list(ranks._parameters[0].values())
+    for index, count in enumerate(bucket_sizes):
+        part, parameters = parameters[:count], parameters[count:]
+        buffer = torch.empty(sum(parameter.numel() for parameter in part), dtype=dtype, device="meta")
+        ranks.synchronizers[0].hook(None, FakeBucket(index, buffer, part, is_last=not parameters))  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value_format", FORMATS)
+@EVERY_EXCHANGE
+def test_nobody_waits_for_a_gpu(
+    world_size: int, exchange: str, ranks_per_node: int, value_format: str, dtype: torch.dtype
+) -> None:
     ranks = EmulatedRanks(
         SIZES, world_size, exchange, ranks_per_node, density=0.1, min_tensor_size=60, value_format=value_format
     )
-    parameters: list[nn.Parameter] = list(ranks._parameters[0].values())
-
-    def step() -> None:
-        for index, part in enumerate([parameters[:3], parameters[3:]]):
-            buffer = torch.empty(sum(parameter.numel() for parameter in part), dtype=dtype, device="meta")
-            ranks.synchronizers[0].hook(None, FakeBucket(index, buffer, part, is_last=index == 1))  # type: ignore[arg-type]
-
     # The first time, thresholds are selected, and what is the same in every step is copied to the device.
-    step()
+    step(ranks, dtype, [3, 1])
     with nobody_waits():
-        step()
-        step()
+        step(ranks, dtype, [3, 1])
+        step(ranks, dtype, [3, 1])
     assert ranks.synchronizers[0].synchronisations == 3
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+def test_nobody_waits_however_many_buckets_and_owners_there_are() -> None:
+    ranks = EmulatedRanks({str(number): 2000 for number in range(130)}, 8, "sharded", density=0.1)
+    step(ranks, torch.float32, [1] * 130)
+    with nobody_waits():
+        step(ranks, torch.float32, [1] * 130)
 
 
 def gradients(world_size: int) -> list[dict[str, Tensor]]:

@@ -46,7 +46,8 @@ def select(
     """The kernel under test, wherever it works; the residual changes in place."""
     numbers = torch.tensor([scale, *thresholds], dtype=residual.dtype, device=DEVICE)
     on_device = residual.to(DEVICE)
-    in_room = KernelUnderTest.select(gradient.to(DEVICE), on_device, segments, rooms, numbers)
+    picked_from = room.Segments(segments, rooms, torch.device(DEVICE))
+    in_room = KernelUnderTest.select(gradient.to(DEVICE), on_device, picked_from, numbers)
     residual.copy_(on_device)
     return InRoom(*(part.cpu() for part in in_room))
 

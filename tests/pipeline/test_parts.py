@@ -1,12 +1,14 @@
 """The parts of a pipeline by themselves, without ranks."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_dct import SplitPoint
+from lightning_dct import SplitPoint, clipping
 from lightning_dct.clipping import clip_grad_norm
 from lightning_dct.pipeline.borders import Border, trace_borders
 from lightning_dct.pipeline.crossing import as_bytes, as_floats
@@ -166,3 +168,16 @@ def test_clipping_of_sparse_gradients() -> None:
 
 def test_clipping_without_gradients() -> None:
     assert float(clip_grad_norm([nn.Parameter(torch.ones(2))], 1.0, None)) == 0.0
+
+
+@pytest.mark.parametrize("has_parameters", [True, False])
+def test_clipping_without_gradients_meets_the_others_on_the_device(
+    has_parameters: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU tensor in a collective among GPUs is an error with NCCL, or a hang; "meta" stands for the GPU."""
+    summed: list[torch.Tensor] = []
+    monkeypatch.setattr(clipping.dist, "all_reduce", lambda squares, group: summed.append(squares))
+    group = SimpleNamespace(_device_types=[torch.device("meta")])
+    own = [nn.Parameter(torch.ones(2, device="meta"))] if has_parameters else []
+    clip_grad_norm(own, 1.0, group)  # type: ignore[arg-type]
+    assert [squares.device.type for squares in summed] == ["meta"]

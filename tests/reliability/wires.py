@@ -26,7 +26,7 @@ from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.pipeline.crossing import as_bytes, as_floats
 from lightning_dct.wire import BITS_PER_VALUE, PayloadError, PayloadLayout, pack, unpack
 from lightning_dct.wire.bitmap import Bitmap
-from lightning_dct.wire.on_device import unpack_on_device
+from lightning_dct.wire.on_device import SideBySide, unpack_on_device
 from lightning_dct.wire.positions import PositionCode
 
 # Memory around what is decoded into, to see whether anything is written there.
@@ -94,17 +94,18 @@ def _gradients() -> list[Message]:
                 assert bool((around[-GUARD:] == UNTOUCHED).all())
 
             def decode_on_device(data: Tensor, layout: PayloadLayout = plan.layout) -> None:
-                arrived = unpack_on_device(layout, data)
+                arrived = unpack_on_device(SideBySide([layout], data.device), data.unsqueeze(0))
+                places = arrived.positions[0]
                 # Whether they are sound or not, they are added before anybody looks.
-                assert int(arrived.entries.positions.min()) >= 0
-                assert int(arrived.entries.positions.max()) < sum(layout.tensor_sizes)
+                assert int(places.min()) >= 0
+                assert int(places.max()) < sum(layout.tensor_sizes)
                 try:
                     read = unpack(layout, data)
                 except PayloadError:
                     assert not arrived.sound
                     raise
                 assert arrived.sound
-                assert torch.equal(arrived.entries.positions[: read.positions.numel()], read.positions)
+                assert torch.equal(places[: read.positions.numel()], read.positions)
 
             found.append(Message(f"gradients, {value_format}", _bytes(payload), decode))
             found.append(Message("gradients, as GPUs read them", _bytes(payload), decode_on_device))

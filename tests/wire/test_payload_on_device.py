@@ -1,6 +1,8 @@
 """The way for GPUs, on the CPU: payloads are those of the ordinary way, and what cannot be read is noticed."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,43 +10,72 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dct.wire import PayloadError, PayloadLayout, Slots, pack, pack_on_device, unpack, unpack_on_device
+from lightning_dct.wire import (
+    PayloadError,
+    PayloadLayout,
+    SideBySide,
+    Slots,
+    pack,
+    pack_on_device,
+    unpack,
+    unpack_on_device,
+)
 from strategies_for_hypothesis import FORMATS, examples, filled_layouts, layouts
 
+CPU = torch.device("cpu")
+Filled = tuple[PayloadLayout, Tensor, Tensor, Tensor]
 
-def in_slots(layout: PayloadLayout, positions: Tensor, values: Tensor, slots: int) -> tuple[Slots, Tensor]:
+
+def in_slots(side: SideBySide, filled: Sequence[Filled]) -> tuple[Slots, Tensor]:
     """Entries in slots with something in the others that must not matter, and each one's tensor."""
-    spare = slots - positions.numel()
-    ends = torch.tensor(layout.tensor_sizes or (1,)).cumsum(0)
-    places = torch.cat([positions, torch.full((spare,), 1, dtype=torch.int64)])
-    entries = Slots(places, torch.cat([values, values.new_zeros(spare)]), torch.tensor(positions.numel()))
-    return entries, torch.searchsorted(ends, places, right=True)
+    places, values, counts = [], [], [positions.numel() for _, positions, _, _ in filled]
+    begin = 0
+    for slots, (layout, positions, own_values, _) in zip(side.slots, filled, strict=True):
+        spare = slots - positions.numel()
+        places += [begin + positions, torch.full((spare,), begin)]
+        values += [own_values, own_values.new_zeros(spare)]
+        begin += sum(layout.tensor_sizes)
+    positions = torch.cat(places)
+    in_use = side.number < torch.tensor(counts)[side.payload]
+    entries = Slots(positions, torch.cat(values), in_use, torch.tensor(counts))
+    return entries, torch.searchsorted(side.tensor_ends, positions, right=True).clamp_(max=max(side.num_tensors - 1, 0))
 
 
-def assert_the_same(layout: PayloadLayout, positions: Tensor, values: Tensor, whole: Tensor, slots: int) -> None:
-    expected, expected_received = pack(layout, positions, values, whole)
-    payload, received = pack_on_device(layout, *in_slots(layout, positions, values, slots), whole)
-    count = positions.numel()
-    assert torch.equal(payload, expected)
-    assert torch.equal(received[:count].nan_to_num(), expected_received.nan_to_num())
-    assert not received[count:].any()
-    read, arrived = unpack(layout, payload), unpack_on_device(layout, payload)
-    assert bool(arrived.sound)
-    assert int(arrived.entries.num_used) == count
-    assert torch.equal(arrived.entries.positions[:count], read.positions)
-    assert torch.equal(arrived.entries.values[:count].nan_to_num(), read.values.nan_to_num())
-    assert not arrived.entries.values[count:].any()
-    assert torch.equal(arrived.whole, whole)
+def assert_the_same(*filled: Filled) -> None:
+    """Payloads side by side are those that are made one after the other, and are read as those are."""
+    side = SideBySide([layout for layout, *_ in filled], CPU)
+    whole = torch.cat([part for *_, part in filled])
+    payload, received = pack_on_device(side, *in_slots(side, filled), whole)
+    expected = [pack(*one) for one in filled]
+    assert torch.equal(payload, torch.cat([own for own, _ in expected]))
+    senders = torch.stack([payload, payload.flip(0), payload])
+    arrived = unpack_on_device(side, senders)
+    assert arrived.sound[0].all()
+    assert arrived.sound[2].all()
+    begin = slot = 0
+    for slots, (layout, positions, _, _), (own, own_received) in zip(side.slots, filled, expected, strict=True):
+        used, unused = slice(slot, slot + positions.numel()), slice(slot + positions.numel(), slot + slots)
+        assert torch.equal(received[used].nan_to_num(), own_received.nan_to_num())
+        assert not received[unused].any()
+        read = unpack(layout, own)
+        for sender in (0, 2):
+            assert torch.equal(arrived.positions[sender, used], begin + read.positions)
+            assert torch.equal(arrived.values[sender, used].nan_to_num(), read.values.nan_to_num())
+            assert not arrived.values[sender, unused].any()
+            assert arrived.in_use[sender, used].all()
+            assert not arrived.in_use[sender, unused].any()
+        begin, slot = begin + sum(layout.tensor_sizes), slot + slots
+    assert torch.equal(arrived.whole[0], whole)
 
 
-@given(filled=filled_layouts(), data=st.data())
-@examples(100)
-def test_payloads_are_those_of_the_ordinary_way(
-    filled: tuple[PayloadLayout, Tensor, Tensor, Tensor], data: st.DataObject
-) -> None:
-    layout, positions, values, whole = filled
-    assert_the_same(*filled, data.draw(st.integers(positions.numel(), layout.capacity)))
-    assert_the_same(layout, positions, values.double(), whole, layout.capacity)
+@given(filled=st.lists(filled_layouts(), min_size=1, max_size=4))
+@examples(150)
+def test_payloads_are_those_of_the_ordinary_way(filled: list[Filled]) -> None:
+    """Of one owner and of several, some of whom own nothing."""
+    value_format = filled[0][0].value_format
+    alike = [(replace(layout, value_format=value_format), *rest) for layout, *rest in filled]
+    assert_the_same(*alike)
+    assert_the_same(*[(layout, positions, values.double(), whole) for layout, positions, values, whole in alike])
 
 
 @pytest.mark.parametrize("value_format", FORMATS)
@@ -55,7 +86,7 @@ def test_a_large_layout(value_format: str, count: int) -> None:
     positions = torch.randperm(70_000, generator=noise)[: min(count, 70)]
     positions = torch.cat([positions, 70_000 + torch.randperm(30_000, generator=noise)[: count - positions.numel()]])
     values = torch.randn(count, generator=noise)
-    assert_the_same(layout, positions.sort().values, values, torch.empty(0, dtype=torch.uint8), 100)
+    assert_the_same((layout, positions.sort().values, values, torch.empty(0, dtype=torch.uint8)))
 
 
 @pytest.mark.parametrize("value_format", FORMATS)
@@ -63,7 +94,7 @@ def test_a_large_layout(value_format: str, count: int) -> None:
 def test_infinite_and_nan_values(value_format: str, broken: float) -> None:
     layout = PayloadLayout((50, 50), (3, 3), value_format)
     positions, values = torch.tensor([4, 50, 60]), torch.tensor([broken, 1.0, -2.0])
-    assert_the_same(layout, positions, values, torch.empty(0, dtype=torch.uint8), 6)
+    assert_the_same((layout, positions, values, torch.empty(0, dtype=torch.uint8)))
 
 
 @given(layout=layouts(), data=st.data())
@@ -92,19 +123,19 @@ def test_harmed_payloads_are_noticed_as_in_the_ordinary_way(
 
 
 def assert_same_verdict(layout: PayloadLayout, payload: Tensor) -> None:
-    arrived = unpack_on_device(layout, payload)
-    positions = arrived.entries.positions
-    assert positions.numel() == layout.capacity
-    assert bool(((positions >= 0) & (positions < max(sum(layout.tensor_sizes), 1))).all())
+    genuine = pack(layout, torch.empty(0).long(), torch.empty(0), torch.zeros(layout.whole_bytes, dtype=torch.uint8))[0]
+    # What is wrong with one payload is not said of its neighbours.
+    arrived = unpack_on_device(SideBySide([layout] * 3, CPU), torch.cat([genuine, payload, genuine]).unsqueeze(0))
+    assert bool(((arrived.positions >= 0) & (arrived.positions < max(3 * sum(layout.tensor_sizes), 1))).all())
     try:
         unpack(layout, payload)
     except PayloadError:
-        assert not bool(arrived.sound)
+        assert arrived.sound.tolist() == [[True, False, True]]
     else:
-        assert bool(arrived.sound)
+        assert arrived.sound.all()
 
 
 def test_a_payload_of_another_size_is_refused_at_once() -> None:
     layout = PayloadLayout((50,), (3,), "bf16")
     with pytest.raises(PayloadError, match="the payload has 5 bytes"):
-        unpack_on_device(layout, torch.zeros(5, dtype=torch.uint8))
+        unpack_on_device(SideBySide([layout], CPU), torch.zeros(1, 5, dtype=torch.uint8))

@@ -53,3 +53,9 @@ def install_clipping(precision: Any, tables: Mapping[str, ShardedEmbeddingBags])
 
     precision.clip_grad_by_norm = clip_grad_by_norm
     precision.clip_grad_by_value = clip_grad_by_value
+
+
+def remove_clipping(precision: Any) -> None:
+    """Undo :func:`install_clipping`: the plugin clips as its class does, and no table outlives its fit in it."""
+    for method in ("clip_grad_by_norm", "clip_grad_by_value"):
+        vars(precision).pop(method, None)

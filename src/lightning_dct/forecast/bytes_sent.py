@@ -97,7 +97,7 @@ def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout
     for names in workload.buckets:
         tensors = [workload.parameters[name] for name in names]
         plan = plans.of(names, [tensor.numel() for tensor in tensors], tensors[0].dtype, config.warmup_steps)
-        shards = shards_of.of(plan) if shards_of else ()
+        shards = shards_of.of(plan).shards if shards_of else ()
         entries += 0 if plan.is_dense else sum(plan.sizes)
         for rank in range(world_size):
             if plan.is_dense:

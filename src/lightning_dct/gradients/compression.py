@@ -12,7 +12,10 @@ section 3.1) with per-tensor thresholds.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.gradients.awaited import Awaited
-from lightning_dct.gradients.on_device import add_payloads, add_whole, send_largest
+from lightning_dct.gradients.on_device import add_payloads, send_largest
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.kernels import Selection, select, sum_entries
 from lightning_dct.threshold import GUARD_RESELECT, Observed, Thresholds, keep_largest, kth_magnitude
@@ -35,7 +38,7 @@ class Compressed(NamedTuple):
     """What is sent of a bucket.
 
     Attributes:
-        payload: Shape ``[plan.layout.num_bytes]``, uint8.
+        payload: Shape ``[plan.layout.num_bytes]``, uint8; of a plan with parts theirs, one behind the other.
         num_entries: Entries of the bucket that are in it; on a GPU a number that is still there, shape ``[]``.
         observed: How many entries of each compressed tensor reached its threshold; none where the guard has acted.
         selected: Whether any threshold was selected anew.
@@ -72,11 +75,22 @@ def compress(
         reselect: Take a step's own selection as the new threshold when far too many entries reach the old one.
         kernel: What adds, compares and compacts; see :func:`~lightning_dct.kernels.select`.
     """
+    on_device = buffer.device.type in WITHOUT_WAITING
+    if plan.parts and not on_device:
+        sent, first = [], 0
+        for part in plan.parts:
+            held_of_part = {index - first for index in held}
+            sent.append(compress(buffer, residual, part, held_of_part, thresholds, gradient_scale, reselect, kernel))
+            first += len(part.names)
+        observed = list(chain.from_iterable(part.observed for part in sent))
+        num_entries = sum(part.num_entries for part in sent)
+        payload = torch.cat([part.payload for part in sent])
+        return Compressed(payload, num_entries, observed, any(part.selected for part in sent))
     used = tuple(index for index in plan.compressed if index not in held)
     selected = _select_missing(buffer, residual, plan, used, thresholds, gradient_scale)
     whole = _take_whole(buffer, residual, plan, held, gradient_scale)
     whole_entries = sum(plan.sizes[index] for index in plan.whole)
-    if buffer.device.type in WITHOUT_WAITING:
+    if on_device:
         payload, count = send_largest(
             buffer, residual, plan, used, whole, thresholds, gradient_scale, guard=reselect, kernel=kernel
         )
@@ -102,40 +116,47 @@ def decompress(
     awaited: Awaited,
     kernel: str = "auto",
     what: str = "Gradients",
-    first_rank: int = 0,
 ) -> Tensor:
     """Overwrite a bucket with the weighted sum of what all ranks sent.
 
     Every rank adds the same payloads in the same order, its own among them, so replicas stay bitwise identical.
 
     Args:
-        payloads: Shape ``[ranks, plan.layout.num_bytes]``, uint8, by rank.
+        payloads: Shape ``[ranks, plan.layout.num_bytes]``, uint8, by rank. Of a plan with parts a row holds one payload
+            of each, and they come from one rank each, counted through all rows.
         buffer: Shape ``[n]``: the flattened bucket. Overwritten where the plan's tensors lie.
         plan: What became of each tensor.
         factor: Weight of each rank: one over the world size, times the loss scale of mixed-precision training.
         awaited: Where a GPU's answer is kept to whether the payloads are sound.
         kernel: What sums what has arrived; see :func:`~lightning_dct.kernels.sum_entries`.
         what: What was sent, for the message of an error.
-        first_rank: The sender of the first payload, likewise.
 
     Raises:
         PayloadError: A payload is not what a rank with this plan can have sent; the message names the rank. On a GPU
             ``awaited`` raises it later.
     """
     total = buffer if buffer.dtype == plan.residual_dtype else buffer.to(plan.residual_dtype)
-    segments = [(0, total.numel())] if plan.starts is None else plan.bounds
-    senders = [f"{what} from rank {first_rank + rank}" for rank in range(payloads.shape[0])]
+    parts = plan.parts or (plan,)
+    senders = [f"{what} from rank {rank}" for rank in range(payloads.shape[0] * len(parts))]
     if buffer.device.type in WITHOUT_WAITING:
-        for start, stop in segments:
-            total[start:stop].zero_()
-        awaited.when_known(add_payloads(payloads, total, plan, factor), partial(_check_sound, senders))
+        awaited.when_known(add_payloads(payloads, total, plan, factor).flatten(), partial(_check_sound, senders))
     else:
-        received = [_unpack(payload, plan, sender) for payload, sender in zip(payloads.unbind(), senders, strict=True)]
-        entries = [(plan.to_bucket(positions), values) for positions, values, _ in received]
-        sum_entries(total, segments, entries, factor, kernel)
-        for _, _, whole in received:
-            add_whole(whole, total, plan, factor)
+        own = payloads.split([part.layout.num_bytes for part in parts], dim=1)
+        for index, (part, payloads_of_part) in enumerate(zip(parts, own, strict=True)):
+            _add_up(payloads_of_part, total, part, factor, kernel, senders[index :: len(parts)])
     return total if total is buffer else buffer.copy_(total)
+
+
+def _add_up(
+    payloads: Tensor, total: Tensor, plan: BucketPlan, factor: float, kernel: str, senders: Sequence[str]
+) -> None:
+    received = [_unpack(payload, plan, sender) for payload, sender in zip(payloads.unbind(), senders, strict=True)]
+    entries = [(plan.to_bucket(positions), values) for positions, values, _ in received]
+    sum_entries(total, [(0, total.numel())] if plan.starts is None else plan.bounds, entries, factor, kernel)
+    for _, _, whole in received:
+        parts = whole.clone().view(plan.dtype).split([plan.sizes[index] for index in plan.whole])
+        for index, part in zip(plan.whole, parts, strict=True):
+            total[slice(*plan.bounds[index])].add_(part, alpha=factor)
 
 
 def _unpack(payload: Tensor, plan: BucketPlan, sender: str) -> Unpacked:
@@ -216,15 +237,18 @@ def _all_finite(values: Tensor) -> bool:
 
 
 def _take_whole(buffer: Tensor, residual: Tensor, plan: BucketPlan, held: set[int], gradient_scale: float) -> Tensor:
-    parts = [buffer.new_empty(0, dtype=plan.dtype)]
-    for index in plan.whole:
-        part = slice(*plan.bounds[index])
-        if index in held:
-            parts.append(torch.zeros_like(buffer[part], dtype=plan.dtype))
-            continue
-        accumulated = residual[part] + buffer[part].to(residual.dtype) * gradient_scale
-        sent = accumulated.to(plan.dtype)
-        left = accumulated - sent
-        residual[part] = torch.where(left.isfinite(), left, residual[part])
-        parts.append(sent)
-    return torch.cat(parts).view(torch.uint8)
+    """The tensors that go whole (shape ``[whole bytes]``, uint8), zeros for those held; the residual keeps the rest."""
+    going = [slice(*plan.bounds[index]) for index in plan.whole if index not in held]
+    if not going:
+        return buffer.new_zeros(sum(plan.sizes[index] for index in plan.whole), dtype=plan.dtype).view(torch.uint8)
+    sizes = [part.stop - part.start for part in going]
+    residuals = [residual[part] for part in going]
+    before = torch.cat(residuals)
+    accumulated = before + torch.cat([buffer[part] for part in going]).to(before.dtype) * gradient_scale
+    sent = accumulated.to(plan.dtype)
+    left = accumulated - sent
+    torch._foreach_copy_(residuals, torch.where(left.abs() < math.inf, left, before).split(sizes))
+    parts = iter(sent.split(sizes))
+    nothing = sent.new_zeros(1)
+    whole = [nothing.expand(plan.sizes[index]) if index in held else next(parts) for index in plan.whole]
+    return torch.cat(whole).view(torch.uint8)

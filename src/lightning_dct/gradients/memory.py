@@ -119,10 +119,9 @@ class Memory:
         plan: BucketPlan,
         factor: float,
         what: str = "Gradients",
-        first_rank: int = 0,
     ) -> Tensor:
         """Sum what has arrived; see :func:`~lightning_dct.gradients.compression.decompress`."""
-        return decompress(payloads, buffer, plan, factor, self.awaited, self._kernel, what, first_rank)
+        return decompress(payloads, buffer, plan, factor, self.awaited, self._kernel, what)
 
     def send_out(self, buffer: Tensor, plan: BucketPlan, held: set[int], owned: bool) -> None:
         """Add to a bucket that goes uncompressed all that is held back of its tensors, and hold nothing of them.

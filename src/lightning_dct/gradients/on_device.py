@@ -7,8 +7,15 @@ all this is in use, the thresholds, and whether payloads are sound, are tensors 
 
     select into room     sort by (tensor, magnitude)     keep the first ``target`` of each     back in order, pack
 
+What goes to several owners is selected and written together, and so is read what comes from several senders: a host
+starts about as many operations for many ranks as for two.
+
 Payload and residual are those of the ordinary way, to the last bit, unless a tensor has more picks than its room has
 slots. Then a regular sample of them competes for the payload. What does not fit stays in the residual, as ever.
+
+The same twice: on a GPU, sums of floating-point numbers are made only where the order is fixed, or where all but one
+number are zeros (``torch.use_deterministic_algorithms`` lists the operations for which neither holds). Whole numbers
+and the largest of several do not depend on the order.
 
 This has not run on a GPU yet: tests run it on the CPU, and on tensors without contents to show that nobody waits.
 """
@@ -16,29 +23,94 @@ This has not run on a GPU yet: tests run it on the CPU, and on tensors without c
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_dct.gradients.plan import BucketPlan
-from lightning_dct.kernels.room import InRoom, room_for, room_kernel
+from lightning_dct.kernels.room import InRoom, Segments, room_for, room_kernel
 from lightning_dct.threshold import GUARD_RESELECT, Thresholds, nudge_all
-from lightning_dct.wire import Slots, pack_on_device, unpack_on_device
+from lightning_dct.wire import Arrived, SideBySide, Slots, pack_on_device, unpack_on_device
 
 
-class Sent(NamedTuple):
-    """What goes of a bucket.
+class OnDevice:
+    """A plan, and what a device has to know of it, which is copied to it once.
+
+    ``T`` tensors, counted through all payloads.
+
+    Args:
+        plan: What becomes of each tensor of a bucket.
+        device: Where the bucket is.
 
     Attributes:
-        payload: Shape ``[plan.layout.num_bytes]``, uint8.
-        num_entries: Shape ``[]``, int64: how many entries of compressed tensors are in it.
+        layouts: The payloads.
+        shifts: Shape ``[T]``, int64: how far from its place in the payloads each tensor lies in the bucket.
+        whole: Where each tensor lies that goes whole.
     """
 
-    payload: Tensor
-    num_entries: Tensor
+    def __init__(self, plan: BucketPlan, device: torch.device) -> None:
+        self._plan, self._device = plan, device
+        self.layouts = SideBySide(plan.layouts, device)
+        starts = torch.tensor([start for start, _ in plan.bounds], dtype=torch.int64)
+        sizes = torch.tensor(plan.sizes, dtype=torch.int64)
+        self.shifts = (starts - (sizes.cumsum(0) - sizes)).to(device)
+        self.whole = [plan.bounds[index] for index in plan.whole]
+        self._room: _Room | None = None
+
+    @staticmethod
+    def of(plan: BucketPlan, device: torch.device) -> OnDevice:
+        """The one that is kept with the plan."""
+        if device not in plan.on_devices:
+            plan.on_devices[device] = OnDevice(plan, device)
+        known: OnDevice = plan.on_devices[device]
+        return known
+
+    def room(self, used: tuple[int, ...]) -> _Room:
+        """The room for what goes of some tensors: usually of the same ones as in the step before."""
+        if self._room is None or self._room.used != used:
+            self._room = _Room(self._plan, used, self._device)
+        return self._room
+
+    def in_bucket(self, arrived: Arrived) -> Tensor:
+        """Places in the bucket: shape ``[n, slots]``, int64."""
+        tensor = torch.searchsorted(self.layouts.tensor_ends, arrived.positions, right=True)
+        return arrived.positions + self.shifts[tensor]
+
+
+class _Room:
+    """The room for a bucket's selection, with ``R`` slots for ``U`` tensors.
+
+    Attributes:
+        used: Which of the plan's tensors.
+        segments: Where they lie, and their slots.
+        targets: Shape ``[U]``, int64: entries each may send.
+        sizes: Shape ``[U]``, fp64: entries of each.
+        first_targets: Of each tensor, as many slots as it may send entries, from its first one: int64.
+        in_plan: Shape ``[U]``, int64: each one's index in the plan.
+        edges: Shape ``[payloads + 1]``, int64: where the slots of each payload's tensors begin, and the last ones end.
+    """
+
+    def __init__(self, plan: BucketPlan, used: tuple[int, ...], device: torch.device) -> None:
+        self.used = used
+        rooms = [room_for(plan.sizes[index], plan.targets[index]) for index in used]
+        self.segments = Segments([plan.bounds[index] for index in used], rooms, device)
+        self.targets = torch.tensor([plan.targets[index] for index in used], dtype=torch.int64).to(device)
+        self.sizes = torch.tensor([plan.sizes[index] for index in used], dtype=torch.float64).to(device)
+        self.in_plan = torch.tensor(used, dtype=torch.int64).to(device)
+        begins = accumulate(rooms, initial=0)
+        first_targets = [
+            torch.arange(begin, begin + plan.targets[index]) for begin, index in zip(begins, used, strict=False)
+        ]
+        self.first_targets = torch.cat([torch.empty(0, dtype=torch.int64), *first_targets]).to(device)
+        edges, first = [0], 0
+        for part in plan.parts or (plan,):
+            stop = first + len(part.names)
+            edges.append(
+                edges[-1] + sum(room for index, room in zip(used, rooms, strict=True) if first <= index < stop)
+            )
+            first = stop
+        self.edges = torch.tensor(edges).to(device)
 
 
 def send_largest(
@@ -51,153 +123,122 @@ def send_largest(
     gradient_scale: float,
     guard: bool,
     kernel: str,
-) -> Sent:
-    """Fill a payload with the largest entries of each tensor and leave the rest in the residual.
+) -> tuple[Tensor, Tensor]:
+    """Fill the payloads with the largest entries of each tensor and leave the rest in the residual.
 
     Args:
         buffer: Shape ``[n]``: the flattened bucket. Not changed.
         residual: Shape ``[n]``, ``plan.residual_dtype``. Changed in place.
         plan: What becomes of each tensor.
         used: Indices of the compressed tensors of which something goes.
-        whole: Shape ``[plan.layout.whole_bytes]``, uint8: the tensors that go whole.
+        whole: Shape ``[whole bytes]``, uint8: the tensors that go whole.
         thresholds: Has one for each of ``used``.
         gradient_scale: Factor on the gradient: one over the loss scale of mixed-precision training.
         guard: Let the thresholds follow what this step shows.
         kernel: What adds, compares and compacts; see :func:`~lightning_dct.kernels.room.room_kernel`.
+
+    Returns:
+        The payloads, one behind the other (uint8), and how many entries of compressed tensors are in them (int64,
+        shape ``[]``).
     """
     names = tuple(plan.names[index] for index in used)
-    layout = _room_layout(plan, used, buffer.device)
+    on_device = OnDevice.of(plan, buffer.device)
+    room = on_device.room(used)
     taus = thresholds.on_device(names, buffer.device)
     scale = torch.full((1,), gradient_scale, dtype=residual.dtype, device=residual.device)
     numbers = torch.cat([scale, taus.to(residual.dtype)])
-    picked = room_kernel(kernel, buffer.device.type)(buffer, residual, layout.segments, layout.rooms, numbers)
-    magnitudes, order = _largest_first(picked, layout)
+    picked = room_kernel(kernel, buffer.device.type)(buffer, residual, room.segments, numbers)
+    magnitudes, order = _largest_first(picked, room.segments)
     if guard and used:
-        thresholds.replace(names, _follow(taus, picked, magnitudes[order], layout))
-    entries, tensor_index = _keep(picked, magnitudes, order[layout.first_targets], layout)
-    at_payload = Slots(plan.to_payload(entries.positions), entries.values, entries.num_used)
-    payload, received = pack_on_device(plan.layout, at_payload, tensor_index, whole)
-    _take_out(residual, entries, received.to(residual.dtype))
-    return Sent(payload, entries.num_used)
+        thresholds.replace(names, _follow(taus, picked, magnitudes[order], room))
+    places, entries, tensor = _keep(picked, magnitudes, order[room.first_targets], room, on_device)
+    payloads, received = pack_on_device(on_device.layouts, entries, tensor, whole)
+    _take_out(residual, places, entries.values, received.to(residual.dtype))
+    return payloads, entries.counts.sum()
 
 
 def add_payloads(payloads: Tensor, total: Tensor, plan: BucketPlan, factor: float) -> Tensor:
     """Add up what all ranks sent.
 
     Args:
-        payloads: Shape ``[ranks, plan.layout.num_bytes]``, uint8, by rank.
-        total: Shape ``[n]``, ``plan.residual_dtype``: a bucket, added to in place where the plan's tensors lie.
+        payloads: Shape ``[ranks, bytes]``, uint8, by rank.
+        total: Shape ``[n]``, ``plan.residual_dtype``: a bucket, overwritten where the plan's tensors lie.
         plan: What became of each tensor.
         factor: Weight of each rank.
 
     Returns:
-        Shape ``[ranks]``, bool: which payloads are sound. The total means nothing when one is not.
+        Shape ``[ranks, payloads]``, bool: which payloads are sound. The total means nothing when one is not.
     """
-    sound = []
-    for payload in payloads.unbind():
-        arrived = unpack_on_device(plan.layout, payload)
-        # Rounded after the product and after the sum, as `sum_entries` does.
-        values = arrived.entries.values.to(total.dtype).mul(factor)
-        total.index_add_(0, plan.to_bucket(arrived.entries.positions), values)
-        add_whole(arrived.whole, total, plan, factor)
-        sound.append(arrived.sound)
-    return torch.stack(sound)
+    on_device = OnDevice.of(plan, payloads.device)
+    arrived = unpack_on_device(on_device.layouts, payloads)
+    torch._foreach_zero_([total] if plan.starts is None else [total[start:stop] for start, stop in plan.bounds])
+    # Rounded after the product and after the sum, as `sum_entries` does, and in the order of the ranks: on a GPU this
+    # sorts first. Positions lie within bounds; to look whether they do would wait.
+    values = arrived.values.to(total.dtype).mul(factor).flatten()
+    torch._index_put_impl_(total, [on_device.in_bucket(arrived).flatten()], values, accumulate=True, unsafe=True)
+    if on_device.whole:
+        sums = arrived.whole.view(plan.dtype).to(total.dtype).mul(factor).sum(0)
+        parts = [total[start:stop] for start, stop in on_device.whole]
+        torch._foreach_copy_(parts, sums.split([part.numel() for part in parts]))
+    return arrived.sound
 
 
-def add_whole(whole: Tensor, total: Tensor, plan: BucketPlan, factor: float) -> None:
-    """Add the tensors that went whole (shape ``[plan.layout.whole_bytes]``, uint8) to a bucket, in place."""
-    parts = whole.clone().view(plan.dtype).split([plan.sizes[index] for index in plan.whole])
-    for index, part in zip(plan.whole, parts, strict=True):
-        total[slice(*plan.bounds[index])].add_(part, alpha=factor)
-
-
-class _RoomLayout(NamedTuple):
-    """What is known of a bucket's room beforehand; the tensors were copied to the device once.
-
-    ``T`` tensors, ``R`` slots, ``K`` entries that may go.
-
-    Attributes:
-        segments: Where each tensor lies in the bucket.
-        rooms: Slots of each.
-        tensors: Shape ``[R]``, int64: which of the ``T`` tensors each slot belongs to.
-        ranks: Shape ``[R]``, int64: each slot's number among those of its tensor.
-        first_targets: Shape ``[K]``, int64: of each tensor, as many slots as it may send entries, from its first one.
-        begins: Shape ``[T]``, int64: the first slot of each.
-        slots: Shape ``[T]``, int64: slots of each.
-        targets: Shape ``[T]``, int64: entries each may send.
-        sizes: Shape ``[T]``, fp64: entries of each.
-        in_plan: Shape ``[T]``, int64: each one's index in the plan.
-    """
-
-    segments: tuple[tuple[int, int], ...]
-    rooms: tuple[int, ...]
-    tensors: Tensor
-    ranks: Tensor
-    first_targets: Tensor
-    begins: Tensor
-    slots: Tensor
-    targets: Tensor
-    sizes: Tensor
-    in_plan: Tensor
-
-
-@lru_cache(maxsize=1024)
-def _room_layout(plan: BucketPlan, used: tuple[int, ...], device: torch.device) -> _RoomLayout:
-    rooms = tuple(room_for(plan.sizes[index], plan.targets[index]) for index in used)
-    begins = torch.tensor([0, *accumulate(rooms)][: len(rooms)], dtype=torch.int64)
-    slots = torch.tensor(rooms, dtype=torch.int64)
-    targets = torch.tensor([plan.targets[index] for index in used], dtype=torch.int64)
-    sizes = torch.tensor([plan.sizes[index] for index in used], dtype=torch.float64)
-    tensors = torch.arange(len(rooms)).repeat_interleave(slots)
-    ranks = torch.arange(sum(rooms)) - begins[tensors]
-    first_targets = (ranks < targets[tensors]).nonzero().squeeze(1)
-    on_host = (tensors, ranks, first_targets, begins, slots, targets, sizes, torch.tensor(used, dtype=torch.int64))
-    return _RoomLayout(tuple(plan.bounds[index] for index in used), rooms, *(part.to(device) for part in on_host))
-
-
-def _largest_first(picked: InRoom, layout: _RoomLayout) -> tuple[Tensor, Tensor]:
+def _largest_first(picked: InRoom, segments: Segments) -> tuple[Tensor, Tensor]:
     """The magnitude in each slot, -1 where there is none, and the order of the slots that puts the largest first.
 
     Each tensor's slots stay together in that order, so they are where they were before; among equals the first place
     comes first. Infinite and NaN values are equals: a tensor with any of them holds no others.
     """
     magnitudes = picked.values.abs().nan_to_num_(nan=math.inf, posinf=math.inf)
-    magnitudes = torch.where(layout.ranks < picked.counts[layout.tensors], magnitudes, -1.0)
+    magnitudes = torch.where(segments.numbers < picked.counts[segments.segment], magnitudes, -1.0)
     by_magnitude = torch.argsort(magnitudes, descending=True, stable=True)
-    by_tensor = torch.argsort(layout.tensors[by_magnitude], stable=True)
+    by_tensor = torch.argsort(segments.segment[by_magnitude], stable=True)
     return magnitudes, by_magnitude[by_tensor]
 
 
-def _follow(taus: Tensor, picked: InRoom, descending: Tensor, layout: _RoomLayout) -> Tensor:
-    """The thresholds that the guard makes of what a step has shown: shape ``[T]``, fp64.
+def _follow(taus: Tensor, picked: InRoom, descending: Tensor, room: _Room) -> Tensor:
+    """The thresholds that the guard makes of what a step has shown: shape ``[U]``, fp64.
 
     Far too many picks are an occasion for a new threshold: the smallest magnitude that is kept of them. Where the room
     holds a sample only, it is the magnitude of the same rank among all picks.
     """
-    counts, targets = picked.counts, layout.targets
-    held = counts.minimum(layout.slots)
+    counts, targets = picked.counts, room.targets
+    held = counts.minimum(room.segments.slots)
     ranks = (targets * held + counts - 1).div(counts.clamp(min=1), rounding_mode="floor") - 1
-    cutoffs = descending[layout.begins + ranks.clamp_(min=0)].to(taus.dtype)
-    nudged = nudge_all(taus, counts, targets.to(taus.dtype), layout.sizes)
+    cutoffs = descending[room.segments.begins + ranks.clamp_(min=0)].to(taus.dtype)
+    nudged = nudge_all(taus, counts, targets.to(taus.dtype), room.sizes)
     followed = torch.where(counts > GUARD_RESELECT * targets, cutoffs, nudged)
     # Infinite and NaN entries say nothing about the others.
     return torch.where(picked.broken, taus, followed)
 
 
-def _keep(picked: InRoom, magnitudes: Tensor, largest: Tensor, layout: _RoomLayout) -> tuple[Slots, Tensor]:
-    """The entries that go, in the order of their places in the bucket, and for each its tensor's index in the plan."""
+def _keep(
+    picked: InRoom, magnitudes: Tensor, largest: Tensor, room: _Room, on_device: OnDevice
+) -> tuple[Tensor, Slots, Tensor]:
+    """The entries that go, by payload in the order of their places.
+
+    Returns:
+        Their places in the bucket, the entries, and for each its tensor's index in the plan. Slots that are not in use
+        name a place of the bucket, too.
+    """
+    layouts = on_device.layouts
+    if not room.used:
+        nothing = torch.zeros_like(layouts.spare)
+        in_use, counts = nothing.bool(), torch.zeros_like(layouts.capacities)
+        return layouts.spare, Slots(layouts.spare, picked.values.new_zeros(nothing.shape), in_use, counts), nothing
+    # Each of the largest is another slot.
     kept = torch.zeros_like(magnitudes, dtype=torch.bool).scatter_(0, largest, magnitudes[largest] >= 0)
-    slots = torch.nonzero_static(kept, size=largest.numel(), fill_value=0).squeeze(1)
-    entries = Slots(picked.positions[slots], picked.values[slots], kept.sum())
-    entries = entries._replace(values=torch.where(entries.in_use, entries.values, 0.0))
-    return entries, layout.in_plan[layout.tensors[slots]]
+    slots, in_use, counts = (found.squeeze(0) for found in layouts.find(kept.unsqueeze(0), room.edges))
+    slots.clamp_(max=kept.numel() - 1)
+    tensor = room.in_plan[room.segments.segment[slots]]
+    places, values = picked.positions[slots], torch.where(in_use, picked.values[slots], 0.0)
+    places = torch.where(in_use, places, layouts.spare)
+    return places, Slots(places - on_device.shifts[tensor], values, in_use, counts), tensor
 
 
-def _take_out(residual: Tensor, entries: Slots, received: Tensor) -> None:
+def _take_out(residual: Tensor, places: Tensor, values: Tensor, received: Tensor) -> None:
     """Leave in the residual what the receivers will not read; of infinite and NaN values it keeps what it was."""
-    taken = entries.in_use & (entries.values - received).isfinite()
-    # A place of its own for each slot that is not in use: zeros there disturb nobody. Minus zero leaves even a zero's
-    # sign alone. Adding what is negated rounds as subtracting does.
-    spread = torch.arange(received.numel(), device=received.device)
-    positions = torch.where(entries.in_use, entries.positions, spread)
-    residual.index_add_(0, positions, -torch.where(taken, received, 0.0))
+    taken = (values - received).abs() < math.inf
+    # Each place is named by one slot in use at most. The other slots add minus zero, which leaves even a zero's sign
+    # alone. Adding what is negated rounds as subtracting does.
+    residual.index_add_(0, places, torch.where(taken, received, 0.0), alpha=-1)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +25,9 @@ class BucketPlan:
         targets: Entries of each that are sent a step; 0 for a tensor that goes whole.
         dtype: The gradients' dtype, in which whole tensors travel.
         value_format: How sent entries are written.
-        starts: Where each lies in the flattened bucket, ascending; None when they lie one behind the other. Payloads
-            know nothing of gaps.
+        starts: Where each lies in the flattened bucket, ascending in each payload; None when they lie one behind the
+            other. Payloads know nothing of gaps.
+        parts: Where this is the plan of several payloads, those of their own, by payload; empty where it is of one.
     """
 
     names: tuple[str, ...]
@@ -34,6 +36,17 @@ class BucketPlan:
     dtype: torch.dtype
     value_format: str
     starts: tuple[int, ...] | None = None
+    parts: tuple[BucketPlan, ...] = ()
+
+    @staticmethod
+    def joined(parts: Sequence[BucketPlan]) -> BucketPlan:
+        """The plan of what several plans say of one bucket; its payload is theirs, one behind the other."""
+        names, sizes, targets = (
+            tuple(chain.from_iterable(getattr(part, field) for part in parts))
+            for field in ("names", "sizes", "targets")
+        )
+        starts = tuple(start for part in parts for start, _ in part.bounds)
+        return replace(parts[0], names=names, sizes=sizes, targets=targets, starts=starts, parts=tuple(parts))
 
     @cached_property
     def is_dense(self) -> bool:
@@ -57,8 +70,18 @@ class BucketPlan:
         return tuple(index for index, target in enumerate(self.targets) if not target)
 
     @cached_property
+    def layouts(self) -> tuple[PayloadLayout, ...]:
+        """The shape of each payload."""
+        return tuple(part.layout for part in self.parts or (self,))
+
+    @cached_property
+    def on_devices(self) -> dict[torch.device, Any]:
+        """What :mod:`~lightning_dct.gradients.on_device` has copied to devices, kept for as long as the plan is."""
+        return {}
+
+    @cached_property
     def layout(self) -> PayloadLayout:
-        """The payload's shape."""
+        """The payload's shape, of a plan without parts."""
         whole_bytes = self.dtype.itemsize * sum(self.sizes[index] for index in self.whole)
         return PayloadLayout(self.sizes, self.targets, self.value_format, whole_bytes)
 
@@ -76,20 +99,13 @@ class BucketPlan:
 
     @staticmethod
     def _moved(positions: Tensor, origins: tuple[int, ...], goals: tuple[int, ...]) -> Tensor:
-        origin, shift = _shifts(origins, goals, positions.device)
-        return positions + shift[torch.searchsorted(origin, positions, right=True) - 1]
+        origin, goal = torch.tensor([origins, goals], dtype=torch.int64, device=positions.device)
+        return positions + (goal - origin)[torch.searchsorted(origin, positions, right=True) - 1]
 
     @property
     def residual_dtype(self) -> torch.dtype:
         """Residuals are summed over many steps: at least fp32."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
-
-
-@lru_cache(maxsize=1024)
-def _shifts(origins: tuple[int, ...], goals: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Origins, and how far from them the goals are: shape ``[tensors]``, int64. Copied to a GPU once: that waits."""
-    origin, goal = torch.tensor([origins, goals], dtype=torch.int64)
-    return origin.to(device), (goal - origin).to(device)
 
 
 def plan_bucket(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from lightning_dct.gradients.plan import BucketPlan
@@ -125,6 +125,23 @@ def cut(bucket: BucketPlan, pieces: Mapping[str, tuple[Piece, ...]], owners: int
     return tuple(shards)
 
 
+class Cut(NamedTuple):
+    """A bucket divided among owners.
+
+    Attributes:
+        shards: What each owns of it.
+        plan: The plan of all shards together, a payload for each.
+    """
+
+    shards: tuple[Shard, ...]
+    plan: BucketPlan
+
+    def of(self, tensors: set[int]) -> set[int]:
+        """The pieces, counted through all shards, that belong to some of the bucket's tensors."""
+        owned = chain.from_iterable(shard.tensors for shard in self.shards)
+        return {index for index, tensor in enumerate(owned) if tensor in tensors}
+
+
 class Shards:
     """Buckets divided among owners, each once: its plan is the same in every step.
 
@@ -136,13 +153,15 @@ class Shards:
     def __init__(self, pieces: Mapping[str, tuple[Piece, ...]], owners: int) -> None:
         self._pieces = pieces
         self._owners = owners
-        self._known: dict[BucketPlan, tuple[Shard, ...]] = {}
+        # By names, with the plan that it holds for: what another density made of a bucket is of no more use.
+        self._known: dict[tuple[str, ...], tuple[BucketPlan, Cut]] = {}
 
-    def of(self, bucket: BucketPlan) -> tuple[Shard, ...]:
-        """Each owner's shard of a bucket; see :func:`cut`."""
-        if bucket not in self._known:
-            self._known[bucket] = cut(bucket, self._pieces, self._owners)
-        return self._known[bucket]
+    def of(self, bucket: BucketPlan) -> Cut:
+        """A bucket divided among the owners of its pieces; see :func:`cut`."""
+        if bucket.names not in self._known or self._known[bucket.names][0] != bucket:
+            shards = cut(bucket, self._pieces, self._owners)
+            self._known[bucket.names] = bucket, Cut(shards, BucketPlan.joined([shard.plan for shard in shards]))
+        return self._known[bucket.names][1]
 
 
 def owned_by(pieces: Mapping[str, tuple[Piece, ...]], owner: int) -> dict[str, Piece]:

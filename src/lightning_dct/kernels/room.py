@@ -1,6 +1,6 @@
 """Select into a room of fixed size, for GPUs, where nobody waits to hear how much was picked: contract, and in torch.
 
-``select_into_room(gradient, residual, segments, rooms, numbers)`` does to the residual what
+``select_into_room(gradient, residual, segments, numbers)`` does to the residual what
 :mod:`lightning_dct.kernels.selection` says. But its result has the same shape whatever the numbers are, and how much of
 it is filled stays on the device:
 
@@ -13,8 +13,11 @@ Thresholds are tensors too: ``numbers`` holds the factor on the gradient and the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from importlib import import_module
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -24,6 +27,8 @@ from lightning_dct.kernels import fastest_kernel
 
 # Slots for each entry that may go. Sorting them is the larger part of what compression costs after the selection.
 ROOM_FACTOR = 2
+# Entries of a block.
+BLOCK = 2048
 
 
 class InRoom(NamedTuple):
@@ -42,7 +47,62 @@ class InRoom(NamedTuple):
     broken: Tensor
 
 
-RoomKernel = Callable[[Tensor, Tensor, Sequence[tuple[int, int]], Sequence[int], Tensor], InRoom]
+class Blocks(NamedTuple):
+    """Where each block begins and ends, and its segment. Shape ``[blocks]``, int64."""
+
+    starts: Tensor
+    stops: Tensor
+    segments: Tensor
+
+
+class Segments:
+    """Where to pick and how many slots there are, and what a device has to know of it, which is copied to it once.
+
+    ``T`` segments with ``R`` slots and ``N`` entries in all, counted one segment behind the other.
+
+    Args:
+        bounds: Ranges ``(start, stop)`` of the bucket, none of them empty.
+        rooms: Slots of each, at least one.
+        device: Where the bucket is.
+
+    Attributes:
+        edges: Shape ``[T + 1]``, int64: where each segment's entries begin, and where the last one's end.
+        slots: Shape ``[T]``, int64: slots of each.
+        begins: Shape ``[T]``, int64: the first slot of each.
+        segment: Shape ``[R]``, int64: the segment of each slot.
+        numbers: Shape ``[R]``, int64: each slot's number in its segment.
+        table: Shape ``[T, 3]``, int64: slots, last entry and shift of each.
+    """
+
+    def __init__(self, bounds: Sequence[tuple[int, int]], rooms: Sequence[int], device: torch.device) -> None:
+        self.bounds, self.rooms, self.device = tuple(bounds), tuple(rooms), device
+        self.sizes = [stop - start for start, stop in bounds]
+        edges, slot_edges = (torch.tensor([0, *accumulate(parts)]) for parts in (self.sizes, rooms))
+        segment = torch.arange(len(rooms)).repeat_interleave(slot_edges.diff())
+        self.edges, self.begins, self.slots = edges.to(device), slot_edges[:-1].to(device), slot_edges.diff().to(device)
+        shifts = torch.tensor([start for start, _ in bounds], dtype=torch.int64) - edges[:-1]
+        self.table = torch.stack([slot_edges.diff(), edges[1:] - 1, shifts], dim=1).to(device)
+        self.segment = segment.to(device)
+        self.numbers = (torch.arange(sum(rooms)) - slot_edges[segment]).to(device)
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """The segments cut into blocks of at most ``BLOCK`` entries, for kernels that work by the block."""
+        starts = [torch.arange(start, stop, BLOCK) for start, stop in self.bounds]
+        ends = [(part + BLOCK).clamp(max=stop) for part, (_, stop) in zip(starts, self.bounds, strict=True)]
+        segments = [torch.full_like(part, index) for index, part in enumerate(starts)]
+        return Blocks(*(torch.cat(parts).to(self.device) for parts in (starts, ends, segments)))
+
+    def cut(self, bucket: Tensor) -> list[Tensor]:
+        """The segments of a bucket."""
+        return [bucket[start:stop] for start, stop in self.bounds]
+
+    def before(self, flags: Tensor) -> Tensor:
+        """How many flags (shape ``[N]``, bool) are set before each entry and in all: shape ``[N + 1]``, int64."""
+        return torch.cat([flags.new_zeros(1), flags]).cumsum(0)
+
+
+RoomKernel = Callable[[Tensor, Tensor, Segments, Tensor], InRoom]
 
 
 def room_kernel(name: str, device_type: str) -> RoomKernel:
@@ -55,41 +115,37 @@ def room_kernel(name: str, device_type: str) -> RoomKernel:
     return select_into_room
 
 
-def select_into_room(
-    gradient: Tensor, residual: Tensor, segments: Sequence[tuple[int, int]], rooms: Sequence[int], numbers: Tensor
-) -> InRoom:
-    """Add the gradient to the residual and pick the entries at or above the threshold, one segment after the other.
+def select_into_room(gradient: Tensor, residual: Tensor, segments: Segments, numbers: Tensor) -> InRoom:
+    """Add the gradient to the residual and pick the entries at or above the threshold, of all segments together.
 
     Args:
         gradient: Shape ``[n]``, any floating dtype: the flattened bucket. Not changed.
         residual: Shape ``[n]``, fp32 or fp64, finite. Changed in place.
-        segments: ``T`` ascending ranges ``(start, stop)`` of the bucket, none of them empty.
-        rooms: Slots of each, at least one.
+        segments: Where to pick, and how many slots there are.
         numbers: Shape ``[1 + T]``, the residual's dtype: the factor on the gradient, and the thresholds.
     """
-    positions, values, counts, broken = [], [], [], []
-    for (start, stop), room, threshold in zip(segments, rooms, numbers[1:], strict=True):
-        old = residual[start:stop]
-        # Two operations, because a fused one would round once where the other kernels round twice.
-        fresh = gradient[start:stop].to(old.dtype).mul(numbers[0]).add_(old)
-        nonfinite = fresh.isfinite().logical_not_()
-        is_broken = nonfinite.any()
-        # "Not below" instead of "at or above": it is true for NaN.
-        picked = torch.where(is_broken, nonfinite, (fresh.abs() < threshold).logical_not_())
-        ranks = picked.cumsum(0)
-        count = ranks[-1]
-        samples = (ranks * room).div(count.clamp(min=1), rounding_mode="floor")
-        is_sample = samples > ((ranks - 1) * room).div(count.clamp(min=1), rounding_mode="floor")
-        kept = picked & torch.where(is_broken | (count <= room), ranks <= room, is_sample)
-        places = torch.nonzero_static(kept, size=room, fill_value=0).squeeze(1)
-        positions.append(places + start)
-        values.append(fresh[places])
-        counts.append(count)
-        broken.append(is_broken)
-        old.copy_(torch.where(nonfinite, old, fresh))
-    if not positions:
+    if not segments.bounds:
         return no_segments(residual)
-    return InRoom(torch.cat(positions), torch.cat(values), torch.stack(counts), torch.stack(broken))
+    residuals = segments.cut(residual)
+    old = torch.cat(residuals)
+    # Two operations, because a fused one would round once where the other kernels round twice.
+    fresh = torch.cat(segments.cut(gradient)).to(old.dtype).mul(numbers[0]).add_(old)
+    magnitudes = fresh.abs()
+    finite = magnitudes < math.inf
+    broken = segments.before(finite)[segments.edges].diff() < segments.edges.diff()
+    # "Not below" instead of "at or above": it is true for NaN. Infinite and NaN sums alone are not below infinity.
+    thresholds = torch.where(broken, math.inf, numbers[1:]).unbind()
+    spread = [threshold.expand(size) for threshold, size in zip(thresholds, segments.sizes, strict=True)]
+    ranks = segments.before((magnitudes < torch.cat(spread)).logical_not_())
+    at_edges = ranks[segments.edges]
+    counts = at_edges.diff()
+    # Which pick goes into a slot: the one of its number, or, of too many, the last of each slot's share.
+    shares = torch.where(broken, segments.slots, torch.maximum(counts, segments.slots))[segments.segment]
+    slots, last, shift = segments.table[segments.segment].unbind(1)
+    wanted = (segments.numbers * shares + shares + slots - 1).div(slots, rounding_mode="floor")
+    places = (torch.searchsorted(ranks, wanted + at_edges[segments.segment]) - 1).minimum(last)
+    torch._foreach_copy_(residuals, torch.where(finite, fresh, old).split(segments.sizes))
+    return InRoom(places + shift, fresh[places], counts, broken)
 
 
 def no_segments(residual: Tensor) -> InRoom:

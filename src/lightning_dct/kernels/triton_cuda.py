@@ -10,53 +10,35 @@ It compiles for GPUs and runs in triton's interpreter, but has not run on a GPU 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
-from itertools import accumulate
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_dct.kernels.room import InRoom, no_segments
-
-BLOCK = 2048
+from lightning_dct.kernels.room import BLOCK, InRoom, Segments, no_segments
 
 
-class _Blocks(NamedTuple):
-    """The segments cut into blocks: where each begins and ends, and its segment. Shape ``[blocks]``, int64."""
-
-    starts: Tensor
-    stops: Tensor
-    segments: Tensor
-
-
-def select_into_room(
-    gradient: Tensor, residual: Tensor, segments: Sequence[tuple[int, int]], rooms: Sequence[int], numbers: Tensor
-) -> InRoom:
+def select_into_room(gradient: Tensor, residual: Tensor, segments: Segments, numbers: Tensor) -> InRoom:
     """Add the gradient to the residual and pick the entries at or above the threshold.
 
     See :func:`lightning_dct.kernels.room.select_into_room` for the arguments.
     """
-    if not segments:
+    if not segments.bounds:
         return no_segments(residual)
-    blocks = _cut(tuple(segments), residual.device)
-    sizes, begins = _slots(tuple(rooms), residual.device)
+    blocks, sizes, begins = segments.blocks, segments.slots, segments.begins
     reached = torch.empty_like(blocks.starts)
     nonfinite = torch.empty_like(reached, dtype=torch.int32)
     # Without fusion of product and sum, which would round once where the other kernels round twice.
     settings = {"BLOCK": BLOCK, "enable_fp_fusion": False}
     grid = (blocks.starts.numel(),)
     _accumulate[grid](gradient, residual, *blocks, numbers, reached, nonfinite, **settings)
-    no_counts = reached.new_zeros(len(segments))
+    no_counts = reached.new_zeros(len(segments.bounds))
     broken = no_counts.index_add(0, blocks.segments, nonfinite.long()) > 0
     picks = torch.where(broken[blocks.segments], nonfinite.long(), reached)
     counts = no_counts.index_add(0, blocks.segments, picks)
     # How many picks of the same segment lie in the blocks before.
     before = picks.cumsum(0) - picks - (counts.cumsum(0) - counts)[blocks.segments]
-    positions = reached.new_zeros(sum(rooms))
+    positions = reached.new_zeros(sum(segments.rooms))
     values = residual.new_zeros(positions.numel())
     segments_numbers = (numbers, counts, broken, sizes, begins)
     _fill[grid](gradient, residual, *blocks, *segments_numbers, picks, before, nonfinite, positions, values, **settings)
@@ -141,20 +123,3 @@ def _fill(
         tl.store(values + slots, fresh, mask=kept * picked != 0)
         left = tl.where(magnitudes < float("inf"), fresh, held)
         tl.store(residual + places, left, mask=to_make)
-
-
-@lru_cache(maxsize=256)
-def _slots(rooms: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """How many slots each segment has and where they begin: shape ``[T]``, int64. Copied to the device once."""
-    begins = [0, *accumulate(rooms[:-1])]
-    return torch.tensor(rooms, device=device), torch.tensor(begins, device=device)
-
-
-@lru_cache(maxsize=256)
-def _cut(segments: tuple[tuple[int, int], ...], device: torch.device) -> _Blocks:
-    """Blocks of at most ``BLOCK`` entries. Remembered, because a bucket's segments are the same in every step."""
-    starts = [torch.arange(start, stop, BLOCK) for start, stop in segments]
-    ends = [(part + BLOCK).clamp(max=stop) for part, (_, stop) in zip(starts, segments, strict=True)]
-    owners = [torch.full_like(part, index) for index, part in enumerate(starts)]
-    empty = [torch.empty(0, dtype=torch.int64)]
-    return _Blocks(*(torch.cat(empty + parts).to(device) for parts in (starts, ends, owners)))

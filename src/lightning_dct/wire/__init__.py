@@ -14,7 +14,7 @@ whole tensors       their own bytes                        tensors too small to 
 ==================  =====================================  ====================================================
 """
 
-from lightning_dct.wire.on_device import Arrived, Slots, pack_on_device, unpack_on_device
+from lightning_dct.wire.on_device import Arrived, SideBySide, Slots, pack_on_device, unpack_on_device
 from lightning_dct.wire.payload import PayloadError, PayloadLayout, Unpacked, pack, unpack
 from lightning_dct.wire.positions import PositionCode
 from lightning_dct.wire.values import BITS_PER_VALUE, decode_values, encode_values
@@ -25,6 +25,7 @@ __all__ = [
     "PayloadError",
     "PayloadLayout",
     "PositionCode",
+    "SideBySide",
     "Slots",
     "Unpacked",
     "decode_values",

@@ -33,10 +33,10 @@ def pack_bits(flags: Tensor) -> Tensor:
     """
     if flags.device.type == "cpu":
         return torch.from_numpy(np.packbits(flags.numpy(), bitorder="little"))
-    padded = flags.new_zeros(num_bytes(flags.numel()) * 8, dtype=torch.uint8)
-    padded[: flags.numel()] = flags
+    spare = -flags.numel() % 8
+    padded = torch.nn.functional.pad(flags, (0, spare)) if spare else flags
     shifts = torch.arange(8, dtype=torch.uint8, device=flags.device)
-    return (padded.view(-1, 8) << shifts).sum(dim=1, dtype=torch.uint8)
+    return (padded.view(torch.uint8).view(-1, 8) << shifts).sum(dim=1, dtype=torch.uint8)
 
 
 def unpack_bits(packed: Tensor, num_bits: int) -> Tensor:

@@ -1,160 +1,285 @@
 """Payloads written and read without the host ever looking at a number: for GPUs, where looking means waiting.
 
 The bytes are those of :mod:`lightning_dct.wire.payload`. The difference is that shapes do not depend on data: entries
-come in a fixed number of slots, how many of them are in use is a tensor on the device, and so is the answer to whether
+come in a fixed number of slots, which of them are in use is a tensor on the device, and so is the answer to whether
 a payload that has arrived is sound. Whatever its bytes say, what is read from it lies within bounds.
+
+Starting an operation costs a GPU's host about as long as a GPU takes for a small one. So payloads for several owners,
+and from several senders, are written and read together, in as many operations as one takes.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Sequence
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_dct.wire.bits import pack_bits, unpack_bits
+from lightning_dct.wire.bits import num_bytes
 from lightning_dct.wire.payload import FORMAT_CODES, HEADER, MAGIC, VERSION, PayloadError, PayloadLayout
-from lightning_dct.wire.positions import PositionCode
-from lightning_dct.wire.values import decode_values, encode_values
+from lightning_dct.wire.values import SCALED_FORMATS, decode_values, encode_values, values_num_bytes
 
-# Where a header holds the number of entries.
-COUNT_BYTES = slice(4, 8)
+# A payload has so many times eight slots that the last is never in use. Then its values begin with a byte, in any
+# format, and each entry has a neighbour to be compared with.
+SLOTS = 8
 
 
 class Slots(NamedTuple):
-    """Entries of a bucket in a fixed number of slots; the first ``num_used`` of them are in use.
+    """Entries in the slots of some payloads; each payload's first ones are in use.
 
     Attributes:
-        positions: Shape ``[slots]``, int64: ascending places; any place in a slot that is not in use.
+        positions: Shape ``[slots]``, int64: ascending places, counted through all payloads; any in other slots.
         values: Shape ``[slots]``, floating point; zero in a slot that is not in use.
-        num_used: Shape ``[]``, int64.
+        in_use: Shape ``[slots]``, bool.
+        counts: Shape ``[payloads]``, whole numbers: how many slots of each are in use.
     """
 
     positions: Tensor
     values: Tensor
-    num_used: Tensor
-
-    @property
-    def in_use(self) -> Tensor:
-        """Which slots are in use: shape ``[slots]``, bool."""
-        return torch.arange(self.positions.numel(), device=self.num_used.device) < self.num_used
+    in_use: Tensor
+    counts: Tensor
 
 
 class Arrived(NamedTuple):
-    """What one payload says.
+    """What the payloads of ``n`` senders say.
 
     Attributes:
-        entries: In ``layout.capacity`` slots, values in fp32. A slot that is not in use names a place of its own, so
-            that adding its zero there does not disturb others.
-        whole: Shape ``[whole_bytes]``, uint8: the tensors that went whole, one after the other.
-        sound: Shape ``[]``, bool: whether the bytes are a payload of this layout. Where they are not, entries and whole
-            tensors mean nothing.
+        positions: Shape ``[n, slots]``, int64: places, counted through all payloads; one of them in any other slot.
+        values: Shape ``[n, slots]``, fp32; zero in a slot that is not in use.
+        in_use: Shape ``[n, slots]``, bool.
+        whole: Shape ``[n, whole bytes]``, uint8: the tensors that went whole, one after the other.
+        sound: Shape ``[n, payloads]``, bool: whether the bytes are a payload of its layout. What others hold means
+            nothing.
     """
 
-    entries: Slots
+    positions: Tensor
+    values: Tensor
+    in_use: Tensor
     whole: Tensor
     sound: Tensor
 
 
-def pack_on_device(layout: PayloadLayout, entries: Slots, tensor_index: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
-    """Write one payload: byte for byte what :func:`~lightning_dct.wire.payload.pack` writes for the same entries.
+class SideBySide:
+    """Payloads one behind the other, and what a device has to know of them, which is copied to it once.
+
+    ``S`` payloads of ``T`` tensors with ``K`` slots in all.
 
     Args:
-        layout: The payload's shape.
-        entries: Places in the flattened bucket and the values there, in at most ``layout.capacity`` slots.
-        tensor_index: Shape ``[slots]``, int64: which tensor each entry belongs to.
-        whole: Shape ``[layout.whole_bytes]``, uint8: the tensors that go whole.
+        layouts: Of the payloads, all with the same value format.
+        device: Where they are written and read.
+
+    Attributes:
+        num_bytes: Of all payloads together.
+        payload: Shape ``[K]``, int64: the payload of each slot.
+        number: Shape ``[K]``, int32: each slot's number in its payload.
+        spare: Shape ``[K]``, int64: a place for each slot that is not in use: another for each, where there are enough.
+        tensor_ends: Shape ``[T]``, int64: one after the last place of each tensor.
+        table: Shape ``[S, 5]``, int64: each payload's first flag, low bits, first place, one after its last place, and
+            the tensor of its slots that are not in use, where one more a payload is counted.
+        flag_edges: Shape ``[S + 1]``, int64: where each payload's flags begin, and where the last one's end.
+        pair_edges: Shape ``[S + 1]``, int64: the same of slots, of which the last has no neighbour.
+        capacities: Shape ``[S]``, int64.
+        headers: Shape ``[S, 3]``, int32: without the number of entries.
+        eight: Shape ``[8]``, uint8: 0 to 7.
+        zero: Shape ``[1, 1]``, uint8.
+    """
+
+    def __init__(self, layouts: Sequence[PayloadLayout], device: torch.device) -> None:
+        self.layouts = tuple(layouts)
+        self.value_format = layouts[0].value_format
+        self.num_bytes = sum(layout.num_bytes for layout in layouts)
+        self.num_tensors = sum(len(layout.tensor_sizes) for layout in layouts)
+        self.slots = [(layout.capacity // SLOTS + 1) * SLOTS if layout.capacity else 0 for layout in layouts]
+        codes = [layout.position_code for layout in layouts]
+        # Low bits are read and written by the byte.
+        self.low_bytes = num_bytes(max((code.low_bits for code in codes if code.capacity), default=0))
+        payload = torch.arange(len(layouts)).repeat_interleave(torch.tensor(self.slots))
+        edges = _edges(self.slots)
+        places = _edges([code.universe for code in codes])
+        flags = _edges([code.num_flags for code in codes])
+        tensors = _edges([len(layout.tensor_sizes) for layout in layouts])
+        sizes = list(chain.from_iterable(layout.tensor_sizes for layout in layouts))
+        headers = b"".join(
+            HEADER.pack(MAGIC, VERSION, FORMAT_CODES[layout.value_format], 0, 0, layout.fingerprint)
+            for layout in layouts
+        )
+        low_bits = torch.tensor([code.low_bits for code in codes])
+        unused_tensor = tensors[1:] + torch.arange(len(layouts))
+        self.table = torch.stack([flags[:-1], low_bits, places[:-1], places[1:], unused_tensor], dim=1).to(device)
+        spare = torch.arange(sum(self.slots)).clamp_(max=max(sum(sizes) - 1, 0))
+        self.payload, self.spare = payload.to(device), spare.to(device)
+        self.number = (torch.arange(sum(self.slots)) - edges[payload]).to(device, torch.int32)
+        self.tensor_ends = _edges(sizes)[1:].to(device)
+        self.flag_edges = flags.to(device)
+        self.pair_edges = edges.clamp(max=max(sum(self.slots) - 1, 0)).to(device)
+        self.capacities = torch.tensor([layout.capacity for layout in layouts]).to(device)
+        self.headers = torch.frombuffer(bytearray(headers), dtype=torch.int32).view(-1, 3).to(device)
+        self.eight = torch.arange(8, dtype=torch.uint8).to(device)
+        self.zero = torch.zeros(1, 1, dtype=torch.uint8).to(device)
+
+    def find(self, flags: Tensor, edges: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Where flags are set, payload by payload.
+
+        Args:
+            flags: Shape ``[n, flags]``, bool or uint8 of zeros and ones.
+            edges: Shape ``[S + 1]``, int64: where each payload's flags begin, and where the last one's end.
+
+        Returns:
+            For each slot the place of the flag with its number (shape ``[n, K]``, int64; any up to ``flags`` in
+            slots beyond), which slots are in use (``[n, K]``, bool), and each payload's number of flags (``[n, S]``).
+        """
+        # As many as were set before; sums of whole numbers are the same in any order.
+        zeros = self.zero.expand(flags.shape[0], 1)
+        before = torch.cat([zeros, flags.view(torch.uint8)], dim=1).cumsum(1, dtype=torch.int32)
+        at_edges = before[:, edges]
+        counts = at_edges.diff(dim=1)
+        found = torch.searchsorted(before, at_edges[:, self.payload] + self.number, right=True) - 1
+        return found, self.number < counts[:, self.payload], counts
+
+
+def pack_on_device(layouts: SideBySide, entries: Slots, tensor: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+    """Write payloads: byte for byte what :func:`~lightning_dct.wire.payload.pack` writes for the same entries.
+
+    Args:
+        layouts: The payloads' shapes.
+        entries: What goes into them.
+        tensor: Shape ``[K]``, int64: which tensor each entry belongs to, counted through all payloads.
+        whole: Shape ``[whole bytes]``, uint8: the tensors that go whole, payload by payload.
 
     Returns:
-        The payload (uint8, shape ``[layout.num_bytes]``) and the values as every receiver will read them (fp32; zero
+        The payloads (uint8, shape ``[layouts.num_bytes]``) and the values as every receiver will read them (fp32; zero
         in slots that are not in use).
     """
-    in_use, value_format = entries.in_use, layout.value_format
-    # Slots that are not in use are zeros of one more tensor, whose scale is zero and is not sent.
-    tensor_index = torch.where(in_use, tensor_index, layout.num_scales)
-    data, scales = encode_values(entries.values, tensor_index, layout.num_scales + 1, value_format)
-    payload = _header(layout, entries.num_used.device).new_zeros(layout.num_bytes)
-    header, scale_bytes, position_bytes, value_bytes, whole_bytes = payload.split(layout.part_sizes)
-    header.copy_(_header(layout, payload.device))
-    header[COUNT_BYTES].copy_(entries.num_used.to(torch.int32).view(1).view(torch.uint8))
-    scale_bytes.copy_(scales[: layout.num_scales].view(torch.uint8))
-    position_bytes.copy_(_encode_positions(layout.position_code, entries.positions, in_use))
-    value_bytes[: data.numel()].copy_(data)
-    whole_bytes.copy_(whole)
-    received = decode_values(data, in_use.numel(), tensor_index, scales, value_format)
-    return payload, torch.where(in_use, received, 0.0)
+    value_format, every = layouts.value_format, layouts.layouts
+    table = layouts.table[layouts.payload]
+    if value_format in SCALED_FORMATS:
+        # Slots that are not in use are zeros of one more tensor a payload, whose scale is zero and is not sent.
+        tensor = torch.where(entries.in_use, tensor + layouts.payload, table[:, 4])
+    data, scales = encode_values(entries.values, tensor, layouts.num_tensors + len(every), value_format)
+    received = decode_values(data, tensor.numel(), tensor, scales, value_format)
+    headers = layouts.headers.clone()
+    headers[:, 1].copy_(entries.counts)
+    unsent = 4 if value_format in SCALED_FORMATS else 0
+    scale_sizes = [size for layout in every for size in (4 * layout.num_scales, unsent)]
+    parts = zip(
+        headers.view(torch.uint8).unbind(),
+        scales.view(torch.uint8).split(scale_sizes)[::2],
+        _encode_positions(layouts, entries, table).split([layout.position_code.num_bytes for layout in every]),
+        data.split([values_num_bytes(value_format, slots) for slots in layouts.slots]),
+        whole.split([layout.whole_bytes for layout in every]),
+        strict=True,
+    )
+    payloads = [
+        part[:size]
+        for layout, of in zip(every, parts, strict=True)
+        for part, size in zip(of, layout.part_sizes, strict=True)
+    ]
+    return torch.cat(payloads), torch.where(entries.in_use, received, 0.0)
 
 
-def unpack_on_device(layout: PayloadLayout, payload: Tensor) -> Arrived:
-    """Read one payload; what it says is to be believed once somebody has looked at whether it is sound.
+def unpack_on_device(layouts: SideBySide, payloads: Tensor) -> Arrived:
+    """Read payloads; what they say is to be believed once somebody has looked at whether they are sound.
 
     Args:
-        layout: The shape it must have.
-        payload: Shape ``[layout.num_bytes]``, uint8.
+        layouts: The shapes they must have.
+        payloads: Shape ``[n, layouts.num_bytes]``, uint8: one row a sender.
 
     Raises:
-        PayloadError: It has another size. That much is known without looking.
+        PayloadError: They have another size. That much is known without looking.
     """
-    if payload.numel() != layout.num_bytes:
-        raise PayloadError(f"the payload has {payload.numel()} bytes, the layout says {layout.num_bytes}")
-    header, scales, position_bytes, value_bytes, whole = payload.split(layout.part_sizes)
-    # A number that needs all 32 bits turns negative here and is as wrong then.
-    count = header[COUNT_BYTES].clone().view(torch.int32).to(torch.int64).squeeze(0)
-    rest = header.clone()
-    rest[COUNT_BYTES] = 0
-    header_is_sound = (rest == _header(layout, payload.device)).all()
-    places = torch.arange(layout.capacity, device=payload.device)
-    in_use = places < count
-    positions, raised = _decode_positions(layout.position_code, position_bytes, in_use)
-    within = positions < layout.position_code.universe
-    ascending = positions[1:] > positions[:-1]
+    senders, size = payloads.shape
+    if size != layouts.num_bytes:
+        raise PayloadError(f"the payload has {size} bytes, the layout says {layouts.num_bytes}")
+    value_format, every = layouts.value_format, layouts.layouts
+    parts = payloads.split([size for layout in every for size in layout.part_sizes], dim=1)
+    table = layouts.table[layouts.payload]
+    headers = torch.cat(parts[0::5], dim=1).view(torch.int32).view(senders, -1, 3)
+    local, in_use, raised = _decode_positions(layouts, torch.cat(parts[2::5], dim=1), table)
+    # Slots that are not in use name the end. Then what is in use has to lie below the slot behind it.
+    ends = table[:, 3]
+    positions = torch.where(in_use, local + table[:, 2], ends)
+    wrong = (positions + in_use)[:, :-1] > positions[:, 1:]
+    wrong = torch.cat([layouts.zero.expand(senders, 1), wrong], dim=1).cumsum(1, dtype=torch.int32)
+    # A number that needs all 32 bits is negative here and is as wrong then.
     sound = (
-        header_is_sound
-        & (raised == count)
-        & (count <= layout.capacity)
-        & (within | ~in_use).all()
-        & (ascending | ~in_use[1:]).all()
+        (headers[:, :, ::2] == layouts.headers[:, ::2]).all(2)
+        & (headers[:, :, 1] == raised)
+        & (raised <= layouts.capacities)
+        & (wrong[:, layouts.pair_edges].diff(dim=1) == 0)
     )
-    positions = torch.where(in_use & within, positions, places)
-    values = decode_values(
-        value_bytes,
-        layout.capacity,
-        layout.tensor_index(positions),
-        scales.clone().view(torch.float32),
-        layout.value_format,
-    )
-    return Arrived(Slots(positions, torch.where(in_use, values, 0.0), count), whole, sound)
+    positions = torch.where(positions < ends, positions, layouts.spare)
+    scales, tensor = torch.cat(parts[1::5], dim=1).flatten().view(torch.float32), positions
+    if value_format in SCALED_FORMATS:
+        rows = torch.arange(senders, device=payloads.device) * layouts.num_tensors
+        tensor = torch.searchsorted(layouts.tensor_ends, positions, right=True) + rows.unsqueeze(1)
+    # Each payload's values, filled up to the bytes of its slots.
+    sizes = [
+        values_num_bytes(value_format, slots) - layout.part_sizes[3]
+        for slots, layout in zip(layouts.slots, every, strict=True)
+    ]
+    filling = [layouts.zero.expand(senders, size) for size in sizes]
+    data = torch.cat([*chain.from_iterable(zip(parts[3::5], filling, strict=True))], dim=1)
+    values = decode_values(data.flatten(), positions.numel(), tensor.flatten(), scales, value_format)
+    values = torch.where(in_use, values.view_as(positions), 0.0)
+    return Arrived(positions, values, in_use, torch.cat(parts[4::5], dim=1), sound)
 
 
-def _encode_positions(code: PositionCode, positions: Tensor, in_use: Tensor) -> Tensor:
-    """What :meth:`PositionCode.encode` writes for the positions in use."""
-    slots = torch.arange(positions.numel(), device=positions.device)
-    # The last bit is for the slots that are not in use, and is not sent.
-    bits = torch.zeros(code.num_bits + 1, dtype=torch.uint8, device=positions.device)
-    flags = torch.where(in_use, (positions >> code.low_bits) + slots, code.num_bits)
-    bits.scatter_(0, flags, 1)
-    shifts = torch.arange(code.low_bits, device=positions.device).unsqueeze(1)
-    planes = bits[code.num_flags : code.num_bits].view(code.low_bits, code.capacity)
-    planes[:, : positions.numel()].copy_((torch.where(in_use, positions, 0) >> shifts) & 1)
-    return pack_bits(bits[: code.num_bits])
+def _encode_positions(layouts: SideBySide, entries: Slots, table: Tensor) -> Tensor:
+    """What :meth:`PositionCode.encode` writes for the positions in use, payload by payload."""
+    codes = [layout.position_code for layout in layouts.layouts]
+    local = torch.where(entries.in_use, entries.positions - table[:, 2], 0)
+    # The last flag is for the slots that are not in use, and is not sent.
+    num_flags = sum(code.num_flags for code in codes)
+    flag = torch.where(entries.in_use, (local >> table[:, 1]) + table[:, 0] + layouts.number, num_flags)
+    flags = torch.zeros(num_flags + 1, dtype=torch.uint8, device=local.device).scatter_(0, flag, 1)
+    flags_of = flags[:-1].split([code.num_flags for code in codes])
+    # One byte a bit: the lowest bits in the first plane.
+    low = local.view(torch.uint8).view(-1, 8)[:, : layouts.low_bytes]
+    planes = ((low.unsqueeze(2) >> layouts.eight) & 1).flatten(1).t()
+    parts = []
+    for code, own_flags, own_planes in zip(codes, flags_of, planes.split(layouts.slots, dim=1), strict=True):
+        parts += [own_flags, *own_planes[: code.low_bits, : code.capacity].unbind()]
+        parts.append(layouts.zero.expand(1, 8 * code.num_bytes - code.num_bits).squeeze(0))
+    bits = torch.cat(parts).view(-1, 8)
+    return (bits << layouts.eight).sum(1, dtype=torch.uint8)
 
 
-def _decode_positions(code: PositionCode, message: Tensor, in_use: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions (shape ``[code.capacity]``; anything in slots that are not in use), and how many the message marks."""
-    bits = unpack_bits(message, code.num_bits)
-    flags, planes = bits.split([code.num_flags, code.num_bits - code.num_flags])
-    raised = torch.nonzero_static(flags, size=code.capacity, fill_value=0).squeeze(1)
-    high = raised - torch.arange(code.capacity, device=bits.device)
-    # Where the flags do not hold as many positions as the header says, `high` can be negative.
-    positions = torch.where(in_use, high, 0).clamp_(min=0) << code.low_bits
-    shifts = torch.arange(code.low_bits, device=bits.device).unsqueeze(1)
-    low = planes.view(code.low_bits, code.capacity).to(torch.int64) << shifts
-    return positions | low.sum(0), flags.sum()
+def _decode_positions(layouts: SideBySide, message: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What messages of ``n`` senders (shape ``[n, bytes]``) say.
+
+    Returns:
+        Places in each payload (shape ``[n, K]``, int64, not negative; anything in slots that are not in use), which
+        slots are in use (``[n, K]``, bool), and how many flags are raised (``[n, S]``).
+    """
+    codes, senders = [layout.position_code for layout in layouts.layouts], message.shape[0]
+    bits = ((message.unsqueeze(2) >> layouts.eight) & 1).flatten(1)
+    sizes = [
+        size
+        for code in codes
+        for size in (code.num_flags, *[code.capacity] * code.low_bits, 8 * code.num_bytes - code.num_bits)
+    ]
+    pieces, flags = iter(bits.split(sizes, dim=1)), []
+    # By plane, payload by payload, filled up with zeros to as many planes and slots as all have.
+    planes: list[list[Tensor]] = [[] for _ in range(8 * layouts.low_bytes)]
+    for code, slots in zip(codes, layouts.slots, strict=True):
+        flags.append(next(pieces))
+        own = [next(pieces) for _ in range(code.low_bits)]
+        for number, plane in enumerate(planes):
+            sent = own[number : number + 1]
+            plane += [*sent, layouts.zero.expand(senders, slots - code.capacity * len(sent))]
+        next(pieces)
+    raised, in_use, counts = layouts.find(torch.cat(flags, dim=1), layouts.flag_edges)
+    low = message.new_zeros(senders, raised.shape[1], 8)
+    if layouts.low_bytes:
+        shape = (senders, layouts.low_bytes, 8, raised.shape[1])
+        stacked = torch.cat([*chain.from_iterable(planes)], dim=1).view(shape)
+        low[:, :, : layouts.low_bytes].copy_((stacked << layouts.eight.view(8, 1)).sum(2, dtype=torch.uint8).mT)
+    high = raised - table[:, 0] - layouts.number
+    return (high << table[:, 1]) | low.view(torch.int64).squeeze(2), in_use, counts
 
 
-@lru_cache(maxsize=1024)
-def _header(layout: PayloadLayout, device: torch.device) -> Tensor:
-    """A payload's header without the number of entries: shape ``[12]``, uint8. Copied to the device once."""
-    header = HEADER.pack(MAGIC, VERSION, FORMAT_CODES[layout.value_format], 0, 0, layout.fingerprint)
-    return torch.tensor(list(header), dtype=torch.uint8, device=device)
+def _edges(sizes: Sequence[int]) -> Tensor:
+    """Where each part begins, and where the last one ends: shape ``[parts + 1]``, int64."""
+    return torch.tensor([0, *accumulate(sizes)])

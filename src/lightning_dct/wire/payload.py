@@ -22,7 +22,7 @@ from __future__ import annotations
 import struct
 import zlib
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -100,13 +100,12 @@ class PayloadLayout:
         """
         if not self.num_scales:
             return positions.new_empty(0)
-        return torch.searchsorted(_ends(self.tensor_sizes, positions.device), positions, right=True)
+        return torch.searchsorted(self._ends.to(positions.device), positions, right=True)
 
-
-@lru_cache(maxsize=1024)
-def _ends(tensor_sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where each tensor ends: shape ``[tensors]``, int64. Copied to a GPU once, because that waits."""
-    return torch.tensor(list(accumulate(tensor_sizes)), dtype=torch.int64, device=device)
+    @cached_property
+    def _ends(self) -> Tensor:
+        """Where each tensor ends: shape ``[tensors]``, int64."""
+        return torch.tensor(list(accumulate(self.tensor_sizes)), dtype=torch.int64)
 
 
 class Unpacked(NamedTuple):

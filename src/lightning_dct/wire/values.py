@@ -59,9 +59,10 @@ def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_
     # fp64 sums: a mean of many fp32 magnitudes must not overflow or drift.
     magnitudes = values.abs().to(torch.float64)
     if value_format == "1bit":
-        totals = magnitudes.new_zeros(num_tensors).scatter_add_(0, tensor_index, magnitudes)
-        tensors = torch.arange(num_tensors, device=values.device)
-        counts = torch.searchsorted(tensor_index, tensors, right=True) - torch.searchsorted(tensor_index, tensors)
+        edges = torch.searchsorted(tensor_index, torch.arange(num_tensors + 1, device=values.device))
+        # In a fixed order: on a GPU a scattered sum adds in another order each time. "Unsafe" does not wait to look.
+        counts = edges.diff()
+        totals = torch.segment_reduce(magnitudes, "sum", lengths=counts, unsafe=True, initial=0)
         return pack_bits(values > 0), (totals / counts.clamp_(min=1)).to(torch.float32)
     largest = magnitudes.new_zeros(num_tensors).scatter_reduce_(0, tensor_index, magnitudes, "amax")
     if value_format == "int4":

@@ -35,7 +35,7 @@ class AllGather:
         buffer, plan, held = bucket
         residual = memory.residual_of(plan, buffer.device)
         compressed = memory.compress(buffer, residual, plan, held, memory.gradient_scale)
-        count_entries(buffer.numel(), [compressed], self.everyone, memory)
+        count_entries(buffer.numel(), compressed, self.everyone, memory)
         work, payloads = all_gather_payload(compressed.payload, self.everyone)
         yield work
         return memory.decompress(payloads, buffer, plan, 1.0 / (memory.gradient_scale * self.everyone.size))

@@ -5,7 +5,7 @@ Buckets in which nothing is compressed, and sparse gradients, go the same way un
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -77,7 +77,7 @@ def send_whole(bucket: Bucket, memory: Memory, everyone: Link) -> Flow:
     return bucket.buffer
 
 
-def count_entries(due: int, sent: Sequence[Compressed], link: Link, memory: Memory) -> None:
+def count_entries(due: int, sent: Compressed, link: Link, memory: Memory) -> None:
     """Count the entries of a bucket.
 
     Args:
@@ -87,11 +87,10 @@ def count_entries(due: int, sent: Sequence[Compressed], link: Link, memory: Memo
         memory: Keeps what GPUs have still to tell.
     """
     link.traffic.add(entries=due)
-    for part in sent:
-        if isinstance(part.num_entries, Tensor):
-            memory.awaited.when_known(part.num_entries.view(1), lambda told: link.traffic.add(entries_sent=told[0]))
-        else:
-            link.traffic.add(entries_sent=part.num_entries)
+    if isinstance(sent.num_entries, Tensor):
+        memory.awaited.when_known(sent.num_entries.view(1), lambda told: link.traffic.add(entries_sent=told[0]))
+    else:
+        link.traffic.add(entries_sent=sent.num_entries)
 
 
 def unused(gradients: Tensor, plan: BucketPlan) -> set[int]:

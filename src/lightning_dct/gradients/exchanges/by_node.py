@@ -57,7 +57,7 @@ class ByNode:
     def send(self, bucket: Bucket, memory: Memory) -> Flow:
         """Exchange a bucket."""
         buffer, plan, held = bucket
-        shards = self._shards.of(plan)
+        shards, joined = self._shards.of(plan)
         # What this rank alone holds back, from a time with another exchange, leaves it with the dense gradients.
         memory.send_out(buffer, plan, held, owned=False)
         for index in held:
@@ -71,7 +71,7 @@ class ByNode:
         # From the mean over the node's ranks to their sum.
         scale = memory.gradient_scale * self._inside.size
         compressed = memory.compress(gradient, residual, own.packed, waiting, scale)
-        count_entries(gradient.numel(), [compressed], self.everyone, memory)
+        count_entries(gradient.numel(), compressed, self.everyone, memory)
         work, gathered = all_gather_payload(compressed.payload, self._between)
         yield work
 
@@ -82,10 +82,8 @@ class ByNode:
         yield work
 
         factor = 1.0 / (memory.gradient_scale * self.everyone.size)
-        mean = buffer if buffer.dtype == plan.residual_dtype else buffer.to(plan.residual_dtype)
-        for shard, payloads in zip(shards, spread, strict=True):
-            memory.decompress(payloads.view(nodes, -1), mean, shard.plan, factor)
-        return mean if mean is buffer else buffer.copy_(mean)
+        by_shard = [payloads.view(nodes, -1) for payloads in spread]
+        return memory.decompress(torch.cat(by_shard, dim=1), buffer, joined, factor)
 
     def close(self) -> None:
         """Destroy the groups inside and between nodes."""

@@ -46,13 +46,12 @@ class Sharded:
     def send(self, bucket: Bucket, memory: Memory) -> Flow:
         """Exchange a bucket."""
         buffer, plan, held = bucket
-        shards = self._shards.of(plan)
+        shards, joined = cut = self._shards.of(plan)
+        sizes = [shard.plan.layout.num_bytes for shard in shards]
         residual = memory.residual_of(plan, buffer.device)
-        compressed = [
-            memory.compress(buffer, residual, shard.plan, shard.of(held), memory.gradient_scale) for shard in shards
-        ]
+        compressed = memory.compress(buffer, residual, joined, cut.of(held), memory.gradient_scale)
         count_entries(buffer.numel(), compressed, self.everyone, memory)
-        work, received = deliver_payloads([part.payload for part in compressed], self.everyone)
+        work, received = deliver_payloads(compressed.payload.split(sizes), self.everyone)
         yield work
 
         own = shards[self.everyone.rank]
@@ -60,15 +59,11 @@ class Sharded:
         memory.decompress(received, sums, own.sums, 1.0)
         waiting = unused(sums, own.sums) if self._hold_unused else set()
         passed_on = memory.compress(sums, memory.owned_of(own.packed, buffer.device), own.sums, waiting, 1.0)
-        sizes = [shard.plan.layout.num_bytes for shard in shards]
-        work, payloads = spread_payload(passed_on.payload, sizes, self.everyone)
+        work, spread = spread_payload(passed_on.payload, sizes, self.everyone)
         yield work
 
         factor = 1.0 / (memory.gradient_scale * self.everyone.size)
-        mean = buffer if buffer.dtype == plan.residual_dtype else buffer.to(plan.residual_dtype)
-        for owner, (shard, payload) in enumerate(zip(shards, payloads, strict=True)):
-            memory.decompress(payload[None], mean, shard.plan, factor, "Sums", owner)
-        return mean if mean is buffer else buffer.copy_(mean)
+        return memory.decompress(torch.cat(spread).unsqueeze(0), buffer, joined, factor, "Sums")
 
     def close(self) -> None:
         """Nothing to destroy."""
