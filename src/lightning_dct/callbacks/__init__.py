@@ -7,7 +7,7 @@ from lightning_dct.callbacks.error_averaging import ErrorAveraging
 from lightning_dct.callbacks.evaluation_join import EvaluationJoin
 from lightning_dct.callbacks.event_triggered_sending import EventTriggeredSending
 from lightning_dct.callbacks.failure_notice import FailureNotice
-from lightning_dct.callbacks.requeue_after_step import RequeueAfterStep
+from lightning_dct.callbacks.signals_after_step import SignalsAfterStep
 from lightning_dct.callbacks.threshold_refresh import ThresholdRefresh
 
 __all__ = [
@@ -18,6 +18,6 @@ __all__ = [
     "EvaluationJoin",
     "EventTriggeredSending",
     "FailureNotice",
-    "RequeueAfterStep",
+    "SignalsAfterStep",
     "ThresholdRefresh",
 ]
