@@ -21,9 +21,9 @@ from reliability.killed_training import BATCHES, Resumable
 
 SCRIPT = Path(__file__).with_name("terminated_training.py")
 STATUS = 128 + signal.SIGTERM
-TRIES = 14
-# Far more than a try takes on a quiet machine.
-TIMEOUT_S = 60.0
+TRIES = 5
+# Far more than any of it takes on a quiet machine.
+TIMEOUT_S = 150.0
 
 
 class Signals(Callback):
@@ -71,7 +71,7 @@ def fits(folder: Path, seed: int) -> list[Terminated]:
 
 def test_every_run_ends_on_all_ranks_alike(ranks: Any, tmp_path: Path) -> None:
     """Oracle: each other's steps, SIGTERM's status, and no file where the user wants no checkpoints."""
-    first, second = ranks(2).run(fits, tmp_path, 1, timeout_s=TRIES * TIMEOUT_S)
+    first, second = ranks(2).run(fits, tmp_path, 1)
     assert first == second
     assert [end.status for end in first] == [STATUS] * TRIES
     assert not list(tmp_path.iterdir())
@@ -121,14 +121,8 @@ def test_an_evaluation_ends(ranks: Any, tmp_path: Path) -> None:
     assert [end.status for end in ranks(2).run(evaluate, tmp_path)] == [STATUS, STATUS]
 
 
-def alone(folder: Path) -> Terminated:
-    trainer = trainer_for(DCTStrategy(), callbacks=[Signals((0,), 2)], default_root_dir=folder, devices=1)
-    return run(trainer, "fit", Module(), loader(100_000, 40, 8))
-
-
-@pytest.mark.parametrize("to_all", [False, True])
-def test_processes_of_lightnings_launcher(tmp_path: Path, to_all: bool) -> None:
-    """Oracle: the status of the process that Docker would look at; the checkpoint; no process is left."""
+def test_processes_of_lightnings_launcher(tmp_path: Path) -> None:
+    """The signal goes to rank 0 alone, as Docker sends it. Oracle: its status, the checkpoint, no process is left."""
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     process = subprocess.Popen(
         [sys.executable, str(SCRIPT), str(tmp_path)],
@@ -141,7 +135,7 @@ def test_processes_of_lightnings_launcher(tmp_path: Path, to_all: bool) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while not (tmp_path / "training").exists() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.05)
-    (os.killpg if to_all else os.kill)(process.pid, signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
     try:
         output, _ = process.communicate(timeout=TIMEOUT_S)
     finally:
