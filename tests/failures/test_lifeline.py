@@ -146,7 +146,8 @@ def train_without() -> dict[str, Any]:
         "store": meet.called,
         "pause": pause.called,
         "threads": threads(),
-        "callbacks": {"FailureNotice", "SignalsAfterStep"} & {type(callback).__name__ for callback in trainer.callbacks},
+        "callbacks": {"FailureNotice", "SignalsAfterStep"}
+        & {type(callback).__name__ for callback in trainer.callbacks},
         "lifeline": strategy.lifeline,
     }
 

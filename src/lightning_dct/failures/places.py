@@ -1,8 +1,8 @@
 """Where ranks may stop together: places through which all of them go, counted, and agreed on without a collective.
 
-A signal reaches ranks at different moments, one in step 7, another in step 8. The hub asks every rank how many places it
-has passed, and answers with the first that none can have passed: the largest count, plus one. A rank that has been asked
-waits at its next place for the answer, so that it cannot go too far meanwhile:
+A signal reaches ranks at different moments, one in step 7, another in step 8. The hub asks every rank how many places
+it has passed, and answers with the first that none can have passed: the largest count, plus one. A rank that has been
+asked waits at its next place for the answer, so that it cannot go too far meanwhile:
 
     rank 0    7 passed ── asked: 7 ─────────── place 8: waits, hears 9 ─── place 9: stops
     rank 1    8 passed ──── asked: 8 ── hears 9 ────────────────────────── place 9: stops

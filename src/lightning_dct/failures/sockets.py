@@ -25,8 +25,9 @@ def listen(port: int) -> socket.socket:
     Raises:
         OSError: The port is taken.
     """
-    both = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
-    listener = _noted(socket.create_server(("", port), **both))
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    listener = _noted(socket.create_server(("", port), family=family, dualstack_ipv6=both))
     listener.setblocking(False)  # who has called may be gone before the call is taken
     return listener
 
