@@ -16,8 +16,8 @@ class SignalsAfterStep(pl.Callback):
     """Act on SIGTERM, and on SLURM's signal to requeue, at the end of the step in which one has arrived on any rank.
 
     Lightning acts inside the signal's handler, that is wherever each rank happens to be: one with its gradients half
-    sent, the next one ahead of it by a step or not signalled at all. What they save then does not belong together, and a
-    rank that waits in one collective for one that has begun another waits for ever. Here the handler only takes note,
+    sent, the next one ahead of it by a step or not signalled at all. What they save then does not belong together, and
+    a rank that waits in one collective for one that has begun another waits for ever. Here the handler only takes note,
     lifelines carry the word, and all ranks act together:
 
     * on SIGTERM they save and end with exit status 143, or 0 when the job has been requeued. Callbacks that save on an
@@ -25,8 +25,8 @@ class SignalsAfterStep(pl.Callback):
       ``default_root_dir``, from which ``fit(ckpt_path="hpc")`` goes on.
     * on SLURM's signal they do what Lightning would, once.
 
-    In ``validate``, ``test`` and ``predict`` the end of a batch takes the place of that of a step, and nothing is saved.
-    ``DCTStrategy`` adds this callback. A job must be given the time for one more step, and validation where it is due.
+    In ``validate``, ``test`` and ``predict`` it is the end of a batch, and nothing is saved. ``DCTStrategy`` adds this
+    callback. A job must be given the time for one more step, and validation where it is due.
     """
 
     def __init__(self) -> None:
