@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_dct import checkpoint as saved
 from lightning_dct.agreement import check_agreement
 from lightning_dct.config import DCTConfig
-from lightning_dct.failures import end_after_gloo, meet_in_fresh_store
+from lightning_dct.failures import check_lifelines, end_after_gloo, meet_in_fresh_store
 from lightning_dct.files import AtomicCheckpointIO
 from lightning_dct.gradients import Synchronizer
 from lightning_dct.profiling import recorded
@@ -49,12 +49,15 @@ class DCTStrategy(DDPStrategy):
     Args:
         accelerator: As for DDPStrategy.
         **kwargs: The settings of :class:`~lightning_dct.DCTConfig`, and everything DDPStrategy and
-            DistributedDataParallel take.
+            DistributedDataParallel take. ``lifelines=False`` leaves the process as it is: no store of its own under
+            torchrun, no pause at its end. (Lifelines themselves are the Trainer's alone.)
     """
 
     def __init__(self, accelerator: Accelerator | None = None, **kwargs: Any) -> None:
         names = {field.name for field in fields(DCTConfig)} & kwargs.keys()
         self.config = DCTConfig(**{name: kwargs.pop(name) for name in names})
+        self._lifelines = kwargs.pop("lifelines", True)
+        check_lifelines(self._lifelines)
         kwargs.setdefault("gradient_as_bucket_view", True)  # as the Trainer's strategy does
         super().__init__(accelerator=accelerator, **kwargs)
         self.traffic = Traffic(recorded)
@@ -66,9 +69,11 @@ class DCTStrategy(DDPStrategy):
 
     def setup_environment(self) -> None:
         """Bring the processes up."""
-        meet_in_fresh_store(self._timeout)
+        if self._lifelines:
+            meet_in_fresh_store(self._timeout)
         super().setup_environment()
-        end_after_gloo()
+        if self._lifelines:
+            end_after_gloo()
 
     def setup_module(self, module: Module) -> Any:
         """Set synchronisation up; where gradients are exchanged, the module is wrapped with DDP."""

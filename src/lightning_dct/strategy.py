@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator
@@ -24,13 +23,13 @@ from lightning_dct.callbacks import (
     CompressionMonitor,
     EvaluationJoin,
     FailureNotice,
-    RequeueAfterStep,
     SharedWeightsView,
+    SignalsAfterStep,
     ThresholdRefresh,
 )
 from lightning_dct.config import Compress, DCTConfig, ExchangeName, MissingState, ValueFormat
 from lightning_dct.embedding.hosting import install_clipping, remove_clipping
-from lightning_dct.failures import Lifeline, end_after_gloo, meet_in_fresh_store
+from lightning_dct.failures import Lifeline, check_lifelines, end_after_gloo, meet_in_fresh_store
 from lightning_dct.gradients import GradientSynchronizer
 from lightning_dct.kernels import KernelName
 from lightning_dct.profiling import shown_by
@@ -76,6 +75,8 @@ class DCTStrategy(CheckpointedStrategy):
         exchange: ``"all_gather"``, ``"sharded"``, ``"by_node"``, or ``"auto"`` to choose by counted bytes.
         kernel: ``"torch"``, ``"numba"``, ``"triton"``, or ``"auto"`` for the fastest that is installed.
         missing_state: ``"error"``, or ``"reset"`` to resume also without the folder that was saved with a checkpoint.
+        lifelines: False for none of what keeps ranks from waiting for one that has died, failed or been signalled: see
+            ``docs/reliability.md``. A number is the port at which rank 0 listens; by default it is any free one.
         gradient_as_bucket_view: As for DistributedDataParallel. Gradients live in the buckets that are exchanged: no
             copy of each in every step.
         **kwargs: Everything DDPStrategy and DistributedDataParallel take, by keyword. ``process_group`` may also be a
@@ -115,6 +116,7 @@ class DCTStrategy(CheckpointedStrategy):
         exchange: ExchangeName = "auto",
         kernel: KernelName = "auto",
         missing_state: MissingState = "error",
+        lifelines: bool | int = True,
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -124,6 +126,8 @@ class DCTStrategy(CheckpointedStrategy):
                     f"`DCTStrategy` registers its own communication hook and cannot take `{setting}`. Use"
                     " `DDPStrategy` for another hook, or leave the setting out."
                 )
+        check_lifelines(lifelines)
+        self._lifelines = lifelines
         config = DCTConfig(
             compress=compress,
             local_steps=local_steps,
@@ -160,13 +164,8 @@ class DCTStrategy(CheckpointedStrategy):
             and not trainer.barebones
         ):
             missing.append(CompressionMonitor())
-        environment = self.cluster_environment
-        if (
-            isinstance(environment, SLURMEnvironment)
-            and environment.auto_requeue
-            and not any(isinstance(callback, RequeueAfterStep) for callback in trainer.callbacks)
-        ):
-            missing.append(RequeueAfterStep())
+        if self._lifelines and not any(isinstance(callback, SignalsAfterStep) for callback in trainer.callbacks):
+            missing.append(SignalsAfterStep())
         # Lightning keeps checkpoint callbacks last.
         end = next(
             (i for i, old in enumerate(trainer.callbacks) if isinstance(old, Checkpoint)), len(trainer.callbacks)
@@ -175,7 +174,7 @@ class DCTStrategy(CheckpointedStrategy):
         # Before all others: they may want all ranks together when evaluation ends, or when there is an exception.
         if not any(isinstance(callback, EvaluationJoin) for callback in trainer.callbacks):
             trainer.callbacks.insert(0, EvaluationJoin())
-        if not any(isinstance(callback, FailureNotice) for callback in trainer.callbacks):
+        if self._lifelines and not any(isinstance(callback, FailureNotice) for callback in trainer.callbacks):
             trainer.callbacks.insert(0, FailureNotice())
         if self.config.compress == "updates" and not any(
             isinstance(callback, SharedWeightsView) for callback in trainer.callbacks
@@ -185,10 +184,12 @@ class DCTStrategy(CheckpointedStrategy):
 
     def setup_environment(self) -> None:
         """Bring the processes up, then make the rows of embedding tables that each of them owns."""
-        meet_in_fresh_store(self._timeout)
+        if self._lifelines:
+            meet_in_fresh_store(self._timeout)
         super().setup_environment()
-        end_after_gloo()
-        self.lifeline = Lifeline.open()
+        if self._lifelines:
+            end_after_gloo()
+        self.lifeline = Lifeline.open(self._lifelines)
         self._check_modules()
         self.sharded_tables()
 

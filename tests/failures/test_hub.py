@@ -1,27 +1,43 @@
 """The hub's verdicts, with all ranks in this process: who is blamed, and when nobody is."""
 
 import socket
-import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 
-from lightning_dct.failures.hub import Hub
+from lightning_dct.failures.hub import STRANGERS, Hub
 from lightning_dct.failures.sockets import connect, read_lines, write_line
 
 # Far more than anything here takes on a quiet machine.
 PATIENCE_S = 60.0
 
 
+def call(hub: Hub) -> socket.socket:
+    connection = connect(["127.0.0.1"], hub.port, PATIENCE_S)
+    connection.settimeout(PATIENCE_S)
+    return connection
+
+
+def is_hung_up_on(connection: socket.socket) -> bool:
+    """Whether the hub has closed the connection; it answers strangers nothing."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
 class Line:
     """One rank's connection, without the thread and the exit of a real one."""
 
-    def __init__(self, hub: Hub, rank: int, token: str | None = None) -> None:
-        self.connection = connect(["127.0.0.1"], hub.port, PATIENCE_S)
+    def __init__(self, hub: Hub, rank: int) -> None:
+        self.connection = hub.own if rank == 0 else call(hub)
         self.connection.settimeout(PATIENCE_S)
         self._buffer = bytearray()
         self.heard: list[dict] = []
-        self.say({"token": hub.token if token is None else token, "rank": rank, "who": f"Rank {rank}"})
+        if rank > 0:
+            self.say({"token": hub.token, "rank": rank, "who": f"Rank {rank}"})
+            self.wait_for("welcome")
 
     def say(self, message: dict) -> None:
         write_line(self.connection, message)
@@ -45,20 +61,14 @@ def job() -> Iterator[Callable[[int], tuple[Hub, list[Line]]]]:
     opened: list[Line] = []
 
     def of(world_size: int) -> tuple[Hub, list[Line]]:
-        hub = Hub(world_size)
+        hub = Hub(world_size, "Rank 0")
         lines = [Line(hub, rank) for rank in range(world_size)]
         opened.extend(lines)
-        for line in lines:
-            line.wait_for("welcome")
         return hub, lines
 
     yield of
     for line in opened:
         line.connection.close()
-
-
-def hub_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "lightning_dct hub"]
 
 
 def test_the_dead_are_blamed_before_those_that_fail_of_it(job: Callable) -> None:
@@ -79,10 +89,10 @@ def test_who_fails_alone_is_blamed(job: Callable) -> None:
 
 def test_nobody_is_blamed_when_all_fail(job: Callable) -> None:
     _, lines = job(3)
-    lines[0].say({"left": True})
-    for line in lines[1:]:
+    lines[2].say({"left": True})
+    for line in lines[:2]:
         line.say({"failed": "ValueError: no"})
-    for line in lines[1:]:
+    for line in lines[:2]:
         assert line.wait_for("verdict") == {"blamed": [], "verdict": ""}
 
 
@@ -96,41 +106,110 @@ def test_a_rank_that_fails_later_hears_the_same(job: Callable) -> None:
 
 
 def test_who_has_left_may_go(job: Callable) -> None:
-    """Oracle: a later death is the first news; the others hear that the hub may go with rank 0."""
+    """Oracle: a later death is the first news."""
     _, lines = job(3)
-    lines[0].say({"left": True})
-    assert lines[1].wait_for("hub_may_end")
-    lines[0].die()
+    lines[1].say({"left": True})
+    lines[1].die()
     lines[2].die()
-    assert lines[1].wait_for("verdict") == {"blamed": [2], "verdict": "Rank 2 has died"}
+    assert lines[0].wait_for("verdict") == {"blamed": [2], "verdict": "Rank 2 has died"}
 
 
-def test_the_hub_ends_with_the_last_rank(job: Callable) -> None:
-    before = set(hub_threads())
-    _, lines = job(2)
-    (thread,) = set(hub_threads()) - before
-    for line in lines:
-        line.say({"left": True})
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive()
+def test_the_hub_ends_with_rank_0(job: Callable) -> None:
+    """Oracle: the others hear it, as no death; no thread is left."""
+    hub, lines = job(3)
+    lines[0].say({"left": True})
+    hub.join()
+    for line in lines[1:]:
+        assert line.wait_for("over") == {"over": ""}
 
 
-def test_strangers_are_not_let_in(job: Callable) -> None:
-    """Oracle: the ranks hear of no death when they hang up, and still hear of a real one."""
-    hub = Hub(2)
-    stranger = Line(hub, 1, token="guessed")
-    noise = socket.create_connection(("127.0.0.1", hub.port))
-    noise.sendall(b"GET / HTTP/1.1\r\n\r\n")
+def test_a_hub_that_breaks_says_so(job: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the ranks hear the reason, and of no death."""
+    _, lines = job(3)
+    monkeypatch.setattr(Hub, "_decide", lambda hub: 1 / 0)
+    lines[2].die()
+    for line in lines[:2]:
+        assert line.wait_for("over") == {"over": "ZeroDivisionError: division by zero"}
+        assert not any("verdict" in message for message in line.heard)
+
+
+TOKEN = b"the token"
+CALLS = {
+    "not of ours": b"GET / HTTP/1.1\r\n\r\n",
+    "no text": b"\xff\xfe\n",
+    "a list": b"[]\n",
+    "nothing in it": b"{}\n",
+    "a long line": b"x" * (1 << 18),
+    "deep": b"[" * 20_000 + b"\n",
+    "another token": b'{"token": "guessed", "rank": 1, "who": "me"}\n',
+    "letters beyond ASCII": '{"token": "h\u00e9", "rank": 1, "who": "me"}\n'.encode(),
+    "half a letter": b'{"token": "\\ud800", "rank": 1, "who": "me"}\n',
+    "no rank": b'{"token": "the token", "who": "me"}\n',
+    "no name": b'{"token": "the token", "rank": 1}\n',
+    "beyond the world": b'{"token": "the token", "rank": 2, "who": "me"}\n',
+    "before the world": b'{"token": "the token", "rank": -1, "who": "me"}\n',
+    "no number": b'{"token": "the token", "rank": "1", "who": "me"}\n',
+    "hardly a number": b'{"token": "the token", "rank": true, "who": "me"}\n',
+    "a second rank 0": b'{"token": "the token", "rank": 0, "who": "me"}\n',
+}
+
+
+@pytest.mark.parametrize("says", CALLS.values(), ids=list(CALLS))
+def test_strangers_are_not_let_in(says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: they are hung up on; the ranks that come then hear of no death but a real one."""
+    monkeypatch.setattr("lightning_dct.failures.hub.SETTLE_S", 0.0)
+    hub = Hub(2, "Rank 0")
+    stranger = call(hub)
+    with suppress(ConnectionError):  # hung up on before it has said all
+        stranger.sendall(says.replace(TOKEN, hub.token.encode()))
+    assert is_hung_up_on(stranger)
     lines = [Line(hub, rank) for rank in range(2)]
+    lines[1].die()
+    assert lines[0].wait_for("verdict") == {"blamed": [1], "verdict": "Rank 1 has died"}
+    lines[0].die()
+
+
+def test_a_rank_is_let_in_once() -> None:
+    """Oracle: the second one is hung up on, and the first one is the one whose death counts."""
+    hub = Hub(3, "Rank 0")
+    lines = [Line(hub, rank) for rank in range(2)]
+    second = call(hub)
+    write_line(second, {"token": hub.token, "rank": 1, "who": "me"})
+    assert is_hung_up_on(second)
+    lines.append(Line(hub, 2))
+    lines[1].die()
+    assert lines[0].wait_for("verdict")["blamed"] == [1]
+    lines[0].die()
+
+
+def test_silent_callers_are_cut() -> None:
+    """Oracle: beyond a number the eldest go at once, the rest when all ranks are in; nobody can call then."""
+    hub = Hub(2, "Rank 0")
+    silent = [call(hub) for _ in range(100)]
+    assert all(is_hung_up_on(connection) for connection in silent[: -2 - STRANGERS])
+    line = Line(hub, 1)
+    assert all(is_hung_up_on(connection) for connection in silent)
+    with pytest.raises(OSError):
+        connect(["127.0.0.1"], hub.port, PATIENCE_S)
+    line.die()
+    hub.own.close()
+
+
+def test_a_signal_is_acted_on_where_nobody_has_passed(job: Callable) -> None:
+    """Oracle: all are asked, once; the place after the furthest of the ranks that are still there."""
+    _, lines = job(4)
+    lines[1].say({"left": True})
+    for line in (lines[2], lines[3], lines[2]):
+        line.say({"signal": 15})
+    for line, passed in zip((lines[0], lines[2], lines[3]), (7, 9, 8), strict=True):
+        assert line.wait_for("where") == {"where": 15}
+        line.say({"asked": 15, "passed": passed})
+    for line in (lines[0], lines[2], lines[3]):
+        assert line.wait_for("act_on") == {"act_on": 15, "place": 10}
+    lines[0].say({"left": True})
+    assert lines[2].wait_for("over")
     for line in lines:
-        line.wait_for("welcome")
-    assert not stranger.heard
-    stranger.die()
-    noise.close()
-    lines[0].say({"failed": "ValueError: no"})
-    assert lines[1].wait_for("verdict")["blamed"] == [0]
-    for line in lines:
-        line.die()
+        assert sum("where" in message for message in line.heard) <= 1
 
 
 @pytest.mark.parametrize("received", [b"{}\n[]\n", b"x" * (1 << 17), b"7\n", b"{\n", b"\xff\n"])

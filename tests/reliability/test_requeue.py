@@ -37,20 +37,20 @@ class Slurm(SLURMEnvironment):
 
 
 class Signalled(Module):
-    """One rank gets SLURM's signal in the middle of a step."""
+    """Some ranks get signals in the middle of a step: by rank and batch."""
 
-    signalled_rank, at = 1, -1
+    signals: dict[tuple[int, int], int]
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if batch_idx == self.at and rank() == self.signalled_rank:
-            os.kill(os.getpid(), signal.SIGUSR1)
+        if (rank(), batch_idx) in self.signals:
+            os.kill(os.getpid(), self.signals[rank(), batch_idx])
         return super().training_step(batch, batch_idx)
 
 
-def train(folder: Path, signalled_rank: int, at: int, accumulate: int, ckpt_path: str | None) -> Run:
+def train(folder: Path, signals: dict[tuple[int, int], int], accumulate: int, ckpt_path: str | None) -> Run:
     strategy, watch = DCTStrategy(density=0.05, refresh_every=4), Watch()
     module = Signalled(None, torch.optim.Adam, lr=0.01)
-    module.signalled_rank, module.at = signalled_rank, at
+    module.signals = signals
     trainer = trainer_for(
         strategy,
         callbacks=[watch],
@@ -64,15 +64,21 @@ def train(folder: Path, signalled_rank: int, at: int, accumulate: int, ckpt_path
     return summary(strategy, module, watch)
 
 
+def slurm(folder: Path) -> Path:
+    """Where SLURM's command writes what it is asked for."""
+    requests = folder / "requests"
+    (folder / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {requests}\n')
+    (folder / "scontrol").chmod(0o755)
+    return requests
+
+
 @pytest.mark.parametrize(("signalled_rank", "at", "accumulate", "saved_after"), [(1, 3, 1, 4), (0, 4, 2, 6)])
 def test_requeued_job_goes_on(
     ranks: Any, tmp_path: Path, signalled_rank: int, at: int, accumulate: int, saved_after: int
 ) -> None:
     """Oracle: the run as it went on after the signal, to the last bit; one checkpoint, and one request to SLURM."""
-    requests = tmp_path / "requests"
-    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {requests}\n')
-    (tmp_path / "scontrol").chmod(0o755)
-    first = ranks(2).run(train, tmp_path, signalled_rank, at, accumulate, None)
+    requests = slurm(tmp_path)
+    first = ranks(2).run(train, tmp_path, {(signalled_rank, at): signal.SIGUSR1}, accumulate, None)
     assert requests.read_text() == f"requeue {JOB}\n"
     made = {"hpc_ckpt_1.ckpt", "hpc-ckpt-1.ckpt.dct"}
     assert {entry.name for entry in tmp_path.iterdir()} == {"scontrol", "requests", *made}
@@ -80,7 +86,26 @@ def test_requeued_job_goes_on(
     # A later save that was killed half way leaves nothing that Lightning would rather resume from.
     (tmp_path / "hpc-ckpt-2.ckpt.dct").mkdir()
     (tmp_path / ".hpc-ckpt-2.ckpt.part").touch()
-    again = ranks(2).run(train, tmp_path, signalled_rank, -1, accumulate, "hpc")
+    again = ranks(2).run(train, tmp_path, {}, accumulate, "hpc")
     for run, resumed in zip(first, again, strict=True):
         assert resumed.hashes == run.hashes[saved_after:]
         assert_weights_equal(run.residuals, resumed.residuals)
+
+
+def train_until_killed(folder: Path) -> tuple[Any, int]:
+    """SLURM's signal on one rank after the other, and when the job has been requeued, SIGTERM."""
+    signals = {(1, 3): signal.SIGUSR1, (0, 6): signal.SIGUSR1, (0, 10): signal.SIGTERM}
+    with patch.object(DCTStrategy, "reduce_boolean_decision") as votes:
+        try:
+            train(folder, signals, 1, None)
+        except SystemExit as end:
+            return end.code, votes.call_count
+    return "no end", votes.call_count
+
+
+def test_a_requeued_job_ends_well(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: exit status 0, one request and one checkpoint for two signals; no vote that all ranks wait for."""
+    requests = slurm(tmp_path)
+    assert ranks(2).run(train_until_killed, tmp_path) == [(0, 0)] * 2
+    assert requests.read_text() == f"requeue {JOB}\n"
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["hpc_ckpt_1.ckpt"]

@@ -5,8 +5,8 @@ from lightning_dct.callbacks.compression_monitor import CompressionMonitor
 from lightning_dct.callbacks.error_averaging import ErrorAveraging
 from lightning_dct.callbacks.evaluation_join import EvaluationJoin
 from lightning_dct.callbacks.failure_notice import FailureNotice
-from lightning_dct.callbacks.requeue_after_step import RequeueAfterStep
 from lightning_dct.callbacks.shared_weights_view import SharedWeightsView
+from lightning_dct.callbacks.signals_after_step import SignalsAfterStep
 from lightning_dct.callbacks.threshold_refresh import ThresholdRefresh
 
 __all__ = [
@@ -15,7 +15,7 @@ __all__ = [
     "ErrorAveraging",
     "EvaluationJoin",
     "FailureNotice",
-    "RequeueAfterStep",
     "SharedWeightsView",
+    "SignalsAfterStep",
     "ThresholdRefresh",
 ]

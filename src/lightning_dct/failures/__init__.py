@@ -1,6 +1,6 @@
-"""What a job does when one of its ranks dies or fails: the others hear of it within seconds, by name, and end."""
+"""What a job does when a rank dies, fails or is signalled: the others hear of it, and all end, or act, together."""
 
-from lightning_dct.failures.lifeline import Lifeline
+from lightning_dct.failures.lifeline import Lifeline, check_lifelines
 from lightning_dct.failures.process_group import end_after_gloo, meet_in_fresh_store
 
-__all__ = ["Lifeline", "end_after_gloo", "meet_in_fresh_store"]
+__all__ = ["Lifeline", "check_lifelines", "end_after_gloo", "meet_in_fresh_store"]

@@ -3,6 +3,9 @@
 A rank says how it ends: it has left, or it has failed and why. A connection that ends without a word is a process that
 has died, whatever has killed it: the kernel closes it. Silence is no evidence of anything, so a rank may compute, load
 data or sit in a debugger for as long as it likes.
+
+Anybody on the network can call. Who does not give the token, or gives another rank's name, is hung up on; whatever a
+caller sends, the others do not notice. Nobody is let in any more once all ranks are there.
 """
 
 from __future__ import annotations
@@ -16,91 +19,119 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from lightning_dct.failures.sockets import accept, listen, read_lines, write_line
+from lightning_dct.failures.sockets import accept, listen, pair, read_lines, write_line
 
 # Ranks fail in consequence of a death, and may say so before the death itself is seen. So the hub waits a little.
 SETTLE_S = 1.0
-# How long a connection may take to say who it is, and a message to be taken.
+# How long a message may take to be taken.
 PATIENCE_S = 10.0
+# So many callers without a name, beyond one for each rank, may wait; the one that has waited longest goes first.
+STRANGERS = 16
 
 
 class Hub:
-    """The place where all lifelines meet. It runs in a thread of its own until every rank has left.
+    """The place where all lifelines meet. It runs in a thread of its own until rank 0 has left.
 
     Args:
         world_size: How many ranks there are.
+        who: How rank 0 is called in messages.
+        port: Where to listen; 0 for any free port.
 
     Attributes:
         port: Where it listens.
         token: What a rank has to know to be let in.
+        own: Rank 0's connection, which needs no network.
+
+    Raises:
+        OSError: It cannot listen.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, who: str, port: int = 0) -> None:
         self.token = secrets.token_hex(16)
         self._world_size = world_size
-        self._listener = listen()
+        self._listener = listen(port)
         self.port = int(self._listener.getsockname()[1])
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
+        self._nameless: list[_Caller] = []
         self._members: dict[int, _Caller] = {}
         self._dead: dict[int, str] = {}
         self._failed: dict[int, str] = {}
         self._left: set[int] = set()
         self._decide_at: float | None = None
         self._verdict: dict[str, Any] | None = None
-        threading.Thread(target=self._run, name="lightning_dct hub", daemon=True).start()
+        # For each signal: how many places each rank had passed when it was asked.
+        self._passed: dict[int, dict[int, int]] = {}
+        self.own, end = pair()
+        self._add_member(self._connected(end), 0, who)
+        self._thread = threading.Thread(target=self._run, name="lightning_dct hub", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait until the thread has ended, as it does when rank 0 has left."""
+        self._thread.join()
 
     def _run(self) -> None:
-        while len(self._left) < self._world_size:
-            wait = None if self._decide_at is None else max(self._decide_at - time.monotonic(), 0.0)
-            for key, _ in self._selector.select(wait):
-                if key.fileobj is self._listener:
-                    with suppress(OSError):
-                        connection = accept(self._listener)
-                        connection.settimeout(PATIENCE_S)
-                        self._selector.register(connection, selectors.EVENT_READ, _Caller(connection))
-                else:
-                    self._hear(key.data)
-            if self._decide_at is not None and (self._none_is_well() or time.monotonic() >= self._decide_at):
-                self._decide()
+        try:
+            while 0 not in self._left:
+                self._serve_once()
+            # Rank 0's process may end now.
+            farewell = {"over": ""}
+        except Exception as error:
+            # A flaw here must not look like a death.
+            farewell = {"over": f"{type(error).__name__}: {error}"}
+        for caller in self._members.values():
+            self._tell(caller, farewell)
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
         self._selector.close()
+
+    def _serve_once(self) -> None:
+        wait = None if self._decide_at is None else max(self._decide_at - time.monotonic(), 0.0)
+        for key, _ in self._selector.select(wait):
+            if key.fileobj is self._listener:
+                with suppress(OSError):  # the caller has hung up already
+                    self._nameless.append(self._connected(accept(self._listener)))
+                if len(self._nameless) > self._world_size + STRANGERS:
+                    self._drop(self._nameless.pop(0))
+            elif key.data.connection.fileno() >= 0:  # not dropped a moment ago
+                self._hear(key.data)
+        if self._decide_at is not None and (self._none_is_well() or time.monotonic() >= self._decide_at):
+            self._decide()
 
     def _hear(self, caller: _Caller) -> None:
         """Read what a connection says; its end is news too."""
         try:
             received = caller.connection.recv(1 << 16)
-            messages = read_lines(caller.buffer, received)
+            for message in read_lines(caller.buffer, received):
+                self._take(caller, message)
             how = "has died" if not received else None
         except ConnectionError:
-            messages, how = [], "has died"
-        except (OSError, ValueError):
-            # The kernel's probes were not answered, or a stranger has called.
-            messages, how = [], "cannot be reached any more"
-        for message in messages:
-            self._take(caller, message)
+            how = "has died"
+        except Exception:
+            # The kernel's probes were not answered, or a stranger sends whatever strangers send.
+            how = "cannot be reached any more"
         if how is None:
             return
-        self._selector.unregister(caller.connection)
-        caller.connection.close()
-        rank = caller.rank
-        if rank is not None and rank not in self._left:
+        if caller in self._nameless:
+            self._nameless.remove(caller)
+        self._drop(caller)
+        if caller.rank is not None and caller.rank not in self._left:
             # A process that has failed and then ends has left.
-            self._left.add(rank)
-            if rank not in self._failed:
-                self._dead[rank] = f"{caller.who} {how}"
+            self._left.add(caller.rank)
+            if caller.rank not in self._failed:
+                self._dead[caller.rank] = f"{caller.who} {how}"
                 self._news()
+            self._settle_signals()
 
     def _take(self, caller: _Caller, message: dict[str, Any]) -> None:
+        """Act on a message.
+
+        Raises:
+            Exception: It is no message of a rank of this job.
+        """
         if caller.rank is None:
-            if hmac.compare_digest(str(message.get("token")), self.token):
-                caller.rank, caller.who = int(message["rank"]), str(message["who"])
-                self._members[caller.rank] = caller
-                self._tell(caller, {"welcome": True})
-                if len(self._members) == self._world_size:
-                    self._selector.unregister(self._listener)
-                    self._listener.close()
+            self._let_in(caller, message)
         elif "failed" in message:
             self._failed.setdefault(caller.rank, f"{caller.who} has failed: {message['failed']}")
             if self._verdict is not None:
@@ -108,10 +139,44 @@ class Hub:
             self._news()
         elif "left" in message:
             self._left.add(caller.rank)
-            if caller.rank == 0:
-                # Its process may end now, and this hub with it.
-                for other in self._members.values():
-                    self._tell(other, {"hub_may_end": True})
+            self._settle_signals()
+        elif "signal" in message:
+            number = int(message["signal"])
+            if number not in self._passed:
+                self._passed[number] = {}
+                for member in self._members.values():
+                    self._tell(member, {"where": number})
+        elif "passed" in message:
+            self._passed[int(message["asked"])][caller.rank] = int(message["passed"])
+            self._settle_signals()
+
+    def _let_in(self, caller: _Caller, message: dict[str, Any]) -> None:
+        rank = message["rank"]
+        if (
+            not hmac.compare_digest(str(message["token"]).encode(), self.token.encode())
+            or type(rank) is not int
+            or rank not in range(self._world_size)
+            or rank in self._members
+        ):
+            raise ValueError("a stranger")
+        self._nameless.remove(caller)
+        self._add_member(caller, rank, str(message["who"]))
+        self._tell(caller, {"welcome": True})
+        if len(self._members) == self._world_size:
+            for stranger in self._nameless:
+                self._drop(stranger)
+            self._nameless.clear()
+            self._selector.unregister(self._listener)
+            self._listener.close()
+
+    def _settle_signals(self) -> None:
+        """Say where all ranks act on a signal, once all that are still there have said how far they are."""
+        here = self._members.keys() - self._left
+        for number, passed in self._passed.items():
+            if passed and here <= passed.keys():
+                for member in self._members.values():
+                    self._tell(member, {"act_on": number, "place": max(passed.values()) + 1})
+                passed.clear()
 
     def _news(self) -> None:
         if self._decide_at is None and self._verdict is None:
@@ -127,6 +192,20 @@ class Hub:
         self._decide_at = None
         for caller in self._members.values():
             self._tell(caller, self._verdict)
+
+    def _connected(self, connection: socket.socket) -> _Caller:
+        connection.settimeout(PATIENCE_S)
+        caller = _Caller(connection)
+        self._selector.register(connection, selectors.EVENT_READ, caller)
+        return caller
+
+    def _add_member(self, caller: _Caller, rank: int, who: str) -> None:
+        caller.rank, caller.who = rank, who
+        self._members[rank] = caller
+
+    def _drop(self, caller: _Caller) -> None:
+        self._selector.unregister(caller.connection)
+        caller.connection.close()
 
     def _tell(self, caller: _Caller, message: dict[str, Any]) -> None:
         with suppress(OSError):  # its end will be heard

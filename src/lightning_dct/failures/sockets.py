@@ -19,11 +19,23 @@ LONGEST_LINE = 1 << 16
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
-def listen() -> socket.socket:
-    """Listen on any free port, over IPv6 and IPv4 where there are both."""
-    if socket.has_dualstack_ipv6():
-        return _noted(socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True))
-    return _noted(socket.create_server(("", 0)))
+def listen(port: int) -> socket.socket:
+    """Listen on a port, 0 for any free one, over IPv6 and IPv4 where there are both.
+
+    Raises:
+        OSError: The port is taken.
+    """
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    listener = _noted(socket.create_server(("", port), family=family, dualstack_ipv6=both))
+    listener.setblocking(False)  # who has called may be gone before the call is taken
+    return listener
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a connection within this process."""
+    one, other = socket.socketpair()
+    return _noted(one), _noted(other)
 
 
 def accept(listener: socket.socket) -> socket.socket:

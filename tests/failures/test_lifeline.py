@@ -1,0 +1,158 @@
+"""Lifelines of real ranks: who gets one, what carries a signal, and what is left when they are closed."""
+
+import os
+import random
+import socket
+import threading
+import time
+import warnings
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from distributed.harness import free_port
+from distributed.training import Module, loader, rank, trainer_for
+from lightning_dct import DCTStrategy
+from lightning_dct.failures import Lifeline
+from lightning_dct.failures.lifeline import check_lifelines
+
+ROUNDS = 20
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_dct")]
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def places_of_signals() -> dict[int, int]:
+    """Where this rank acts on the signals that it and the others receive at random moments."""
+    lifeline = Lifeline.open()
+    assert lifeline is not None
+    chance = random.Random(rank())
+    acted = {}
+    for place in range(20 * ROUNDS):
+        if place % 20 == 0 and chance.random() < 0.7:
+            lifeline.signalled(place)
+        time.sleep(chance.random() * 3e-4)
+        acted.update(dict.fromkeys(lifeline.passed(), place))
+    lifeline.close()
+    return acted
+
+
+def test_all_ranks_act_on_a_signal_at_the_same_place(ranks: Any) -> None:
+    """Oracle: each other's places, though nothing else keeps the ranks together."""
+    first, *others = ranks(3).run(places_of_signals)
+    assert len(first) > ROUNDS / 4
+    assert others == [first, first]
+
+
+def open_and_close(wanted: Any) -> tuple[bool, list[str], list[str], list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lifeline = Lifeline.open(wanted[rank()])
+    running = threads()
+    if lifeline is not None:
+        lifeline.close()
+    return lifeline is not None, [str(warning.message) for warning in caught], running, threads()
+
+
+def test_nothing_is_left_of_a_closed_lifeline(ranks: Any) -> None:
+    """Oracle: the names of the threads that run; rank 0's are two."""
+    for round_ in range(5):
+        first, second = ranks(2).run(open_and_close, (True, True))
+        assert first == (True, [], ["lightning_dct hub", "lightning_dct lifeline"], []), round_
+        assert second == (True, [], ["lightning_dct lifeline"], []), round_
+
+
+@pytest.mark.parametrize("wanted", [(False, False), (True, False), (False, True)])
+def test_all_ranks_have_a_lifeline_or_none(ranks: Any, wanted: tuple[bool, bool]) -> None:
+    """Oracle: a warning with the rank that wants none, where another does; no thread."""
+    said = [] if not any(wanted) else [f"rank {wanted.index(False)} has `lifelines=False`"]
+    for opened, warned, _, left in ranks(2).run(open_and_close, wanted):
+        assert not opened
+        assert len(warned) == len(said)
+        assert all(reason in warning for reason, warning in zip(said, warned, strict=True))
+        assert left == []
+
+
+def listening(port: int) -> tuple[bool, bool]:
+    lifeline = Lifeline.open(port)
+    assert lifeline is not None
+    chosen = lifeline._hub.port == port if lifeline._hub else True
+    lifeline.close()
+    return chosen, listens(port)
+
+
+def test_the_port_can_be_chosen(ranks: Any) -> None:
+    """Oracle: the hub's port; twice, as in two fits of one process."""
+    port = free_port()
+    for _ in range(2):
+        assert ranks(2).run(listening, port) == [(True, False)] * 2
+
+
+def test_a_port_that_is_taken_is_said(ranks: Any) -> None:
+    """Oracle: a warning on both ranks, which names what to set, and no lifeline."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for opened, (warned,), _, left in ranks(2).run(open_and_close, (port, port)):
+            assert not opened
+            assert "rank 0 cannot listen" in warned
+            assert "lifelines" in warned
+            assert left == []
+
+
+def fail_when_rank_0_has_left() -> str:
+    lifeline = Lifeline.open()
+    assert lifeline is not None
+    verdict = ""
+    if rank() == 1:
+        lifeline._thread.join()  # the end of the hub has been heard
+        verdict = lifeline.report(ValueError("no"))
+    lifeline.close()
+    return verdict
+
+
+def test_who_fails_after_rank_0_has_left_is_told(ranks: Any) -> None:
+    """Oracle: it hears it, so that it begins no checkpoint, which would take rank 0."""
+    first, second = ranks(2).run(fail_when_rank_0_has_left)
+    assert first == ""
+    assert "Rank 0 (process " in second
+    assert "has left" in second
+
+
+@pytest.mark.parametrize("wanted", [0, -1, 1 << 16, 1.0, "29500", None])
+def test_what_is_no_port_is_refused(wanted: Any) -> None:
+    with pytest.raises(ValueError, match="lifelines"):
+        check_lifelines(wanted)
+
+
+def train_without() -> dict[str, Any]:
+    """What a training without lifelines does to the process."""
+    before = dict(os.environ)
+    strategy = DCTStrategy(density=0.1, lifelines=False)
+    trainer = trainer_for(strategy)
+    with (
+        patch("lightning_dct.strategy.meet_in_fresh_store") as meet,
+        patch("lightning_dct.strategy.end_after_gloo") as pause,
+    ):
+        trainer.fit(Module(), loader(2, 40, 8))
+    return {
+        "environment": {name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)},
+        "store": meet.called,
+        "pause": pause.called,
+        "threads": threads(),
+        "callbacks": {"FailureNotice", "SignalsAfterStep"}
+        & {type(callback).__name__ for callback in trainer.callbacks},
+        "lifeline": strategy.lifeline,
+    }
+
+
+def test_lifelines_can_be_turned_off(ranks: Any) -> None:
+    """Oracle: nothing of all that lifelines bring."""
+    for found in ranks(2).run(train_without):
+        assert not any(found.values()), found
