@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_dct.embedding.row_files import RowReader, write_index_checksum
 from lightning_dct.embedding.sharded import ROWS_AT_A_TIME, ShardedEmbeddingBags
+from lightning_dct.state_file import CheckpointError
 
 
 class RowShards(Tensor):
@@ -101,7 +102,7 @@ def load_rows(folder: str, tables: dict[str, ShardedEmbeddingBags]) -> None:
 
     Raises:
         FileNotFoundError: It is not there.
-        ValueError: It is damaged, or holds rows of other tables.
+        CheckpointError: It is damaged, or holds rows of other tables.
     """
     _check(folder)
     shards: dict[str, Any] = {}
@@ -115,7 +116,7 @@ def load_row_states(folder: str, tables: dict[str, ShardedEmbeddingBags], optimi
 
     Raises:
         FileNotFoundError: The folder is not there.
-        ValueError: It is damaged.
+        CheckpointError: It is damaged.
     """
     _check(folder)
     with _naming(folder):
@@ -142,7 +143,12 @@ def load_row_states(folder: str, tables: dict[str, ShardedEmbeddingBags], optimi
 def without_rows(
     state: dict[str, Any], optimizer: Optimizer, tables: dict[str, ShardedEmbeddingBags]
 ) -> dict[str, Any]:
-    """An optimizer's ``state_dict`` less what :func:`save_rows` saves."""
+    """An optimizer's ``state_dict`` less what :func:`save_rows` saves.
+
+    ``ZeroRedundancyOptimizer`` hands its state over on rank 0 only, and an empty dict elsewhere.
+    """
+    if not tables or not state:
+        return state
     weights = {id(module.weight): len(module.weight) for module in tables.values()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     kept = {
@@ -204,7 +210,7 @@ def _naming(folder: str) -> Iterator[None]:
     except (Exception, CheckpointException) as error:
         # What damaged files make pickle, zipfile and torch raise is of a dozen kinds; on several ranks they come
         # wrapped in a CheckpointException, which is no Exception.
-        raise ValueError(
+        raise CheckpointError(
             f"The embedding rows in {folder!r} are damaged or are others ({_cause(error)}). Restore the folder from a"
             " copy, or resume from an earlier checkpoint."
         ) from error
