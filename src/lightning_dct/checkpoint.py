@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from fsspec.core import url_to_fs
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch import Tensor
 
 from lightning_dct.files import no_checkpoint_name
@@ -149,12 +149,12 @@ def remove_outdated(checkpoint_io: CheckpointIO, path: str, note: Mapping[str, A
         note: What it says about its state; None when it has none.
     """
     folder = state_folder(path)
-    files = get_filesystem(folder)
+    files, place = url_to_fs(folder)
     if note is None:
         checkpoint_io.remove_checkpoint(folder)
-    elif files.isdir(folder):
+    elif files.isdir(place):
         # Storage services may list folders with a slash at their end.
-        for name in (os.path.basename(found.rstrip("/")) for found in files.ls(folder, detail=False)):
+        for name in (os.path.basename(found.rstrip("/")) for found in files.ls(place, detail=False)):
             if not name.startswith(_prefix(note)):
                 checkpoint_io.remove_checkpoint(f"{folder}/{name}")
 

@@ -28,6 +28,7 @@ from lightning_dct.restoring import agreed_notes, restore_state
 from lightning_dct.synchronizing import parameter_names
 from lightning_dct.traffic import Traffic
 from lightning_dct.updates import UpdateSynchronizer
+from lightning_dct.uploads import warn_of_uploads
 
 
 class CheckpointedStrategy(DDPStrategy):
@@ -94,6 +95,8 @@ class CheckpointedStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         """Take up accumulated gradients of a checkpoint; Lightning sets all gradients to zero before it trains."""
         super().on_train_start()
+        assert self.lightning_module is not None
+        warn_of_uploads(self.lightning_module.trainer.loggers)
         self._accumulating = bool(self._accumulated)
         for parameter, name in self._parameter_names().items():
             if name in self._accumulated:
