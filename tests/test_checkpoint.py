@@ -9,9 +9,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
 
-from lightning_dct import CheckpointError
+from lightning_dct import CheckpointError, DCTStrategy
 from lightning_dct import checkpoint as saved
 from lightning_dct.restoring import agreed_notes
 from lightning_dct.state_file import check_state
@@ -121,6 +122,14 @@ def test_state_of_version_1_is_read(tmp_path: Path) -> None:
     torch.save(state({"a": torch.tensor([3.0])}), file)
     read = saved.read_state(TorchCheckpointIO(), str(tmp_path / "a.ckpt"), note, 0, 1)
     assert read["residuals"]["a"].item() == 3.0
+
+
+def test_a_checkpoint_loads_where_the_module_has_no_trainer(tmp_path: Path) -> None:
+    """Oracle: what was saved; so it is in the process that has started others, once ``dct_spawn`` is done."""
+    strategy = DCTStrategy()
+    strategy._lightning_module = BoringModel()
+    torch.save({"lightning_dct": NOTE}, tmp_path / "a.ckpt")
+    assert strategy.load_checkpoint(tmp_path / "a.ckpt") == {"lightning_dct": NOTE}
 
 
 def test_files_of_version_2_say_their_step_only(tmp_path: Path) -> None:
