@@ -223,8 +223,7 @@ def merge_states(states: Sequence[Mapping[str, Any]], stages: int = 1) -> dict[s
     names = {name for state in states for part in _HELD_BACK for name in state.get(part, {})}
     merged["residuals"] = {name: _mean_held_back(states, name, len(states) // stages) for name in sorted(names)}
     merged["owned"] = {}
-    for part in ("velocities", "accumulated"):
-        merged[part] = _mean_over_replicas(states, part, len(states) // stages)
+    merged["accumulated"] = _mean_over_replicas(states, "accumulated", len(states) // stages)
     if "weights" in merged:
         merged["weights"] = _mean_over_replicas(states, "weights", len(states) // stages)
     if stages > 1:
@@ -244,7 +243,6 @@ def empty_state(note: Mapping[str, Any]) -> dict[str, Any]:
         "thresholds": {"values": {}, "targets": {}},
         "residuals": {},
         "owned": {},
-        "velocities": {},
         "traffic": {},
         "modules": {},
     }

@@ -149,10 +149,6 @@ def _is_residual(value: Any) -> bool:
     return fits and bool(value.isfinite().all())
 
 
-def _is_measured(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and _is_number(value[0], 0) and is_count(value[1])
-
-
 def _plain_data(value: Any) -> str:
     """What is wrong with the state of an optimizer: nested dicts and lists of tensors, numbers and text."""
     if isinstance(value, (Mapping, list, tuple)):
@@ -205,6 +201,4 @@ _OPTIONAL_PARTS: dict[str, Check] = {
     "split_traffic": _totals,
     "modules": each(each(_anything)),
     "split_points": each(each(_anything)),
-    # Those of 0.2 and before have none.
-    "weight_sizes": each(must_be("a size and a step", _is_measured)),
 }

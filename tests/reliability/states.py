@@ -207,7 +207,6 @@ def example_state() -> dict[str, Any]:
         "owned": {"a.weight": {0: torch.randn(60)}},
         "traffic": counted,
         "split_traffic": counted,
-        "weight_sizes": {"a.weight": [0.05, 0]},
         "modules": {"tables": tables},
         "accumulated": {"a.weight": torch.tensor([math.nan])},
         "weights": {"a.weight": torch.full((3, 2), math.nan), "b.bias": torch.tensor([1j])},
