@@ -1,15 +1,21 @@
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
 
+from lightning_dct import CheckpointError, DCTStrategy
 from lightning_dct import checkpoint as saved
+from lightning_dct.restoring import agreed_notes
+from lightning_dct.state_file import check_state
 from strategies_for_hypothesis import examples
 
 NOTE = saved.make_note(world_size=2, synchronisations=7, save="5f0c93ab")
@@ -52,7 +58,7 @@ def test_no_folder_looks_like_a_checkpoint_of_a_requeued_job() -> None:
 def test_note_holds_plain_values() -> None:
     note = saved.make_note(world_size=4, synchronisations=10, save="5f0c93ab")
     assert note == {
-        "format_version": 2,
+        "format_version": 3,
         "world_size": 4,
         "synchronisations": 10,
         "save": "5f0c93ab",
@@ -61,11 +67,51 @@ def test_note_holds_plain_values() -> None:
     }
 
 
-@pytest.mark.parametrize("note", [{"format_version": 3, "world_size": 1}, {"format_version": "1"}, {}])
+@pytest.mark.parametrize("note", [{"format_version": 4, "world_size": 1}, {"format_version": "1"}, {}])
 def test_notes_of_other_versions_are_refused(note: dict[str, Any]) -> None:
     found = repr(note.get("format_version"))
-    with pytest.raises(ValueError, match=rf"'a.ckpt' has format version {found};.*\s+reads versions 1 and 2"):
-        saved.read_state(TorchCheckpointIO(), "a.ckpt", note, 0, 1)
+    with pytest.raises(CheckpointError, match=rf"'a.ckpt' has format version {found};.*\s+reads versions 1, 2, 3"):
+        agreed_notes([note], "a.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("world_size", 0),
+        ("world_size", "2"),
+        ("world_size", None),
+        ("synchronisations", -1),
+        ("synchronisations", 1e30),
+        ("synchronisations", 10**30),
+        ("save", "../../x"),
+        ("save", "x/y"),
+        ("save", ""),
+        ("save", None),
+        ("save", 7),
+        ("stages", 0),
+        ("stages", 3),
+        ("has_state", "yes"),
+        ("has_rows", torch.zeros(2)),
+    ],
+)
+def test_notes_that_cannot_be_are_refused(field: str, value: Any) -> None:
+    """Oracle: an error that names the file and the field, before anything becomes a path or a divisor."""
+    with pytest.raises(CheckpointError, match=rf"'a.ckpt' .* lightning_dct\['{field}'\]"):
+        agreed_notes([{**NOTE, field: value}], "a.ckpt")
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [[], [NOTE], [{**NOTE, "another": 1}, {**NOTE, "format_version": 2}], [saved.make_note(4, 0, "a", stages=2)]],
+)
+def test_notes_that_can_be_are_taken(notes: list[Any]) -> None:
+    assert agreed_notes(notes, "a.ckpt") == notes
+
+
+@pytest.mark.parametrize("notes", [NOTE, None, [[NOTE]], ["text"]])
+def test_what_is_no_note_is_refused(notes: Any) -> None:
+    with pytest.raises(CheckpointError, match="lightning_dct"):
+        agreed_notes(notes, "a.ckpt")
 
 
 def test_state_of_version_1_is_read(tmp_path: Path) -> None:
@@ -76,6 +122,143 @@ def test_state_of_version_1_is_read(tmp_path: Path) -> None:
     torch.save(state({"a": torch.tensor([3.0])}), file)
     read = saved.read_state(TorchCheckpointIO(), str(tmp_path / "a.ckpt"), note, 0, 1)
     assert read["residuals"]["a"].item() == 3.0
+
+
+def test_a_checkpoint_loads_where_the_module_has_no_trainer(tmp_path: Path) -> None:
+    """Oracle: what was saved; so it is in the process that has started others, once ``dct_spawn`` is done."""
+    strategy = DCTStrategy()
+    strategy._lightning_module = BoringModel()
+    torch.save({"lightning_dct": NOTE}, tmp_path / "a.ckpt")
+    assert strategy.load_checkpoint(tmp_path / "a.ckpt") == {"lightning_dct": NOTE}
+
+
+def test_files_of_version_2_say_their_step_only(tmp_path: Path) -> None:
+    """Oracle: a file as version 2 wrote it; one of an older step is refused."""
+    note, path = {**NOTE, "format_version": 2}, str(tmp_path / "a.ckpt")
+    for step, file in ((7, saved.state_path(path, note, 0)), (6, saved.state_path(path, note, 1))):
+        TorchCheckpointIO().save_checkpoint({**state({"a": torch.ones(1)}), "synchronisations": step}, file)
+    assert saved.read_state(TorchCheckpointIO(), path, note, 0, 2)["residuals"]["a"].item() == 1
+    with pytest.raises(CheckpointError, match="'synchronisations' is 6, and the checkpoint says 7"):
+        saved.read_state(TorchCheckpointIO(), path, note, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("note", "rank", "field"),
+    [
+        (NOTE, 1, "rank"),
+        (saved.make_note(3, 7, "5f0c93ab"), 0, "world_size"),
+        (saved.make_note(2, 7, "5f0c93ac"), 0, "save"),
+        (saved.make_note(2, 6, "5f0c93ab"), 0, "synchronisations"),
+    ],
+)
+def test_another_file_under_a_ranks_name_is_refused(path: str, note: dict[str, Any], rank: int, field: str) -> None:
+    """Oracle: a file that was written for another rank, world, save or step, of the same shape, put in the place."""
+    name = saved.state_path(path, NOTE, 0)
+    older = {**state({"a": torch.ones(1)}), "synchronisations": note["synchronisations"]}
+    saved.write_state(TorchCheckpointIO(), path, note, rank, older)
+    Path(saved.state_path(path, note, rank)).rename(name)
+    for world_size in (2, 3):
+        with pytest.raises(CheckpointError) as caught:
+            saved.read_state(TorchCheckpointIO(), path, NOTE, 0, world_size)
+        assert repr(name) in str(caught.value)
+        assert f"its field {field!r}" in str(caught.value)
+
+
+LONE = torch.tensor([1.0])
+
+
+@pytest.mark.parametrize(
+    ("field", "parts"),
+    [
+        (r"residuals\['a'\] is not a list of finite numbers", {"residuals": {"a": torch.tensor([1.0, math.nan])}}),
+        (r"residuals\['a'\]", {"residuals": {"a": torch.tensor([math.inf])}}),
+        (r"owned\['a'\]\[0\]", {"owned": {"a": {0: torch.tensor([math.nan])}}}),
+        (r"owned\['a'\] has the key -1", {"owned": {"a": {-1: LONE}}}),
+        (r"synchronisations is not a count", {"synchronisations": 10**30}),
+        (r"synchronisations", {"synchronisations": 1e30}),
+        (r"steps_since_refresh", {"steps_since_refresh": -1}),
+        (r"traffic\['steps'\]", {"traffic": {"steps": math.nan}}),
+        (r"traffic\['bytes_sent'\]", {"traffic": {"bytes_sent": -1}}),
+        (r"traffic has the key 'bites'", {"traffic": {"bites": 1}}),
+        *(
+            (r"thresholds\['values'\]\['a'\]", {"thresholds": {"values": {"a": value}, "targets": {"a": 1}}})
+            for value in (math.nan, math.inf, 0.0, -1.0, 10**400, "1")
+        ),
+        (r"thresholds has values without targets", {"thresholds": {"values": {"a": 1.0}, "targets": {}}}),
+        (r"weights\['a'\]", {"weights": {"a": torch.zeros(2, dtype=torch.int64)}}),
+        (r"shared\['a'\]", {"shared": {"a": [1.0]}}),
+        (r"optimizers\[0\]\['state'\]\[0\]\['step'\]", {"optimizers": [{"state": {0: {"step": {1}}}}]}),
+        (r"optimizers is not a list", {"optimizers": {}}),
+        (r"exchange_clocks\['a'\]", {"exchange_clocks": {"a": -1}}),
+        (r"in_flight\['a'\]", {"in_flight": {"a": 1}}),
+    ],
+)
+def test_states_that_cannot_be_are_refused(field: str, parts: dict[str, Any]) -> None:
+    """Oracle: an error that names the field; read from a file, it names that too (see the fuzz tests)."""
+    with pytest.raises(CheckpointError, match=field):
+        check_state(state({}) | parts)
+
+
+def own_weights(value: float) -> dict[str, Any]:
+    """What ranks that train between exchanges save besides; a user's model may hold NaN."""
+    return {
+        "weights": {"a": torch.tensor([[value, math.nan]]), "b": torch.tensor(value + 1j), "c": torch.zeros(0, 2)},
+        "shared": {"a": torch.tensor([[9.0, math.inf]], dtype=torch.bfloat16)},
+        "optimizers": [
+            {
+                "state": {0: {"step": torch.tensor(3.0), "mean": torch.tensor([math.nan])}},
+                "param_groups": [{"lr": 0.1}],
+            },
+            {"state": {}, "param_groups": [{"betas": (0.9, 0.99), "foreach": None, "name": "x", "amsgrad": False}]},
+        ],
+        "exchange_clocks": {"a": int(abs(value))},
+        "in_flight": {"a": torch.tensor([value])},
+        "of a later version": {1: {2}},
+    }
+
+
+def test_own_weights_of_another_world_are_the_mean() -> None:
+    """Oracle: the fp64 mean of weights in their dtypes; of what is on its way and when, what the first rank says."""
+    states = [state({}, **own_weights(value)) for value in (1e8, 1.0, -1e8, 1.0)]
+    for one in states:
+        check_state(one)
+    merged = saved.merge_states(states)
+    assert merged["weights"]["a"].dtype == torch.float32
+    assert merged["weights"]["a"].nan_to_num(7.0).tolist() == [[0.5, 7.0]]
+    assert merged["weights"]["b"].dtype == torch.complex64
+    assert merged["weights"]["b"].item() == 0.5 + 1j
+    assert merged["weights"]["c"].shape == (0, 2)
+    assert "optimizers" not in merged
+    for part in ("shared", "exchange_clocks", "in_flight"):
+        assert merged[part] is states[0][part]
+    assert saved.merge_states(states[:1]) == {**states[0], "modules": {}}
+    assert "weights" not in saved.merge_states([state({}), state({})])
+
+
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [("residuals", {"a": torch.ones(2)}), ("weights", {"a": torch.ones(1, 3)}), ("accumulated", {"a": torch.ones(3)})],
+)
+def test_ranks_files_that_do_not_fit_each_other_are_refused(tmp_path: Path, field: str, other: dict[str, Any]) -> None:
+    """Oracle: an error that names the folder and the tensor, where broadcasting would have made something of them."""
+    path = str(tmp_path / "a.ckpt")
+    own = {"residuals": {"a": LONE}, "weights": {"a": torch.ones(3, 1)}, "accumulated": {"a": LONE}}
+    for rank, parts in enumerate((own, {**own, field: other})):
+        saved.write_state(TorchCheckpointIO(), path, NOTE, rank, state({}) | parts)
+    with pytest.raises(CheckpointError, match=rf"{path}.dct.* do not fit each other .*{field}\['a'\]"):
+        saved.read_state(TorchCheckpointIO(), path, NOTE, 0, 3)
+
+
+def test_tidying_leaves_a_folder_that_is_listed_with_a_slash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: what is left in a store that lists folders, and itself among them, as some do."""
+    path, files = "memory://tidied/a.ckpt", MemoryFileSystem()
+    rows = f"{saved.rows_path(path, NOTE)}/0.distcp"
+    files.pipe({rows: b"rows", f"{saved.state_folder(path)}/000000000006-5f0c93ab-rank-0-of-1.pt": b"old"})
+    names = [*(f"{name}/" for name in files.ls("/tidied/a.ckpt.dct", detail=False)), "/tidied/a.ckpt.dct/"]
+    monkeypatch.setattr(MemoryFileSystem, "ls", lambda *_, **__: names)
+    saved.remove_outdated(TorchCheckpointIO(), path, NOTE)
+    monkeypatch.undo()
+    assert files.find("/tidied") == [files._strip_protocol(rows)]
 
 
 def test_tidying_leaves_what_the_checkpoint_points_at(path: str) -> None:

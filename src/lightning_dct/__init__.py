@@ -27,10 +27,12 @@ from lightning_dct.config import DCTConfig
 from lightning_dct.embedding import RowWiseAdagrad, ShardedEmbeddingBags
 from lightning_dct.metrics import CompressionRatio
 from lightning_dct.pipeline import DCTPipelineStrategy, SplitSequential
+from lightning_dct.state_file import CheckpointError
 from lightning_dct.strategy import DCTStrategy
 
 __all__ = [
     "AccordionSchedule",
+    "CheckpointError",
     "CompressionMonitor",
     "CompressionRatio",
     "DCTConfig",

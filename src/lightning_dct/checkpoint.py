@@ -14,24 +14,37 @@ after Lightning's file is there.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from fsspec.core import url_to_fs
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from torch import Tensor
 
 from lightning_dct.files import no_checkpoint_name
 from lightning_dct.gradients.residual import add_pieces, pieces_extent
-from lightning_dct.state_file import read_checked
+from lightning_dct.state_file import Check, CheckpointError, is_count, must_be, read_checked
 
 # What a rank's state says is held back: of its own gradients by name, and of sums it owns by name and first entry.
 _HELD_BACK = ("residuals", "owned")
 CHECKPOINT_KEY = "lightning_dct"
-FORMAT_VERSION = 2
-# Version 1 named its files by the number of synchronisations alone; all else is as it was.
-READABLE_VERSIONS = (1, 2)
+FORMAT_VERSION = 3
+# Files of versions 1 and 2 do not say whose they are; those of version 1 are named by the synchronisations alone.
+READABLE_VERSIONS = (1, 2, 3)
+_is_flag = must_be("0 or 1", lambda value: isinstance(value, int) and value in (0, 1))
+_is_several = must_be("a number from 1 on", lambda value: is_count(value) and value > 0)
+_NOTE: dict[str, Check] = {
+    "world_size": _is_several,
+    "synchronisations": must_be("a number of steps", is_count),
+    # It becomes a part of files' names.
+    "save": must_be("a name", lambda value: isinstance(value, str) and bool(re.fullmatch("[0-9a-z]{1,32}", value))),
+    "stages": _is_several,
+    "has_state": _is_flag,
+    "has_rows": _is_flag,
+}
+NOTE_FIELDS = ("format_version", *_NOTE)
 
 
 def make_note(
@@ -52,6 +65,53 @@ def make_note(
     if stages > 1:
         note["stages"] = stages
     return note | {"has_state": int(has_state), "has_rows": int(has_rows)}
+
+
+def check_note(note: Any, path: str) -> None:
+    """Refuse what is no note of a checkpoint, before any of it is used.
+
+    Args:
+        note: What was found.
+        path: The checkpoint.
+
+    Raises:
+        CheckpointError: Another version of the format has written it, or something in it cannot be.
+    """
+    if not isinstance(note, Mapping):
+        fault = " is not a dict"
+    elif not is_count(note.get("format_version")) or note["format_version"] not in READABLE_VERSIONS:
+        raise CheckpointError(
+            f"The compression state of {path!r} has format version {note.get('format_version')!r}; this lightning_dct"
+            f" reads versions {', '.join(map(str, READABLE_VERSIONS))}. Resume with the version that saved it."
+        )
+    else:
+        fault = _fault_in(note)
+    if fault:
+        raise CheckpointError(
+            f"The checkpoint {path!r} is damaged or was changed: its field {CHECKPOINT_KEY}{fault}. Restore it from a"
+            " copy, or resume from an earlier checkpoint."
+        )
+
+
+def _fault_in(note: Mapping[str, Any]) -> str:
+    """What is wrong with a note, nothing where nothing is."""
+    absent: dict[str, Any] = {"stages": 1, "has_state": 1, "has_rows": 0}
+    if note["format_version"] == 1:
+        absent["save"] = "none"
+    told = {**absent, **note}
+    for field, check in _NOTE.items():
+        fault = check(told.get(field))
+        if fault:
+            return f"[{field!r}]{fault}"
+    return "" if told["world_size"] % told["stages"] == 0 else "['stages'] does not divide the number of ranks"
+
+
+def identity(note: Mapping[str, Any], rank: int) -> dict[str, int | str]:
+    """What a rank's file says about whose it is, as far as a file of the note's version does."""
+    step = {"synchronisations": note["synchronisations"]}
+    if note["format_version"] in (1, 2):
+        return step
+    return {**step, "save": note["save"], "world_size": note["world_size"], "rank": rank}
 
 
 def state_folder(checkpoint_path: str) -> str:
@@ -76,8 +136,8 @@ def behind_link(checkpoint_path: str) -> str:
 
 
 def write_state(checkpoint_io: CheckpointIO, path: str, note: Mapping[str, Any], rank: int, state: Any) -> None:
-    """Write one rank's state beside the checkpoint that ``path`` names."""
-    checkpoint_io.save_checkpoint(state, state_path(path, note, rank))
+    """Write one rank's state, and whose it is, beside the checkpoint that ``path`` names."""
+    checkpoint_io.save_checkpoint({**state, "identity": identity(note, rank)}, state_path(path, note, rank))
 
 
 def remove_outdated(checkpoint_io: CheckpointIO, path: str, note: Mapping[str, Any] | None) -> None:
@@ -89,11 +149,12 @@ def remove_outdated(checkpoint_io: CheckpointIO, path: str, note: Mapping[str, A
         note: What it says about its state; None when it has none.
     """
     folder = state_folder(path)
-    files = get_filesystem(folder)
+    files, place = url_to_fs(folder)
     if note is None:
         checkpoint_io.remove_checkpoint(folder)
-    elif files.isdir(folder):
-        for name in (os.path.basename(found) for found in files.ls(folder, detail=False)):
+    elif files.isdir(place):
+        # Storage services may list folders with a slash at their end.
+        for name in (os.path.basename(found.rstrip("/")) for found in files.ls(place, detail=False)):
             if not name.startswith(_prefix(note)):
                 checkpoint_io.remove_checkpoint(f"{folder}/{name}")
 
@@ -106,20 +167,15 @@ def read_state(
     Args:
         checkpoint_io: What reads files.
         path: The checkpoint.
-        note: What the checkpoint says about its state.
+        note: What the checkpoint says about its state; see :func:`check_note`.
         rank: This rank.
         world_size: Ranks that take part now.
         stages: Over how many of them the parameters are spread now.
 
     Raises:
-        ValueError: Another version of the format has written it, or it is damaged.
+        CheckpointError: A file is damaged, or is another rank's, save's or step's.
         FileNotFoundError: The files are not beside the checkpoint.
     """
-    if note.get("format_version") not in READABLE_VERSIONS:
-        raise ValueError(
-            f"The compression state of {path!r} has format version {note.get('format_version')!r}; this lightning_dct"
-            f" reads versions {' and '.join(map(str, READABLE_VERSIONS))}. Resume with the version that saved it."
-        )
     path = behind_link(path)
     states = []
     saved_stages = note.get("stages", 1)
@@ -127,14 +183,21 @@ def read_state(
     for saved_rank in [rank] if same_layout else range(note["world_size"]):
         file = state_path(path, note, saved_rank)
         try:
-            states.append(read_checked(checkpoint_io, file))
+            states.append(read_checked(checkpoint_io, file, identity(note, saved_rank)))
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"The checkpoint {path!r} was saved with compression state, but {file!r} is not there. Put the folder"
                 f" {state_folder(path)!r} beside the checkpoint, or continue without what the ranks held back:"
                 " `missing_state='reset'` in the strategy."
             ) from error
-    return merge_states(states, saved_stages)
+    try:
+        return merge_states(states, saved_stages)
+    except Exception as error:
+        # What files make torch raise that do not fit each other is of several kinds.
+        raise CheckpointError(
+            f"The ranks' files in {state_folder(path)!r} do not fit each other ({error}). Restore the folder from a"
+            " copy, or resume from an earlier checkpoint."
+        ) from error
 
 
 def merge_states(states: Sequence[Mapping[str, Any]], stages: int = 1) -> dict[str, Any]:
@@ -155,11 +218,14 @@ def merge_states(states: Sequence[Mapping[str, Any]], stages: int = 1) -> dict[s
     merged = {**states[0], "modules": modules}
     if len(states) == 1:
         return merged
+    # Of the ranks' own optimizers there is no mean that would continue any of them.
+    merged.pop("optimizers", None)
     names = {name for state in states for part in _HELD_BACK for name in state.get(part, {})}
     merged["residuals"] = {name: _mean_held_back(states, name, len(states) // stages) for name in sorted(names)}
     merged["owned"] = {}
-    for part in ("velocities", "accumulated"):
-        merged[part] = _mean_over_replicas(states, part, len(states) // stages)
+    merged["accumulated"] = _mean_over_replicas(states, "accumulated", len(states) // stages)
+    if "weights" in merged:
+        merged["weights"] = _mean_over_replicas(states, "weights", len(states) // stages)
     if stages > 1:
         # Each rank has known the thresholds of its own stage only.
         merged["thresholds"] = {
@@ -177,7 +243,6 @@ def empty_state(note: Mapping[str, Any]) -> dict[str, Any]:
         "thresholds": {"values": {}, "targets": {}},
         "residuals": {},
         "owned": {},
-        "velocities": {},
         "traffic": {},
         "modules": {},
     }
@@ -186,16 +251,24 @@ def empty_state(note: Mapping[str, Any]) -> dict[str, Any]:
 def _mean_over_replicas(states: Sequence[Mapping[str, Any]], part: str, replicas: int) -> dict[str, Tensor]:
     """The mean of gradients, or of what follows them, by name: what DistributedDataParallel would have made of them.
 
-    Sparse gradients are left out: those of sharded tables belong to rows that are another rank's now.
+    It is taken in fp64, of complex tensors in complex128. Sparse gradients are left out: those of sharded tables belong
+    to rows that are another rank's now.
+
+    Raises:
+        CheckpointError: The states disagree on a tensor's shape or dtype.
     """
     total: dict[str, Tensor] = {}
-    dtypes: dict[str, torch.dtype] = {}
+    first: dict[str, Tensor] = {}
     for state in states:
         for name, held in state.get(part, {}).items():
-            if not held.is_sparse:
-                total[name] = total.get(name, torch.zeros((), dtype=torch.float64)) + held.double()
-                dtypes[name] = held.dtype
-    return {name: (held / replicas).to(dtypes[name]) for name, held in total.items()}
+            if held.is_sparse:
+                continue
+            of_first = first.setdefault(name, held)
+            if (held.shape, held.dtype) != (of_first.shape, of_first.dtype):
+                raise CheckpointError(f"they disagree on the shape or the dtype of {part}[{name!r}]")
+            wide = held.to(torch.complex128 if held.is_complex() else torch.float64)
+            total[name] = total[name] + wide if name in total else wide
+    return {name: (held / replicas).to(first[name].dtype) for name, held in total.items()}
 
 
 def _prefix(note: Mapping[str, Any]) -> str:
@@ -207,7 +280,7 @@ def _mean_held_back(states: Sequence[Mapping[str, Any]], name: str, replicas: in
     """What the ranks hold back of a tensor, of their own gradients and of sums they own, over the number of replicas.
 
     Raises:
-        ValueError: The states disagree on the tensor's size.
+        CheckpointError: The states disagree on the tensor's size.
     """
     residuals = [state["residuals"][name] for state in states if name in state["residuals"]]
     owned = [state["owned"][name] for state in states if name in state.get("owned", {})]
@@ -215,6 +288,8 @@ def _mean_held_back(states: Sequence[Mapping[str, Any]], name: str, replicas: in
     size = max([residual.numel() for residual in residuals] + [pieces_extent(pieces) for pieces in owned])
     total = torch.zeros(size, dtype=torch.float64)
     for residual in residuals:
+        if residual.numel() != size:
+            raise CheckpointError(f"they disagree on the number of entries of residuals[{name!r}]")
         total += residual.flatten()
     for pieces in owned:
         total = add_pieces(total, pieces, size)

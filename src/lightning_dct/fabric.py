@@ -25,7 +25,7 @@ from lightning_dct.failures import check_lifelines, end_after_gloo, meet_in_fres
 from lightning_dct.files import AtomicCheckpointIO
 from lightning_dct.gradients import Synchronizer
 from lightning_dct.profiling import recorded
-from lightning_dct.restoring import restore_state
+from lightning_dct.restoring import agreed_notes, restore_state
 from lightning_dct.strategy import DCTStrategy as TrainerStrategy
 from lightning_dct.synchronizing import (
     check_optimizers,
@@ -165,7 +165,7 @@ class DCTStrategy(DDPStrategy):
         # Optimizers come to Fabric by any name or none: their states lie in the part of the first module.
         optimizers = [optimizer.state_dict() for optimizer in self._optimizers] if self._trains_apart else []
         for index, synchronizer in enumerate(self.synchronizers):
-            note = saved.make_note(self.world_size, synchronizer.synchronisations, save)
+            note = saved.make_note(self.world_size, synchronizer.synchronisations, f"{save}{index:02d}")
             own = {**synchronizer.state_dict(), "optimizers": [] if index else optimizers}
             saved.write_state(self.checkpoint_io, _part(path, index), note, self.global_rank, own)
             notes.append(note)
@@ -181,6 +181,7 @@ class DCTStrategy(DDPStrategy):
             remainder = super().load_checkpoint(path, state, *args, **kwargs)
         notes = remainder.pop(saved.CHECKPOINT_KEY, []) if isinstance(state, dict) and state else []
         path = saved.behind_link(str(path))
+        notes = agreed_notes(notes, path)
         for index, (synchronizer, note) in enumerate(zip(self.synchronizers, notes, strict=False)):
             layout = (self.global_rank, self.world_size, 1)
             own = restore_state(

@@ -12,8 +12,41 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_dct.checkpoint import empty_state, read_state
+from lightning_dct.checkpoint import CHECKPOINT_KEY, NOTE_FIELDS, check_note, empty_state, read_state
 from lightning_dct.config import MissingState
+from lightning_dct.state_file import CheckpointError
+
+
+def agreed_notes(notes: Any, path: str) -> list[dict[str, Any]]:
+    """What a checkpoint says about the state beside it, once all ranks have found the same; a collective call.
+
+    Args:
+        notes: The notes this rank has found in the checkpoint; none in one of plain DDP or of weights alone.
+        path: The checkpoint.
+
+    Raises:
+        CheckpointError: A rank's notes are damaged, or two ranks have read different ones. Raised on every rank.
+    """
+    everyone: list[Any] = [notes]
+    if dist.is_available() and dist.is_initialized():
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, notes)
+    told = []
+    for theirs in everyone:
+        if not isinstance(theirs, list):
+            raise CheckpointError(f"The field {CHECKPOINT_KEY} of {path!r} is not a list. Resume with what saved it.")
+        for note in theirs:
+            check_note(note, path)
+        told.append({(index, field): note.get(field) for index, note in enumerate(theirs) for field in NOTE_FIELDS})
+    for index, field in dict.fromkeys(key for fields in told for key in fields):
+        values = [fields.get((index, field)) for fields in told]
+        if any(value != values[0] for value in values):
+            said = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
+            raise CheckpointError(
+                f"The ranks have read different checkpoints from {path!r}: they disagree on its field"
+                f" {CHECKPOINT_KEY}[{field!r}] ({said}). Give every rank the same file."
+            )
+    return notes
 
 
 def restore_state(
@@ -39,7 +72,7 @@ def restore_state(
 
     Raises:
         FileNotFoundError: The state of some rank is missing. Raised on every rank.
-        ValueError: Some rank cannot use what it has read. Raised on every rank.
+        CheckpointError: Some rank cannot use what it has read. Raised on every rank.
     """
     state: dict[str, Any] = {}
     failure: Exception | None = None
@@ -62,4 +95,4 @@ def restore_state(
     if failure is not None:
         raise failure
     missing, message = failed[0]
-    raise FileNotFoundError(message) if missing else ValueError(message)
+    raise FileNotFoundError(message) if missing else CheckpointError(message)

@@ -24,10 +24,11 @@ from lightning_dct.embedding.shards import load_row_states, load_rows, save_rows
 from lightning_dct.failures import Lifeline
 from lightning_dct.files import AtomicCheckpointIO, finish_writing, write_at_once
 from lightning_dct.gradients import Synchronizer
-from lightning_dct.restoring import restore_state
+from lightning_dct.restoring import agreed_notes, restore_state
 from lightning_dct.synchronizing import parameter_names
 from lightning_dct.traffic import Traffic
 from lightning_dct.updates import UpdateSynchronizer
+from lightning_dct.uploads import warn_of_uploads
 
 
 class CheckpointedStrategy(DDPStrategy):
@@ -87,12 +88,15 @@ class CheckpointedStrategy(DDPStrategy):
             module.saved_in_shards = True
             module.evaluated_with = tuple(tables.values())
         # DistributedDataParallel would make every rank's rows those of rank 0.
-        model._ddp_params_and_buffers_to_ignore = [f"{name}.weight" for name in tables]
+        ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *(f"{name}.weight" for name in tables)}
+        model._ddp_params_and_buffers_to_ignore = sorted(ignored)
         return tables
 
     def on_train_start(self) -> None:
         """Take up accumulated gradients of a checkpoint; Lightning sets all gradients to zero before it trains."""
         super().on_train_start()
+        assert self.lightning_module is not None
+        warn_of_uploads(self.lightning_module.trainer.loggers)
         self._accumulating = bool(self._accumulated)
         for parameter, name in self._parameter_names().items():
             if name in self._accumulated:
@@ -170,12 +174,14 @@ class CheckpointedStrategy(DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load Lightning's checkpoint and, when fitting, this rank's compression state beside it."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        note = checkpoint.get(saved.CHECKPOINT_KEY, {})
-        self._saved_state = None
         path = saved.behind_link(str(checkpoint_path))
+        found = [checkpoint[saved.CHECKPOINT_KEY]] if saved.CHECKPOINT_KEY in checkpoint else []
+        note = next(iter(agreed_notes(found, path)), {})
+        self._saved_state = None
         self._rows_folder = saved.rows_path(path, note) if note.get("has_rows") else None
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+        # In the process that has started others with `dct_spawn` the module has no Trainer once they are done.
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             if not note.get("has_state", bool(note)):
                 rank_zero_info(f"{checkpoint_path} holds no state of DCTStrategy: residuals start at zero.")
                 return checkpoint

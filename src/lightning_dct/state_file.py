@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import os
+import sys
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
+import torch
 from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 
 from lightning_dct.traffic import TrafficTotals
 
+# Names of files have twelve digits for a number of steps.
+MORE_THAN_ANY_COUNT = 10**12
 
-def read_checked(checkpoint_io: CheckpointIO, file: str) -> dict[str, Any]:
+
+class CheckpointError(ValueError):
+    """A checkpoint, or a file beside it, is damaged or is another's; the message names the file and the field."""
+
+
+def read_checked(checkpoint_io: CheckpointIO, file: str, identity: Mapping[str, int | str]) -> dict[str, Any]:
     """Read a rank's compression state. Nothing but tensors and plain data is ever unpickled.
 
     Args:
         checkpoint_io: What reads files.
         file: The path.
+        identity: What it must say about whose it is.
 
     Raises:
         OSError: It is not there, or may not be read.
-        ValueError: It is damaged or holds something else; the message names the file and the remedy.
+        CheckpointError: It is damaged, holds something else or is another's; the message names the file and the remedy.
     """
     try:
         check_sums(file)
@@ -33,10 +43,18 @@ def read_checked(checkpoint_io: CheckpointIO, file: str) -> dict[str, Any]:
         raise
     except Exception as error:
         # What a damaged file makes zipfile, pickle and torch raise is of a dozen kinds.
-        raise ValueError(
+        raise CheckpointError(
             f"The file {file!r}, one rank's part of a checkpoint, is damaged or is something else ({error}). Restore it"
             " from a copy, or resume from an earlier checkpoint."
         ) from error
+    # Of which step it is files of all versions say.
+    told = {**state.pop("identity", {}), "synchronisations": state["synchronisations"]}
+    for field, value in identity.items():
+        if told.get(field) != value:
+            raise CheckpointError(
+                f"The file {file!r} is another rank's or another save's: its field {field!r} is {told.get(field)!r},"
+                f" and the checkpoint says {value!r}. Restore it from a copy, or resume from an earlier checkpoint."
+            )
     return state
 
 
@@ -61,89 +79,126 @@ def check_sums(file: Any) -> None:
 
 
 def check_state(state: Any) -> None:
-    """Refuse what is no rank's compression state, before any of it is used.
+    """Refuse what is no rank's compression state, before any of it is used. Parts with other names are let be.
 
     Raises:
-        ValueError: Something is missing or of another kind; the message says what.
+        CheckpointError: Something is missing, of another kind or no possible value; the message names the field.
     """
-    _check(state, "the state", _of(_is_name, _anything))
-    for part, holds in _PARTS.items():
-        if part not in state:
-            raise ValueError(f"it has no {part!r}")
-        _check(state[part], part, holds)
-    for part, holds in _OPTIONAL_PARTS.items():
-        if part in state:
-            _check(state[part], part, holds)
+    fault = each(_anything)(state) or next((f" has no field {part}" for part in _PARTS if part not in state), "")
+    if fault:
+        raise CheckpointError(f"it{fault}")
+    for part, check in (_PARTS | _OPTIONAL_PARTS).items():
+        fault = check(state[part]) if part in state else ""
+        if fault:
+            raise CheckpointError(f"its field {part}{fault}")
 
 
-Test = Callable[[Any], bool]
+# Says what is wrong with a value, as a sentence without its subject; nothing where nothing is.
+Check = Callable[[Any], str]
 
 
-def _check(value: Any, part: str, holds: Test) -> None:
-    if not holds(value):
-        raise ValueError(f"{part!r} in it is not what it should be")
+def must_be(what: str, holds: Callable[[Any], bool]) -> Check:
+    """The check that a value is what it should be."""
+    return lambda value: "" if holds(value) else f" is not {what}"
 
 
-def _anything(value: Any) -> bool:
-    return True
+def _anything(value: Any) -> str:
+    return ""
 
 
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str)
+_name = must_be("a name", lambda value: isinstance(value, str))
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def each(check: Check, key: Check = _name) -> Check:
+    """The check that a value is a dict, with such entries under such keys."""
+
+    def check_all(value: Any) -> str:
+        if not isinstance(value, Mapping):
+            return " is not a dict"
+        for name, entry in value.items():
+            if key(name):
+                return f" has the key {name!r}, which{key(name)}"
+            fault = check(entry)
+            if fault:
+                return f"[{name!r}]{fault}"
+        return ""
+
+    return check_all
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def is_count(value: Any) -> bool:
+    """Whether a value can be a number of steps, ranks or entries."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MORE_THAN_ANY_COUNT
 
 
-def _is_total(value: Any) -> bool:
-    return value in {field.name for field in fields(TrafficTotals)}
+def _is_number(value: Any, least: float) -> bool:
+    # NaN is neither above nor below; a whole number beyond the largest float is no float.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= sys.float_info.max
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided
+
+
+def _is_real_or_complex(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _is_residual(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim == 1 and value.is_floating_point() and value.numel() > 0
+    fits = _is_dense(value) and value.ndim == 1 and value.is_floating_point() and value.numel() > 0
+    return fits and bool(value.isfinite().all())
 
 
-def _is_measured(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and _is_number(value[0]) and _is_count(value[1])
+def _plain_data(value: Any) -> str:
+    """What is wrong with the state of an optimizer: nested dicts and lists of tensors, numbers and text."""
+    if isinstance(value, (Mapping, list, tuple)):
+        entries = value.items() if isinstance(value, Mapping) else enumerate(value)
+        return next((f"[{key!r}]{fault}" for key, entry in entries if (fault := _plain_data(entry))), "")
+    return "" if value is None or isinstance(value, (Tensor, bool, int, float, str)) else " is not plain data"
 
 
-def _is_gradient(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
+def _thresholds(value: Any) -> str:
+    parts = {
+        "values": each(must_be("a positive number", lambda value: _is_number(value, sys.float_info.min))),
+        "targets": each(_count),
+    }
+    if not isinstance(value, Mapping) or value.keys() != parts.keys():
+        return " is not a dict of values and targets"
+    fault = next((f"[{part!r}]{fault}" for part, check in parts.items() if (fault := check(value[part]))), "")
+    return fault or ("" if value["values"].keys() == value["targets"].keys() else " has values without targets")
 
 
-def _of(key: Test, value: Test) -> Test:
-    return lambda mapping: isinstance(mapping, Mapping) and all(key(k) and value(v) for k, v in mapping.items())
+_count = must_be("a count", is_count)
+_totals = each(
+    must_be("a number from 0 on", lambda value: _is_number(value, 0)),
+    must_be("counted here", lambda key: key in {field.name for field in fields(TrafficTotals)}),
+)
+_residual = must_be("a list of finite numbers", _is_residual)
+# A model may hold NaN, and then so may its weights, what follows them, and gradients.
+_tensors = each(
+    must_be("a floating-point or complex tensor", lambda value: _is_dense(value) and _is_real_or_complex(value))
+)
 
-
-def _is_thresholds(value: Any) -> bool:
-    parts = {"values": _of(_is_name, _is_number), "targets": _of(_is_name, _is_count)}
-    return (
-        isinstance(value, Mapping)
-        and value.keys() == parts.keys()
-        and all(holds(value[part]) for part, holds in parts.items())
-        and value["values"].keys() == value["targets"].keys()
-    )
-
-
-_PARTS: dict[str, Test] = {
-    "synchronisations": _is_count,
-    "steps_since_refresh": _is_count,
-    "thresholds": _is_thresholds,
-    "residuals": _of(_is_name, _is_residual),
-    "traffic": _of(_is_total, _is_number),
+_PARTS: dict[str, Check] = {
+    "synchronisations": _count,
+    "steps_since_refresh": _count,
+    "thresholds": _thresholds,
+    "residuals": each(_residual),
+    "traffic": _totals,
 }
-_OPTIONAL_PARTS: dict[str, Test] = {
-    "accumulated": _of(_is_name, _is_gradient),
+_OPTIONAL_PARTS: dict[str, Check] = {
+    "accumulated": each(must_be("a gradient", _is_real_or_complex)),
+    # Whose file it is; those of format version 2 and before do not say.
+    "identity": each(must_be("a number or a name", lambda value: isinstance(value, (int, str)))),
+    # What a rank trains by itself between two exchanges.
+    "weights": _tensors,
+    "shared": _tensors,
+    "optimizers": lambda value: _plain_data(value) if isinstance(value, list) else " is not a list",
+    "exchange_clocks": each(_count),
+    "in_flight": each(must_be("a tensor", _is_dense)),
     # Checkpoints of the first release have none of these.
-    "owned": _of(_is_name, _of(_is_count, _is_residual)),
-    "split_traffic": _of(_is_total, _is_number),
-    "modules": _of(_is_name, _of(_is_name, _anything)),
-    "split_points": _of(_is_name, _anything),
-    # Those of 0.2 and before have none.
-    "weight_sizes": _of(_is_name, _is_measured),
+    "owned": each(each(_residual, _count)),
+    "split_traffic": _totals,
+    "modules": each(each(_anything)),
+    "split_points": each(each(_anything)),
 }

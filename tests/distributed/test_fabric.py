@@ -3,11 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 
+from distributed.harness import RankFailure
 from distributed.training import Module, Noise, Perceptron, fit, rank
 from lightning_dct import DCTStrategy
 from lightning_dct.fabric import DCTStrategy as FabricDCTStrategy
@@ -64,6 +66,30 @@ def test_fabric_checkpoints_hold_the_compression_state(ranks: Any, tmp_path: Pat
     resumed = ranks(2).run(train_with_fabric, settings, tmp_path / "fabric.ckpt")
     assert torch.equal(straight[0]["weights"], resumed[0]["weights"])
     assert len(list((tmp_path / "fabric.ckpt.module-0.dct").iterdir())) == 2
+
+
+def save_or_load_two_modules(path: Path, load: bool) -> None:
+    """Save two modules of one shape, or load them."""
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=FabricDCTStrategy(density=0.2))
+    fabric.launch()
+    state = {name: fabric.setup_module(Perceptron()) for name in ("first", "second")}
+    if load:
+        fabric.load(path, state)
+    else:
+        fabric.save(path, state)
+
+
+def test_state_of_another_module_is_refused(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: the folders of two modules that differ in nothing else, in each other's place."""
+    saved = tmp_path / "a.ckpt"
+    ranks(2).run(save_or_load_two_modules, saved, False)
+    ranks(2).run(save_or_load_two_modules, saved, True)
+    first, second = (Path(f"{saved}.module-{index}.dct") for index in (0, 1))
+    first.rename(tmp_path / "aside")
+    second.rename(first)
+    (tmp_path / "aside").rename(second)
+    with pytest.raises(RankFailure, match=r"module-0\.dct.* is not there"):
+        ranks(2).run(save_or_load_two_modules, saved, True)
 
 
 def make_group() -> dist.ProcessGroup:

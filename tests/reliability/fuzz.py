@@ -45,11 +45,11 @@ class Outcome(NamedTuple):
     verdict: str
 
 
-def judge(decode: Callable[[], None], says: str = "") -> str:
-    """Call a decoder and say what it did; errors must be ValueErrors whose message holds ``says``."""
+def judge(decode: Callable[[], None], says: str = "", kind: type[ValueError] = ValueError) -> str:
+    """Call a decoder and say what it did; errors must be of a kind and their messages hold ``says``."""
     try:
         decode()
-    except ValueError as error:
+    except kind as error:
         return "error" if str(error).strip() and says in str(error) else f"an error that says {str(error)!r}"
     except BaseException as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
@@ -76,8 +76,8 @@ def fuzz_checkpoints(count: int, seed: int, folder: Path) -> Iterable[Outcome]:
     chance, cases = random.Random(seed), CheckpointCases(seed, folder)
     for number in range(count):
         faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)
-        subject, decode, says = cases.next(chance, number)
-        yield Outcome(subject, judge(decode, says))
+        subject, decode, says, kind = cases.next(chance, number)
+        yield Outcome(subject, judge(decode, says, kind))
     faulthandler.cancel_dump_traceback_later()
 
 

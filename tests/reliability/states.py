@@ -1,12 +1,15 @@
 """Checkpoint files of every kind, harmed as bytes and in what they say.
 
-Bytes: what is read is an error that names the file, or the very state that was saved. Contents (valid files that say
-something else): an error, or a state that the objects it is for take over and are sound with.
+Bytes: what is read is an error that names the file, or the very state that was saved. Contents (valid files and notes
+that say something else): an error, or a state that the objects it is for take over and are sound with, and files within
+the checkpoint's folder. Files of other ranks, saves or steps: an error that names the file.
 """
 
 from __future__ import annotations
 
 import copy
+import math
+import os
 import pickle
 import random
 from collections.abc import Callable
@@ -18,7 +21,8 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor
 
-from lightning_dct.checkpoint import merge_states
+from lightning_dct import CheckpointError
+from lightning_dct.checkpoint import identity, make_note, merge_states, rows_path, state_folder, state_path
 from lightning_dct.embedding import ShardedEmbeddingBags
 from lightning_dct.embedding.memory_check import check_memory
 from lightning_dct.embedding.placement import place_tables
@@ -26,11 +30,13 @@ from lightning_dct.embedding.rows import RememberedRows
 from lightning_dct.embedding.shards import load_rows, save_rows
 from lightning_dct.gradients.memory import Memory
 from lightning_dct.gradients.sharding import Piece
+from lightning_dct.restoring import agreed_notes
 from lightning_dct.state_file import read_checked
 from reliability.mutations import mutate
 
 TABLES, DIM = (50, 7), 4
 SIZES = {"a.weight": 120, "b.bias": 9}
+NOTE = make_note(world_size=4, synchronisations=12, save="5f0c93ab", stages=2)
 PIECES = {"a.weight[0:60]": Piece("a.weight[0:60]", "a.weight", 0, 60, 0)}
 
 
@@ -41,11 +47,13 @@ class Case(NamedTuple):
         subject: What is harmed.
         decode: Reads it.
         says: What the message of an error must hold.
+        error: The type that an error must have.
     """
 
     subject: str
     decode: Callable[[], None]
     says: str
+    error: type[ValueError] = CheckpointError
 
 
 class Foreign:
@@ -81,14 +89,17 @@ class CheckpointCases:
 
     def next(self, chance: random.Random, number: int) -> Case:
         """The next one; they take turns."""
-        kinds = (self._harmed_state, self._other_contents, self._harmed_rows, self._foreign_class)
+        kinds = (
+            *(self._harmed_state, self._other_contents, self._harmed_rows, self._foreign_class),
+            *(self._another_file, self._other_note),
+        )
         return kinds[number % len(kinds)](chance)
 
     def _harmed_state(self, chance: random.Random) -> Case:
         self._file.write_bytes(mutate(chance, self._data, self._others))
 
         def decode() -> None:
-            assert equal(read_checked(TorchCheckpointIO(), str(self._file)), self._state)
+            assert equal(read_checked(TorchCheckpointIO(), str(self._file), {}), self._state)
 
         return Case("states, bytes", decode, str(self._file))
 
@@ -99,9 +110,37 @@ class CheckpointCases:
         torch.save(state, self._file)
 
         def decode() -> None:
-            take_over(read_checked(TorchCheckpointIO(), str(self._file)))
+            take_over(read_checked(TorchCheckpointIO(), str(self._file), {}))
 
-        return Case("states, contents", decode, "")
+        # A whole state of another model is no damaged one.
+        return Case("states, contents", decode, "", ValueError)
+
+    def _another_file(self, chance: random.Random) -> Case:
+        """A whole file of the same shape that was written for somebody else."""
+        whose, state = identity(NOTE, 1), {**self._state}
+        field = chance.choice(sorted(whose))
+        other = {**whose, field: "00000000" if field == "save" else whose[field] + chance.choice((-1, 1))}
+        state["synchronisations"] = other.pop("synchronisations")
+        torch.save({**state, "identity": other} if chance.random() < 0.9 else state, self._file)
+
+        def decode() -> None:
+            read_checked(TorchCheckpointIO(), str(self._file), whose)
+            raise AssertionError("it was read")
+
+        return Case("files of others", decode, str(self._file))
+
+    def _other_note(self, chance: random.Random) -> Case:
+        note = {**NOTE}
+        for _ in range(chance.randint(1, 2)):
+            change_something(chance, note)
+
+        def decode() -> None:
+            (agreed,) = agreed_notes([note], "a.ckpt")
+            for path in (state_path("a.ckpt", agreed, 0), rows_path("a.ckpt", agreed)):
+                assert os.path.dirname(path) == state_folder("a.ckpt")
+            assert agreed["world_size"] // agreed.get("stages", 1) >= 1
+
+        return Case("notes, contents", decode, "a.ckpt")
 
     def _harmed_rows(self, chance: random.Random) -> Case:
         for path, data in self._row_files.items():
@@ -135,7 +174,7 @@ class CheckpointCases:
                 if in_rows:
                     load_rows(str(self._rows_folder), {"tables": self._tables})
                 else:
-                    read_checked(TorchCheckpointIO(), str(self._file))
+                    read_checked(TorchCheckpointIO(), str(self._file), {})
                 raise AssertionError("it was read")
             finally:
                 assert not Foreign.called
@@ -168,18 +207,27 @@ def example_state() -> dict[str, Any]:
         "owned": {"a.weight": {0: torch.randn(60)}},
         "traffic": counted,
         "split_traffic": counted,
-        "weight_sizes": {"a.weight": [0.05, 0]},
         "modules": {"tables": tables},
+        "accumulated": {"a.weight": torch.tensor([math.nan])},
+        "weights": {"a.weight": torch.full((3, 2), math.nan), "b.bias": torch.tensor([1j])},
+        "shared": {"a.weight": torch.ones(3, 2)},
+        "optimizers": [{"state": {0: {"mean": torch.tensor([math.nan])}}, "param_groups": [{"betas": (0.9, 0.99)}]}],
+        "exchange_clocks": {"a.weight": 4},
+        "in_flight": {"a.weight": torch.ones(6)},
     }
 
 
 def take_over(state: dict[str, Any]) -> None:
     """What strategies do with a state that has been read, and whether what comes of it is sound."""
     merged = merge_states([state])
-    memory = Memory(PIECES, guard=True, undoable=False)
-    memory.load_state_dict(merged, SIZES)
-    for name, residual in memory.residuals.state_dict().items():
-        assert residual.numel() == SIZES.get(name, residual.numel())
+    for own_or_mean in (merge_states([state, state]), merged):
+        memory = Memory(PIECES, guard=True, undoable=False)
+        memory.load_state_dict(own_or_mean, SIZES)
+        for name, residual in memory.residuals.state_dict().items():
+            assert residual.numel() == SIZES.get(name, residual.numel())
+            assert residual.isfinite().all()
+        assert all(0 < threshold < math.inf for threshold in memory.thresholds.values())
+    assert 0 <= merged["synchronisations"] < 10**12
     for tables in (states[0] for states in merged["modules"].values()):
         check_memory(tables, TABLES, DIM)
         placement = place_tables(TABLES, 2)
@@ -190,6 +238,8 @@ def take_over(state: dict[str, Any]) -> None:
                 # It goes on to work: rows are found, made room for, and read.
                 admission, _ = rows.admit(np.array([1, 3, 8], dtype=np.int64))
                 assert rows.copies[admission.slots].shape == (3, DIM)
+                assert rows.residual.isfinite().all()
+                assert np.isfinite(rows.thresholds).all()
                 assert rows.cache.holds(np.array([1, 3, 8], dtype=np.int64), admission.slots)
 
 
@@ -220,19 +270,23 @@ def _change(chance: random.Random, state: Any, key: Any, value: Any) -> None:
     elif way == "rename":
         state[chance.choice(("another", 7, -1, ""))] = state.pop(key)
     elif way == "replace":
-        state[key] = chance.choice((None, -1, 1 << 62, "text", 0.5, [], {}, torch.zeros(3), torch.zeros(0, 2)))
+        state[key] = chance.choice(
+            (None, -1, 1 << 62, 10**30, 1e30, math.nan, "text", "../x", 0.5, [], {}, torch.zeros(3), torch.zeros(0, 2))
+        )
     elif way == "resize":
         state[key] = torch.cat([value, value[:1]]) if value.ndim and chance.random() < 0.5 else value[:-1]
     elif way == "retype":
         state[key] = value.to(chance.choice((torch.int32, torch.float16, torch.bool, torch.complex64)))
     else:
-        state[key] = torch.full_like(value, chance.choice((-1, 0, 1, 10_000)))
+        odd = (math.nan, math.inf) if value.is_floating_point() else ()
+        state[key] = torch.full_like(value, chance.choice((-1, 0, 1, 10_000, *odd)))
 
 
 def equal(one: Any, other: Any) -> bool:
     """Whether nested containers hold the same, to the last bit."""
     if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+        alike = isinstance(other, Tensor) and (one.dtype, one.shape) == (other.dtype, other.shape)
+        return alike and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):

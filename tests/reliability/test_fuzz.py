@@ -15,6 +15,6 @@ def test_payloads() -> None:
 
 def test_checkpoints(tmp_path: Path) -> None:
     """Oracle: the checks in states.py; a file's name in every error about its bytes."""
-    outcomes = list(fuzz_checkpoints(120, seed=1, folder=tmp_path))
+    outcomes = list(fuzz_checkpoints(180, seed=1, folder=tmp_path))
     assert {outcome.verdict for outcome in outcomes} <= {"error", "right"}, outcomes
-    assert len({outcome.subject for outcome in outcomes}) == 4
+    assert len({outcome.subject for outcome in outcomes}) == 6

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_dct.embedding.cache import CACHE_ARRAYS
 from lightning_dct.embedding.placement import Placement
+from lightning_dct.state_file import CheckpointError
 
 # Groups of rows are powers of two below a count, which is an int64.
 MOST_GROUPS = 63
@@ -24,7 +25,7 @@ def check_memory(state: Mapping[str, Any], table_rows: Sequence[int], dim: int) 
         dim: Entries a row.
 
     Raises:
-        ValueError: The tables are others than the module's, or the state is damaged; the message says what is wrong.
+        CheckpointError: The tables are others than the module's, or the state is damaged; the message says what it is.
     """
     try:
         saved = Placement(**state["placement"])
@@ -38,7 +39,7 @@ def check_memory(state: Mapping[str, Any], table_rows: Sequence[int], dim: int) 
     except ValueError as error:
         wrong = str(error)
     if wrong is not None:
-        raise ValueError(
+        raise CheckpointError(
             f"The checkpoint's memory of sharded tables does not fit or is damaged: {wrong}. Resume with the model that"
             " was saved, or from another checkpoint."
         )
@@ -97,11 +98,20 @@ def _faults_of_rows(
         and groups.shape == code["rows"].shape
     ):
         yield "the groups of rows"
-    if rows["thresholds"].shape != (tables,) or not rows["thresholds"].dtype.is_floating_point:
+    thresholds, residual = rows["thresholds"], rows["residual"]
+    if not (
+        thresholds.shape == (tables,)
+        and thresholds.dtype.is_floating_point
+        and bool(((thresholds >= 0) & thresholds.isfinite()).all())
+    ):
         yield "the thresholds"
     if rows["copies"].shape != (used, dim) or not rows["copies"].is_floating_point():
         yield "the copies"
-    if rows["residual"].shape != (used, dim if with_residual else 0) or not rows["residual"].is_floating_point():
+    if not (
+        residual.shape == (used, dim if with_residual else 0)
+        and residual.is_floating_point()
+        and bool(residual.isfinite().all())
+    ):
         yield "the residuals"
 
 

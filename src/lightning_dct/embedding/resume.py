@@ -37,7 +37,7 @@ def restore_memory(module: ShardedEmbeddingBags, states: Sequence[Mapping[str, A
         states: One state (this rank's), or those of all ranks of the saved world.
 
     Raises:
-        ValueError: They are about other tables, or damaged.
+        CheckpointError: They are about other tables, or damaged.
     """
     for state in states:
         check_memory(state, module.table_rows, module.embedding_dim)

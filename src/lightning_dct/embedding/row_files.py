@@ -13,7 +13,9 @@ import zlib
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
@@ -21,7 +23,7 @@ from torch.futures import Future
 from lightning_dct.state_file import check_sums
 
 INDEX = ".metadata"
-# Its CRC-32 in hexadecimal digits; rows that older versions have saved come without it.
+# Its CRC-32 in hexadecimal digits and the folder's name; rows that older versions have saved come without either.
 INDEX_CHECKSUM = "metadata.crc32"
 _CHECKPOINT = "torch.distributed.checkpoint"
 ALLOWED = {
@@ -43,30 +45,54 @@ ALLOWED = {
 }
 
 
+def row_writer(folder: str) -> FileSystemWriter:
+    """What writes rows into a folder, which it makes: on a disk, or wherever fsspec writes to."""
+    files, path = url_to_fs(folder)
+    if isinstance(files, LocalFileSystem):
+        return FileSystemWriter(path)
+    # torch has no public writer for fsspec: whoever keeps to disks does not depend on this one.
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+    # It would sync this machine's disks after each file.
+    return FsspecWriter(folder, sync_files=False)
+
+
 def write_index_checksum(folder: str) -> None:
-    """Note the checksum of a folder's index, once it is written."""
-    with open(os.path.join(folder, INDEX), "rb") as file:
+    """Note the checksum of a folder's index, once it is written, and which folder it is in."""
+    files, path = url_to_fs(folder)
+    with files.open(f"{path}/{INDEX}", "rb") as file:
         checksum = zlib.crc32(file.read())
-    with open(os.path.join(folder, INDEX_CHECKSUM), "w") as file:
-        file.write(f"{checksum:08x}\n")
+    with files.open(f"{path}/{INDEX_CHECKSUM}", "w") as file:
+        file.write(f"{checksum:08x} {os.path.basename(path)}\n")
 
 
 class RowReader(FileSystemReader):
-    """The reader for ``torch.distributed.checkpoint.load``."""
+    """The reader for ``torch.distributed.checkpoint.load``.
+
+    Args:
+        folder: A path, or an address that fsspec reads from.
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+        self._files, self._folder = url_to_fs(folder)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the index.
 
         Raises:
-            ValueError: It does not match its checksum, or holds what no index does.
+            ValueError: It does not match its checksum, is another folder's, or holds what no index does.
         """
-        with open(os.path.join(self.path, INDEX), "rb") as file:
+        with self._files.open(f"{self._folder}/{INDEX}", "rb") as file:
             data = file.read()
-        noted = os.path.join(self.path, INDEX_CHECKSUM)
-        if os.path.exists(noted):
-            with open(noted) as file:
-                if file.read().strip() != f"{zlib.crc32(data):08x}":
-                    raise ValueError("the index does not match its checksum")
+        noted = f"{self._folder}/{INDEX_CHECKSUM}"
+        if self._files.exists(noted):
+            with self._files.open(noted, "r") as file:
+                checksum, *owner = file.read().split(maxsplit=1)
+            if checksum != f"{zlib.crc32(data):08x}":
+                raise ValueError("the index does not match its checksum")
+            if owner and owner[0].strip() != os.path.basename(self._folder):
+                raise ValueError(f"they are those of {owner[0].strip()!r}")
         metadata = _IndexUnpickler(io.BytesIO(data)).load()
         if not isinstance(metadata, Metadata):
             raise ValueError(f"the index is a {type(metadata).__name__}")
@@ -84,7 +110,7 @@ class RowReader(FileSystemReader):
         for item in plan.items:
             where = self.storage_data[item.storage_index]
             name = os.path.basename(where.relative_path)  # never outside the folder
-            with open(os.path.join(self.path, name), "rb") as file:
+            with self._files.open(f"{self._folder}/{name}", "rb") as file:
                 file.seek(where.offset)
                 piece = io.BytesIO(file.read(where.length))
             check_sums(piece)

@@ -6,24 +6,24 @@ Loading reads what a rank owns now, whatever the number of ranks was when it was
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from fsspec.core import url_to_fs
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from lightning_dct.embedding.row_files import RowReader, write_index_checksum
+from lightning_dct.embedding.row_files import RowReader, row_writer, write_index_checksum
 from lightning_dct.embedding.sharded import ROWS_AT_A_TIME, ShardedEmbeddingBags
+from lightning_dct.state_file import CheckpointError
 
 
 class RowShards(Tensor):
@@ -86,8 +86,7 @@ def save_rows(folder: str, tables: dict[str, ShardedEmbeddingBags], optimizers: 
         shards |= _shards_of(name, module, module.weight.detach())
         for key, values in _row_states(name, module, optimizers).items():
             shards |= _shards_of(key, module, values)
-    os.makedirs(folder, exist_ok=True)
-    save(shards, storage_writer=FileSystemWriter(folder), no_dist=not dist.is_initialized())
+    save(shards, storage_writer=row_writer(folder), no_dist=not dist.is_initialized())
     if not dist.is_initialized() or dist.get_rank() == 0:
         write_index_checksum(folder)
 
@@ -101,7 +100,7 @@ def load_rows(folder: str, tables: dict[str, ShardedEmbeddingBags]) -> None:
 
     Raises:
         FileNotFoundError: It is not there.
-        ValueError: It is damaged, or holds rows of other tables.
+        CheckpointError: It is damaged, or holds rows of other tables.
     """
     _check(folder)
     shards: dict[str, Any] = {}
@@ -115,7 +114,7 @@ def load_row_states(folder: str, tables: dict[str, ShardedEmbeddingBags], optimi
 
     Raises:
         FileNotFoundError: The folder is not there.
-        ValueError: It is damaged.
+        CheckpointError: It is damaged.
     """
     _check(folder)
     with _naming(folder):
@@ -142,7 +141,12 @@ def load_row_states(folder: str, tables: dict[str, ShardedEmbeddingBags], optimi
 def without_rows(
     state: dict[str, Any], optimizer: Optimizer, tables: dict[str, ShardedEmbeddingBags]
 ) -> dict[str, Any]:
-    """An optimizer's ``state_dict`` less what :func:`save_rows` saves."""
+    """An optimizer's ``state_dict`` less what :func:`save_rows` saves.
+
+    ``ZeroRedundancyOptimizer`` hands its state over on rank 0 only, and an empty dict elsewhere.
+    """
+    if not tables or not state:
+        return state
     weights = {id(module.weight): len(module.weight) for module in tables.values()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     kept = {
@@ -204,7 +208,7 @@ def _naming(folder: str) -> Iterator[None]:
     except (Exception, CheckpointException) as error:
         # What damaged files make pickle, zipfile and torch raise is of a dozen kinds; on several ranks they come
         # wrapped in a CheckpointException, which is no Exception.
-        raise ValueError(
+        raise CheckpointError(
             f"The embedding rows in {folder!r} are damaged or are others ({_cause(error)}). Restore the folder from a"
             " copy, or resume from an earlier checkpoint."
         ) from error
@@ -216,7 +220,8 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _check(folder: str) -> None:
-    if not os.path.isdir(folder):
+    files, path = url_to_fs(folder)
+    if not files.isdir(path):
         raise FileNotFoundError(
             f"The checkpoint's embedding rows should be in {folder!r}, which is not there. Put the folder that was"
             " saved with the checkpoint beside it."
