@@ -5,7 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+import torch
+from lightning.pytorch import callbacks as lightning_callbacks
+
+OLDEST_TORCH = "2.13"
+# Lightning before 2.6 has the first only.
+AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")
+
+
+def check_torch() -> None:
+    """Refuse versions of torch whose schedules do not do what stages need.
+
+    Raises:
+        RuntimeError: With the version that is there.
+    """
+    if torch.__version__ < OLDEST_TORCH:
+        raise RuntimeError(
+            f"`DCTPipelineStrategy` needs torch {OLDEST_TORCH} or later, and this is torch {torch.__version__}. Install"
+            " a later one, or use `DCTStrategy`, which needs no pipeline."
+        )
 
 
 def check_ddp_settings(settings: Mapping[str, object]) -> None:
@@ -75,8 +93,9 @@ def check_training(model: pl.LightningModule, precision: object, callbacks: Iter
             " GradScaler could scale the loss, so small fp16 gradients would vanish. Use precision='bf16-mixed', which"
             " needs no scaling, or '32-true'."
         )
+    averaging = tuple(getattr(lightning_callbacks, name) for name in AVERAGING if hasattr(lightning_callbacks, name))
     for callback in callbacks:
-        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+        if isinstance(callback, averaging):
             raise ValueError(
                 f"`{type(callback).__name__}` does not work with `DCTPipelineStrategy`: it copies the whole model, and"
                 " each rank has the parameters of its own stage only. Average checkpoints after training."

@@ -20,7 +20,13 @@ from lightning_dct.clipping import clip_grad_norm
 from lightning_dct.config import check_choice, check_integer
 from lightning_dct.gradients import Synchronizer
 from lightning_dct.pipeline import gathering
-from lightning_dct.pipeline.checks import check_ddp_settings, check_no_tables, check_schedule, check_training
+from lightning_dct.pipeline.checks import (
+    check_ddp_settings,
+    check_no_tables,
+    check_schedule,
+    check_torch,
+    check_training,
+)
 from lightning_dct.pipeline.delivery import deliver, set_aside, through_ddp
 from lightning_dct.pipeline.mesh import PipelineMesh
 from lightning_dct.pipeline.metrics import LastStageGather, attach, detach
@@ -92,6 +98,7 @@ class DCTPipelineStrategy(DCTStrategy):
         check_integer("micro_batches", micro_batches, minimum=1)
         check_choice("schedule", schedule, SCHEDULES)
         check_schedule(schedule, stages, micro_batches)
+        check_torch()
         check_ddp_settings(settings)
         super().__init__(accelerator, **settings)
         self.stages = stages
