@@ -6,11 +6,10 @@ from collections.abc import Iterable, Mapping
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch import callbacks as lightning_callbacks
+
+from lightning_dct.callbacks.requirements import AVERAGING
 
 OLDEST_TORCH = "2.13"
-# Lightning before 2.6 has the first only.
-AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")
 
 
 def check_torch() -> None:
@@ -93,9 +92,8 @@ def check_training(model: pl.LightningModule, precision: object, callbacks: Iter
             " GradScaler could scale the loss, so small fp16 gradients would vanish. Use precision='bf16-mixed', which"
             " needs no scaling, or '32-true'."
         )
-    averaging = tuple(getattr(lightning_callbacks, name) for name in AVERAGING if hasattr(lightning_callbacks, name))
     for callback in callbacks:
-        if isinstance(callback, averaging):
+        if isinstance(callback, AVERAGING):
             raise ValueError(
                 f"`{type(callback).__name__}` does not work with `DCTPipelineStrategy`: it copies the whole model, and"
                 " each rank has the parameters of its own stage only. Average checkpoints after training."
