@@ -124,7 +124,8 @@ class DCTPipelineStrategy(DCTStrategy):
         Raises:
             ValueError: With the reason and the remedy.
         """
-        trainer: Any = model._trainer  # Any: Lightning sets `callbacks` where type checkers do not see it
+        # Any: Lightning sets `callbacks` where type checkers do not see it. Stand-ins for a module may have no Trainer.
+        trainer: Any = getattr(model, "_trainer", None)
         check_training(model, self.precision_plugin, [] if trainer is None else trainer.callbacks)
         super().connect(model)
 
