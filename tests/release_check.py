@@ -104,6 +104,8 @@ def check_wheel(wheel: Path, version: str, package: set[str]) -> Message:
     expect(not strangers, f"the wheel holds {strangers}")
     expect(package <= set(names), f"the wheel lacks {package - set(names)}")
     expect(metadata["Version"] == version, f"the wheel is of version {metadata['Version']}")
+    alone = re.findall(r"\]\((?!https:|#)[^)]*\)", str(metadata.get_payload()))
+    expect(not alone, f"on an index the README's links {alone} lead nowhere")
     base = {requirement for requirement, extra in requirements(metadata) if extra is None}
     expect(base == BASE, f"without extras the wheel wants {base}")
     say(f"wheel: {len(names)} files; wants {', '.join(sorted(base))}")

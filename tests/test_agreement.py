@@ -47,6 +47,10 @@ def test_other_weights_do_not_matter() -> None:
     assert describe_parameters(one) == describe_parameters(other)
 
 
+def test_without_a_process_group_there_is_nobody_to_disagree_with() -> None:
+    check_agreement({"density": 0.1}, model(), None)
+
+
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_every_rank_hears_which_setting_differs(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     ranks = [({"guard": True, "density": density}, model()) for density in (0.1, 0.2, 0.1)]

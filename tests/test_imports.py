@@ -75,6 +75,40 @@ def test_works_without_any_optional_package(tmp_path: Path) -> None:
     assert "optimizer steps synchronised" in printed  # the table, without rich
 
 
+def test_imports_and_trains_where_newer_names_are_missing(tmp_path: Path) -> None:
+    """What torch 2.8 and Lightning 2.5 do not have, as far as any module of the package touches it."""
+    script = """
+    import importlib
+    import pkgutil
+
+    import lightning.pytorch.callbacks
+    import torch.distributed
+    import torch.nn.parallel.distributed
+
+    del lightning.pytorch.callbacks.WeightAveraging
+    del torch.distributed.all_gather_single
+    del torch.nn.parallel.distributed._DEFAULT_BUCKET_CAP_MB
+
+    import lightning_dct
+
+    for module in pkgutil.walk_packages(lightning_dct.__path__, "lightning_dct."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    trainer = Trainer(
+        strategy=lightning_dct.DCTStrategy(compress="gradients"), accelerator="cpu", devices=1, max_steps=2,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        limit_val_batches=0,
+    )
+    trainer.fit(BoringModel())
+    print("steps", trainer.strategy.synchronizer.synchronisations)
+    """
+    assert "steps 2" in run(textwrap.dedent(script), tmp_path)
+
+
 def test_names_registration_and_reload(tmp_path: Path) -> None:
     script = """
     import importlib

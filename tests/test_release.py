@@ -21,7 +21,7 @@ def test_the_version_comes_from_one_place(capsys: pytest.CaptureFixture[str]) ->
     """Oracle: ``__about__.py``, which hatch reads and the citation repeats."""
     version = lightning_dct.__version__
     pyproject = (ROOT / "pyproject.toml").read_text()
-    assert 'dynamic = ["version"]' in pyproject
+    assert '"version"' in re.search(r"^dynamic = (.*)$", pyproject, re.MULTILINE)[1]
     assert 'path = "src/lightning_dct/__about__.py"' in pyproject
     assert not re.search(r"^version =", pyproject, re.MULTILINE)
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
@@ -53,6 +53,48 @@ def test_each_extra_adds_what_it_names_and_no_more() -> None:
     }
     assert by_extra == named
     assert not any(names & BASE for names in named.values())
+
+
+def test_readme_reads_where_no_other_file_is() -> None:
+    """What the build makes of it: every link has an address, below it stands a file of this repository."""
+    tomllib = pytest.importorskip("tomllib")
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    text = (ROOT / "README.md").read_text()
+    for substitution in pyproject["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+        text = re.sub(substitution["pattern"], substitution["replacement"], text)
+    addresses = re.findall(r"\]\(([^)]+)\)", text)
+    assert all(address.startswith(("https://", "#")) for address in addresses)
+    repository = re.escape(pyproject["project"]["urls"]["Repository"])
+    paths = [
+        found[1] for address in addresses if (found := re.match(rf"{repository}/(?:blob|raw)/main/([^#]+)", address))
+    ]
+    assert len(paths) >= 10
+    assert all((ROOT / path).exists() for path in paths)
+    assert all(
+        url.startswith(pyproject["project"]["urls"]["Repository"]) for url in pyproject["project"]["urls"].values()
+    )
+
+
+def test_nothing_says_that_it_can_be_had_from_an_index() -> None:
+    """Until it can, pip would fetch whatever somebody else has put there under this name."""
+    texts = [
+        path
+        for room in ("src", "docs", "examples", "experiments", "conf")
+        for path in (ROOT / room).rglob("*")
+        if path.suffix in {".py", ".md", ".yaml", ".ipynb", ".sbatch"}
+    ]
+    texts += [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    saying = re.compile(r"install ['\"]?lightning[-_]dct|lightning-dct\[")
+    assert [str(path) for path in texts if saying.search(path.read_text())] == []
+
+
+def test_the_release_workflow_publishes_without_a_secret_and_is_off() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
+    build, publish = workflow["jobs"]["build"], workflow["jobs"]["publish"]
+    assert build["if"] == "vars.PUBLISH == 'true'"
+    assert "make release-check" in [step.get("run") for step in build["steps"]]
+    assert (publish["needs"], publish["permissions"]) == ("build", {"id-token": "write"})
+    assert "secrets." not in (ROOT / ".github/workflows/release.yml").read_text()
 
 
 def test_the_sdist_takes_every_folder_that_is_ours() -> None:

@@ -46,8 +46,7 @@ def check_modules_agree(model: Module) -> None:
     Raises:
         ValueError: The first setting that differs, with each rank's value.
     """
-    if dist.is_available() and dist.is_initialized():
-        _compare_settings(module_settings(model), None, 0)
+    _compare_settings(module_settings(model), None, 0)
 
 
 def describe_parameters(model: Module) -> dict[str, str]:
@@ -81,6 +80,8 @@ def _compare_settings(
 
 
 def _gather(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    if not (dist.is_available() and dist.is_initialized()):
+        return [mine]
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     return everyone

@@ -14,7 +14,6 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
-from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -88,21 +87,17 @@ class DCTStrategy(DDPStrategy):
                 wrapped, self.precision, self.config, self.traffic, place, self._timeout
             )
             wrapped.register_comm_hook(None, synchronizer.hook)
-            self.synchronizers.append(synchronizer)
-            return wrapped
+            return self._add(synchronizer, wrapped)
         average_buffers = self._ddp_kwargs.get("broadcast_buffers", True)
-        self.synchronizers.append(
-            make_update_synchronizer(
-                module,
-                group,
-                self.config,
-                self.traffic,
-                place,
-                self._timeout,
-                lambda: self._optimizers,
-                average_buffers,
-            )
+        own = make_update_synchronizer(
+            module, group, self.config, self.traffic, place, self._timeout, lambda: self._optimizers, average_buffers
         )
+        return self._add(own, module)
+
+    def _add(self, synchronizer: Synchronizer, module: Any) -> Any:
+        # Not asked for in `backward`: where a strategy overrides that, Fabric forbids `loss.backward()`.
+        synchronizer.refresh_every = self.config.refresh_every
+        self.synchronizers.append(synchronizer)
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -110,13 +105,6 @@ class DCTStrategy(DDPStrategy):
         check_optimizers(self.config, [optimizer])
         self._optimizers.append(optimizer)
         return super().setup_optimizer(optimizer)
-
-    def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
-        """Run backward, with a refresh of the thresholds when one is due."""
-        for synchronizer in self.synchronizers:
-            if synchronizer.steps_since_refresh >= self.config.refresh_every:
-                synchronizer.request_refresh()
-        super().backward(tensor, module, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step, and exchange what the weights have moved when it is time."""

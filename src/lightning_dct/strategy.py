@@ -153,7 +153,8 @@ class DCTStrategy(CheckpointedStrategy):
     def connect(self, model: pl.LightningModule) -> None:
         """Add the callbacks this strategy works with, where the user gave none of their own."""
         super().connect(model)
-        trainer: Any = model._trainer  # Any: Lightning sets `callbacks` where type checkers do not see it
+        # Any: Lightning sets `callbacks` where type checkers do not see it. Stand-ins for a module may have no Trainer.
+        trainer: Any = getattr(model, "_trainer", None)
         if trainer is None:
             return
         missing: list[pl.Callback] = []
@@ -190,8 +191,9 @@ class DCTStrategy(CheckpointedStrategy):
         if self._lifelines:
             end_after_gloo()
         self.lifeline = Lifeline.open(self._lifelines)
-        self._check_modules()
-        self.sharded_tables()
+        if self.lightning_module is not None:
+            self._check_modules()
+            self.sharded_tables()
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Wrap the model, register the hook and take over the state of a checkpoint."""

@@ -168,4 +168,4 @@ def test_missing_extra(package: str, monkeypatch: pytest.MonkeyPatch, capsys: py
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     assert main(["dashboard", "--project", "runs", "--output", "never-written.json"]) == 1
-    assert "pip install 'lightning-dct[experiments]'" in capsys.readouterr().err
+    assert "pip install '.[experiments]' in a clone of lightning_dct" in capsys.readouterr().err

@@ -60,6 +60,25 @@ def test_compressed_fabric_counts_and_refreshes(ranks: Any) -> None:
     assert one["totals"].compression_ratio > 5
 
 
+def train_without_fabrics_backward(compress: str) -> int:
+    strategy = FabricDCTStrategy(compress=compress, local_steps=1, density=0.05, refresh_every=5, guard=False)
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
+    fabric.launch()
+    module = Perceptron()
+    module, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.05))
+    for inputs, _ in Noise(STEPS, 40, 8, rank=rank()):
+        module(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return strategy.traffic.totals.refreshes
+
+
+@pytest.mark.parametrize("compress", ["gradients", "updates"])
+def test_plain_backward_is_allowed_and_refreshes(ranks: Any, compress: str) -> None:
+    """Fabric forbids ``loss.backward()`` under strategies that override ``backward``; steps 0, 5 and 10 are due."""
+    assert ranks(2).run(train_without_fabrics_backward, compress) == [3, 3]
+
+
 def test_fabric_checkpoints_hold_the_compression_state(ranks: Any, tmp_path: Path) -> None:
     settings = {"density": 0.2, "value_format": "int8", "exchange": "sharded"}
     straight = ranks(2).run(train_with_fabric, settings)

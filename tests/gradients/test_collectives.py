@@ -37,6 +37,19 @@ def test_all_gather_stacks_the_payloads(group: dist.ProcessGroup) -> None:
     assert traffic.totals.bytes_sent == 0  # nobody to send to
 
 
+def test_all_gather_by_its_older_name(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch before 2.13 has only that; the bytes are the same."""
+    payload = torch.arange(13, dtype=torch.uint8)
+    new, old = Traffic(), Traffic()
+    expected = all_gather_payload(payload, Link(group, new))
+    monkeypatch.delattr(dist, "all_gather_single")
+    gathered = all_gather_payload(payload, Link(group, old))
+    for work, _ in (expected, gathered):
+        work.wait()
+    assert torch.equal(gathered[1], expected[1])
+    assert old.totals == new.totals
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_all_reduce_averages_in_place(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
     buffer = torch.tensor([1.0, -2.0], dtype=dtype)

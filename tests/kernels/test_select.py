@@ -228,5 +228,7 @@ def test_a_kernel_for_another_device_is_refused() -> None:
 def test_a_kernel_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_dct.kernels._is_installed", lambda package: package != "numba")
     assert available_kernels("cpu") == ["torch"]
-    with pytest.raises(ValueError, match=r"needs the package numba: `pip install 'lightning-dct\[fast\]'`"):
+    with pytest.raises(
+        ValueError, match=r"needs the package numba: `pip install '.\[fast\]' in a clone of lightning_dct`"
+    ):
         check_kernel("numba", "cpu")

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 from torchmetrics import MeanMetric
 
 from distributed.harness import TIMEOUT_S, RankFailure
@@ -150,6 +151,12 @@ SURROUNDINGS = {
 def all_messages() -> dict[str, str]:
     told = {fault: fit_broken(fault) for fault in FAULTS}
     return told | {fault: fit_wrongly(fault) for fault in SURROUNDINGS}
+
+
+def test_torch_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.9.1+cu130"))
+    with pytest.raises(RuntimeError, match=r"needs torch 2\.13 or later, and this is torch 2\.9\.1"):
+        DCTPipelineStrategy()
 
 
 def test_faults_are_named_on_every_rank(ranks: Any) -> None:

@@ -147,4 +147,4 @@ def test_a_missing_extra_is_named(tmp_path, capsys, monkeypatch):
     for module in ("page", "figures"):
         monkeypatch.delitem(sys.modules, f"lightning_dct.report.{module}", raising=False)
     assert main(["report", str(tmp_path)]) == 1
-    assert "matplotlib: pip install 'lightning-dct[experiments]'" in capsys.readouterr().err
+    assert "matplotlib: pip install '.[experiments]' in a clone of lightning_dct" in capsys.readouterr().err

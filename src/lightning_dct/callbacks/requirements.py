@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import callbacks
 
 from lightning_dct.gradients import GradientSynchronizer, Synchronizer
+
+# What averages weights. Lightning before 2.6 has the first of them only.
+AVERAGING = tuple(
+    getattr(callbacks, name) for name in ("StochasticWeightAveraging", "WeightAveraging") if hasattr(callbacks, name)
+)
 
 
 def require_dct(trainer: pl.Trainer, callback: pl.Callback, replicas: bool = False, gradients: bool = False) -> None:

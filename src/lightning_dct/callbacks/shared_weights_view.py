@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Callback
+
+from lightning_dct.callbacks.requirements import AVERAGING
 
 
 class SharedWeightsView(pl.Callback):
@@ -65,7 +67,7 @@ class SharedWeightsView(pl.Callback):
 
 
 def _looks_at_weights(callback: Callback) -> bool:
-    if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+    if isinstance(callback, AVERAGING):
         return True
     known = type(callback).__module__.startswith(("lightning.pytorch.", "lightning_dct."))
     return not known and type(callback).on_train_batch_end is not Callback.on_train_batch_end

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightning_dct.dashboard.contents import QUALITY
 
-EXTRA = "pip install 'lightning-dct[experiments]'"
+EXTRA = "pip install '.[experiments]' in a clone of lightning_dct"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

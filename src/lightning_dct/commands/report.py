@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         from lightning_dct.report.page import make_page, write_page
     except ModuleNotFoundError as error:
-        print(f"charts take {error.name}: pip install 'lightning-dct[experiments]'", file=sys.stderr)
+        print(f"charts take {error.name}: pip install '.[experiments]' in a clone of lightning_dct", file=sys.stderr)
         return 1
     reading = read_all(arguments.runs)
     for problem in reading.problems:

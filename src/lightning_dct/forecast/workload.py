@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES, _compute_bucket_assignment_by_size
-from torch.nn.parallel.distributed import _DEFAULT_BUCKET_CAP_MB
+from torch.nn.parallel import distributed as ddp
 from torch.nn.parameter import is_lazy
 
 from lightning_dct.embedding.hosting import find_tables
 from lightning_dct.synchronizing import parameter_names
 
 # A first bucket of its own, so that something travels early; then buckets of this size. DistributedDataParallel's own.
-BUCKET_LIMITS = [_DEFAULT_FIRST_BUCKET_BYTES, _DEFAULT_BUCKET_CAP_MB * 1024 * 1024]
+BUCKET_LIMITS = [_DEFAULT_FIRST_BUCKET_BYTES, getattr(ddp, "_DEFAULT_BUCKET_CAP_MB", 25) * 1024 * 1024]
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,9 @@ def all_gather_payload(payload: Tensor, link: Link) -> tuple[dist.Work, Tensor]:
     """
     link.count(all_gather_bytes(payload.numel(), link.size))
     gathered = torch.empty(link.size * payload.numel(), dtype=torch.uint8, device=payload.device)
-    work = dist.all_gather_single(gathered, payload, group=link.group, async_op=True)
+    # Older versions of torch have the other name only; newer ones warn of it.
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    work = getattr(dist, name)(gathered, payload, group=link.group, async_op=True)
     return work, gathered.view(link.size, -1)
 
 

@@ -85,6 +85,7 @@ class GradientSynchronizer(Synchronizer):
             raise RuntimeError("A synchronisation is under way: change its settings before backward or after it.")
 
     def _begin(self) -> None:
+        self.request_refresh_when_due()
         self._refreshing = self.refresh_requested
         self.memory.begin(1.0 if self._loss_scale is None else 1.0 / self._loss_scale(), self._refreshing)
 

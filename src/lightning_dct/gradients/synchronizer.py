@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -34,6 +35,7 @@ class Synchronizer:
     Attributes:
         synchronisations: Optimizer steps that count, of all optimizers together.
         steps_since_refresh: The same since the thresholds were last selected.
+        refresh_every: After how many of those steps it asks for a refresh itself; infinite where a callback asks.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Synchronizer:
         self.steps_since_refresh = 0
         self.parameter_names = parameter_names
         self.refresh_requested = False
+        self.refresh_every = math.inf
 
     @property
     def config(self) -> DCTConfig:
@@ -62,6 +65,11 @@ class Synchronizer:
     def request_refresh(self) -> None:
         """Select all thresholds anew in the next exchange."""
         self.refresh_requested = True
+
+    def request_refresh_when_due(self) -> None:
+        """Ask for a refresh where no callback does."""
+        if self.steps_since_refresh >= self.refresh_every:
+            self.request_refresh()
 
     def set_density(self, density: float) -> None:
         """Send another share of the entries from the next exchange on, where no other setting names a parameter.

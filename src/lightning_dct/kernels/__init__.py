@@ -4,7 +4,7 @@
 kernel    needs        what it is
 ========  ===========  ==================================================================
 torch                  cache-sized chunks on the CPU, whole tensors on a GPU
-numba     numba        one pass over memory on the CPU (``pip install 'lightning-dct[fast]'``)
+numba     numba        one pass over memory on the CPU (``pip install '.[fast]'`` in a clone)
 triton    triton       two passes on a CUDA GPU, of which the second reads only; see :mod:`~lightning_dct.kernels.room`
 ========  ===========  ==================================================================
 
@@ -27,7 +27,7 @@ from lightning_dct.kernels.selection import Kernel, Selection
 KernelName = Literal["auto", "torch", "numba", "triton"]
 KERNELS: tuple[str, ...] = get_args(KernelName)
 _DEVICES = {"numba": "cpu", "triton": "cuda"}
-_REMEDIES = {"numba": "pip install 'lightning-dct[fast]'", "triton": "pip install triton"}
+_REMEDIES = {"numba": "pip install '.[fast]' in a clone of lightning_dct", "triton": "pip install triton"}
 
 __all__ = ["KERNELS", "Kernel", "KernelName", "Selection", "available_kernels", "check_kernel", "select", "sum_entries"]
 

@@ -5,7 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+import torch
+
+from lightning_dct.callbacks.requirements import AVERAGING
+
+OLDEST_TORCH = "2.13"
+
+
+def check_torch() -> None:
+    """Refuse versions of torch whose schedules do not do what stages need.
+
+    Raises:
+        RuntimeError: With the version that is there.
+    """
+    if torch.__version__ < OLDEST_TORCH:
+        raise RuntimeError(
+            f"`DCTPipelineStrategy` needs torch {OLDEST_TORCH} or later, and this is torch {torch.__version__}. Install"
+            " a later one, or use `DCTStrategy`, which needs no pipeline."
+        )
 
 
 def check_ddp_settings(settings: Mapping[str, object]) -> None:
@@ -76,7 +93,7 @@ def check_training(model: pl.LightningModule, precision: object, callbacks: Iter
             " needs no scaling, or '32-true'."
         )
     for callback in callbacks:
-        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+        if isinstance(callback, AVERAGING):
             raise ValueError(
                 f"`{type(callback).__name__}` does not work with `DCTPipelineStrategy`: it copies the whole model, and"
                 " each rank has the parameters of its own stage only. Average checkpoints after training."

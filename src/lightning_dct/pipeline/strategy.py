@@ -20,7 +20,13 @@ from lightning_dct.clipping import clip_grad_norm
 from lightning_dct.config import check_choice, check_integer
 from lightning_dct.gradients import Synchronizer
 from lightning_dct.pipeline import gathering
-from lightning_dct.pipeline.checks import check_ddp_settings, check_no_tables, check_schedule, check_training
+from lightning_dct.pipeline.checks import (
+    check_ddp_settings,
+    check_no_tables,
+    check_schedule,
+    check_torch,
+    check_training,
+)
 from lightning_dct.pipeline.delivery import deliver, set_aside, through_ddp
 from lightning_dct.pipeline.mesh import PipelineMesh
 from lightning_dct.pipeline.metrics import LastStageGather, attach, detach
@@ -92,6 +98,7 @@ class DCTPipelineStrategy(DCTStrategy):
         check_integer("micro_batches", micro_batches, minimum=1)
         check_choice("schedule", schedule, SCHEDULES)
         check_schedule(schedule, stages, micro_batches)
+        check_torch()
         check_ddp_settings(settings)
         super().__init__(accelerator, **settings)
         self.stages = stages
@@ -117,7 +124,8 @@ class DCTPipelineStrategy(DCTStrategy):
         Raises:
             ValueError: With the reason and the remedy.
         """
-        trainer: Any = model._trainer  # Any: Lightning sets `callbacks` where type checkers do not see it
+        # Any: Lightning sets `callbacks` where type checkers do not see it. Stand-ins for a module may have no Trainer.
+        trainer: Any = getattr(model, "_trainer", None)
         check_training(model, self.precision_plugin, [] if trainer is None else trainer.callbacks)
         super().connect(model)
 

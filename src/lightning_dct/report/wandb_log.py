@@ -31,7 +31,9 @@ def read_wandb_run(file: Path) -> Run:
         ModuleNotFoundError: W&B is not installed.
     """
     if importlib.util.find_spec("wandb") is None:
-        raise ModuleNotFoundError(f"{file}: reading it takes W&B: pip install 'lightning-dct[experiments]'")
+        raise ModuleNotFoundError(
+            f"{file}: reading it takes W&B: pip install '.[experiments]' in a clone of lightning_dct"
+        )
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
     with tempfile.TemporaryFile("w+") as complaints:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True, errors="replace")

@@ -135,6 +135,7 @@ class UpdateSynchronizer(Synchronizer):
         """Count a step, apply what is due, and exchange what is due; a collective call."""
         number = self._number_of(optimizer)
         turns = self._turns[number]
+        self.request_refresh_when_due()
         turns.steps += 1
         self.synchronisations += 1
         self.steps_since_refresh += 1
