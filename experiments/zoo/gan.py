@@ -15,13 +15,13 @@ from nlp.optimizing import warmup_and_cosine
 
 
 def draw_spirals(count: int, seed: int) -> Tensor:
-    """Draw points on the arms of a spiral galaxy, about within the unit circle: float32 ``[count, 2]``."""
+    """Draw points on the arms of a spiral galaxy, most within a circle of radius 4: float32 ``[count, 2]``."""
     generator = torch.Generator().manual_seed(seed)
     arm = torch.randint(3, (count,), generator=generator) * (2 * math.pi / 3)
     radius = 0.2 + 0.8 * torch.rand(count, generator=generator)
     angle = arm + 2.5 * radius
     points = radius.unsqueeze(1) * torch.stack([angle.cos(), angle.sin()], dim=1)
-    return points + 0.03 * torch.randn(count, 2, generator=generator)
+    return 4 * (points + 0.03 * torch.randn(count, 2, generator=generator))
 
 
 class Spirals(LightningDataModule):
@@ -72,7 +72,7 @@ class GANModule(LightningModule):
         latent: int = 16,
         width: int = 128,
         penalty: float = 0.1,
-        window: float = 0.05,
+        window: float = 0.2,
         val_points: int = 8192,
     ) -> None:
         super().__init__()

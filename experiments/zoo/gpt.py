@@ -6,10 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from nlp.optimizing import optimizer_with_cosine, warmup_and_cosine
 from zoo.scored import ScoredModule, token_figures
+
+try:
+    from transformers import GPT2Config, GPT2LMHeadModel
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("experiment=zoo/gpt needs transformers: pip install '.[zoo]'") from error
 
 
 class GPTModule(ScoredModule):

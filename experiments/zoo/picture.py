@@ -28,7 +28,7 @@ def draw(file: Path, rows: Sequence[Row]) -> None:
     for place, label in enumerate(labels[1:], start=1):
         marker = _MARKERS[(place - 1) % len(_MARKERS)]
         look = {"color": f"C{place - 1}", "marker": marker, "capsize": 3, "linestyle": "none"}
-        shift = 0.25 * (place - len(labels) / 2) / len(labels)
+        shift = 0.6 * (place - len(labels) / 2) / len(labels)
         for number, row in enumerate(rows):
             entry, named = row.entries[place], {"label": label} if number == 0 else {}
             lost, ratio = row.lost(entry), result_figure(entry.runs, saved)
@@ -46,8 +46,9 @@ def draw(file: Path, rows: Sequence[Row]) -> None:
     loss_axis.set_yticks(range(len(rows)), [f"{row.name} ({row.metric})" for row in rows])
     loss_axis.invert_yaxis()
     bounds = ", ".join(f"{bound:g} of {metric}" for metric, bound in ALLOWED.items())
-    loss_axis.set_xlabel(f"quality lost, 1 being what may be lost ({bounds})", fontsize="small")
+    loss_axis.set_xlabel(f"quality lost, 1 being what may be lost\n({bounds})", fontsize="small")
     byte_axis.set_xlabel("bytes of the dense exchange over bytes sent", fontsize="small")
+    loss_axis.xaxis.set_major_formatter("{x:g}")
     for axis in (loss_axis, byte_axis):
         axis.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=4, fontsize="small")
