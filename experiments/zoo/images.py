@@ -13,6 +13,9 @@ from nlp.optimizing import optimizer_with_cosine
 from zoo.digits import CLASSES
 from zoo.scored import ScoredModule
 
+SCHEDULES = ("cosine", "one_cycle")
+"""Names that the residual network's ``model.schedule`` takes."""
+
 
 class ImageModule(ScoredModule):
     """A classifier of images, judged by its accuracy.
@@ -63,6 +66,9 @@ class ResidualModule(ImageModule):
         schedule: ``cosine`` from the peak to 0; ``one_cycle`` up and down once, and the momentum the other way.
         channels: Of each block; all but the first halve the side.
         weight_decay: On every parameter.
+
+    Raises:
+        ValueError: If the schedule is unknown.
     """
 
     def __init__(
@@ -72,6 +78,8 @@ class ResidualModule(ImageModule):
         channels: tuple[int, ...] = (32, 64, 128),
         weight_decay: float = 5e-4,
     ) -> None:
+        if schedule not in SCHEDULES:
+            raise ValueError(f"model.schedule={schedule!r}: choose one of {', '.join(SCHEDULES)}")
         first, *others = channels
         layers = [nn.Conv2d(1, first, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(first), nn.ReLU()]
         blocks = [ResidualBlock(first, first, stride=1)]

@@ -16,10 +16,10 @@ from torch import nn
 
 import comparison.runs
 from made_up_results import made_up
-from nlp.model import TransformerLanguageModel
 from train import make_trainer
 from zoo.command import MEMBERS, main, member_names, tuned_rate
 from zoo.digits import CLASSES, draw_digits
+from zoo.images import ResidualModule
 from zoo.lora import LowRankLinear
 from zoo.table import saved
 
@@ -64,7 +64,8 @@ SMALL_DIGITS = ("data.train_images=256", "data.val_images=64")
 )
 def test_members_train_and_score(member: str, steps: int, overrides: tuple[str, ...], tmp_path: Path) -> None:
     """Oracle: all steps are done, what is trained has moved and nothing else has, and it is scored."""
-    config = configuration(member, tmp_path, "trainer.devices=1", f"trainer.max_steps={steps}", *overrides)
+    short = ("trainer.devices=1", f"trainer.max_steps={steps}", "callbacks.compression_monitor=null")
+    config = configuration(member, tmp_path, *short, *overrides)
     config.strategy = {"_target_": "lightning.pytorch.strategies.SingleDeviceStrategy", "device": "cpu"}
     seed_everything(0)
     data, module = hydra.utils.instantiate(config.data), hydra.utils.instantiate(config.model)
@@ -95,7 +96,11 @@ def test_low_rank_additions_begin_at_nothing() -> None:
     layer = LowRankLinear(base, rank=2, scale=2.0)
     assert torch.equal(layer(hidden), base(hidden))
     assert {name for name, p in layer.named_parameters() if p.requires_grad} == {"down.weight", "up.weight"}
-    assert isinstance(TransformerLanguageModel(16, 8, 1, 8, 2).block_0.expand, nn.Linear)
+
+
+def test_an_unknown_schedule_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"model\.schedule='linear': choose one of cosine, one_cycle"):
+        ResidualModule(0.1, schedule="linear")
 
 
 def test_bytes_inside_a_model_count_too() -> None:
