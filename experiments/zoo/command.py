@@ -18,7 +18,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from comparison.plan import Strategy, plan_run, require_distinct
+from comparison.plan import Strategy, plan_run, require_distinct, setting_name
 from comparison.progress import Progress
 from comparison.runs import Entry, Run, Runner
 from comparison.table import write_runs
@@ -26,6 +26,7 @@ from zoo.picture import draw
 from zoo.table import Row, to_markdown
 
 MEMBERS = Path(__file__).parents[2] / "conf" / "experiment" / "zoo"
+_OPTIONS = {"experiment": "--only", "model.learning_rate": "--rates", "seed": "--seeds"}
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -39,7 +40,8 @@ def main(words: Sequence[str] | None = None) -> int:
     console = Console()
     try:
         strategies = [Strategy.parse(text) for text in arguments.strategy]
-        require_distinct(strategies, arguments.overrides, ["model.learning_rate", "seed"])
+        require_distinct(strategies, arguments.overrides, [])
+        require_options(arguments.overrides, strategies)
         sides = [(member, rate) for member in arguments.only or member_names() for rate in arguments.rates]
         with Progress(console, len(sides) * len(arguments.seeds) * len(strategies)) as progress:
             runner = Runner(progress, arguments.collect_only)
@@ -53,6 +55,21 @@ def main(words: Sequence[str] | None = None) -> int:
     problems += [f"{name}: missing" for name in runner.missing]
     report(console, rows, problems, arguments.output)
     return 1 if problems else 0
+
+
+def require_options(overrides: Sequence[str], strategies: Sequence[Strategy]) -> None:
+    """Refuse overrides of what the options vary.
+
+    Args:
+        overrides: Of all runs.
+        strategies: The sides of the comparison.
+
+    Raises:
+        ValueError: Naming the first of them, and the option.
+    """
+    for word in [*overrides, *(word for strategy in strategies for word in strategy.overrides)]:
+        if (name := setting_name(word)) in _OPTIONS:
+            raise ValueError(f"{word}: {_OPTIONS[name]} sets {name} already; use that")
 
 
 def run_all(

@@ -156,7 +156,8 @@ def test_a_table_and_a_picture_of_all_members(tmp_path: Path, monkeypatch: pytes
     ("words", "message"),
     [
         (["--strategy", "ddp", "--only", "elephant"], "invalid choice: 'elephant'"),
-        (["--strategy", "ddp", "--strategy", "dct model.learning_rate=1"], "cannot be set as well"),
+        (["--strategy", "ddp", "--strategy", "dct model.learning_rate=1"], "--rates sets"),
+        (["--strategy", "ddp", "seed=1"], "--seeds sets"),
         ([], "--strategy"),
     ],
 )
