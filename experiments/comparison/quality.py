@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_dct.report.quality import higher_is_better as more_is_better
 
-JUDGED_BY = ("auc", "loss")
+JUDGED_BY = ("auc", "accuracy", "loss")
 """Metrics that a sweep goes by and a picture shows: the first of them that is reported. Validation reports them too."""
 
 COMPARED = (*JUDGED_BY, "chrf")
@@ -45,7 +45,8 @@ def main_metric(names: Iterable[str]) -> str:
     for metric in JUDGED_BY:
         if metric in found:
             return metric
-    raise ValueError(f"a comparison goes by auc or loss, and the runs report {', '.join(sorted(found)) or 'nothing'}")
+    reported = ", ".join(sorted(found)) or "nothing"
+    raise ValueError(f"a comparison goes by auc, accuracy or loss, and the runs report {reported}")
 
 
 def metric_of(name: str) -> str:

@@ -107,6 +107,10 @@ class TextData(TokenRows):
         self.tokens: dict[str, npt.NDArray[np.int64]] = {}
         self.bytes_per_token: dict[str, float] = {}
 
+    def read(self) -> bytes:
+        """The whole text."""
+        return read_text(self.path)
+
     def training_text(self) -> bytes:
         """The training part."""
         return self._parts()["train"]
@@ -155,4 +159,4 @@ class TextData(TokenRows):
         return {"inputs": torch.from_numpy(window[:, :-1].copy()), "targets": torch.from_numpy(targets)}
 
     def _parts(self) -> dict[str, bytes]:
-        return split_text(read_text(self.path), self.held_out_fraction)
+        return split_text(self.read(), self.held_out_fraction)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,10 +22,9 @@ def optimizer_with_cosine(module: LightningModule) -> dict[str, Any]:
         ValueError: If the run has no end, so that the cosine has no length.
     """
     settings = module.hparams
-    total_steps = module.trainer.estimated_stepping_batches
-    if math.isinf(total_steps):
-        raise ValueError("the cosine schedule needs an end: set trainer.max_steps or trainer.max_epochs")
-
+    factor = warmup_and_cosine(
+        module.trainer.estimated_stepping_batches, settings.warmup_steps, settings.final_learning_rate_fraction
+    )
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
@@ -37,13 +37,29 @@ def optimizer_with_cosine(module: LightningModule) -> dict[str, Any]:
     else:
         optimizer = torch.optim.SGD(groups, lr=settings.learning_rate, momentum=momentum)
 
-    def factor(step: int) -> float:
-        if step < settings.warmup_steps:
-            return (step + 1) / settings.warmup_steps
-        progress = (step - settings.warmup_steps) / max(1, total_steps - settings.warmup_steps)
-        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-        floor = settings.final_learning_rate_fraction
-        return floor + (1 - floor) * cosine
-
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def warmup_and_cosine(total_steps: float, warmup_steps: int, final_fraction: float) -> Callable[[int], float]:
+    """Give the factor on the learning rate at every step: a linear warm-up, then a cosine.
+
+    Args:
+        total_steps: Steps of the whole run.
+        warmup_steps: Those over which the rate rises.
+        final_fraction: Where the cosine ends, as a part of the peak.
+
+    Raises:
+        ValueError: If the run has no end, so that the cosine has no length.
+    """
+    if math.isinf(total_steps):
+        raise ValueError("the cosine schedule needs an end: set trainer.max_steps or trainer.max_epochs")
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        return final_fraction + (1 - final_fraction) * cosine
+
+    return factor

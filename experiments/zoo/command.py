@@ -1,0 +1,158 @@
+"""Trains every member of the zoo under several synchronisations and seeds, and sets all results side by side.
+
+    python experiments/zoo.py --seeds 0 1 2 --strategy ddp --strategy dct --rates 0.5 1 1.5
+
+The first strategy is the baseline. Each member's learning rate is the one that is best under ddp; ``--rates``
+multiplies it, for every strategy. A run that has left its ``result.json`` below ``--output`` is not repeated, so a zoo
+that was stopped goes on where it was; one that fails is reported, and the others go on. What comes out is ``table.md``,
+``table.csv`` with every figure of every run, and ``zoo.png``: quality lost beside bytes saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from comparison.plan import Strategy, plan_run, require_distinct, setting_name
+from comparison.progress import Progress
+from comparison.runs import Entry, Run, Runner
+from comparison.table import write_runs
+from zoo.picture import draw
+from zoo.table import Row, to_markdown
+
+MEMBERS = Path(__file__).parents[2] / "conf" / "experiment" / "zoo"
+_OPTIONS = {"experiment": "--only", "model.learning_rate": "--rates", "seed": "--seeds"}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run what is not there yet, then print and write the table and draw the picture.
+
+    Returns:
+        The exit status: 0 when every run is there.
+    """
+    parser = make_parser()
+    arguments = parser.parse_intermixed_args(words)
+    console = Console()
+    try:
+        strategies = [Strategy.parse(text) for text in arguments.strategy]
+        require_distinct(strategies, arguments.overrides, [])
+        require_options(arguments.overrides, strategies)
+        sides = [(member, rate) for member in arguments.only or member_names() for rate in arguments.rates]
+        with Progress(console, len(sides) * len(arguments.seeds) * len(strategies)) as progress:
+            runner = Runner(progress, arguments.collect_only)
+            rows = run_all(runner, sides, strategies, arguments.seeds, arguments.overrides, arguments.output)
+    except ValueError as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        console.print("Stopped. The same command goes on from here.")
+        return 128 + signal.SIGINT
+    problems = [failure.partition("\n")[0] for failure in runner.failures]
+    problems += [f"{name}: missing" for name in runner.missing]
+    report(console, rows, problems, arguments.output)
+    return 1 if problems else 0
+
+
+def require_options(overrides: Sequence[str], strategies: Sequence[Strategy]) -> None:
+    """Refuse overrides of what the options vary.
+
+    Args:
+        overrides: Of all runs.
+        strategies: The sides of the comparison.
+
+    Raises:
+        ValueError: Naming the first of them, and the option.
+    """
+    for word in [*overrides, *(word for strategy in strategies for word in strategy.overrides)]:
+        if (name := setting_name(word)) in _OPTIONS:
+            raise ValueError(f"{word}: {_OPTIONS[name]} sets {name} already; use that")
+
+
+def run_all(
+    runner: Runner,
+    sides: Sequence[tuple[str, float]],
+    strategies: Sequence[Strategy],
+    seeds: Sequence[int],
+    overrides: Sequence[str],
+    output: Path,
+) -> list[Row]:
+    """Get all runs: of the first seed those of every member, then of the next, so that a table is soon there.
+
+    Args:
+        runner: Finds or does them.
+        sides: Members, each with what its learning rate is multiplied by.
+        strategies: The sides of the comparison, the baseline first.
+        seeds: One run of each for each.
+        overrides: Of all runs.
+        output: The folder of the zoo.
+    """
+    found: dict[tuple[str, float, Strategy], list[Run]] = {}
+    for seed in seeds:
+        for member, rate in sides:
+            own = [f"experiment=zoo/{member}"]
+            if rate != 1:
+                own.append(f"model.learning_rate={tuned_rate(member) * rate:.6g}")
+            for strategy in strategies:
+                run = runner.get(plan_run(overrides, strategy, own, seed, output))
+                found.setdefault((member, rate, strategy), []).extend([run] if run else [])
+    return [
+        Row(member, rate, [Entry(strategy.label, tuple(found[member, rate, strategy])) for strategy in strategies])
+        for member, rate in sides
+    ]
+
+
+def report(console: Console, rows: Sequence[Row], problems: Sequence[str], output: Path) -> None:
+    """Print the table, and write it, its runs and the picture.
+
+    Args:
+        console: Where it is printed.
+        rows: A member each.
+        problems: What failed or is missing.
+        output: The folder that all is written to.
+    """
+    complete = [row for row in rows if row.entries[0].runs]
+    if complete:
+        output.mkdir(parents=True, exist_ok=True)
+        table = to_markdown(complete, problems)
+        console.print(table, markup=False, highlight=False, soft_wrap=True)
+        (output / "table.md").write_text(table)
+        named = [Entry(f"{row.name}: {entry.label}", entry.runs) for row in rows for entry in row.entries]
+        write_runs(output / "table.csv", named)
+        draw(output / "zoo.png", complete)
+        console.print(f"Written to {output}: table.md, table.csv, zoo.png", markup=False, highlight=False)
+    for problem in problems:
+        console.print(problem, style="red", markup=False, highlight=False)
+
+
+def member_names() -> list[str]:
+    """The members, by name."""
+    return sorted(file.stem for file in MEMBERS.glob("*.yaml"))
+
+
+def tuned_rate(member: str) -> float:
+    """The learning rate of a member that is best under ddp, as its file says."""
+    return float(OmegaConf.load(MEMBERS / f"{member}.yaml").model.learning_rate)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    first, _, rest = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        description=first, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", help="what all runs share, as in trainer.devices=4")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run of each for each (default: 0)")
+    parser.add_argument(
+        "--strategy", action="append", required=True, help='as in "dct strategy.density=0.001"; "label: dct" to name it'
+    )
+    parser.add_argument("--only", action="append", choices=member_names(), metavar="MEMBER", help="instead of all")
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[1.0], help="what each member's learning rate is multiplied by"
+    )
+    parser.add_argument("--output", type=Path, default=Path("outputs/zoo"), help="folder of the runs")
+    parser.add_argument("--collect-only", action="store_true", help="start nothing: show what is there")
+    return parser

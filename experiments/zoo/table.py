@@ -1,0 +1,131 @@
+"""The zoo as a table: a row a member, and for each strategy the quality lost and the bytes saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from comparison.figures import Figure, Result, difference, metric_figure, result_figure
+from comparison.quality import higher_is_better, main_metric
+from comparison.runs import Entry
+
+ALLOWED = {"loss": 0.01, "accuracy": 0.005, "auc": 0.001}
+"""What may be lost and still count as parity: of a loss a part of it, of scores the bare difference."""
+
+_UNITS = {"loss": "{:+.2%}", "accuracy": "{:+.4f}", "auc": "{:+.4f}"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A member at one learning rate.
+
+    Attributes:
+        member: Its name.
+        rate: What the tuned learning rate is multiplied by.
+        entries: Its runs under each strategy, the baseline first.
+    """
+
+    member: str
+    rate: float
+    entries: Sequence[Entry]
+
+    @property
+    def name(self) -> str:
+        """What a table calls it."""
+        return self.member if self.rate == 1 else f"{self.member} x {self.rate:g}"
+
+    @property
+    def metric(self) -> str:
+        """What it is judged by: ``auc``, ``accuracy`` or ``loss``."""
+        return main_metric(name for entry in self.entries for run in entry.runs for name in run.result["metrics"])
+
+    def quality(self, entry: Entry) -> Figure | None:
+        """The metric of validation after the last step; None where no run has a finite one."""
+        return metric_figure(entry.runs, f"val/{self.metric}")
+
+    def lost(self, entry: Entry) -> Figure | None:
+        """Quality lost against the baseline, seed by seed: of a loss a part, of scores the bare difference."""
+        gained = difference(entry, self.entries[0], f"val/{self.metric}")
+        if gained is None or not higher_is_better(self.metric):
+            return gained
+        return Figure(-gained.mean, gained.deviation, gained.count)
+
+    def broken(self, entry: Entry) -> int:
+        """How many runs have no finite metric where the baseline's of the same seed has one."""
+        name = f"val/{self.metric}"
+        sound = {run.seed for run in self.entries[0].runs if run.result["metrics"].get(name) is not None}
+        return sum(run.seed in sound and run.result["metrics"].get(name) is None for run in entry.runs)
+
+    def at_parity(self, entry: Entry) -> bool:
+        """Say whether no run broke, and on the mean of the seeds no more is lost than allowed."""
+        lost = self.lost(entry)
+        return lost is not None and not self.broken(entry) and lost.mean <= ALLOWED[self.metric]
+
+
+def saved(result: Result) -> float | None:
+    """Bytes of the dense exchange over bytes sent, of gradients and what crosses inside a split model together."""
+    sent, dense = result["bytes_sent_per_step"] or 0.0, result["bytes_dense_per_step"] or 0.0
+    inside, ratio = result["split_bytes_per_step"] or 0.0, result["split_ratio"] or 0.0
+    return (dense + inside * ratio) / (sent + inside) if sent + inside else None
+
+
+def to_markdown(rows: Sequence[Row], remarks: Sequence[str] = ()) -> str:
+    """Write the table with all it takes to read it.
+
+    Args:
+        rows: Members of which the baseline has a run.
+        remarks: Sentences for below it: what failed, for instance.
+    """
+    baseline, *others = [entry.label for entry in rows[0].entries]
+    heads = ["member", "judged by", baseline]
+    for label in others:
+        heads += [f"{label}: lost", "fewer bytes"]
+    lines = [heads, ["---", "---", *["---:"] * (len(heads) - 2)]]
+    for row in rows:
+        quality = row.quality(row.entries[0])
+        cells = [row.name, row.metric, quality.write("{:.4f}") if quality else "-"]
+        for entry in row.entries[1:]:
+            cells += [_lost(row, entry), _saved(entry)]
+        lines.append(cells)
+    table = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
+    notes = [*how_to_read(rows), *(verdict(rows, place) for place in range(1, len(others) + 1)), *remarks]
+    return "\n".join([*table, "", *(f"- {note}" for note in notes)]) + "\n"
+
+
+def how_to_read(rows: Sequence[Row]) -> list[str]:
+    """Say what the figures of the table are."""
+    runs = [run for row in rows for entry in row.entries for run in entry.runs]
+    seeds = sorted({run.seed for run in runs})
+    processes = sorted({run.result["world_size"] for run in runs})
+    told = [
+        f"{' or '.join(map(str, processes))} processes; seeds {', '.join(map(str, seeds))}; validation after training.",
+        "Lost: against the first strategy, seed by seed; of a loss in percent, of scores the bare difference. "
+        "Below 0 is better than it. Bold is more than may be lost: "
+        + ", ".join(f"{_UNITS[metric].format(bound).lstrip('+')} of {metric}" for metric, bound in ALLOWED.items())
+        + ".",
+        "Fewer bytes: of the dense fp32 exchange over those sent.",
+    ]
+    if len(seeds) > 1:
+        told.append("Mean ± sample standard deviation over the seeds.")
+    return told
+
+
+def verdict(rows: Sequence[Row], place: int) -> str:
+    """Say of a strategy how many members it trains as well as the baseline does."""
+    entries = [(row, row.entries[place]) for row in rows if row.entries[place].runs]
+    good = sum(row.at_parity(entry) for row, entry in entries)
+    broken = sum(row.broken(entry) for row, entry in entries)
+    return f"{rows[0].entries[place].label}: {good} of {len(entries)} at parity; {broken} runs broke."
+
+
+def _lost(row: Row, entry: Entry) -> str:
+    lost, broken = row.lost(entry), row.broken(entry)
+    parts = [lost.write(_UNITS[row.metric])] if lost else []
+    parts += [f"{broken} broke"] if broken else []
+    text = ", ".join(parts) or "-"
+    return text if row.at_parity(entry) or text == "-" else f"**{text}**"
+
+
+def _saved(entry: Entry) -> str:
+    ratio = result_figure(entry.runs, saved)
+    return f"{ratio.mean:,.0f}x" if ratio else "-"
