@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_dct import checkpoint as saved
 from lightning_dct.agreement import check_agreement
-from lightning_dct.config import DCTConfig
+from lightning_dct.config import DCTConfig, check_keywords
 from lightning_dct.failures import end_after_gloo, meet_in_fresh_store
 from lightning_dct.files import AtomicCheckpointIO
 from lightning_dct.gradients import Synchronizer
@@ -50,9 +50,14 @@ class DCTStrategy(DDPStrategy):
         accelerator: As for DDPStrategy.
         **kwargs: The settings of :class:`~lightning_dct.DCTConfig`, and everything DDPStrategy and
             DistributedDataParallel take.
+
+    Raises:
+        TypeError: A setting has the wrong type, or its name is not known.
+        ValueError: A setting is out of range.
     """
 
     def __init__(self, accelerator: Accelerator | None = None, **kwargs: Any) -> None:
+        check_keywords(type(self), kwargs, DCTConfig, DistributedDataParallel)
         names = {field.name for field in fields(DCTConfig)} & kwargs.keys()
         self.config = DCTConfig(**{name: kwargs.pop(name) for name in names})
         kwargs.setdefault("gradient_as_bucket_view", True)  # as the Trainer's strategy does

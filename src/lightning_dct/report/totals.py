@@ -103,7 +103,7 @@ def steps_done(run: Run) -> int:
     """
     if run.steps is not None:
         return run.steps
-    done = {}
+    done: dict[str, int] = {}
     for name, series in run.series.items():
         part = "train" if name.startswith("dct/") else stage_of(name)
         done[part] = max(done.get(part, 0), series.steps[-1] + (part == "train"))
