@@ -25,6 +25,7 @@ from lightning_dct.callbacks import (
     EvaluationJoin,
     FailureNotice,
     RequeueAfterStep,
+    RunAdvice,
     SharedWeightsView,
     ThresholdRefresh,
 )
@@ -161,6 +162,8 @@ class DCTStrategy(CheckpointedStrategy):
             and not trainer.barebones
         ):
             missing.append(CompressionMonitor())
+        if not any(isinstance(callback, RunAdvice) for callback in trainer.callbacks) and not trainer.barebones:
+            missing.append(RunAdvice())
         environment = self.cluster_environment
         if (
             isinstance(environment, SLURMEnvironment)

@@ -50,7 +50,7 @@ def test_help_says_how_to_begin_and_what_there_is(tmp_path: Path) -> None:
     printed = completed.stdout
     assert "python experiments/train.py experiment=lm" in printed
     assert "strategy: dct, dct_pipeline, ddp, ddp_bf16, ddp_fp16, none, powersgd, top_k" in printed
-    assert "  density: 0.03\n" in printed
+    assert "  density: 0.2\n" in printed
 
 
 def test_an_unknown_setting_is_explained_beside_what_hydra_prints(tmp_path: Path) -> None:

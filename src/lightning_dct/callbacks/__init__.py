@@ -1,4 +1,4 @@
-"""Lightning callbacks: refreshed thresholds, densities that follow the training, monitoring, and waiting for others."""
+"""Lightning callbacks: refreshed thresholds, densities that follow the training, monitoring, advice, and waiting."""
 
 from lightning_dct.callbacks.accordion_schedule import AccordionSchedule
 from lightning_dct.callbacks.compression_monitor import CompressionMonitor
@@ -6,6 +6,7 @@ from lightning_dct.callbacks.error_averaging import ErrorAveraging
 from lightning_dct.callbacks.evaluation_join import EvaluationJoin
 from lightning_dct.callbacks.failure_notice import FailureNotice
 from lightning_dct.callbacks.requeue_after_step import RequeueAfterStep
+from lightning_dct.callbacks.run_advice import RunAdvice
 from lightning_dct.callbacks.shared_weights_view import SharedWeightsView
 from lightning_dct.callbacks.threshold_refresh import ThresholdRefresh
 
@@ -16,6 +17,7 @@ __all__ = [
     "EvaluationJoin",
     "FailureNotice",
     "RequeueAfterStep",
+    "RunAdvice",
     "SharedWeightsView",
     "ThresholdRefresh",
 ]
