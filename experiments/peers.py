@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn import Module
 
@@ -201,6 +202,10 @@ class CountedDDPStrategy(DDPStrategy):
             case "none":
                 return
             case "powersgd":
+                rank_zero_info(
+                    f"PowerSGD sends its first {self.start_step} steps whole (`strategy.start_step`). They count in the"
+                    " compression ratio, which is 1.0x in a run of no more."
+                )
                 state = _PowerSGDCount(self.traffic, group, self.rank, self.start_step)
                 self.model.register_comm_hook(state, counted_powersgd_hook)
             case "top_k":

@@ -101,6 +101,7 @@ class Result:
         bytes_dense_per_step: What the dense fp32 all-reduce would send.
         split_ratio: The same ratio for what crosses inside a split model, ids included, all ranks together.
         split_bytes_per_step: Bytes this rank sends for it, a step.
+        split_bytes_dense_per_step: What it would send without compression.
         milliseconds_per_step: Median wall time of a training step.
         trainable_parameters: Entries of all parameters that are trained.
     """
@@ -118,6 +119,7 @@ class Result:
     bytes_dense_per_step: float | None
     split_ratio: float | None
     split_bytes_per_step: float | None
+    split_bytes_dense_per_step: float | None
     milliseconds_per_step: float | None
     trainable_parameters: int
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import LearningRateMonitor
@@ -28,6 +29,7 @@ from jobs import run_job_of_sweep
 from lightning_dct import CompressionRatio
 from lightning_dct.traffic import Traffic
 from reporting import Result, StepTimer, ValidationHistory, split_best_known
+from unknown_settings import explain_unknown_setting
 
 
 def instantiate_group(group: DictConfig | None) -> list[Any]:
@@ -101,6 +103,7 @@ def collect_result(trainer: Trainer, module: LightningModule, metrics: dict[str,
         bytes_dense_per_step=totals.bytes_dense / totals.steps if totals else None,
         split_ratio=None if math.isnan(split_ratio_of_all_ranks) else split_ratio_of_all_ranks,
         split_bytes_per_step=split.bytes_sent / split.steps if split.steps else None,
+        split_bytes_dense_per_step=split.bytes_dense / split.steps if split.steps else None,
         milliseconds_per_step=timers[0].median_milliseconds if timers else None,
         trainable_parameters=sum(p.numel() for p in module.parameters() if p.requires_grad),
     )
@@ -132,4 +135,12 @@ def main(config: DictConfig) -> None:
 
 if __name__ == "__main__":
     share_run_folder()
-    main()
+    if {"--help", "-h"}.intersection(sys.argv) and not any(word.startswith("experiment=") for word in sys.argv):
+        # Hydra shows a configuration, and without an experiment there is none.
+        sys.argv.append("experiment=lm")
+    try:
+        main()
+    except (SystemExit, HydraException) as ending:
+        if explanation := explain_unknown_setting(ending):
+            print(explanation, file=sys.stderr)
+        raise

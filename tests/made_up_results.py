@@ -25,6 +25,7 @@ def made_up(overrides: list[str] | None = None, seed: int = 0, sent: float = 100
         "bytes_dense_per_step": 8000.0,
         "split_ratio": None,
         "split_bytes_per_step": None,
+        "split_bytes_dense_per_step": None,
         "milliseconds_per_step": 10.0,
         "trainable_parameters": 1000,
     }

@@ -14,6 +14,7 @@ SOME: dict[str, Any] = {
     "entries_sent": 30,
     "entries": 1000,
     "seconds": 0.5,
+    "seconds_waiting": 0.25,
     "refreshes": 2,
     "bytes_inside_node": 700,
 }

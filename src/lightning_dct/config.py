@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from inspect import Parameter, signature
 from numbers import Integral
 from typing import Any, Literal, get_args
 
@@ -148,6 +150,32 @@ class DCTConfig:
                 target = density
                 break
         return warmup_density(target, stage, self.warmup_schedule)
+
+
+def check_keywords(kind: type, given: Iterable[str], *more: type) -> None:
+    """Refuse keyword arguments that nobody takes, with the nearest name that somebody does.
+
+    Args:
+        kind: The class that is made; its base classes take what it passes on.
+        given: The names of its keyword arguments.
+        *more: Further classes that it passes them on to.
+
+    Raises:
+        TypeError: A name is not known.
+    """
+    taken = {
+        name
+        for cls in (*kind.__mro__, *more)
+        for name, parameter in signature(cls.__init__).parameters.items()
+        if parameter.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    } - {"self", "config", "module", "device_ids"}  # what strategies give themselves
+    for name in sorted(set(given) - taken):
+        nearest = get_close_matches(name, sorted(taken), n=3)
+        meant = f" Did you mean {' or '.join(f'`{other}`' for other in nearest)}?" if nearest else ""
+        raise TypeError(
+            f"`{kind.__name__}` has no setting `{name}`.{meant} It takes those of `DCTConfig`, `DDPStrategy` and"
+            " `DistributedDataParallel`."
+        )
 
 
 def check_density(setting: str, value: Any) -> None:

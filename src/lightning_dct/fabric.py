@@ -15,11 +15,12 @@ from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dct import checkpoint as saved
 from lightning_dct.agreement import check_agreement
-from lightning_dct.config import DCTConfig
+from lightning_dct.config import DCTConfig, check_keywords
 from lightning_dct.failures import check_lifelines, end_after_gloo, meet_in_fresh_store
 from lightning_dct.files import AtomicCheckpointIO
 from lightning_dct.gradients import Synchronizer
@@ -50,13 +51,18 @@ class DCTStrategy(DDPStrategy):
         **kwargs: The settings of :class:`~lightning_dct.DCTConfig`, and everything DDPStrategy and
             DistributedDataParallel take. ``lifelines=False`` leaves the process as it is: no store of its own under
             torchrun, no pause at its end. (Lifelines themselves are the Trainer's alone.)
+
+    Raises:
+        TypeError: A setting has the wrong type, or its name is not known.
+        ValueError: A setting is out of range.
     """
 
     def __init__(self, accelerator: Accelerator | None = None, **kwargs: Any) -> None:
-        names = {field.name for field in fields(DCTConfig)} & kwargs.keys()
-        self.config = DCTConfig(**{name: kwargs.pop(name) for name in names})
         self._lifelines = kwargs.pop("lifelines", True)
         check_lifelines(self._lifelines)
+        check_keywords(type(self), kwargs, DCTConfig, DistributedDataParallel)
+        names = {field.name for field in fields(DCTConfig)} & kwargs.keys()
+        self.config = DCTConfig(**{name: kwargs.pop(name) for name in names})
         kwargs.setdefault("gradient_as_bucket_view", True)  # as the Trainer's strategy does
         super().__init__(accelerator=accelerator, **kwargs)
         self.traffic = Traffic(recorded)

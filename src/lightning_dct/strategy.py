@@ -23,11 +23,12 @@ from lightning_dct.callbacks import (
     CompressionMonitor,
     EvaluationJoin,
     FailureNotice,
+    RunAdvice,
     SharedWeightsView,
     SignalsAfterStep,
     ThresholdRefresh,
 )
-from lightning_dct.config import Compress, DCTConfig, ExchangeName, MissingState, ValueFormat
+from lightning_dct.config import Compress, DCTConfig, ExchangeName, MissingState, ValueFormat, check_keywords
 from lightning_dct.embedding.hosting import install_clipping, remove_clipping
 from lightning_dct.failures import Lifeline, check_lifelines, end_after_gloo, meet_in_fresh_store
 from lightning_dct.gradients import GradientSynchronizer
@@ -85,7 +86,7 @@ class DCTStrategy(CheckpointedStrategy):
     See :class:`~lightning_dct.DCTConfig` for the settings' meanings.
 
     Raises:
-        TypeError: A setting has the wrong type.
+        TypeError: A setting has the wrong type, or its name is not known.
         ValueError: A setting is out of range, or a communication hook was given as well.
     """
 
@@ -120,6 +121,7 @@ class DCTStrategy(CheckpointedStrategy):
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
+        check_keywords(type(self), kwargs, DistributedDataParallel)
         for setting in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"):
             if kwargs.get(setting) is not None:
                 raise ValueError(
@@ -165,6 +167,8 @@ class DCTStrategy(CheckpointedStrategy):
             and not trainer.barebones
         ):
             missing.append(CompressionMonitor())
+        if not any(isinstance(callback, RunAdvice) for callback in trainer.callbacks) and not trainer.barebones:
+            missing.append(RunAdvice())
         if self._lifelines and not any(isinstance(callback, SignalsAfterStep) for callback in trainer.callbacks):
             missing.append(SignalsAfterStep())
         # Lightning keeps checkpoint callbacks last.

@@ -68,6 +68,7 @@ class TrafficTotals:
             host spends on that.
         refreshes: Times the thresholds were selected anew.
         bytes_inside_node: Bytes this rank sent to ranks of its own node, where these are told apart.
+        seconds_waiting: Wall time spent waiting for payloads: for the network, and for ranks that come later.
     """
 
     steps: int = 0
@@ -78,6 +79,7 @@ class TrafficTotals:
     seconds: float = 0.0
     refreshes: int = 0
     bytes_inside_node: int = 0
+    seconds_waiting: float = 0.0
 
     def __sub__(self, earlier: TrafficTotals) -> TrafficTotals:
         return TrafficTotals(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
@@ -127,6 +129,7 @@ class Traffic:
         seconds: float = 0.0,
         refreshes: int = 0,
         bytes_inside_node: int = 0,
+        seconds_waiting: float = 0.0,
     ) -> None:
         """Add to the totals; see :class:`TrafficTotals` for what each number means."""
         old = self._totals
@@ -139,6 +142,7 @@ class Traffic:
             old.seconds + seconds,
             old.refreshes + refreshes,
             old.bytes_inside_node + bytes_inside_node,
+            old.seconds_waiting + seconds_waiting,
         )
 
     @contextmanager
@@ -150,6 +154,16 @@ class Traffic:
                 yield
         finally:
             self.add(seconds=perf_counter() - start)
+
+    @contextmanager
+    def waiting(self, work: str) -> Iterator[None]:
+        """Count the time within as spent waiting for others, and show it to profilers."""
+        start = perf_counter()
+        try:
+            with self.span(work):
+                yield
+        finally:
+            self.add(seconds_waiting=perf_counter() - start)
 
     @property
     def totals(self) -> TrafficTotals:

@@ -4,15 +4,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 import pytest
 
+import lightning_dct.fabric
 from distributed.harness import elastic_environment, free_port
 from distributed.training import Module, fit, perceptron, rank
-from lightning_dct import DCTStrategy, ThresholdRefresh
+from lightning_dct import DCTPipelineStrategy, DCTStrategy, ThresholdRefresh
 
 # Far more than anything here takes on a quiet machine.
 TIMEOUT_S = 200
@@ -33,6 +35,9 @@ TIMEOUT_S = 200
         ({"warmup_steps": -1}, ValueError, ["`warmup_steps`", "at least 0"]),
         ({"guard": "yes"}, TypeError, ["`guard`", "got 'yes'"]),
         ({"ddp_comm_hook": print}, ValueError, ["`ddp_comm_hook`", "`DDPStrategy`"]),
+        ({"densty": 0.1}, TypeError, ["`DCTStrategy` has no setting `densty`", "`density`"]),
+        ({"find_unused_parameter": True}, TypeError, ["`find_unused_parameter`", "`find_unused_parameters`"]),
+        ({"device_ids": [0]}, TypeError, ["no setting `device_ids`"]),
     ],
 )
 def test_wrong_setting_is_named(settings: dict[str, Any], error: type[Exception], says: list[str]) -> None:
@@ -41,6 +46,20 @@ def test_wrong_setting_is_named(settings: dict[str, Any], error: type[Exception]
         DCTStrategy(**settings)
     for words in says:
         assert words in str(caught.value)
+
+
+def test_other_strategies_name_an_unknown_setting_too() -> None:
+    with pytest.raises(TypeError, match=r"`DCTStrategy` has no setting `densty`. Did you mean `density`"):
+        lightning_dct.fabric.DCTStrategy(densty=0.1)
+    with pytest.raises(TypeError, match=r"`DCTPipelineStrategy` has no setting `stage`. Did you mean `stages`"):
+        DCTPipelineStrategy(stage=2)
+
+
+def test_what_ddp_takes_is_taken() -> None:
+    """Oracle: the constructors themselves."""
+    given = {"bucket_cap_mb": 1, "broadcast_buffers": False, "timeout": timedelta(1), "start_method": "spawn"}
+    for kind in (DCTStrategy, lightning_dct.fabric.DCTStrategy, DCTPipelineStrategy):
+        kind(**given)
 
 
 def test_refresh_interval_is_checked() -> None:

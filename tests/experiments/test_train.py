@@ -39,6 +39,28 @@ def result(folder: Path) -> dict:
     return json.loads(files[0].read_text())
 
 
+def start(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(TRAIN), *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def test_help_says_how_to_begin_and_what_there_is(tmp_path: Path) -> None:
+    completed = start(tmp_path, "--help")
+    assert completed.returncode == 0
+    printed = completed.stdout
+    assert "python experiments/train.py experiment=lm" in printed
+    assert "strategy: dct, dct_pipeline, ddp, ddp_bf16, ddp_fp16, none, powersgd, top_k" in printed
+    assert "  density: 0.2\n" in printed
+
+
+def test_an_unknown_setting_is_explained_beside_what_hydra_prints(tmp_path: Path) -> None:
+    """As a user sees it: Hydra prints its error and exits."""
+    completed = start(tmp_path, "experiment=lm", "strategy.densty=0.1")
+    assert completed.returncode == 1
+    assert "Could not override 'strategy.densty'" in completed.stderr
+    assert "Did you mean density? Settings of strategy: " in completed.stderr
+
+
 def test_dlrm_with_ddp(ranks: Any, tmp_path: Path) -> None:
     printed = train_on_ranks(ranks, tmp_path, *SMALL_CLICKS, "strategy=ddp", "trainer.max_steps=30")
     assert printed.count("compression ratio, against dense fp32") == 1
@@ -61,7 +83,7 @@ def test_dlrm_with_ddp(ranks: Any, tmp_path: Path) -> None:
 
 
 def test_lm_with_powersgd_counts_what_it_sends(ranks: Any, tmp_path: Path) -> None:
-    train_on_ranks(
+    printed = train_on_ranks(
         ranks,
         tmp_path,
         "experiment=lm",
@@ -75,6 +97,8 @@ def test_lm_with_powersgd_counts_what_it_sends(ranks: Any, tmp_path: Path) -> No
         "logger=none",
     )
     figures = result(tmp_path)
+    assert "PowerSGD sends its first 4 steps whole (`strategy.start_step`)" in printed
+    assert not [file for file in tmp_path.rglob("*.log") if not file.stat().st_size]
     width, context, vocabulary, rank = 32, 32, 256, 2
     matrices = [(vocabulary, width), (context, width), (3 * width, width), (width, width)]
     matrices += [(4 * width, width), (width, 4 * width), (vocabulary, width)]
@@ -109,7 +133,7 @@ def test_dlrm_with_dct_is_hybrid(tmp_path: Path) -> None:
     assert figures["bytes_sent_per_step"] < figures["bytes_dense_per_step"] / 5
     # Embedding rows stay where they live; what crosses is ids and changes.
     assert figures["split_ratio"] > 5
-    assert figures["split_bytes_per_step"] > 0
+    assert figures["split_bytes_dense_per_step"] > 5 * figures["split_bytes_per_step"] > 0
     (folder,) = tmp_path.glob("outputs/dlrm/*")
     logged = OfflineRun(folder).state
     # What the dashboard shows of quality, and by what it groups runs.

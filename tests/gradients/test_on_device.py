@@ -139,7 +139,8 @@ def test_whole_runs_of_every_exchange_are_those_of_the_ordinary_way(
             thresholds = expected.thresholds.state_dict()["values"]
             assert found.thresholds.state_dict()["values"] == pytest.approx(thresholds, rel=1e-12)
     for expected_state, state in zip(*(ranks.state_dicts() for ranks in runs.values()), strict=True):
-        assert {**state["traffic"], "seconds": 0} == {**expected_state["traffic"], "seconds": 0}
+        times = {"seconds": 0, "seconds_waiting": 0}
+        assert {**state["traffic"], **times} == {**expected_state["traffic"], **times}
         assert state["thresholds"]["targets"] == expected_state["thresholds"]["targets"]
         assert state["residuals"].keys() == expected_state["residuals"].keys()
         assert state["owned"].keys() == expected_state["owned"].keys()

@@ -74,7 +74,7 @@ def assert_same_bits(left: Any, right: Any) -> None:
 
 
 def without_seconds(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{**state, "traffic": {**state["traffic"], "seconds": 0.0}} for state in states]
+    return [{**state, "traffic": {**state["traffic"], "seconds": 0.0, "seconds_waiting": 0.0}} for state in states]
 
 
 # Conservation

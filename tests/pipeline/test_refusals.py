@@ -127,7 +127,7 @@ def fit_wrongly(fault: str) -> str:
         settings["plugins"] = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     elif fault == "anomaly":
         settings["detect_anomaly"] = True
-    elif fault == "data":
+    elif fault in ("data", "seed"):
         data = torch.utils.data.DataLoader(Noise(1, 40, 8, 8, rank()), batch_size=None)
     elif fault == "averaging":
         settings["callbacks"] = [StochasticWeightAveraging(0.1)]
@@ -143,6 +143,7 @@ SURROUNDINGS = {
     "precision": "precision='16-mixed' does not work",
     "anomaly": "detect_anomaly=True",
     "data": "have read different batches for `training_step`",
+    "seed": "begin with `seed_everything(0, workers=True)`",
     "averaging": "`StochasticWeightAveraging` does not work with",
     "disagreement": "The ranks disagree on `schedule` (rank 0: '1f1b', rank 1: 'gpipe')",
 }

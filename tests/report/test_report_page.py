@@ -10,7 +10,7 @@ import pytest
 from lightning_dct.commands import main
 from made_up_runs import rows_of, write_csv, write_train_run
 
-VOID = {"meta", "link", "input", "br", "hr", "img"}
+VOID = {"meta", "link", "input", "br", "wbr", "hr", "img"}
 NAMES = ("dct", 'a <b> & "c"', "plain")
 
 
@@ -148,3 +148,28 @@ def test_a_missing_extra_is_named(tmp_path, capsys, monkeypatch):
         monkeypatch.delitem(sys.modules, f"lightning_dct.report.{module}", raising=False)
     assert main(["report", str(tmp_path)]) == 1
     assert "matplotlib: pip install '.[experiments]' in a clone of lightning_dct" in capsys.readouterr().err
+
+
+def test_a_page_replaces_a_page_and_nothing_else(tmp_path, capsys):
+    """Oracle: one line that names the argument, and what was there is there still."""
+    run = write_csv(tmp_path / "run", rows_of(8.0))
+    log = run / "metrics.csv"
+    before = log.read_bytes()
+    page = tmp_path / "report.html"
+    for output in (log, run, log / "report.html"):
+        assert main(["report", str(run), "--output", str(output)]) == 1
+        complaint = capsys.readouterr().err
+        assert complaint.startswith(f"--output {output}: ")
+        assert complaint.count("\n") == 1
+    assert log.read_bytes() == before
+    for _ in range(2):
+        assert main(["report", str(run), "--output", str(page)]) == 0
+
+
+def test_long_names_break_where_a_reader_would(tmp_path):
+    name = "strategy.density=0.013 data/long_folder"
+    write_csv(tmp_path / "run", rows_of(8.0), "strategy:\n  warmup_steps: 3\n")
+    output = tmp_path / "report.html"
+    assert main(["report", f"{name}={tmp_path / 'run'}", "--output", str(output)]) == 0
+    assert "strategy.<wbr>density=<wbr>0.013 data/<wbr>long_<wbr>folder" in output.read_text()
+    assert "strategy.<wbr>warmup_<wbr>steps" in output.read_text()

@@ -95,7 +95,7 @@ def parse_arguments(words: list[str]) -> dict[str, Any]:
     if len(words) == 1 and words[0].lstrip().startswith("{"):
         try:
             whole: dict[str, Any] = json.loads(words[0])
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"`--arguments` is not JSON: {error}") from error
         return whole
     found = {}
@@ -105,7 +105,7 @@ def parse_arguments(words: list[str]) -> dict[str, Any]:
             raise ValueError(f"`--arguments {word}`: write KEY=VALUE pairs, as width=512, or one JSON object")
         try:
             found[key] = json.loads(value)
-        except json.JSONDecodeError:
+        except (json.JSONDecodeError, RecursionError):
             found[key] = value
     return found
 

@@ -34,10 +34,14 @@ def run(arguments: argparse.Namespace) -> int:
         The exit status.
     """
     try:
-        from lightning_dct.report.page import make_page, write_page
+        from lightning_dct.report.page import check_page, make_page, write_page
     except ModuleNotFoundError as error:
         print(f"charts take {error.name}: pip install '.[experiments]' in a clone of lightning_dct", file=sys.stderr)
         return 1
+    try:
+        check_page(arguments.output)
+    except (OSError, ValueError) as error:
+        return _refuse(arguments.output, error)
     reading = read_all(arguments.runs)
     for problem in reading.problems:
         print(problem, file=sys.stderr)
@@ -49,7 +53,16 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"--metric {arguments.metric}: logged were {', '.join(sorted(names))}", file=sys.stderr)
         return 1
     quality = arguments.metric or find_quality(reading.runs)
-    write_page(arguments.output, make_page(reading, quality, arguments.title))
+    try:
+        write_page(arguments.output, make_page(reading, quality, arguments.title))
+    except OSError as error:
+        return _refuse(arguments.output, error)
     problems = f", problems: {len(reading.problems)}" if reading.problems else ""
     print(f"{arguments.output}: runs: {len(reading.runs)}, quality: {quality or 'not logged'}{problems}")
     return 1 if reading.unreadable else 0
+
+
+def _refuse(output: Path, error: OSError | ValueError) -> int:
+    reason = error.strerror if isinstance(error, OSError) else error
+    print(f"--output {output}: {reason}", file=sys.stderr)
+    return 1

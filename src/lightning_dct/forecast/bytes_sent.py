@@ -98,6 +98,7 @@ def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout
         tensors = [workload.parameters[name] for name in names]
         plan = plans.of(names, [tensor.numel() for tensor in tensors], tensors[0].dtype, config.warmup_steps)
         shards = shards_of.of(plan).shards if shards_of else ()
+        to_owners = _sharded(shards, layout) if exchange == "sharded" and not plan.is_dense else []
         entries += 0 if plan.is_dense else sum(plan.sizes)
         for rank in range(world_size):
             if plan.is_dense:
@@ -106,7 +107,7 @@ def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout
                 sent[rank] += _ring(all_gather_bytes(plan.layout.num_bytes, world_size), layout)
                 residuals[rank] += _held(plan)
             elif exchange == "sharded":
-                sent[rank] += _sharded(shards, rank, layout)
+                sent[rank] += to_owners[rank]
                 residuals[rank] += _held(plan) + _held(shards[rank].packed)
             else:
                 own = shards[rank % local]
@@ -124,15 +125,16 @@ def _whole_bucket(plan: BucketPlan, layout: NodeLayout) -> Sent:
     return _ring(all_reduce_bytes(sum(plan.sizes) * plan.dtype.itemsize, len(layout.places)), layout)
 
 
-def _sharded(shards: Sequence[Shard], rank: int, layout: NodeLayout) -> Sent:
-    """To each owner what it owns, and to everyone what is passed on of this rank's sums."""
-    local = ranks_per_node(layout)
-    sent = Sent()
-    for other, shard in enumerate(shards):
-        if other != rank:
-            # What an owner passes on has the size of what is sent to it.
-            to_other = shard.plan.layout.num_bytes + shards[rank].sums.layout.num_bytes
-            sent += Sent(inside=to_other) if other // local == rank // local else Sent(between=to_other)
+def _sharded(shards: Sequence[Shard], layout: NodeLayout) -> list[Sent]:
+    """By each rank to each owner what it owns, and to everyone what is passed on of the rank's own sums."""
+    ranks, local = len(shards), ranks_per_node(layout)
+    owned = [shard.plan.layout.num_bytes for shard in shards]
+    owned_by_node = [sum(owned[first : first + local]) for first in range(0, ranks, local)]
+    everything, sent = sum(owned), []
+    for rank, shard in enumerate(shards):
+        sums, on_node = shard.sums.layout.num_bytes, owned_by_node[rank // local]
+        inside = on_node - owned[rank] + (local - 1) * sums
+        sent.append(Sent(everything - on_node + (ranks - local) * sums, inside))
     return sent
 
 

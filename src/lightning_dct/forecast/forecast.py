@@ -13,6 +13,8 @@ from lightning_dct.gradients.exchanges.making import choose_for_model
 from lightning_dct.gradients.exchanges.nodes import NodeLayout
 
 DENSE = "ddp"
+MOST_RANKS = 10_000
+"""What a plan is made for at most: every rank's bytes are counted one by one."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +88,12 @@ def layout_of(world_size: int, nodes: int) -> NodeLayout:
     """Ranks spread evenly over nodes, in their order.
 
     Raises:
-        ValueError: There is nobody to send to, or the nodes do not divide the ranks.
+        ValueError: There is nobody to send to, there are too many ranks, or the nodes do not divide the ranks.
     """
     if world_size < 2:
         raise ValueError(f"`--world-size {world_size}`: one rank has nobody to send to. Give 2 or more")
+    if world_size > MOST_RANKS:
+        raise ValueError(f"`--world-size {world_size}`: plans are made for {MOST_RANKS:,} ranks at most")
     if nodes < 1 or world_size % nodes:
         possible = [str(count) for count in range(1, world_size + 1) if world_size % count == 0]
         raise ValueError(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+
 from lightning_dct.callbacks.compression_monitor import format_bytes
 from lightning_dct.forecast.bytes_sent import ranks_per_node
 from lightning_dct.forecast.forecast import DENSE, Forecast, Row
 from lightning_dct.forecast.quantities import rate_text
 from lightning_dct.gradients.exchanges.auto import INSIDE_IS_FASTER
+from lightning_dct.kernels import faster_kernel_missing
 
 
 def title_of(forecast: Forecast) -> str:
@@ -48,6 +51,8 @@ def notes_of(forecast: Forecast) -> list[str]:
             f" {1e3 * chosen.seconds:,.1f}): use strategy='ddp'."
         )
     notes.append(f"Compressing: {forecast.speed.how}.")
+    if not torch.cuda.is_available() and (missing := faster_kernel_missing("cpu")):
+        notes.append(missing)
     if ranks_per_node(forecast.layout) > 1:
         notes.append(
             "The ranks of a node share its link; bytes inside a node are taken to move"

@@ -40,7 +40,7 @@ class Pending:
             traffic: Where the time is counted.
             look: Find out whether what has come home is finite. This waits for a GPU.
         """
-        with traffic.span("exchange"):
+        with traffic.waiting("exchange"):
             self._work.wait()
         with traffic.timed("decompress"):
             self.rounds_left -= 1

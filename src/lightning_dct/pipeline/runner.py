@@ -23,8 +23,8 @@ _DIFFERENT = {
     "batches": (
         "read different batches for `{step}`. All of them must read the same: split data by"
         " `trainer.distributed_sampler_kwargs` (`num_replicas`: pipelines, `rank`: this one) in place of"
-        " `trainer.world_size` and `trainer.global_rank`, and let random augmentation follow a seed that all ranks"
-        " share."
+        " `trainer.world_size` and `trainer.global_rank`, and begin with `seed_everything(0, workers=True)`, so that"
+        " data that are made up or augmented at random come out alike on all ranks."
     ),
     "keywords": (
         "called the network with different keyword arguments in `{step}`. They do not cross between stages, so they"

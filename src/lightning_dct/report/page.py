@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
@@ -17,6 +18,8 @@ from lightning_dct.report.reading import Reading
 from lightning_dct.report.run import Run
 from lightning_dct.report.settings import differing
 from lightning_dct.report.totals import totals_table
+
+_DOCTYPE = b"<!doctype html"
 
 _TOTALS_TEXT = (
     "Bytes are those of rank 0, until the last time they were logged. A ratio is dense fp32 bytes over bytes sent,"
@@ -52,6 +55,21 @@ def make_page(reading: Reading, quality: str | None, title: str) -> str:
         settings=_settings(runs),
         footer=_footer(runs),
     )
+
+
+def check_page(file: Path) -> None:
+    """Refuse to write a page over what is none: a log, a checkpoint, a folder.
+
+    Raises:
+        ValueError: Something else is there.
+        OSError: It cannot be looked at.
+    """
+    if file.exists():
+        if not file.is_file():
+            raise ValueError(f"{'a folder' if file.is_dir() else 'no file that can be replaced'}; name a file")
+        with file.open("rb") as content:
+            if content.read(len(_DOCTYPE)).lower() not in (b"", _DOCTYPE):
+                raise ValueError("there already, and no HTML page; it would be lost. Name another file, or remove it")
 
 
 def write_page(file: Path, page: str) -> None:
@@ -104,7 +122,12 @@ def _swatch(index: int) -> str:
 
 
 def _named(runs: Sequence[Run], index: int) -> str:
-    return f'<span class="run">{_swatch(index)}<span>{escape(runs[index].name)}</span></span>'
+    return f'<span class="run">{_swatch(index)}<span>{_breakable(runs[index].name)}</span></span>'
+
+
+def _breakable(name: str) -> str:
+    """A long name as HTML, with a line's end where a reader would put it rather than amid a word or a number."""
+    return re.sub(r"(?<=[/=_,])|(?<=\.)(?!\d)", "<wbr>", escape(name))
 
 
 def _run_style(index: int) -> str:
@@ -140,14 +163,14 @@ def _settings(runs: Sequence[Run]) -> str:
     if differ:
         parts.append("<h3>What differs between the runs</h3>")
         heads = [run.name for run in runs]
-        cells = [(escape(name), [run.settings.get(name, UNKNOWN) for run in runs]) for name in differ]
+        cells = [(_breakable(name), [run.settings.get(name, UNKNOWN) for run in runs]) for name in differ]
         parts.append(_table("settings", "Settings that differ", "setting", heads, cells))
     elif len(runs) > 1 and same:
         parts.append("<p>All that are known are the same in all runs.</p>")
     if same:
         value = {name: next(run.settings[name] for run in runs if name in run.settings) for name in same}
         table = _table(
-            "settings", "Settings that are the same", "setting", ["value"], [(escape(n), [value[n]]) for n in same]
+            "settings", "Settings that are the same", "setting", ["value"], [(_breakable(n), [value[n]]) for n in same]
         )
         heading = f"{len(same)} settings that are the same" if len(runs) > 1 else f"{len(same)} settings"
         parts.append(f"<details{'' if differ else ' open'}><summary>{heading}</summary>{table}</details>")
@@ -156,7 +179,7 @@ def _settings(runs: Sequence[Run]) -> str:
 
 def _table(kind: str, label: str, first: str, heads: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
     """A table that scrolls in a box of its own; the first cell of a row is HTML, the others are text."""
-    head = "".join(f'<th scope="col">{escape(text)}</th>' for text in (first, *heads))
+    head = "".join(f'<th scope="col">{_breakable(text)}</th>' for text in (first, *heads))
     body = "\n".join(
         f'<tr><th scope="row">{name}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
         for name, cells in rows

@@ -50,10 +50,10 @@ def read_all(words: Sequence[str]) -> Reading:
     unreadable: list[str] = []
     seen: set[Path] = set()
     for word in words:
-        name, path = split_name(word)
         try:
+            name, path = split_name(word)
             found = find_runs(path)
-        except FileNotFoundError as error:
+        except OSError as error:
             unreadable.append(str(error))
             continue
         fresh = [files for files in found if files.log not in seen]
@@ -63,6 +63,9 @@ def read_all(words: Sequence[str]) -> Reading:
                 runs.append(_read(files))
             except (UnreadableRun, OSError, ModuleNotFoundError) as error:
                 unreadable.append(str(error))
+                continue
+            except RecursionError:
+                unreadable.append(f"{files.log}: its values, or those beside it, are nested too deep")
                 continue
             folders.append(files.folder)
             given.append("" if not name else name if len(found) == 1 else f"{name}/{files.folder.name}")

@@ -50,6 +50,7 @@ class Run:
         series: What was logged, by name; none of them empty.
         settings: Names with dots, and values as text.
         overrides: What the command line of ``experiments/train.py`` said.
+        steps: Optimizer steps done, where ``result.json`` says so.
         milliseconds_per_step: Median wall time of a training step, where it was measured.
         seconds: Wall time from the start to the last log, where it was logged.
         notes: What a reader has to know about the figures.
@@ -62,6 +63,7 @@ class Run:
     series: Mapping[str, Series]
     settings: Mapping[str, str] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
+    steps: int | None = None
     milliseconds_per_step: float | None = None
     seconds: float | None = None
     notes: tuple[str, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,15 @@ HIDDEN = ("paths.", "hydra.", "logger.", "wandb_version", "_wandb", "callbacks.p
 """Beginnings of names that say where a run has written and not what it was."""
 
 
+MOST_CHARACTERS = 200_000
+"""What a file of settings may hold, with its aliases written out. More is nothing that a page could show."""
+
+
 class _TextLoader(yaml.SafeLoader):
     """Reads YAML and takes what stands for a Python object as text: a file of settings must not run code."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Leave merge keys as they are: nothing writes them into settings, and each may double a file."""
 
 
 def _as_text(loader: yaml.SafeLoader, suffix: str, node: yaml.Node) -> Any:
@@ -54,9 +62,35 @@ def load_yaml(file: Path) -> tuple[Any, list[str]]:
         Its content, and what could not be read: nothing or one sentence.
     """
     try:
-        return yaml.load(file.read_text(encoding="utf-8"), Loader=_TextLoader), []
+        with file.open(encoding="utf-8") as content:
+            text = content.read(MOST_CHARACTERS + 1)
+        if len(text) > MOST_CHARACTERS:
+            raise ValueError(f"it holds more than {MOST_CHARACTERS:,} characters")
+        loader = _TextLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None, []
+        if _characters(node, {}) > MOST_CHARACTERS:
+            raise ValueError(f"it stands for more than {MOST_CHARACTERS:,} characters, its aliases written out")
+        return loader.construct_document(node), []
+    except RecursionError:
+        return None, [f"{file}: left out, it is nested too deep"]
     except (OSError, ValueError, yaml.YAMLError) as error:
         return None, [f"{file}: left out, {' '.join(str(error).split())}"]
+
+
+def _characters(node: yaml.Node, known: dict[yaml.Node, float]) -> float:
+    """How much a node stands for where every alias is written out; infinite where one contains itself."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1 + len(node.value)
+    if node not in known:
+        # Until it is known: only a node that contains itself asks for it meanwhile.
+        known[node] = math.inf
+        children = (
+            [child for pair in node.value for child in pair] if isinstance(node, yaml.MappingNode) else node.value
+        )
+        known[node] = 1 + sum(_characters(child, known) for child in children)
+    return known[node]
 
 
 def flattened(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, str]:

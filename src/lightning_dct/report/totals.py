@@ -93,16 +93,23 @@ def totals_of(run: Run, quality: str | None, test: str | None) -> Totals:
 
 
 def steps_done(run: Run) -> int:
-    """Optimizer steps until the last log of training; a validation after training is logged one step later.
+    """Optimizer steps done: as ``result.json`` says, else as far as the log tells.
+
+    Steps of training, and validations within it, are logged before the step counts: at 19 when 20 are done. A test, and
+    a validation after training, is logged at 20.
 
     Args:
         run: Any.
     """
-    of_training = (
-        series for name, series in run.series.items() if name.startswith("dct/") or stage_of(name) == "train"
-    )
-    last = [series.steps[-1] for series in of_training]
-    return max(last, default=run.last_step) + 1
+    if run.steps is not None:
+        return run.steps
+    done: dict[str, int] = {}
+    for name, series in run.series.items():
+        part = "train" if name.startswith("dct/") else stage_of(name)
+        done[part] = max(done.get(part, 0), series.steps[-1] + (part == "train"))
+    if "train" in done or "test" in done:
+        return max(done.values())
+    return run.last_step + 1
 
 
 def totals_table(runs: Sequence[Run], quality: str | None) -> tuple[list[str], list[list[str]]]:

@@ -1,0 +1,106 @@
+"""What a run is told about itself: before it begins, and when it is over. Pure functions that make sentences."""
+
+from __future__ import annotations
+
+import math
+
+from lightning_dct.callbacks.step_clock import StepCosts
+from lightning_dct.config import DCTConfig
+from lightning_dct.forecast.link import MeasuredLink
+from lightning_dct.forecast.quantities import rate_text
+from lightning_dct.kernels import faster_kernel_missing
+
+SHORTEST_RUN = 10
+"""Delays that a run should last; shorter ones end before what is lost at the start is caught up."""
+MUCH = 0.1
+"""The share of a step from which on it is worth saying how to make it smaller."""
+
+
+def steps_of_delay(config: DCTConfig) -> float:
+    """About how many optimizer steps pass until an entry that is held back is sent."""
+    return config.round_length / config.density
+
+
+def notes_at_start(config: DCTConfig, world_size: int, steps: float, device_type: str) -> list[str]:
+    """What a user should know before the run has taken its time.
+
+    Args:
+        config: The settings.
+        world_size: Ranks.
+        steps: Optimizer steps the run will have; infinite where that is not known.
+        device_type: Where gradients are.
+    """
+    if world_size == 1:
+        return ["One process (`devices=1`) has nobody to send to: nothing is compressed. Give `devices=2` or more."]
+    notes = []
+    delay = steps_of_delay(config)
+    if delay > 1 and steps < SHORTEST_RUN * delay:
+        remedy = "raise `density`, or lower `local_steps`" if config.round_length > 1 else "raise `density`"
+        notes.append(
+            f"This run is short: {steps:,.0f} optimizer steps. What is held back waits for about local_steps / density"
+            f" = {config.round_length} / {config.density:g} = {math.ceil(delay):,} of them, and a run should have"
+            f" {math.ceil(SHORTEST_RUN * delay):,} or more. Train for longer, or {remedy}."
+        )
+    if config.kernel == "auto" and (missing := faster_kernel_missing(device_type)):
+        notes.append(missing)
+    return notes
+
+
+def kept_note(config: DCTConfig, density: float) -> str | None:
+    """Why fewer entries were sent than the settings have room for; None where there is nothing to explain.
+
+    Args:
+        config: The settings.
+        density: Entries sent over entries due.
+    """
+    if config.density_per_parameter or config.warmup_steps or not density < (1 - MUCH) * config.density:
+        return None
+    return (
+        f"{100 * density:.3g}% were sent, and density={config.density:g} has room for {100 * config.density:.3g}%: an"
+        " entry goes when it reaches its tensor's threshold. Thresholds are selected every `refresh_every` steps and"
+        " follow slowly between; while what there is to send shrinks, as early in training, fewer entries reach them."
+        " Bytes are the same."
+    )
+
+
+def closing_line(config: DCTConfig, costs: StepCosts, link: MeasuredLink, dense_bytes: int, device_type: str) -> str:
+    """What a step took, what plain DDP would have taken, and which setting would be better.
+
+    Args:
+        config: The settings.
+        costs: Of a step of the run.
+        link: As it was timed before the run.
+        dense_bytes: Of all gradients in fp32.
+        device_type: Where they are.
+    """
+    ddp, rest = link.all_reduce_seconds(dense_bytes), costs.total - costs.synchronising
+    rate = "" if link.bits_per_second is None else f" ({rate_text(float(f'{link.bits_per_second:.2g}'))})"
+    return (
+        f"A step took {_ms(costs.total)}: {_ms(costs.compressing)} compressing, {_ms(costs.waiting)} waiting for the"
+        f" network and other ranks. DDP's all-reduce takes {_ms(ddp)} on this link as timed at the start{rate}, and its"
+        f" step {_ms(max(rest, ddp))} to {_ms(rest + ddp)}, as much of it as backward hides."
+        f" {_better(config, costs, ddp, device_type)}"
+    )
+
+
+def _better(config: DCTConfig, costs: StepCosts, ddp: float, device_type: str) -> str:
+    """Which setting would be better."""
+    rarer = f"local_steps={2 * config.round_length}" if config.compress == "updates" else None
+    if costs.synchronising >= ddp:
+        told = "Compressing costs more than it saves here: strategy='ddp' is faster on this link"
+        return f"{told}, or {rarer}, which halves the cost." if rarer and costs.synchronising < 2 * ddp else f"{told}."
+    if costs.synchronising < MUCH * costs.total:
+        share = 100 * costs.synchronising / costs.total
+        return f"Synchronising is {share:.2g}% of a step: no setting would make it much faster."
+    if costs.compressing > costs.waiting and (missing := faster_kernel_missing(device_type)):
+        return missing
+    if rarer and config.delay == 0 and costs.waiting > costs.compressing:
+        return f"delay={config.round_length} would hide the waiting behind training, {rarer} would halve both."
+    if rarer:
+        return f"{rarer} would halve both."
+    return "compress='updates' would exchange less often; a lower density sends fewer bytes."
+
+
+def _ms(seconds: float) -> str:
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"

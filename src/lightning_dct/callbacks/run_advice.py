@@ -1,0 +1,74 @@
+"""Tells a run about itself: what does not fit before it begins, and at the end what its steps took and could take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_dct.callbacks.advice import closing_line, kept_note, notes_at_start
+from lightning_dct.callbacks.requirements import require_dct
+from lightning_dct.callbacks.step_clock import StepClock
+from lightning_dct.forecast.link import MeasuredLink, measure_link
+from lightning_dct.gradients.plan import real_numel
+from lightning_dct.traffic import FP32_BYTES, TrafficTotals
+
+
+class RunAdvice(pl.Callback):
+    """Sentences at the beginning of fit and at its end; ``DCTStrategy`` adds this callback.
+
+    Before the first step all ranks time all-reduces of up to 1 MiB for a moment, so that the end can say what plain DDP
+    would have taken on the same link. Nothing is said of runs of a few steps.
+    """
+
+    def __init__(self) -> None:
+        self._clock = StepClock()
+        self._link: MeasuredLink | None = None
+        self._before = TrafficTotals()
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse strategies that compress nothing.
+
+        Raises:
+            MisconfigurationException: The Trainer's strategy is not one of this package's.
+        """
+        require_dct(trainer, self)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Say what does not fit, and time the link."""
+        strategy: Any = trainer.strategy  # Any: one of this package's, which `setup` has seen to
+        device = strategy.root_device
+        steps = float(trainer.estimated_stepping_batches)
+        for note in notes_at_start(strategy.config, trainer.world_size, steps, device.type):
+            rank_zero_info(note)
+        self._clock, self._before = StepClock(), strategy.traffic.totals
+        everyone = strategy.synchronizer.exchange.everyone
+        self._link = measure_link(everyone.group, device) if everyone.size > 1 else None
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Take note of the time."""
+        strategy: Any = trainer.strategy
+        self._clock.after_step(strategy.traffic.totals)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A validation between two steps is part of neither."""
+        self._clock.pause()
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+        """Nor is a checkpoint."""
+        self._clock.pause()
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Say what the run came to, where enough was measured."""
+        strategy: Any = trainer.strategy
+        costs = self._clock.costs
+        if not trainer.is_global_zero or self._link is None or costs is None:
+            return
+        config, synchronizer = strategy.config, strategy.synchronizer
+        if note := kept_note(config, (strategy.traffic.totals - self._before).density):
+            print(note)
+        dense_bytes = FP32_BYTES * sum(real_numel(p) for p in synchronizer.parameter_names if p.requires_grad)
+        print(closing_line(config, costs, self._link, dense_bytes, strategy.root_device.type), flush=True)

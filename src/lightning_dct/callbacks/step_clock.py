@@ -1,0 +1,70 @@
+"""What a step of a run costs: its time, and what compressing and waiting take of that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+
+from lightning_dct.traffic import TrafficTotals
+
+SKIPPED = 3
+"""First steps that are left out: they compile, allocate, and let DistributedDataParallel rebuild its buckets."""
+FEWEST = 10
+"""Steps below which nothing is said."""
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Means over the steps of a run; seconds.
+
+    Attributes:
+        total: From the end of a step to the end of the next.
+        compressing: Of that, compressing and decompressing.
+        waiting: Of that, waiting for the network and for ranks that come later.
+    """
+
+    total: float
+    compressing: float
+    waiting: float
+
+    @property
+    def synchronising(self) -> float:
+        """Both together."""
+        return self.compressing + self.waiting
+
+
+class StepClock:
+    """Adds up what steps cost, without what lies between them, as a validation."""
+
+    def __init__(self) -> None:
+        self._before: tuple[float, TrafficTotals] | None = None
+        self._seen = self._steps = 0
+        self._total = self._compressing = self._waiting = 0.0
+
+    def after_step(self, totals: TrafficTotals) -> None:
+        """Take note of the end of a step.
+
+        Args:
+            totals: What has been counted until now.
+        """
+        now = perf_counter()
+        self._seen += 1
+        if self._before is not None and self._seen > SKIPPED:
+            then, before = self._before
+            since = totals - before
+            self._steps += since.steps
+            self._total += now - then
+            self._compressing += since.seconds
+            self._waiting += since.seconds_waiting
+        self._before = now, totals
+
+    def pause(self) -> None:
+        """Leave out what goes on from the last step to the next."""
+        self._before = None
+
+    @property
+    def costs(self) -> StepCosts | None:
+        """The means; None after too few steps."""
+        if self._steps < FEWEST:
+            return None
+        return StepCosts(*(seconds / self._steps for seconds in (self._total, self._compressing, self._waiting)))

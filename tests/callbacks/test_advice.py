@@ -1,0 +1,142 @@
+"""What a run is told: sentences against arithmetic by hand."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from lightning_dct import DCTConfig
+from lightning_dct.callbacks import step_clock
+from lightning_dct.callbacks.advice import closing_line, kept_note, notes_at_start, steps_of_delay
+from lightning_dct.callbacks.step_clock import FEWEST, SKIPPED, StepClock, StepCosts
+from lightning_dct.forecast.link import MeasuredLink
+from lightning_dct.kernels import _is_installed
+from lightning_dct.traffic import TrafficTotals
+
+GRADIENTS = DCTConfig(compress="gradients", density=0.03)
+UPDATES = DCTConfig(local_steps=8, density=0.2)
+# 1 Gbit/s from each of two ranks: 8 ns a byte of the tensor.
+LINK = MeasuredLink(world_size=2, num_bytes=1_000_000, seconds=0.01, seconds_per_byte=8e-9)
+
+
+@pytest.fixture
+def without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_dct.kernels.find_spec", lambda name: None)
+    _is_installed.cache_clear()
+    yield
+    _is_installed.cache_clear()
+
+
+def test_delay() -> None:
+    assert steps_of_delay(GRADIENTS) == pytest.approx(1 / 0.03)
+    assert steps_of_delay(UPDATES) == pytest.approx(40)
+
+
+def test_a_short_run_is_warned_of_at_the_start() -> None:
+    (note,) = notes_at_start(UPDATES, 2, 399, "cuda")
+    assert "399 optimizer steps" in note
+    assert "local_steps / density = 8 / 0.2 = 40 of them" in note
+    assert "400 or more" in note
+    assert "lower `local_steps`" in note
+    (note,) = notes_at_start(GRADIENTS, 2, 333, "cuda")
+    assert "1 / 0.03 = 34 of them" in note
+    assert "local_steps`" not in note
+    for steps in (400, math.inf):
+        assert not notes_at_start(UPDATES, 2, steps, "cuda")
+    assert not notes_at_start(DCTConfig(compress="gradients", density=1.0), 2, 3, "cuda")
+
+
+def test_one_process_compresses_nothing_and_is_told_so() -> None:
+    (note,) = notes_at_start(UPDATES, 1, 10, "cpu")
+    assert "`devices=1`" in note
+    assert "nothing is compressed" in note
+
+
+def test_a_missing_kernel_is_named(without_numba: None) -> None:
+    (note,) = notes_at_start(UPDATES, 2, math.inf, "cpu")
+    assert "numba is not installed" in note
+    assert "`pip install numba`" in note
+    assert not notes_at_start(UPDATES, 2, math.inf, "cuda")
+    assert not notes_at_start(DCTConfig(kernel="torch"), 2, math.inf, "cpu")
+
+
+def test_fewer_entries_than_there_is_room_for_are_explained() -> None:
+    note = kept_note(GRADIENTS, 0.0207)
+    assert note is not None
+    assert note.startswith("2.07% were sent, and density=0.03 has room for 3%")
+    for density in (0.029, 0.2, math.nan):
+        assert kept_note(GRADIENTS, density) is None
+    assert kept_note(DCTConfig(density=0.03, warmup_steps=5), 0.01) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "costs", "told"),
+    [
+        # DDP's all-reduce of 2 MB: 10 + 8 ms.
+        (UPDATES, (0.1, 0.004, 0.003), "Synchronising is 7% of a step: no setting would make it much faster."),
+        (
+            UPDATES,
+            (0.1, 0.02, 0.01),
+            "strategy='ddp' is faster on this link, or local_steps=16, which halves the cost.",
+        ),
+        (UPDATES, (0.1, 0.04, 0.01), "strategy='ddp' is faster on this link."),
+        (GRADIENTS, (0.1, 0.02, 0.01), "strategy='ddp' is faster on this link."),
+        (
+            UPDATES,
+            (0.1, 0.002, 0.01),
+            "delay=8 would hide the waiting behind training, local_steps=16 would halve both.",
+        ),
+        (DCTConfig(local_steps=8, delay=8), (0.1, 0.002, 0.01), " local_steps=16 would halve both."),
+        (GRADIENTS, (0.1, 0.002, 0.01), "a lower density sends fewer bytes."),
+    ],
+)
+def test_the_end_says_which_setting_would_be_better(
+    config: DCTConfig, costs: tuple[float, float, float], told: str
+) -> None:
+    line = closing_line(config, StepCosts(*costs), LINK, 2_000_000, "cuda")
+    assert line.endswith(told)
+    assert line.count("\n") == 0
+
+
+def test_the_end_says_what_ddp_would_have_taken() -> None:
+    """By hand: 100 ms less 12 is what training takes, DDP adds at most the 18 ms of its all-reduce."""
+    line = closing_line(GRADIENTS, StepCosts(0.1, 0.01, 0.002), LINK, 2_000_000, "cuda")
+    assert line.startswith("A step took 100 ms: 10 ms compressing, 2 ms waiting")
+    assert (
+        "DDP's all-reduce takes 18 ms on this link as timed at the start (1 Gbit/s), and its step 88 ms to 106 ms"
+        in line
+    )
+    # Where the all-reduce is longer than all else, backward cannot hide it.
+    slow = MeasuredLink(2, 1_000_000, 1.0, 1e-6)
+    assert "its step 1,000 ms to 1,088 ms" in closing_line(GRADIENTS, StepCosts(0.1, 0.01, 0.002), slow, 10**6, "cuda")
+
+
+def test_slow_compressing_without_numba_names_the_package(without_numba: None) -> None:
+    line = closing_line(UPDATES, StepCosts(0.1, 0.012, 0.001), LINK, 2_000_000, "cpu")
+    assert line.endswith("`pip install numba`.")
+
+
+def test_a_link_whose_rate_does_not_show_has_none() -> None:
+    link = MeasuredLink(2, 1_000_000, 0.001, 0.0)
+    assert link.bits_per_second is None
+    assert link.all_reduce_seconds(5_000_000) == 0.001
+    assert "as timed at the start, and" in closing_line(GRADIENTS, StepCosts(0.1, 0.01, 0.002), link, 10, "cpu")
+    assert LINK.all_reduce_seconds(0) == pytest.approx(0.002)
+
+
+def test_steps_are_timed_without_what_lies_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(step_clock, "perf_counter", lambda: now.seconds)
+    clock, totals = StepClock(), TrafficTotals()
+    for step in range(SKIPPED + FEWEST + 1):
+        assert clock.costs is None
+        if step == SKIPPED + 2:
+            clock.pause()
+            now.seconds += 1000.0
+        now.seconds += 100.0 if step < SKIPPED else 2.0
+        totals = TrafficTotals(
+            totals.steps + 1, seconds=totals.seconds + 0.5, seconds_waiting=totals.seconds_waiting + 1
+        )
+        clock.after_step(totals)
+    assert clock.costs == StepCosts(2.0, 0.5, 1.0)
+    assert clock.costs.synchronising == 1.5
