@@ -209,7 +209,7 @@ class CheckpointedStrategy(DDPStrategy):
 
     def _state(self) -> dict[str, Any]:
         assert self.synchronizer is not None
-        own = [] if self.updates is None else [self.optimizer_state(optimizer) for optimizer in self.optimizers]
+        own = [] if self.updates is None else [self._own_state_of(optimizer) for optimizer in self.optimizers]
         return {
             **self.synchronizer.state_dict(),
             "optimizers": own,
@@ -217,6 +217,10 @@ class CheckpointedStrategy(DDPStrategy):
             "accumulated": self._accumulated_gradients(),
             "modules": {name: module.compression_state() for name, module in self.compressed_modules().items()},
         }
+
+    def _own_state_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        """What an optimizer has on this rank, where every rank's has its own; rows are saved apart."""
+        return without_rows(DDPStrategy.optimizer_state(self, optimizer), optimizer, self.sharded_tables())
 
     def _accumulated_gradients(self) -> dict[str, Tensor]:
         """Gradients of micro-batches whose optimizer step is still to come, which Lightning does not save."""

@@ -23,7 +23,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "row-wise adagrad": RowWiseAdagrad,
 }
-EVERYTHING = {"density": 1.0, "value_format": "fp32"}
+EVERYTHING = {"compress": "gradients", "density": 1.0, "value_format": "fp32"}
 
 
 class Hybrid(LightningModule):

@@ -23,7 +23,7 @@ from pipeline.split_models import (
 )
 
 SPLIT = {"density": 0.2, "forward_format": "int8", "warmup_steps": 8, "refresh_every": 3}
-COMPRESSED = {"density": 0.2, "min_tensor_size": 1, "refresh_every": 4}
+COMPRESSED = {"compress": "gradients", "density": 0.2, "min_tensor_size": 1, "refresh_every": 4}
 ADAM: dict[str, Any] = {"optimizer": torch.optim.Adam, "optimizer_settings": {"lr": 0.01}}
 
 

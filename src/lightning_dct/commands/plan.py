@@ -40,6 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for the module's constructor: pairs, whose values are read as JSON where they can be; or one JSON object",
     )
     parser.add_argument(
+        "--compress", choices=("updates", "gradients"), default=defaults.compress, help="(default: %(default)s)"
+    )
+    parser.add_argument(
+        "--local-steps",
+        type=int,
+        help=f"steps from one exchange of updates to the next (default: {defaults.local_steps})",
+    )
+    parser.add_argument(
         "--density", type=_of(_density), default=defaults.density, help="share of entries sent (default: %(default)s)"
     )
     parser.add_argument(
@@ -58,6 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         layout = layout_of(arguments.world_size, arguments.world_size if arguments.nodes is None else arguments.nodes)
         config = DCTConfig(
+            compress=arguments.compress,
+            local_steps=arguments.local_steps,
             density=arguments.density,
             value_format=arguments.value_format,
             min_tensor_size=arguments.min_tensor_size,

@@ -1,4 +1,4 @@
-"""What each rank hands to the collectives in a step, to the byte, from the plans alone.
+"""What each rank hands to the collectives in an exchange, to the byte, from the plans alone.
 
 Every exchange is the row of collectives that its module in :mod:`lightning_dct.gradients.exchanges` draws. Here stand
 their sizes; :mod:`lightning_dct.gradients.collectives` counts the same bytes when they are sent.
@@ -47,7 +47,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Step:
-    """What an exchange does in one step, once warm-up is over and DistributedDataParallel has laid out its buckets.
+    """What one exchange of the whole model does, once warm-up is over and buckets are laid out as they stay.
 
     Attributes:
         sent: By each rank, in their order.
@@ -94,7 +94,7 @@ def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout
     plans = Plans(config, passes)
     shards_of = Shards(share_model(config, workload.parameters, passes, owners), owners) if owners else None
     sent, residuals, entries = [Sent()] * world_size, [0] * world_size, 0
-    for names in workload.buckets:
+    for names in workload.buckets_under(config):
         tensors = [workload.parameters[name] for name in names]
         plan = plans.of(names, [tensor.numel() for tensor in tensors], tensors[0].dtype, config.warmup_steps)
         shards = shards_of.of(plan).shards if shards_of else ()

@@ -23,7 +23,8 @@ class Row:
 
     Attributes:
         name: ``"ddp"`` for the dense all-reduce, or the exchange.
-        step: Its bytes, rank by rank.
+        step: The bytes of one exchange, rank by rank.
+        local_steps: Optimizer steps from one exchange to the next. All other figures are of a step.
         ratio: Bytes of the dense fp32 all-reduce over bytes sent, by the rank that sends most; between nodes for
             ``by_node``. What a run logs.
         link_seconds: How long the busiest node's link is busy in a step.
@@ -32,6 +33,7 @@ class Row:
 
     name: str
     step: Step
+    local_steps: int
     ratio: float
     link_seconds: float
     compressing_seconds: float
@@ -44,12 +46,12 @@ class Row:
     @property
     def most_sent(self) -> int:
         """Bytes of the rank that sends most."""
-        return max(sent.total for sent in self.step.sent)
+        return max(sent.total for sent in self.step.sent) // self.local_steps
 
     @property
     def most_between(self) -> int:
         """Bytes to other nodes of the rank that sends most there."""
-        return max(sent.between for sent in self.step.sent)
+        return max(sent.between for sent in self.step.sent) // self.local_steps
 
     @property
     def most_held(self) -> int:
@@ -115,7 +117,7 @@ def make_forecast(config: DCTConfig, workload: Workload, layout: NodeLayout, lin
     """
     world_size, local = len(layout.places), ranks_per_node(layout)
     dense = dense_step(workload, layout)
-    rows = [Row(DENSE, dense, 1.0, link_seconds(dense, layout, link), 0.0)]
+    rows = [Row(DENSE, dense, 1, 1.0, link_seconds(dense, layout, link), 0.0)]
     for name in COMPRESSED:
         if name == "by_node" and layout.obstacle is not None:
             continue
@@ -124,8 +126,9 @@ def make_forecast(config: DCTConfig, workload: Workload, layout: NodeLayout, lin
             ratio = dense.sent[0].between / max(sent.between for sent in step.sent)
         else:
             ratio = dense.sent[0].total / max(sent.total for sent in step.sent)
-        compressing = speed.seconds(name, step.entries, world_size, local)
-        rows.append(Row(name, step, ratio, link_seconds(step, layout, link), compressing))
+        every = config.round_length
+        busy, compressing = link_seconds(step, layout, link), speed.seconds(name, step.entries, world_size, local)
+        rows.append(Row(name, step, every, ratio * every, busy / every, compressing / every))
     choice = choose_for_model(config, workload.parameters, layout)
     return Forecast(config, workload, layout, link, tuple(rows), choice, speed)
 

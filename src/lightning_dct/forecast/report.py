@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from lightning_dct.callbacks.compression_monitor import format_bytes
+from lightning_dct.config import DCTConfig
 from lightning_dct.forecast.bytes_sent import ranks_per_node
 from lightning_dct.forecast.forecast import DENSE, Forecast, Row
 from lightning_dct.forecast.quantities import rate_text
@@ -18,8 +19,12 @@ def title_of(forecast: Forecast) -> str:
     config = forecast.config
     return (
         f"{forecast.workload.entries:,} parameters in {_many(tensors, 'tensor')}, {100 * config.density:g}% of the"
-        f" entries, {config.value_format} values; {_where(forecast)}"
+        f" entries, {config.value_format} values, {_how_often(config)}; {_where(forecast)}"
     )
+
+
+def _how_often(config: DCTConfig) -> str:
+    return "gradients" if config.compress == "gradients" else f"updates every {_many(config.round_length, 'step')}"
 
 
 def table_of(forecast: Forecast) -> tuple[list[str], list[list[str]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,8 +15,10 @@ from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES, _compute_buc
 from torch.nn.parallel import distributed as ddp
 from torch.nn.parameter import is_lazy
 
+from lightning_dct.config import DCTConfig
 from lightning_dct.embedding.hosting import find_tables
 from lightning_dct.synchronizing import parameter_names
+from lightning_dct.updates.rounds import buckets_of
 
 # A first bucket of its own, so that something travels early; then buckets of this size. DistributedDataParallel's own.
 BUCKET_LIMITS = [_DEFAULT_FIRST_BUCKET_BYTES, getattr(ddp, "_DEFAULT_BUCKET_CAP_MB", 25) * 1024 * 1024]
@@ -45,6 +47,13 @@ class Workload:
         trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad][::-1]
         assigned, _ = _compute_bucket_assignment_by_size([self.parameters[name] for name in trained], BUCKET_LIMITS)
         return tuple(tuple(trained[index] for index in indices) for indices in assigned)
+
+    def buckets_under(self, config: DCTConfig) -> Sequence[Sequence[str]]:
+        """The names in each bucket of what is exchanged: of DistributedDataParallel's gradients, or of updates."""
+        if config.compress == "gradients":
+            return self.buckets
+        trained = [(name, parameter) for name, parameter in self.parameters.items() if parameter.requires_grad]
+        return buckets_of(trained, config.round_length if config.delay else 1)
 
     @property
     def entries(self) -> int:

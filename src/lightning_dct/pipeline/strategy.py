@@ -200,6 +200,8 @@ class DCTPipelineStrategy(DCTStrategy):
         failed = self._module.trainer.state.status == TrainerStatus.INTERRUPTED
         with spread.without_foreign():
             super().teardown()
+        # From now on the ranks hold the same, or have failed.
+        vars(self._module).pop("_ddp_params_and_buffers_to_ignore", None)
         if not failed:
             spread.make_whole()
 
@@ -268,6 +270,9 @@ class DCTPipelineStrategy(DCTStrategy):
             return state
         part = gathering.part_of_optimizer_state(state, optimizer)
         return gathering.merge_optimizer_states(gathering.gather_on_first(part, self._placed))
+
+    def _own_state_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        return gathering.part_of_optimizer_state(super()._own_state_of(optimizer), optimizer)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load what is on this rank."""

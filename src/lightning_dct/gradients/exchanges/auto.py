@@ -53,7 +53,7 @@ def choose(plan_for: Planner, layout: NodeLayout) -> Choice:
     elif len(layout.nodes) > 1:
         ranks += f", not by node: {layout.obstacle}"
     counted = ", ".join(f"{other} {cost / 1000:,.1f} kB" for other, cost in costs.items())
-    return Choice(name, f"{ranks}; {what} by a rank in a step: {counted}")
+    return Choice(name, f"{ranks}; {what} by a rank in an exchange: {counted}")
 
 
 def costs_of(plan_for: Planner, layout: NodeLayout) -> dict[str, float]:
