@@ -44,9 +44,9 @@ def notes_of(forecast: Forecast) -> list[str]:
     seconds = chosen.seconds / every
     if every > 1:
         notes.append(
-            f"What weights have moved is exchanged every {every} steps (`local_steps`): the compressed columns are those"
-            f" of an exchange, ddp's those of a step. Over all steps the ratio is {every} times as high, {chosen.name!r}:"
-            f" {every * chosen.ratio:,.0f}x."
+            f"What weights have moved is exchanged every {every} steps (`local_steps`): the compressed columns are"
+            " those of an exchange, ddp's those of a step. Over all steps the ratio is so many times as high, for"
+            f" {chosen.name!r} {every * chosen.ratio:,.0f}x."
         )
     if seconds < dense.seconds:
         notes.append(
