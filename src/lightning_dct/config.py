@@ -166,7 +166,8 @@ def check_keywords(kind: type, given: Iterable[str], *more: type) -> None:
     taken = {
         name
         for cls in (*kind.__mro__, *more)
-        for name, parameter in signature(cls.__init__).parameters.items()  # type: ignore[misc]
+        if (constructor := vars(cls).get("__init__")) is not None
+        for name, parameter in signature(constructor).parameters.items()
         if parameter.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     } - {"self", "config", "module", "device_ids"}  # what strategies give themselves
     for name in sorted(set(given) - taken):

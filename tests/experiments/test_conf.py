@@ -98,7 +98,7 @@ def test_wandb_is_offline_unless_logged_in(tmp_path: Path, monkeypatch: pytest.M
     [
         (
             "strategy.densty=0.1",
-            "Did you mean density? Settings of strategy: density, density_per_parameter, exchange,",
+            "Did you mean density? Settings of strategy: ",
         ),
         ("trainer.max_step=3", "Did you mean max_steps"),
         ("strtegy=ddp", "Did you mean strategy? Settings and groups: callbacks, "),

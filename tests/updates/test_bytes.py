@@ -10,6 +10,7 @@ from lightning_dct import DCTConfig, DCTStrategy
 from lightning_dct.forecast.bytes_sent import compressed_step, dense_step
 from lightning_dct.forecast.forecast import layout_of
 from lightning_dct.forecast.workload import workload_of
+from lightning_dct.gradients.plan import real_dtype
 from lightning_dct.traffic import TrafficTotals
 from lightning_dct.updates.rounds import buckets_of, is_due
 
@@ -63,14 +64,6 @@ def test_buckets_hold_one_dtype_each_and_are_of_a_size() -> None:
     by_name = dict(tensors)
     assert sorted(name for bucket in buckets for name in bucket) == sorted(by_name)
     for bucket in buckets:
-        assert (
-            len(
-                {
-                    by_name[name].dtype.to_real() if by_name[name].is_complex() else by_name[name].dtype
-                    for name in bucket
-                }
-            )
-            == 1
-        )
+        assert len({real_dtype(by_name[name]) for name in bucket}) == 1
         assert sum(by_name[name].numel() for name in bucket) <= 201_000 + 1000
     assert len(buckets) == 5
