@@ -31,8 +31,10 @@ def clip_grad_norm(
     """
     own, shared = list(own), list(shared)
     own_gradients, shared_gradients = _gradients_of(own), _gradients_of(shared)
-    # The parameters' device also on a rank without gradients: a collective wants the same kind of device from all.
-    device = next((parameter.device for parameter in own + shared), _device_of(group))
+    # The parameters' device also on a rank without gradients: a collective wants the same kind of device from all. Of
+    # other stages' parameters a pipeline's rank has no more than shapes.
+    devices = (parameter.device for parameter in own + shared)
+    device = next((device for device in devices if device.type != "meta"), _device_of(group))
     # Squares in fp64: the sum does not depend on how parameters are spread over ranks, but for its last bits.
     squares = _sum_of_squares(own_gradients, device)
     if group is not None:
