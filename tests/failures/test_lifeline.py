@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
 from distributed.harness import free_port
 from distributed.training import Module, loader, rank, trainer_for
@@ -17,7 +18,7 @@ from lightning_dct import DCTStrategy
 from lightning_dct.failures import Lifeline
 from lightning_dct.failures.lifeline import check_lifelines
 
-ROUNDS = 20
+ROUNDS = 12
 
 
 def threads() -> list[str]:
@@ -56,6 +57,7 @@ def open_and_close(wanted: Any) -> tuple[bool, list[str], list[str], list[str]]:
         warnings.simplefilter("always")
         lifeline = Lifeline.open(wanted[rank()])
     running = threads()
+    dist.barrier()  # rank 0's end ends the threads of others
     if lifeline is not None:
         lifeline.close()
     return lifeline is not None, [str(warning.message) for warning in caught], running, threads()
