@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_dct.gradients import collectives, compression, pending
 from lightning_dct.gradients.awaited import Awaited
+from lightning_dct.gradients.on_device import OnDevice
+from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.wire import PayloadError
 from strategies_for_hypothesis import FORMATS
 
@@ -145,12 +147,14 @@ def test_nobody_waits_for_a_gpu(
     assert ranks.synchronizers[0].synchronisations == 3
 
 
-@pytest.mark.usefixtures("pretended_gpu")
-def test_nobody_waits_however_many_buckets_and_owners_there_are() -> None:
-    ranks = EmulatedRanks({str(number): 2000 for number in range(130)}, 8, "sharded", density=0.1)
-    step(ranks, torch.float32, [1] * 130)
-    with nobody_waits():
-        step(ranks, torch.float32, [1] * 130)
+def test_what_a_device_knows_of_a_plan_is_kept_with_it() -> None:
+    """However many other plans there are: with 8 owners, 128 buckets have more than a thousand of them."""
+    plans = [BucketPlan((str(number),), (100,), (5,), torch.float32, "1bit") for number in range(1200)]
+    known = [OnDevice.of(plan, torch.device("cpu")) for plan in plans]
+    rooms = [kept.room((0,)) for kept in known]
+    with NoTensorFromNumbers():
+        assert [OnDevice.of(plan, torch.device("cpu")) for plan in plans] == known
+        assert [kept.room((0,)) for kept in known] == rooms
 
 
 def gradients(world_size: int) -> list[dict[str, Tensor]]:
