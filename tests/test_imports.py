@@ -83,17 +83,18 @@ def test_imports_and_trains_where_newer_names_are_missing(tmp_path: Path) -> Non
 
     import lightning.pytorch.callbacks
     import torch.distributed
-    import torch.nn.parallel.distributed
+    import torch.nn.parallel.distributed as ddp
 
     del lightning.pytorch.callbacks.WeightAveraging
     del torch.distributed.all_gather_single
-    del torch.nn.parallel.distributed._DEFAULT_BUCKET_CAP_MB
+    bucket_size = vars(ddp).pop("_DEFAULT_BUCKET_CAP_MB")
 
     import lightning_dct
 
     for module in pkgutil.walk_packages(lightning_dct.__path__, "lightning_dct."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
+    ddp._DEFAULT_BUCKET_CAP_MB = bucket_size  # this torch itself cannot do without
 
     from lightning.pytorch import Trainer
     from lightning.pytorch.demos.boring_classes import BoringModel
