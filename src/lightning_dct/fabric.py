@@ -178,9 +178,7 @@ class DCTStrategy(DDPStrategy):
         notes = agreed_notes(notes, path)
         for index, (synchronizer, note) in enumerate(zip(self.synchronizers, notes, strict=False)):
             layout = (self.global_rank, self.world_size, 1)
-            own = restore_state(
-                self.checkpoint_io, _part(path, index), note, *layout, missing_state=self.config.missing_state
-            )
+            own = restore_state(self.checkpoint_io, _part(path, index), note, *layout, self.config)
             synchronizer.load_state_dict(own)
             for optimizer, optimizer_state in zip(self._optimizers, own.get("optimizers", []), strict=False):
                 optimizer.load_state_dict(optimizer_state)

@@ -13,7 +13,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_dct.checkpoint import CHECKPOINT_KEY, NOTE_FIELDS, check_note, empty_state, read_state
-from lightning_dct.config import MissingState
+from lightning_dct.config import DCTConfig
 from lightning_dct.state_file import CheckpointError
 
 
@@ -56,7 +56,7 @@ def restore_state(
     rank: int,
     world_size: int,
     stages: int,
-    missing_state: MissingState,
+    config: DCTConfig,
 ) -> dict[str, Any]:
     """The state that this rank starts from; a collective call.
 
@@ -67,12 +67,14 @@ def restore_state(
         rank: This rank.
         world_size: Ranks that take part now.
         stages: Over how many of them the parameters are spread now.
-        missing_state: What to do when the file of any rank is missing: ``"error"``, or ``"reset"`` to let every rank
-            start without anything held back. All of them do: what two ranks remember of each other must agree.
+        config: The settings. ``missing_state`` says what to do when the file of any rank is missing, or was saved by a
+            run that exchanged something else: ``"error"``, or ``"reset"`` to let every rank start without anything held
+            back. All of them do: what two ranks remember of each other must agree.
 
     Raises:
         FileNotFoundError: The state of some rank is missing. Raised on every rank.
         CheckpointError: Some rank cannot use what it has read. Raised on every rank.
+        ValueError: What was saved is of the other kind, gradients for updates or the reverse. Raised on every rank.
     """
     state: dict[str, Any] = {}
     failure: Exception | None = None
@@ -85,8 +87,8 @@ def restore_state(
     dist.all_gather_object(failures, mine)
     failed = [told for told in failures if told is not None]
     if not failed:
-        return state
-    if missing_state == "reset" and all(missing for missing, _ in failed):
+        return state if _is_kind(state, config.compress) else _of_other_kind(path, note, config)
+    if config.missing_state == "reset" and all(missing for missing, _ in failed):
         rank_zero_warn(
             f"{failed[0][1]} That is set: training goes on from step {note['synchronisations']} with nothing held back"
             " on any rank, and gradient that had not been sent yet is lost."
@@ -96,3 +98,22 @@ def restore_state(
         raise failure
     missing, message = failed[0]
     raise FileNotFoundError(message) if missing else CheckpointError(message)
+
+
+def _is_kind(state: Mapping[str, Any], compress: str) -> bool:
+    """Whether a state was saved by a run that exchanged this. Ranks save weights of their own with updates only."""
+    return ("weights" in state) == (compress == "updates")
+
+
+def _of_other_kind(path: str, note: Mapping[str, Any], config: DCTConfig) -> dict[str, Any]:
+    other = "gradients" if config.compress == "updates" else "updates"
+    told = (
+        f"The checkpoint {path!r} was saved with `compress={other!r}`: what its ranks hold back are {other}, and this"
+        f" run exchanges {config.compress}."
+    )
+    if config.missing_state == "error":
+        raise ValueError(
+            f"{told} Resume with `compress={other!r}`, or go on without what was held back: `missing_state='reset'`."
+        )
+    rank_zero_warn(f"{told} As is set, training goes on with nothing held back on any rank.")
+    return empty_state(note)

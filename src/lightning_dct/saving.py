@@ -186,7 +186,7 @@ class CheckpointedStrategy(DDPStrategy):
                 rank_zero_info(f"{checkpoint_path} holds no state of DCTStrategy: residuals start at zero.")
                 return checkpoint
             layout = (self.global_rank, self.world_size, self.stages)
-            self._saved_state = restore_state(self.checkpoint_io, path, note, *layout, self.config.missing_state)
+            self._saved_state = restore_state(self.checkpoint_io, path, note, *layout, self.config)
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

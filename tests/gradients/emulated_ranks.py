@@ -124,9 +124,6 @@ class FakeBucket:
     def parameters(self) -> list[nn.Parameter]:
         return self._parameters
 
-    def gradients(self) -> list[Tensor]:
-        return list(self._buffer.split([parameter.numel() for parameter in self._parameters]))
-
     def is_last(self) -> bool:
         return self._is_last
 

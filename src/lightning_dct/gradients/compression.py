@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_dct.gradients.awaited import Awaited
@@ -151,6 +152,10 @@ def _add_up(
     payloads: Tensor, total: Tensor, plan: BucketPlan, factor: float, kernel: str, senders: Sequence[str]
 ) -> None:
     received = [_unpack(payload, plan, sender) for payload, sender in zip(payloads.unbind(), senders, strict=True)]
+    for (_, values, whole), sender in zip(received, senders, strict=True):
+        # A sum is finite only where all of it is, and costs least.
+        if not math.isfinite(float(values.sum()) + float(whole.clone().view(plan.dtype).sum())):
+            name_broken_sender(sender)
     entries = [(plan.to_bucket(positions), values) for positions, values, _ in received]
     sum_entries(total, [(0, total.numel())] if plan.starts is None else plan.bounds, entries, factor, kernel)
     for _, _, whole in received:
@@ -164,6 +169,15 @@ def _unpack(payload: Tensor, plan: BucketPlan, sender: str) -> Unpacked:
         return unpack(plan.layout, payload)
     except PayloadError as error:
         raise PayloadError(f"{sender} of the process group: {error}.") from error
+
+
+@lru_cache(maxsize=256)
+def name_broken_sender(sender: str) -> None:
+    """Say, once, who has sent infinite or NaN numbers. All ranks read them, and one of them says it."""
+    rank_zero_warn(
+        f"{sender} of the process group are infinite or NaN, and so are the weights of all ranks from now on. Look at"
+        " the loss and the data of that rank. A loss scaler skips such a step by itself."
+    )
 
 
 def _check_sound(senders: list[str], sound: list[int]) -> None:

@@ -12,7 +12,7 @@ from lightning_dct.config import DCTConfig
 from lightning_dct.gradients.exchanges import Exchange
 from lightning_dct.gradients.exchanges.base import send_sparse, unused
 from lightning_dct.gradients.pending import Pending, bring_home
-from lightning_dct.gradients.plan import BucketPlan
+from lightning_dct.gradients.plan import BucketPlan, real_numel
 from lightning_dct.gradients.synchronizer import Synchronizer
 from lightning_dct.traffic import FP32_BYTES, all_reduce_bytes, bytes_between_nodes
 
@@ -120,8 +120,8 @@ class GradientSynchronizer(Synchronizer):
         return self._start(buffer, plan, self._held(bucket, plan))
 
     def _plan_of_bucket(self, bucket: GradBucket) -> BucketPlan:
-        # DDP hands a complex parameter over as real numbers of twice its size: sizes are the gradients', not its own.
-        sizes = [gradient.numel() for gradient in bucket.gradients()]
+        # DDP hands a complex parameter over as real numbers of twice its size, and `bucket.gradients()` does not know it.
+        sizes = [real_numel(parameter) for parameter in bucket.parameters()]
         return self._plan_of(bucket.parameters(), sizes, bucket.buffer().dtype)
 
     def _count_dense(self, buffer: Tensor) -> None:

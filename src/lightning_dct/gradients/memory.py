@@ -35,6 +35,7 @@ class Memory:
         kernel: What adds, compares and compacts; see :func:`~lightning_dct.kernels.select`.
 
     Attributes:
+        what: What is exchanged, for messages.
         gradient_scale: Factor that turns gradients as they arrive into unscaled ones.
         selected: Whether the synchronisation under way has selected any threshold anew.
         awaited: What GPUs have still to tell.
@@ -44,6 +45,7 @@ class Memory:
         self.thresholds = Thresholds()
         self.residuals = Residuals()
         self.owned = Residuals()
+        self.what = "Gradients"
         self.gradient_scale = 1.0
         self.selected = False
         self.awaited = Awaited()
@@ -118,10 +120,10 @@ class Memory:
         buffer: Tensor,
         plan: BucketPlan,
         factor: float,
-        what: str = "Gradients",
+        what: str | None = None,
     ) -> Tensor:
         """Sum what has arrived; see :func:`~lightning_dct.gradients.compression.decompress`."""
-        return decompress(payloads, buffer, plan, factor, self.awaited, self._kernel, what)
+        return decompress(payloads, buffer, plan, factor, self.awaited, self._kernel, what or self.what)
 
     def send_out(self, buffer: Tensor, plan: BucketPlan, held: set[int], owned: bool) -> None:
         """Add to a bucket that goes uncompressed all that is held back of its tensors, and hold nothing of them.

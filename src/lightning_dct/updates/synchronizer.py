@@ -99,6 +99,7 @@ class UpdateSynchronizer(Synchronizer):
         optimizers: Callable[[], Sequence[Optimizer]],
     ) -> None:
         super().__init__(config, parameter_names, exchange)
+        self.memory.what = "Updates"
         self.weights = SharedWeights()
         self._buffers = buffers
         self._optimizers = optimizers
@@ -140,15 +141,9 @@ class UpdateSynchronizer(Synchronizer):
         self.synchronisations += 1
         self.steps_since_refresh += 1
         self._count_dense(turns)
-        self._apply(turns, [item for item in turns.travelling if item.due <= turns.steps])
-        on_their_way = {name for item in turns.travelling for name in item.names}
-        places = len(turns.buckets) if self.config.delay else 1
-        sending = [
-            bucket
-            for place, bucket in enumerate(turns.buckets)
-            if is_due(turns.steps, self.config.round_length, place % places, places) and on_their_way.isdisjoint(bucket)
-        ]
-        if sending:
+        if arrived := [item for item in turns.travelling if item.due <= turns.steps]:
+            self._apply(turns, arrived)
+        if sending := self._due(turns):
             self._forget_thresholds(sending)
             self.memory.begin(1.0, refresh=False)
             sent = [self._send(bucket, turns.steps + self.config.delay) for bucket in sending]
@@ -210,7 +205,7 @@ class UpdateSynchronizer(Synchronizer):
         super().load_state_dict({**state, "residuals": {}})
         parameters = {name: parameter for parameter, name in self.parameter_names.items()}
         buffers = self._buffers()
-        for name, weights in state["weights"].items():
+        for name, weights in state.get("weights", {}).items():
             if name in parameters and self._alone:
                 parameters[name].data.copy_(weights)
             elif name in parameters:
@@ -224,7 +219,7 @@ class UpdateSynchronizer(Synchronizer):
                 own = as_real(self.weights.own(name))
                 own.add_(left.view(own.shape).to(own.device))
         self._turns = {}
-        clocks = state["exchange_clocks"]
+        clocks, in_flight = state.get("exchange_clocks", {}), state.get("in_flight", {})
         self._to_refresh = {key.partition(" ")[2] for key in clocks if key.startswith("refresh ")}
         for key, value in clocks.items():
             words = key.split(" ", 3)
@@ -232,15 +227,27 @@ class UpdateSynchronizer(Synchronizer):
                 continue
             if words[0] == "steps":
                 self._turns.setdefault(int(words[2]), _Turns()).steps = value
-            elif f"mean of {words[3]}" in state["in_flight"]:
+            elif f"mean of {words[3]}" in in_flight:
                 name = words[3]
                 device = parameters[name].device
-                mean, own_part = (state["in_flight"][f"{part} of {name}"].to(device) for part in ("mean", "own"))
+                mean, own_part = (in_flight[f"{part} of {name}"].to(device) for part in ("mean", "own"))
                 travelling = _Travelling([name], value, None, mean, own_part)
                 self._turns.setdefault(int(words[2]), _Turns()).travelling.append(travelling)
 
     def check_idle(self) -> None:
         """Nothing to refuse: settings change between steps, and what travels has been planned already."""
+
+    def _due(self, turns: _Turns) -> list[list[str]]:
+        """The buckets that are exchanged after this step, less what is still on its way since a short first round."""
+        config = self.config
+        if not config.delay:
+            return turns.buckets if is_due(turns.steps, config.round_length) else []
+        on_their_way = {name for item in turns.travelling for name in item.names}
+        return [
+            bucket
+            for place, bucket in enumerate(turns.buckets)
+            if is_due(turns.steps, config.round_length, place, len(turns.buckets)) and on_their_way.isdisjoint(bucket)
+        ]
 
     def _forget_thresholds(self, buckets: Iterable[Sequence[str]]) -> None:
         """Select the thresholds of what is about to be sent anew, where that has been asked for since it was sent last.
