@@ -120,7 +120,7 @@ class GradientSynchronizer(Synchronizer):
         return self._start(buffer, plan, self._held(bucket, plan))
 
     def _plan_of_bucket(self, bucket: GradBucket) -> BucketPlan:
-        # DDP hands a complex parameter over as real numbers of twice its size, and `bucket.gradients()` does not know it.
+        # DDP hands a complex parameter over as real numbers of twice its size; `bucket.gradients()` does not know it.
         sizes = [real_numel(parameter) for parameter in bucket.parameters()]
         return self._plan_of(bucket.parameters(), sizes, bucket.buffer().dtype)
 
