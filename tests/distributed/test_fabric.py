@@ -1,5 +1,6 @@
 """The same for Fabric users: training, refreshes, checkpoints; and a process group of the user's own."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ STEPS = 12
 
 def train_with_fabric(settings: dict[str, Any] | None, checkpoint: Path | None = None) -> dict[str, Any]:
     """Train with Fabric; with a checkpoint, save half way, spoil everything and load it again."""
-    strategy = FabricDDPStrategy() if settings is None else FabricDCTStrategy(compress="gradients", **settings)
+    strategy = FabricDDPStrategy() if settings is None else FabricDCTStrategy(**{"compress": "gradients", **settings})
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
     fabric.launch()
     torch.manual_seed(0)
@@ -41,8 +42,10 @@ def train_with_fabric(settings: dict[str, Any] | None, checkpoint: Path | None =
         optimizer.step()
         optimizer.zero_grad()
     totals = None if settings is None else strategy.traffic.totals
-    weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
-    return {"weights": weights.clone(), "totals": totals}
+    own = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    with nullcontext() if settings is None else strategy.shared_weights():
+        weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    return {"weights": weights, "own": own, "totals": totals}
 
 
 def test_dense_fabric_equals_ddp(ranks: Any) -> None:
@@ -85,6 +88,19 @@ def test_fabric_checkpoints_hold_the_compression_state(ranks: Any, tmp_path: Pat
     resumed = ranks(2).run(train_with_fabric, settings, tmp_path / "fabric.ckpt")
     assert torch.equal(straight[0]["weights"], resumed[0]["weights"])
     assert len(list((tmp_path / "fabric.ckpt.module-0.dct").iterdir())) == 2
+
+
+@pytest.mark.parametrize("settings", [{}, {"delay": 2}])
+def test_updates_are_exchanged_and_saved(ranks: Any, tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Oracle: shared weights equal on all ranks, own ones not, and a run that is loaded half way, within a round."""
+    settings = {"compress": "updates", "local_steps": 4, "density": 0.2, **settings}
+    one, other = ranks(2).run(train_with_fabric, settings)
+    assert torch.equal(one["weights"], other["weights"])
+    assert not torch.equal(one["own"], other["own"])
+    assert one["totals"].steps == STEPS
+    resumed = ranks(2).run(train_with_fabric, settings, tmp_path / "fabric.ckpt")
+    assert torch.equal(resumed[0]["weights"], one["weights"])
+    assert torch.equal(resumed[1]["own"], other["own"])
 
 
 def save_or_load_two_modules(path: Path, load: bool) -> None:
