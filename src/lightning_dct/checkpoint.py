@@ -218,8 +218,10 @@ def merge_states(states: Sequence[Mapping[str, Any]], stages: int = 1) -> dict[s
     merged = {**states[0], "modules": modules}
     if len(states) == 1:
         return merged
-    # Of the ranks' own optimizers there is no mean that would continue any of them.
-    merged.pop("optimizers", None)
+    # Of the ranks' own optimizers there is no mean that would continue any of them. What was travelling is still in the
+    # ranks' own weights, and is sent again.
+    for part in ("optimizers", "in_flight"):
+        merged.pop(part, None)
     names = {name for state in states for part in _HELD_BACK for name in state.get(part, {})}
     merged["residuals"] = {name: _mean_held_back(states, name, len(states) // stages) for name in sorted(names)}
     merged["owned"] = {}

@@ -92,8 +92,8 @@ def held_back(state: dict[str, Any], shared: State, name: str) -> torch.Tensor:
     return held
 
 
-def save_after_ten(path: Path, exchange: str) -> tuple[dict[str, Any], State]:
-    strategy = DCTStrategy(**SETTINGS, exchange=exchange)
+def save_after_ten(path: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], State]:
+    strategy = DCTStrategy(**SETTINGS, **settings)
     watch = Watch(look=lambda trainer: trainer.strategy.synchronizer.state_dict())
     trainer = trainer_for(strategy, callbacks=[watch, SaveAndStop(path, 10)])
     trainer.fit(module(), twice_ten_batches())
@@ -107,13 +107,13 @@ def resume_elsewhere(path: Path) -> tuple[dict[str, Any], State]:
 
 
 @pytest.mark.parametrize(
-    ("saved", "resumed", "exchange"), [(3, 2, "all_gather"), (2, 4, "all_gather"), (3, 2, "sharded")]
+    ("saved", "resumed", "settings"), [(3, 2, {}), (2, 4, {"delay": 3}), (3, 2, {"exchange": "sharded"})]
 )
 def test_another_number_of_ranks_keeps_the_mean(
-    ranks: Any, tmp_path: Path, saved: int, resumed: int, exchange: str
+    ranks: Any, tmp_path: Path, saved: int, resumed: int, settings: dict[str, Any]
 ) -> None:
     """Oracle: the mean over the ranks of what they hold back, before and after."""
-    before = ranks(saved).run(save_after_ten, tmp_path / "x.ckpt", exchange)
+    before = ranks(saved).run(save_after_ten, tmp_path / "x.ckpt", settings)
     after = ranks(resumed).run(resume_elsewhere, tmp_path / "x.ckpt")
     for name, weights in before[0][1].items():
         torch.testing.assert_close(after[0][1][name], weights, rtol=0, atol=0)
@@ -136,7 +136,7 @@ class Shown(Callback):
 
 
 def test_ddp_goes_on_from_the_shared_weights(ranks: Any, tmp_path: Path) -> None:
-    saved = ranks(2).run(save_after_ten, tmp_path / "x.ckpt", "all_gather")
+    saved = ranks(2).run(save_after_ten, tmp_path / "x.ckpt", {})
     for weights in ranks(2).run(load_under_ddp, tmp_path / "x.ckpt"):
         assert_weights_equal(saved[0][1], weights)
     with pytest.raises(AssertionError):

@@ -18,7 +18,6 @@ and travel while training goes on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,52 +27,13 @@ from torch.optim import Optimizer
 from lightning_dct.config import DCTConfig
 from lightning_dct.gradients.collectives import all_reduce_mean
 from lightning_dct.gradients.exchanges import Exchange
-from lightning_dct.gradients.pending import Pending, bring_home
+from lightning_dct.gradients.pending import bring_home
 from lightning_dct.gradients.plan import real_dtype, real_numel
 from lightning_dct.gradients.synchronizer import Synchronizer
 from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes, bytes_between_nodes
 from lightning_dct.updates.rounds import buckets_of, is_due
 from lightning_dct.updates.shared_weights import SharedWeights, as_real
-
-
-@dataclass
-class _Travelling:
-    """What some parameters have moved, on its way.
-
-    Attributes:
-        names: The parameters.
-        due: The optimizer's step after which it is applied.
-        pending: Its way; None once it has arrived.
-        mean: Shape ``[n]``: what all ranks have sent, averaged; holds it once it has arrived.
-        own: Shape ``[n]``: what this rank has sent.
-    """
-
-    names: Sequence[str]
-    due: int
-    pending: Pending | None
-    mean: Tensor
-    own: Tensor
-
-
-@dataclass
-class _Turns:
-    """One optimizer's parameters and its clock.
-
-    Attributes:
-        steps: Steps it has made.
-        names: Its parameters, of those that take part.
-        buckets: The same in the groups that travel together.
-        dense_bytes: What the dense exchange of its gradients in fp32 would send in a step.
-        sparse: Parameters with sparse gradients, of which that exchange sends the rows that a step has used.
-        travelling: What is on its way.
-    """
-
-    steps: int = 0
-    names: list[str] = field(default_factory=list)
-    buckets: list[list[str]] = field(default_factory=list)
-    dense_bytes: int = 0
-    sparse: list[Tensor] = field(default_factory=list)
-    travelling: list[_Travelling] = field(default_factory=list)
+from lightning_dct.updates.turns import Travelling, Turns, load_turns, save_turns
 
 
 class UpdateSynchronizer(Synchronizer):
@@ -103,14 +63,14 @@ class UpdateSynchronizer(Synchronizer):
         self.weights = SharedWeights()
         self._buffers = buffers
         self._optimizers = optimizers
-        self._turns: dict[int, _Turns] = {}
+        self._turns: dict[int, Turns] = {}
         self._to_refresh: set[str] = set()
         # Nobody to exchange anything with: then a rank's own weights are all there is.
         self._alone = exchange.everyone.size == 1
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Take in the parameters that an optimizer is about to step for the first time."""
-        turns = self._turns.setdefault(self._number_of(optimizer), _Turns())
+        turns = self._turns.setdefault(self._number_of(optimizer), Turns())
         known = set(turns.names)
         new = [
             name
@@ -178,15 +138,7 @@ class UpdateSynchronizer(Synchronizer):
         for turns in self._turns.values():
             self._bring_home(turns.travelling)
         state = super().state_dict()
-        in_flight: dict[str, Tensor] = {}
-        clocks = {f"refresh {name}": 1 for name in self._to_refresh}
-        for number, turns in self._turns.items():
-            clocks[f"steps of {number}"] = turns.steps
-            for item in turns.travelling:
-                sizes = self._sizes(item.names)
-                for name, mean, own in zip(item.names, item.mean.split(sizes), item.own.split(sizes), strict=True):
-                    clocks[f"due in {number} {name}"] = item.due
-                    in_flight |= {f"mean of {name}": mean.cpu().clone(), f"own of {name}": own.cpu().clone()}
+        clocks, in_flight = save_turns(self._turns, self.weights.parameters, self._to_refresh)
         own = {name: self.weights.own(name) for name in self.weights.parameters} | dict(self._buffers())
         return {
             **state,
@@ -218,26 +170,13 @@ class UpdateSynchronizer(Synchronizer):
             if name in self.weights.parameters:
                 own = as_real(self.weights.own(name))
                 own.add_(left.view(own.shape).to(own.device))
-        self._turns = {}
-        clocks, in_flight = state.get("exchange_clocks", {}), state.get("in_flight", {})
-        self._to_refresh = {key.partition(" ")[2] for key in clocks if key.startswith("refresh ")}
-        for key, value in clocks.items():
-            words = key.split(" ", 3)
-            if words[0] == "refresh":
-                continue
-            if words[0] == "steps":
-                self._turns.setdefault(int(words[2]), _Turns()).steps = value
-            elif f"mean of {words[3]}" in in_flight:
-                name = words[3]
-                device = parameters[name].device
-                mean, own_part = (in_flight[f"{part} of {name}"].to(device) for part in ("mean", "own"))
-                travelling = _Travelling([name], value, None, mean, own_part)
-                self._turns.setdefault(int(words[2]), _Turns()).travelling.append(travelling)
+        saved = state.get("exchange_clocks", {}), state.get("in_flight", {})
+        self._turns, self._to_refresh = load_turns(*saved, parameters)
 
     def check_idle(self) -> None:
         """Nothing to refuse: settings change between steps, and what travels has been planned already."""
 
-    def _due(self, turns: _Turns) -> list[list[str]]:
+    def _due(self, turns: Turns) -> list[list[str]]:
         """The buckets that are exchanged after this step, less what is still on its way since a short first round."""
         config = self.config
         if not config.delay:
@@ -270,12 +209,12 @@ class UpdateSynchronizer(Synchronizer):
             " Return it there too, so that all ranks know when it steps."
         )
 
-    def _send(self, names: Sequence[str], due: int) -> _Travelling:
+    def _send(self, names: Sequence[str], due: int) -> Travelling:
         """Start sending what some parameters have moved."""
         with self.traffic.timed("compress"):
             return self._compress(names, due)
 
-    def _compress(self, names: Sequence[str], due: int) -> _Travelling:
+    def _compress(self, names: Sequence[str], due: int) -> Travelling:
         parameters = [self.weights.parameters[name] for name in names]
         dtype = torch.float64 if real_dtype(parameters[0]) == torch.float64 else torch.float32
         moved = torch.cat([self.weights.movement(name, dtype) for name in names])
@@ -287,9 +226,9 @@ class UpdateSynchronizer(Synchronizer):
             left = self.memory.residual_of(plan, moved.device)
             own.sub_(left)
             left.zero_()
-        return _Travelling(names, due, pending, moved, own)
+        return Travelling(names, due, pending, moved, own)
 
-    def _apply(self, turns: _Turns, items: list[_Travelling]) -> None:
+    def _apply(self, turns: Turns, items: list[Travelling]) -> None:
         """Replace what this rank has sent by the mean of what all have sent, and move the shared weights by that."""
         self._bring_home(items)
         with self.traffic.timed("apply"):
@@ -302,7 +241,7 @@ class UpdateSynchronizer(Synchronizer):
                     own.add_(change.view(own.shape))
         turns.travelling = [item for item in turns.travelling if all(item is not applied for applied in items)]
 
-    def _bring_home(self, items: Iterable[_Travelling]) -> None:
+    def _bring_home(self, items: Iterable[Travelling]) -> None:
         travelling = [item for item in items if item.pending is not None]
         bring_home([item.pending for item in travelling if item.pending is not None], self.traffic)
         self.memory.commit()
@@ -313,7 +252,7 @@ class UpdateSynchronizer(Synchronizer):
     def _sizes(self, names: Sequence[str]) -> list[int]:
         return [real_numel(self.weights.parameters[name]) for name in names]
 
-    def _count_dense(self, turns: _Turns) -> None:
+    def _count_dense(self, turns: Turns) -> None:
         """Count what DistributedDataParallel would have sent for a step."""
         everyone = self.exchange.everyone
         if not turns.dense_bytes:
