@@ -164,11 +164,11 @@ def test_the_first_pattern_that_matches_wins() -> None:
     config = DCTConfig(density_per_parameter={"layers.0.*": 0.2, "*.weight": 0.3, "*": 0.4})
     assert [config.density_of(name) for name in NAMES] == [0.3, 0.2, 0.2]
     assert config.density_of("scale") == 0.4
-    assert DCTConfig(density_per_parameter={"*.weight": 0.3}).density_of("scale") == 0.03
+    assert DCTConfig(density_per_parameter={"*.weight": 0.3}).density_of("scale") == 0.2
 
 
 def test_patterns_mind_the_case() -> None:
-    assert DCTConfig(density_per_parameter={"*.Weight": 0.3}).density_of("a.weight") == 0.03
+    assert DCTConfig(density_per_parameter={"*.Weight": 0.3}).density_of("a.weight") == 0.2
 
 
 def test_patterns_without_a_parameter_are_refused() -> None:
