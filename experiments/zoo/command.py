@@ -149,7 +149,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--strategy", action="append", required=True, help='as in "dct strategy.density=0.001"; "label: dct" to name it'
     )
-    parser.add_argument("--only", action="append", choices=member_names(), metavar="MEMBER", help="instead of all")
+    parser.add_argument(
+        "--only", nargs="+", action="extend", choices=member_names(), metavar="MEMBER", help="instead of all"
+    )
     parser.add_argument(
         "--rates", type=float, nargs="+", default=[1.0], help="what each member's learning rate is multiplied by"
     )
