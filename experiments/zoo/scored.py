@@ -6,9 +6,8 @@ from abc import abstractmethod
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.nn import functional
 
-from nlp.token_rows import IGNORED
+from nlp.token_module import mean_token_loss
 
 
 class ScoredModule(LightningModule):
@@ -33,7 +32,8 @@ def token_figures(logits: Tensor, targets: Tensor) -> tuple[dict[str, Tensor], i
 
     Args:
         logits: float ``[batch, time, vocabulary]``.
-        targets: int64 ``[batch, time]``; those equal to ``IGNORED`` do not count.
+        targets: int64 ``[batch, time]``; those equal to ``nlp.token_rows.IGNORED`` do not count. The last
+            batch of an evaluation may have none that do on some rank: its loss is 0, and so is its weight.
     """
-    loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
-    return {"loss": loss}, int((targets != IGNORED).sum())
+    loss, count = mean_token_loss(logits, targets)
+    return {"loss": loss}, int(count)
