@@ -12,7 +12,7 @@ from lightning_dct.fabric import DCTStrategy  # importing it registers Fabric(st
 
 def main(epochs: int = 2) -> None:
     """Train on two processes and say what they have sent."""
-    strategy = DCTStrategy(density=0.03, refresh_every=50)  # no callbacks here: it refreshes its thresholds itself
+    strategy = DCTStrategy(refresh_every=50)  # no callbacks here: it refreshes its thresholds itself
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
     fabric.launch()
     fabric.seed_everything(0)

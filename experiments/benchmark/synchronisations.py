@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
 
@@ -30,8 +31,12 @@ def _powersgd(rank: int) -> Callable[[int], DDPStrategy]:
     return make
 
 
-def _dct(density: float, value_format: str) -> Callable[[int], DDPStrategy]:
-    return lambda steps: DCTStrategy(density=density, value_format=value_format)
+def _gradients(density: float, value_format: str) -> Callable[[int], DDPStrategy]:
+    return lambda steps: DCTStrategy(compress="gradients", density=density, value_format=value_format)
+
+
+def _updates(**settings: Any) -> Callable[[int], DDPStrategy]:
+    return lambda steps: DCTStrategy(**settings)
 
 
 SYNCHRONISATIONS: dict[str, Callable[[int], DDPStrategy]] = {
@@ -42,10 +47,12 @@ SYNCHRONISATIONS: dict[str, Callable[[int], DDPStrategy]] = {
     "PowerSGD, rank 1": _powersgd(1),
     "PowerSGD, rank 4": _powersgd(4),
     "top-k, 1%": _peer("top_k", density=0.01),
-    "DCT, 1%, bf16": _dct(0.01, "bf16"),
-    "DCT, 1%, int8": _dct(0.01, "int8"),
-    "DCT, 1%, 1 bit": _dct(0.01, "1bit"),
-    "DCT, 3%, 1 bit": _dct(0.03, "1bit"),
-    "DCT, 0.1%, bf16": _dct(0.001, "bf16"),
+    "DCT, 1%, bf16": _gradients(0.01, "bf16"),
+    "DCT, 1%, int8": _gradients(0.01, "int8"),
+    "DCT, 1%, 1 bit": _gradients(0.01, "1bit"),
+    "DCT, 3%, 1 bit": _gradients(0.03, "1bit"),
+    "DCT, 0.1%, bf16": _gradients(0.001, "bf16"),
+    "DCT, updates": _updates(),
+    "DCT, updates, 64 steps, 10%": _updates(local_steps=64, density=0.1),
 }
 """Makes a strategy, given how many steps will be trained before compression must have begun."""

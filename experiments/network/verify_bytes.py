@@ -80,7 +80,11 @@ def train_on_this_host(case: str, num_hosts: int) -> None:
     """Run one rank and print its ledger as the last line, in JSON."""
     seed_everything(0, verbose=False)
     torch.set_num_threads(1)
-    strategy = CountedDDPStrategy(synchronisation="fp32") if case == "ddp" else DCTStrategy(**CASES[case])
+    strategy = (
+        CountedDDPStrategy(synchronisation="fp32")
+        if case == "ddp"
+        else DCTStrategy(compress="gradients", **CASES[case])
+    )
     ledger = Ledger()
     trainer = Trainer(
         strategy=strategy,

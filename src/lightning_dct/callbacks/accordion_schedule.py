@@ -65,7 +65,7 @@ class AccordionSchedule(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse strategies whose density there is nothing to do about."""
-        require_dct(trainer, self, replicas=True)
+        require_dct(trainer, self, replicas=True, gradients=True)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take up the density of the interval under way."""
