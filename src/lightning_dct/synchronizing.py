@@ -112,7 +112,7 @@ def make_update_synchronizer(
         found = module.named_buffers() if average_buffers else ()
         return {name: b for name, b in found if name not in ignored and b.is_floating_point() and b.numel()}
 
-    return UpdateSynchronizer(config, names, exchange, buffers, optimizers)
+    return UpdateSynchronizer(config, names, exchange, buffers, optimizers, lambda: list(module.parameters()))
 
 
 def check_optimizers(config: DCTConfig, optimizers: Iterable[Optimizer]) -> None:

@@ -60,6 +60,26 @@ def refused(folder: Path) -> list[str]:
     return messages
 
 
+class Late(Module):
+    """Makes a parameter after it has been set up for training."""
+
+    def on_train_start(self) -> None:
+        self.model.extra = nn.Parameter(torch.ones(7, 30))
+        self.trainer.optimizers[0].add_param_group({"params": [self.model.extra]})
+
+    def loss(self, batch: Any) -> Any:
+        return super().loss(batch) + self.model.extra.square().mean()
+
+
+def add_late() -> str:
+    return message_of(DCTStrategy(), Late(perceptron(), torch.optim.SGD, lr=0.1))
+
+
+def test_a_parameter_that_comes_late_is_named_by_its_shape(ranks: Any) -> None:
+    for message in ranks(2).run(add_late):
+        assert "A parameter of shape [7, 30] was made after DCTStrategy had set up synchronisation" in message
+
+
 def test_what_does_not_go_with_updates_is_refused(ranks: Any, tmp_path: Path) -> None:
     for zero, averaging, gradients, updates in ranks(2).run(refused, tmp_path):
         assert "`ZeroRedundancyOptimizer` needs the same weights" in zero

@@ -149,13 +149,15 @@ class Synchronizer:
         Raises:
             ValueError: One of them was not there when synchronisation was set up.
         """
-        unknown = [tensor for tensor in tensors if tensor not in self.parameter_names]
+        self._refuse([tensor for tensor in tensors if tensor not in self.parameter_names])
+        return self.plans.of([self.parameter_names[tensor] for tensor in tensors], sizes, dtype, self.synchronisations)
+
+    def _refuse(self, unknown: Sequence[Tensor]) -> None:
         if unknown:
             raise ValueError(
                 f"A parameter of shape {list(unknown[0].shape)} was made after DCTStrategy had set up synchronisation,"
                 " so it has no name to be kept by. Make all parameters in `__init__` or `configure_model`."
             )
-        return self.plans.of([self.parameter_names[tensor] for tensor in tensors], sizes, dtype, self.synchronisations)
 
     def _start(self, buffer: Tensor, plan: BucketPlan, held: set[int]) -> Pending:
         """Start sending a bucket."""

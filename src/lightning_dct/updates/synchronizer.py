@@ -17,7 +17,7 @@ and travel while training goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class UpdateSynchronizer(Synchronizer):
         exchange: How payloads get to the other ranks; its ranks are the ones that take part.
         buffers: The model's floating-point buffers by name, which are averaged, uncompressed.
         optimizers: Gives all optimizers that step, the same in the same order on every rank.
+        parameters: Gives all parameters of the model, those that are not to take part among them.
     """
 
     def __init__(
@@ -57,12 +58,15 @@ class UpdateSynchronizer(Synchronizer):
         exchange: Exchange,
         buffers: Callable[[], Mapping[str, Tensor]],
         optimizers: Callable[[], Sequence[Optimizer]],
+        parameters: Callable[[], Collection[Tensor]],
     ) -> None:
         super().__init__(config, parameter_names, exchange)
         self.memory.what = "Updates"
         self.weights = SharedWeights()
         self._buffers = buffers
         self._optimizers = optimizers
+        self._parameters = parameters
+        self._left_alone = set(parameters()) - set(parameter_names)
         self._turns: dict[int, Turns] = {}
         self._to_refresh: set[str] = set()
         # Nobody to exchange anything with: then a rank's own weights are all there is.
@@ -72,6 +76,7 @@ class UpdateSynchronizer(Synchronizer):
         """Take in the parameters that an optimizer is about to step for the first time."""
         turns = self._turns.setdefault(self._number_of(optimizer), Turns())
         known = set(turns.names)
+        self._check_known(optimizer)
         new = [
             name
             for parameter in _parameters_of(optimizer)
@@ -175,6 +180,16 @@ class UpdateSynchronizer(Synchronizer):
 
     def check_idle(self) -> None:
         """Nothing to refuse: settings change between steps, and what travels has been planned already."""
+
+    def _check_known(self, optimizer: Optimizer) -> None:
+        """Refuse parameters that the model has been given since synchronisation was set up.
+
+        Those that are no part of the model are its optimizer's own affair, as under DistributedDataParallel.
+        """
+        unknown = {p for p in _parameters_of(optimizer) if p not in self.parameter_names and p not in self._left_alone}
+        if unknown:
+            self._refuse([parameter for parameter in self._parameters() if parameter in unknown])
+            self._left_alone |= unknown
 
     def _due(self, turns: Turns) -> list[list[str]]:
         """The buckets that are exchanged after this step, less what is still on its way since a short first round."""
