@@ -269,6 +269,24 @@ def test_count_under_drift(guard: bool) -> None:
     assert (2 / 3 <= mean <= 1) if guard else mean < 1 / 3
 
 
+def test_the_guard_outlives_200_steps_of_nothing() -> None:
+    """Zero gradients empty the residual and lower the threshold; what comes after them is sent, and nothing is lost."""
+    ranks = EmulatedRanks({"a": 2000}, density=0.05, value_format="fp32")
+    nothing = [{"a": torch.zeros(2000)} for _ in range(2)]
+    ranks.step(gradients(0, sizes={"a": 2000}))
+    for _ in range(200):
+        ranks.step(nothing)
+    (threshold,) = ranks.synchronizers[0].thresholds.values()
+    assert 0 < threshold < float("inf")
+    assert sent(ranks, ["a"])[0].positions.numel() == 0
+    local = gradients(1, sizes={"a": 2000})
+    before = ranks.held_back()["a"]
+    (mean, _) = (one["a"].double() for one in ranks.step(local))
+    assert sent(ranks, ["a"])[0].positions.numel() == 100
+    due = before + sum(rank["a"].double() for rank in local)
+    torch.testing.assert_close(2 * mean + ranks.held_back()["a"], due, rtol=1e-6, atol=1e-6)
+
+
 def test_steps_since_refresh_and_refreshes() -> None:
     ranks = EmulatedRanks(SIZES, density=0.05)
     synchronizer = ranks.synchronizers[0]
