@@ -34,8 +34,8 @@ def test_what_it_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     # A ring all-reduce: 2 x 3/4 x 4 MB; 48 ms at 1 Gbit/s.
     assert "bytes a step and rank 6,000,000 " in printed
     assert "ms on the link 48.0 " in printed
-    # all_gather: 1 ms to compress, 0.1 to clear, 4 x 0.01 to add.
-    assert "ms compressing 0.0 1.1 " in printed
+    # all_gather: 1 ms to compress, 0.1 to clear, 4 x 0.01 to add, once in 8 steps.
+    assert "ms compressing 0.0 0.1 " in printed
     assert "exchange=\"auto\" takes 'sharded': 4 ranks on 4 nodes, not by node: every node has one rank only" in printed
     assert "Compressing: made up." in printed
     assert "residuals on a rank 0 B 4.00 MB 5.00 MB" in printed

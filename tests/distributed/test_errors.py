@@ -237,5 +237,5 @@ def refuse_corrupt_payload() -> str:
 def test_corrupt_payload_is_an_error_on_every_rank(ranks: Any) -> None:
     """Oracle: an error that names the sender, on all ranks alike."""
     for message in ranks(2).run(refuse_corrupt_payload, timeout_s=TIMEOUT_S):
-        assert "Gradients from rank 1" in message
+        assert "Updates from rank 1" in message
         assert "use the same model and settings on every rank" in message

@@ -90,8 +90,8 @@ def callbacks_after_two_fits(given: list[Any]) -> list[str]:
 def test_callbacks_are_attached_once_and_the_users_win(ranks: Any, given: list[Any], every_n_steps: int) -> None:
     """Oracle: one of each kind, before the checkpoint callback; the user's setting where there is one."""
     *names, found = ranks(2).run(callbacks_after_two_fits, given)[0]
-    signals = "SignalsAfterStep"
-    added = ["CompressionMonitor", "EvaluationJoin", "FailureNotice", "ModelCheckpoint", signals, "ThresholdRefresh"]
+    added = ["CompressionMonitor", "EvaluationJoin", "FailureNotice", "ModelCheckpoint"]
+    added += ["RunAdvice", "SignalsAfterStep", "ThresholdRefresh"]
     assert sorted(names) == added
     assert names[:2] == ["FailureNotice", "EvaluationJoin"]
     assert names[-1] == "ModelCheckpoint"

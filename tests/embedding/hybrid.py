@@ -23,7 +23,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "row-wise adagrad": RowWiseAdagrad,
 }
-EVERYTHING = {"compress": "gradients", "density": 1.0, "value_format": "fp32"}
+EVERYTHING = {"density": 1.0, "value_format": "fp32"}
+# The replicated weights as under DistributedDataParallel, whatever the number of ranks.
+ALL_GRADIENTS = {"compress": "gradients", **EVERYTHING}
 
 
 class Hybrid(LightningModule):
@@ -106,7 +108,7 @@ def train(
 ) -> dict[str, Tensor]:
     """Train, save when told where, and give this rank's weights."""
     module = Hybrid(exchange, optimizer)
-    trainer = trainer_for(DCTStrategy(**{**EVERYTHING, **(strategy or {})}), **settings)
+    trainer = trainer_for(DCTStrategy(**{**ALL_GRADIENTS, **(strategy or {})}), **settings)
     trainer.fit(module, batches(number), ckpt_path=ckpt_path)
     if save_to is not None:
         trainer.save_checkpoint(save_to)
@@ -116,7 +118,7 @@ def train(
 def load(path: str, fit: bool = False) -> tuple[dict[str, Tensor], Any]:
     """Load a checkpoint by validating it, or by a fit of no steps; this rank's weights and what is held back."""
     module = Hybrid({"density": 0.2})
-    trainer: Trainer = trainer_for(DCTStrategy(**EVERYTHING), max_steps=0 if fit else -1)
+    trainer: Trainer = trainer_for(DCTStrategy(**ALL_GRADIENTS), max_steps=0 if fit else -1)
     trainer.validate(module, batches(1), ckpt_path=path, verbose=False)
     return whole(module), None
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from distributed.harness import RankFailure
 from distributed.training import trainer_for
 from embedding.hybrid import (
+    ALL_GRADIENTS,
     EVERYTHING,
     GLOBAL_BATCH,
     TABLE_ROWS,
@@ -96,7 +97,7 @@ def test_checkpoint_loads_at_another_number_of_ranks(ranks, tmp_path, saved, loa
 
 def resume_elsewhere(path, number):
     module = Hybrid(FEW, "adagrad")
-    trainer = trainer_for(DCTStrategy(**EVERYTHING), max_epochs=2)
+    trainer = trainer_for(DCTStrategy(**ALL_GRADIENTS), max_epochs=2)
     trainer.fit(module, batches(number), ckpt_path=path)
     state = trainer.optimizers[0].state[module.tables.weight]["sum"]
     ranges = module.tables.placement.ranges(module.tables.exchange_group.rank)
@@ -116,7 +117,7 @@ def test_training_goes_on_with_another_number_of_ranks(ranks, tmp_path):
 def residuals_then(path):
     """Train a little, save, and give what this rank's residuals are by table and row."""
     module = Hybrid({**FEW, "density": 0.05})
-    trainer = trainer_for(DCTStrategy(**EVERYTHING))
+    trainer = trainer_for(DCTStrategy(**ALL_GRADIENTS))
     trainer.fit(module, batches(5))
     trainer.save_checkpoint(path)
     tables, found = module.tables, {}
@@ -138,7 +139,7 @@ def collected_after(path):
                 seen[int(table), int(row)] = seen.get((int(table), int(row)), 0) + values.double()
 
     module.on_train_start = look
-    trainer_for(DCTStrategy(**EVERYTHING), max_epochs=2).fit(module, batches(5), ckpt_path=path)
+    trainer_for(DCTStrategy(**ALL_GRADIENTS), max_epochs=2).fit(module, batches(5), ckpt_path=path)
     return seen
 
 
@@ -162,7 +163,7 @@ def test_residuals_of_another_world_are_not_lost(ranks, tmp_path, world_size):
 def predict_unequally(numbers):
     """Ranks with other numbers of batches predict and validate."""
     module = Hybrid(FEW)
-    trainer = trainer_for(DCTStrategy(**EVERYTHING))
+    trainer = trainer_for(DCTStrategy(**ALL_GRADIENTS))
     trainer.fit(module, batches(3))
     number = numbers[module.tables.exchange_group.rank]
     predicted = trainer.predict(module, batches(number)) or []
@@ -229,7 +230,7 @@ def dense_gradients():
     module = Hybrid(FEW)
     seen = []
     module.on_before_optimizer_step = lambda _: seen.append(module.tables.weight.grad.is_sparse)
-    trainer_for(DCTStrategy(**EVERYTHING)).fit(module, batches(4))
+    trainer_for(DCTStrategy(**ALL_GRADIENTS)).fit(module, batches(4))
     return seen, module.tables.weight.grad is None or module.tables.weight.grad.is_sparse
 
 
@@ -316,7 +317,7 @@ def test_a_loss_scaler_is_refused(ranks):
 
 def save_weights_only(path):
     module = Hybrid(FEW)
-    trainer = trainer_for(DCTStrategy(**EVERYTHING))
+    trainer = trainer_for(DCTStrategy(**ALL_GRADIENTS))
     trainer.fit(module, batches(3))
     trainer.save_checkpoint(path, weights_only=True)
     return whole(module)

@@ -47,7 +47,7 @@ def test_choices(ranks: tuple[int, ...], density: float, expected: str) -> None:
 
 def test_what_it_says() -> None:
     reason = choose(planner(0.01), nodes(4)).reason
-    assert reason.startswith("4 ranks on 1 node; bytes sent by a rank in a step: all_gather ")
+    assert reason.startswith("4 ranks on 1 node; bytes sent by a rank in an exchange: all_gather ")
     assert "sharded" in reason
     assert "by_node" not in reason
     reason = choose(planner(0.01), nodes(5, 3)).reason

@@ -79,7 +79,7 @@ def main() -> None:
     model = Model(int(sys.argv[3]) if len(sys.argv) > 3 else None)
     checkpoints = ModelCheckpoint(folder / "checkpoints", every_n_train_steps=1, save_last=True)
     trainer = pl.Trainer(
-        strategy=DCTStrategy(density=0.05, value_format="fp32", min_tensor_size=1),
+        strategy=DCTStrategy(compress="gradients", density=0.05, value_format="fp32", min_tensor_size=1),
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]),

@@ -142,7 +142,13 @@ def decompress(
     if buffer.device.type in WITHOUT_WAITING:
         awaited.when_known(add_payloads(payloads, total, plan, factor).flatten(), partial(_check_sound, senders))
     else:
-        own = payloads.split([part.layout.num_bytes for part in parts], dim=1)
+        sizes = [part.layout.num_bytes for part in parts]
+        if payloads.shape[1] != sum(sizes):
+            raise PayloadError(
+                f"{senders[0]} of the process group: a payload has {payloads.shape[1]} bytes where its layout has"
+                f" {sum(sizes)}: use the same model, settings and version of lightning_dct on every rank."
+            )
+        own = payloads.split(sizes, dim=1)
         for index, (part, payloads_of_part) in enumerate(zip(parts, own, strict=True)):
             _add_up(payloads_of_part, total, part, factor, kernel, senders[index :: len(parts)])
     return total if total is buffer else buffer.copy_(total)
