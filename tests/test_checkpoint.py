@@ -186,7 +186,6 @@ LONE = torch.tensor([1.0])
         ),
         (r"thresholds has values without targets", {"thresholds": {"values": {"a": 1.0}, "targets": {}}}),
         (r"weights\['a'\]", {"weights": {"a": torch.zeros(2, dtype=torch.int64)}}),
-        (r"shared\['a'\]", {"shared": {"a": [1.0]}}),
         (r"optimizers\[0\]\['state'\]\[0\]\['step'\]", {"optimizers": [{"state": {0: {"step": {1}}}}]}),
         (r"optimizers is not a list", {"optimizers": {}}),
         (r"exchange_clocks\['a'\]", {"exchange_clocks": {"a": -1}}),
@@ -203,7 +202,6 @@ def own_weights(value: float) -> dict[str, Any]:
     """What ranks that train between exchanges save besides; a user's model may hold NaN."""
     return {
         "weights": {"a": torch.tensor([[value, math.nan]]), "b": torch.tensor(value + 1j), "c": torch.zeros(0, 2)},
-        "shared": {"a": torch.tensor([[9.0, math.inf]], dtype=torch.bfloat16)},
         "optimizers": [
             {
                 "state": {0: {"step": torch.tensor(3.0), "mean": torch.tensor([math.nan])}},
@@ -230,8 +228,7 @@ def test_own_weights_of_another_world_are_the_mean() -> None:
     assert merged["weights"]["c"].shape == (0, 2)
     assert "optimizers" not in merged
     assert "in_flight" not in merged
-    for part in ("shared", "exchange_clocks"):
-        assert merged[part] is states[0][part]
+    assert merged["exchange_clocks"] is states[0]["exchange_clocks"]
     assert saved.merge_states(states[:1]) == {**states[0], "modules": {}}
     assert "weights" not in saved.merge_states([state({}), state({})])
 

@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,11 @@ import comparison.runs
 import lightning_dct
 from compare import main
 from distributed.scripts import TRAIN, run_here, train_on_ranks
+from zoo.command import main as zoo
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+TWO_RANKS = ["trainer.devices=2", "trainer.accelerator=cpu"]
 SHORT = ["trainer.max_steps=4", "+trainer.limit_val_batches=1", "+trainer.limit_test_batches=1", "logger=none"]
 MOVIELENS = ROOT.parent / "shared" / "data" / "ml-100k"
 
@@ -97,6 +100,17 @@ def test_pipeline_snippet_is_valid():
     assert isinstance(namespace["strategy"], lightning_dct.DCTPipelineStrategy)
 
 
+def starts_on(ranks: Any, folder: Path) -> Callable[[list[str], object], int]:
+    """What takes the place of `run_alone`: the same command, on ranks that are there already."""
+
+    def start(command: list[str], output: object) -> int:
+        assert command[:2] == [sys.executable, str(TRAIN)]
+        ranks(2).run(run_here, str(TRAIN), tuple(command[2:]), str(folder))
+        return 0
+
+    return start
+
+
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_command(words, tmp_path, ranks, monkeypatch):
     match words:
@@ -113,22 +127,20 @@ def test_command(words, tmp_path, ranks, monkeypatch):
             train_on_ranks(ranks, tmp_path, *with_data(overrides), *SHORT, f"hydra.run.dir={tmp_path}/run")
             assert (tmp_path / "run" / "result.json").exists()
         case ["python", "experiments/compare.py", *rest]:
-
-            def start(command: list[str], output: object) -> int:
-                assert command[:2] == [sys.executable, str(TRAIN)]
-                ranks(2).run(run_here, str(TRAIN), tuple(command[2:]), str(tmp_path))
-                return 0
-
-            monkeypatch.setattr(comparison.runs, "run_alone", start)
+            monkeypatch.setattr(comparison.runs, "run_alone", starts_on(ranks, tmp_path))
             if "--seeds" in rest:
                 # One seed says as much as three of whether the command works.
                 first = rest.index("--seeds") + 1
                 rest = [*rest[: first + 1], *itertools.dropwhile(str.isdigit, rest[first + 1 :])]
-            on_two_ranks = ["trainer.devices=2", "trainer.accelerator=cpu"]
-            settings = [*with_data(rest), *SHORT, *on_two_ranks, "--output", str(tmp_path)]
+            settings = [*with_data(rest), *SHORT, *TWO_RANKS, "--output", str(tmp_path)]
             assert main(settings) == 0
             rows = [line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("| ")]
             assert len(rows) == 2 + rest.count("--strategy")
+        case ["python", "experiments/zoo.py", *rest]:
+            monkeypatch.setattr(comparison.runs, "run_alone", starts_on(ranks, tmp_path))
+            # One member says as much as all of whether the command works.
+            assert zoo([*rest, *SHORT, *TWO_RANKS, "--only", "autoencoder", "--output", str(tmp_path)]) == 0
+            assert "| autoencoder |" in (tmp_path / "table.md").read_text()
         case ["python", "experiments/benchmark/kernels.py" as script]:
             run(python([script, "--entries", "20000", "--rounds", "1", "--output", str(tmp_path)]), tmp_path)
             assert "torch.topk" in (tmp_path / "kernels.md").read_text()

@@ -69,7 +69,7 @@ class DCTStrategy(DDPStrategy):
         # One for each module that was set up, in that order.
         self.synchronizers: list[Synchronizer] = []
         self._optimizers: list[Optimizer] = []
-        if self._trains_apart:
+        if self.config.compress == "updates":
             self._backward_sync_control = _NothingToHoldBack()
 
     def setup_environment(self) -> None:
@@ -116,9 +116,7 @@ class DCTStrategy(DDPStrategy):
         """Step, and exchange what the weights have moved when it is time."""
         stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         updates = [
-            synchronizer
-            for synchronizer in self.synchronizers
-            if isinstance(synchronizer, UpdateSynchronizer) and not stepped.isdisjoint(synchronizer.parameter_names)
+            synchronizer for synchronizer in self._updates if not stepped.isdisjoint(synchronizer.parameter_names)
         ]
         for synchronizer in updates:
             synchronizer.before_step(optimizer)
@@ -130,9 +128,8 @@ class DCTStrategy(DDPStrategy):
     @contextmanager
     def shared_weights(self) -> Iterator[None]:
         """Have the weights that all ranks share in the modules: to evaluate, or to look at them. A collective call."""
-        for synchronizer in self.synchronizers:
-            if isinstance(synchronizer, UpdateSynchronizer):
-                synchronizer.average_buffers()
+        for synchronizer in self._updates:
+            synchronizer.average_buffers()
         with self._shared_weights():
             yield
 
@@ -157,7 +154,7 @@ class DCTStrategy(DDPStrategy):
         path, save = self.broadcast((str(path), secrets.token_hex(4)))
         notes = []
         # Optimizers come to Fabric by any name or none: their states lie in the part of the first module.
-        optimizers = [optimizer.state_dict() for optimizer in self._optimizers] if self._trains_apart else []
+        optimizers = [optimizer.state_dict() for optimizer in self._optimizers] if self._updates else []
         for index, synchronizer in enumerate(self.synchronizers):
             note = saved.make_note(self.world_size, synchronizer.synchronisations, f"{save}{index:02d}")
             own = {**synchronizer.state_dict(), "optimizers": [] if index else optimizers}
@@ -185,15 +182,14 @@ class DCTStrategy(DDPStrategy):
         return remainder
 
     @property
-    def _trains_apart(self) -> bool:
-        return self.config.compress == "updates"
+    def _updates(self) -> list[UpdateSynchronizer]:
+        return [synchronizer for synchronizer in self.synchronizers if isinstance(synchronizer, UpdateSynchronizer)]
 
     @contextmanager
     def _shared_weights(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for synchronizer in self.synchronizers:
-                if isinstance(synchronizer, UpdateSynchronizer):
-                    stack.enter_context(synchronizer.weights.in_model())
+            for synchronizer in self._updates:
+                stack.enter_context(synchronizer.weights.in_model())
             yield
 
     @classmethod

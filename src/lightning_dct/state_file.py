@@ -192,7 +192,6 @@ _OPTIONAL_PARTS: dict[str, Check] = {
     "identity": each(must_be("a number or a name", lambda value: isinstance(value, (int, str)))),
     # What a rank trains by itself between two exchanges.
     "weights": _tensors,
-    "shared": _tensors,
     "optimizers": lambda value: _plain_data(value) if isinstance(value, list) else " is not a list",
     "exchange_clocks": each(_count),
     "in_flight": each(must_be("a tensor", _is_dense)),

@@ -159,17 +159,18 @@ class DCTStrategy(CheckpointedStrategy):
         trainer: Any = getattr(model, "_trainer", None)
         if trainer is None:
             return
+
+        def lacks(kind: type[pl.Callback]) -> bool:
+            return not any(isinstance(callback, kind) for callback in trainer.callbacks)
+
         missing: list[pl.Callback] = []
-        if not any(isinstance(callback, ThresholdRefresh) for callback in trainer.callbacks):
+        if lacks(ThresholdRefresh):
             missing.append(ThresholdRefresh(self.config.refresh_every))
-        if (
-            not any(isinstance(callback, CompressionMonitor) for callback in trainer.callbacks)
-            and not trainer.barebones
-        ):
+        if lacks(CompressionMonitor) and not trainer.barebones:
             missing.append(CompressionMonitor())
-        if not any(isinstance(callback, RunAdvice) for callback in trainer.callbacks) and not trainer.barebones:
+        if lacks(RunAdvice) and not trainer.barebones:
             missing.append(RunAdvice())
-        if self._lifelines and not any(isinstance(callback, SignalsAfterStep) for callback in trainer.callbacks):
+        if lacks(SignalsAfterStep) and self._lifelines:
             missing.append(SignalsAfterStep())
         # Lightning keeps checkpoint callbacks last.
         end = next(
@@ -177,13 +178,11 @@ class DCTStrategy(CheckpointedStrategy):
         )
         trainer.callbacks[end:end] = missing
         # Before all others: they may want all ranks together when evaluation ends, or when there is an exception.
-        if not any(isinstance(callback, EvaluationJoin) for callback in trainer.callbacks):
+        if lacks(EvaluationJoin):
             trainer.callbacks.insert(0, EvaluationJoin())
-        if self._lifelines and not any(isinstance(callback, FailureNotice) for callback in trainer.callbacks):
+        if lacks(FailureNotice) and self._lifelines:
             trainer.callbacks.insert(0, FailureNotice())
-        if self.config.compress == "updates" and not any(
-            isinstance(callback, SharedWeightsView) for callback in trainer.callbacks
-        ):
+        if lacks(SharedWeightsView) and self.config.compress == "updates":
             trainer.callbacks.insert(0, SharedWeightsView(opens=True))
             trainer.callbacks.append(SharedWeightsView(opens=False))
 

@@ -24,7 +24,7 @@ from lightning_dct.updates.shared_weights import as_real
 
 def parameter_names(module: Module) -> dict[Tensor, str]:
     """The name of each parameter, the same with and without ``torch.compile``: saved state must fit either."""
-    return {parameter: name.replace("_orig_mod.", "") for name, parameter in module.named_parameters()}
+    return {parameter: _plain(name) for name, parameter in module.named_parameters()}
 
 
 def resolve_process_group(ddp_settings: dict[str, Any]) -> dist.ProcessGroup | None:
@@ -110,7 +110,7 @@ def make_update_synchronizer(
 
     def buffers() -> dict[str, Tensor]:
         found = module.named_buffers() if average_buffers else ()
-        return {name: b for name, b in found if name not in ignored and b.is_floating_point() and b.numel()}
+        return {_plain(name): b for name, b in found if name not in ignored and b.is_floating_point() and b.numel()}
 
     return UpdateSynchronizer(config, names, exchange, buffers, optimizers, lambda: list(module.parameters()))
 
@@ -131,8 +131,12 @@ def check_optimizers(config: DCTConfig, optimizers: Iterable[Optimizer]) -> None
 
 def _synchronised_names(module: Module, ignored: Iterable[str]) -> dict[Tensor, str]:
     # What DistributedDataParallel is told to leave alone differs between ranks.
-    left_alone = {name.replace("_orig_mod.", "") for name in ignored}
+    left_alone = {_plain(name) for name in ignored}
     return {parameter: name for parameter, name in parameter_names(module).items() if name not in left_alone}
+
+
+def _plain(name: str) -> str:
+    return name.replace("_orig_mod.", "")
 
 
 def _exchange_of(

@@ -58,10 +58,14 @@ def twice_ten_batches() -> DataLoader:
     return DataLoader(ConcatDataset([batches, batches]), batch_size=None)
 
 
+def strategy_of(settings: dict[str, Any]) -> DCTStrategy:
+    """Of gradients, unless the settings say otherwise."""
+    return DCTStrategy(**{"compress": "gradients", **SETTINGS, **settings})
+
+
 def train(ckpt_path: Path | None, strategy: dict[str, Any], trainer: dict[str, Any]) -> Run:
-    chosen = DCTStrategy(compress="gradients", **{**SETTINGS, **strategy})
     return fit(
-        chosen,
+        strategy_of(strategy),
         Module(None, torch.optim.Adam, lr=0.01),
         twice_ten_batches(),
         ckpt_path=None if ckpt_path is None else str(ckpt_path),
@@ -104,7 +108,7 @@ def test_resumed_run_equals_the_uninterrupted_one(
 def train_half(path: Path, strategy: dict[str, Any], settings: dict[str, Any]) -> list[str]:
     watch = Watch()
     trainer = trainer_for(
-        DCTStrategy(compress="gradients", **{**SETTINGS, **strategy}),
+        strategy_of(strategy),
         callbacks=[watch, SaveAndStop(path, 10)],
         **settings,
     )

@@ -210,7 +210,6 @@ def example_state() -> dict[str, Any]:
         "modules": {"tables": tables},
         "accumulated": {"a.weight": torch.tensor([math.nan])},
         "weights": {"a.weight": torch.full((3, 2), math.nan), "b.bias": torch.tensor([1j])},
-        "shared": {"a.weight": torch.ones(3, 2)},
         "optimizers": [{"state": {0: {"mean": torch.tensor([math.nan])}}, "param_groups": [{"betas": (0.9, 0.99)}]}],
         "exchange_clocks": {"a.weight": 4},
         "in_flight": {"a.weight": torch.ones(6)},

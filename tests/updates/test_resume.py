@@ -8,10 +8,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 
-from distributed.test_resume import SaveAndStop, twice_ten_batches
+from distributed.test_resume import SaveAndStop, train, train_half, twice_ten_batches
 from distributed.training import (
     Module,
-    Run,
     State,
     Watch,
     assert_replicas_equal,
@@ -24,24 +23,11 @@ from distributed.training import (
 )
 from lightning_dct import DCTStrategy
 
-SETTINGS: dict[str, Any] = {"density": 0.2, "local_steps": 4, "refresh_every": 6}
+SETTINGS: dict[str, Any] = {"compress": "updates", "density": 0.2, "local_steps": 4, "refresh_every": 6}
 
 
 def module() -> Module:
     return Module(None, torch.optim.Adam, lr=0.01)
-
-
-def train(ckpt_path: Path | None, strategy: dict[str, Any], trainer: dict[str, Any]) -> Run:
-    chosen = DCTStrategy(**{**SETTINGS, **strategy})
-    return fit(chosen, module(), twice_ten_batches(), ckpt_path=ckpt_path and str(ckpt_path), **trainer)
-
-
-def train_half(path: Path, strategy: dict[str, Any], settings: dict[str, Any]) -> list[str]:
-    watch = Watch()
-    chosen = DCTStrategy(**{**SETTINGS, **strategy})
-    trainer = trainer_for(chosen, callbacks=[watch, SaveAndStop(path, 10)], **settings)
-    trainer.fit(module(), twice_ten_batches())
-    return watch.hashes
 
 
 @pytest.mark.parametrize(
@@ -58,6 +44,7 @@ def test_resumed_run_equals_the_uninterrupted_one(
     ranks: Any, tmp_path: Path, strategy: dict[str, Any], trainer: dict[str, Any]
 ) -> None:
     """Oracle: 20 batches without a break, every bit of both kinds of weights. It is saved in the middle of a round."""
+    strategy = {**SETTINGS, **strategy}
     whole = ranks(2).run(train, None, strategy, trainer)
     begun = ranks(2).run(train_half, tmp_path / "half.ckpt", strategy, trainer)
     resumed = ranks(2).run(train, tmp_path / "half.ckpt", strategy, trainer)

@@ -16,7 +16,7 @@ from lightning_dct.gradients.exchanges.by_node import by_node_passes
 from lightning_dct.gradients.exchanges.making import share_model
 from lightning_dct.gradients.exchanges.nodes import NodeLayout
 from lightning_dct.gradients.exchanges.sharded import SHARDED_PASSES
-from lightning_dct.gradients.plan import BucketPlan
+from lightning_dct.gradients.plan import BucketPlan, real_dtype, real_numel
 from lightning_dct.gradients.plans import Plans
 from lightning_dct.gradients.sharding import Shard, Shards
 from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes, bytes_between_nodes
@@ -70,7 +70,7 @@ def dense_step(workload: Workload, layout: NodeLayout) -> Step:
     ranks = len(layout.places)
     sent = Sent()
     for bucket in workload.buckets:
-        entries = sum(workload.parameters[name].numel() for name in bucket)
+        entries = sum(real_numel(workload.parameters[name]) for name in bucket)
         sent += _ring(all_reduce_bytes(FP32_BYTES * entries, ranks), layout)
     return Step((sent,) * ranks, 0, (0,) * ranks)
 
@@ -96,7 +96,7 @@ def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout
     sent, residuals, entries = [Sent()] * world_size, [0] * world_size, 0
     for names in workload.buckets_under(config):
         tensors = [workload.parameters[name] for name in names]
-        plan = plans.of(names, [tensor.numel() for tensor in tensors], tensors[0].dtype, config.warmup_steps)
+        plan = plans.of(names, [*map(real_numel, tensors)], real_dtype(tensors[0]), config.warmup_steps)
         shards = shards_of.of(plan).shards if shards_of else ()
         to_owners = _sharded(shards, layout) if exchange == "sharded" and not plan.is_dense else []
         entries += 0 if plan.is_dense else sum(plan.sizes)

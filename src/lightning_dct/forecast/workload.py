@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_dct.config import DCTConfig
 from lightning_dct.embedding.hosting import find_tables
+from lightning_dct.gradients.plan import real_numel
 from lightning_dct.synchronizing import parameter_names
 from lightning_dct.updates.rounds import buckets_of
 
@@ -58,7 +59,7 @@ class Workload:
     @property
     def entries(self) -> int:
         """Entries that are synchronised."""
-        return sum(self.parameters[name].numel() for bucket in self.buckets for name in bucket)
+        return sum(real_numel(self.parameters[name]) for bucket in self.buckets for name in bucket)
 
 
 def one_tensor(entries: int) -> Workload:

@@ -43,7 +43,7 @@ def figures_by_tensor(synchronizer: Synchronizer) -> list[TensorFigures]:
     norms = synchronizer.norms()
     figures = []
     for parameter, name in synchronizer.parameter_names.items():
-        density = synchronizer.density_of([parameter])
+        density = synchronizer.density_of(parameter)
         if parameter.requires_grad and (thresholds[name] or density == 1.0):
             threshold = statistics.median(thresholds[name]) if density < 1.0 else None
             figures.append(TensorFigures(name, real_numel(parameter), density, threshold, norms.get(name, 0.0)))

@@ -158,14 +158,15 @@ def _add_up(
     payloads: Tensor, total: Tensor, plan: BucketPlan, factor: float, kernel: str, senders: Sequence[str]
 ) -> None:
     received = [_unpack(payload, plan, sender) for payload, sender in zip(payloads.unbind(), senders, strict=True)]
-    for (_, values, whole), sender in zip(received, senders, strict=True):
+    whole_tensors = [whole.clone().view(plan.dtype) for _, _, whole in received]
+    for (_, values, _), whole, sender in zip(received, whole_tensors, senders, strict=True):
         # A sum is finite only where all of it is, and costs least.
-        if not math.isfinite(float(values.sum()) + float(whole.clone().view(plan.dtype).sum())):
+        if not math.isfinite(float(values.sum()) + float(whole.sum())):
             name_broken_sender(sender)
     entries = [(plan.to_bucket(positions), values) for positions, values, _ in received]
     sum_entries(total, [(0, total.numel())] if plan.starts is None else plan.bounds, entries, factor, kernel)
-    for _, _, whole in received:
-        parts = whole.clone().view(plan.dtype).split([plan.sizes[index] for index in plan.whole])
+    for whole in whole_tensors:
+        parts = whole.split([plan.sizes[index] for index in plan.whole])
         for index, part in zip(plan.whole, parts, strict=True):
             total[slice(*plan.bounds[index])].add_(part, alpha=factor)
 

@@ -162,9 +162,9 @@ class Memory:
         """Euclidean norm over all entries held back."""
         return float((self.residuals.norm() ** 2 + self.owned.norm() ** 2) ** 0.5)
 
-    def norms(self, owned_only: bool = False) -> dict[str, float]:
-        """Euclidean norm of what is held back of each parameter, of this rank's own and of sums, or of sums alone."""
-        squares = {} if owned_only else {name: norm**2 for name, norm in self.residuals.norms().items()}
+    def norms(self) -> dict[str, float]:
+        """Euclidean norm of what is held back of each parameter, of its own gradients and of sums together."""
+        squares = {name: norm**2 for name, norm in self.residuals.norms().items()}
         for label, norm in self.owned.norms().items():
             name = self._pieces[label].name
             squares[name] = squares.get(name, 0.0) + norm**2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,11 +57,6 @@ class Synchronizer:
         """The settings of the moment."""
         return self.plans.config
 
-    @property
-    def warming_up(self) -> bool:
-        """Whether the next synchronisation belongs to warm-up."""
-        return self.synchronisations < self.config.warmup_steps
-
     def request_refresh(self) -> None:
         """Select all thresholds anew in the next exchange."""
         self.refresh_requested = True
@@ -83,20 +78,11 @@ class Synchronizer:
         self.check_idle()
         self.plans.change(replace(self.config, density=density))
 
-    def density_of(self, parameters: Iterable[Tensor]) -> float:
-        """The share of the entries of some parameters that the next exchange sends, in (0, 1].
-
-        What is not synchronised here counts as sent.
-        """
-        entries, sent = 0, 0
-        for parameter in parameters:
-            name, size = self.parameter_names.get(parameter), real_numel(parameter)
-            plan = (
-                None if name is None else self.plans.of((name,), (size,), real_dtype(parameter), self.synchronisations)
-            )
-            entries += size
-            sent += size if plan is None else plan.targets[0] or size
-        return sent / max(entries, 1)
+    def density_of(self, parameter: Tensor) -> float:
+        """The share of a parameter's entries that the next exchange sends, in (0, 1]."""
+        size = real_numel(parameter)
+        plan = self._plan_of([parameter], [size], real_dtype(parameter))
+        return plan.targets[0] / size if plan.targets[0] else 1.0
 
     def norms(self) -> dict[str, float]:
         """Euclidean norm of what this rank holds back of each parameter, by name."""
@@ -137,7 +123,7 @@ class Synchronizer:
         self.traffic.load_state_dict(state["traffic"])
 
     def check_idle(self) -> None:
-        """Refuse changes in the middle of an exchange.
+        """Refuse changes in the middle of an exchange, where an exchange has one.
 
         Raises:
             RuntimeError: One is under way.

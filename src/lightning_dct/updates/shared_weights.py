@@ -8,7 +8,7 @@ Either set can stand in the model. To change over is to exchange pointers, so it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -80,20 +80,19 @@ class SharedWeights:
             if not already:
                 self.hide()
 
-    def set_own(self, weights: Mapping[str, Tensor]) -> None:
-        """Give this rank own weights, by name.
+    def set_own(self, name: str, saved: Tensor) -> None:
+        """Give this rank own weights of a parameter.
 
         Raises:
-            ValueError: They have another shape than the parameter of their name.
+            ValueError: They have another shape than the parameter.
         """
-        for name, saved in weights.items():
-            own = self.own(name)
-            if saved.shape != own.shape:
-                raise ValueError(
-                    f"The checkpoint's weights of parameter {name!r} have shape {list(saved.shape)}, the model's"
-                    f" parameter has {list(own.shape)}. Resume with the model that was saved."
-                )
-            own.copy_(saved)
+        own = self.own(name)
+        if saved.shape != own.shape:
+            raise ValueError(
+                f"The checkpoint's weights of parameter {name!r} have shape {list(saved.shape)}, the model's parameter"
+                f" has {list(own.shape)}. Resume with the model that was saved."
+            )
+        own.copy_(saved)
 
     def follow_parameters(self) -> None:
         """Keep everything where the parameters are now: the shared weights in them, a rank's own on their device."""

@@ -17,6 +17,7 @@ and travel while training goes on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -66,7 +67,8 @@ class UpdateSynchronizer(Synchronizer):
         self._buffers = buffers
         self._optimizers = optimizers
         self._parameters = parameters
-        self._left_alone = set(parameters()) - set(parameter_names)
+        # Parameters of which it is known whether they take part.
+        self._settled = self._left_alone()
         self._turns: dict[int, Turns] = {}
         self._to_refresh: set[str] = set()
         # Nobody to exchange anything with: then a rank's own weights are all there is.
@@ -75,23 +77,22 @@ class UpdateSynchronizer(Synchronizer):
     def before_step(self, optimizer: Optimizer) -> None:
         """Take in the parameters that an optimizer is about to step for the first time."""
         turns = self._turns.setdefault(self._number_of(optimizer), Turns())
-        known = set(turns.names)
-        self._check_known(optimizer)
-        new = [
-            name
-            for parameter in _parameters_of(optimizer)
-            if (name := self.parameter_names.get(parameter)) is not None
-            and name not in known
-            and parameter.requires_grad
-            and not any(name in others.names for others in self._turns.values())
-        ]
+        unsettled = {p for group in optimizer.param_groups for p in group["params"] if p not in self._settled}
+        if not unsettled:
+            return
+        strangers = unsettled - self.parameter_names.keys()
+        # Those that are no part of the model are their optimizer's own affair, as under DistributedDataParallel.
+        self._refuse([parameter for parameter in self._parameters() if parameter in strangers])
+        new = {parameter for parameter in unsettled - strangers if parameter.requires_grad}
+        self._settled |= strangers | new
         if not new or self._alone:
             return
+        known = set(turns.names)
         parameters = {name: parameter for parameter, name in self.parameter_names.items()}
-        for name in new:
-            self.weights.adopt(name, parameters[name])
         # In the model's order, which is the same on every rank.
-        turns.names = [name for name in parameters if name in known.union(new)]
+        turns.names = [name for name, parameter in parameters.items() if name in known or parameter in new]
+        for name in turns.names:
+            self.weights.adopt(name, parameters[name])
         turns.buckets = buckets_of(
             [(name, parameters[name]) for name in turns.names], self.config.round_length if self.config.delay else 1
         )
@@ -118,7 +119,6 @@ class UpdateSynchronizer(Synchronizer):
                 self._apply(turns, sent)
             if number == min(self._turns) and sending[0] is turns.buckets[0]:
                 self.average_buffers()
-            self.memory.commit()
         self.memory.awaited.look()
 
     def average_buffers(self) -> None:
@@ -134,8 +134,8 @@ class UpdateSynchronizer(Synchronizer):
     def norms(self) -> dict[str, float]:
         """Euclidean norm of what this rank has not sent of each parameter, or not passed on."""
         norms = self.weights.norms()
-        for name, norm in self.memory.norms(owned_only=True).items():
-            norms[name] = float((norms.get(name, 0.0) ** 2 + norm**2) ** 0.5)
+        for name, norm in self.memory.norms().items():
+            norms[name] = math.hypot(norms.get(name, 0.0), norm)
         return norms
 
     def state_dict(self) -> dict[str, Any]:
@@ -159,7 +159,7 @@ class UpdateSynchronizer(Synchronizer):
         Raises:
             ValueError: Something saved has another size than the parameter of its name.
         """
-        super().load_state_dict({**state, "residuals": {}})
+        super().load_state_dict(state)
         parameters = {name: parameter for parameter, name in self.parameter_names.items()}
         buffers = self._buffers()
         for name, weights in state.get("weights", {}).items():
@@ -167,29 +167,21 @@ class UpdateSynchronizer(Synchronizer):
                 parameters[name].data.copy_(weights)
             elif name in parameters:
                 self.weights.adopt(name, parameters[name])
-                self.weights.set_own({name: weights})
+                self.weights.set_own(name, weights)
             elif name in buffers:
                 buffers[name].copy_(weights)
         # What owners of sums held back under another exchange, or with another number of ranks.
-        for name, left in {**state["residuals"], **self.memory.take_residuals()}.items():
+        for name, left in self.memory.take_residuals().items():
             if name in self.weights.parameters:
                 own = as_real(self.weights.own(name))
                 own.add_(left.view(own.shape).to(own.device))
         saved = state.get("exchange_clocks", {}), state.get("in_flight", {})
         self._turns, self._to_refresh = load_turns(*saved, parameters)
+        self._settled = self._left_alone()
 
-    def check_idle(self) -> None:
-        """Nothing to refuse: settings change between steps, and what travels has been planned already."""
-
-    def _check_known(self, optimizer: Optimizer) -> None:
-        """Refuse parameters that the model has been given since synchronisation was set up.
-
-        Those that are no part of the model are its optimizer's own affair, as under DistributedDataParallel.
-        """
-        unknown = {p for p in _parameters_of(optimizer) if p not in self.parameter_names and p not in self._left_alone}
-        if unknown:
-            self._refuse([parameter for parameter in self._parameters() if parameter in unknown])
-            self._left_alone |= unknown
+    def _left_alone(self) -> set[Tensor]:
+        """Parameters of the model that are not to take part."""
+        return set(self._parameters()) - self.parameter_names.keys()
 
     def _due(self, turns: Turns) -> list[list[str]]:
         """The buckets that are exchanged after this step, less what is still on its way since a short first round."""
@@ -217,7 +209,7 @@ class UpdateSynchronizer(Synchronizer):
 
     def _number_of(self, optimizer: Optimizer) -> int:
         for number, known in enumerate(self._optimizers()):
-            if getattr(known, "optimizer", known) is optimizer or known is optimizer:
+            if known is optimizer:
                 return number
         raise ValueError(
             f"A {type(optimizer).__name__} steps that is not among the optimizers that `configure_optimizers` returned."
@@ -227,21 +219,17 @@ class UpdateSynchronizer(Synchronizer):
     def _send(self, names: Sequence[str], due: int) -> Travelling:
         """Start sending what some parameters have moved."""
         with self.traffic.timed("compress"):
-            return self._compress(names, due)
-
-    def _compress(self, names: Sequence[str], due: int) -> Travelling:
-        parameters = [self.weights.parameters[name] for name in names]
-        dtype = torch.float64 if real_dtype(parameters[0]) == torch.float64 else torch.float32
-        moved = torch.cat([self.weights.movement(name, dtype) for name in names])
-        plan = self._plan_of(parameters, self._sizes(names), real_dtype(parameters[0]))
-        own = moved.clone()
-        pending = self._start(moved, plan, set())
-        if not plan.is_dense:
-            # What is not sent stays in the weights. The residual is only where it has been worked out.
-            left = self.memory.residual_of(plan, moved.device)
-            own.sub_(left)
-            left.zero_()
-        return Travelling(names, due, pending, moved, own)
+            parameters = [self.weights.parameters[name] for name in names]
+            plan = self._plan_of(parameters, self._sizes(names), real_dtype(parameters[0]))
+            moved = torch.cat([self.weights.movement(name, plan.residual_dtype) for name in names])
+            own = moved.clone()
+            pending = self._start(moved, plan, set())
+            if not plan.is_dense:
+                # What is not sent stays in the weights. The residual is only where it has been worked out.
+                left = self.memory.residual_of(plan, moved.device)
+                own.sub_(left)
+                left.zero_()
+            return Travelling(names, due, pending, moved, own)
 
     def _apply(self, turns: Turns, items: list[Travelling]) -> None:
         """Replace what this rank has sent by the mean of what all have sent, and move the shared weights by that."""
@@ -254,7 +242,7 @@ class UpdateSynchronizer(Synchronizer):
                     shared, own = as_real(self.weights.shared(name)), as_real(self.weights.own(name))
                     shared.add_(mean.view(shared.shape))
                     own.add_(change.view(own.shape))
-        turns.travelling = [item for item in turns.travelling if all(item is not applied for applied in items)]
+        turns.travelling = [item for item in turns.travelling if item not in items]
 
     def _bring_home(self, items: Iterable[Travelling]) -> None:
         travelling = [item for item in items if item.pending is not None]
@@ -281,7 +269,3 @@ class UpdateSynchronizer(Synchronizer):
             parts = (gradient._indices(), gradient._values())
             num_bytes += all_gather_bytes(sum(part.numel() * part.element_size() for part in parts), everyone.size)
         self.traffic.add(steps=1, bytes_dense=bytes_between_nodes(num_bytes, everyone.size, everyone.ranks_per_node))
-
-
-def _parameters_of(optimizer: Optimizer) -> Iterable[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -11,7 +11,7 @@ from lightning_dct.gradients.pending import Pending
 from lightning_dct.gradients.plan import real_numel
 
 
-@dataclass
+@dataclass(eq=False)
 class Travelling:
     """What some parameters have moved, on its way.
 
