@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 
 from distributed.training import assert_weights_close
 from fsdp.training import Documented, Native, Plain, fsdp, hsdp, train

@@ -1,6 +1,5 @@
 """Trainings of sharded models on the ranks that are there, and what the tests want to know of them."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from distributed.training import Module, State, Watch, loader, trainer_for
 from lightning_dct import DCTFSDPStrategy
-from lightning_dct.gradients.plan import local_of
 
 
 def network() -> nn.Module:
@@ -20,7 +18,13 @@ def network() -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(3)
         return nn.Sequential(
-            nn.Linear(40, 33), nn.Tanh(), nn.BatchNorm1d(33), nn.Linear(33, 5), nn.Tanh(), nn.Linear(5, 1), nn.Linear(1, 8)
+            nn.Linear(40, 33),
+            nn.Tanh(),
+            nn.BatchNorm1d(33),
+            nn.Linear(33, 5),
+            nn.Tanh(),
+            nn.Linear(5, 1),
+            nn.Linear(1, 8),
         )
 
 

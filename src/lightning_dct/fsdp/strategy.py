@@ -226,11 +226,16 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
 
     def _state(self) -> dict[str, Any]:
         shapes = {name: list(local_of(parameter).shape) for parameter, name in self._parameter_names().items()}
-        return {**super()._state(), "shards": shapes}
+        # Updates average them; otherwise they are every rank's own, as under FSDP.
+        buffers = {} if self.updates is not None else dict(self._module.named_buffers())
+        return {**super()._state(), "shards": shapes, "buffers": plain(buffers)}
 
     def _restore(self, synchronizer: Synchronizer) -> None:
         state = self._saved_state
-        if state is not None and "shards" not in state:
+        if state is not None and "shards" in state:
+            for name, buffer in self._module.named_buffers():
+                buffer.copy_(state["buffers"].get(name, buffer))
+        elif state is not None:
             parameters = {name: parameter for parameter, name in self._parameter_names().items()}
             for part in ("weights", "residuals", "accumulated"):
                 state[part] = {
