@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from lightning_dct.agreement import check_agreement
+from lightning_dct.callbacks.requirements import AVERAGING
 from lightning_dct.config import DCTConfig, check_integer, check_keywords
 from lightning_dct.fsdp.gradients import ShardGradientSynchronizer, count_inside
 from lightning_dct.fsdp.mesh import MeshStrategy
@@ -114,6 +115,21 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
         return self.shards
 
     # ------------------------------------------------------------------------------------------------- setting up
+
+    def connect(self, model: pl.LightningModule) -> None:
+        """Refuse callbacks that copy the model, before any process waits for another.
+
+        Raises:
+            ValueError: With the callback and the remedy.
+        """
+        trainer: Any = getattr(model, "_trainer", None)
+        for callback in [] if trainer is None else trainer.callbacks:
+            if isinstance(callback, AVERAGING):
+                raise ValueError(
+                    f"`{type(callback).__name__}` does not work with `DCTFSDPStrategy`: it copies the model, which"
+                    " FSDP2 does not allow. Average checkpoints after training."
+                )
+        super().connect(model)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Check how the module is sharded, and set the exchange between replicas up.
