@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -66,7 +66,7 @@ class MeshStrategy(ModelParallelStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def setup_environment(self) -> None:
-        """Bring the processes up, make the mesh, and give a module that does not shard itself what does.
+        """Bring the processes up, make the mesh, and shard the module where its ``configure_model`` does not.
 
         Raises:
             ValueError: The replicas cannot be of the same size.
@@ -81,8 +81,8 @@ class MeshStrategy(ModelParallelStrategy):
         self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=AXES)
         module: Any = self.lightning_module  # Any: an attribute takes the place of a method
         module._device_mesh = self._device_mesh
-        if not is_overridden("configure_model", module):
-            module.configure_model = partial(wrap, module, self.shard_mesh, self._wrap_unit, **self._shard_settings)
+        sharding = partial(wrap, module, self.shard_mesh, self._wrap_unit, **self._shard_settings)
+        module.configure_model = partial(_both, module.configure_model, sharding)
 
     def teardown(self) -> None:
         """Leave nothing in the module that belongs to these processes."""
@@ -107,11 +107,16 @@ class MeshStrategy(ModelParallelStrategy):
         states = checkpoint.pop("optimizer_states", [])
         tensors |= {f"optimizer_{number}": state for number, state in enumerate(states)}
         if self.global_rank < self.shards:
-            save(tensors, checkpoint_id=part, process_group=self.shard_mesh.get_group())
+            save(tensors, checkpoint_id=part, process_group=self.device_mesh[AXES[1]].get_group())
         if self.is_global_zero:
             torch.save(checkpoint, part / _METADATA_FILENAME)
             replace(part, path)
         self.barrier()
+
+
+def _both(configure_model: Callable[[], None], sharding: Callable[[], None]) -> None:
+    configure_model()
+    sharding()
 
 
 def replace(new: Path, path: Path) -> None:

@@ -43,7 +43,7 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
     rank remembers for that is as large as its shard.
 
     A ``configure_model`` that calls ``fully_shard(..., mesh=self.device_mesh["data_parallel"])`` is used as it is. A
-    module without one is sharded by the strategy.
+    module that does not is sharded by the strategy.
 
     Example::
 
@@ -51,9 +51,9 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
 
     Args:
         replicas: How many; by default one a node.
-        unit: For a module without ``configure_model``, what is gathered together: modules of this class or of these, or
+        unit: For a module that does not shard itself, what is gathered together: modules of this class or of these, or
             the smallest modules of at least so many entries.
-        mp_policy: For a module without ``configure_model``, FSDP's ``MixedPrecisionPolicy``.
+        mp_policy: For a module that does not shard itself, FSDP's ``MixedPrecisionPolicy``.
         save_distributed_checkpoint: As for ModelParallelStrategy: a folder to which all ranks of a replica write, or
             one file, which plain strategies load.
         process_group_backend: As for ModelParallelStrategy.

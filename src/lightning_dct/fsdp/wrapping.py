@@ -19,7 +19,7 @@ OPAQUE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecod
 
 
 def wrap(model: pl.LightningModule, mesh: DeviceMesh, unit: int | type | tuple[type, ...], **settings: Any) -> None:
-    """Shard all parameters of a module that does not shard itself.
+    """Shard all parameters of a module that has not sharded itself; nothing happens where it has.
 
     Args:
         model: The module. Its steps become what gathers the parameters that no unit has. With manual optimisation
