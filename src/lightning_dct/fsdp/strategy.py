@@ -214,9 +214,11 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's state, with the weights that all replicas share."""
-        state = super().lightning_module_state_dict()
-        # FSDP's tensors would change with the weights.
-        return state if self.updates is None else {name: _copied(value) for name, value in state.items()}
+        if self.updates is None:
+            return super().lightning_module_state_dict()
+        with self.updates.weights.in_model():
+            # Copies: what FSDP hands over changes with the weights.
+            return {name: _copied(value) for name, value in super().lightning_module_state_dict().items()}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load Lightning's checkpoint into the shards and, when fitting, this rank's compression state beside it."""
