@@ -5,14 +5,10 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from lightning_dct import DCTConfig
 from lightning_dct.config import VALUE_FORMATS
-from lightning_dct.warmup import WARMUP_STAGES
-from strategies_for_hypothesis import examples
 
 NAMES = ["embedding.weight", "layers.0.linear.weight", "layers.0.linear.bias"]
 
@@ -45,8 +41,9 @@ NAMES = ["embedding.weight", "layers.0.linear.weight", "layers.0.linear.bias"]
         ("warmup_steps", -1, ValueError),
         ("warmup_steps", 1.5, TypeError),
         ("warmup_steps", False, TypeError),
-        ("warmup_schedule", "cosine", ValueError),
-        ("warmup_schedule", None, ValueError),
+        ("residual_decay", 0.0, ValueError),
+        ("residual_decay", 1.1, ValueError),
+        ("residual_decay", None, TypeError),
         ("value_format", "fp16", ValueError),
         ("value_format", "BF16", ValueError),
         ("value_format", 16, ValueError),
@@ -84,7 +81,7 @@ def test_bad_densities_of_parameters_name_their_pattern(density: Any, error: typ
         {"min_tensor_size": 0},
         {"guard": False},
         *({"value_format": name} for name in ("fp32", "bf16", "int8", "1bit")),
-        *({"warmup_schedule": name} for name in ("exponential", "linear")),
+        {"residual_decay": 1.0},
     ],
 )
 def test_good_settings_are_kept(settings: dict[str, Any]) -> None:
@@ -118,46 +115,6 @@ def test_pickles() -> None:
     config = DCTConfig(density=0.05, density_per_parameter=OmegaConf.create({"a*": 0.5}), value_format="int8")
     assert pickle.loads(pickle.dumps(config)) == config
     assert replace(config, guard=False).density_per_parameter == {"a*": 0.5}
-
-
-@pytest.mark.parametrize("schedule", ["exponential", "linear"])
-@pytest.mark.parametrize("density", [0.001, 0.01, 0.3, 1.0])
-def test_density_at_the_ends_of_warmup_is_exact(schedule: Any, density: float) -> None:
-    config = DCTConfig(density=density, warmup_steps=100, warmup_schedule=schedule)
-    assert config.density_of("weight", config.warmup_stage(0)) == 1.0
-    assert config.density_of("weight", config.warmup_stage(100)) == density
-    assert config.density_of("weight") == density
-
-
-@pytest.mark.parametrize(("schedule", "halfway"), [("exponential", 0.1), ("linear", 0.505)])
-def test_density_in_the_middle_of_warmup(schedule: Any, halfway: float) -> None:
-    config = DCTConfig(density=0.01, warmup_steps=100, warmup_schedule=schedule)
-    assert config.density_of("weight", config.warmup_stage(50)) == pytest.approx(halfway)
-
-
-@pytest.mark.parametrize("schedule", ["exponential", "linear"])
-@pytest.mark.parametrize("warmup_steps", [1, 10, 32, 100, 1000])
-def test_density_only_falls(schedule: Any, warmup_steps: int) -> None:
-    config = DCTConfig(warmup_steps=warmup_steps, warmup_schedule=schedule)
-    densities = [config.density_of("weight", config.warmup_stage(step)) for step in range(warmup_steps + 2)]
-    assert densities == sorted(densities, reverse=True)
-    assert densities[0] == 1.0
-    assert densities[-2] == densities[-1] == config.density_of("weight")
-
-
-@given(step=st.integers(0, 3000), warmup_steps=st.integers(0, 2000))
-@examples(100)
-def test_stages_of_warmup(step: int, warmup_steps: int) -> None:
-    stage = DCTConfig(warmup_steps=warmup_steps).warmup_stage(step)
-    expected = WARMUP_STAGES if step >= warmup_steps else int(WARMUP_STAGES * step / warmup_steps)
-    assert stage == expected
-    assert 0 <= stage <= WARMUP_STAGES
-    assert (stage == WARMUP_STAGES) == (step >= warmup_steps)
-
-
-def test_no_warmup_starts_at_the_target() -> None:
-    config = DCTConfig(density=0.02, warmup_steps=0)
-    assert config.density_of("weight", config.warmup_stage(0)) == 0.02
 
 
 def test_the_first_pattern_that_matches_wins() -> None:

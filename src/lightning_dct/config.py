@@ -11,7 +11,6 @@ from numbers import Integral
 from typing import Any, Literal, get_args
 
 from lightning_dct.kernels import KERNELS, KernelName
-from lightning_dct.warmup import WARMUP_SCHEDULES, WARMUP_STAGES, WarmupSchedule, warmup_density, warmup_stage
 
 ValueFormat = Literal["fp32", "bf16", "int8", "int4", "1bit"]
 VALUE_FORMATS: tuple[str, ...] = get_args(ValueFormat)
@@ -31,6 +30,10 @@ class DCTConfig:
             Adam or momentum the latter loses quality: a residual delays gradients and lets them arrive in bursts.
         local_steps: Optimizer steps from one exchange of updates to the next, at least 1; 8 unless given. Gradients
             are exchanged in every step.
+        warmup_steps: Optimizer steps in which updates are exchanged up to eight times as often, and each exchange sends
+            as much less: the weights of different ranks must not drift apart while they move fast.
+        residual_decay: What remains of an update's residual after each exchange, in (0, 1]. 1.0 forgets nothing; less
+            draws a rank's weights towards the shared ones.
         delay: Optimizer steps that an exchange of updates may travel while training goes on, at most ``local_steps``.
             With 0 training waits for it. From 1 on tensors take turns, so that the link is never in a burst.
         density: Share of each tensor's entries that an exchange sends, in (0, 1]. 1.0 sends everything, as plain DDP
@@ -39,9 +42,6 @@ class DCTConfig:
             ``{"*.embedding.weight": 0.001}``). The first pattern that matches a name wins. A pattern that matches
             no parameter is an error.
         refresh_every: Optimizer steps between two exact selections of the thresholds.
-        warmup_steps: Optimizer steps over which the density falls from 1.0 to its target. 0 starts at the target.
-        warmup_schedule: How it falls: ``"exponential"`` (by a constant factor a step; Lin et al., *Deep Gradient
-            Compression*, ICLR 2018, section 3.4) or ``"linear"``.
         value_format: How a sent entry is written: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"`` (one scale a
             tensor) or ``"1bit"`` (its sign, times the mean magnitude of what the tensor sends). What rounding loses
             stays in the residual.
@@ -59,12 +59,12 @@ class DCTConfig:
 
     compress: Compress = "updates"
     local_steps: int | None = None
+    warmup_steps: int = 320
+    residual_decay: float = 0.9
     delay: int = 0
     density: float = 0.2
     density_per_parameter: Mapping[str, float] = field(default_factory=dict)
     refresh_every: int = 1000
-    warmup_steps: int = 0
-    warmup_schedule: WarmupSchedule = "exponential"
     value_format: ValueFormat = "1bit"
     min_tensor_size: int = 128
     guard: bool = True
@@ -90,10 +90,8 @@ class DCTConfig:
         )
         self._check_rounds()
         check_integer("refresh_every", self.refresh_every, minimum=1)
-        check_integer("warmup_steps", self.warmup_steps, minimum=0)
         check_integer("min_tensor_size", self.min_tensor_size, minimum=0)
         check_choice("value_format", self.value_format, VALUE_FORMATS)
-        check_choice("warmup_schedule", self.warmup_schedule, WARMUP_SCHEDULES)
         check_choice("exchange", self.exchange, EXCHANGES)
         check_choice("kernel", self.kernel, KERNELS)
         check_choice("missing_state", self.missing_state, get_args(MissingState))
@@ -107,10 +105,15 @@ class DCTConfig:
             object.__setattr__(self, "local_steps", 8 if updates else 1)
         check_integer("local_steps", self.local_steps, minimum=1)
         check_integer("delay", self.delay, minimum=0)
-        if not updates and (self.local_steps, self.delay) != (1, 0):
+        check_integer("warmup_steps", self.warmup_steps, minimum=0)
+        check_share("residual_decay", self.residual_decay, "what remains of a residual", "To keep all of it")
+        given: dict[str, float | None] = {"local_steps": self.local_steps, "delay": self.delay}
+        given |= {"warmup_steps": self.warmup_steps, "residual_decay": self.residual_decay}
+        if not updates and given != {"local_steps": 1, "delay": 0, "warmup_steps": 320, "residual_decay": 0.9}:
             raise ValueError(
-                f"`compress='gradients'` exchanges gradients in every step; got local_steps={self.local_steps} and"
-                f" delay={self.delay}. Leave both out, or use `compress='updates'`."
+                "`compress='gradients'` exchanges gradients in every step and keeps all residuals; got"
+                f" {', '.join(f'{name}={value}' for name, value in given.items())}. Leave these settings out, or use"
+                " `compress='updates'`."
             )
         if self.delay > self.local_steps:  # type: ignore[operator]
             raise ValueError(
@@ -138,18 +141,10 @@ class DCTConfig:
                     f" model. Its names look like {examples}. Mend the pattern or remove it."
                 )
 
-    def warmup_stage(self, step: int) -> int:
-        """The stage of warm-up an optimizer step belongs to; see :func:`~lightning_dct.warmup.warmup_stage`."""
-        return warmup_stage(step, self.warmup_steps)
-
-    def density_of(self, parameter_name: str, stage: int = WARMUP_STAGES) -> float:
-        """The density of one parameter in a stage of warm-up, by default once it is over."""
-        target = self.density
-        for pattern, density in self.density_per_parameter.items():
-            if fnmatchcase(parameter_name, pattern):
-                target = density
-                break
-        return warmup_density(target, stage, self.warmup_schedule)
+    def density_of(self, parameter_name: str) -> float:
+        """The density of one parameter."""
+        patterns = self.density_per_parameter.items()
+        return next((density for pattern, density in patterns if fnmatchcase(parameter_name, pattern)), self.density)
 
 
 def check_keywords(kind: type, given: Iterable[str], *more: type) -> None:
@@ -186,12 +181,27 @@ def check_density(setting: str, value: Any) -> None:
         TypeError: It is not a number.
         ValueError: It is out of range.
     """
+    check_share(setting, value, "the share of entries that is sent", "To send everything")
+
+
+def check_share(setting: str, value: Any, meaning: str, remedy: str) -> None:
+    """Refuse what is outside (0, 1].
+
+    Args:
+        setting: Its name.
+        value: What was given.
+        meaning: What the number says.
+        remedy: What 1.0 does.
+
+    Raises:
+        TypeError: It is not a number.
+        ValueError: It is out of range.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"`{setting}` must be a number in (0, 1], such as 0.01; got {value!r}.")
+        raise TypeError(f"`{setting}` must be a number in (0, 1], such as 0.2; got {value!r}.")
     if not 0.0 < value <= 1.0:
         raise ValueError(
-            f"`{setting}` is the share of entries that is sent and must be in (0, 1], such as 0.01; got {value!r}."
-            " To send everything use 1.0."
+            f"`{setting}` is {meaning} and must be in (0, 1], such as 0.2; got {value!r}. {remedy} use 1.0."
         )
 
 

@@ -25,7 +25,6 @@ from lightning_dct.synchronizing import (
     resolve_process_group,
 )
 from lightning_dct.thresholded import ThresholdedStrategy
-from lightning_dct.warmup import WarmupSchedule
 
 
 class DCTStrategy(ThresholdedStrategy, DDPStrategy):
@@ -46,12 +45,12 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         accelerator: As for DDPStrategy.
         compress: ``"updates"``, what weights have moved, or ``"gradients"``.
         local_steps: Optimizer steps from one exchange of updates to the next; 8 unless given.
+        warmup_steps: Optimizer steps in which updates are exchanged up to eight times as often, each with as much less.
+        residual_decay: What remains of an update's residual after each exchange, in (0, 1].
         delay: Optimizer steps that an exchange of updates may travel while training goes on, at most ``local_steps``.
         density: Share of each tensor's entries that an exchange sends, in (0, 1].
         density_per_parameter: Densities for some parameters, by name pattern.
         refresh_every: Optimizer steps between two exact selections of the thresholds.
-        warmup_steps: Optimizer steps over which the density falls from 1.0 to its target.
-        warmup_schedule: ``"exponential"`` or ``"linear"``.
         value_format: ``"fp32"``, ``"bf16"``, ``"int8"``, ``"int4"`` or ``"1bit"``.
         min_tensor_size: Tensors with fewer entries are sent whole.
         guard: Nudge the thresholds between refreshes to hold the number of entries near its target.
@@ -87,12 +86,12 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         *,
         compress: Compress = "updates",
         local_steps: int | None = None,
+        warmup_steps: int = 320,
+        residual_decay: float = 0.9,
         delay: int = 0,
         density: float = 0.2,
         density_per_parameter: Mapping[str, float] | None = None,
         refresh_every: int = 1000,
-        warmup_steps: int = 0,
-        warmup_schedule: WarmupSchedule = "exponential",
         value_format: ValueFormat = "1bit",
         min_tensor_size: int = 128,
         guard: bool = True,
@@ -113,12 +112,12 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         config = DCTConfig(
             compress=compress,
             local_steps=local_steps,
+            warmup_steps=warmup_steps,
+            residual_decay=residual_decay,
             delay=delay,
             density=density,
             density_per_parameter=density_per_parameter or {},
             refresh_every=refresh_every,
-            warmup_steps=warmup_steps,
-            warmup_schedule=warmup_schedule,
             value_format=value_format,
             min_tensor_size=min_tensor_size,
             guard=guard,

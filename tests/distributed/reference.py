@@ -115,14 +115,17 @@ def train(
     return held, {name: np.sum([some[name] for some in sums_held], axis=0) for name in sums_held[0]}
 
 
-def send_pieces(accumulated: Array, kept: int, value_format: str, owners: int) -> Array:
-    """The same in even pieces with thresholds of their own: one for each owner, if each sends 32 entries or more."""
+def send_pieces(accumulated: Array, kept: int, value_format: str, owners: int, share: float = 1.0) -> Array:
+    """The same in even pieces with thresholds of their own: one for each owner, if each sends 32 entries or more.
+
+    With a share below 1 that many fewer are kept, of the same pieces.
+    """
     if kept == len(accumulated):
         return accumulated.copy()
     pieces = np.array_split(np.arange(len(accumulated)), max(1, min(owners, kept // 32)))
-    sent = np.zeros_like(accumulated)
+    sent, some = np.zeros_like(accumulated), math.ceil(share * kept)
     for piece in pieces:
-        sent[piece] = send(accumulated[piece], math.ceil(kept * len(piece) / len(accumulated)), value_format)
+        sent[piece] = send(accumulated[piece], math.ceil(some * len(piece) / len(accumulated)), value_format)
     return sent
 
 

@@ -1,6 +1,5 @@
 """What people do with DistributedDataParallel in Lightning goes on working under DCTStrategy."""
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,8 +30,7 @@ from distributed.training import (
     summary,
     trainer_for,
 )
-from lightning_dct import DCTConfig, DCTStrategy
-from lightning_dct.gradients import plan_bucket
+from lightning_dct import DCTStrategy
 
 BATCHES = 24
 
@@ -424,44 +422,6 @@ def test_density_overrides_may_name_a_parameter_that_is_still_frozen(ranks: Any)
     """Oracle: the target of the unfrozen layer, ceil(0.25 x 960)."""
     runs = ranks(2).run(train_unfrozen_with_override)
     assert runs[0].state["thresholds"]["targets"]["model.first.weight"] == 240
-
-
-WARMUP: dict[str, Any] = {"density": 0.02, "warmup_steps": 16, "value_format": "bf16"}
-
-
-def totals_of(trainer: Trainer) -> Any:
-    return trainer.strategy.traffic.totals
-
-
-def train_warming_up(schedule: str) -> Run:
-    strategy = DCTStrategy(compress="gradients", **WARMUP, warmup_schedule=schedule, refresh_every=1000, guard=False)
-    return fit(strategy, Module(), 20, watch=Watch(look=totals_of))
-
-
-@pytest.mark.parametrize("schedule", ["exponential", "linear"])
-def test_warmup_sends_what_its_stage_says(ranks: Any, schedule: str) -> None:
-    """Oracle: entries and bytes of each step from the density of its stage; each stage selects its own thresholds."""
-    runs = ranks(2).run(train_warming_up, schedule)
-    assert_replicas_equal(runs)
-    totals = runs[0].seen
-    config = DCTConfig(**WARMUP, warmup_schedule=schedule)
-    # DistributedDataParallel hands the gradients over in the reverse order of use.
-    sizes = {"model.gain": 1, "model.second.weight": 192, "model.second.bias": 8}
-    sizes |= {"model.first.weight": 960, "model.first.bias": 24}
-    bytes_sent = []
-    for step in range(20):
-        stage = config.warmup_stage(step)
-        densities = [config.density_of(name, stage) for name in sizes]
-        plan = plan_bucket(list(sizes), list(sizes.values()), densities, torch.float32, "bf16", 128, 2)
-        expected = sum(target or size for target, size in zip(plan.targets, plan.sizes, strict=True))
-        sent = totals[step] - totals[step - 1] if step else totals[0]
-        if step <= 16:  # the last selection; later steps may find more or fewer entries above it
-            assert sent.entries_sent == expected
-        assert sent.bytes_sent == (4 * sum(sizes.values()) if plan.is_dense else plan.layout.num_bytes)
-        bytes_sent.append(sent.bytes_sent)
-    assert bytes_sent == sorted(bytes_sent, reverse=True)
-    assert bytes_sent[0] > 10 * bytes_sent[16]
-    assert math.isclose(totals[16].entries_sent - totals[15].entries_sent, 20 + 4 + 33)
 
 
 class Evaluated(Module):

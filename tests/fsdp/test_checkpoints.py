@@ -17,7 +17,7 @@ from lightning_dct.gradients.plan import local_of
 from lightning_dct.replicas import put_together
 from lightning_dct.synchronizing import parameter_names
 
-UPDATES = {"local_steps": 4, "density": 0.1}
+UPDATES = {"local_steps": 4, "density": 0.1, "warmup_steps": 0}
 GRADIENTS = {"compress": "gradients", "density": 0.1, "value_format": "int8", "refresh_every": 4}
 
 

@@ -33,11 +33,10 @@ def gradients(
 def sent(ranks: EmulatedRanks, names: list[str], bucket: int = 0, dtype: torch.dtype = torch.float32) -> list[Unpacked]:
     """What each rank's payload of the last step says."""
     config = ranks.synchronizers[0].config
-    stage = config.warmup_stage(ranks.synchronizers[0].synchronisations - 1)
     plan = plan_bucket(
         names,
         [ranks.sizes[name] for name in names],
-        [config.density_of(name, stage) for name in names],
+        [config.density_of(name) for name in names],
         dtype,
         config.value_format,
         config.min_tensor_size,
@@ -299,20 +298,6 @@ def test_steps_since_refresh_and_refreshes() -> None:
         seen.append((synchronizer.steps_since_refresh, synchronizer.traffic.totals.refreshes))
     assert seen == [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (3, 2)]
     assert synchronizer.synchronisations == synchronizer.traffic.totals.steps == 6
-
-
-def test_warmup_falls_in_stages_and_selects_anew_at_each() -> None:
-    ranks = EmulatedRanks({"a": 1000}, density=0.01, warmup_steps=4, value_format="fp32", guard=False)
-    config = ranks.synchronizers[0].config
-    mean = ranks.step(gradients(0, sizes={"a": 1000}))[0]["a"]
-    assert int(mean.count_nonzero()) == 1000
-    counts = []
-    for step in range(1, 6):
-        ranks.step(gradients(step, sizes={"a": 1000}))
-        counts.append(sent(ranks, ["a"])[0].positions.numel())
-    assert [config.warmup_stage(step) for step in range(5)] == [0, 8, 16, 24, 32]
-    assert counts[:4] == [317, 100, 32, 10]
-    assert ranks.synchronizers[0].traffic.totals.refreshes == 4
 
 
 # Infinite and NaN

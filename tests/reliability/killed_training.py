@@ -86,7 +86,7 @@ def pipeline() -> Any:
 
 
 def fsdp() -> Any:
-    settings = {"replicas": 2, "unit": 1000, "local_steps": 2, "density": 0.2, "refresh_every": 4}
+    settings = {"replicas": 2, "unit": 1000, "local_steps": 2, "warmup_steps": 0, "refresh_every": 4}
     strategy, noise = DCTFSDPStrategy(**settings), Noise(BATCHES, 40, 8, rank=int(os.environ["RANK"]))
     return strategy, Plain(torch.optim.Adam, lr=0.01), noise.__getitem__, {}
 

@@ -24,6 +24,8 @@ def train(
     workers: int,
     steps: int,
     local_steps: int,
+    warmup_steps: int,
+    residual_decay: float,
     delay: int = 0,
     density: float,
     value_format: str,
@@ -40,6 +42,8 @@ def train(
         workers: How many to simulate.
         steps: Optimizer steps.
         local_steps: Steps from one exchange to the next.
+        warmup_steps: Steps in which they are an eighth, and the entries as much fewer.
+        residual_decay: What remains of what a worker has not sent.
         delay: Steps that an exchange travels.
         density: Share of entries sent.
         value_format: As in the settings.
@@ -56,11 +60,11 @@ def train(
     def own(worker: int, name: str) -> Array:
         return dict(models[worker].named_parameters())[name].detach().numpy().reshape(-1)
 
-    def apply(mean: dict[str, Array], sent: list[dict[str, Array]]) -> None:
+    def apply(mean: dict[str, Array], lost: list[dict[str, Array]]) -> None:
         for name in shared:
             shared[name] += mean[name]
             for worker in range(workers):
-                own(worker, name)[:] += mean[name] - sent[worker][name]
+                own(worker, name)[:] += mean[name] - lost[worker][name]
 
     for step in range(1, steps + 1):
         for worker in range(workers):
@@ -69,29 +73,32 @@ def train(
             optimizers[worker].step()
         if on_its_way and on_its_way[0][0] == step:
             apply(*on_its_way.pop(0)[1:])
-        first = step < local_steps and math.log2(step) % 1 == 0
-        if on_its_way or not (first or step % local_steps == 0):
+        length = max(1, local_steps // 8) if step <= warmup_steps else local_steps
+        if on_its_way or step % length:
             continue
         mean: dict[str, Array] = {}
         sent: list[dict[str, Array]] = [{} for _ in range(workers)]
+        lost: list[dict[str, Array]] = [{} for _ in range(workers)]
         for name in shared:
             entries = len(shared[name])
             kept = entries if entries < min_tensor_size else math.ceil(density * entries)
             moved = [own(worker, name) - shared[name] for worker in range(workers)]
             owners = {"all_gather": 1, "sharded": workers, "by_node": workers_per_node}[exchange]
+            how = kept, value_format, owners, length / local_steps
             for worker in range(workers):
                 whole = exchange == "by_node"
-                sent[worker][name] = moved[worker] if whole else send_pieces(moved[worker], kept, value_format, owners)
+                sent[worker][name] = moved[worker] if whole else send_pieces(moved[worker], *how)
+                lost[worker][name] = sent[worker][name] + (1 - residual_decay) * (moved[worker] - sent[worker][name])
             arrived = np.array([one[name] for one in sent])
             if exchange != "all_gather" and kept < entries:
                 # One sum of all workers, or one for each node, thresholded again.
                 arrived = arrived.reshape(-1, workers if exchange == "sharded" else workers_per_node, entries).sum(1)
                 for place in range(len(arrived)):
                     accumulated = arrived[place] + sums_held[place][name]
-                    arrived[place] = send_pieces(accumulated, kept, value_format, owners)
+                    arrived[place] = send_pieces(accumulated, *how)
                     sums_held[place][name] = accumulated - arrived[place]
             mean[name] = arrived.sum(axis=0) / workers
-        on_its_way.append((step + delay, mean, sent))
+        on_its_way.append((step + min(delay, length), mean, lost))
         if not delay:
             apply(*on_its_way.pop()[1:])
     owns = [{name: own(worker, name).copy() for name in shared} for worker in range(workers)]

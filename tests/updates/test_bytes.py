@@ -1,5 +1,6 @@
 """The bytes of exchanged updates: counted where they are sent, and as the plan says beforehand, to the byte."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from lightning_dct.forecast.forecast import layout_of
 from lightning_dct.forecast.workload import workload_of
 from lightning_dct.gradients.plan import real_dtype
 from lightning_dct.traffic import TrafficTotals
-from lightning_dct.updates.rounds import buckets_of, is_due
+from lightning_dct.updates.rounds import buckets_of, is_due, round_length
 
 STEPS = 17
 
@@ -24,8 +25,9 @@ def train(settings: dict[str, Any]) -> TrafficTotals:
 @pytest.mark.parametrize(
     ("world_size", "settings"),
     [
-        (2, {"density": 0.2, "local_steps": 4, "exchange": "all_gather"}),
-        (4, {"density": 0.1, "local_steps": 5, "exchange": "sharded", "value_format": "int8"}),
+        (2, {"density": 0.2, "local_steps": 4, "exchange": "all_gather", "warmup_steps": 5}),
+        # Owners are chosen by the densities that hold later.
+        (4, {"density": 0.1, "local_steps": 5, "exchange": "sharded", "value_format": "int8", "warmup_steps": 0}),
         (3, {"density": 0.05, "local_steps": 1, "exchange": "all_gather"}),
     ],
 )
@@ -33,21 +35,28 @@ def test_the_plan_says_what_is_counted(ranks: Any, world_size: int, settings: di
     totals = ranks(world_size).run(train, settings)
     config, workload = DCTConfig(**settings), workload_of(Module())
     layout = layout_of(world_size, world_size)
-    exchanges = sum(is_due(step, config.round_length) for step in range(1, STEPS + 1))
-    step = compressed_step(settings["exchange"], config, workload, layout)
-    assert [counted.bytes_sent for counted in totals] == [exchanges * sent.total for sent in step.sent]
+    expected = [0] * world_size
+    warmup = min(config.warmup_steps, STEPS)
+    for first, last in ((1, warmup), (warmup + 1, STEPS)):
+        length = round_length(last, config.round_length, warmup)
+        now = replace(config, density=length / config.round_length * config.density)
+        sent = compressed_step(settings["exchange"], now, workload, layout).sent
+        exchanges = sum(is_due(step, length) for step in range(first, last + 1))
+        expected = [before + exchanges * one.total for before, one in zip(expected, sent, strict=True)]
+    assert [counted.bytes_sent for counted in totals] == expected
     dense = dense_step(workload, layout)
     assert [counted.bytes_dense for counted in totals] == [STEPS * sent.total for sent in dense.sent]
 
 
-def test_the_first_rounds_are_short() -> None:
-    assert [step for step in range(1, 30) if is_due(step, 8)] == [1, 2, 4, 8, 16, 24]
-    assert [step for step in range(1, 12) if is_due(step, 5)] == [1, 2, 4, 5, 10]
-    assert [step for step in range(1, 4) if is_due(step, 1)] == [1, 2, 3]
+def test_rounds_are_shorter_while_training_warms_up() -> None:
+    assert [round_length(step, 8, 3) for step in range(1, 6)] == [1, 1, 1, 8, 8]
+    assert [round_length(step, 80, 3) for step in range(1, 6)] == [10, 10, 10, 80, 80]
+    assert [round_length(step, 5, 0) for step in range(1, 3)] == [5, 5]
+    assert [step for step in range(1, 30) if is_due(step, 8)] == [8, 16, 24]
 
 
 def test_buckets_take_turns() -> None:
-    """Oracle: after the first rounds each of four is due once in eight steps, and never two at a time."""
+    """Oracle: each of four is due once in eight steps, and never two at a time."""
     steps = {place: [step for step in range(8, 40) if is_due(step, 8, place, 4)] for place in range(4)}
     assert steps == {place: list(range(8 + 2 * place, 40, 8)) for place in range(4)}
 

@@ -36,20 +36,28 @@ def train_compressed(settings: dict[str, Any]) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "exchange", "value_format", "local_steps", "delay"),
+    ("world_size", "exchange", "value_format", "local_steps", "delay", "warmup_steps", "residual_decay"),
     [
-        (2, "all_gather", "1bit", 4, 0),
-        (2, "all_gather", "fp32", 1, 0),
-        (3, "all_gather", "bf16", 5, 3),
-        (2, "all_gather", "int8", 4, 4),
-        (3, "sharded", "fp32", 3, 0),
-        (4, "sharded", "1bit", 4, 2),
-        (4, "by_node", "int8", 3, 0),
-        (4, "by_node", "1bit", 3, 1),
+        (2, "all_gather", "1bit", 4, 0, 10, 0.9),
+        (2, "all_gather", "fp32", 1, 0, 0, 1.0),
+        (2, "all_gather", "1bit", 1, 0, 9, 0.5),
+        (3, "all_gather", "bf16", 5, 3, 7, 0.8),
+        (2, "all_gather", "int8", 4, 4, 0, 0.9),
+        (3, "sharded", "fp32", 3, 0, 5, 0.9),
+        (4, "sharded", "1bit", 4, 2, 0, 1.0),
+        (4, "by_node", "int8", 3, 0, 5, 0.9),
+        (4, "by_node", "1bit", 3, 1, 0, 1.0),
     ],
 )
 def test_matches_the_plain_reference(
-    ranks: Any, world_size: int, exchange: str, value_format: str, local_steps: int, delay: int
+    ranks: Any,
+    world_size: int,
+    exchange: str,
+    value_format: str,
+    local_steps: int,
+    delay: int,
+    warmup_steps: int,
+    residual_decay: float,
 ) -> None:
     """Oracle: reference.py, with every rank's SGD in one process."""
     settings: dict[str, Any] = {
@@ -58,6 +66,8 @@ def test_matches_the_plain_reference(
         "value_format": value_format,
         "local_steps": local_steps,
         "delay": delay,
+        "warmup_steps": warmup_steps,
+        "residual_decay": residual_decay,
     }
     runs = ranks(world_size).run(train_compressed, settings)
     shared, own, sums_held = reference.train(
@@ -86,7 +96,8 @@ def test_matches_the_plain_reference(
 
 
 def train_many_steps(settings: dict[str, Any]) -> Run:
-    return fit(DCTStrategy(**settings), Module(None, torch.optim.AdamW, lr=0.01), 120, watch=Watch(every=20))
+    strategy = DCTStrategy(**settings, warmup_steps=40)
+    return fit(strategy, Module(None, torch.optim.AdamW, lr=0.01), 120, watch=Watch(every=20))
 
 
 @pytest.mark.parametrize(("world_size", "settings"), [(2, {}), (3, {"delay": 8}), (4, {"local_steps": 16})])
@@ -129,7 +140,8 @@ class Walk(torch.optim.Optimizer):
 
 
 def walk(exchange: str, delay: int) -> Run:
-    strategy = DCTStrategy(density=0.1, local_steps=4, delay=delay, exchange=exchange)
+    settings: dict[str, Any] = {"warmup_steps": 10, "residual_decay": 1.0, "exchange": exchange}
+    strategy = DCTStrategy(density=0.1, local_steps=4, delay=delay, **settings)
     return fit(strategy, Module(None, Walk, rank=rank()), 30, precision="64-true")
 
 

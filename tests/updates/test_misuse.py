@@ -23,8 +23,10 @@ from lightning_dct.gradients.compression import name_broken_sender
         ({"local_steps": 2.5}, TypeError, "`local_steps` must be a whole number"),
         ({"delay": -1}, ValueError, "`delay` must be at least 0"),
         ({"local_steps": 4, "delay": 5}, ValueError, "Lower `delay` or raise `local_steps`"),
-        ({"compress": "gradients", "local_steps": 4}, ValueError, "Leave both out, or use `compress='updates'`"),
-        ({"compress": "gradients", "delay": 1}, ValueError, "Leave both out, or use `compress='updates'`"),
+        *(
+            ({"compress": "gradients", **one}, ValueError, "Leave these settings out, or use `compress='updates'`")
+            for one in ({"local_steps": 4}, {"delay": 1}, {"warmup_steps": 5}, {"residual_decay": 0.5})
+        ),
         ({"compress": "weights"}, ValueError, "`compress` must be one of 'updates', 'gradients'"),
     ],
 )
@@ -107,9 +109,8 @@ class Strange(nn.Module):
 
 
 def train_strange(compress: str) -> tuple[Run, torch.Tensor]:
-    settings: dict[str, Any] = {"compress": compress, "density": 0.3}
-    if compress == "gradients":
-        settings["find_unused_parameters"] = True
+    more: dict[str, Any] = {"find_unused_parameters": True} if compress == "gradients" else {"warmup_steps": 0}
+    settings: dict[str, Any] = {"compress": compress, "density": 0.3, **more}
     module = Module(Strange(), torch.optim.SGD, lr=0.05)
     before = module.model.spectrum.detach().clone()
     run = fit(DCTStrategy(**settings), module, 60)

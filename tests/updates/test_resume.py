@@ -23,7 +23,13 @@ from distributed.training import (
 )
 from lightning_dct import DCTStrategy
 
-SETTINGS: dict[str, Any] = {"compress": "updates", "density": 0.2, "local_steps": 4, "refresh_every": 6}
+SETTINGS: dict[str, Any] = {
+    "compress": "updates",
+    "density": 0.2,
+    "local_steps": 4,
+    "warmup_steps": 3,
+    "refresh_every": 6,
+}
 
 
 def module() -> Module:

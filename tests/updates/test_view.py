@@ -22,7 +22,7 @@ from distributed.training import (
 )
 from lightning_dct import DCTStrategy
 
-SETTINGS: dict[str, Any] = {"density": 0.2, "local_steps": 4}
+SETTINGS: dict[str, Any] = {"density": 0.2, "local_steps": 4, "warmup_steps": 3}
 
 
 class Normalised(nn.Module):

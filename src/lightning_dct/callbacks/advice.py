@@ -53,7 +53,7 @@ def kept_note(config: DCTConfig, density: float) -> str | None:
         config: The settings.
         density: Entries sent over entries due.
     """
-    if config.density_per_parameter or config.warmup_steps or not density < (1 - MUCH) * config.density:
+    if config.density_per_parameter or not density < (1 - MUCH) * config.density:
         return None
     return (
         f"{100 * density:.3g}% were sent, and density={config.density:g} has room for {100 * config.density:.3g}%: an"

@@ -47,7 +47,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Step:
-    """What one exchange of the whole model does, once warm-up is over and buckets are laid out as they stay.
+    """What one exchange of the whole model does, once buckets are laid out as they stay.
 
     Attributes:
         sent: By each rank, in their order.
@@ -96,7 +96,7 @@ def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout
     sent, residuals, entries = [Sent()] * world_size, [0] * world_size, 0
     for names in workload.buckets_under(config):
         tensors = [workload.parameters[name] for name in names]
-        plan = plans.of(names, [*map(real_numel, tensors)], real_dtype(tensors[0]), config.warmup_steps)
+        plan = plans.of(names, [*map(real_numel, tensors)], real_dtype(tensors[0]))
         shards = shards_of.of(plan).shards if shards_of else ()
         to_owners = _sharded(shards, layout) if exchange == "sharded" and not plan.is_dense else []
         entries += 0 if plan.is_dense else sum(plan.sizes)

@@ -19,7 +19,7 @@ def average_residuals(synchronizer: GradientSynchronizer) -> None:
     memory, exchange = synchronizer.memory, synchronizer.exchange
     for parameter, name in synchronizer.parameter_names.items():
         size, device = real_numel(parameter), parameter.device
-        plan = synchronizer.plans.of((name,), (size,), real_dtype(parameter), synchronizer.synchronisations)
+        plan = synchronizer.plans.of((name,), (size,), real_dtype(parameter))
         if plan.is_dense or not parameter.requires_grad:
             continue
         link = exchange.co_owners

@@ -129,14 +129,16 @@ class Synchronizer:
             RuntimeError: One is under way.
         """
 
-    def _plan_of(self, tensors: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> BucketPlan:
-        """What becomes of some parameters of this many real entries each.
+    def _plan_of(
+        self, tensors: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype, share: float = 1.0
+    ) -> BucketPlan:
+        """What becomes of some parameters of this many real entries each, at a share of their densities.
 
         Raises:
             ValueError: One of them was not there when synchronisation was set up.
         """
         self._refuse([tensor for tensor in tensors if tensor not in self.parameter_names])
-        return self.plans.of([self.parameter_names[tensor] for tensor in tensors], sizes, dtype, self.synchronisations)
+        return self.plans.of([self.parameter_names[tensor] for tensor in tensors], sizes, dtype, share)
 
     def _refuse(self, unknown: Sequence[Tensor]) -> None:
         if unknown:

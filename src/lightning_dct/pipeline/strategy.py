@@ -139,7 +139,7 @@ class DCTPipelineStrategy(DCTStrategy):
             self.mesh = PipelineMesh.create(self.stages, self.root_device.type, self._timeout)
             if self.mesh.width == 1:
                 # Nobody to exchange gradients with: none is held back.
-                self.config = replace(self.config, density=1.0, density_per_parameter={}, warmup_steps=0)
+                self.config = replace(self.config, density=1.0, density_per_parameter={})
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Cut the model, keep this rank's pieces, and wrap them."""

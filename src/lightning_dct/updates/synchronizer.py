@@ -4,11 +4,12 @@
                    a_r  = w_r - S                                     moved, or not sent yet
                    c_r  = the entries of a_r that reach a threshold, in few bits
     every rank     m    = (1/W) * sum over ranks of c_r               any exchange
-                   S   += m,   w_r += m - c_r
+                   S   += m,   w_r  = S + decay * (a_r - c_r)
 
 ``S`` are the shared weights. A rank replaces what it has sent by the mean of what all have sent, and keeps what it has
 not sent in its own weights: it trains on with that, as in *Step-Ahead Error Feedback* (Xu and Huang, AAAI 2021). So
-``w_r - S`` is the residual, and the mean of the ranks' weights is what it would be had everything been sent.
+``w_r - S`` is the residual. Where it does not decay, the mean of the ranks' weights is what it would be had everything
+been sent. A decay keeps ranks together whose learning rate is too high for the batch of a single one.
 
 Sources: SPARQ-SGD (Singh et al., arXiv 1910.14280) and DiLoCo (Douillard et al., arXiv 2311.08105) for compressed
 local steps, Streaming DiLoCo (Douillard et al., arXiv 2501.18512) for tensors that take turns,
@@ -32,7 +33,7 @@ from lightning_dct.gradients.pending import bring_home
 from lightning_dct.gradients.plan import local_of, real_dtype, real_numel
 from lightning_dct.gradients.synchronizer import Synchronizer
 from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes, bytes_between_nodes
-from lightning_dct.updates.rounds import buckets_of, is_due
+from lightning_dct.updates.rounds import buckets_of, is_due, round_length
 from lightning_dct.updates.shared_weights import SharedWeights, as_real
 from lightning_dct.updates.turns import Travelling, Turns, load_turns, save_turns
 
@@ -117,11 +118,14 @@ class UpdateSynchronizer(Synchronizer):
         if sending := self._due(turns):
             self._forget_thresholds(sending)
             self.memory.begin(1.0, refresh=False)
-            sent = [self._send(bucket, turns.steps + self.config.delay) for bucket in sending]
-            turns.travelling += sent
+            for bucket in sending:
+                turns.travelling.append(self._send(bucket, turns))
+                if not self.config.delay and len(turns.travelling) > 1:
+                    # One travels while the next is compressed. More of them would only take memory.
+                    self._apply(turns, turns.travelling[:1])
             self.traffic.add(refreshes=int(self.memory.selected))
             if not self.config.delay:
-                self._apply(turns, sent)
+                self._apply(turns, turns.travelling)
             if number == min(self._turns) and sending[0] is turns.buckets[0]:
                 self.average_buffers()
         self.memory.awaited.look()
@@ -192,14 +196,18 @@ class UpdateSynchronizer(Synchronizer):
     def _due(self, turns: Turns) -> list[list[str]]:
         """The buckets that are exchanged after this step, less what is still on its way since a short first round."""
         config = self.config
+        length = self._length(turns)
         if not config.delay:
-            return turns.buckets if is_due(turns.steps, config.round_length) else []
+            return turns.buckets if is_due(turns.steps, length) else []
         on_their_way = {name for item in turns.travelling for name in item.names}
         return [
             bucket
             for place, bucket in enumerate(turns.buckets)
-            if is_due(turns.steps, config.round_length, place, len(turns.buckets)) and on_their_way.isdisjoint(bucket)
+            if is_due(turns.steps, length, place, len(turns.buckets)) and on_their_way.isdisjoint(bucket)
         ]
+
+    def _length(self, turns: Turns) -> int:
+        return round_length(turns.steps, self.config.round_length, self.config.warmup_steps)
 
     def _forget_thresholds(self, buckets: Iterable[Sequence[str]]) -> None:
         """Select the thresholds of what is about to be sent anew, where that has been asked for since it was sent last.
@@ -222,20 +230,21 @@ class UpdateSynchronizer(Synchronizer):
             " Return it there too, so that all ranks know when it steps."
         )
 
-    def _send(self, names: Sequence[str], due: int) -> Travelling:
-        """Start sending what some parameters have moved."""
+    def _send(self, names: Sequence[str], turns: Turns) -> Travelling:
+        """Start sending what some of the parameters that take turns have moved."""
         with self.traffic.timed("compress"):
-            parameters = [self.weights.parameters[name] for name in names]
-            plan = self._plan_of(parameters, self._sizes(names), real_dtype(parameters[0]))
+            parameters, length = [self.weights.parameters[name] for name in names], self._length(turns)
+            share = length / self.config.round_length
+            plan = self._plan_of(parameters, self._sizes(names), real_dtype(parameters[0]), share)
             moved = torch.cat([self.weights.movement(name, plan.residual_dtype) for name in names])
             own = moved.clone()
             pending = self._start(moved, plan, set())
             if not plan.is_dense:
                 # What is not sent stays in the weights. The residual is only where it has been worked out.
-                left = self.memory.residual_of(plan, moved.device)
-                own.sub_(left)
-                left.zero_()
-            return Travelling(names, due, pending, moved, own)
+                own.sub_(self.memory.residual_of(plan, moved.device), alpha=self.config.residual_decay)
+                for name in names:
+                    self.memory.residuals.drop(name)
+            return Travelling(names, turns.steps + min(self.config.delay, length), pending, moved, own)
 
     def _apply(self, turns: Turns, items: list[Travelling]) -> None:
         """Replace what this rank has sent by the mean of what all have sent, and move the shared weights by that."""

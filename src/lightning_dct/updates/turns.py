@@ -20,7 +20,7 @@ class Travelling:
         due: The optimizer's step after which it is applied.
         pending: Its way; None once it has arrived.
         mean: Shape ``[n]``: what all ranks have sent, averaged; holds it once it has arrived.
-        own: Shape ``[n]``: what this rank has sent.
+        own: Shape ``[n]``: what this rank has sent, and what it forgets of its residual.
     """
 
     names: Sequence[str]
