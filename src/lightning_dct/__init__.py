@@ -1,14 +1,14 @@
 """Dynamic Communication Thresholding for PyTorch Lightning: a hundredth of the gradient bytes.
 
 Importing this package registers the strategy names ``dct``, ``dct_spawn``, ``dct_fork``, ``dct_notebook`` and
-``dct_find_unused_parameters_true``, and ``dct_pipeline`` with the same three endings, with
+``dct_find_unused_parameters_true``, ``dct_pipeline`` with the same three endings, and ``dct_fsdp``, with
 ``lightning.pytorch.Trainer``.
 
     config      the settings                           wire        how entries become bytes
     threshold   selection and the guard between        gradients   residual, hook, exchange
     kernels     the hot path over memory               traffic     bytes and time, counted
     strategy    Lightning's side of it                 callbacks   refresh and monitoring
-    pipeline    stages of a model on several ranks
+    pipeline    stages of a model on several ranks     fsdp        replicas that FSDP2 shards
 """
 
 import sys
@@ -25,6 +25,7 @@ from lightning_dct.callbacks import (
 )
 from lightning_dct.config import DCTConfig
 from lightning_dct.embedding import RowWiseAdagrad, ShardedEmbeddingBags
+from lightning_dct.fsdp import DCTFSDPStrategy
 from lightning_dct.metrics import CompressionRatio
 from lightning_dct.pipeline import DCTPipelineStrategy, SplitSequential
 from lightning_dct.state_file import CheckpointError
@@ -36,6 +37,7 @@ __all__ = [
     "CompressionMonitor",
     "CompressionRatio",
     "DCTConfig",
+    "DCTFSDPStrategy",
     "DCTPipelineStrategy",
     "DCTStrategy",
     "ErrorAveraging",
@@ -55,10 +57,15 @@ def _refuse_other_lightning(**_: object) -> None:
     )
 
 
-DCTStrategy.register_strategies(StrategyRegistry)
-DCTPipelineStrategy.register_strategies(StrategyRegistry)
+_STRATEGIES = (DCTStrategy, DCTPipelineStrategy, DCTFSDPStrategy)
+for _strategy in _STRATEGIES:
+    _strategy.register_strategies(StrategyRegistry)
 if "pytorch_lightning.strategies" in sys.modules:
-    for _name in (*DCTStrategy.registered_names, *DCTPipelineStrategy.registered_names):
+    for _name in (
+        *DCTStrategy.registered_names,
+        *DCTPipelineStrategy.registered_names,
+        *DCTFSDPStrategy.registered_names,
+    ):
         sys.modules["pytorch_lightning.strategies"].StrategyRegistry.register(
             _name, _refuse_other_lightning, description="use lightning.pytorch.Trainer", override=True
         )

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lightning_dct.files import no_checkpoint_name
 from lightning_dct.gradients.residual import add_pieces, pieces_extent
+from lightning_dct.replicas import put_together
 from lightning_dct.state_file import Check, CheckpointError, is_count, must_be, read_checked
 
 # What a rank's state says is held back: of its own gradients by name, and of sums it owns by name and first entry.
@@ -191,6 +192,8 @@ def read_state(
                 " `missing_state='reset'` in the strategy."
             ) from error
     try:
+        if len(states) > 1 and "shards" in states[0]:
+            states, saved_stages = put_together(states, saved_stages), 1
         return merge_states(states, saved_stages)
     except Exception as error:
         # What files make torch raise that do not fit each other is of several kinds.

@@ -8,8 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
@@ -31,20 +30,19 @@ from lightning_dct.updates import UpdateSynchronizer
 from lightning_dct.uploads import warn_of_uploads
 
 
-class CheckpointedStrategy(DDPStrategy):
+class CheckpointedStrategy(ParallelStrategy):
     """What is saved, where it lies and how it comes back; see :mod:`lightning_dct.checkpoint` for the files.
 
     Args:
         config: The settings.
-        accelerator: As for DDPStrategy.
-        **kwargs: As for DDPStrategy.
+        **kwargs: As for the strategy of Lightning that stands behind this one.
     """
 
     # Over how many ranks the parameters are spread: here every rank has all of them.
     stages = 1
 
-    def __init__(self, config: DCTConfig, accelerator: Accelerator | None = None, **kwargs: Any) -> None:
-        super().__init__(accelerator=accelerator, **kwargs)
+    def __init__(self, config: DCTConfig, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self.config = config
         # Gradients, and what crosses inside the model: activations, embedding rows and their gradients.
         self.traffic = Traffic()
@@ -100,8 +98,12 @@ class CheckpointedStrategy(DDPStrategy):
         self._accumulating = bool(self._accumulated)
         for parameter, name in self._parameter_names().items():
             if name in self._accumulated:
-                parameter.grad = self._accumulated[name].to(parameter.device)
+                self._take_up(parameter, self._accumulated[name])
         self._accumulated = {}
+
+    def _take_up(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Give a parameter an accumulated gradient, or what of it lies on this rank."""
+        parameter.grad = gradient.to(parameter.device)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run backward, and remember that the gradients wait for more to be added to them, or for a step."""
@@ -220,7 +222,7 @@ class CheckpointedStrategy(DDPStrategy):
 
     def _own_state_of(self, optimizer: Optimizer) -> dict[str, Any]:
         """What an optimizer has on this rank, where every rank's has its own; rows are saved apart."""
-        return without_rows(DDPStrategy.optimizer_state(self, optimizer), optimizer, self.sharded_tables())
+        return without_rows(Strategy.optimizer_state(self, optimizer), optimizer, self.sharded_tables())
 
     def _accumulated_gradients(self) -> dict[str, Tensor]:
         """Gradients of micro-batches whose optimizer step is still to come, which Lightning does not save."""

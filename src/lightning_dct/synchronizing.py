@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,11 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dct.config import DCTConfig
+from lightning_dct.gradients.collectives import Link
 from lightning_dct.gradients.exchanges import Exchange, make_exchange
 from lightning_dct.gradients.hook import GradientSynchronizer
+from lightning_dct.gradients.plan import local_of
 from lightning_dct.kernels import check_kernel
 from lightning_dct.traffic import Traffic
-from lightning_dct.updates import UpdateSynchronizer
+from lightning_dct.updates import SharedWeights, UpdateSynchronizer
 from lightning_dct.updates.shared_weights import as_real
 
 
@@ -61,7 +63,7 @@ def make_gradient_synchronizer(
     """
     scaler = getattr(precision, "scaler", None)
     names = _synchronised_names(wrapped.module, wrapped.parameters_to_ignore)
-    exchange = _exchange_of(
+    exchange = exchange_of(
         config, names, wrapped.process_group, traffic, place, timeout, wrapped.find_unused_parameters
     )
     return GradientSynchronizer(
@@ -82,6 +84,8 @@ def make_update_synchronizer(
     timeout: timedelta | None,
     optimizers: Callable[[], Sequence[Optimizer]],
     average_buffers: bool,
+    weights: SharedWeights | None = None,
+    inside: Link | None = None,
 ) -> UpdateSynchronizer:
     """The synchronizer of a model that is not wrapped. All ranks call this together; all get the first one's weights.
 
@@ -94,6 +98,8 @@ def make_update_synchronizer(
         timeout: Of process groups that the exchange makes.
         optimizers: Gives all optimizers that step, the same in the same order on every rank.
         average_buffers: Whether floating-point buffers are averaged.
+        weights: See :class:`~lightning_dct.updates.UpdateSynchronizer`.
+        inside: See there.
 
     Raises:
         ValueError: The ranks cannot do the exchange that the settings ask for, or this one cannot run the kernel.
@@ -101,18 +107,32 @@ def make_update_synchronizer(
     group = group or dist.distributed_c10d._get_default_group()
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     names = _synchronised_names(module, ignored)
-    exchange = _exchange_of(config, names, group, traffic, place, timeout, hold_unused=False)
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if name not in ignored:
-            same = as_real(tensor.detach()).contiguous()
-            dist.broadcast(same, group=group, group_src=0)
-            as_real(tensor.detach()).copy_(same)
+    exchange = exchange_of(config, names, group, traffic, place, timeout, hold_unused=False)
+    start_alike(module, group, ignored)
 
     def buffers() -> dict[str, Tensor]:
         found = module.named_buffers() if average_buffers else ()
         return {_plain(name): b for name, b in found if name not in ignored and b.is_floating_point() and b.numel()}
 
-    return UpdateSynchronizer(config, names, exchange, buffers, optimizers, lambda: list(module.parameters()))
+    return UpdateSynchronizer(
+        config, names, exchange, buffers, optimizers, lambda: list(module.parameters()), weights, inside
+    )
+
+
+def start_alike(module: Module, group: dist.ProcessGroup, ignored: Collection[str] = ()) -> None:
+    """Give all ranks the first one's weights and buffers, or what of them lies on it; a collective call.
+
+    Args:
+        module: The model.
+        group: The ranks.
+        ignored: Names of parameters and buffers that are left as they are.
+    """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if name not in ignored:
+            own = as_real(local_of(tensor.detach()))
+            same = own.contiguous()
+            dist.broadcast(same, group=group, group_src=0)
+            own.copy_(same)
 
 
 def check_optimizers(config: DCTConfig, optimizers: Iterable[Optimizer]) -> None:
@@ -139,7 +159,7 @@ def _plain(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def _exchange_of(
+def exchange_of(
     config: DCTConfig,
     names: dict[Tensor, str],
     group: dist.ProcessGroup,
@@ -148,6 +168,7 @@ def _exchange_of(
     timeout: timedelta | None,
     hold_unused: bool,
 ) -> Exchange:
+    """The exchange that the settings ask for; all ranks call this together."""
     for device in {parameter.device.type for parameter in names}:
         check_kernel(config.kernel, device)
     parameters = {name: parameter for parameter, name in names.items()}

@@ -5,10 +5,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from omegaconf import DictConfig
 
-import lightning_dct
+from lightning_dct.thresholded import ThresholdedStrategy
 from loggers import logged_in_to_wandb
 from train import make_trainer
 from unknown_settings import explain_unknown_setting
@@ -33,7 +33,18 @@ def configuration(folder: Path, *overrides: str) -> DictConfig:
 
 def test_the_groups_are_what_the_readme_names() -> None:
     assert {"dlrm", "lm"} <= set(EXPERIMENTS)
-    assert STRATEGIES == ["dct", "dct_pipeline", "ddp", "ddp_bf16", "ddp_fp16", "none", "powersgd", "top_k"]
+    assert STRATEGIES == [
+        "dct",
+        "dct_fsdp",
+        "dct_pipeline",
+        "ddp",
+        "ddp_bf16",
+        "ddp_fp16",
+        "hsdp",
+        "none",
+        "powersgd",
+        "top_k",
+    ]
     assert LOGGERS == ["csv", "none", "tensorboard", "wandb"]
 
 
@@ -44,9 +55,9 @@ def test_every_combination_instantiates(experiment: str, strategy: str, tmp_path
         config = configuration(tmp_path, f"experiment={experiment}", f"strategy={strategy}", f"logger={logger}")
         trainer = make_trainer(config)
         assert isinstance(trainer, Trainer)
-        assert isinstance(trainer.strategy, DDPStrategy)
+        assert isinstance(trainer.strategy, DDPStrategy | ModelParallelStrategy)
         assert len(trainer.loggers) == (logger != "none")
-    assert isinstance(trainer.strategy, lightning_dct.DCTStrategy) == strategy.startswith("dct")
+    assert isinstance(trainer.strategy, ThresholdedStrategy) == strategy.startswith("dct")
     assert isinstance(hydra.utils.instantiate(config.data), LightningDataModule)
     assert isinstance(hydra.utils.instantiate(config.model), LightningModule)
 

@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 
 from distributed.harness import CONTEXT, free_port
-from reliability.killed_training import BATCHES, KINDS, train
+from reliability.killed_training import BATCHES, KINDS, WORLD_SIZES, train
 
-WORLD_SIZE = 2
 # Generous: a machine may be paused for minutes.
 TIMEOUT_S = 280.0
 KILLS_A_RUN = 5
@@ -81,7 +80,7 @@ def survive(kind: str, kills: int, seed: int, folder: Path) -> Survival:
         for batch in sorted(numbers.sample(range(BATCHES), min(KILLS_A_RUN, kills - survival.kills))):
             event = numbers.choice(["training", "saving"])
             later = numbers.choice([0.0, numbers.uniform(0.0, 0.1)])
-            kill = Kill(event, batch, numbers.uniform(0.0, 0.03), numbers.randrange(WORLD_SIZE), later)
+            kill = Kill(event, batch, numbers.uniform(0.0, 0.03), numbers.randrange(WORLD_SIZES[kind]), later)
             survival.while_at[run(kind, disturbed, kill)] += 1
             survival.kills += 1
         run(kind, disturbed, None)
@@ -104,10 +103,11 @@ def run(kind: str, folder: Path, kill: Kill | None) -> str:
     processes: list[Any] = []
     pipes: list[Connection] = []
     port = free_port()
-    for rank in range(WORLD_SIZE):
+    world_size = WORLD_SIZES[kind]
+    for rank in range(world_size):
         ours, theirs = CONTEXT.Pipe()
         processes.append(
-            CONTEXT.Process(target=train, args=(rank, WORLD_SIZE, port, kind, folder, theirs), daemon=True)
+            CONTEXT.Process(target=train, args=(rank, world_size, port, kind, folder, theirs), daemon=True)
         )
         processes[-1].start()
         theirs.close()
@@ -125,8 +125,8 @@ def run(kind: str, folder: Path, kill: Kill | None) -> str:
 
 def _watch(processes: list[Any], pipes: list[Connection], kill: Kill | None, folder: Path) -> str:
     deadline = time.monotonic() + TIMEOUT_S
-    open_pipes = dict(zip(pipes, range(WORLD_SIZE), strict=True))
-    at = dict.fromkeys(range(WORLD_SIZE), ("the start", -1))
+    open_pipes = dict(zip(pipes, range(len(pipes)), strict=True))
+    at = dict.fromkeys(range(len(pipes)), ("the start", -1))
     while open_pipes:
         ready = wait(list(open_pipes), timeout=max(deadline - time.monotonic(), 0.0))
         assert ready, f"no end after {TIMEOUT_S:.0f} s:\n{_logs(folder)}"
@@ -161,7 +161,7 @@ def _logs(folder: Path) -> str:
 
 def results(folder: Path) -> list[Any]:
     """What each rank has left at the end of training."""
-    return [torch.load(folder / f"final-{rank}.pt", weights_only=True) for rank in range(WORLD_SIZE)]
+    return [torch.load(file, weights_only=True) for file in sorted(folder.glob("final-*.pt"))]
 
 
 def differences(one: Any, other: Any, name: str = "") -> Iterator[tuple[str, float]]:
@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    table = Table(title=f"Killed with SIGKILL and resumed, {WORLD_SIZE} ranks, {BATCHES} batches")
+    table = Table(title=f"Killed with SIGKILL and resumed, 2 or 4 ranks, {BATCHES} batches")
     for column in ("training", "kills survived", "while training", "while saving", "after a save", "worst difference"):
         table.add_column(column, justify="left" if column == "training" else "right")
     failed = False

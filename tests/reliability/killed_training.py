@@ -17,7 +17,9 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from distributed.harness import elastic_environment
 from distributed.training import Module, Noise, perceptron, trainer_for
 from embedding.hybrid import Batches, Hybrid
-from lightning_dct import DCTPipelineStrategy, DCTStrategy
+from fsdp.training import Plain
+from lightning_dct import DCTFSDPStrategy, DCTPipelineStrategy, DCTStrategy
+from lightning_dct.fsdp.state import plain
 from pipeline.split_models import SplitModule, replica
 
 # In one epoch. Plain Lightning 2.6 trains an epoch too many when it resumes twice, the first time from a checkpoint
@@ -83,13 +85,22 @@ def pipeline() -> Any:
     return strategy, SplitModule(2, split, torch.optim.Adam, lr=0.01), noise.__getitem__, {}
 
 
+def fsdp() -> Any:
+    settings = {"replicas": 2, "unit": 1000, "local_steps": 2, "warmup_steps": 0, "refresh_every": 4}
+    strategy, noise = DCTFSDPStrategy(**settings), Noise(BATCHES, 40, 8, rank=int(os.environ["RANK"]))
+    return strategy, Plain(torch.optim.Adam, lr=0.01), noise.__getitem__, {}
+
+
 KINDS: dict[str, Callable[[], Any]] = {
     "all_gather": all_gather,
     "sharded": sharded,
     "in_background": in_background,
     "tables": tables,
     "pipeline": pipeline,
+    "fsdp": fsdp,
 }
+# Two ranks, but for two replicas of two shards.
+WORLD_SIZES = {**dict.fromkeys(KINDS, 2), "fsdp": 4}
 
 
 class Reporting(Callback):
@@ -132,8 +143,8 @@ def train(rank: int, world_size: int, port: int, kind: str, folder: Path, pipe: 
     state = strategy.synchronizer.state_dict()
     del state["traffic"]  # it counts time
     result = {
-        "weights": {name: parameter.detach() for name, parameter in module.named_parameters()},
-        "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
+        "weights": plain(dict(module.named_parameters())),
+        "optimizers": [plain(optimizer.state_dict()) for optimizer in trainer.optimizers],
         "state": state,
         "modules": [part.compression_state() for part in strategy.compressed_modules().values()],
     }

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from reliability.kill_and_resume import differences, survive
+from reliability.killed_training import WORLD_SIZES
 
 
 # Each kind takes eight starts of a process; kill_and_resume.py has them all.
-@pytest.mark.parametrize("kind", ["sharded", "tables", "pipeline"])
+@pytest.mark.parametrize("kind", ["sharded", "tables", "pipeline", "fsdp"])
 def test_killed_training_ends_as_if_undisturbed(tmp_path: Path, kind: str) -> None:
     """Oracle: the undisturbed run, every bit of what every rank holds at the end."""
     survival = survive(kind, 2, 1, tmp_path)
@@ -19,7 +20,7 @@ def test_killed_training_ends_as_if_undisturbed(tmp_path: Path, kind: str) -> No
     # A checkpoint is one file with one folder beside it, of its own save; nothing of killed saves is left there.
     last = tmp_path / "disturbed-0" / "checkpoints" / "last.ckpt"
     assert last.exists()
-    assert len(list(Path(f"{last}.dct").glob("*-rank-*"))) == 2
+    assert len(list(Path(f"{last}.dct").glob("*-rank-*"))) == WORLD_SIZES[kind]
     assert len({entry.name[: len("000000000024-5f0c93ab-")] for entry in Path(f"{last}.dct").iterdir()}) == 1
 
 

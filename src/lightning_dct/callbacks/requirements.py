@@ -20,12 +20,12 @@ def require_dct(trainer: pl.Trainer, callback: pl.Callback, replicas: bool = Fal
     Args:
         trainer: Whose strategy it is.
         callback: The callback.
-        replicas: Whether it needs every rank to have the whole model, which the ranks of a pipeline have not.
+        replicas: Whether it needs every rank to have the whole model, which stages and shards have not.
         gradients: Whether it needs gradients to be what is exchanged.
 
     Raises:
-        MisconfigurationException: The Trainer's strategy is not one of this package's, a pipeline, or exchanges
-            something else.
+        MisconfigurationException: The Trainer's strategy is not one of this package's, spreads the model over
+            ranks, or exchanges something else.
     """
     name, strategy = type(callback).__name__, trainer.strategy
     if not hasattr(strategy, "synchronizer"):
@@ -40,8 +40,8 @@ def require_dct(trainer: pl.Trainer, callback: pl.Callback, replicas: bool = Fal
         )
     if replicas and getattr(strategy, "stages", 1) > 1:
         raise MisconfigurationException(
-            f"`{name}` decides by the gradients of the whole model, of which the ranks of a `DCTPipelineStrategy` have"
-            " a stage each. Use a `DCTStrategy`, or remove the callback."
+            f"`{name}` decides by the gradients of the whole model, of which the ranks of a `{type(strategy).__name__}`"
+            " have a part each. Use a `DCTStrategy`, or remove the callback."
         )
 
 

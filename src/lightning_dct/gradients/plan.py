@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_dct.wire import BITS_PER_VALUE, PayloadLayout
 
@@ -145,8 +146,13 @@ def plan_bucket(
 
 
 def real_numel(tensor: Tensor) -> int:
-    """Real numbers in a tensor: a complex entry is two."""
-    return tensor.numel() * (2 if tensor.is_complex() else 1)
+    """Real numbers of a tensor that lie on this rank: a complex entry is two."""
+    return local_of(tensor).numel() * (2 if tensor.is_complex() else 1)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What of a tensor lies on this rank, in the same memory: of a ``DTensor`` its shard, of any other all of it."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 def real_dtype(tensor: Tensor) -> torch.dtype:

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from lightning_dct.gradients.plan import local_of
+
 
 class SharedWeights:
     """The shared weights, and the parameters they belong to.
@@ -38,7 +40,7 @@ class SharedWeights:
         """Give a parameter shared weights: those it has now, which must be the same on every rank."""
         if name not in self.parameters:
             self.parameters[name] = parameter
-            self._shared[name] = parameter.detach().clone()
+            self._shared[name] = local_of(parameter).detach().clone()
 
     def shared(self, name: str) -> Tensor:
         """The shared weights of a parameter, in its shape and dtype; to be changed in place, by exchanges alone."""
@@ -46,7 +48,7 @@ class SharedWeights:
 
     def own(self, name: str) -> Tensor:
         """This rank's own weights of a parameter, in its shape and dtype; to be changed in place."""
-        return self._own[name] if name in self._own else self.parameters[name].data
+        return self._own[name] if name in self._own else local_of(self.parameters[name]).data
 
     def show(self) -> None:
         """Let the shared weights stand in the model."""

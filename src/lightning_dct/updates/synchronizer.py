@@ -27,10 +27,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dct.config import DCTConfig
-from lightning_dct.gradients.collectives import all_reduce_mean
+from lightning_dct.gradients.collectives import Link, all_reduce_mean
 from lightning_dct.gradients.exchanges import Exchange
 from lightning_dct.gradients.pending import bring_home
-from lightning_dct.gradients.plan import real_dtype, real_numel
+from lightning_dct.gradients.plan import local_of, real_dtype, real_numel
 from lightning_dct.gradients.synchronizer import Synchronizer
 from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes, bytes_between_nodes
 from lightning_dct.updates.rounds import buckets_of, is_due, round_length
@@ -51,6 +51,8 @@ class UpdateSynchronizer(Synchronizer):
         buffers: The model's floating-point buffers by name, which are averaged, uncompressed.
         optimizers: Gives all optimizers that step, the same in the same order on every rank.
         parameters: Gives all parameters of the model, those that are not to take part among them.
+        weights: The shared weights, where the model is to be shown them in another way than by pointers.
+        inside: The ranks over which this rank's replica is spread, where it is; they too have buffers of their own.
     """
 
     def __init__(
@@ -61,10 +63,13 @@ class UpdateSynchronizer(Synchronizer):
         buffers: Callable[[], Mapping[str, Tensor]],
         optimizers: Callable[[], Sequence[Optimizer]],
         parameters: Callable[[], Collection[Tensor]],
+        weights: SharedWeights | None = None,
+        inside: Link | None = None,
     ) -> None:
         super().__init__(config, parameter_names, exchange)
         self.memory.what = "Updates"
-        self.weights = SharedWeights()
+        self.weights = weights or SharedWeights()
+        self._average_over = [exchange.everyone] if inside is None else [inside, exchange.everyone]
         self._buffers = buffers
         self._optimizers = optimizers
         self._parameters = parameters
@@ -113,11 +118,14 @@ class UpdateSynchronizer(Synchronizer):
         if sending := self._due(turns):
             self._forget_thresholds(sending)
             self.memory.begin(1.0, refresh=False)
-            sent = [self._send(bucket, turns) for bucket in sending]
-            turns.travelling += sent
+            for bucket in sending:
+                turns.travelling.append(self._send(bucket, turns))
+                if not self.config.delay and len(turns.travelling) > 1:
+                    # One travels while the next is compressed. More of them would only take memory.
+                    self._apply(turns, turns.travelling[:1])
             self.traffic.add(refreshes=int(self.memory.selected))
             if not self.config.delay:
-                self._apply(turns, sent)
+                self._apply(turns, turns.travelling)
             if number == min(self._turns) and sending[0] is turns.buckets[0]:
                 self.average_buffers()
         self.memory.awaited.look()
@@ -128,7 +136,8 @@ class UpdateSynchronizer(Synchronizer):
         for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
             some = [buffer for buffer in buffers if buffer.dtype == dtype]
             together = torch.cat([buffer.reshape(-1) for buffer in some])
-            all_reduce_mean(together, self.exchange.everyone).wait()
+            for link in self._average_over:
+                all_reduce_mean(together, link).wait()
             for buffer, mean in zip(some, together.split([buffer.numel() for buffer in some]), strict=True):
                 buffer.copy_(mean.view(buffer.shape))
 
@@ -165,7 +174,7 @@ class UpdateSynchronizer(Synchronizer):
         buffers = self._buffers()
         for name, weights in state.get("weights", {}).items():
             if name in parameters and self._alone:
-                parameters[name].data.copy_(weights)
+                local_of(parameters[name]).data.copy_(weights)
             elif name in parameters:
                 self.weights.adopt(name, parameters[name])
                 self.weights.set_own(name, weights)
@@ -232,9 +241,9 @@ class UpdateSynchronizer(Synchronizer):
             pending = self._start(moved, plan, set())
             if not plan.is_dense:
                 # What is not sent stays in the weights. The residual is only where it has been worked out.
-                left = self.memory.residual_of(plan, moved.device)
-                own.sub_(left, alpha=self.config.residual_decay)
-                left.zero_()
+                own.sub_(self.memory.residual_of(plan, moved.device), alpha=self.config.residual_decay)
+                for name in names:
+                    self.memory.residuals.drop(name)
             return Travelling(names, turns.steps + min(self.config.delay, length), pending, moved, own)
 
     def _apply(self, turns: Turns, items: list[Travelling]) -> None:

@@ -1,0 +1,33 @@
+"""The rival of ``dct_fsdp``: torch's hybrid sharding, the same replicas with a dense all-reduce between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_dct.fsdp.mesh import AXES, MeshStrategy
+from lightning_dct.fsdp.wrapping import sharded_modules
+
+
+class HSDPStrategy(MeshStrategy):
+    """``fully_shard`` over the mesh of replicas and shards; counts no bytes.
+
+    Args:
+        replicas: How many; None for one a node.
+        unit: The smallest modules of at least so many entries are gathered together.
+    """
+
+    def __init__(self, replicas: int | None = None, unit: int = 1_000_000) -> None:
+        super().__init__(replicas, unit, {"reshard_after_forward": True})
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """All ranks: FSDP takes the first dimension for that of replicas."""
+        return self.device_mesh[AXES[:2]]
+
+    def setup(self, trainer: Any) -> None:
+        """Let gloo take sums, which has no means."""
+        for module in sharded_modules(trainer.lightning_module):
+            module.set_force_sum_reduction_for_comms(True)
+        super().setup(trainer)

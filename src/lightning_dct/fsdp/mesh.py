@@ -1,0 +1,131 @@
+"""Ranks as replicas x shards under Lightning's ModelParallelStrategy, and checkpoints that are there whole or not."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.load import _METADATA_FILENAME
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_dct.fsdp.wrapping import wrap
+
+AXES = ("replicate", "data_parallel", "tensor_parallel")
+
+
+class MeshStrategy(ModelParallelStrategy):
+    """Several replicas of a model, each spread over neighbouring ranks; nothing passes between replicas here.
+
+    ``self.device_mesh`` has the dimensions ``replicate``, ``data_parallel`` and ``tensor_parallel`` (of size 1), so
+    that what Lightning documents for ``configure_model`` shards within a replica.
+
+    Args:
+        replicas: How many; None for one a node.
+        wrap_unit: What is gathered together where the module does not shard itself; see
+            :func:`~lightning_dct.fsdp.wrapping.wrap`.
+        shard_settings: For ``fully_shard``, where the module does not shard itself.
+        **kwargs: As for ModelParallelStrategy.
+    """
+
+    def __init__(
+        self,
+        replicas: int | None,
+        wrap_unit: int | type | tuple[type, ...],
+        shard_settings: dict[str, Any],
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self._replicas = replicas
+        self._wrap_unit = wrap_unit
+        self._shard_settings = shard_settings
+
+    @property
+    def replicas(self) -> int:
+        """How many there are."""
+        return self.num_nodes if self._replicas is None else self._replicas
+
+    @property
+    def shards(self) -> int:
+        """Over how many ranks each is spread."""
+        return self.world_size // self.replicas
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The ranks of this rank's replica."""
+        return self.device_mesh["data_parallel"]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Every rank reads data of its own."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def setup_environment(self) -> None:
+        """Bring the processes up, make the mesh, and shard the module where its ``configure_model`` does not.
+
+        Raises:
+            ValueError: The replicas cannot be of the same size.
+        """
+        self._setup_distributed()
+        if self.world_size % self.replicas:
+            raise ValueError(
+                f"`replicas={self.replicas}` does not divide the {self.world_size} ranks of this run. Use a divisor of"
+                f" them, such as {self.num_nodes}, one replica a node."
+            )
+        shape = (self.replicas, self.shards, 1)
+        self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=AXES)
+        module: Any = self.lightning_module  # Any: an attribute takes the place of a method
+        module._device_mesh = self._device_mesh
+        sharding = partial(wrap, module, self.shard_mesh, self._wrap_unit, **self._shard_settings)
+        module.configure_model = partial(_both, module.configure_model, sharding)
+
+    def teardown(self) -> None:
+        """Leave nothing in the module that belongs to these processes."""
+        super().teardown()
+        vars(self.lightning_module).pop("configure_model", None)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Save the first replica. A folder takes its name when it is complete.
+
+        A process killed meanwhile leaves a folder whose name begins with a dot and ends in ``.part``.
+        """
+        path = Path(filepath)
+        if not self._save_distributed_checkpoint or storage_options is not None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        part = path.with_name(f".{path.name}.part")
+        if self.is_global_zero:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+        self.barrier()
+        tensors = {"state_dict": checkpoint.pop("state_dict")}
+        states = checkpoint.pop("optimizer_states", [])
+        tensors |= {f"optimizer_{number}": state for number, state in enumerate(states)}
+        if self.global_rank < self.shards:
+            save(tensors, checkpoint_id=part, process_group=self.device_mesh[AXES[1]].get_group())
+        if self.is_global_zero:
+            torch.save(checkpoint, part / _METADATA_FILENAME)
+            replace(part, path)
+        self.barrier()
+
+
+def _both(configure_model: Callable[[], None], sharding: Callable[[], None]) -> None:
+    configure_model()
+    sharding()
+
+
+def replace(new: Path, path: Path) -> None:
+    """Give a folder the name of another, or of a file, which goes."""
+    old = path.with_name(f".{path.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        path.rename(old)
+    new.rename(path)
+    if old.is_file():
+        old.unlink()
+    shutil.rmtree(old, ignore_errors=True)

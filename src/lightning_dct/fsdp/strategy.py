@@ -1,0 +1,272 @@
+"""``Trainer(strategy="dct_fsdp")``: thresholds between replicas that FSDP2 shards inside. Holds no maths."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
+
+from lightning_dct.agreement import check_agreement
+from lightning_dct.callbacks.requirements import AVERAGING
+from lightning_dct.config import DCTConfig, check_integer, check_keywords
+from lightning_dct.fsdp.gradients import ShardGradientSynchronizer, count_inside
+from lightning_dct.fsdp.mesh import MeshStrategy
+from lightning_dct.fsdp.state import plain, take_over, with_local
+from lightning_dct.fsdp.weights import ShardWeights
+from lightning_dct.fsdp.wrapping import check_sharded, shard_of, sharded_modules
+from lightning_dct.gradients import Synchronizer
+from lightning_dct.gradients.collectives import Link
+from lightning_dct.gradients.plan import local_of
+from lightning_dct.synchronizing import exchange_of, make_update_synchronizer, parameter_names, start_alike
+from lightning_dct.thresholded import ThresholdedStrategy
+
+OLDEST_TORCH = (2, 13)
+
+
+class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
+    """Replicas that FSDP2 shards over the ranks of a node, and that exchange what moves by more than a threshold.
+
+    Inside a replica FSDP gathers weights and reduces gradients as always. Between replicas the ranks that hold the same
+    shard exchange what it has *moved* after every ``local_steps`` optimizer steps, or, with ``compress="gradients"``,
+    its gradients in every backward, as the ranks of :class:`~lightning_dct.DCTStrategy` do with whole weights. What a
+    rank remembers for that is as large as its shard.
+
+    A ``configure_model`` that calls ``fully_shard(..., mesh=self.device_mesh["data_parallel"])`` is used as it is. A
+    module that does not is sharded by the strategy.
+
+    Example::
+
+        trainer = Trainer(strategy=DCTFSDPStrategy(local_steps=16), devices=8, num_nodes=4)
+
+    Args:
+        replicas: How many; by default one a node.
+        unit: For a module that does not shard itself, what is gathered together: modules of this class or of these, or
+            the smallest modules of at least so many entries.
+        mp_policy: For a module that does not shard itself, FSDP's ``MixedPrecisionPolicy``.
+        save_distributed_checkpoint: As for ModelParallelStrategy: a folder to which all ranks of a replica write, or
+            one file, which plain strategies load.
+        process_group_backend: As for ModelParallelStrategy.
+        timeout: As for ModelParallelStrategy.
+        lifelines: As for DCTStrategy.
+        **settings: Those of :class:`~lightning_dct.DCTConfig`.
+
+    Raises:
+        TypeError: A setting has the wrong type, or its name is not known.
+        ValueError: A setting is out of range.
+        RuntimeError: This version of torch is too old.
+    """
+
+    strategy_name = "dct_fsdp"
+    registered_names = {"dct_fsdp": {}}
+
+    def __init__(
+        self,
+        *,
+        replicas: int | None = None,
+        unit: int | type | tuple[type, ...] = 1_000_000,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        lifelines: bool | int = True,
+        **settings: Any,
+    ) -> None:
+        if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
+            raise RuntimeError(
+                f"`DCTFSDPStrategy` needs torch {'.'.join(map(str, OLDEST_TORCH))} or later, and this is torch"
+                f" {torch.__version__}. Install a later one, or use `DCTStrategy`, which shards nothing."
+            )
+        if replicas is not None:
+            check_integer("replicas", replicas, minimum=1)
+        if isinstance(unit, int):
+            check_integer("unit", unit, minimum=1)
+        if settings.get("tensor_parallel_size", 1) != 1:
+            raise ValueError(
+                "`DCTFSDPStrategy` does not do tensor parallelism; got tensor_parallel_size="
+                f"{settings['tensor_parallel_size']!r}. Leave it out, or use Lightning's `ModelParallelStrategy`."
+            )
+        check_keywords(type(self), set(settings) - {"tensor_parallel_size"}, DCTConfig)
+        settings.pop("tensor_parallel_size", None)
+        super().__init__(
+            DCTConfig(**settings),
+            lifelines,
+            replicas=replicas,
+            wrap_unit=unit,
+            shard_settings={"reshard_after_forward": True, "mp_policy": mp_policy or MixedPrecisionPolicy()},
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+
+    @property
+    def stages(self) -> int:  # type: ignore[override]
+        """Over how many ranks the parameters are spread."""
+        return self.shards
+
+    # ------------------------------------------------------------------------------------------------- setting up
+
+    def connect(self, model: pl.LightningModule) -> None:
+        """Refuse callbacks that copy the model, before any process waits for another.
+
+        Raises:
+            ValueError: With the callback and the remedy.
+        """
+        trainer: Any = getattr(model, "_trainer", None)
+        for callback in [] if trainer is None else trainer.callbacks:
+            if isinstance(callback, AVERAGING):
+                raise ValueError(
+                    f"`{type(callback).__name__}` does not work with `DCTFSDPStrategy`: it copies the model, which"
+                    " FSDP2 does not allow. Average checkpoints after training."
+                )
+        super().connect(model)
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Check how the module is sharded, and set the exchange between replicas up.
+
+        Raises:
+            ValueError: A parameter is not sharded as the exchange wants it, or the ranks differ.
+        """
+        model: Any = self.lightning_module
+        if tables := self.sharded_tables():
+            raise ValueError(
+                f"`DCTFSDPStrategy` cannot hold `ShardedEmbeddingBags` ({', '.join(map(repr, tables))}), which are"
+                " spread over all ranks. Use `torch.nn.EmbeddingBag`, or `DCTStrategy`."
+            )
+        check_sharded(model, self.shard_mesh)
+        names = parameter_names(model)
+        self.config.check_patterns(list(names.values()))
+        check_agreement({**vars(self.config), "replicas": self.replicas}, model, None)
+        for module in sharded_modules(model):
+            # gloo knows no mean, and the hook of gradients wants the sum.
+            module.set_force_sum_reduction_for_comms(True)
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.is_fitting = True
+            self.synchronizer = self._make_synchronizer(model)
+            self._tell()
+
+    def _make_synchronizer(self, model: pl.LightningModule) -> Synchronizer:
+        group = self.device_mesh["replicate"].get_group()
+        inside = Link(self.shard_mesh.get_group(), self.traffic, self.num_processes)
+        place = (self.node_rank, self.local_rank)
+        modules = sharded_modules(model)
+        count_inside(modules, inside)
+        if self.config.compress == "updates":
+            weights = ShardWeights(modules)
+            return make_update_synchronizer(
+                model, group, self.config, self.traffic, place, self._timeout, lambda: self.optimizers, True,
+                weights, inside,
+            )  # fmt: skip
+        start_alike(model, group)
+        names = parameter_names(model)
+        exchange = exchange_of(self.config, names, group, self.traffic, place, self._timeout, hold_unused=False)
+        synchronizer = ShardGradientSynchronizer(self.config, names, exchange, self.shards)
+        synchronizer.attach(modules)
+        return synchronizer
+
+    def _tell(self) -> None:
+        entries = sum(local_of(p).numel() for p in self._parameter_names() if p.requires_grad)
+        what = "shared weights" if self.updates is not None else "residuals"
+        rank_zero_info(
+            f"DCTFSDPStrategy: replicas={self.replicas}, each spread over {self.shards} ranks; {what} take"
+            f" {4 * entries / 1e6:,.1f} MB a rank, 1 / {self.shards} of the model's."
+        )
+
+    def teardown(self) -> None:
+        """Leave the module to FSDP alone."""
+        if isinstance(self.synchronizer, ShardGradientSynchronizer):
+            self.synchronizer.detach(sharded_modules(self._module))
+        super().teardown()
+
+    # ---------------------------------------------------------------------------------------------- running steps
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Let gradients add up on this rank; nothing passes between replicas."""
+        if not isinstance(self.synchronizer, ShardGradientSynchronizer):
+            yield
+            return
+        self.synchronizer.is_blocked = True
+        try:
+            yield
+        finally:
+            self.synchronizer.is_blocked = False
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Run backward, and count what it has exchanged."""
+        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        if isinstance(self.synchronizer, ShardGradientSynchronizer):
+            self.synchronizer.finish()
+        return loss
+
+    # -------------------------------------------------------------------------------------------------- checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model's state, with the weights that all replicas share."""
+        if self.updates is None:
+            return super().lightning_module_state_dict()
+        with self.updates.weights.in_model():
+            # Copies: what FSDP hands over changes with the weights.
+            return {name: _copied(value) for name, value in super().lightning_module_state_dict().items()}
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load Lightning's checkpoint into the shards and, when fitting, this rank's compression state beside it."""
+        with nullcontext() if self.updates is None else self.updates.weights.in_model():
+            return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Take over this rank's state; the weights are in their place."""
+        super().load_model_state_dict(checkpoint, strict)
+        own, self._own_optimizers = self._own_optimizers, []
+        for optimizer, state in zip(self.optimizers, own, strict=False):
+            take_over(optimizer, state)
+
+    def _own_state_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        state: dict[str, Any] = plain(Strategy.optimizer_state(self, optimizer))
+        return state
+
+    def _accumulated_gradients(self) -> dict[str, Tensor]:
+        return {name: local_of(gradient) for name, gradient in super()._accumulated_gradients().items()}
+
+    def _take_up(self, parameter: Tensor, gradient: Tensor) -> None:
+        parameter.grad = with_local(parameter, gradient)
+
+    def _state(self) -> dict[str, Any]:
+        shapes = {name: list(local_of(parameter).shape) for parameter, name in self._parameter_names().items()}
+        # Updates average them; otherwise they are every rank's own, as under FSDP.
+        buffers = {} if self.updates is not None else dict(self._module.named_buffers())
+        return {**super()._state(), "shards": shapes, "buffers": plain(buffers)}
+
+    def _restore(self, synchronizer: Synchronizer) -> None:
+        state = self._saved_state
+        if state is not None and "shards" in state:
+            for name, buffer in self._module.named_buffers():
+                buffer.copy_(state["buffers"].get(name, buffer))
+        elif state is not None:
+            parameters = {name: parameter for parameter, name in self._parameter_names().items()}
+            for part in ("weights", "residuals", "accumulated"):
+                state[part] = {
+                    name: shard_of(whole, parameters[name]) if name in parameters else whole
+                    for name, whole in state.get(part, {}).items()
+                }
+        super()._restore(synchronizer)
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

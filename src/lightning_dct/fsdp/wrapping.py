@@ -1,0 +1,113 @@
+"""Wraps a plain LightningModule by ``fully_shard``, by size or by class, and refuses what is sharded in another way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+# They use the weights of their children without calling them.
+OPAQUE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
+def wrap(model: pl.LightningModule, mesh: DeviceMesh, unit: int | type | tuple[type, ...], **settings: Any) -> None:
+    """Shard all parameters of a module that has not sharded itself; nothing happens where it has.
+
+    Args:
+        model: The module. Its steps become what gathers the parameters that no unit has. With manual optimisation
+            backward runs within a step, so there its children are units each.
+        mesh: The ranks, one-dimensional.
+        unit: What is gathered and freed together: modules of these classes, or the smallest modules of at least so many
+            entries. Parameters that several modules share stay out of units.
+        **settings: As for ``fully_shard``.
+    """
+    if isinstance(model, FSDPModule) or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return
+    shared = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    for module in _inside_out(model):
+        own = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
+        is_unit = sum(p.numel() for p in own) >= unit if isinstance(unit, int) else isinstance(module, unit)
+        here = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+        if own and is_unit and all(here[id(parameter)] == shared[id(parameter)] for parameter in own):
+            fully_shard(module, mesh=mesh, **settings)
+    if not model.automatic_optimization:
+        for child in _callable_children(model):
+            if any(not isinstance(parameter, DTensor) for parameter in child.parameters()):
+                fully_shard(child, mesh=mesh, **settings)
+        return
+    fully_shard(model, mesh=mesh, **settings)
+    for step in STEPS:
+        if is_overridden(step, model):
+            register_fsdp_forward_method(model, step)
+
+
+def check_sharded(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Refuse trained parameters that the ranks of a replica would not keep together.
+
+    Raises:
+        ValueError: With the parameter and the remedy.
+    """
+    remedy = (
+        "Call `fully_shard(module, mesh=self.device_mesh['data_parallel'])` for all modules in `configure_model`, or"
+        " leave `configure_model` out and let `DCTFSDPStrategy` do it."
+    )
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            if parameter.requires_grad:
+                raise ValueError(f"Parameter {name!r} is trained but is not sharded. {remedy}")
+        elif parameter.device_mesh != mesh:
+            raise ValueError(
+                f"Parameter {name!r} is spread over the mesh {parameter.device_mesh}: with the replicas in it, FSDP"
+                f" would synchronise them itself, uncompressed; tensor parallelism is not supported. {remedy}"
+            )
+
+
+def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    """The modules that FSDP gathers, outer ones first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def shard_of(whole: Tensor, like: Tensor) -> Tensor:
+    """What of a whole tensor's entries this rank holds: as many as FSDP gives it of dimension 0.
+
+    Args:
+        whole: As many entries as the parameter, in its shape or flat.
+        like: The parameter.
+
+    Returns:
+        In the shape of the parameter's shard, or flat.
+    """
+    if not isinstance(like, DTensor):
+        return whole
+    rows = -(-like.shape[0] // like.device_mesh.size())
+    first = rows * like.device_mesh.get_local_rank()
+    part = whole.reshape(like.shape)[first : first + rows]
+    return part if whole.shape == like.shape else part.reshape(-1)
+
+
+def _inside_out(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if not isinstance(child, OPAQUE):
+            yield from _inside_out(child)
+        if _is_called(child):
+            yield child
+
+
+def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if _is_called(child):
+            yield child
+        else:
+            yield from _callable_children(child)
+
+
+def _is_called(module: nn.Module) -> bool:
+    return not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))

@@ -1,0 +1,143 @@
+"""Checkpoints: a resumed run goes on bit for bit on the same mesh; on another, the mean of the weights is conserved."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+
+from distributed.test_resume import twice_ten_batches
+from distributed.training import assert_weights_close, assert_weights_equal
+from fsdp.training import Plain, fsdp, train
+from lightning_dct import DCTStrategy
+from lightning_dct.gradients.plan import local_of
+from lightning_dct.replicas import put_together
+from lightning_dct.synchronizing import parameter_names
+
+UPDATES = {"local_steps": 4, "density": 0.1, "warmup_steps": 0}
+GRADIENTS = {"compress": "gradients", "density": 0.1, "value_format": "int8", "refresh_every": 4}
+
+
+class Saving(Plain):
+    """Saves after ten batches and ends the run there; in a hook of the module, which sees the rank's own weights."""
+
+    path: Path | None = None
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.path is not None and self.trainer.fit_loop.epoch_loop.batch_progress.current.ready == 10:
+            self.trainer.save_checkpoint(self.path)
+            self.trainer.should_stop = True
+
+
+def run(
+    strategy: dict[str, Any], trainer: dict[str, Any], save: Path | None = None, load: Path | None = None
+) -> dict[str, Any]:
+    module = Saving(torch.optim.AdamW, lr=0.01)
+    module.path = save
+    return train(fsdp(**strategy), module, twice_ten_batches(), ckpt_path=load, **trainer)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "trainer"),
+    [
+        (UPDATES, {}),
+        ({**UPDATES, "delay": 2, "save_distributed_checkpoint": False}, {"accumulate_grad_batches": 4}),
+        (GRADIENTS, {}),
+        (GRADIENTS, {"accumulate_grad_batches": 4}),
+    ],
+)
+def test_resumed_run_equals_the_uninterrupted_one(
+    ranks: Any, tmp_path: Path, strategy: dict[str, Any], trainer: dict[str, Any]
+) -> None:
+    """Oracle: 20 batches without a break, every bit. With accumulation the run is saved in the middle of a step."""
+    path = tmp_path / "half.ckpt"
+    expected = ranks(4).run(run, strategy, trainer)
+    ranks(4).run(run, strategy, trainer, path)
+    # A save that was killed leaves this beside the checkpoint.
+    (tmp_path / ".half.ckpt.part").mkdir()
+    resumed = ranks(4).run(run, strategy, trainer, None, path)
+    for one, other in zip(expected, resumed, strict=True):
+        assert_weights_equal(one["weights"], other["weights"])
+        for part in ("weights", "residuals", "accumulated"):
+            if part in one["state"]:
+                assert_weights_equal(one["state"][part], other["state"][part])
+        assert one["state"]["thresholds"] == other["state"]["thresholds"]
+        assert one["totals"].bytes_sent == other["totals"].bytes_sent
+
+
+class Held(Callback):
+    """Remembers what a rank starts from: its own weights, and what else it holds back."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self.seen: list[Any] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        synchronizer = getattr(self.strategy, "synchronizer", None)
+        names = {name: parameter for parameter, name in parameter_names(pl_module).items()}
+        shapes = {name: list(local_of(parameter).shape) for name, parameter in names.items()}
+        weights = {name: local_of(parameter).clone() for name, parameter in names.items()}
+        residuals = {} if synchronizer is None else dict(synchronizer.memory.residuals.state_dict())
+        self.seen.append({"weights": weights, "residuals": residuals, "shards": shapes})
+
+
+def start(kind: str, replicas: int, compress: str, path: Path) -> dict[str, Any]:
+    plain: dict[str, Strategy] = {"ddp": DDPStrategy(), "dct": DCTStrategy(compress=compress, lifelines=False)}  # type: ignore[arg-type]
+    strategy = plain[kind] if kind in plain else fsdp(replicas=replicas, compress=compress)
+    held = Held(strategy)
+    train(
+        strategy, Plain(torch.optim.AdamW, lr=0.01), callbacks=[held], ckpt_path=path, max_steps=11, limit_val_batches=0
+    )
+    return held.seen[0]
+
+
+def mean_of(states: list[dict[str, Any]], shards: int, part: str) -> dict[str, torch.Tensor]:
+    """The mean over replicas of what whole replicas hold."""
+    replicas = put_together(states, shards)
+    names = {name: state[part][name] for state in replicas for name in state[part]}
+    return {
+        name: sum(state[part][name].double() for state in replicas if name in state[part]) / len(replicas)
+        for name in names
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "replicas"), [("fsdp", 4, 4), ("fsdp", 2, 1), ("fsdp", 4, 1), ("dct", 2, 2), ("ddp", 2, 2)]
+)
+@pytest.mark.parametrize("compress", ["updates", "gradients"])
+def test_another_mesh_starts_with_the_mean_of_what_was_held_back(
+    ranks: Any, tmp_path_factory: Any, kind: str, world_size: int, replicas: int, compress: str
+) -> None:
+    """Oracle: the files of the four ranks that saved, put together and averaged here."""
+    path = saved(ranks, tmp_path_factory, compress)
+    files = sorted((path.parent / f"{path.name}.dct").iterdir())
+    states = [torch.load(file, weights_only=True) for file in files]
+    started = ranks(world_size).run(start, kind, replicas, compress, path)
+    if kind == "ddp":
+        shared = torch.load(path, weights_only=True)["state_dict"]
+        assert_weights_equal(started[0]["weights"], {name: shared[name] for name in started[0]["weights"]})
+        return
+    part = "weights" if compress == "updates" else "residuals"
+    expected = mean_of(states, 2, part)
+    expected = {name: tensor for name, tensor in expected.items() if name in states[0]["shards"]}
+    assert any(float(tensor.abs().max()) > 0 for tensor in expected.values())
+    assert_weights_close(expected, mean_of(started, world_size // replicas, part))
+
+
+SAVED: dict[str, Path] = {}
+
+
+def saved(ranks: Any, folders: Any, compress: str) -> Path:
+    """A checkpoint of two replicas of two ranks, in one file."""
+    if compress not in SAVED:
+        path = folders.mktemp(compress) / "x.ckpt"
+        settings = {**(UPDATES if compress == "updates" else GRADIENTS), "save_distributed_checkpoint": False}
+        ranks(4).run(run, settings, {}, path)
+        SAVED[compress] = path
+    copy = folders.mktemp("copy") / "x.ckpt"
+    shutil.copy(SAVED[compress], copy)
+    shutil.copytree(f"{SAVED[compress]}.dct", f"{copy}.dct")
+    return copy

@@ -1,0 +1,236 @@
+"""What users do with models that DCTFSDPStrategy shards: bytes that pass, what works, mistakes that are named."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from distributed.harness import RankFailure
+from distributed.training import Module, assert_weights_equal, loader, on_two_nodes, trainer_for
+from fsdp.training import Plain, fsdp, train, whole_weights
+from lightning_dct import DCTFSDPStrategy, ShardedEmbeddingBags
+
+
+class Wide(Module):
+    """Tensors large enough for a link to feel."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Sequential(nn.Linear(40, 256), nn.Tanh(), nn.Linear(256, 128), nn.Linear(128, 8)),
+            torch.optim.Adam,
+            lr=0.01,
+        )
+
+
+def count(settings: dict[str, Any], trainer: dict[str, Any]) -> Any:
+    """Bytes of 48 optimizer steps on two nodes, one replica each by default."""
+    with on_two_nodes():
+        strategy = DCTFSDPStrategy(lifelines=False, **settings)
+        batches = 48 * trainer.get("accumulate_grad_batches", 1)
+        return train(strategy, Wide(), batches, devices=2, num_nodes=2, **trainer)["totals"]
+
+
+def test_a_hundredth_goes_between_nodes_once_training_has_warmed_up(ranks: Any) -> None:
+    """Oracle: the fp32 all-reduce of half the model's entries between two ranks."""
+    entries = sum(parameter.numel() for parameter in Wide().parameters())
+    totals = ranks(4).run(count, {"warmup_steps": 0}, {})
+    for rank in totals:
+        assert rank.bytes_dense == pytest.approx(48 * 4 * entries / 2, rel=1e-3)
+        assert rank.bytes_dense >= 130 * rank.bytes_sent
+        # A gather for forward, one for backward and a reduction, half the model each.
+        assert rank.bytes_inside_node == pytest.approx(48 * 3 * 4 * entries / 2, rel=1e-2)
+
+
+@pytest.mark.parametrize("compress", ["updates", "gradients"])
+def test_micro_batches_send_nothing_between_nodes(ranks: Any, compress: str) -> None:
+    settings = {"compress": compress}
+    once = ranks(4).run(count, settings, {"max_steps": 4})[0]
+    thrice = ranks(4).run(count, settings, {"max_steps": 4, "accumulate_grad_batches": 3})[0]
+    assert thrice.bytes_sent == once.bytes_sent > 0
+    assert thrice.bytes_inside_node == 3 * once.bytes_inside_node
+
+
+class Evaluated(Plain):
+    """It is validated in the middle of an epoch and says what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.05)
+        self.seen: list[Any] = []
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def on_validation_end(self) -> None:
+        assert self.trainer.strategy.updates is None or self.trainer.strategy.updates.weights.shown
+        self.seen.append({**whole_weights(self), "loss": self.trainer.callback_metrics["val_loss"]})
+
+
+def validate(compress: str) -> dict[str, Any]:
+    module, strategy = Evaluated(), fsdp(compress=compress, density=0.1)
+    trainer = trainer_for(strategy, val_check_interval=5, num_sanity_val_steps=0)
+    data = loader(2, 40, 8)
+    trainer.fit(module, loader(10, 40, 8), data)
+    scored = trainer.validate(module, data, verbose=False)[0]["val_loss"]
+    return {"seen": module.seen, "scored": scored, "in_fit": module.seen[1]["loss"], "weights": whole_weights(module)}
+
+
+@pytest.mark.parametrize("compress", ["updates", "gradients"])
+def test_validation_sees_weights_that_all_replicas_share(ranks: Any, compress: str) -> None:
+    runs = ranks(4).run(validate, compress)
+    for run in runs:
+        # Without the last validation, which only scored again.
+        for seen, first in zip(run["seen"], runs[0]["seen"], strict=True):
+            assert_weights_equal(
+                {name: tensor for name, tensor in seen.items() if compress == "updates" or "model.2" not in name},
+                {name: tensor for name, tensor in first.items() if compress == "updates" or "model.2" not in name},
+            )
+        assert run["scored"] == pytest.approx(float(run["in_fit"]), rel=1e-6)
+        assert not torch.equal(run["seen"][0]["model.0.weight"], run["seen"][1]["model.0.weight"])
+
+
+class TwoOptimizers(Plain):
+    """Manual optimisation of two parts, one of which is no Module that is ever called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.ModuleList([nn.Linear(40, 40), nn.Linear(40, 8)])
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        inputs, outputs = batch
+        answer = self.other[1](torch.tanh(self.other[0](inputs)))
+        losses = [self.loss(batch), (answer - outputs).square().mean()]
+        for optimizer, loss in zip(self.optimizers(), losses, strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return {"loss": sum(losses).detach()}
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(self.model.parameters(), 0.1), torch.optim.Adam(self.other.parameters(), 0.01)]
+
+
+class Tied(Wide):
+    """Two layers share a weight, the module itself has a parameter, and another is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.shift = nn.Linear(8, 8), nn.Linear(8, 8), nn.Parameter(torch.zeros(8))
+        self.two.weight = self.one.weight
+        self.model[0].weight.requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.two(self.one(checkpoint(self.model, inputs, use_reentrant=False))) + self.shift
+
+
+class Compiled(Wide):
+    """Compiled, as far as a test can wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.compile(self.model, backend="aot_eager")
+
+
+class Attention(Wide):
+    """torch's own encoder uses weights of its children without calling them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 32, batch_first=True)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.encoder(self.model(inputs)[:, None])[:, 0]
+
+
+KINDS = {"manual": TwoOptimizers, "tied": Tied, "compiled": Compiled, "attention": Attention, "wide": Wide}
+
+
+def learn(kind: str, compress: str, strategy: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any]:
+    return train(fsdp(compress=compress, **strategy), KINDS[kind](), 30, **trainer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "compress", "strategy", "trainer"),
+    [
+        ("manual", "updates", {}, {}),
+        ("manual", "gradients", {}, {}),
+        ("tied", "updates", {"unit": 50}, {}),
+        ("tied", "gradients", {"unit": 50}, {}),
+        ("compiled", "updates", {}, {}),
+        ("attention", "gradients", {"unit": nn.Linear}, {"precision": "bf16-mixed"}),
+        ("wide", "gradients", {"replicas": 4, "exchange": "sharded"}, {"precision": "bf16-true"}),
+        ("wide", "updates", {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, {"gradient_clip_val": 1.0}),
+        ("wide", "updates", {"replicas": 1}, {}),
+    ],
+)
+def test_learns(ranks: Any, compress: str, kind: str, strategy: dict[str, Any], trainer: dict[str, Any]) -> None:
+    """And ends with the same weights on every rank."""
+    runs = ranks(4).run(learn, kind, compress, strategy, trainer)
+    losses = torch.tensor([run["losses"] for run in runs]).mean(0)
+    assert losses[-10:].mean() < 0.9 * losses[:10].mean(), losses
+    for run in runs:
+        for name, weights in run["weights"].items():
+            if "model.2" not in name or compress == "updates":
+                assert torch.equal(weights, runs[0]["weights"][name]), name
+
+
+class HalfSharded(Plain):
+    def configure_model(self) -> None:
+        fully_shard(self.model[0], mesh=self.device_mesh["data_parallel"])
+
+
+class DenseBetween(Plain):
+    def configure_model(self) -> None:
+        fully_shard(self, mesh=self.device_mesh["replicate", "data_parallel"])
+
+
+class WithTables(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = ShardedEmbeddingBags([10], embedding_dim=4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "words"),
+    [
+        (HalfSharded, {}, ["'model.2.weight'", "is not sharded", "`configure_model`"]),
+        (DenseBetween, {}, ["'model.0.weight'", "uncompressed", "device_mesh['data_parallel']"]),
+        (WithTables, {}, ["`ShardedEmbeddingBags` ('tables')"]),
+        (Plain, {"replicas": 3}, ["`replicas=3` does not divide the 4 ranks"]),
+    ],
+)
+def test_what_cannot_work_is_named(ranks: Any, kind: type, settings: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(RankFailure) as failure:
+        ranks(4).run(refused, kind.__name__, settings)
+    for word in words:
+        assert str(failure.value).count(word) >= 4, str(failure.value)
+
+
+def refused(kind: str, settings: dict[str, Any]) -> None:
+    train(fsdp(**settings), globals()[kind](), 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tensor_parallel_size": 2}, "does not do tensor parallelism"),
+        ({"replica": 2}, "Did you mean `replicas`"),
+        ({"replicas": 0}, "`replicas` must be at least 1"),
+        ({"density": 2.0}, "`density`"),
+    ],
+)
+def test_wrong_settings_are_named(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        DCTFSDPStrategy(**settings)
+
+
+def test_callbacks_that_copy_the_model_are_refused() -> None:
+    averaging = StochasticWeightAveraging(swa_lrs=0.1)
+    trainer = Trainer(accelerator="cpu", strategy="dct_fsdp", callbacks=[averaging], logger=False)
+    with pytest.raises(ValueError, match="copies the model"):
+        trainer.fit(Plain())
