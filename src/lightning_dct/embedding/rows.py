@@ -59,7 +59,7 @@ class RememberedRows:
             Where they are, and the residuals of the rows that had to go, shape ``[e, dim]`` (``[e, 0]`` without).
         """
         admission = self.cache.admit(wanted)
-        flushed = self.residual[admission.evicted_slots]
+        flushed = self.residual[torch.from_numpy(admission.evicted_slots)]
         missing = self.cache.num_slots - len(self.copies)
         if missing > 0:
             # Doubling keeps the copying cheap; never more than the cache can come to hold.
@@ -107,4 +107,5 @@ def add_entries(rows: Tensor, slots: Tensor, positions: Tensor, values: Tensor) 
         values: Shape ``[count]``.
     """
     dim = rows.shape[1]
-    rows[slots[positions // dim], positions % dim] += values.to(rows.dtype)
+    flat, entries = rows.view(-1), slots.index_select(0, positions // dim) * dim + positions % dim
+    flat.index_copy_(0, entries, flat.index_select(0, entries).add_(values.to(rows.dtype)))

@@ -219,6 +219,10 @@ class ShardedEmbeddingBags(CompressedModule):
         tables, rows = self.placement.rows_of(owner, places)
         return initial_rows(self.seed, tables, rows, self._bounds, self.embedding_dim)
 
+    def own_rows(self, places: Int64Array) -> Tensor:
+        """This rank's rows at some places, ``[n, embedding_dim]``: a copy without a gradient."""
+        return self.weight.detach().index_select(0, torch.from_numpy(places).to(self.weight.device))
+
     def forward(self, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
         """Look rows up and pool them; :meth:`request` and ``pooled`` in one.
 
