@@ -304,6 +304,17 @@ class ShardedEmbeddingBags(CompressedModule):
         """Continue from what this rank remembered, or from what all ranks of another world did."""
         restore_memory(self, states)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Move what is remembered with the rows: strategies move a model when its tables are there already."""
+        super()._apply(fn, recurse)
+        device = self.weight.device
+        if self.is_materialized and self.exchange_group.device != device:
+            self.exchange_group.device = device
+            for remembered in (*self.held.values(), *self.mirrors.values()):
+                remembered.move(device)
+            self.collected.parts = [(places.to(device), part.to(device)) for places, part in self.collected.parts]
+        return self
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.saved_in_shards:
