@@ -25,6 +25,7 @@ from lightning_dct.embedding.deliver import deliver, when_backward_ends
 from lightning_dct.embedding.exchange import check_announced
 from lightning_dct.embedding.placement import Int64Array
 from lightning_dct.embedding.rows import RememberedRows, add_entries
+from lightning_dct.kernels import add_rows
 from lightning_dct.traffic import FP32_BYTES, ID_BYTES
 from lightning_dct.wire import PayloadError
 
@@ -132,7 +133,7 @@ class ChangesLookup:
         with module.traffic.timed():
             each = rows.bags.spread(pooled_gradient).to(module.remembered_dtype)
             gradient = each.new_zeros(int(rows.starts[-1]), module.embedding_dim)
-            gradient.index_add_(0, rows.inverse, each)
+            add_rows(gradient, rows.inverse, each)
             empty = torch.empty(0, dtype=torch.uint8, device=gradient.device)
             payloads = [
                 self._gradient_payload(rank, rows.part(gradient, rank)) if rank in self._peers else empty
