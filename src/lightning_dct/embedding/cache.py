@@ -2,7 +2,7 @@
 
 The rank that asks for rows and the rank that owns them each keep one of these for the other. Both see the same
 requests in the same order and so admit and evict the same rows without a word about it. The row that was asked for
-longest ago goes first. A request takes time in proportion to its rows, however many are remembered.
+longest ago goes first. Once a cache is full a request takes time in proportion to its rows.
 """
 
 from __future__ import annotations
@@ -143,14 +143,12 @@ class RowCache:
         oldest = [np.empty(0, dtype=np.int64)]
         while number > 0:
             slots, times = self._queue.popleft()
-            piece = 2 * number
-            if slots.size > piece:
-                self._queue.appendleft((slots[piece:], times[piece:]))
+            # Most entries at the head are due: what is behind twice as many is not looked at yet.
+            piece = min(2 * number, slots.size)
             due = np.flatnonzero(self._last_used[slots[:piece]] == times[:piece])[:number]
-            # What is looked at and not due is passed over for good; what is due and not wanted stays.
-            seen = min(piece, slots.size) if due.size < number else int(due[-1]) + 1
-            if seen < min(piece, slots.size):
-                self._queue.appendleft((slots[seen:piece], times[seen:piece]))
+            seen = int(due[-1]) + 1 if due.size == number else piece
+            if seen < slots.size:
+                self._queue.appendleft((slots[seen:], times[seen:]))
             self._queued -= seen
             oldest.append(slots[due])
             number -= due.size
