@@ -118,11 +118,11 @@ def compress_changes(
     if positions.numel() > layout.capacity:
         # What exceeds its table's threshold by the largest factor goes.
         table_of = torch.searchsorted(torch.tensor(edges[1:], device=flat.device), positions, right=True)
-        over = torch.from_numpy(np.where(finite, limits, np.inf)).to(flat.device, flat.dtype)[table_of]
+        over = torch.from_numpy(np.where(finite, limits, np.inf)).to(flat.device, flat.dtype).index_select(0, table_of)
         # In fp64, where over the smallest threshold the largest float is finite; infinite over infinite is NaN.
         excess = (values.to(torch.float64) / over).nan_to_num_(nan=math.inf)
-        keep, _ = keep_largest(excess, layout.capacity)
-        positions, values = positions[keep], values[keep]
+        kept = places(keep_largest(excess, layout.capacity)[0])
+        positions, values = positions.index_select(0, kept), values.index_select(0, kept)
     if guard:
         _guard(message, thresholds, reached, finite, flat)
     payload, received = pack(layout, positions, values, flat.new_empty(0, dtype=torch.uint8))
