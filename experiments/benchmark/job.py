@@ -15,15 +15,17 @@ class Job:
     """The same model under each synchronisation, in this order.
 
     Attributes:
-        synchronisations: Names of :data:`benchmark.synchronisations.SYNCHRONISATIONS`.
+        synchronisations: Names of :data:`benchmark.synchronisations.SYNCHRONISATIONS`, or of
+            :data:`benchmark.recommenders.RECOMMENDERS`.
         warm_up_steps: Steps before measuring: buckets are rebuilt, thresholds selected, kernels compiled.
         steps: Most steps to measure.
         seconds: After which time a run should end that has not measured so many steps; None for never.
         score: Whether to tell the loss on held-out text at the end.
         batch_size: Rows a rank.
-        width: Units of the model's hidden layers.
+        width: Units of the model's hidden layers; of a recommender, entries a row.
         has_links: Whether each rank has a network interface of its own.
         folder: Where ranks leave their results.
+        table_rows: Rows of each table of a recommender.
     """
 
     synchronisations: list[str]
@@ -35,6 +37,7 @@ class Job:
     width: int
     has_links: bool
     folder: str
+    table_rows: int = 0
 
     def write(self) -> Path:
         """Write for the ranks to read."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Run:
         score: Loss on held-out text at the end, mean over the ranks; None where it was not asked for.
         megabits: Rate of the links, 10^6 bits a second; None without a limit.
         round: Which round, from 0.
+        parts: What the model itself has counted meanwhile, by name.
     """
 
     synchronisation: str
@@ -44,6 +45,7 @@ class Run:
     score: float | None
     megabits: float | None = None
     round: int = 0
+    parts: dict[str, float] = field(default_factory=dict)
 
     @property
     def step_ms(self) -> float:
@@ -82,6 +84,7 @@ def of_all_ranks(runs: Sequence[Run], megabits: float | None, round: int) -> Run
         score=runs[0].score,
         megabits=megabits,
         round=round,
+        parts={name: max(run.parts[name] for run in runs) for name in runs[0].parts},
     )
 
 

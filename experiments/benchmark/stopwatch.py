@@ -28,7 +28,7 @@ class Stopwatch(Callback):
         self._job = job
         self._losses: list[float] = []
         self._last_step = -1
-        self._before = self._after = (TrafficTotals(), 0)
+        self._before = self._after = (TrafficTotals(), 0, {})
         self._started = self._seconds = self._selecting_seconds = 0.0
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_index: int) -> None:
@@ -70,6 +70,7 @@ class Stopwatch(Callback):
             selecting_seconds=self._selecting_seconds,
             losses=self._losses,
             score=score,
+            parts={name: value - self._before[2][name] for name, value in self._after[2].items()},
         )
 
     def _steps_to_measure(self, trainer: Trainer) -> int:
@@ -80,7 +81,8 @@ class Stopwatch(Callback):
         fitting = max(int(self._job.seconds / step_seconds), FEWEST_STEPS)
         return trainer.strategy.broadcast(min(fitting, self._job.steps))
 
-    def _sent_so_far(self, trainer: Trainer) -> tuple[TrafficTotals, int]:
-        """The strategy's counts, and the bytes that this host's interface has sent, less headers."""
+    def _sent_so_far(self, trainer: Trainer) -> tuple[TrafficTotals, int, dict[str, float]]:
+        """The strategy's counts, the bytes that the interface has sent, less headers, and the model's counts."""
         frames, packets = sent_by_interface() if self._job.has_links else (0, 0)
-        return trainer.strategy.traffic.totals, frames - HEADER_BYTES * packets
+        counted = getattr(trainer.lightning_module, "measured", dict)()
+        return trainer.strategy.traffic.totals, frames - HEADER_BYTES * packets, counted

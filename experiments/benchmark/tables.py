@@ -51,7 +51,7 @@ def tabulate_steps(runs: Sequence[Run], scored: Sequence[Run]) -> tuple[list[str
         for link in links:
             here = summarise([run for run in runs if run.megabits == link], name)
             cells += [
-                _with_range(here.step_ms, "{:.0f}"),
+                with_range(here.step_ms, "{:.0f}"),
                 _median(here.against_nothing, "{:.2f}x"),
                 _median(here.faster_than_ddp, "{:.1f}x"),
             ]
@@ -91,7 +91,8 @@ def _median(figure: Figure | None, pattern: str, factor: float = 1.0) -> str:
     return "-" if figure is None else pattern.format(factor * figure.median)
 
 
-def _with_range(figure: Figure | None, pattern: str) -> str:
+def with_range(figure: Figure | None, pattern: str) -> str:
+    """The median, and the range where there is one."""
     if figure is None:
         return "-"
     low, high = pattern.format(figure.low), pattern.format(figure.high)

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/, where `benchmark` is
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer, seed_everything
 
 from benchmark.job import DONE, Job
+from benchmark.recommenders import RECOMMENDERS, ClickSteps, click_batches
 from benchmark.results import Run
 from benchmark.stopwatch import Stopwatch
 from benchmark.synchronisations import SYNCHRONISATIONS
@@ -26,9 +27,20 @@ from benchmark.task import NextBytes, next_bytes_data
 def train(name: str, job: Job) -> Run:
     """Train from the same start as every other run, and measure."""
     seed_everything(0, verbose=False)
+    if name in SYNCHRONISATIONS:
+        strategy = SYNCHRONISATIONS[name](job.steps if job.score else 0)
+        model, data = NextBytes(job.width), {"datamodule": next_bytes_data(job.batch_size)}
+    else:
+        make_strategy, make_tables, filling_steps = RECOMMENDERS[name]
+        job = replace(job, warm_up_steps=job.warm_up_steps + filling_steps)
+        strategy, model = make_strategy(), ClickSteps(make_tables, job)
+        batches = click_batches(
+            job, job.warm_up_steps + job.steps, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        )
+        data = {"train_dataloaders": batches}
     stopwatch = Stopwatch(job)
     trainer = Trainer(
-        strategy=SYNCHRONISATIONS[name](job.steps if job.score else 0),
+        strategy=strategy,
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]),
@@ -44,9 +56,8 @@ def train(name: str, job: Job) -> Run:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    model, data = NextBytes(job.width), next_bytes_data(job.batch_size)
-    trainer.fit(model, datamodule=data)
-    scores = trainer.validate(model, datamodule=data, verbose=False) if job.score else [{}]
+    trainer.fit(model, **data)
+    scores = trainer.validate(model, **data, verbose=False) if job.score else [{}]
     return stopwatch.run(name, scores[0].get("loss"))
 
 

@@ -92,7 +92,7 @@ class DLRM(nn.Module):
         Returns:
             float ``[batch]``.
         """
-        if isinstance(self.tables, ShardedEmbeddingBags):
+        if hasattr(self.tables, "request"):
             # Rows travel while the bottom network computes.
             lookup = self.tables.request(categorical)
             bottom = self.bottom(dense)

@@ -150,3 +150,18 @@ def test_very_many_requests(last_used: int) -> None:
     cache.load_state_dict({**state, "requests": last_used, "last_used": state["last_used"] + last_used - 1})
     cache.admit(asked([2]))
     assert cache.admit(asked([3])).evicted.tolist() == [1]
+
+
+def test_many_rows_are_found_where_they_were_put() -> None:
+    """Rows far apart and next to each other, while most of a cache comes and goes."""
+    cache, generator = RowCache(3000), np.random.default_rng(0)
+    where: dict[int, int] = {}
+    for _ in range(60):
+        near, far = generator.integers(0, 2000, 400), generator.integers(0, 2**40, 400)
+        wanted = np.unique(np.concatenate([near, far, generator.choice(list(where) or [0], 300)]))
+        admission = cache.admit(wanted)
+        assert all(where.pop(row) == slot for row, slot in zip(*map(np.ndarray.tolist, admission[2:]), strict=True))
+        for row, slot, new in zip(*map(np.ndarray.tolist, (wanted, *admission[:2])), strict=True):
+            assert (row not in where) if new else (where[row] == slot)
+            where[row] = slot
+        assert slots_of(cache) == where

@@ -1,4 +1,5 @@
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -7,12 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dct.embedding.changes import Message, Sent, compress_changes, message_about, read_changes
+from lightning_dct.embedding import changes as changes_module
+from lightning_dct.embedding.changes import Message, Sent, message_about, read_changes
+from lightning_dct.kernels import select
 from lightning_dct.threshold import GUARD_RESELECT, SMALLEST_THRESHOLD, nudge
 from lightning_dct.wire import PayloadError
 from strategies_for_hypothesis import FORMATS, examples
 
 NUM_TABLES = 4
+
+
+def compress_changes(accumulated: Tensor, message: Message, thresholds: np.ndarray, guard: bool) -> Sent:
+    """All of it added to nothing."""
+    return changes_module.compress_changes(torch.zeros_like(accumulated), accumulated, message, thresholds, guard)
+
+
 # Mostly comparable numbers, with ties and zeros; now and then very large and very small ones.
 numbers = st.one_of(
     st.sampled_from([0.0, -0.0, 0.25, -0.25, 1.0, 1e-3]),
@@ -121,6 +131,25 @@ def test_the_guard(case: tuple[Message, Tensor], data: st.DataObject) -> None:
             assert ours[table] >= SMALLEST_THRESHOLD
     others = sorted(set(range(NUM_TABLES)) - set(message.tables))
     assert ours[others].tolist() == theirs[others].tolist()
+
+
+@given(case=changes(broken_numbers), data=st.data(), scale=st.sampled_from([1.0, -1.0]))
+@examples(80)
+def test_all_tables_at_once_are_chosen_from_as_the_kernels_do(
+    case: tuple[Message, Tensor], data: st.DataObject, scale: float
+) -> None:
+    """Bit for bit; rows hold what was there before where a sum is infinite or NaN."""
+    message, addend = case
+    ends = np.cumsum((0, *message.layout.tensor_sizes)).tolist()
+    segments = list(pairwise(ends))
+    limits = [max(limit, SMALLEST_THRESHOLD) for limit in some_thresholds(data).tolist()][: len(segments)]
+    rows = torch.linspace(-1, 1, addend.numel(), dtype=addend.dtype)
+    ours, theirs, as_bits = rows.clone(), rows.clone(), {torch.float32: torch.int32, torch.float64: torch.int64}
+    one = changes_module._select_at_once(addend.flatten(), ours, segments, limits, scale)
+    other = select(addend.flatten(), theirs, segments, limits, scale, kernel="torch")
+    assert (one.positions.tolist(), one.counts) == (other.positions.tolist(), other.counts)
+    for mine, yours in ((ours, theirs), (one.values.nan_to_num(7), other.values.nan_to_num(7))):
+        assert torch.equal(mine.view(as_bits[mine.dtype]), yours.view(as_bits[mine.dtype]))
 
 
 @given(case=changes(broken_numbers), data=st.data(), guard=st.booleans())

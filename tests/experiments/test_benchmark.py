@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmark import kernels, steps
+from benchmark import kernels, recommender, steps
 from benchmark.job import Job
 from benchmark.kernels import (
     FLOOR,
@@ -193,3 +193,19 @@ def test_bad_options_are_named(options: list[str], capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         parse_options(options)
     assert " ".join(options) in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("settings_of_the_process")
+def test_a_recommender_on_the_loopback(tmp_path: Path) -> None:
+    """Oracle: 13 tables are another rank's, whose ids, rows and gradients cross whole where nothing is compressed."""
+    sizes = ["--rounds", "1", "--steps", "2", "--batch-size", "8", "--dim", "4", "--table-rows", "50"]
+    only = ["--only", "fp16", "5%"]
+    assert recommender.main(["--loopback", *sizes, *only, "--output", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "hosts2-batch8-dim4.json").read_text())
+    runs = {run["synchronisation"]: run["parts"] for run in report["runs"]}
+    assert set(runs) == {"all-to-all, fp32 rows", "all-to-all, fp16 rows", "changes, 5%, 1 bit"}
+    for name, width in (("all-to-all, fp32 rows", 4), ("all-to-all, fp16 rows", 2)):
+        looked_up = 2 * 8 * 13
+        crossed = [runs[name][part] for part in ("ids", "rows", "gradients")]
+        assert crossed == [8 * looked_up, width * 4 * looked_up, width * 4 * looked_up]
+    assert 0 < runs["changes, 5%, 1 bit"]["rows"] < runs["all-to-all, fp16 rows"]["rows"]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dct.kernels import numba_cpu, sum_entries
+from lightning_dct.kernels import add_rows, numba_cpu, sum_entries
 from strategies_for_hypothesis import examples
 
 SIZE = 4000  # some blocks
@@ -81,3 +81,15 @@ def test_nothing_arrives() -> None:
     assert total.tolist() == [1.0, 0.0, 0.0, 1.0, 1.0]
     sum_entries(total, [], [], 0.5, kernel=KernelUnderTest.name)
     assert total.tolist() == [1.0, 0.0, 0.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dim", [1, 3, 64])
+def test_rows_are_added_one_after_the_other(dtype: torch.dtype, dim: int) -> None:
+    """As torch adds them, to the last bit; rows that are a view of others too."""
+    generator = torch.Generator().manual_seed(dim)
+    places = torch.randint(0, 20, (300,), generator=generator)
+    rows = torch.randn(300, 2 * dim, generator=generator, dtype=dtype)[:, ::2]
+    ours, theirs = (torch.ones(20, dim, dtype=dtype) for _ in range(2))
+    add_rows(ours, places, rows)
+    assert torch.equal(ours, theirs.index_add_(0, places, rows))

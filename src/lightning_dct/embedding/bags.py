@@ -48,7 +48,7 @@ class Bags:
         flat = gradient.reshape(self.num_samples * self.num_tables, gradient.shape[2])
         if self.divisors is not None:
             flat = flat / self.divisors
-        return flat if self.bags is None else flat[self.bags]
+        return flat if self.bags is None else flat.index_select(0, self.bags)
 
 
 def read_bags(ids: Tensor, offsets: Tensor | None, table_rows: Sequence[int], pooling: str) -> Bags:

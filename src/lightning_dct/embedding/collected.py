@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_dct.kernels import add_rows
+
 
 class CollectedGradients:
     """What has arrived for this rank's rows and waits for a backward to end.
@@ -32,12 +34,12 @@ class CollectedGradients:
             weight: This rank's rows, ``[rows, dim]``.
             world_size: Over how many ranks the sum is taken.
         """
-        places = torch.cat([places for places, _ in self.parts])
-        gradients = torch.cat([gradient for _, gradient in self.parts])
+        distinct, inverse = torch.unique(torch.cat([places for places, _ in self.parts]), return_inverse=True)
+        summed = self.parts[0][1].new_zeros(distinct.numel(), weight.shape[1])
+        for part, (_, gradient) in zip(inverse.split([len(p) for p, _ in self.parts]), self.parts, strict=True):
+            add_rows(summed, part, gradient)
         self.parts = []
-        distinct, inverse = torch.unique(places, return_inverse=True)
-        summed = gradients.new_zeros(distinct.numel(), weight.shape[1]).index_add_(0, inverse, gradients)
-        mean = (summed / world_size).to(weight.dtype)
+        mean = summed.div_(world_size).to(weight.dtype)
         gradient = torch.sparse_coo_tensor(
             distinct.unsqueeze(0), mean, weight.shape, is_coalesced=True, check_invariants=False
         )

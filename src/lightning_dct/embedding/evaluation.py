@@ -37,7 +37,7 @@ class ExactReader:
         self._rows = DistinctRows(bags, module)
         _, parts = _round(module.evaluated_with or (module,), module, self._rows.wanted)
         own = self._rows.wanted[module.exchange_group.rank]
-        parts[module.exchange_group.rank] = module.weight[torch.from_numpy(own).to(module.weight.device)]
+        parts[module.exchange_group.rank] = module.own_rows(own)
         lookups = int(sum(self._rows.lookups[peer] for peer in module.peers))
         row_bytes = FP32_BYTES * module.embedding_dim
         module.evaluation_traffic.add(steps=1, bytes_dense=lookups * (ID_BYTES + 2 * row_bytes))
@@ -100,8 +100,7 @@ def _round(
     for peer in module.peers:
         theirs = modules[heard[peer, 0]]
         places = _decode(requests[peer], universes[peer], counts[peer])
-        rows = theirs.weight.detach()[torch.from_numpy(places).to(weight.device)]
-        answers[peer] = rows.contiguous().view(-1).view(torch.uint8)
+        answers[peer] = theirs.own_rows(places).view(-1).view(torch.uint8)
     sizes = [len(asked[peer]) * row_bytes if peer in module.peers else 0 for peer in ranks]
     received = exchange.start(answers, sizes, traffic).wait()
     return False, [part.clone().view(weight.dtype).view(-1, module.embedding_dim) for part in received]

@@ -25,6 +25,7 @@ from lightning_dct.embedding.deliver import deliver, when_backward_ends
 from lightning_dct.embedding.exchange import check_announced
 from lightning_dct.embedding.placement import Int64Array
 from lightning_dct.embedding.rows import RememberedRows, add_entries
+from lightning_dct.kernels import add_rows
 from lightning_dct.traffic import FP32_BYTES, ID_BYTES
 from lightning_dct.wire import PayloadError
 
@@ -117,13 +118,13 @@ class ChangesLookup:
             parts: list[Tensor] = []
             for rank, places in enumerate(rows.wanted):
                 if rank == self._rank:
-                    parts.append(module.weight.detach()[torch.from_numpy(places).to(module.weight.device)])
+                    parts.append(module.own_rows(places))
                     continue
                 held, slots = self._held(rank)
                 positions, values = self._read(rank, answers[rank], self._mine[rank])
                 add_entries(held.copies, slots, positions, values)
-                parts.append(held.copies[slots])
-            pooled = rows.bags.pool(torch.cat(parts).to(module.weight.dtype)[rows.inverse])
+                parts.append(held.copies.index_select(0, slots))
+            pooled = rows.bags.pool(torch.cat(parts).to(module.weight.dtype).index_select(0, rows.inverse))
         return deliver(module.weight, pooled, self.send_gradient)
 
     def send_gradient(self, pooled_gradient: Tensor) -> None:
@@ -132,7 +133,7 @@ class ChangesLookup:
         with module.traffic.timed():
             each = rows.bags.spread(pooled_gradient).to(module.remembered_dtype)
             gradient = each.new_zeros(int(rows.starts[-1]), module.embedding_dim)
-            gradient.index_add_(0, rows.inverse, each)
+            add_rows(gradient, rows.inverse, each)
             empty = torch.empty(0, dtype=torch.uint8, device=gradient.device)
             payloads = [
                 self._gradient_payload(rank, rows.part(gradient, rank)) if rank in self._peers else empty
@@ -150,9 +151,10 @@ class ChangesLookup:
                 module.collected.add(own, rows.part(gradient, self._rank))
                 for peer in self._peers:
                     positions, values = self._read(peer, received[peer], self._theirs[peer])
-                    touched, within = torch.unique(positions // module.embedding_dim, return_inverse=True)
-                    dense = gradient.new_zeros(touched.numel(), module.embedding_dim)
-                    dense[within, positions % module.embedding_dim] = values.to(dense.dtype)
+                    dim = module.embedding_dim
+                    touched, within = torch.unique_consecutive(positions // dim, return_inverse=True)
+                    dense = gradient.new_zeros(touched.numel(), dim)
+                    dense.view(-1).index_copy_(0, within * dim + positions % dim, values.to(dense.dtype))
                     places = torch.from_numpy(self._asked[peer].places).to(gradient.device)
                     module.collected.add(places[touched], dense)
                 module.collected.deliver(module.weight, module.placement.world_size)
@@ -197,24 +199,21 @@ class ChangesLookup:
         if peer not in self._peers:
             return torch.empty(0, dtype=torch.uint8, device=module.weight.device)
         asked, mirror = self._asked[peer], module.mirrors[peer]
-        places = torch.from_numpy(asked.places).to(module.weight.device)
-        changed = module.weight.detach()[places].to(module.remembered_dtype) - mirror.copies[asked.slots]
-        message = self._theirs[peer]
-        sent = compress_changes(changed, message, mirror.thresholds, module.guard)
+        now = module.own_rows(asked.places).to(module.remembered_dtype)
+        known = mirror.copies.index_select(0, asked.slots)
+        sent = compress_changes(now, known, self._theirs[peer], mirror.thresholds, module.guard, scale=-1)
         add_entries(mirror.copies, asked.slots, sent.positions, sent.received)
-        module.traffic.add(entries_sent=sent.positions.numel(), entries=changed.numel())
+        module.traffic.add(entries_sent=sent.positions.numel(), entries=now.numel())
         return sent.payload
 
     def _gradient_payload(self, owner: int, gradient: Tensor) -> Tensor:
         module = self._module
         held, slots = self._held(owner)
-        before = held.residual[slots]
-        accumulated = before + gradient
-        sent = compress_changes(accumulated, self._mine[owner], held.thresholds, module.guard)
-        after = accumulated.clone().view(-1)
-        after[sent.positions] = sent.left
-        after = torch.where(after.isfinite(), after, before.view(-1))
-        held.residual[slots] = after.view_as(before)
+        rows = held.residual.index_select(0, slots)
+        sent = compress_changes(rows, gradient, self._mine[owner], held.thresholds, module.guard)
+        flat = rows.view(-1)
+        left = torch.where(sent.left.isfinite(), sent.left, flat.index_select(0, sent.positions))
+        held.residual.index_copy_(0, slots, flat.index_copy_(0, sent.positions, left).view_as(rows))
         module.traffic.add(entries_sent=sent.positions.numel(), entries=gradient.numel())
         return sent.payload
 

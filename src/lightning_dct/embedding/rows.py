@@ -59,7 +59,7 @@ class RememberedRows:
             Where they are, and the residuals of the rows that had to go, shape ``[e, dim]`` (``[e, 0]`` without).
         """
         admission = self.cache.admit(wanted)
-        flushed = self.residual[admission.evicted_slots]
+        flushed = self.residual.index_select(0, torch.from_numpy(admission.evicted_slots).to(self.residual.device))
         missing = self.cache.num_slots - len(self.copies)
         if missing > 0:
             # Doubling keeps the copying cheap; never more than the cache can come to hold.
@@ -76,6 +76,10 @@ class RememberedRows:
         if requests % HALVE_EVERY == 0:
             self.cache.halve_counts()
         return admission, flushed
+
+    def move(self, device: torch.device) -> None:
+        """Keep copies and residuals on another device; which rows they are stays known on the CPU."""
+        self.copies, self.residual = self.copies.to(device), self.residual.to(device)
 
     def state_dict(self) -> dict[str, Any]:
         """All of it: numbers and CPU tensors."""
@@ -107,4 +111,5 @@ def add_entries(rows: Tensor, slots: Tensor, positions: Tensor, values: Tensor) 
         values: Shape ``[count]``.
     """
     dim = rows.shape[1]
-    rows[slots[positions // dim], positions % dim] += values.to(rows.dtype)
+    flat, entries = rows.view(-1), slots.index_select(0, positions // dim) * dim + positions % dim
+    flat.index_copy_(0, entries, flat.index_select(0, entries).add_(values.to(rows.dtype)))

@@ -219,6 +219,10 @@ class ShardedEmbeddingBags(CompressedModule):
         tables, rows = self.placement.rows_of(owner, places)
         return initial_rows(self.seed, tables, rows, self._bounds, self.embedding_dim)
 
+    def own_rows(self, places: Int64Array) -> Tensor:
+        """This rank's rows at some places, ``[n, embedding_dim]``: a copy without a gradient."""
+        return self.weight.detach().index_select(0, torch.from_numpy(places).to(self.weight.device))
+
     def forward(self, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
         """Look rows up and pool them; :meth:`request` and ``pooled`` in one.
 
@@ -299,6 +303,17 @@ class ShardedEmbeddingBags(CompressedModule):
     def load_compression_state(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Continue from what this rank remembered, or from what all ranks of another world did."""
         restore_memory(self, states)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Move what is remembered with the rows: strategies move a model when its tables are there already."""
+        super()._apply(fn, recurse)
+        device = self.weight.device
+        if self.is_materialized and self.exchange_group.device != device:
+            self.exchange_group.device = device
+            for remembered in (*self.held.values(), *self.mirrors.values()):
+                remembered.move(device)
+            self.collected.parts = [(places.to(device), part.to(device)) for places, part in self.collected.parts]
+        return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -96,6 +96,11 @@ def sum_entries(
     _in_threads(sum_pieces, list(_shares(segments, torch.get_num_threads())))
 
 
+def add_rows(total: Tensor, places: Tensor, rows: Tensor) -> None:
+    """Add rows to rows of a sum; see :func:`lightning_dct.kernels.add_rows`."""
+    _add_rows(total.numpy(), places.numpy(), rows.contiguous().numpy())
+
+
 class _Scratch(threading.local):
     """A thread's room for what it picks, kept from call to call.
 
@@ -167,6 +172,14 @@ def _sum(sums: Any, pieces: Any, positions: Any, values: Any, cursors: Any, ends
                     sums[positions[cursor]] += weight * values[cursor]
                     cursor += 1
                 cursors[sender] = cursor
+
+
+@njit(nogil=True, cache=True)
+def _add_rows(total: Any, places: Any, rows: Any) -> None:
+    for i in range(places.size):
+        sums, addends = total[places[i]], rows[i]
+        for j in range(sums.size):
+            sums[j] += addends[j]
 
 
 def _shares(segments: Sequence[tuple[int, int]], most: int) -> Iterator[list[_Piece]]:

@@ -42,8 +42,10 @@ class PositionCode:
     @cached_property
     def low_bits(self) -> int:
         """Bits of a position stored as they are: the number that makes a message smallest."""
-        candidates = range(max(self.universe.bit_length(), 1))
-        return min(candidates, key=lambda bits: self.capacity * bits + self._num_flags(bits))
+        # One more bit costs `capacity` bits and halves the flags: it pays while there are more than two for each.
+        largest, enough = max(self.universe - 1, 0), 2 * self.capacity
+        bits = max(largest.bit_length() - enough.bit_length(), 0)
+        return min(bits + (largest >> bits > enough), max(self.universe.bit_length() - 1, 0))
 
     @cached_property
     def num_flags(self) -> int:

@@ -1,0 +1,167 @@
+"""Sharded tables whose rows and gradients cross whole in every step, as TorchRec's do: the measure of changes."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_dct import ShardedEmbeddingBags
+from lightning_dct.embedding.deliver import deliver, when_backward_ends
+from lightning_dct.embedding.placement import place_tables
+from lightning_dct.wire.rows import decode_rows, encode_rows, row_scales_num_bytes, row_values_num_bytes
+
+
+class DenseTables(ShardedEmbeddingBags):
+    """Tables that each live on one rank; a batch's ids, rows and gradients cross in three all-to-all exchanges.
+
+    Args:
+        table_rows: Rows of each table.
+        embedding_dim: Entries a row.
+        row_format: ``"fp32"``, ``"fp16"``, ``"int8"`` or ``"int4"``, with a scale a row for the last two.
+    """
+
+    def __init__(self, table_rows: list[int], embedding_dim: int, row_format: str) -> None:
+        super().__init__(table_rows, embedding_dim)
+        self.row_format = row_format
+
+    def initial(self, owner: int, places: object) -> Tensor:
+        """Any rows: no other rank has to know them."""
+        return torch.rand(len(places), self.embedding_dim).sub_(0.5).mul_(1e-3)  # type: ignore[arg-type]
+
+    def request(self, ids: Tensor, offsets: Tensor | None = None) -> DenseLookup:
+        """Ask for the rows of ids ``[samples, tables]``."""
+        return DenseLookup(self, ids)
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """Rows ``[n, dim]`` as bytes."""
+        if self.row_format in ("fp32", "fp16"):
+            return rows.to(torch.float32 if self.row_format == "fp32" else torch.float16).reshape(-1).view(torch.uint8)
+        return torch.cat(encode_rows(rows.reshape(-1), None, len(rows), self.row_format))
+
+    def num_bytes(self, num_rows: int) -> int:
+        """What :meth:`encode` makes of some rows."""
+        entries = num_rows * self.embedding_dim
+        if self.row_format in ("fp32", "fp16"):
+            return entries * (4 if self.row_format == "fp32" else 2)
+        return row_values_num_bytes(self.row_format, entries) + row_scales_num_bytes(self.row_format, num_rows)
+
+    def decode(self, data: Tensor, num_rows: int) -> Tensor:
+        """Undo :meth:`encode`."""
+        entries = num_rows * self.embedding_dim
+        if self.row_format in ("fp32", "fp16"):
+            values = data.view(torch.float32 if self.row_format == "fp32" else torch.float16).to(torch.float32)
+        else:
+            cut = row_values_num_bytes(self.row_format, entries)
+            values = decode_rows(data[:cut], entries, None, data[cut:], self.row_format)
+        return values.view(num_rows, self.embedding_dim)
+
+
+class DenseLookup:
+    """A look-up under way: asks in the constructor, pools in :meth:`pooled`."""
+
+    def __init__(self, module: DenseTables, ids: Tensor) -> None:
+        self._module, self._samples = module, len(ids)
+        exchange, world = module.exchange_group, range(module.placement.world_size)
+        with module.traffic.timed():
+            self._tables = [torch.from_numpy(module.placement.tables_on(rank)) for rank in world]
+            mine = self._tables[exchange.rank].numpy()
+            asked = [ids[:, tables].reshape(-1).view(torch.uint8) for tables in self._tables]
+        heard = exchange.start(asked, [8 * len(ids) * mine.size for _ in world], module.traffic).wait()
+        with module.traffic.timed():
+            first = torch.from_numpy(module.placement.locate(mine, 0 * mine)[1])
+            self._places = [(part.view(torch.int64).view(-1, mine.size) + first).view(-1) for part in heard]
+            answers = [module.encode(module.weight.detach().index_select(0, places)) for places in self._places]
+            sizes = [module.num_bytes(len(ids) * len(tables)) for tables in self._tables]
+        self._incoming = exchange.start(answers, sizes, module.traffic)
+
+    def pooled(self) -> Tensor:
+        """Wait for the rows: ``[samples, tables, dim]``."""
+        module = self._module
+        received = self._incoming.wait()
+        with module.traffic.timed():
+            pooled = module.weight.new_empty(self._samples, len(module.table_rows), module.embedding_dim)
+            for tables, data in zip(self._tables, received, strict=True):
+                rows = module.decode(data, self._samples * len(tables))
+                pooled[:, tables] = rows.view(self._samples, -1, module.embedding_dim)
+        return deliver(module.weight, pooled, self.send_gradient)
+
+    def send_gradient(self, pooled_gradient: Tensor) -> None:
+        """Send each owner the gradient of its rows; it arrives when backward ends."""
+        module = self._module
+        with module.traffic.timed():
+            parts = [pooled_gradient[:, tables].reshape(-1, module.embedding_dim) for tables in self._tables]
+            payloads = [module.encode(part) for part in parts]
+            sizes = [module.num_bytes(len(places)) for places in self._places]
+        incoming = module.exchange_group.start(payloads, sizes, module.traffic)
+
+        def finish() -> None:
+            received = incoming.wait()
+            with module.traffic.timed():
+                for places, data in zip(self._places, received, strict=True):
+                    module.collected.add(places, module.decode(data, len(places)))
+                module.collected.deliver(module.weight, module.placement.world_size)
+
+        when_backward_ends(finish)
+
+
+class TorchRecTables(nn.Module):
+    """TorchRec's sharded tables, each whole on one rank, with row-wise Adagrad fused into their backward.
+
+    Args:
+        table_rows: Rows of each table.
+        embedding_dim: Entries a row.
+    """
+
+    def __init__(self, table_rows: list[int], embedding_dim: int) -> None:
+        super().__init__()
+        self._table_rows, self._dim = table_rows, embedding_dim
+
+    def materialize(self) -> None:
+        """Make this rank's tables."""
+        from fbgemm_gpu.split_embedding_configs import EmbOptimType
+        from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+        from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+        from torchrec.distributed.types import ShardingEnv
+        from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+        if hasattr(self, "tables"):
+            return
+        self._names = [f"table{number}" for number in range(len(self._table_rows))]
+        configs = [
+            EmbeddingBagConfig(name=name, embedding_dim=self._dim, num_embeddings=rows, feature_names=[name])
+            for name, rows in zip(self._names, self._table_rows, strict=True)
+        ]
+        whole = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+        fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.03}
+        sharder = EmbeddingBagCollectionSharder(fused_params=fused)
+        world_size = dist.get_world_size()
+        owners = place_tables(self._table_rows, world_size).first_rank
+        plan = construct_module_sharding_plan(
+            whole,
+            per_param_sharding={
+                name: table_wise(rank=owner, compute_kernel="fused")
+                for name, owner in zip(self._names, owners, strict=True)
+            },
+            sharder=sharder,
+            local_size=1,
+            world_size=world_size,
+            device_type="cpu",
+        )
+        group = dist.group.WORLD
+        assert group is not None
+        self.tables = sharder.shard(whole, plan, ShardingEnv.from_process_group(group), torch.device("cpu"))
+
+    def request(self, ids: Tensor) -> TorchRecTables:
+        """Ask for rows; TorchRec's own pipelines are not used."""
+        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+        lengths = torch.ones(ids.numel(), dtype=torch.int32)
+        self._pooled = self.tables(KeyedJaggedTensor(self._names, ids.t().reshape(-1), lengths=lengths))
+        self._samples = len(ids)
+        return self
+
+    def pooled(self) -> Tensor:
+        """Wait for the rows: ``[samples, tables, dim]``."""
+        return self._pooled.values().view(self._samples, -1, self._dim)

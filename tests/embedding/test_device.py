@@ -1,0 +1,48 @@
+"""What is remembered moves with the module, as a strategy moves it when its tables are there already."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dct import ShardedEmbeddingBags
+from lightning_dct.embedding.collected import CollectedGradients
+from lightning_dct.embedding.exchange import Exchange
+from lightning_dct.embedding.rows import RememberedRows
+
+
+def tensors_in(thing: Any) -> list[Tensor]:
+    """All tensors of the tables, however deep, buffers and parameters included."""
+    if isinstance(thing, Tensor):
+        return [thing]
+    if isinstance(thing, dict):
+        return [tensor for value in thing.values() for tensor in tensors_in(value)]
+    if isinstance(thing, list | tuple):
+        return [tensor for value in thing for tensor in tensors_in(value)]
+    kinds = ShardedEmbeddingBags | RememberedRows | CollectedGradients | Exchange
+    return tensors_in(vars(thing)) if isinstance(thing, kinds) else []
+
+
+def moved_between_request_and_backward() -> tuple[int, int, list[str], list[str]]:
+    rank = dist.get_rank()
+    tables = ShardedEmbeddingBags([40, 30], 3, cache_rows=4)
+    tables.materialize()
+    for step in range(3):  # what had to go of the last request waits for a backward
+        pooled = tables((torch.arange(10).view(-1, 1) + torch.tensor([10 * step, 3 * step + rank])) % 30)
+        if step < 2:
+            pooled.sum().backward()
+    numbers = [tensor.numel() for tensor in tensors_in(tables)]
+    tables.to("meta")
+    devices = [tensor.device.type for tensor in tensors_in(tables)] + [tables.exchange_group.device.type]
+    tables.forget()
+    anew = [tensor.device.type for tensor in tensors_in(tables)]
+    return len(numbers), sum(number > 0 for number in numbers), devices, anew
+
+
+def test_everything_remembered_follows_the_module(ranks: Any) -> None:
+    for number, filled, devices, anew in ranks(2).run(moved_between_request_and_backward):
+        # Rows, copies and residuals for either end, and places that had to go with their gradients.
+        assert number == 7
+        assert filled == 6  # the owner's end has no residuals
+        assert set(devices) == set(anew) == {"meta"}
