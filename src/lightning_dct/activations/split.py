@@ -42,7 +42,7 @@ class WireLayout(Protocol):
 
     @property
     def wire_floats(self) -> int:
-        """Four-byte words that hold either direction's values."""
+        """Four-byte words that hold the gradient's values, and as much of the activations' values as fits."""
 
 
 LayoutT = TypeVar("LayoutT", bound=WireLayout)
@@ -155,6 +155,7 @@ class _Crossing(torch.autograd.Function):
             payload = split.encode_backward(layout, grad_outputs[0], kept, seed)
             gradient = split.decode_backward(layout, payload, kept, grad_outputs[0].dtype)
         # Here, for a forward may run twice.
-        split.count(layout, 4 * layout.wire_floats + layout.forward_positions_bytes, kept)
+        forward = max(4 * layout.wire_floats, layout.forward_values_bytes) + layout.forward_positions_bytes
+        split.count(layout, forward, kept)
         split.count(layout, 4 * layout.wire_floats, kept)
         return gradient, None, None
