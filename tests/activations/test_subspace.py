@@ -88,7 +88,7 @@ def test_wrong_settings_are_named(settings: dict[str, Any], error: type[Exceptio
 
 def test_no_ids_and_inputs_that_are_no_tokens_are_named() -> None:
     network = SplitSequential(nn.Linear(8, 16), *subspace(16, 4, num_tokens=5))
-    with pytest.raises(TypeError, match=r"takes 'tokens', which .* Call it as in `self.network\(inputs, tokens="):
+    with pytest.raises(TypeError, match=r"takes 'tokens', which .* call it as in `self.network\(inputs, tokens="):
         network(normal(3, 8))
     for tokens in (normal(3), torch.zeros(3, 8).long()):
         with pytest.raises(ValueError, match="without `num_tokens` where the network's input is no stream of tokens"):

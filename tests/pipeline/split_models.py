@@ -16,7 +16,6 @@ from distributed.training import Noise, trainer_for
 from lightning_dct import DCTPipelineStrategy, SplitPoint, SplitSequential, subspace
 from lightning_dct.activations import Split
 from lightning_dct.activations.subspace import Anchored
-from nlp.comparators import RandomSplit, autoencoder
 
 DENSE: dict[str, Any] = {"density": 1.0, "forward_format": "fp32", "backward_format": "fp32"}
 MICRO_BATCHES = 4
@@ -37,11 +36,16 @@ def network(pieces: int, **split: Any) -> nn.Sequential:
 
 def crossing(kind: str = "threshold", **settings: Any) -> tuple[nn.Module, ...]:
     """What stands between two pieces."""
+    if kind == "threshold":
+        return (SplitPoint(**settings),)
     if kind == "subspace":
         return subspace(24, **settings)
+    # Not for processes that are started without the experiments on their path.
+    from nlp.comparators import RandomSplit, autoencoder
+
     if kind == "autoencoder":
         return autoencoder(24, **settings)
-    return ({"threshold": SplitPoint, "random": RandomSplit}[kind](**settings),)
+    return (RandomSplit(**settings),)
 
 
 class SplitModule(LightningModule):
