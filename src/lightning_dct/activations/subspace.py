@@ -113,7 +113,7 @@ def subspace(
     if rank > width:
         raise ValueError(
             f"`rank` is {rank} and the activations have a `width` of {width}: a subspace has no more dimensions than"
-            f" the whole. Choose a `rank` below {width}; an eighth of the width is a good beginning."
+            f" the whole. Choose a `rank` below {width}; a fifth of the width is a good beginning."
         )
     point = CodePoint(
         width,

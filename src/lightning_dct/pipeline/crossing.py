@@ -27,7 +27,7 @@ class Crossing:
         border: What crosses.
     """
 
-    def __init__(self, split: Split[Any], border: Border) -> None:
+    def __init__(self, split: Split, border: Border) -> None:
         self.split = split
         self.border = border
         self.layout = split.layout(border.shape)
