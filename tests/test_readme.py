@@ -96,7 +96,8 @@ def test_tables_snippet_trains_in_one_process():
 def test_pipeline_snippet_is_valid():
     namespace: dict[str, Any] = {}
     exec(blocks("python")[3], namespace)
-    assert namespace["network"](torch.randn(4, 32)).shape == (4, 2)
+    ids = torch.randint(1000, (4, 9))
+    assert namespace["network"](ids, tokens=ids).shape == (4, 9, 1000)
     assert isinstance(namespace["strategy"], lightning_dct.DCTPipelineStrategy)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lightning_dct import SplitSequential
 from nlp.splits import make_split
 
 
@@ -94,12 +95,12 @@ class Head(nn.Module):
         return self.output(self.norm(hidden))
 
 
-class TransformerLanguageModel(nn.Sequential):
+class TransformerLanguageModel(SplitSequential):
     """Predicts the next token at every position: maps int64 ``[batch, time]`` to ``[batch, time, vocabulary_size]``.
 
     Its children are ``embedding``, ``block_0``, ``block_1``, ..., ``head``, and between two pieces ``split_0``, ...,
     which compress what crosses there. A single process runs them one after the other; ``DCTPipelineStrategy`` runs
-    pieces on ranks.
+    pieces on ranks. With splits that know the tokens (:func:`~nlp.splits.reads_tokens`) it is called with ``tokens=``.
 
     Args:
         vocabulary_size: Number of distinct tokens.
@@ -135,7 +136,7 @@ class TransformerLanguageModel(nn.Sequential):
             if number >= 0:
                 self.add_module(f"block_{number}", Block(width, num_heads, dropout))
             if number in cuts:
-                for part, module in make_split(width, **(split or {})).items():
+                for part, module in make_split(width, vocabulary_size, **(split or {})).items():
                     self.add_module(f"split_{cuts.index(number)}{part}", module)
         self.head = Head(width, vocabulary_size)
         # The linear layers keep PyTorch's initialisation; its embeddings of unit variance would drown them.

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from nlp.model import TransformerLanguageModel
+from nlp.splits import reads_tokens
 from nlp.token_module import TokenModule, mean_token_loss
 
 
@@ -74,7 +75,7 @@ class LanguageModule(TokenModule):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits ``[batch, time, vocabulary]`` of tokens ``[batch, time]``."""
-        return self.network(tokens)
+        return self.network(tokens, tokens=tokens) if reads_tokens(self.network) else self.network(tokens)
 
     def loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The mean loss of the next tokens, and their number."""

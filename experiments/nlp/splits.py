@@ -1,4 +1,4 @@
-"""What may stand between two pieces of the language model, by name: ``model.split.kind``."""
+"""What may stand between two pieces of a transformer, by name: ``model.split.kind``."""
 
 from __future__ import annotations
 
@@ -6,33 +6,38 @@ from typing import Any
 
 from torch import nn
 
-from lightning_dct import SplitPoint
-from lightning_dct.activations.comparators import LowRankSplit, RandomSplit, autoencoder
+from lightning_dct import SplitPoint, subspace
+from lightning_dct.activations.layout import entries_at
+from lightning_dct.activations.subspace import Anchored
+from nlp.comparators import RandomSplit, autoencoder
 
 # What a kind settles itself, in place of what the configuration says.
 SETTLED: dict[str, dict[str, Any]] = {
+    "subspace": {},
+    "bottleneck": {},
     "threshold": {},
     "top_k": {"refresh_every": 1, "guard": False},
     "quantised": {"density": 1.0},
     "random": {},
-    "low_rank": {},
     "autoencoder": {},
 }
-# Settings of thresholds, with the values that switch them off: other kinds do without.
-OF_THRESHOLDS: dict[str, Any] = {"exploration": 0.0, "select_by": "magnitude"}
+# Settings of thresholds, with the values that switch them off: codes do without.
+OF_THRESHOLDS: dict[str, Any] = {"exploration": 0.0, "select_by": "magnitude", "warmup_steps": 0}
 
 
-def make_split(width: int, kind: str = "threshold", **settings: Any) -> dict[str, nn.Module]:
+def make_split(width: int, num_tokens: int, kind: str = "subspace", **settings: Any) -> dict[str, nn.Module]:
     """Make what stands between two pieces.
 
     Args:
         width: Size of the hidden state, the last dimension of what crosses.
-        kind: ``"threshold"``, ``"top_k"``, ``"quantised"``, ``"random"``, ``"low_rank"`` or ``"autoencoder"``; see
-            :mod:`lightning_dct.activations.comparators`.
-        **settings: As ``lightning_dct.SplitPoint`` takes them.
+        num_tokens: Size of the vocabulary.
+        kind: A key of ``SETTLED``: ``"subspace"`` is :func:`lightning_dct.subspace`, ``"bottleneck"`` the same without
+            what the receiver knows of the tokens; for the others see :mod:`nlp.comparators`.
+        **settings: As ``lightning_dct.SplitPoint`` takes them. Of a subspace, a bottleneck and an autoencoder
+            ``density`` is the width of what crosses over that of the model.
 
     Returns:
-        One module, under the name ``""``; of an autoencoder three, in their order.
+        One module, under the name ``""``; of codes three, in their order.
 
     Raises:
         ValueError: There is no such kind, or a setting is on that it does not have.
@@ -42,16 +47,21 @@ def make_split(width: int, kind: str = "threshold", **settings: Any) -> dict[str
     settings |= SETTLED[kind]
     if kind in ("threshold", "top_k", "quantised"):
         return {"": SplitPoint(**settings)}
+    if kind == "random":
+        return {"": RandomSplit(**settings)}
     # There is nothing to refresh, whatever is said about when.
     settings.pop("refresh_every", None)
     for name, off in OF_THRESHOLDS.items():
         if settings.pop(name, off) != off:
             raise ValueError(f"model.split.{name} is about thresholds: leave it at {off} with model.split.kind={kind}")
+    rank = entries_at(settings.pop("density"), width)
     if kind == "autoencoder":
-        if settings.pop("warmup_steps", 0):
-            raise ValueError(
-                "model.split.warmup_steps: an autoencoder's code has one width from the first step on; set it to 0"
-            )
-        encoder, point, decoder = autoencoder(width, **settings)
-        return {"_encoder": encoder, "": point, "_decoder": decoder}
-    return {"": RandomSplit(**settings) if kind == "random" else LowRankSplit(**settings)}
+        modules = autoencoder(width, rank, **settings)
+    else:
+        modules = subspace(width, rank, num_tokens if kind == "subspace" else None, **settings)
+    return dict(zip(("_encoder", "", "_decoder"), modules, strict=True))
+
+
+def reads_tokens(network: nn.Sequential) -> bool:
+    """Whether a piece of the network must be told the tokens again, by the keyword ``tokens``."""
+    return any(isinstance(child, Anchored) for child in network)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics.text import CHRFScore
 
+from nlp.splits import reads_tokens
 from nlp.token_module import TokenModule, mean_token_loss
 from nlp.translation_data import BOS, EOS
 from nlp.translation_model import EncoderDecoder, check_pieces, translate_greedily
@@ -44,7 +45,7 @@ class TranslationModule(TokenModule):
         source_length: Tokens a source; read from the data module when None.
         target_length: Tokens a target; read from the data module when None.
         split: ``pieces`` to cut the network into (1, or None, for no cut; 2 for a cut between encoder and decoder), and
-            the settings of the ``SplitPoint`` between them.
+            what stands between them, as :func:`~nlp.splits.make_split` takes it.
 
     Raises:
         ValueError: If ``num_heads`` does not divide ``width``, ``translate_examples`` is negative, or there are more
@@ -101,7 +102,8 @@ class TranslationModule(TokenModule):
 
     def forward(self, source: Tensor, target_in: Tensor) -> Tensor:
         """Logits ``[batch, time, vocabulary]``; see :class:`nlp.translation_model.EncoderDecoder`."""
-        return self.network(source, source=source, target_in=target_in)
+        known = {"tokens": source} if reads_tokens(self.network) else {}
+        return self.network(source, source=source, target_in=target_in, **known)
 
     def translate(self, source: Tensor) -> Tensor:
         """Translate sources ``[batch, source time]`` greedily into tokens ``[batch, target_length]``."""

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_dct import SplitPoint, SplitSequential
+from lightning_dct import SplitSequential
+from lightning_dct.pipeline.sequential import context_of
 from nlp.model import Block
+from nlp.splits import make_split
 from nlp.translation_data import PAD
 
 
@@ -141,8 +143,9 @@ class EncoderDecoder(SplitSequential):
     """Translates, one target token at a time: ``network(source, source=source, target_in=target_in)``.
 
     It maps tokens ``[batch, source time]`` and ``[batch, time]`` to logits ``[batch, time, vocabulary_size]``. Its
-    children are ``encoder``, ``decoder``, and between two pieces ``split``. A single process runs them one after the
-    other; ``DCTPipelineStrategy`` runs the encoder on one rank and the decoder on another.
+    children are ``encoder``, ``decoder``, and between two pieces ``split`` with what belongs to it. A single process
+    runs them one after the other; ``DCTPipelineStrategy`` runs the encoder on one rank and the decoder on another.
+    With a split that knows the tokens (:func:`~nlp.splits.reads_tokens`) it is given ``tokens=source`` besides.
 
     Args:
         vocabulary_size: Number of distinct tokens, of both languages.
@@ -155,7 +158,7 @@ class EncoderDecoder(SplitSequential):
         tie_weights: Use the decoder's token embedding as its output matrix. The encoder has an embedding of its own,
             as it may lie on another machine.
         pieces: 2 with a split point between encoder and decoder, 1 without.
-        split: Settings of the split point, as ``lightning_dct.SplitPoint`` takes them.
+        split: What stands between the two, as :func:`~nlp.splits.make_split` takes it: ``kind`` and settings.
 
     Raises:
         ValueError: If ``num_heads`` does not divide ``width``, or ``pieces`` is neither 1 nor 2.
@@ -178,15 +181,18 @@ class EncoderDecoder(SplitSequential):
         check_pieces(pieces)
         self.encoder = Encoder(vocabulary_size, source_length, num_layers, width, num_heads, dropout)
         if pieces == 2:
-            self.split = SplitPoint(**(split or {}))
+            for part, module in make_split(width, vocabulary_size, **(split or {})).items():
+                self.add_module(f"split{part}", module)
         self.decoder = Decoder(vocabulary_size, target_length, num_layers, width, num_heads, dropout, tie_weights)
 
     def remember(self, source: Tensor) -> Tensor:
         """Give the memory of a source as the decoder gets it, float ``[batch, source time, width]``."""
         # When a pipeline evaluates, the piece that another rank runs is here too, and stays on the CPU.
-        device = self.encoder.output_norm.weight.device
-        memory = self.encoder(source.to(device)).to(source.device)
-        return self.split(memory) if "split" in self._modules else memory
+        memory = source
+        for child in list(self)[:-1]:
+            device = next((parameter.device for parameter in child.parameters()), memory.device)
+            memory = child(memory.to(device), **context_of(child, {"tokens": source.to(device)}))
+        return memory.to(source.device)
 
 
 def check_pieces(pieces: int) -> None:

@@ -16,7 +16,7 @@ import sys
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_dct.__about__ import __version__
-from lightning_dct.activations import SplitPoint
+from lightning_dct.activations import SplitPoint, subspace
 from lightning_dct.callbacks import (
     AccordionSchedule,
     CompressionMonitor,
@@ -47,6 +47,7 @@ __all__ = [
     "SplitSequential",
     "ThresholdRefresh",
     "__version__",
+    "subspace",
 ]
 
 

@@ -162,7 +162,7 @@ def test_density_one_in_fp32_changes_nothing() -> None:
 
 
 def test_bytes_that_would_travel_are_counted_where_gradients_come_back() -> None:
-    """Oracle: what a pipeline counts for the same layout: positions one way, the words of values both ways."""
+    """Oracle: what a pipeline counts for the same layout: positions and values forward, whole words of values back."""
     split = SplitPoint(density=0.2, forward_format="int8", backward_format="int4")
     layout = split.layout((6, 8))
     model = nn.Sequential(nn.Linear(8, 8), split)
@@ -171,7 +171,8 @@ def test_bytes_that_would_travel_are_counted_where_gradients_come_back() -> None
         model(normal(6, 8))
     model.eval()(normal(6, 8)).sum().backward()
     totals = split.traffic.totals
-    assert totals.bytes_sent == layout.forward_positions_bytes + 2 * 4 * layout.wire_floats
+    forward = layout.forward_positions_bytes + layout.forward_values_bytes
+    assert totals.bytes_sent == forward + 4 * layout.wire_floats
     assert (totals.bytes_dense, totals.entries_sent, totals.entries) == (2 * 4 * 48, 2 * 10, 2 * 48)
 
 

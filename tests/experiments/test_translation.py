@@ -125,7 +125,7 @@ def test_it_learns_to_read_numbers_out(
 
 def test_a_split_point_stands_between_encoder_and_decoder() -> None:
     torch.manual_seed(0)
-    dense = {"density": 1.0, "forward_format": "fp32", "backward_format": "fp32"}
+    dense = {"kind": "threshold", "density": 1.0, "forward_format": "fp32", "backward_format": "fp32"}
     whole = EncoderDecoder(12, 6, 5, num_layers=1, width=16, num_heads=2).eval()
     cut = EncoderDecoder(12, 6, 5, num_layers=1, width=16, num_heads=2, pieces=2, split=dense).eval()
     assert [name for name, _ in cut.named_children()] == ["encoder", "split", "decoder"]
@@ -135,10 +135,21 @@ def test_a_split_point_stands_between_encoder_and_decoder() -> None:
     )
     # What is translated has gone through the split point as well.
     torch.nn.init.ones_(whole.encoder.output_norm.bias)
-    sparse = EncoderDecoder(12, 6, 5, num_layers=1, width=16, num_heads=2, pieces=2, split={"density": 0.25}).train()
+    split = {"kind": "threshold", "density": 0.25}
+    sparse = EncoderDecoder(12, 6, 5, num_layers=1, width=16, num_heads=2, pieces=2, split=split).train()
     sparse.load_state_dict(whole.state_dict(), strict=False)
     assert (sparse.remember(SOURCE) != 0).float().mean().item() == pytest.approx(0.25, abs=0.02)
     assert (whole.remember(SOURCE) != 0).all()
+    known = EncoderDecoder(12, 6, 5, num_layers=1, width=16, num_heads=2, pieces=2, split={"density": 0.25}).eval()
+    assert [name for name, _ in known.named_children()] == [
+        "encoder",
+        "split_encoder",
+        "split",
+        "split_decoder",
+        "decoder",
+    ]
+    remembered = known.decoder(known.remember(SOURCE), SOURCE, TARGET_IN)
+    assert torch.equal(known(SOURCE, source=SOURCE, target_in=TARGET_IN, tokens=SOURCE), remembered)
 
 
 def test_the_command_trains_encoder_and_decoder_on_two_stages(ranks: Any, tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from distributed.training import Noise, trainer_for
-from lightning_dct import DCTPipelineStrategy, SplitPoint
+from lightning_dct import DCTPipelineStrategy, SplitPoint, SplitSequential, subspace
 from lightning_dct.activations import Split
-from lightning_dct.activations.comparators import LowRankSplit, RandomSplit, autoencoder
+from lightning_dct.activations.subspace import Anchored
 
 DENSE: dict[str, Any] = {"density": 1.0, "forward_format": "fp32", "backward_format": "fp32"}
 MICRO_BATCHES = 4
@@ -31,14 +31,21 @@ def network(pieces: int, **split: Any) -> nn.Sequential:
             layers.append(nn.Linear(40 if piece == 0 else 24, 8 if piece == pieces - 1 else 24))
             if piece < pieces - 1:
                 layers += [nn.Tanh(), *crossing(**split)]
-        return nn.Sequential(*layers)
+        return SplitSequential(*layers)
 
 
 def crossing(kind: str = "threshold", **settings: Any) -> tuple[nn.Module, ...]:
     """What stands between two pieces."""
+    if kind == "threshold":
+        return (SplitPoint(**settings),)
+    if kind == "subspace":
+        return subspace(24, **settings)
+    # Not for processes that are started without the experiments on their path.
+    from nlp.comparators import RandomSplit, autoencoder
+
     if kind == "autoencoder":
         return autoencoder(24, **settings)
-    return ({"threshold": SplitPoint, "random": RandomSplit, "low_rank": LowRankSplit}[kind](**settings),)
+    return (RandomSplit(**settings),)
 
 
 class SplitModule(LightningModule):
@@ -55,7 +62,10 @@ class SplitModule(LightningModule):
 
     def loss(self, batch: Any) -> Tensor:
         inputs, targets = batch
-        return (self.network(inputs.to(self.dtype)).float() - targets).square().mean()
+        # Rows are taken for tokens, of which the first number says which.
+        anchored = any(isinstance(child, Anchored) for child in self.network)
+        known = {"tokens": (inputs[:, 0] > 0).long()} if anchored else {}
+        return (self.network(inputs.to(self.dtype), **known).float() - targets).square().mean()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
@@ -192,7 +202,7 @@ def train_alone(
     stepping = optimizer(module.parameters(), **(optimizer_settings or {"lr": 0.1}))
     data = [Noise(count, 40, 8, BATCH_SIZE, pipeline) for pipeline in range(width)]
     losses: list[list[float]] = [[] for _ in range(width)]
-    parameters = list(module.parameters())
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     totals = [torch.zeros_like(parameter) for parameter in parameters]
     for index in range(count):
         for pipeline, one in enumerate(copies):

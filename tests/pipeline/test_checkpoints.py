@@ -23,6 +23,7 @@ from pipeline.split_models import (
 )
 
 SPLIT = {"density": 0.2, "forward_format": "int8", "warmup_steps": 8, "refresh_every": 3}
+SUBSPACE = {"kind": "subspace", "rank": 7, "num_tokens": 2}
 COMPRESSED = {"compress": "gradients", "density": 0.2, "min_tensor_size": 1, "refresh_every": 4}
 ADAM: dict[str, Any] = {"optimizer": torch.optim.Adam, "optimizer_settings": {"lr": 0.01}}
 
@@ -39,13 +40,20 @@ class SaveAndStop(Callback):
             trainer.should_stop = True
 
 
-def run(stages: int, schedule: str, pieces: int, stop: Path | None = None, resume: Path | None = None) -> Outcome:
+def run(
+    stages: int,
+    schedule: str,
+    pieces: int,
+    stop: Path | None = None,
+    resume: Path | None = None,
+    split: dict[str, Any] = SPLIT,
+) -> Outcome:
     """Two epochs of four batches, or the first of them, or the second."""
     return train(
         stages,
         schedule,
         pieces,
-        SPLIT,
+        split,
         count=4,
         strategy=COMPRESSED,
         max_epochs=2,
@@ -56,17 +64,17 @@ def run(stages: int, schedule: str, pieces: int, stop: Path | None = None, resum
 
 
 @pytest.mark.parametrize(
-    ("world", "stages", "schedule", "pieces"),
-    [(2, 2, "interleaved_1f1b", 4), (4, 2, "1f1b", 2)],
+    ("world", "stages", "schedule", "pieces", "split"),
+    [(2, 2, "interleaved_1f1b", 4, SPLIT), (4, 2, "1f1b", 2, SPLIT), (4, 2, "1f1b", 2, SUBSPACE)],
 )
 def test_resumed_run_equals_the_uninterrupted_one(
-    ranks: Any, tmp_path: Path, world: int, stages: int, schedule: str, pieces: int
+    ranks: Any, tmp_path: Path, world: int, stages: int, schedule: str, pieces: int, split: dict[str, Any]
 ) -> None:
     """Oracle: eight batches without a break: every bit of every weight on every rank, thresholds and residuals."""
     path = tmp_path / "half.ckpt"
-    whole = ranks(world).run(run, stages, schedule, pieces)
-    begun = ranks(world).run(run, stages, schedule, pieces, path)
-    resumed = ranks(world).run(run, stages, schedule, pieces, None, path)
+    whole = ranks(world).run(run, stages, schedule, pieces, None, None, split)
+    begun = ranks(world).run(run, stages, schedule, pieces, path, None, split)
+    resumed = ranks(world).run(run, stages, schedule, pieces, None, path, split)
     for expected, first, second in zip(whole, begun, resumed, strict=True):
         assert first.hashes == expected.hashes[:4]
         assert second.hashes == expected.hashes[4:]

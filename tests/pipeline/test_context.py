@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from distributed.training import trainer_for
-from lightning_dct import DCTPipelineStrategy, SplitPoint, SplitSequential
+from lightning_dct import DCTPipelineStrategy, SplitPoint, SplitSequential, subspace
 from pipeline.split_models import BATCH_SIZE, SplitModule, batches, replica, strategy_for, train, train_alone, worst
 from pipeline.test_trainer import EVALUATED, expected_validation, ragged
 
@@ -109,9 +109,11 @@ class Wrong(ReadingModule):
         self.fault = fault
         if fault == "plain":
             self.network = nn.Sequential(nn.Linear(40, 24), SplitPoint(), nn.Linear(24, 8))
+        elif fault == "anchor":
+            self.network = nn.Sequential(nn.Linear(40, 24), *subspace(24, 4, num_tokens=3), nn.Linear(24, 8))
 
     def context(self, inputs: Tensor) -> dict[str, Tensor]:
-        found = super().context(inputs)
+        found = {} if self.fault == "anchor" else super().context(inputs)
         if self.fault == "missing":
             del found["tokens"]
         elif self.fault == "unknown":
@@ -126,10 +128,11 @@ class Wrong(ReadingModule):
 
 
 FAULTS = {
-    "missing": "The forward of 'reader_1' (Reader) takes 'tokens', which the call of the SplitSequential does not give",
+    "missing": "The forward of 'reader_1' (Reader) takes 'tokens', which the call of the network does not give",
     "unknown": "No child of the SplitSequential has a forward that names 'masks'",
     "gradient": "called with 'mask' as a keyword, a tensor that requires a gradient",
     "plain": "it is a Sequential, which takes one input. Make it a `lightning_dct.SplitSequential`",
+    "anchor": "(Anchored) takes 'tokens', which the call of the network does not give",
     "random": "called the network with different keyword arguments in `training_step`",
 }
 

@@ -17,8 +17,9 @@ INT4 = {"density": 0.3, "forward_format": "int4", "backward_format": "int4", "ex
 FP32 = {"density": 0.25, "forward_format": "fp32", "backward_format": "fp32", "scope": "sample"}
 GRADIENT = {"density": 0.3, "select_by": "magnitude_times_gradient", "refresh_every": 2}
 RANDOM = {"kind": "random", "density": 0.3, "forward_format": "int8", "warmup_steps": 3}
-LOW_RANK = {"kind": "low_rank", "density": 0.3, "backward_format": "int8", "warmup_steps": 3}
-LEARNED = {"kind": "autoencoder", "density": 0.3, "forward_format": "int8"}
+SUBSPACE = {"kind": "subspace", "rank": 7, "num_tokens": 2}
+MEAN = {"kind": "subspace", "rank": 7, "forward_format": "int4", "backward_format": "bf16"}
+LEARNED = {"kind": "autoencoder", "code": 8, "forward_format": "int8"}
 MIXED = {"density": 0.5, "forward_format": "int8", "backward_format": "fp32", "guard": False}
 
 CASES = [
@@ -32,8 +33,10 @@ CASES = [
     (4, 2, "interleaved_1f1b", 4, BF16),
     (4, 4, "1f1b", 4, MIXED),
     (2, 2, "gpipe", 2, RANDOM),
-    (2, 2, "interleaved_1f1b", 4, LOW_RANK),
-    (4, 2, "1f1b", 2, LOW_RANK),
+    (2, 2, "interleaved_1f1b", 4, SUBSPACE),
+    (4, 2, "1f1b", 2, SUBSPACE),
+    (4, 4, "gpipe", 4, SUBSPACE),
+    (3, 3, "1f1b", 3, MEAN),
     (2, 2, "1f1b", 2, LEARNED),
 ]
 
@@ -70,7 +73,7 @@ def traffic_of(split: dict[str, Any]) -> Any:
     return train(2, "1f1b", 2, split, count=3).traffic
 
 
-@pytest.mark.parametrize("split", [BF16, GRADIENT, RANDOM, LOW_RANK, LEARNED])
+@pytest.mark.parametrize("split", [BF16, GRADIENT, MIXED, RANDOM, SUBSPACE, LEARNED])
 def test_one_process_counts_what_a_pipeline_sends(ranks: Any, split: dict[str, Any]) -> None:
     """Oracle: the sum over the pipeline's two ranks."""
     module = SplitModule(2, split)

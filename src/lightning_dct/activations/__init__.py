@@ -12,9 +12,11 @@ from lightning_dct.activations.module import CompressedModule
 from lightning_dct.activations.settings import SplitSettings
 from lightning_dct.activations.split import Split
 from lightning_dct.activations.split_point import SplitPoint
+from lightning_dct.activations.subspace import CodePoint, subspace
 
 __all__ = [
     "ActivationLayout",
+    "CodePoint",
     "CompressedModule",
     "Encoded",
     "Split",
@@ -25,4 +27,5 @@ __all__ = [
     "decode_forward",
     "encode_backward",
     "encode_forward",
+    "subspace",
 ]

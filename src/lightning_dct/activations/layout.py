@@ -103,8 +103,8 @@ class ActivationLayout:
 
     @cached_property
     def wire_floats(self) -> int:
-        """Four-byte words that hold either direction's values."""
-        return -(-max(self.forward_values_bytes, self.backward_bytes) // 4)
+        """Four-byte words that hold the gradient's values, and as much of the activations' values as fits."""
+        return -(-self.backward_bytes // 4)
 
     @cached_property
     def dense_bytes(self) -> int:

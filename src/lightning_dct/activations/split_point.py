@@ -11,10 +11,7 @@ from torch import Tensor
 
 from lightning_dct.activations.codec import (
     Encoded,
-    decode_backward,
-    decode_forward,
     decode_values_at,
-    encode_backward,
     encode_forward,
     encode_values_at,
 )
@@ -34,7 +31,7 @@ GUARD_AIM = 0.97
 CONTENT_ENTRIES = 1 << 14
 
 
-class SplitPoint(Split[ActivationLayout]):
+class SplitPoint(Split):
     """Activations pass with all but their largest entries set to zero; gradients come back for those only.
 
     ``M = |h| >= threshold``; forward gives ``h * M`` as it is read from the wire, backward gives ``M * gradient`` as it
@@ -124,23 +121,11 @@ class SplitPoint(Split[ActivationLayout]):
         positions = self.select_positions(layout, activations)
         return encode_forward(layout, activations, positions, self.rounding_seed)
 
-    def decode_forward(
-        self, layout: ActivationLayout, positions_payload: Tensor, values_payload: Tensor, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None]:
-        """Read activations, and their positions."""
-        return decode_forward(layout, positions_payload, values_payload, dtype)
-
-    def encode_backward(
-        self, layout: ActivationLayout, gradient: Tensor, kept: Tensor | None, seed: int | None
-    ) -> Tensor:
-        """Write the gradient at the positions that were kept."""
-        return encode_backward(layout, gradient, kept, seed)
-
     def decode_backward(
         self, layout: ActivationLayout, payload: Tensor, kept: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
         """Read the gradient, and let the next steps' selection know of it."""
-        gradient = decode_backward(layout, payload, kept, dtype)
+        gradient = super().decode_backward(layout, payload, kept, dtype)
         if self.gradient_means is not None and self.training:
             self.gradient_means.observe(layout, gradient, kept)
         return gradient

@@ -3,8 +3,8 @@
 A payload is a pair of tensors. *values*, fp32 ``[words]``, are bytes that are merely viewed as fp32, because
 torch.distributed.pipelining returns gradients for floating-point tensors only, and of the same shape and dtype. Many
 of them read as NaN. Nothing computes with them between the two autograd functions here. *positions*, uint8, have no
-gradient: backward returns the entries that forward has sent, which the sender has remembered. (Splits other than
-``SplitPoint`` have something else to say there, if anything.)
+gradient: backward returns the entries that forward has sent, which the sender has remembered. The gradient decides how
+many words there are; what of the activations' values does not fit into them travels behind the positions.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ class Crossing:
         border: What crosses.
     """
 
-    def __init__(self, split: Split[Any], border: Border) -> None:
+    def __init__(self, split: Split, border: Border) -> None:
         self.split = split
         self.border = border
         self.layout = split.layout(border.shape)
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Words of values, the same both ways, and bytes of positions."""
-        return self.layout.wire_floats, self.layout.forward_positions_bytes
+        """Words of values, the same both ways, and bytes of positions with the values that are left over."""
+        left_over = max(0, self.layout.forward_values_bytes - 4 * self.layout.wire_floats)
+        return self.layout.wire_floats, self.layout.forward_positions_bytes + left_over
 
     def payload(self) -> tuple[Tensor, Tensor]:
         """What a payload looks like, on the meta device."""
@@ -69,7 +70,7 @@ def as_floats(payload: Tensor, num_floats: int) -> Tensor:
 
     Args:
         payload: Shape ``[num_bytes]``, uint8.
-        num_floats: At least ``num_bytes / 4``, as :attr:`ActivationLayout.wire_floats` is; the rest is zero.
+        num_floats: At least ``num_bytes / 4``; the rest is zero.
 
     Returns:
         Shape ``[num_floats]``, fp32. The numbers mean nothing and may be NaN: copy them, never compute with them.
@@ -97,12 +98,13 @@ class _Send(torch.autograd.Function):
     def forward(ctx: Any, activation: Tensor, crossing: Crossing) -> tuple[Tensor, Tensor]:
         with crossing.split.timed():
             encoded = crossing.split.encode_forward(activation)
-            values = as_floats(encoded.values_payload, crossing.layout.wire_floats)
+            words = crossing.layout.wire_floats
+            values = as_floats(encoded.values_payload[: 4 * words], words)
+            positions = torch.cat([encoded.positions_payload, encoded.values_payload[4 * words :]])
         ctx.crossing, ctx.positions = crossing, encoded.positions
-        ctx.mark_non_differentiable(encoded.positions_payload)
-        sent = 4 * values.numel() + encoded.positions_payload.numel()
-        crossing.split.count(crossing.layout, sent, encoded.positions)
-        return values, encoded.positions_payload
+        ctx.mark_non_differentiable(positions)
+        crossing.split.count(crossing.layout, 4 * words + positions.numel(), encoded.positions)
+        return values, positions
 
     @staticmethod
     @once_differentiable
@@ -119,7 +121,8 @@ class _Receive(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, positions: Tensor, crossing: Crossing) -> Tensor:
         layout = crossing.layout
         with crossing.split.timed():
-            payload = as_bytes(values, layout.forward_values_bytes)
+            positions, left_over = positions.tensor_split([layout.forward_positions_bytes])
+            payload = torch.cat([as_bytes(values, layout.forward_values_bytes), left_over])
             dtype = crossing.border.dtype
             activation, ctx.positions = crossing.split.decode_forward(layout, positions, payload, dtype)
         ctx.crossing, ctx.seed = crossing, crossing.split.rounding_seed

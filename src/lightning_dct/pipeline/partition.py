@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +32,7 @@ class Piece:
     index: int
     names: tuple[str, ...]
     modules: SplitSequential
-    split: Split[Any] | None
+    split: Split | None
 
 
 def find_pipeline(module: nn.Module) -> tuple[str, nn.Sequential]:

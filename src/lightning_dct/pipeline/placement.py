@@ -56,13 +56,13 @@ class Placement:
         return list(found.values())
 
     @property
-    def split_points(self) -> dict[str, Split[Any]]:
+    def split_points(self) -> dict[str, Split]:
         """All split points of the network, by name: every rank has them, as they tell the size of payloads."""
         children = self.network.named_children()
         return {self._prefix + name: child for name, child in children if isinstance(child, Split)}
 
     @property
-    def own_split_points(self) -> dict[str, Split[Any]]:
+    def own_split_points(self) -> dict[str, Split]:
         """Those whose thresholds this rank selects: they end its pieces."""
         own = {id(piece.split) for piece in self.own}
         return {name: split for name, split in self.split_points.items() if id(split) in own}

@@ -49,33 +49,39 @@ class SplitSequential(nn.Sequential):
             input: What the first is given.
             **context: What else they are given.
         """
-        self.check_context(context)
+        check_context(self, context)
         for child in self:
             input = child(input, **context_of(child, context))
         return input
 
-    def check_context(self, context: Mapping[str, Any]) -> None:
-        """See that the children take the keywords that are given, and are given what they need.
 
-        Raises:
-            TypeError: With the child and the keyword.
-        """
-        unused = set(context)
-        for name, child in self.named_children():
-            unused -= set(context_of(child, context))
-            for keyword, parameter in _keywords(child).items():
-                if parameter.default is parameter.empty and keyword not in context:
-                    given = ", ".join(map(repr, context)) or "none"
-                    raise TypeError(
-                        f"The forward of {name!r} ({type(child).__name__}) takes {keyword!r}, which the call of the"
-                        f" SplitSequential does not give (given by keyword: {given}). Call it as in"
-                        f" `self.network(inputs, {keyword}=...)`, or give the parameter a default."
-                    )
-        if unused:
-            raise TypeError(
-                f"No child of the SplitSequential has a forward that names {', '.join(map(repr, sorted(unused)))} after"
-                " its first parameter. Leave the keyword out of the call, or name it in the forward that needs it."
-            )
+def check_context(network: nn.Sequential, context: Mapping[str, Any]) -> None:
+    """See that a network's children take the keywords that are given, and are given what they need.
+
+    Raises:
+        TypeError: With the child and the keyword.
+    """
+    if context and not isinstance(network, SplitSequential):
+        raise TypeError(
+            f"The network is called with {', '.join(context)} as keywords, and it is a {type(network).__name__}, which"
+            " takes one input. Make it a `lightning_dct.SplitSequential`."
+        )
+    unused = set(context)
+    for name, child in network.named_children():
+        unused -= set(context_of(child, context))
+        for keyword, parameter in _keywords(child).items():
+            if parameter.default is parameter.empty and keyword not in context:
+                given = ", ".join(map(repr, context)) or "none"
+                raise TypeError(
+                    f"The forward of {name!r} ({type(child).__name__}) takes {keyword!r}, which the call of the network"
+                    f" does not give (given by keyword: {given}). Make it a `lightning_dct.SplitSequential` and call it"
+                    f" as in `self.network(inputs, {keyword}=...)`, or give the parameter a default."
+                )
+    if unused:
+        raise TypeError(
+            f"No child of the SplitSequential has a forward that names {', '.join(map(repr, sorted(unused)))} after"
+            " its first parameter. Leave the keyword out of the call, or name it in the forward that needs it."
+        )
 
 
 def context_of(module: nn.Module, context: Mapping[str, Any]) -> dict[str, Any]:

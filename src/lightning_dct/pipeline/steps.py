@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torchmetrics import Metric
 
-from lightning_dct.pipeline.sequential import NetworkCall, SplitSequential, check_no_gradients
+from lightning_dct.pipeline.sequential import NetworkCall, check_context, check_no_gradients
 
 
 @dataclass
@@ -57,13 +57,7 @@ def capture_call(
     """
 
     def reach(input: Any, **context: Any) -> Any:
-        if isinstance(network, SplitSequential):
-            network.check_context(context)
-        elif context:
-            raise TypeError(
-                f"`{step}` calls the network with {', '.join(map(repr, context))} as keywords, and it is a"
-                f" {type(network).__name__}, which takes one input. Make it a `lightning_dct.SplitSequential`."
-            )
+        check_context(network, context)
         check_no_gradients(context)
         raise _Reached(NetworkCall(input, context))
 

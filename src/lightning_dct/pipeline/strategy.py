@@ -37,9 +37,9 @@ from lightning_dct.strategy import DCTStrategy
 
 
 class DCTPipelineStrategy(DCTStrategy):
-    """Pipeline-parallel training with thresholded activations between stages, and thresholded gradients beside.
+    """Pipeline-parallel training with compressed activations between stages, and compressed updates beside.
 
-    The model's network is one ``torch.nn.Sequential`` with :class:`~lightning_dct.SplitPoint` modules among its
+    The model's network is one ``torch.nn.Sequential`` with split points (:func:`~lightning_dct.subspace`) among its
     children. They cut it into pieces, which run on the ranks of a pipeline under a schedule of
     ``torch.distributed.pipelining``. Steps are written as for one process: they call the network once, and compute
     the loss from what it returns. World size / ``stages`` pipelines share the data, and synchronise the gradients of
@@ -48,7 +48,7 @@ class DCTPipelineStrategy(DCTStrategy):
 
     Example::
 
-        network = nn.Sequential(encoder, SplitPoint(density=0.1), decoder)
+        network = SplitSequential(embedding, block, *subspace(256, rank=32, num_tokens=1000), block, head)
         trainer = Trainer(strategy=DCTPipelineStrategy(stages=2, micro_batches=4), devices=2)
 
     What pieces need beside the activation that crosses, they are given by keyword, if the network is a
