@@ -44,6 +44,8 @@ NAMES = ["embedding.weight", "layers.0.linear.weight", "layers.0.linear.bias"]
         ("residual_decay", 0.0, ValueError),
         ("residual_decay", 1.1, ValueError),
         ("residual_decay", None, TypeError),
+        ("outer_learning_rate", 0, ValueError),
+        ("outer_learning_rate", "2", TypeError),
         ("value_format", "fp16", ValueError),
         ("value_format", "BF16", ValueError),
         ("value_format", 16, ValueError),
@@ -81,7 +83,7 @@ def test_bad_densities_of_parameters_name_their_pattern(density: Any, error: typ
         {"min_tensor_size": 0},
         {"guard": False},
         *({"value_format": name} for name in ("fp32", "bf16", "int8", "1bit")),
-        {"residual_decay": 1.0},
+        {"residual_decay": 0.9, "outer_learning_rate": 1.4},
     ],
 )
 def test_good_settings_are_kept(settings: dict[str, Any]) -> None:

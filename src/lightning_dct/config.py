@@ -33,7 +33,11 @@ class DCTConfig:
         warmup_steps: Optimizer steps in which updates are exchanged up to eight times as often, and each exchange sends
             as much less: the weights of different ranks must not drift apart while they move fast.
         residual_decay: What remains of an update's residual after each exchange, in (0, 1]. 1.0 forgets nothing; less
-            draws a rank's weights towards the shared ones.
+            draws a rank's weights towards the shared ones, for learning rates that a single rank's batch cannot bear.
+        outer_learning_rate: How far the shared weights move along the mean of what the ranks have moved (Douillard et
+            al., *DiLoCo*, arXiv 2311.08105). Adam's steps are of one size however noisy gradients are, so the mean of
+            the steps of W ranks can be as small as 1 / sqrt(W) of the step that one Adam would make of their mean
+            gradient. Up to sqrt(W) makes up for that; it is wrong for SGD, whose steps add up.
         delay: Optimizer steps that an exchange of updates may travel while training goes on, at most ``local_steps``.
             With 0 training waits for it. From 1 on tensors take turns, so that the link is never in a burst.
         density: Share of each tensor's entries that an exchange sends, in (0, 1]. 1.0 sends everything, as plain DDP
@@ -60,7 +64,8 @@ class DCTConfig:
     compress: Compress = "updates"
     local_steps: int | None = None
     warmup_steps: int = 320
-    residual_decay: float = 0.9
+    residual_decay: float = 1.0
+    outer_learning_rate: float = 1.0
     delay: int = 0
     density: float = 0.2
     density_per_parameter: Mapping[str, float] = field(default_factory=dict)
@@ -108,8 +113,10 @@ class DCTConfig:
         check_integer("warmup_steps", self.warmup_steps, minimum=0)
         check_share("residual_decay", self.residual_decay, "what remains of a residual", "To keep all of it")
         given: dict[str, float | None] = {"local_steps": self.local_steps, "delay": self.delay}
+        check_positive("outer_learning_rate", self.outer_learning_rate)
         given |= {"warmup_steps": self.warmup_steps, "residual_decay": self.residual_decay}
-        if not updates and given != {"local_steps": 1, "delay": 0, "warmup_steps": 320, "residual_decay": 0.9}:
+        given |= {"outer_learning_rate": self.outer_learning_rate}
+        if not updates and tuple(given.values()) != (1, 0, 320, 1.0, 1.0):
             raise ValueError(
                 "`compress='gradients'` exchanges gradients in every step and keeps all residuals; got"
                 f" {', '.join(f'{name}={value}' for name, value in given.items())}. Leave these settings out, or use"

@@ -47,6 +47,7 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         local_steps: Optimizer steps from one exchange of updates to the next; 8 unless given.
         warmup_steps: Optimizer steps in which updates are exchanged up to eight times as often, each with as much less.
         residual_decay: What remains of an update's residual after each exchange, in (0, 1].
+        outer_learning_rate: How far the shared weights move along the mean of what the ranks have moved.
         delay: Optimizer steps that an exchange of updates may travel while training goes on, at most ``local_steps``.
         density: Share of each tensor's entries that an exchange sends, in (0, 1].
         density_per_parameter: Densities for some parameters, by name pattern.
@@ -87,7 +88,8 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         compress: Compress = "updates",
         local_steps: int | None = None,
         warmup_steps: int = 320,
-        residual_decay: float = 0.9,
+        residual_decay: float = 1.0,
+        outer_learning_rate: float = 1.0,
         delay: int = 0,
         density: float = 0.2,
         density_per_parameter: Mapping[str, float] | None = None,
@@ -114,6 +116,7 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
             local_steps=local_steps,
             warmup_steps=warmup_steps,
             residual_decay=residual_decay,
+            outer_learning_rate=outer_learning_rate,
             delay=delay,
             density=density,
             density_per_parameter=density_per_parameter or {},

@@ -26,6 +26,7 @@ def train(
     local_steps: int,
     warmup_steps: int,
     residual_decay: float,
+    outer_learning_rate: float,
     delay: int = 0,
     density: float,
     value_format: str,
@@ -44,6 +45,7 @@ def train(
         local_steps: Steps from one exchange to the next.
         warmup_steps: Steps in which they are an eighth, and the entries as much fewer.
         residual_decay: What remains of what a worker has not sent.
+        outer_learning_rate: How far the shared weights move along the mean.
         delay: Steps that an exchange travels.
         density: Share of entries sent.
         value_format: As in the settings.
@@ -97,7 +99,7 @@ def train(
                     accumulated = arrived[place] + sums_held[place][name]
                     arrived[place] = send_pieces(accumulated, *how)
                     sums_held[place][name] = accumulated - arrived[place]
-            mean[name] = arrived.sum(axis=0) / workers
+            mean[name] = outer_learning_rate * arrived.sum(axis=0) / workers
         on_its_way.append((step + min(delay, length), mean, lost))
         if not delay:
             apply(*on_its_way.pop()[1:])

@@ -36,17 +36,17 @@ def train_compressed(settings: dict[str, Any]) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "exchange", "value_format", "local_steps", "delay", "warmup_steps", "residual_decay"),
+    ("world_size", "exchange", "value_format", "local_steps", "delay", "warmup_steps", "decay", "rate"),
     [
-        (2, "all_gather", "1bit", 4, 0, 10, 0.9),
-        (2, "all_gather", "fp32", 1, 0, 0, 1.0),
-        (2, "all_gather", "1bit", 1, 0, 9, 0.5),
-        (3, "all_gather", "bf16", 5, 3, 7, 0.8),
-        (2, "all_gather", "int8", 4, 4, 0, 0.9),
-        (3, "sharded", "fp32", 3, 0, 5, 0.9),
-        (4, "sharded", "1bit", 4, 2, 0, 1.0),
-        (4, "by_node", "int8", 3, 0, 5, 0.9),
-        (4, "by_node", "1bit", 3, 1, 0, 1.0),
+        (2, "all_gather", "1bit", 4, 0, 10, 1.0, 1.0),
+        (2, "all_gather", "fp32", 1, 0, 0, 1.0, 1.0),
+        (2, "all_gather", "1bit", 1, 0, 9, 0.5, 1.4),
+        (3, "all_gather", "bf16", 5, 3, 7, 0.8, 1.7),
+        (2, "all_gather", "int8", 4, 4, 0, 0.9, 0.5),
+        (3, "sharded", "fp32", 3, 0, 5, 0.9, 1.0),
+        (4, "sharded", "1bit", 4, 2, 0, 1.0, 1.0),
+        (4, "by_node", "int8", 3, 0, 5, 0.9, 1.2),
+        (4, "by_node", "1bit", 3, 1, 0, 1.0, 1.0),
     ],
 )
 def test_matches_the_plain_reference(
@@ -57,7 +57,8 @@ def test_matches_the_plain_reference(
     local_steps: int,
     delay: int,
     warmup_steps: int,
-    residual_decay: float,
+    decay: float,
+    rate: float,
 ) -> None:
     """Oracle: reference.py, with every rank's SGD in one process."""
     settings: dict[str, Any] = {
@@ -67,7 +68,8 @@ def test_matches_the_plain_reference(
         "local_steps": local_steps,
         "delay": delay,
         "warmup_steps": warmup_steps,
-        "residual_decay": residual_decay,
+        "residual_decay": decay,
+        "outer_learning_rate": rate,
     }
     runs = ranks(world_size).run(train_compressed, settings)
     shared, own, sums_held = reference.train(

@@ -25,7 +25,13 @@ from lightning_dct.gradients.compression import name_broken_sender
         ({"local_steps": 4, "delay": 5}, ValueError, "Lower `delay` or raise `local_steps`"),
         *(
             ({"compress": "gradients", **one}, ValueError, "Leave these settings out, or use `compress='updates'`")
-            for one in ({"local_steps": 4}, {"delay": 1}, {"warmup_steps": 5}, {"residual_decay": 0.5})
+            for one in (
+                {"local_steps": 4},
+                {"delay": 1},
+                {"warmup_steps": 5},
+                {"residual_decay": 0.5},
+                {"outer_learning_rate": 2},
+            )
         ),
         ({"compress": "weights"}, ValueError, "`compress` must be one of 'updates', 'gradients'"),
     ],

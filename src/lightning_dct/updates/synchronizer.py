@@ -3,13 +3,13 @@
     rank r         w_r <- user's optimizer (w_r)                      ``local_steps`` times
                    a_r  = w_r - S                                     moved, or not sent yet
                    c_r  = the entries of a_r that reach a threshold, in few bits
-    every rank     m    = (1/W) * sum over ranks of c_r               any exchange
+    every rank     m    = rate/W * sum over ranks of c_r              any exchange
                    S   += m,   w_r  = S + decay * (a_r - c_r)
 
 ``S`` are the shared weights. A rank replaces what it has sent by the mean of what all have sent, and keeps what it has
 not sent in its own weights: it trains on with that, as in *Step-Ahead Error Feedback* (Xu and Huang, AAAI 2021). So
-``w_r - S`` is the residual. Where it does not decay, the mean of the ranks' weights is what it would be had everything
-been sent. A decay keeps ranks together whose learning rate is too high for the batch of a single one.
+``w_r - S`` is the residual. By default ``rate = decay = 1``, and the mean of the ranks' weights is what it would be had
+everything been sent.
 
 Sources: SPARQ-SGD (Singh et al., arXiv 1910.14280) and DiLoCo (Douillard et al., arXiv 2311.08105) for compressed
 local steps, Streaming DiLoCo (Douillard et al., arXiv 2501.18512) for tensors that take turns,
@@ -252,6 +252,7 @@ class UpdateSynchronizer(Synchronizer):
         with self.traffic.timed("apply"):
             for item in items:
                 sizes = self._sizes(item.names)
+                item.mean.mul_(self.config.outer_learning_rate)
                 changes = torch.sub(item.mean, item.own, out=item.own).split(sizes)
                 for name, mean, change in zip(item.names, item.mean.split(sizes), changes, strict=True):
                     shared, own = as_real(self.weights.shared(name)), as_real(self.weights.own(name))
