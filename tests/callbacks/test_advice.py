@@ -66,6 +66,8 @@ def test_fewer_entries_than_there_is_room_for_are_explained() -> None:
     assert note.startswith("2.07% were sent, and density=0.03 has room for 3%")
     for density in (0.029, 0.2, math.nan):
         assert kept_note(GRADIENTS, density) is None
+    assert kept_note(DCTConfig(), 0.03) is None  # the shorter rounds of warm-up send less
+    assert kept_note(DCTConfig(warmup_steps=0), 0.03) is not None
 
 
 @pytest.mark.parametrize(

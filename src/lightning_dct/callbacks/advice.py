@@ -53,7 +53,8 @@ def kept_note(config: DCTConfig, density: float) -> str | None:
         config: The settings.
         density: Entries sent over entries due.
     """
-    if config.density_per_parameter or not density < (1 - MUCH) * config.density:
+    shorter_rounds = config.compress == "updates" and config.round_length > 1 and config.warmup_steps > 0
+    if config.density_per_parameter or shorter_rounds or not density < (1 - MUCH) * config.density:
         return None
     return (
         f"{100 * density:.3g}% were sent, and density={config.density:g} has room for {100 * config.density:.3g}%: an"
