@@ -31,7 +31,7 @@ class DCTConfig:
         local_steps: Optimizer steps from one exchange of updates to the next, at least 1; 8 unless given. Gradients
             are exchanged in every step.
         warmup_steps: Optimizer steps in which updates are exchanged up to eight times as often, and each exchange sends
-            as much less: the weights of different ranks must not drift apart while they move fast.
+            as much less, unless a density is 1: weights of different ranks must not drift apart while they move fast.
         residual_decay: What remains of an update's residual after each exchange, in (0, 1]. 1.0 forgets nothing; less
             draws a rank's weights towards the shared ones, for learning rates that a single rank's batch cannot bear.
         outer_learning_rate: How far the shared weights move along the mean of what the ranks have moved (Douillard et

@@ -237,7 +237,7 @@ def test_idiom_trains_compressed(ranks: Any, name: str) -> None:
 def train_updates(name: str, delay: int) -> tuple[Run, int]:
     idiom = IDIOMS[name]
     settings = {key: value for key, value in idiom.strategy.items() if key != "bucket_cap_mb"}
-    strategy = DCTStrategy(density=0.3, local_steps=4, delay=delay, refresh_every=5, **settings)
+    strategy = DCTStrategy(density=0.3, local_steps=4, warmup_steps=6, delay=delay, refresh_every=5, **settings)
     module, watch = idiom.module(), Watch(every=BATCHES)
     trainer = trainer_for(strategy, callbacks=[watch], **idiom.trainer)
     trainer.fit(module, loader(BATCHES, 40, 8))

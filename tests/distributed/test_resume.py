@@ -77,7 +77,7 @@ def train(ckpt_path: Path | None, strategy: dict[str, Any], trainer: dict[str, A
     ("strategy", "trainer"),
     [
         ({"value_format": "int8"}, {}),
-        ({"value_format": "1bit", "warmup_steps": 14}, {}),
+        ({"value_format": "1bit"}, {}),
         ({"value_format": "bf16", "bucket_cap_mb": 0.0005}, {"accumulate_grad_batches": 2}),
         ({"value_format": "int8"}, {"precision": "bf16-true"}),
         ({"exchange": "sharded", "density": 0.2, "bucket_cap_mb": 0.0005}, {}),

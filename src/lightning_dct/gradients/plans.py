@@ -32,10 +32,11 @@ class Plans:
             self.config, self._known = config, {}
 
     def of(self, names: Sequence[str], sizes: Sequence[int], dtype: torch.dtype, share: float = 1.0) -> BucketPlan:
-        """What becomes of some tensors, at a share of their densities."""
+        """What becomes of some tensors, at a share of their densities; those that are 1 stay 1."""
         key = tuple(names), tuple(sizes), dtype, share
         if key not in self._known:
-            densities = [share * self.config.density_of(name) for name in names]
+            full = [self.config.density_of(name) for name in names]
+            densities = [1.0 if density == 1.0 else share * density for density in full]
             settings = self.config.value_format, self.config.min_tensor_size
             self._known[key] = plan_bucket(names, sizes, densities, dtype, *settings, self._passes)
         return self._known[key]
