@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from inspect import Parameter, signature
@@ -18,6 +18,8 @@ ExchangeName = Literal["auto", "all_gather", "sharded", "by_node"]
 EXCHANGES: tuple[str, ...] = get_args(ExchangeName)
 MissingState = Literal["error", "reset"]
 Compress = Literal["updates", "gradients"]
+# Settings that say nothing where gradients are exchanged.
+OF_UPDATES = ("local_steps", "delay", "warmup_steps", "residual_decay", "outer_learning_rate")
 
 
 @dataclass(frozen=True)
@@ -112,11 +114,10 @@ class DCTConfig:
         check_integer("delay", self.delay, minimum=0)
         check_integer("warmup_steps", self.warmup_steps, minimum=0)
         check_share("residual_decay", self.residual_decay, "what remains of a residual", "To keep all of it")
-        given: dict[str, float | None] = {"local_steps": self.local_steps, "delay": self.delay}
         check_positive("outer_learning_rate", self.outer_learning_rate)
-        given |= {"warmup_steps": self.warmup_steps, "residual_decay": self.residual_decay}
-        given |= {"outer_learning_rate": self.outer_learning_rate}
-        if not updates and tuple(given.values()) != (1, 0, 320, 1.0, 1.0):
+        given = {name: getattr(self, name) for name in OF_UPDATES}
+        left_out = {one.name: one.default for one in fields(self) if one.name in OF_UPDATES} | {"local_steps": 1}
+        if not updates and given != left_out:
             raise ValueError(
                 "`compress='gradients'` exchanges gradients in every step and keeps all residuals; got"
                 f" {', '.join(f'{name}={value}' for name, value in given.items())}. Leave these settings out, or use"

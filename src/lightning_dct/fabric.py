@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_dct import checkpoint as saved
 from lightning_dct.agreement import check_agreement
 from lightning_dct.config import DCTConfig, check_keywords
-from lightning_dct.failures import check_lifelines, end_after_gloo, meet_in_fresh_store
+from lightning_dct.failures import check_lifelines, group_is_made
 from lightning_dct.files import AtomicCheckpointIO
 from lightning_dct.gradients import Synchronizer
 from lightning_dct.profiling import recorded
@@ -74,11 +74,8 @@ class DCTStrategy(DDPStrategy):
 
     def setup_environment(self) -> None:
         """Bring the processes up."""
-        if self._lifelines:
-            meet_in_fresh_store(self._timeout)
-        super().setup_environment()
-        if self._lifelines:
-            end_after_gloo()
+        with group_is_made(self._lifelines, self._timeout):
+            super().setup_environment()
 
     def setup_module(self, module: Module) -> Any:
         """Set synchronisation up; where gradients are exchanged, the module is wrapped with DDP."""

@@ -28,7 +28,7 @@ from lightning_dct.callbacks import (
 )
 from lightning_dct.config import DCTConfig
 from lightning_dct.embedding.hosting import install_clipping, remove_clipping
-from lightning_dct.failures import Lifeline, check_lifelines, end_after_gloo, meet_in_fresh_store
+from lightning_dct.failures import Lifeline, check_lifelines, group_is_made
 from lightning_dct.profiling import shown_by
 from lightning_dct.saving import CheckpointedStrategy
 from lightning_dct.synchronizing import check_optimizers
@@ -93,11 +93,8 @@ class ThresholdedStrategy(CheckpointedStrategy):
 
     def setup_environment(self) -> None:
         """Bring the processes up, then make the rows of embedding tables that each of them owns."""
-        if self._lifelines:
-            meet_in_fresh_store(self._timeout)
-        super().setup_environment()
-        if self._lifelines:
-            end_after_gloo()
+        with group_is_made(self._lifelines, self._timeout):
+            super().setup_environment()
         self.lifeline = Lifeline.open(self._lifelines)
         if self.lightning_module is not None:
             self._check_modules()

@@ -139,8 +139,8 @@ def train_without() -> dict[str, Any]:
     strategy = DCTStrategy(density=0.1, lifelines=False)
     trainer = trainer_for(strategy)
     with (
-        patch("lightning_dct.thresholded.meet_in_fresh_store") as meet,
-        patch("lightning_dct.thresholded.end_after_gloo") as pause,
+        patch("lightning_dct.failures.process_group.meet_in_fresh_store") as meet,
+        patch("lightning_dct.failures.process_group.end_after_gloo") as pause,
     ):
         trainer.fit(Module(), loader(2, 40, 8))
     return {

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from distributed.harness import CONTEXT
-from lightning_dct.failures import meet_in_fresh_store
+from lightning_dct.failures.process_group import meet_in_fresh_store
 
 WORLD_SIZE = 3
 # Far more than any of it takes on a quiet machine.

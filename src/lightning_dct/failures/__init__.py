@@ -1,6 +1,6 @@
 """What a job does when a rank dies, fails or is signalled: the others hear of it, and all end, or act, together."""
 
 from lightning_dct.failures.lifeline import Lifeline, check_lifelines
-from lightning_dct.failures.process_group import end_after_gloo, meet_in_fresh_store
+from lightning_dct.failures.process_group import group_is_made
 
-__all__ = ["Lifeline", "check_lifelines", "end_after_gloo", "meet_in_fresh_store"]
+__all__ = ["Lifeline", "check_lifelines", "group_is_made"]

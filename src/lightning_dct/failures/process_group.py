@@ -21,6 +21,8 @@ import atexit
 import os
 import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -60,6 +62,16 @@ def meet_in_fresh_store(timeout: timedelta | None) -> None:
     # torch's `env://` reads these; in the process that holds the store it makes no second one.
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = where
     os.environ[FROM_AGENT] = "False"
+
+
+@contextmanager
+def group_is_made(lifelines: bool | int, timeout: timedelta | None) -> Iterator[None]:
+    """Surround what makes the process group, as lifelines want it; nothing happens without them."""
+    if lifelines:
+        meet_in_fresh_store(timeout)
+    yield
+    if lifelines:
+        end_after_gloo()
 
 
 def end_after_gloo() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -14,11 +15,7 @@ from lightning_dct.gradients.plan import local_of
 
 def plain(value: Any) -> Any:
     """A tree of dicts and lists with every tensor in it as what lies on this rank, copied to the CPU."""
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(plain(item) for item in value)
-    return local_of(value).detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+    return apply_to_collection(value, Tensor, lambda tensor: local_of(tensor).detach().to("cpu", copy=True))
 
 
 def take_over(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:

@@ -91,13 +91,12 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
             check_integer("replicas", replicas, minimum=1)
         if isinstance(unit, int):
             check_integer("unit", unit, minimum=1)
-        if settings.get("tensor_parallel_size", 1) != 1:
+        if (tensor_parallel_size := settings.pop("tensor_parallel_size", 1)) != 1:
             raise ValueError(
-                "`DCTFSDPStrategy` does not do tensor parallelism; got tensor_parallel_size="
-                f"{settings['tensor_parallel_size']!r}. Leave it out, or use Lightning's `ModelParallelStrategy`."
+                f"`DCTFSDPStrategy` does not do tensor parallelism; got {tensor_parallel_size=}. Leave it out, or use"
+                " Lightning's `ModelParallelStrategy`."
             )
-        check_keywords(type(self), set(settings) - {"tensor_parallel_size"}, DCTConfig)
-        settings.pop("tensor_parallel_size", None)
+        check_keywords(type(self), settings, DCTConfig)
         super().__init__(
             DCTConfig(**settings),
             lifelines,

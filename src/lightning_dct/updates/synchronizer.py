@@ -252,7 +252,8 @@ class UpdateSynchronizer(Synchronizer):
         with self.traffic.timed("apply"):
             for item in items:
                 sizes = self._sizes(item.names)
-                item.mean.mul_(self.config.outer_learning_rate)
+                if self.config.outer_learning_rate != 1.0:
+                    item.mean.mul_(self.config.outer_learning_rate)
                 changes = torch.sub(item.mean, item.own, out=item.own).split(sizes)
                 for name, mean, change in zip(item.names, item.mean.split(sizes), changes, strict=True):
                     shared, own = as_real(self.weights.shared(name)), as_real(self.weights.own(name))
