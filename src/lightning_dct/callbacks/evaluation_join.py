@@ -6,10 +6,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_dct.callbacks.requirements import InternalCallback
 from lightning_dct.embedding.hosting import find_tables
 
 
-class EvaluationJoin(pl.Callback):
+class EvaluationJoin(InternalCallback):
     """Let ranks with unequal numbers of batches validate, test and predict with sharded embedding tables.
 
     After its last batch a rank answers the others until all are through. That comes before Lightning reduces what was

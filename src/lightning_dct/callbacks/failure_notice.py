@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, cast
 
 import lightning.pytorch as pl
 
+from lightning_dct.callbacks.requirements import InternalCallback
+
 if TYPE_CHECKING:
     from lightning_dct.strategy import DCTStrategy
 
 
-class FailureNotice(pl.Callback):
+class FailureNotice(InternalCallback):
     """Tells all ranks of an exception on one of them; ``DCTStrategy`` adds this callback, before all others.
 
     Other callbacks save a checkpoint when an exception is raised, which takes all ranks: one that fails alone would

@@ -8,14 +8,14 @@ import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_dct.callbacks.advice import closing_line, kept_note, notes_at_start
-from lightning_dct.callbacks.requirements import require_dct
+from lightning_dct.callbacks.requirements import InternalCallback, require_dct
 from lightning_dct.callbacks.step_clock import StepClock
 from lightning_dct.forecast.link import MeasuredLink, measure_link
 from lightning_dct.gradients.plan import real_numel
 from lightning_dct.traffic import FP32_BYTES, TrafficTotals
 
 
-class RunAdvice(pl.Callback):
+class RunAdvice(InternalCallback):
     """Sentences at the beginning of fit and at its end; ``DCTStrategy`` adds this callback.
 
     Before the first step all ranks time all-reduces of up to 1 MiB for a moment, so that the end can say what plain DDP

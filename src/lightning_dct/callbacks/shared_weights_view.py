@@ -7,10 +7,10 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
-from lightning_dct.callbacks.requirements import AVERAGING
+from lightning_dct.callbacks.requirements import AVERAGING, InternalCallback
 
 
-class SharedWeightsView(pl.Callback):
+class SharedWeightsView(InternalCallback):
     """Let validation, weight averaging, callbacks of the user and what follows fit see the weights all ranks share.
 
     ``DCTStrategy`` adds two of them: one before all other callbacks, which opens the view, and one behind them, which

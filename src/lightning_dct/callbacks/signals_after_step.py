@@ -11,8 +11,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_dct.callbacks.requirements import InternalCallback
 
-class SignalsAfterStep(pl.Callback):
+
+class SignalsAfterStep(InternalCallback):
     """Act on SIGTERM, and on SLURM's signal to requeue, at the end of the step in which one has arrived on any rank.
 
     Lightning acts inside the signal's handler, that is wherever each rank happens to be: one with its gradients half
