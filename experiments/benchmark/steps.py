@@ -57,10 +57,12 @@ def in_order(names: Sequence[str], round: int) -> list[str]:
 
 
 @contextmanager
-def some_hosts(count: int, megabits: float | None, has_links: bool) -> Iterator[list[Host] | list[LoopbackHost]]:
+def some_hosts(
+    count: int, megabits: float | None, delay: float, has_links: bool
+) -> Iterator[list[Host] | list[LoopbackHost]]:
     """Hosts with links, or what stands in for them."""
     if has_links:
-        with make_hosts(count, megabits) as hosts:
+        with make_hosts(count, megabits, delay) as hosts:
             yield hosts
     else:
         yield [LoopbackHost() for _ in range(count)]
@@ -111,7 +113,8 @@ class Benchmark:
     ) -> list[Run]:
         count = self._options.hosts
         environment = {"OMP_NUM_THREADS": str(self.threads), "NUMBA_NUM_THREADS": str(self.threads)}
-        with tempfile.TemporaryDirectory() as folder, some_hosts(count, megabits, self._has_links) as hosts:
+        delay = self._options.delay / 1000
+        with tempfile.TemporaryDirectory() as folder, some_hosts(count, megabits, delay, self._has_links) as hosts:
             os.chmod(folder, 0o777)  # the hosts' processes may be another user's
             name = link_name(megabits)
             if self._has_links and name not in self.carried:
@@ -157,7 +160,8 @@ def notes_on(
         f" over {options.rounds} rounds; up to {options.steps} steps a run, fewer where they are slow.",
     ]
     notes += [
-        f"Links, {name}: a plain TCP transfer went at {measured:,.0f} Mbit/s."
+        f"Links, {name}{f', {options.delay:g} ms each way' * bool(options.delay)}: a plain TCP transfer went at"
+        f" {measured:,.0f} Mbit/s."
         for name, measured in benchmark.carried.items()
     ]
     first_rate = [run for run in benchmark.runs if run.megabits == benchmark.runs[0].megabits]
@@ -184,6 +188,7 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hosts", type=int, default=2, help="how many hosts, one rank on each")
     parser.add_argument("--rates", type=float, nargs="+", default=[1000, 100], help="of the links, in Mbit/s")
+    parser.add_argument("--delay", type=float, default=0.0, help="that frames travel each way, in milliseconds")
     parser.add_argument("--rounds", type=int, default=3, help="how often everything is measured")
     parser.add_argument("--steps", type=int, default=30, help="most steps measured in a run")
     parser.add_argument("--quality-steps", type=int, default=100, help="steps of the scored round; 0 leaves it out")
@@ -203,6 +208,8 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
     ):
         if getattr(options, name) < least:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least {least}")
+    if options.delay < 0:
+        parser.error(f"--delay {options.delay}: must not be below 0")
     if min(options.rates) <= 0:
         parser.error(f"--rates {min(options.rates)}: must be above 0")
     return options
