@@ -1,4 +1,4 @@
-"""A wire on which every frame travels for a given time, where the kernel has no ``netem``: one thread carries it all."""
+"""A wire on which every frame travels for a given time, for kernels without ``netem``. One thread carries it all."""
 
 from __future__ import annotations
 
