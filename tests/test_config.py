@@ -44,8 +44,6 @@ NAMES = ["embedding.weight", "layers.0.linear.weight", "layers.0.linear.bias"]
         ("residual_decay", 0.0, ValueError),
         ("residual_decay", 1.1, ValueError),
         ("residual_decay", None, TypeError),
-        ("outer_learning_rate", 0, ValueError),
-        ("outer_learning_rate", "2", TypeError),
         ("value_format", "fp16", ValueError),
         ("value_format", "BF16", ValueError),
         ("value_format", 16, ValueError),
@@ -83,7 +81,7 @@ def test_bad_densities_of_parameters_name_their_pattern(density: Any, error: typ
         {"min_tensor_size": 0},
         {"guard": False},
         *({"value_format": name} for name in ("fp32", "bf16", "int8", "1bit")),
-        {"residual_decay": 0.9, "outer_learning_rate": 1.4},
+        {"residual_decay": 0.9},
     ],
 )
 def test_good_settings_are_kept(settings: dict[str, Any]) -> None:
@@ -123,11 +121,11 @@ def test_the_first_pattern_that_matches_wins() -> None:
     config = DCTConfig(density_per_parameter={"layers.0.*": 0.2, "*.weight": 0.3, "*": 0.4})
     assert [config.density_of(name) for name in NAMES] == [0.3, 0.2, 0.2]
     assert config.density_of("scale") == 0.4
-    assert DCTConfig(density_per_parameter={"*.weight": 0.3}).density_of("scale") == 0.2
+    assert DCTConfig(density=0.5, density_per_parameter={"*.weight": 0.3}).density_of("scale") == 0.5
 
 
 def test_patterns_mind_the_case() -> None:
-    assert DCTConfig(density_per_parameter={"*.Weight": 0.3}).density_of("a.weight") == 0.2
+    assert DCTConfig(density=0.5, density_per_parameter={"*.Weight": 0.3}).density_of("a.weight") == 0.5
 
 
 def test_patterns_without_a_parameter_are_refused() -> None:

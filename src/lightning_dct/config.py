@@ -19,7 +19,7 @@ EXCHANGES: tuple[str, ...] = get_args(ExchangeName)
 MissingState = Literal["error", "reset"]
 Compress = Literal["updates", "gradients"]
 # Settings that say nothing where gradients are exchanged.
-OF_UPDATES = ("local_steps", "delay", "warmup_steps", "residual_decay", "outer_learning_rate")
+OF_UPDATES = ("local_steps", "delay", "warmup_steps", "residual_decay")
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,9 @@ class DCTConfig:
             are exchanged in every step.
         warmup_steps: Optimizer steps in which updates are exchanged up to eight times as often, and each exchange sends
             as much less, unless a density is 1: weights of different ranks must not drift apart while they move fast.
-        residual_decay: What remains of an update's residual after each exchange, in (0, 1]. 1.0 forgets nothing; less
-            draws a rank's weights towards the shared ones, for learning rates that a single rank's batch cannot bear.
-        outer_learning_rate: How far the shared weights move along the mean of what the ranks have moved (Douillard et
-            al., *DiLoCo*, arXiv 2311.08105). Adam's steps are of one size however noisy gradients are, so the mean of
-            the steps of W ranks can be as small as 1 / sqrt(W) of the step that one Adam would make of their mean
-            gradient. Up to sqrt(W) makes up for that; it is wrong for SGD, whose steps add up.
+        residual_decay: What remains of an update's residual after each exchange of the warm-up, in (0, 1]. Less than 1
+            draws the ranks together, for learning rates that the batch of one rank alone cannot bear. After the
+            warm-up nothing is forgotten.
         delay: Optimizer steps that an exchange of updates may travel while training goes on, at most ``local_steps``.
             With 0 training waits for it. From 1 on tensors take turns, so that the link is never in a burst.
         density: Share of each tensor's entries that an exchange sends, in (0, 1]. 1.0 sends everything, as plain DDP
@@ -66,14 +63,13 @@ class DCTConfig:
     compress: Compress = "updates"
     local_steps: int | None = None
     warmup_steps: int = 320
-    residual_decay: float = 1.0
-    outer_learning_rate: float = 1.0
+    residual_decay: float = 0.95
     delay: int = 0
-    density: float = 0.2
+    density: float = 0.3
     density_per_parameter: Mapping[str, float] = field(default_factory=dict)
     refresh_every: int = 1000
     value_format: ValueFormat = "1bit"
-    min_tensor_size: int = 128
+    min_tensor_size: int = 16
     guard: bool = True
     exchange: ExchangeName = "auto"
     kernel: KernelName = "auto"
@@ -114,7 +110,6 @@ class DCTConfig:
         check_integer("delay", self.delay, minimum=0)
         check_integer("warmup_steps", self.warmup_steps, minimum=0)
         check_share("residual_decay", self.residual_decay, "what remains of a residual", "To keep all of it")
-        check_positive("outer_learning_rate", self.outer_learning_rate)
         given = {name: getattr(self, name) for name in OF_UPDATES}
         left_out = {one.name: one.default for one in fields(self) if one.name in OF_UPDATES} | {"local_steps": 1}
         if not updates and given != left_out:
@@ -211,19 +206,6 @@ def check_share(setting: str, value: Any, meaning: str, remedy: str) -> None:
         raise ValueError(
             f"`{setting}` is {meaning} and must be in (0, 1], such as 0.2; got {value!r}. {remedy} use 1.0."
         )
-
-
-def check_positive(setting: str, value: Any) -> None:
-    """Refuse a setting that is not a number above zero.
-
-    Raises:
-        TypeError: It is not a number.
-        ValueError: It is zero, negative, infinite or NaN.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"`{setting}` must be a number above 0; got {value!r}.")
-    if not 0.0 < value < float("inf"):
-        raise ValueError(f"`{setting}` must be above 0 and finite; got {value!r}.")
 
 
 def check_integer(setting: str, value: Any, minimum: int) -> None:

@@ -46,8 +46,7 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         compress: ``"updates"``, what weights have moved, or ``"gradients"``.
         local_steps: Optimizer steps from one exchange of updates to the next; 8 unless given.
         warmup_steps: Optimizer steps in which updates are exchanged up to eight times as often, each with as much less.
-        residual_decay: What remains of an update's residual after each exchange, in (0, 1].
-        outer_learning_rate: How far the shared weights move along the mean of what the ranks have moved.
+        residual_decay: What remains of an update's residual after each exchange of the warm-up, in (0, 1].
         delay: Optimizer steps that an exchange of updates may travel while training goes on, at most ``local_steps``.
         density: Share of each tensor's entries that an exchange sends, in (0, 1].
         density_per_parameter: Densities for some parameters, by name pattern.
@@ -88,14 +87,13 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         compress: Compress = "updates",
         local_steps: int | None = None,
         warmup_steps: int = 320,
-        residual_decay: float = 1.0,
-        outer_learning_rate: float = 1.0,
+        residual_decay: float = 0.95,
         delay: int = 0,
-        density: float = 0.2,
+        density: float = 0.3,
         density_per_parameter: Mapping[str, float] | None = None,
         refresh_every: int = 1000,
         value_format: ValueFormat = "1bit",
-        min_tensor_size: int = 128,
+        min_tensor_size: int = 16,
         guard: bool = True,
         exchange: ExchangeName = "auto",
         kernel: KernelName = "auto",
@@ -116,7 +114,6 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
             local_steps=local_steps,
             warmup_steps=warmup_steps,
             residual_decay=residual_decay,
-            outer_learning_rate=outer_learning_rate,
             delay=delay,
             density=density,
             density_per_parameter=density_per_parameter or {},

@@ -26,7 +26,6 @@ def train(
     local_steps: int,
     warmup_steps: int,
     residual_decay: float,
-    outer_learning_rate: float,
     delay: int = 0,
     density: float,
     value_format: str,
@@ -44,8 +43,7 @@ def train(
         steps: Optimizer steps.
         local_steps: Steps from one exchange to the next.
         warmup_steps: Steps in which they are an eighth, and the entries as much fewer.
-        residual_decay: What remains of what a worker has not sent.
-        outer_learning_rate: How far the shared weights move along the mean.
+        residual_decay: What remains of what a worker has not sent, in warm-up steps.
         delay: Steps that an exchange travels.
         density: Share of entries sent.
         value_format: As in the settings.
@@ -90,18 +88,26 @@ def train(
             for worker in range(workers):
                 whole = exchange == "by_node"
                 sent[worker][name] = moved[worker] if whole else send_pieces(moved[worker], *how)
-                lost[worker][name] = sent[worker][name] + (1 - residual_decay) * (moved[worker] - sent[worker][name])
+                left = moved[worker] - sent[worker][name]
+                lost[worker][name] = sent[worker][name] + (1 - residual_decay) * left * (step <= warmup_steps)
             arrived = np.array([one[name] for one in sent])
             if exchange != "all_gather" and kept < entries:
                 # One sum of all workers, or one for each node, thresholded again.
-                arrived = arrived.reshape(-1, workers if exchange == "sharded" else workers_per_node, entries).sum(1)
+                together = arrived.reshape(-1, workers if exchange == "sharded" else workers_per_node, entries)
+                arrived = by_senders(together) if exchange == "sharded" else together.sum(1)
                 for place in range(len(arrived)):
                     accumulated = arrived[place] + sums_held[place][name]
                     arrived[place] = send_pieces(accumulated, *how)
                     sums_held[place][name] = accumulated - arrived[place]
-            mean[name] = outer_learning_rate * arrived.sum(axis=0) / workers
+            mean[name] = (by_senders(arrived[None])[0] if kept < entries else arrived.sum(axis=0)) / workers
         on_its_way.append((step + min(delay, length), mean, lost))
         if not delay:
             apply(*on_its_way.pop()[1:])
     owns = [{name: own(worker, name).copy() for name in shared} for worker in range(workers)]
     return shared, owns, {name: np.sum([some[name] for some in sums_held], axis=0) for name in shared}
+
+
+def by_senders(arrived: Array) -> Array:
+    """Sums over the second axis; an entry that n of W senders have sent counts sqrt(W / n) times."""
+    senders = np.count_nonzero(arrived, axis=1)
+    return arrived.sum(axis=1) * np.sqrt(arrived.shape[1] / np.maximum(senders, 1))

@@ -17,7 +17,6 @@ from distributed.training import (
     noise_loss,
     on_two_nodes,
     perceptron,
-    rank,
 )
 from lightning_dct import DCTStrategy
 from lightning_dct.gradients.residual import add_pieces
@@ -36,17 +35,17 @@ def train_compressed(settings: dict[str, Any]) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "exchange", "value_format", "local_steps", "delay", "warmup_steps", "decay", "rate"),
+    ("world_size", "exchange", "value_format", "local_steps", "delay", "warmup_steps", "decay"),
     [
-        (2, "all_gather", "1bit", 4, 0, 10, 1.0, 1.0),
-        (2, "all_gather", "fp32", 1, 0, 0, 1.0, 1.0),
-        (2, "all_gather", "1bit", 1, 0, 9, 0.5, 1.4),
-        (3, "all_gather", "bf16", 5, 3, 7, 0.8, 1.7),
-        (2, "all_gather", "int8", 4, 4, 0, 0.9, 0.5),
-        (3, "sharded", "fp32", 3, 0, 5, 0.9, 1.0),
-        (4, "sharded", "1bit", 4, 2, 0, 1.0, 1.0),
-        (4, "by_node", "int8", 3, 0, 5, 0.9, 1.2),
-        (4, "by_node", "1bit", 3, 1, 0, 1.0, 1.0),
+        (2, "all_gather", "1bit", 4, 0, 10, 1.0),
+        (2, "all_gather", "fp32", 1, 0, 0, 1.0),
+        (2, "all_gather", "1bit", 1, 0, 9, 0.5),
+        (3, "all_gather", "bf16", 5, 3, 7, 0.8),
+        (2, "all_gather", "int8", 4, 4, 0, 0.9),
+        (3, "sharded", "fp32", 3, 0, 5, 0.9),
+        (4, "sharded", "1bit", 4, 2, 0, 1.0),
+        (4, "by_node", "int8", 3, 0, 5, 0.9),
+        (4, "by_node", "1bit", 3, 1, 0, 1.0),
     ],
 )
 def test_matches_the_plain_reference(
@@ -58,7 +57,6 @@ def test_matches_the_plain_reference(
     delay: int,
     warmup_steps: int,
     decay: float,
-    rate: float,
 ) -> None:
     """Oracle: reference.py, with every rank's SGD in one process."""
     settings: dict[str, Any] = {
@@ -69,7 +67,6 @@ def test_matches_the_plain_reference(
         "delay": delay,
         "warmup_steps": warmup_steps,
         "residual_decay": decay,
-        "outer_learning_rate": rate,
     }
     runs = ranks(world_size).run(train_compressed, settings)
     shared, own, sums_held = reference.train(
@@ -125,44 +122,3 @@ def test_density_one_in_every_step_trains_as_ddp(ranks: Any, world_size: int) ->
     ours = ranks(world_size).run(train_densely, "dct")
     for place in range(world_size):
         assert_weights_close(theirs[place].weights, ours[place].weights, rtol=1e-4, atol=1e-5)
-
-
-class Walk(torch.optim.Optimizer):
-    """Moves weights by random numbers that depend on the rank and the step, and on nothing else."""
-
-    def __init__(self, parameters: Any, rank: int) -> None:
-        super().__init__(parameters, {})
-        self.generator = torch.Generator().manual_seed(rank)
-
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else closure()
-        for parameter in self.param_groups[0]["params"]:
-            parameter.data += torch.randn(parameter.shape, generator=self.generator, dtype=parameter.dtype)
-        return loss
-
-
-def walk(exchange: str, delay: int) -> Run:
-    settings: dict[str, Any] = {"warmup_steps": 10, "residual_decay": 1.0, "exchange": exchange}
-    strategy = DCTStrategy(density=0.1, local_steps=4, delay=delay, **settings)
-    return fit(strategy, Module(None, Walk, rank=rank()), 30, precision="64-true")
-
-
-@pytest.mark.parametrize(("exchange", "delay"), [("all_gather", 0), ("all_gather", 3), ("sharded", 0)])
-def test_nothing_is_lost(ranks: Any, exchange: str, delay: int) -> None:
-    """Oracle: the sum of all steps of all ranks. Exchanges never move the mean of what the ranks have and hold back."""
-    runs = ranks(3).run(walk, exchange, delay)
-    expected = {name: weights.double() for name, weights in perceptron().named_parameters()}
-    walks = [torch.Generator().manual_seed(rank) for rank in range(3)]
-    for _ in range(30):
-        for generator in walks:
-            for name, weights in expected.items():
-                step = torch.randn(weights.shape, generator=generator, dtype=torch.float64)
-                expected[name] = weights.detach() + step / 3
-    for name, weights in expected.items():
-        held = sum(run.state["weights"][f"model.{name}"].flatten() for run in runs)
-        for run in runs:
-            for start, piece in run.state["owned"].get(f"model.{name}", {}).items():
-                held[start : start + piece.numel()] += piece
-        torch.testing.assert_close(held / 3, weights.flatten(), rtol=1e-9, atol=1e-9)
-        if weights.numel() >= 128:
-            assert float((runs[0].weights[f"model.{name}"] - weights).abs().max()) > 0.1

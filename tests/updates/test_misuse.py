@@ -30,7 +30,6 @@ from lightning_dct.gradients.compression import name_broken_sender
                 {"delay": 1},
                 {"warmup_steps": 5},
                 {"residual_decay": 0.5},
-                {"outer_learning_rate": 2},
             )
         ),
         ({"compress": "weights"}, ValueError, "`compress` must be one of 'updates', 'gradients'"),

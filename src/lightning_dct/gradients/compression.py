@@ -24,7 +24,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_dct.gradients.awaited import Awaited
-from lightning_dct.gradients.on_device import add_payloads, send_largest
+from lightning_dct.gradients.on_device import add_payloads, send_largest, weights_by_senders
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.kernels import Selection, select, sum_entries
 from lightning_dct.threshold import GUARD_RESELECT, Observed, Thresholds, keep_largest, kth_magnitude
@@ -117,6 +117,7 @@ def decompress(
     awaited: Awaited,
     kernel: str = "auto",
     what: str = "Gradients",
+    by_senders: bool = False,
 ) -> Tensor:
     """Overwrite a bucket with the weighted sum of what all ranks sent.
 
@@ -131,6 +132,7 @@ def decompress(
         awaited: Where a GPU's answer is kept to whether the payloads are sound.
         kernel: What sums what has arrived; see :func:`~lightning_dct.kernels.sum_entries`.
         what: What was sent, for the message of an error.
+        by_senders: Multiply each entry by the square root of the number of ranks over the number that sent it.
 
     Raises:
         PayloadError: A payload is not what a rank with this plan can have sent; the message names the rank. On a GPU
@@ -140,7 +142,8 @@ def decompress(
     parts = plan.parts or (plan,)
     senders = [f"{what} from rank {rank}" for rank in range(payloads.shape[0] * len(parts))]
     if buffer.device.type in WITHOUT_WAITING:
-        awaited.when_known(add_payloads(payloads, total, plan, factor).flatten(), partial(_check_sound, senders))
+        sound = add_payloads(payloads, total, plan, factor, by_senders)
+        awaited.when_known(sound.flatten(), partial(_check_sound, senders))
     else:
         sizes = [part.layout.num_bytes for part in parts]
         if payloads.shape[1] != sum(sizes):
@@ -150,12 +153,18 @@ def decompress(
             )
         own = payloads.split(sizes, dim=1)
         for index, (part, payloads_of_part) in enumerate(zip(parts, own, strict=True)):
-            _add_up(payloads_of_part, total, part, factor, kernel, senders[index :: len(parts)])
+            _add_up(payloads_of_part, total, part, factor, kernel, senders[index :: len(parts)], by_senders)
     return total if total is buffer else buffer.copy_(total)
 
 
 def _add_up(
-    payloads: Tensor, total: Tensor, plan: BucketPlan, factor: float, kernel: str, senders: Sequence[str]
+    payloads: Tensor,
+    total: Tensor,
+    plan: BucketPlan,
+    factor: float,
+    kernel: str,
+    senders: Sequence[str],
+    by_senders: bool,
 ) -> None:
     received = [_unpack(payload, plan, sender) for payload, sender in zip(payloads.unbind(), senders, strict=True)]
     whole_tensors = [whole.clone().view(plan.dtype) for _, _, whole in received]
@@ -164,6 +173,12 @@ def _add_up(
         if not math.isfinite(float(values.sum()) + float(whole.sum())):
             name_broken_sender(sender)
     entries = [(plan.to_bucket(positions), values) for positions, values, _ in received]
+    if by_senders and len(entries) > 1:
+        counts = torch.zeros(total.numel(), dtype=torch.int32)
+        for positions, values in entries:
+            counts.index_add_(0, positions, (values != 0).int())
+        weights = weights_by_senders(len(entries), total)
+        entries = [(positions, values * weights[counts[positions]]) for positions, values in entries]
     sum_entries(total, [(0, total.numel())] if plan.starts is None else plan.bounds, entries, factor, kernel)
     for whole in whole_tensors:
         parts = whole.split([plan.sizes[index] for index in plan.whole])

@@ -36,6 +36,7 @@ class Memory:
 
     Attributes:
         what: What is exchanged, for messages.
+        by_senders: Whether sums are weighted by how many ranks have sent an entry.
         gradient_scale: Factor that turns gradients as they arrive into unscaled ones.
         selected: Whether the synchronisation under way has selected any threshold anew.
         awaited: What GPUs have still to tell.
@@ -46,6 +47,7 @@ class Memory:
         self.residuals = Residuals()
         self.owned = Residuals()
         self.what = "Gradients"
+        self.by_senders = False
         self.gradient_scale = 1.0
         self.selected = False
         self.awaited = Awaited()
@@ -123,7 +125,8 @@ class Memory:
         what: str | None = None,
     ) -> Tensor:
         """Sum what has arrived; see :func:`~lightning_dct.gradients.compression.decompress`."""
-        return decompress(payloads, buffer, plan, factor, self.awaited, self._kernel, what or self.what)
+        how = self.awaited, self._kernel, what or self.what, self.by_senders
+        return decompress(payloads, buffer, plan, factor, *how)
 
     def send_out(self, buffer: Tensor, plan: BucketPlan, held: set[int], owned: bool) -> None:
         """Add to a bucket that goes uncompressed all that is held back of its tensors, and hold nothing of them.

@@ -157,7 +157,7 @@ def send_largest(
     return payloads, entries.counts.sum()
 
 
-def add_payloads(payloads: Tensor, total: Tensor, plan: BucketPlan, factor: float) -> Tensor:
+def add_payloads(payloads: Tensor, total: Tensor, plan: BucketPlan, factor: float, by_senders: bool = False) -> Tensor:
     """Add up what all ranks sent.
 
     Args:
@@ -165,6 +165,7 @@ def add_payloads(payloads: Tensor, total: Tensor, plan: BucketPlan, factor: floa
         total: Shape ``[n]``, ``plan.residual_dtype``: a bucket, overwritten where the plan's tensors lie.
         plan: What became of each tensor.
         factor: Weight of each rank.
+        by_senders: See :func:`~lightning_dct.gradients.compression.decompress`.
 
     Returns:
         Shape ``[ranks, payloads]``, bool: which payloads are sound. The total means nothing when one is not.
@@ -174,13 +175,24 @@ def add_payloads(payloads: Tensor, total: Tensor, plan: BucketPlan, factor: floa
     torch._foreach_zero_([total] if plan.starts is None else [total[start:stop] for start, stop in plan.bounds])
     # Rounded after the product and after the sum, as `sum_entries` does, and in the order of the ranks: on a GPU this
     # sorts first. Positions lie within bounds; to look whether they do would wait.
-    values = arrived.values.to(total.dtype).mul(factor).flatten()
-    torch._index_put_impl_(total, [on_device.in_bucket(arrived).flatten()], values, accumulate=True, unsafe=True)
+    values, places = arrived.values, on_device.in_bucket(arrived)
+    if by_senders and len(payloads) > 1:
+        counts = torch.zeros(total.numel(), dtype=torch.int32, device=total.device)
+        counts.index_add_(0, places.flatten(), (values != 0).int().flatten())
+        values = values * weights_by_senders(len(payloads), total)[counts[places]]
+    values = values.to(total.dtype).mul(factor).flatten()
+    torch._index_put_impl_(total, [places.flatten()], values, accumulate=True, unsafe=True)
     if on_device.whole:
         sums = arrived.whole.view(plan.dtype).to(total.dtype).mul(factor).sum(0)
         parts = [total[start:stop] for start, stop in on_device.whole]
         torch._foreach_copy_(parts, sums.split([part.numel() for part in parts]))
     return arrived.sound
+
+
+def weights_by_senders(ranks: int, total: Tensor) -> Tensor:
+    """What an entry is multiplied by that so many ranks have sent: shape ``[ranks + 1]``, the total's dtype."""
+    senders = torch.arange(ranks + 1, dtype=torch.float64, device=total.device).clamp_(min=1)
+    return (ranks / senders).sqrt().to(total.dtype)
 
 
 def _largest_first(picked: InRoom, segments: Segments) -> tuple[Tensor, Tensor]:

@@ -84,7 +84,8 @@ def sum_entries(
     Args:
         total: Shape ``[n]``, fp32 or fp64. Overwritten in the segments, untouched elsewhere.
         segments: Ascending ranges ``(start, stop)``.
-        entries: Positions (int64, ascending and distinct, within the segments) and values (fp32) of each vector.
+        entries: Positions (int64, ascending and distinct, within the segments) and values of each vector, fp32 or
+            in the total's dtype.
         factor: Weight of all of them.
         kernel: As for :func:`select`.
 

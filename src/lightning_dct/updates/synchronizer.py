@@ -3,13 +3,17 @@
     rank r         w_r <- user's optimizer (w_r)                      ``local_steps`` times
                    a_r  = w_r - S                                     moved, or not sent yet
                    c_r  = the entries of a_r that reach a threshold, in few bits
-    every rank     m    = rate/W * sum over ranks of c_r              any exchange
+    every rank     m    = 1 / sqrt(W n) * sum over ranks of c_r       any exchange
                    S   += m,   w_r  = S + decay * (a_r - c_r)
 
 ``S`` are the shared weights. A rank replaces what it has sent by the mean of what all have sent, and keeps what it has
 not sent in its own weights: it trains on with that, as in *Step-Ahead Error Feedback* (Xu and Huang, AAAI 2021). So
-``w_r - S`` is the residual. By default ``rate = decay = 1``, and the mean of the ranks' weights is what it would be had
-everything been sent.
+``w_r - S`` is the residual. ``decay`` keeps the ranks from drifting apart while training warms up; then it is 1.
+
+``n`` is the number of ranks that have sent an entry. Where all have, ``m`` is their mean. The fewer there are, the less
+the ranks agree on where that entry should go. Then their gradients are mostly noise, and the steps of an optimizer that
+divides by the size of gradients, as Adam does, are too short by up to ``sqrt(W)``: noise makes the gradients of one
+rank larger than their mean over all. The square root makes up for that.
 
 Sources: SPARQ-SGD (Singh et al., arXiv 1910.14280) and DiLoCo (Douillard et al., arXiv 2311.08105) for compressed
 local steps, Streaming DiLoCo (Douillard et al., arXiv 2501.18512) for tensors that take turns,
@@ -67,7 +71,7 @@ class UpdateSynchronizer(Synchronizer):
         inside: Link | None = None,
     ) -> None:
         super().__init__(config, parameter_names, exchange)
-        self.memory.what = "Updates"
+        self.memory.what, self.memory.by_senders = "Updates", True
         self.weights = weights or SharedWeights()
         self._average_over = [exchange.everyone] if inside is None else [inside, exchange.everyone]
         self._buffers = buffers
@@ -126,7 +130,8 @@ class UpdateSynchronizer(Synchronizer):
             self.traffic.add(refreshes=int(self.memory.selected))
             if not self.config.delay:
                 self._apply(turns, turns.travelling)
-            if number == min(self._turns) and sending[0] is turns.buckets[0]:
+            # Statistics of a BatchNorm say nothing to training, so the shorter rounds of the warm-up spare them.
+            if number == min(self._turns) and turns.steps % self.config.round_length == 0:
                 self.average_buffers()
         self.memory.awaited.look()
 
@@ -241,7 +246,9 @@ class UpdateSynchronizer(Synchronizer):
             pending = self._start(moved, plan, set())
             if not plan.is_dense:
                 # What is not sent stays in the weights. The residual is only where it has been worked out.
-                own.sub_(self.memory.residual_of(plan, moved.device), alpha=self.config.residual_decay)
+                is_warming_up = turns.steps <= self.config.warmup_steps
+                kept = self.config.residual_decay if is_warming_up else 1.0
+                own.sub_(self.memory.residual_of(plan, moved.device), alpha=kept)
                 for name in names:
                     self.memory.residuals.drop(name)
             return Travelling(names, turns.steps + min(self.config.delay, length), pending, moved, own)
@@ -252,8 +259,6 @@ class UpdateSynchronizer(Synchronizer):
         with self.traffic.timed("apply"):
             for item in items:
                 sizes = self._sizes(item.names)
-                if self.config.outer_learning_rate != 1.0:
-                    item.mean.mul_(self.config.outer_learning_rate)
                 changes = torch.sub(item.mean, item.own, out=item.own).split(sizes)
                 for name, mean, change in zip(item.names, item.mean.split(sizes), changes, strict=True):
                     shared, own = as_real(self.weights.shared(name)), as_real(self.weights.own(name))
