@@ -99,10 +99,21 @@ def test_averages_are_of_the_shared_weights(ranks: Any, name: str, model: str) -
 
 
 class Overwrite(Callback):
-    """Sets a tensor, as whoever loads weights in the middle of training does."""
+    """Sets a tensor, as whoever loads weights in the middle of training does.
+
+    Args:
+        hook: When, in the first epoch's end or the second one's start.
+    """
+
+    def __init__(self, hook: str) -> None:
+        self.hook = hook
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.hook == "end" and trainer.current_epoch == 0:
+            pl_module.model.first.weight.detach().fill_(0.5)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.current_epoch == 1:
+        if self.hook == "start" and trainer.current_epoch == 1:
             pl_module.model.first.weight.detach().fill_(0.5)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -110,14 +121,15 @@ class Overwrite(Callback):
             self.found = weights_of(pl_module)
 
 
-def overwrite() -> Any:
-    callback = Overwrite()
+def overwrite(hook: str) -> Any:
+    callback = Overwrite(hook)
     run = fit(DCTStrategy(**SETTINGS), Module(None, torch.optim.SGD, lr=0.01), 6, callbacks=[callback], max_epochs=2)
     return callback.found["model.first.weight"], run
 
 
-def test_what_is_written_into_the_shared_weights_is_trained_on(ranks: Any) -> None:
-    results = ranks(2).run(overwrite)
+@pytest.mark.parametrize("hook", ["start", "end"])
+def test_what_is_written_into_the_shared_weights_is_trained_on(ranks: Any, hook: str) -> None:
+    results = ranks(2).run(overwrite, hook)
     for found, _ in results:
         assert bool((found == 0.5).all())
     assert_replicas_equal([run for _, run in results])

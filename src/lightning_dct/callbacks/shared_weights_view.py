@@ -34,6 +34,10 @@ class SharedWeightsView(InternalCallback):
         """Open or close the view."""
         self._turn(trainer)
 
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Open or close the view."""
+        self._turn(trainer)
+
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
