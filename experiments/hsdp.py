@@ -8,10 +8,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_dct.fsdp.mesh import AXES, MeshStrategy
 from lightning_dct.fsdp.wrapping import sharded_modules
+from lightning_dct.traffic import Traffic
 
 
 class HSDPStrategy(MeshStrategy):
-    """``fully_shard`` over the mesh of replicas and shards; counts no bytes.
+    """``fully_shard`` over the mesh of replicas and shards; counts no bytes, so its traffic is always zero.
 
     Args:
         replicas: How many; None for one a node.
@@ -20,6 +21,7 @@ class HSDPStrategy(MeshStrategy):
 
     def __init__(self, replicas: int | None = None, unit: int = 1_000_000) -> None:
         super().__init__(replicas, unit, {"reshard_after_forward": True})
+        self.traffic = Traffic()
 
     @property
     def shard_mesh(self) -> DeviceMesh:

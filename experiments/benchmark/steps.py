@@ -79,7 +79,8 @@ class Benchmark:
 
     def __init__(self, options: argparse.Namespace, names: list[str], has_links: bool) -> None:
         self._options, self._names, self._has_links = options, names, has_links
-        self.threads = max(1, (os.cpu_count() or 1) // options.hosts)
+        self.ranks = options.hosts * options.ranks_per_host
+        self.threads = max(1, (os.cpu_count() or 1) // self.ranks)
         self.runs: list[Run] = []
         self.scored: list[Run] = []
         self.carried: dict[str, float] = {}
@@ -132,8 +133,9 @@ class Benchmark:
             )
             words = [str(WORKER), str(job.write())]
             port = PORT if self._has_links else free_port()
-            run_on(hosts, torchrun(count, hosts[0].address, port, words), environment, show)
-            return read_runs(Path(folder), count, megabits, round)
+            commands = torchrun(count, hosts[0].address, port, words, self._options.ranks_per_host)
+            run_on(hosts, commands, environment, show)
+            return read_runs(Path(folder), self.ranks, megabits, round)
 
 
 def free_port() -> int:
@@ -155,7 +157,7 @@ def notes_on(
         reason: Why no hosts could be made, if so.
     """
     notes = [
-        f"{options.hosts} ranks with {benchmark.threads} thread(s) each, on {machine['cores']} cores of one machine"
+        f"{benchmark.ranks} ranks with {benchmark.threads} thread(s) each, on {machine['cores']} cores of one machine"
         f" ({machine['processor']}), torch {machine['torch']}; {options.batch_size} rows a rank; medians (and ranges)"
         f" over {options.rounds} rounds; up to {options.steps} steps a run, fewer where they are slow.",
     ]
@@ -186,7 +188,8 @@ def notes_on(
 def parse_options(words: Sequence[str]) -> argparse.Namespace:
     """Read the command line, less the script's name."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hosts", type=int, default=2, help="how many hosts, one rank on each")
+    parser.add_argument("--hosts", type=int, default=2, help="how many hosts")
+    parser.add_argument("--ranks-per-host", type=int, default=1, help="of which each has so many")
     parser.add_argument("--rates", type=float, nargs="+", default=[1000, 100], help="of the links, in Mbit/s")
     parser.add_argument("--delay", type=float, default=0.0, help="that frames travel each way, in milliseconds")
     parser.add_argument("--rounds", type=int, default=3, help="how often everything is measured")
@@ -200,6 +203,7 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(words)
     for name, least in (
         ("hosts", 2),
+        ("ranks_per_host", 1),
         ("rounds", 1),
         ("steps", 1),
         ("quality_steps", 0),

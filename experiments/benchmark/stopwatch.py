@@ -74,12 +74,14 @@ class Stopwatch(Callback):
         )
 
     def _steps_to_measure(self, trainer: Trainer) -> int:
-        """As many as fit into the time there is; rank 0 decides for all."""
+        """As many as fit into the time there is, in whole rounds of exchanges; rank 0 decides for all."""
         if self._job.seconds is None or self._job.warm_up_steps < 2:
             return self._job.steps
         step_seconds = (perf_counter() - self._started) / (self._job.warm_up_steps - 1)
-        fitting = max(int(self._job.seconds / step_seconds), FEWEST_STEPS)
-        return trainer.strategy.broadcast(min(fitting, self._job.steps))
+        fitting = min(max(int(self._job.seconds / step_seconds), FEWEST_STEPS), self._job.steps)
+        config = getattr(trainer.strategy, "config", None)
+        length = 1 if config is None else config.round_length
+        return trainer.strategy.broadcast(max(fitting // length, 1) * length)
 
     def _sent_so_far(self, trainer: Trainer) -> tuple[TrafficTotals, int, dict[str, float]]:
         """The strategy's counts, the bytes that the interface has sent, less headers, and the model's counts."""

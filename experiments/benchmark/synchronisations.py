@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 
-from lightning_dct import DCTStrategy
+from hsdp import HSDPStrategy
+from lightning_dct import DCTFSDPStrategy, DCTStrategy
 from peers import CountedDDPStrategy
 
 NOTHING, DDP = "no synchronisation", "DDP, fp32"
@@ -36,10 +37,11 @@ def _gradients(density: float, value_format: str) -> Callable[[int], DDPStrategy
 
 
 def _updates(**settings: Any) -> Callable[[int], DDPStrategy]:
-    return lambda steps: DCTStrategy(**settings)
+    # As steps are after the warm-up, in which rounds are shorter.
+    return lambda steps: DCTStrategy(**settings, warmup_steps=0)
 
 
-SYNCHRONISATIONS: dict[str, Callable[[int], DDPStrategy]] = {
+SYNCHRONISATIONS: dict[str, Callable[[int], Strategy]] = {
     NOTHING: _peer("none"),
     DDP: _peer("fp32"),
     "DDP, fp16 hook": _peer("fp16"),
@@ -54,5 +56,7 @@ SYNCHRONISATIONS: dict[str, Callable[[int], DDPStrategy]] = {
     "DCT, 0.1%, bf16": _gradients(0.001, "bf16"),
     "DCT, updates": _updates(),
     "DCT, updates, 64 steps, 10%": _updates(local_steps=64, density=0.1),
+    "HSDP, fp32": lambda steps: HSDPStrategy(),
+    "dct_fsdp, updates": lambda steps: DCTFSDPStrategy(warmup_steps=0),
 }
 """Makes a strategy, given how many steps will be trained before compression must have begun."""

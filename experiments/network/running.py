@@ -16,19 +16,20 @@ from network.loopback import LoopbackHost
 LINES_KEPT = 80  # torchrun ends in some 30 of its own
 
 
-def torchrun(count: int, address: str, port: int, words: Sequence[str]) -> list[list[str]]:
-    """What starts a script under torchrun, one process on each host.
+def torchrun(count: int, address: str, port: int, words: Sequence[str], per_host: int = 1) -> list[list[str]]:
+    """What starts a script under torchrun.
 
     Args:
         count: How many hosts.
         address: The first one's.
         port: Where its processes and the others' meet.
         words: The script and its arguments.
+        per_host: Processes on each host.
 
     Returns:
         A command for each host.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={count}", "--nproc-per-node=1"]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={count}", f"--nproc-per-node={per_host}"]
     meeting = [f"--master-addr={address}", f"--master-port={port}"]
     return [[*command, f"--node-rank={rank}", *meeting, *words] for rank in range(count)]
 
