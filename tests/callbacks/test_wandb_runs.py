@@ -36,7 +36,10 @@ class Split(Module):
 
 def train(folder: Path) -> tuple[dict[str, Any], list[tuple[int, dict[str, float]]]]:
     """Train, and give what the rank saves of its gradients, and what a logger that is not W&B's was given."""
-    memory, strategy = Memory(), DCTStrategy(compress="gradients", density=0.05, value_format="bf16")
+    memory, strategy = (
+        Memory(),
+        DCTStrategy(compress="gradients", density=0.05, value_format="bf16", min_tensor_size=128),
+    )
     with patch.dict(os.environ, {"WANDB_SILENT": "true", "WANDB_DIR": str(folder)}):
         logger = WandbLogger(project="tests", save_dir=folder, offline=True)
         monitor = CompressionMonitor(tensors_every_n_steps=4)

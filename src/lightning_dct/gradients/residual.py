@@ -72,8 +72,8 @@ class Residuals:
         return {name: float(view.norm(dtype=torch.float64)) for name, view in self._views.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Each residual by parameter name: 1-D tensors on the CPU, copies."""
-        return {name: view.detach().to("cpu", copy=True) for name, view in self._views.items()}
+        """Each residual by parameter name: 1-D tensors on the CPU, copies. Parameters without entries have none."""
+        return {name: view.detach().to("cpu", copy=True) for name, view in self._views.items() if view.numel()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over saved residuals; buffers are laid out again when they are next asked for."""
