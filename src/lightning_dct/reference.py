@@ -1,0 +1,312 @@
+"""The whole method in one file, for reading: every rank is an entry of a list, and nothing is fast.
+
+Source: Gupta et al., *Training Recommender Systems at Scale: Communication-Efficient Model and Data Parallelism*, KDD
+2021, which exchanges gradients so. This package exchanges what *weights* and *embedding rows* have moved, too. The
+idea is the same each time:
+
+    a     = what the others do not know yet
+    M     = |a| >= tau                        about as many entries as the *target* says
+    sent  = the entries of a under M, in few bits
+    e     = a - sent                          the *residual*: nothing is dropped, it goes later
+
+Read from top to bottom: thresholds, few bits, one sender, exchanges; then gradients, updates and embedding rows.
+Tests compare the package with this file, bit for bit. So where two ways to write a formula round differently, the code
+here follows the package. Tensors are flat, in fp32 or fp64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+TINY = torch.finfo(torch.float32).tiny  # the smallest threshold: zeros are never worth sending
+BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "1bit": 1}
+LEVELS = {"int8": 127, "int4": 7, "int2": 1}  # of activations
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What :class:`~lightning_dct.DCTConfig` calls the same; ``ranks_per_node`` is for ``exchange="by_node"``."""
+
+    density: float = 0.2
+    value_format: str = "1bit"
+    min_tensor_size: int = 128
+    guard: bool = True
+    refresh_every: int = 1000
+    exchange: str = "all_gather"
+    ranks_per_node: int = 1
+    local_steps: int = 8
+    warmup_steps: int = 320
+    residual_decay: float = 1.0
+    outer_learning_rate: float = 1.0
+    delay: int = 0
+
+
+# 1. Thresholds. To select one costs 20 to 70 times as much as to compare with it, so that is done every thousand steps
+#    (Gupta et al., section 3). In between the guard moves it a little towards its target.
+
+
+def exact_threshold(a: Tensor, target: int) -> float:
+    """The ``target``-th largest magnitude; infinite and NaN entries count as zero."""
+    magnitudes = a.abs().nan_to_num(nan=0.0, posinf=0.0)
+    return max(float(magnitudes.sort(descending=True).values[target - 1]), TINY)
+
+
+def guarded(threshold: float, a: Tensor, reached: int, target: int) -> float:
+    """The threshold for the next exchange, from how many entries have ``reached`` this one's.
+
+    The guard aims 5% too high: what is too much is cut, what is too little is wasted. Where few entries go, many wait
+    just below the threshold, and a small move changes the count a lot: so the exponent falls with the density.
+    """
+    if reached > 2 * target and bool(a.isfinite().all()):
+        return exact_threshold(a, target)
+    factor = ((reached + 0.5) / (1.05 * target + 0.5)) ** (0.3 * math.sqrt(target / a.numel()))
+    return max(threshold * min(max(factor, 1 / 1.25), 1.25), TINY)
+
+
+# 2. Few bits. What rounding loses goes into the residual, so few are enough.
+
+
+def as_read(values: Tensor, value_format: str) -> Tensor:
+    """What receivers read where these values of one tensor are sent: fp32, with one scale for all of them."""
+    if value_format == "fp32" or not values.numel():
+        return values.float()
+    if value_format == "bf16":  # the nearest; finite values stay finite
+        limit = min(torch.finfo(torch.bfloat16).max, torch.finfo(values.dtype).max)
+        return torch.where(values.isinf(), values, values.clamp(-limit, limit)).bfloat16().float()
+    magnitudes = values.abs().double()
+    if value_format == "1bit":  # sign(v) * mean |v|, summed in the order of the entries
+        scale = (magnitudes.cumsum(0)[-1] / values.numel()).float()
+        return torch.where(values > 0, scale, -scale)
+    if value_format == "int4":  # sign(v) * max |v| * 2^(-level / 2), the nearest level in ratio; level 7 is zero
+        scale = magnitudes.max().float()
+        levels = ((magnitudes / scale).nan_to_num(nan=1.0).log2() / -0.5).round().clamp(0, 7).float()
+        factors = torch.exp2(levels * -0.5).where(levels < 7, 0.0)
+        return torch.where(values < 0, -factors, factors) * scale
+    scale = (magnitudes.max() / 127).float()  # int8: steps of max |v| / 127
+    if (127 * scale).isinf() and magnitudes.max() <= torch.finfo(torch.float32).max:
+        scale = scale * (1 - 2**-23)  # so that 127 steps are finite where the value is
+    steps = torch.where(values.isinf(), values.sign(), (values / scale).nan_to_num(nan=0.0))
+    return steps.round().clamp(-127, 127).float() * scale
+
+
+def position_bits(positions: list[int], size: int, capacity: int) -> list[int]:
+    """Where the entries are, in about ``2 + log2(size / capacity)`` bits each: the Elias-Fano code (1974).
+
+    The low bits of a position are written as they are. Its high bits hardly grow from one position to the next, so
+    they are one flag each: that of number ``i`` is flag ``high + i``. ``capacity`` alone says how many bits there are.
+    """
+    counts = [capacity + (max(size - 1, 0) >> low) + 1 + low * capacity for low in range(max(size.bit_length(), 1))]
+    low = counts.index(min(counts))
+    flags = [0] * (counts[low] - low * capacity)
+    planes = [[0] * capacity for _ in range(low)]
+    for i, position in enumerate(positions):
+        flags[(position >> low) + i] = 1
+        for bit in range(low):
+            planes[bit][i] = position >> bit & 1
+    return sum(planes, flags)
+
+
+# 3. One sender.
+
+
+def target_of(tensor: Tensor, ranks: int, settings: Settings, share: float = 1.0) -> int:
+    """How many entries of a tensor go; 0 where it goes dense: all of it is wanted, it is small, or that is shorter.
+
+    A payload passes each link ``passes`` times, where an all-reduced tensor passes it twice.
+    """
+    nodes, size = ranks // settings.ranks_per_node, tensor.numel()
+    passes = {"all_gather": ranks, "sharded": 2, "by_node": (nodes - 1) * ranks / max(ranks - 1, 1)}[settings.exchange]
+    density = settings.density if settings.density == 1.0 else share * settings.density
+    target = max(1, math.ceil(density * size * (1 - 1e-12)))
+    bits = passes * target * (BITS[settings.value_format] + 2 + math.log2(size / target))
+    dense = size < settings.min_tensor_size or target >= size or ranks == 1
+    return 0 if dense or bits >= 2 * size * tensor.element_size() * 8 else target
+
+
+def choose(news: list[Tensor], thresholds: list[float], room: int, form: str) -> tuple[list[Tensor], list[int]]:
+    """What goes of some tensors together, as receivers read it, and how many entries of each reach its threshold.
+
+    Of more than there is room for, those go that exceed their threshold by the largest factor, of equals the first.
+    An infinite or NaN entry makes its tensor worthless in this step: only such entries go, so that all ranks see it.
+    """
+    excess, counts = [torch.empty(0).double()], []
+    for a, threshold in zip(news, thresholds, strict=True):
+        tau = torch.tensor(max(threshold, TINY), dtype=a.dtype)
+        reached = a.abs() >= tau if bool(a.isfinite().all()) else ~a.isfinite()  # M
+        excess.append((a.abs().double() / tau).nan_to_num(nan=math.inf, posinf=math.inf).where(reached, -1.0))
+        counts.append(int(reached.sum()))
+    largest = torch.cat(excess).argsort(descending=True, stable=True)[: min(room, sum(counts))]
+    goes = torch.zeros(sum(a.numel() for a in news), dtype=torch.bool).index_fill(0, largest, True)
+    sent = [torch.zeros_like(a) for a in news]
+    for a, mask, out in zip(news, goes.split([a.numel() for a in news]), sent, strict=True):
+        out[mask] = as_read(a[mask], form).to(a.dtype)
+    return sent, counts
+
+
+def residual(a: Tensor, sent: Tensor, old: Tensor | float) -> Tensor:
+    """``e = a - sent``. Infinity and NaN never get into it: it keeps what it was there."""
+    return torch.where((a - sent).isfinite(), a - sent, old)
+
+
+@dataclass
+class Held:
+    """What a sender remembers of a tensor from one exchange to the next; its threshold is for this target."""
+
+    residual: Tensor | float = 0.0
+    threshold: float = 0.0
+    target: int = 0  # refresh: 0 has the threshold selected anew
+
+
+def send(news: Tensor, held: Held, target: int, settings: Settings) -> Tensor:
+    """What a sender sends of one tensor, as receivers read it: the paper's data-parallel method, a tensor at a time."""
+    a = held.residual + news  # a = e + g
+    sent = a
+    if target:
+        if held.target != target:
+            held.threshold, held.target = exact_threshold(a, target), target
+        (sent,), (reached,) = choose([a], [held.threshold], target, settings.value_format)
+        if settings.guard and bool(a.isfinite().all()):
+            held.threshold = guarded(held.threshold, a, reached, target)
+    held.residual = residual(a, sent, held.residual)
+    return sent
+
+
+# 4. One exchange: the mean over the ranks of what they send of a tensor, the same to the last bit on all of them.
+
+Memory = defaultdict[tuple[str, int, int], Held]  # of one tensor: by the sender, its number, a piece's first entry
+
+
+def weighted_sum(sent: list[Tensor], weight: float, dense: bool) -> Tensor:
+    """``weight`` times the sum, in the order of the ranks. Of dense tensors torch rounds product and sum only once."""
+    total = torch.zeros_like(sent[0])
+    for one in sent:
+        total = total.add(one, alpha=weight) if dense else total + one * weight
+    return total
+
+
+def exchange(
+    tensors: list[Tensor], memory: Memory, settings: Settings, share: float = 1.0
+) -> tuple[Tensor, list[Tensor]]:
+    """Exchange one tensor of all ranks; gives the mean, and what each rank has sent.
+
+    Where several ranks sum up, each owns pieces of the tensors, and a piece is sent as if it were a tensor. Which rank
+    owns which makes no difference to the numbers.
+    """
+    size, ranks, per_node = tensors[0].numel(), len(tensors), settings.ranks_per_node
+    target, usual = (target_of(tensors[0], ranks, settings, part) for part in (share, 1.0))
+    owners = {"all_gather": 1, "sharded": ranks, "by_node": per_node}[settings.exchange]
+    count = max(1, min(owners, (usual or size) // 32))
+    means, sent_by_piece = [], []
+    for start, stop in pairwise(size * piece // count for piece in range(count + 1)):
+        sent, room, sender = [tensor[start:stop] for tensor in tensors], -(-target * (stop - start) // size), "rank"
+        if settings.exchange == "by_node":  # dense inside a node, which is one sender then
+            sent_by_piece.append(sent)
+            nodes = [sent[first : first + per_node] for first in range(0, ranks, per_node)]
+            sent, sender = [torch.stack([part / per_node for part in node]).sum(0) * per_node for node in nodes], "node"
+        sent = [send(part, memory[sender, number, start], room, settings) for number, part in enumerate(sent)]
+        if settings.exchange != "by_node":
+            sent_by_piece.append(sent)
+        if settings.exchange == "sharded":  # the owner sends of the sum, and holds back the rest
+            sent = [send(weighted_sum(sent, 1.0, not target), memory["owner", 0, start], room, settings)]
+        means.append(weighted_sum(sent, 1 / ranks, not target))
+    return torch.cat(means), [torch.cat(parts) for parts in zip(*sent_by_piece, strict=True)]
+
+
+# 5. Gradients, in every backward, as in the paper: ``g' = 1/W * sum over ranks of what they send of g + e``. That is
+#    ``exchange`` of gradients and no more: all ranks have the same weights, and step with the same mean.
+
+# 6. Updates, the default. A rank trains weights ``w`` of its own. The shared weights ``S`` are the same on all ranks.
+#    ``w - S`` is what a rank has moved or not sent yet, so it is the residual.
+
+
+def exchange_updates(
+    own: list[Tensor], shared: Tensor, memory: Memory, settings: Settings, share: float = 1.0
+) -> list[Tensor]:
+    """Exchange one tensor; gives what is to be added to ``S``, and then to each rank's ``w``."""
+    moved = [w - shared for w in own]  # a = w - S
+    mean, sent = exchange(moved, memory, settings, share)
+    for (sender, _, _), held in memory.items():
+        held.residual = 0.0 if sender == "rank" else held.residual  # it stays in w
+    mean = mean * settings.outer_learning_rate  # m = rate/W * sum of sent
+    lost = [a.sub(a - c, alpha=settings.residual_decay) for a, c in zip(moved, sent, strict=True)]
+    return [mean, *(mean - gone for gone in lost)]  # S = S + m, w = S + decay * (a - sent)
+
+
+def train(
+    weights: list[list[Tensor]], local_step: Callable[[int, int], None], steps: int, settings: Settings
+) -> tuple[list[Tensor], list[Memory]]:
+    """Train ``weights[rank][tensor]`` in place; gives the shared weights, and what is remembered of each tensor.
+
+    ``local_step(rank, step)`` is a step of a rank's own optimizer, which knows nothing of all this. With a delay the
+    exchange travels while the next steps run. (In the package tensors take turns then; here they go together.)
+    """
+    shared = [w.clone() for w in weights[0]]
+    memories = [Memory(Held) for _ in shared]
+    travelling: list[list[Tensor]] = []
+    due = since_refresh = 0
+
+    def arrive() -> None:
+        for number, changes in enumerate(travelling):
+            for w, change in zip([shared, *weights], changes, strict=True):
+                w[number].add_(change)
+        travelling.clear()
+
+    for step in range(1, steps + 1):
+        refresh = since_refresh >= settings.refresh_every
+        since_refresh += 1
+        for rank in range(len(weights)):
+            local_step(rank, step - 1)
+        if step == due:
+            arrive()
+        # Weights move fastest at first: until then rounds are an eighth as long, and send an eighth as much.
+        length = max(1, settings.local_steps // 8) if step <= settings.warmup_steps else settings.local_steps
+        if step % length or travelling:
+            continue
+        for number, (w_shared, memory) in enumerate(zip(shared, memories, strict=True)):
+            for held in memory.values() if refresh else ():
+                held.target = 0
+            own = [rank_weights[number] for rank_weights in weights]
+            travelling.append(exchange_updates(own, w_shared, memory, settings, length / settings.local_steps))
+        due, since_refresh = step + min(settings.delay, length), 1 if refresh else since_refresh
+        if not settings.delay:
+            arrive()
+    return shared, memories
+
+
+# 7. Embedding rows. Each has an owner. It and the user of a row both hold the copy ``R`` that the user has of the row
+#    ``E``, so only differences cross. A message is about the rows a user has asked an owner for: a tensor a table.
+
+
+def send_rows(news: list[Tensor], thresholds: list[float], settings: Settings) -> list[Tensor]:
+    """What goes of one message; a threshold a table, changed in place, and room for all tables together."""
+    targets = [math.ceil(settings.density * a.numel() * (1 - 1e-12)) for a in news]
+    for number, (a, target) in enumerate(zip(news, targets, strict=True)):
+        thresholds[number] = 0.0 if target == a.numel() else thresholds[number] or exact_threshold(a, target)
+    sent, counts = choose(news, thresholds, sum(targets), settings.value_format)
+    for number, (a, target, reached) in enumerate(zip(news, targets, counts, strict=True)):
+        if settings.guard and target < a.numel():
+            thresholds[number] = guarded(thresholds[number], a, reached, target)
+    return sent
+
+
+def look_up(rows: list[Tensor], copies: list[Tensor], thresholds: list[float], settings: Settings) -> list[Tensor]:
+    """Owner to user: the copies that both hold from now on, ``R + what is sent of E - R``."""
+    news = [row - copy for row, copy in zip(rows, copies, strict=True)]
+    return [copy + sent for copy, sent in zip(copies, send_rows(news, thresholds, settings), strict=True)]
+
+
+def return_gradients(
+    gradients: list[Tensor], residuals: list[Tensor], thresholds: list[float], settings: Settings
+) -> list[Tensor]:
+    """User to owner: what is sent of ``G + dL/dR``; ``residuals``, the ``G``, change in place. Owners average it."""
+    news = [left + gradient for left, gradient in zip(residuals, gradients, strict=True)]
+    sent = send_rows(news, thresholds, settings)
+    residuals[:] = [residual(a, one, old) for a, one, old in zip(news, sent, residuals, strict=True)]
+    return sent
