@@ -1,17 +1,15 @@
 """The whole method in one file, for reading: every rank is an entry of a list, and nothing is fast.
 
-Source: Gupta et al., *Training Recommender Systems at Scale: Communication-Efficient Model and Data Parallelism*, KDD
-2021, which exchanges gradients so. This package exchanges what *weights* and *embedding rows* have moved, too. The
-idea is the same each time:
+Gupta et al. (*Training Recommender Systems at Scale: Communication-Efficient Model and Data Parallelism*, KDD 2021)
+exchange gradients in this way. This package does so with what *weights* and *embedding rows* have moved, too:
 
-    a     = what the others do not know yet
-    M     = |a| >= tau                        about as many entries as the *target* says
-    sent  = the entries of a under M, in few bits
-    e     = a - sent                          the *residual*: nothing is dropped, it goes later
+    a    = what the others do not know yet
+    M    = |a| >= tau                         about as many entries as the *target* says
+    sent = the entries of a under M, in few bits
+    e    = a - sent                           the *residual*: nothing is dropped, it goes later
 
-Read from top to bottom: thresholds, few bits, one sender, exchanges; then gradients, updates and embedding rows.
-Tests compare the package with this file, bit for bit. So where two ways to write a formula round differently, the code
-here follows the package. Tensors are flat, in fp32 or fp64.
+Tests compare the package with this file bit for bit, so where a formula can be rounded in several ways, the code here
+follows the package. Tensors are flat, in fp32 or fp64.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from torch import Tensor
 
 TINY = torch.finfo(torch.float32).tiny  # the smallest threshold: zeros are never worth sending
 BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "1bit": 1}
-LEVELS = {"int8": 127, "int4": 7, "int2": 1}  # of activations
 
 
 @dataclass(frozen=True)
@@ -48,8 +45,8 @@ class Settings:
     delay: int = 0
 
 
-# 1. Thresholds. To select one costs 20 to 70 times as much as to compare with it, so that is done every thousand steps
-#    (Gupta et al., section 3). In between the guard moves it a little towards its target.
+# 1. Thresholds. To select one costs 20 to 70 times as much as to compare with it. So that is done every thousand steps
+#    (Gupta et al., section 3), and in between the guard moves it a little towards its target.
 
 
 def exact_threshold(a: Tensor, target: int) -> float:
@@ -59,11 +56,7 @@ def exact_threshold(a: Tensor, target: int) -> float:
 
 
 def guarded(threshold: float, a: Tensor, reached: int, target: int) -> float:
-    """The threshold for the next exchange, from how many entries have ``reached`` this one's.
-
-    The guard aims 5% too high: what is too much is cut, what is too little is wasted. Where few entries go, many wait
-    just below the threshold, and a small move changes the count a lot: so the exponent falls with the density.
-    """
+    """The next exchange's threshold, from how many entries have reached this one's: aims 5% high, as excess is cut."""
     if reached > 2 * target and bool(a.isfinite().all()):
         return exact_threshold(a, target)
     factor = ((reached + 0.5) / (1.05 * target + 0.5)) ** (0.3 * math.sqrt(target / a.numel()))
@@ -99,8 +92,8 @@ def as_read(values: Tensor, value_format: str) -> Tensor:
 def position_bits(positions: list[int], size: int, capacity: int) -> list[int]:
     """Where the entries are, in about ``2 + log2(size / capacity)`` bits each: the Elias-Fano code (1974).
 
-    The low bits of a position are written as they are. Its high bits hardly grow from one position to the next, so
-    they are one flag each: that of number ``i`` is flag ``high + i``. ``capacity`` alone says how many bits there are.
+    Low bits are written as they are. High bits hardly grow from one position to the next: number ``i`` sets one flag,
+    ``high + i``. How many bits there are depends on ``capacity`` alone.
     """
     counts = [capacity + (max(size - 1, 0) >> low) + 1 + low * capacity for low in range(max(size.bit_length(), 1))]
     low = counts.index(min(counts))
@@ -134,7 +127,7 @@ def choose(news: list[Tensor], thresholds: list[float], room: int, form: str) ->
     """What goes of some tensors together, as receivers read it, and how many entries of each reach its threshold.
 
     Of more than there is room for, those go that exceed their threshold by the largest factor, of equals the first.
-    An infinite or NaN entry makes its tensor worthless in this step: only such entries go, so that all ranks see it.
+    Of a tensor with infinite or NaN entries only those go, so that all ranks see them.
     """
     excess, counts = [torch.empty(0).double()], []
     for a, threshold in zip(news, thresholds, strict=True):
@@ -148,11 +141,6 @@ def choose(news: list[Tensor], thresholds: list[float], room: int, form: str) ->
     for a, mask, out in zip(news, goes.split([a.numel() for a in news]), sent, strict=True):
         out[mask] = as_read(a[mask], form).to(a.dtype)
     return sent, counts
-
-
-def residual(a: Tensor, sent: Tensor, old: Tensor | float) -> Tensor:
-    """``e = a - sent``. Infinity and NaN never get into it: it keeps what it was there."""
-    return torch.where((a - sent).isfinite(), a - sent, old)
 
 
 @dataclass
@@ -174,7 +162,7 @@ def send(news: Tensor, held: Held, target: int, settings: Settings) -> Tensor:
         (sent,), (reached,) = choose([a], [held.threshold], target, settings.value_format)
         if settings.guard and bool(a.isfinite().all()):
             held.threshold = guarded(held.threshold, a, reached, target)
-    held.residual = residual(a, sent, held.residual)
+    held.residual = torch.where((a - sent).isfinite(), a - sent, held.residual)  # e = a - sent; never NaN or infinity
     return sent
 
 
@@ -196,8 +184,7 @@ def exchange(
 ) -> tuple[Tensor, list[Tensor]]:
     """Exchange one tensor of all ranks; gives the mean, and what each rank has sent.
 
-    Where several ranks sum up, each owns pieces of the tensors, and a piece is sent as if it were a tensor. Which rank
-    owns which makes no difference to the numbers.
+    Where several ranks sum up, each owns some pieces, and a piece is sent as if it were a tensor.
     """
     size, ranks, per_node = tensors[0].numel(), len(tensors), settings.ranks_per_node
     target, usual = (target_of(tensors[0], ranks, settings, part) for part in (share, 1.0))
@@ -244,8 +231,8 @@ def train(
 ) -> tuple[list[Tensor], list[Memory]]:
     """Train ``weights[rank][tensor]`` in place; gives the shared weights, and what is remembered of each tensor.
 
-    ``local_step(rank, step)`` is a step of a rank's own optimizer, which knows nothing of all this. With a delay the
-    exchange travels while the next steps run. (In the package tensors take turns then; here they go together.)
+    ``local_step(rank, step)`` is a step of a rank's own optimizer, which knows nothing of all this. With a delay an
+    exchange travels while the next steps run. (In the package tensors take turns then.)
     """
     shared = [w.clone() for w in weights[0]]
     memories = [Memory(Held) for _ in shared]
@@ -308,5 +295,6 @@ def return_gradients(
     """User to owner: what is sent of ``G + dL/dR``; ``residuals``, the ``G``, change in place. Owners average it."""
     news = [left + gradient for left, gradient in zip(residuals, gradients, strict=True)]
     sent = send_rows(news, thresholds, settings)
-    residuals[:] = [residual(a, one, old) for a, one, old in zip(news, sent, residuals, strict=True)]
+    for number, (a, one) in enumerate(zip(news, sent, strict=True)):
+        residuals[number] = torch.where((a - one).isfinite(), a - one, residuals[number])
     return sent
