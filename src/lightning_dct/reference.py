@@ -9,7 +9,8 @@ exchange gradients in this way. This package does so with what *weights* and *em
     e    = a - sent                           the *residual*: nothing is dropped, it goes later
 
 Tests compare the package with this file bit for bit, so where a formula can be rounded in several ways, the code here
-follows the package. Tensors are flat, in fp32 or fp64.
+follows the package. Tensors are flat, in fp32 or fp64. Left out: loss scaling, activations, which have no residual, and
+how bytes travel.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Settings:
     delay: int = 0
 
 
-# 1. Thresholds. To select one costs 20 to 70 times as much as to compare with it. So that is done every thousand steps
-#    (Gupta et al., section 3), and in between the guard moves it a little towards its target.
+# 1. Thresholds (threshold.py). To select one costs 20 to 70 times as much as to compare with it. So that is done every
+#    thousand steps, as the paper proposes, and in between the guard moves it a little towards its target.
 
 
 def exact_threshold(a: Tensor, target: int) -> float:
@@ -63,7 +64,7 @@ def guarded(threshold: float, a: Tensor, reached: int, target: int) -> float:
     return max(threshold * min(max(factor, 1 / 1.25), 1.25), TINY)
 
 
-# 2. Few bits. What rounding loses goes into the residual, so few are enough.
+# 2. Few bits (wire/). What rounding loses goes into the residual, so few are enough.
 
 
 def as_read(values: Tensor, value_format: str) -> Tensor:
@@ -106,7 +107,7 @@ def position_bits(positions: list[int], size: int, capacity: int) -> list[int]:
     return sum(planes, flags)
 
 
-# 3. One sender.
+# 3. One sender (gradients/plan.py, gradients/compression.py, kernels/).
 
 
 def target_of(tensor: Tensor, ranks: int, settings: Settings, share: float = 1.0) -> int:
@@ -166,7 +167,7 @@ def send(news: Tensor, held: Held, target: int, settings: Settings) -> Tensor:
     return sent
 
 
-# 4. One exchange: the mean over the ranks of what they send of a tensor, the same to the last bit on all of them.
+# 4. One exchange (gradients/exchanges/): the mean over ranks of what they send of a tensor, the same for all.
 
 Memory = defaultdict[tuple[str, int, int], Held]  # of one tensor: by the sender, its number, a piece's first entry
 
@@ -192,25 +193,24 @@ def exchange(
     count = max(1, min(owners, (usual or size) // 32))
     means, sent_by_piece = [], []
     for start, stop in pairwise(size * piece // count for piece in range(count + 1)):
-        sent, room, sender = [tensor[start:stop] for tensor in tensors], -(-target * (stop - start) // size), "rank"
+        parts, room = [tensor[start:stop] for tensor in tensors], -(-target * (stop - start) // size)
+        news, sender = parts, "rank"
         if settings.exchange == "by_node":  # dense inside a node, which is one sender then
-            sent_by_piece.append(sent)
-            nodes = [sent[first : first + per_node] for first in range(0, ranks, per_node)]
-            sent, sender = [torch.stack([part / per_node for part in node]).sum(0) * per_node for node in nodes], "node"
-        sent = [send(part, memory[sender, number, start], room, settings) for number, part in enumerate(sent)]
-        if settings.exchange != "by_node":
-            sent_by_piece.append(sent)
+            nodes = [parts[first : first + per_node] for first in range(0, ranks, per_node)]
+            news, sender = [torch.stack([part / per_node for part in node]).sum(0) * per_node for node in nodes], "node"
+        sent = [send(one, memory[sender, number, start], room, settings) for number, one in enumerate(news)]
+        sent_by_piece.append(sent if sender == "rank" else parts)
         if settings.exchange == "sharded":  # the owner sends of the sum, and holds back the rest
             sent = [send(weighted_sum(sent, 1.0, not target), memory["owner", 0, start], room, settings)]
         means.append(weighted_sum(sent, 1 / ranks, not target))
     return torch.cat(means), [torch.cat(parts) for parts in zip(*sent_by_piece, strict=True)]
 
 
-# 5. Gradients, in every backward, as in the paper: ``g' = 1/W * sum over ranks of what they send of g + e``. That is
-#    ``exchange`` of gradients and no more: all ranks have the same weights, and step with the same mean.
+# 5. Gradients (gradients/), in every backward, as in the paper: ``g' = 1/W * sum over ranks of what is sent of g + e``.
+#    That is ``exchange`` of gradients and no more: all ranks have the same weights, and step with the same mean.
 
-# 6. Updates, the default. A rank trains weights ``w`` of its own. The shared weights ``S`` are the same on all ranks.
-#    ``w - S`` is what a rank has moved or not sent yet, so it is the residual.
+# 6. Updates (updates/), the default. A rank trains weights ``w`` of its own. The shared weights ``S`` are the same on
+#    all ranks. ``w - S`` is what a rank has moved or not sent yet, so it is the residual.
 
 
 def exchange_updates(
@@ -222,8 +222,8 @@ def exchange_updates(
     for (sender, _, _), held in memory.items():
         held.residual = 0.0 if sender == "rank" else held.residual  # it stays in w
     mean = mean * settings.outer_learning_rate  # m = rate/W * sum of sent
-    lost = [a.sub(a - c, alpha=settings.residual_decay) for a, c in zip(moved, sent, strict=True)]
-    return [mean, *(mean - gone for gone in lost)]  # S = S + m, w = S + decay * (a - sent)
+    lost = [a.sub(a - c, alpha=settings.residual_decay) for a, c in zip(moved, sent, strict=True)]  # c: what is sent
+    return [mean, *(mean - gone for gone in lost)]  # S = S + m, w = S + decay * (a - c)
 
 
 def train(
@@ -267,8 +267,8 @@ def train(
     return shared, memories
 
 
-# 7. Embedding rows. Each has an owner. It and the user of a row both hold the copy ``R`` that the user has of the row
-#    ``E``, so only differences cross. A message is about the rows a user has asked an owner for: a tensor a table.
+# 7. Embedding rows (embedding/changes.py). Each has an owner. It and the user of a row both hold the copy ``R`` that
+#    the user has of the row ``E``, so only differences cross. A message is about the rows that a user asks for.
 
 
 def send_rows(news: list[Tensor], thresholds: list[float], settings: Settings) -> list[Tensor]:
