@@ -44,7 +44,8 @@ class Emulation:
 
     def __init__(self, table_rows: list[int], dim: int, placement: Placement, settings: Settings, seed: int) -> None:
         self.tables = first_rows(table_rows, dim, seed)
-        self.dim, self.placement, self.settings = dim, placement, settings
+        self.dim, self.settings = dim, settings
+        self.owners = [placement.locate(np.full(n, t), np.arange(n))[0] for t, n in enumerate(table_rows)]
         self.world = range(placement.world_size)
         self.copies = [first_rows(table_rows, dim, seed) for _ in self.world]
         self.residuals = [[torch.zeros_like(table) for table in self.tables] for _ in self.world]
@@ -57,7 +58,7 @@ class Emulation:
         pooled = {}
         for user, samples in bags.items():
             for owner in self.world:
-                asked = self._asked(user, owner, samples)
+                asked = self._asked(owner, samples)
                 new, _ = self._cross(look_up, user, owner, asked, self.tables, self.copies[user])
                 for (table, rows), part in zip(asked.items(), new, strict=True):
                     own = self.tables[table][rows]
@@ -82,7 +83,7 @@ class Emulation:
                     for table, rows in enumerate(sample):
                         for row in rows:
                             by_row[table][row] += pulls[table] / (len(rows) if pooling == "mean" else 1)
-                asked = self._asked(user, owner, bags[user])
+                asked = self._asked(owner, bags[user])
                 if user == owner:
                     for table, rows in asked.items():
                         total[table][rows] += by_row[table][rows]
@@ -93,11 +94,11 @@ class Emulation:
                     self.residuals[user][table][rows] = rest.view(-1, self.dim)
         return [gradient / len(self.world) for gradient in total]
 
-    def _asked(self, user: int, owner: int, samples: list) -> dict[int, list[int]]:
+    def _asked(self, owner: int, samples: list) -> dict[int, list[int]]:
         """The distinct rows a rank asks an owner for, by table and ascending."""
         asked: dict[int, list[int]] = defaultdict(list)
         for table, row in sorted({(t, row) for sample in samples for t, rows in enumerate(sample) for row in rows}):
-            if self.placement.locate(np.array([table]), np.array([row]))[0][0] == owner:
+            if self.owners[table][row] == owner:
                 asked[table].append(row)
         return asked
 
