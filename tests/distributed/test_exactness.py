@@ -1,4 +1,4 @@
-"""The synchronised gradients are the right ones: equal to DDP's, to a plain reference's, to each other's, in sum."""
+"""The synchronised gradients are the right ones: equal to DDP's, to the reference's, to each other's, in sum."""
 
 import math
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
-from distributed import reference
+from distributed.random_runs import CASES, assert_remembered, assert_weights, draw, run_case, train_gradients
 from distributed.training import (
     Applied,
     Module,
@@ -22,18 +22,13 @@ from distributed.training import (
     fit,
     loader,
     local_gradients,
-    noise_loss,
-    on_two_nodes,
-    perceptron,
 )
 from lightning_dct import DCTStrategy
-from lightning_dct.gradients.residual import add_pieces
 
 OPTIMIZERS = {
     "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
     "adam": (torch.optim.Adam, {"lr": 0.01}),
 }
-FORMATS = ("fp32", "bf16", "int8", "int4", "1bit")
 
 
 class Lopsided(nn.Module):
@@ -94,57 +89,21 @@ def test_replicas_stay_bitwise_identical(ranks: Any, world_size: int, value_form
     assert_learns(runs[0])
 
 
-def train_compressed(value_format: str, density: float, exchange: str) -> Run:
-    settings: dict[str, Any] = {"density": density, "min_tensor_size": 128, "exchange": exchange}
-    strategy = DCTStrategy(compress="gradients", value_format=value_format, refresh_every=1, guard=False, **settings)
-    module = Module(None, torch.optim.SGD, lr=0.05, momentum=0.5)
-    if exchange != "by_node":
-        return fit(strategy, module, 30, precision="64-true")
-    with on_two_nodes():
-        return fit(strategy, module, 30, precision="64-true", num_nodes=2, devices=2)
+def run_cases(exchange: str) -> list[Run]:
+    return [run_case(draw(seed, "gradients", exchange)) for seed in range(CASES)]
 
 
 @pytest.mark.parametrize(
-    ("world_size", "value_format", "density", "exchange"),
-    [
-        *((world_size, value_format, 0.05, "all_gather") for world_size in (2, 3) for value_format in FORMATS),
-        *((world_size, value_format, 0.2, "sharded") for world_size in (2, 3, 4) for value_format in ("fp32", "1bit")),
-        *((4, value_format, 0.2, "by_node") for value_format in ("bf16", "int8")),
-    ],
+    ("world_size", "exchange"), [(2, "all_gather"), (3, "all_gather"), (2, "sharded"), (3, "sharded"), (4, "by_node")]
 )
-def test_matches_the_plain_reference(
-    ranks: Any, world_size: int, value_format: str, density: float, exchange: str
-) -> None:
-    """Oracle: reference.py, which simulates the ranks in one process with numpy."""
-    runs = ranks(world_size).run(train_compressed, value_format, density, exchange)
-    model = perceptron().double()
-    held, sums_held = reference.train(
-        model,
-        noise_loss(world_size, 30),
-        workers=world_size,
-        steps=30,
-        value_format=value_format,
-        lr=0.05,
-        momentum=0.5,
-        density=density,
-        min_tensor_size=128,
-        exchange=exchange,
-        workers_per_node=2,
-    )
-    expected = {f"model.{name}": weight.detach() for name, weight in model.named_parameters()}
-    for rank, run in enumerate(runs):
-        assert_weights_close(expected, run.weights, rtol=1e-12, atol=1e-13)
-        if exchange != "by_node":
-            residuals = {f"model.{name}": torch.from_numpy(entries) for name, entries in held[rank].items()}
-            assert float(residuals["model.first.weight"].norm()) > 0
-            assert_weights_close(residuals, run.residuals, rtol=1e-12, atol=1e-13)
-    for name, expected_sum in sums_held.items():
-        owned = torch.zeros(len(expected_sum), dtype=torch.float64)
+def test_matches_the_reference(ranks: Any, world_size: int, exchange: str) -> None:
+    """Oracle: lightning_dct.reference, every bit of weights, residuals and thresholds; random shapes and settings."""
+    by_rank = ranks(world_size).run(run_cases, exchange)
+    for seed, runs in enumerate(zip(*by_rank, strict=True)):
+        weights, memories = train_gradients(draw(seed, "gradients", exchange), world_size)
         for run in runs:
-            owned = add_pieces(owned, run.state["owned"].get(f"model.{name}", {}), len(owned))
-        torch.testing.assert_close(owned, torch.from_numpy(expected_sum), rtol=1e-12, atol=1e-13)
-    if exchange != "all_gather":
-        assert sum(len(run.state["owned"].get("model.first.weight", {})) for run in runs) > 1
+            assert_weights(run.weights, weights)
+        assert_remembered(list(runs), memories, ranks_per_node=2)
 
 
 def train_recorded(value_format: str) -> Any:

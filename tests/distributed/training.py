@@ -49,20 +49,6 @@ def loader(batches: int, in_features: int, out_features: int, batch_size: int = 
     return DataLoader(Noise(batches, in_features, out_features, batch_size, rank()), batch_size=None)
 
 
-def noise_loss(world_size: int, steps: int, accumulate: int = 1) -> Callable[[nn.Module, int, int], Tensor]:
-    """What ``reference.train`` wants: a worker's loss in a step, the mean over its micro-batches of noise, in fp64."""
-    data = [Noise(steps * accumulate, 40, 8, rank=rank) for rank in range(world_size)]
-
-    def loss_of(model: nn.Module, worker: int, step: int) -> Tensor:
-        losses = []
-        for batch in range(step * accumulate, (step + 1) * accumulate):
-            inputs, outputs = (tensor.double() for tensor in data[worker][batch])
-            losses.append((model(inputs) - outputs).square().mean())
-        return sum(losses, torch.zeros(())) / accumulate
-
-    return loss_of
-
-
 class Perceptron(nn.Module):
     """Two layers and a scalar gain: 40 x 24 + 24, 24 x 8 + 8 and 1 entries."""
 

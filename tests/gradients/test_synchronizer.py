@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_dct.gradients.plan import plan_bucket
-from lightning_dct.threshold import kth_magnitude, nudge
 from lightning_dct.wire import PayloadError, unpack
 from lightning_dct.wire.payload import Unpacked
 from strategies_for_hypothesis import FORMATS, examples
@@ -113,19 +112,6 @@ def test_conservation_whatever_the_numbers(data: st.DataObject, value_format: st
 
 
 @pytest.mark.parametrize("value_format", FORMATS)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_every_rank_gets_the_mean_of_what_was_sent(world_size: int, value_format: str) -> None:
-    ranks = EmulatedRanks(SIZES, world_size, density=0.05, value_format=value_format)
-    for step in range(3):
-        means = ranks.step(gradients(step, world_size), BUCKETS[1])
-        went = sent_by_name(ranks, BUCKETS[1])
-        for name in SIZES:
-            expected = torch.stack([rank[name] for rank in went]).double().mean(dim=0)
-            torch.testing.assert_close(means[0][name].double(), expected, rtol=1e-6, atol=1e-6)
-            assert all(torch.equal(mean[name], means[0][name]) for mean in means)
-
-
-@pytest.mark.parametrize("value_format", FORMATS)
 def test_nothing_is_dropped_over_many_steps(value_format: str) -> None:
     ranks = EmulatedRanks(SIZES, density=0.05, value_format=value_format)
     due = {name: torch.zeros(size, dtype=torch.float64) for name, size in SIZES.items()}
@@ -157,34 +143,6 @@ def test_fp64_gradients_keep_fp64_residuals() -> None:
 # Which entries go
 
 
-def test_a_selection_step_sends_the_largest_entries_of_each_tensor() -> None:
-    ranks = EmulatedRanks(SIZES, density=0.05, value_format="fp32")
-    local = gradients(0)
-    ranks.step(local, BUCKETS[0])
-    for rank, went in enumerate(sent_by_name(ranks, BUCKETS[0])):
-        for name, size in SIZES.items():
-            kept = local[rank][name].abs().argsort(descending=True)[: math.ceil(0.05 * size)]
-            expected = torch.zeros(size)
-            expected[kept] = local[rank][name][kept]
-            assert torch.equal(went[name], expected)
-
-
-@pytest.mark.parametrize("guard", [True, False])
-def test_beyond_the_capacity_the_largest_go_and_the_rest_waits(guard: bool) -> None:
-    ranks = EmulatedRanks({"a": 300}, density=0.02, value_format="fp32", guard=guard)
-    ranks.step([{"a": rank["a"] * 1e-3} for rank in gradients(0)])
-    before, local = ranks.residuals(), gradients(1)
-    ranks.step(local)
-    for rank, (positions, values, _) in enumerate(sent(ranks, ["a"])):
-        due = local[rank]["a"] + before[rank]["a"]
-        largest = due.abs().argsort(descending=True)[:6].sort().values
-        assert torch.equal(positions, largest)
-        assert torch.equal(values, due[largest])
-        rest = due.clone()
-        rest[largest] = 0.0
-        assert torch.equal(ranks.residuals()[rank]["a"], rest)
-
-
 def test_nothing_above_the_threshold_is_a_step_like_any_other() -> None:
     ranks = EmulatedRanks({"a": 300}, density=0.02, guard=False)
     ranks.step([{"a": rank["a"] * 1e6} for rank in gradients(0)])
@@ -203,54 +161,6 @@ def test_zeros_are_not_sent() -> None:
 
 
 # Thresholds
-
-
-def test_threshold_is_the_kth_magnitude_and_stays_until_a_refresh() -> None:
-    ranks = EmulatedRanks({"a": 300}, density=0.02, guard=False)
-    local = gradients(0)
-    ranks.step(local)
-    selected = kth_magnitude(local[0]["a"], 6)
-    thresholds = ranks.synchronizers[0].thresholds
-    assert thresholds.get("a", 6) == selected
-    ranks.step(gradients(1))
-    assert thresholds.get("a", 6) == selected
-    before, local = ranks.residuals(), gradients(2)
-    ranks.request_refresh()
-    ranks.step(local)
-    assert thresholds.get("a", 6) == kth_magnitude(local[0]["a"] + before[0]["a"], 6) != selected
-
-
-@pytest.mark.parametrize("factor", [0.0, 0.3, 1.1])
-def test_guard_nudges_by_the_count(factor: float) -> None:
-    ranks = EmulatedRanks({"a": 1000}, density=0.02)
-    base = gradients(0, sizes={"a": 1000})
-    ranks.step(base)
-    thresholds = ranks.synchronizers[0].thresholds
-    threshold = thresholds.get("a", 20)
-    assert threshold == nudge(kth_magnitude(base[0]["a"], 20), 20, 20, 1000)
-    before = ranks.residuals()[0]["a"]
-    local = [{"a": rank["a"] * factor} for rank in gradients(1, sizes={"a": 1000})]
-    count = int(((local[0]["a"] + before).abs() >= threshold).sum())
-    assert count <= 40
-    ranks.step(local)
-    assert thresholds.get("a", 20) == nudge(threshold, count, 20, 1000) != threshold
-
-
-def test_guard_takes_the_steps_own_selection_when_far_too_many_are_above() -> None:
-    ranks = EmulatedRanks({"a": 1000}, density=0.02)
-    ranks.step([{"a": rank["a"] * 1e-3} for rank in gradients(0, sizes={"a": 1000})])
-    before, local = ranks.residuals(), gradients(1, sizes={"a": 1000})
-    ranks.step(local)
-    assert ranks.synchronizers[1].thresholds.get("a", 20) == kth_magnitude(local[1]["a"] + before[1]["a"], 20)
-
-
-def test_without_the_guard_thresholds_do_not_move() -> None:
-    ranks = EmulatedRanks({"a": 1000}, density=0.02, guard=False)
-    ranks.step(gradients(0, sizes={"a": 1000}))
-    threshold = ranks.synchronizers[0].thresholds.get("a", 20)
-    for factor in (0.0, 1.5, 1000.0):
-        ranks.step([{"a": rank["a"] * factor} for rank in gradients(1, sizes={"a": 1000})])
-        assert ranks.synchronizers[0].thresholds.get("a", 20) == threshold
 
 
 @pytest.mark.parametrize("guard", [True, False])

@@ -1,0 +1,300 @@
+"""The whole method in one file, for reading: every rank is an entry of a list, and nothing is fast.
+
+Gupta et al. (*Training Recommender Systems at Scale: Communication-Efficient Model and Data Parallelism*, KDD 2021)
+exchange gradients in this way. This package does so with what *weights* and *embedding rows* have moved, too:
+
+    a    = what the others do not know yet
+    M    = |a| >= tau                         about as many entries as the *target* says
+    sent = the entries of a under M, in few bits
+    e    = a - sent                           the *residual*: nothing is dropped, it goes later
+
+Tests compare the package with this file bit for bit, so where a formula can be rounded in several ways, the code here
+follows the package. Tensors are flat, in fp32 or fp64. Left out: loss scaling, activations, which have no residual, and
+how bytes travel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+TINY = torch.finfo(torch.float32).tiny  # the smallest threshold: zeros are never worth sending
+BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "1bit": 1}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What :class:`~lightning_dct.DCTConfig` calls the same; ``ranks_per_node`` is for ``exchange="by_node"``."""
+
+    density: float = 0.3
+    value_format: str = "1bit"
+    min_tensor_size: int = 16
+    guard: bool = True
+    refresh_every: int = 1000
+    exchange: str = "all_gather"
+    ranks_per_node: int = 1
+    local_steps: int = 8
+    warmup_steps: int = 320
+    residual_decay: float = 0.95
+    delay: int = 0
+
+
+# 1. Thresholds (threshold.py). To select one costs 20 to 70 times as much as to compare with it. So that is done every
+#    thousand steps, as the paper proposes, and in between the guard moves it a little towards its target.
+
+
+def exact_threshold(a: Tensor, target: int) -> float:
+    """The ``target``-th largest magnitude; infinite and NaN entries count as zero."""
+    magnitudes = a.abs().nan_to_num(nan=0.0, posinf=0.0)
+    return max(float(magnitudes.sort(descending=True).values[target - 1]), TINY)
+
+
+def guarded(threshold: float, a: Tensor, reached: int, target: int) -> float:
+    """The next exchange's threshold, from how many entries have reached this one's: aims 5% high, as excess is cut."""
+    if reached > 2 * target and bool(a.isfinite().all()):
+        return exact_threshold(a, target)
+    factor = ((reached + 0.5) / (1.05 * target + 0.5)) ** (0.3 * math.sqrt(target / a.numel()))
+    return max(threshold * min(max(factor, 1 / 1.25), 1.25), TINY)
+
+
+# 2. Few bits (wire/). What rounding loses goes into the residual, so few are enough.
+
+
+def as_read(values: Tensor, value_format: str) -> Tensor:
+    """What receivers read where these values of one tensor are sent: fp32, with one scale for all of them."""
+    if value_format == "fp32" or not values.numel():
+        return values.float()
+    if value_format == "bf16":  # the nearest; finite values stay finite
+        limit = min(torch.finfo(torch.bfloat16).max, torch.finfo(values.dtype).max)
+        return torch.where(values.isinf(), values, values.clamp(-limit, limit)).bfloat16().float()
+    magnitudes = values.abs().double()
+    if value_format == "1bit":  # sign(v) * mean |v|, summed in the order of the entries
+        scale = (magnitudes.cumsum(0)[-1] / values.numel()).float()
+        return torch.where(values > 0, scale, -scale)
+    if value_format == "int4":  # sign(v) * max |v| * 2^(-level / 2), the nearest level in ratio; level 7 is zero
+        scale = magnitudes.max().float()
+        levels = ((magnitudes / scale).nan_to_num(nan=1.0).log2() / -0.5).round().clamp(0, 7).float()
+        factors = torch.exp2(levels * -0.5).where(levels < 7, 0.0)
+        return torch.where(values < 0, -factors, factors) * scale
+    scale = (magnitudes.max() / 127).float()  # int8: steps of max |v| / 127
+    if (127 * scale).isinf() and magnitudes.max() <= torch.finfo(torch.float32).max:
+        scale = scale * (1 - 2**-23)  # so that 127 steps are finite where the value is
+    steps = torch.where(values.isinf(), values.sign(), (values / scale).nan_to_num(nan=0.0))
+    return steps.round().clamp(-127, 127).float() * scale
+
+
+def position_bits(positions: list[int], size: int, capacity: int) -> list[int]:
+    """Where the entries are, in about ``2 + log2(size / capacity)`` bits each: the Elias-Fano code (1974).
+
+    Low bits are written as they are. High bits hardly grow from one position to the next: number ``i`` sets one flag,
+    ``high + i``. How many bits there are depends on ``capacity`` alone.
+    """
+    counts = [capacity + (max(size - 1, 0) >> low) + 1 + low * capacity for low in range(max(size.bit_length(), 1))]
+    low = counts.index(min(counts))
+    flags = [0] * (counts[low] - low * capacity)
+    planes = [[0] * capacity for _ in range(low)]
+    for i, position in enumerate(positions):
+        flags[(position >> low) + i] = 1
+        for bit in range(low):
+            planes[bit][i] = position >> bit & 1
+    return sum(planes, flags)
+
+
+# 3. One sender (gradients/plan.py, gradients/compression.py, kernels/).
+
+
+def target_of(tensor: Tensor, ranks: int, settings: Settings, share: float = 1.0) -> int:
+    """How many entries of a tensor go; 0 where it goes dense: all of it is wanted, it is small, or that is shorter.
+
+    A payload passes each link ``passes`` times, where an all-reduced tensor passes it twice.
+    """
+    nodes, size = ranks // settings.ranks_per_node, tensor.numel()
+    passes = {"all_gather": ranks, "sharded": 2, "by_node": (nodes - 1) * ranks / max(ranks - 1, 1)}[settings.exchange]
+    density = settings.density if settings.density == 1.0 else share * settings.density
+    target = max(1, math.ceil(density * size * (1 - 1e-12)))
+    bits = passes * target * (BITS[settings.value_format] + 2 + math.log2(size / target))
+    dense = size < settings.min_tensor_size or target >= size or ranks == 1
+    return 0 if dense or bits >= 2 * size * tensor.element_size() * 8 else target
+
+
+def choose(news: list[Tensor], thresholds: list[float], room: int, form: str) -> tuple[list[Tensor], list[int]]:
+    """What goes of some tensors together, as receivers read it, and how many entries of each reach its threshold.
+
+    Of more than there is room for, those go that exceed their threshold by the largest factor, of equals the first.
+    Of a tensor with infinite or NaN entries only those go, so that all ranks see them.
+    """
+    excess, counts = [torch.empty(0).double()], []
+    for a, threshold in zip(news, thresholds, strict=True):
+        tau = torch.tensor(max(threshold, TINY), dtype=a.dtype)
+        reached = a.abs() >= tau if bool(a.isfinite().all()) else ~a.isfinite()  # M
+        excess.append((a.abs().double() / tau).nan_to_num(nan=math.inf, posinf=math.inf).where(reached, -1.0))
+        counts.append(int(reached.sum()))
+    largest = torch.cat(excess).argsort(descending=True, stable=True)[: min(room, sum(counts))]
+    goes = torch.zeros(sum(a.numel() for a in news), dtype=torch.bool).index_fill(0, largest, True)
+    sent = [torch.zeros_like(a) for a in news]
+    for a, mask, out in zip(news, goes.split([a.numel() for a in news]), sent, strict=True):
+        out[mask] = as_read(a[mask], form).to(a.dtype)
+    return sent, counts
+
+
+@dataclass
+class Held:
+    """What a sender remembers of a tensor from one exchange to the next; its threshold is for this target."""
+
+    residual: Tensor | float = 0.0
+    threshold: float = 0.0
+    target: int = 0  # refresh: 0 has the threshold selected anew
+
+
+def send(news: Tensor, held: Held, target: int, settings: Settings) -> Tensor:
+    """What a sender sends of one tensor, as receivers read it: the paper's data-parallel method, a tensor at a time."""
+    a = held.residual + news  # a = e + g
+    sent = a
+    if target:
+        if held.target != target:
+            held.threshold, held.target = exact_threshold(a, target), target
+        (sent,), (reached,) = choose([a], [held.threshold], target, settings.value_format)
+        if settings.guard and bool(a.isfinite().all()):
+            held.threshold = guarded(held.threshold, a, reached, target)
+    held.residual = torch.where((a - sent).isfinite(), a - sent, held.residual)  # e = a - sent; never NaN or infinity
+    return sent
+
+
+# 4. One exchange (gradients/exchanges/): the mean over ranks of what they send of a tensor, the same for all. An entry
+#    of updates that n of W ranks send counts sqrt(W / n) times: see updates/synchronizer.py for the reason.
+
+Memory = defaultdict[tuple[str, int, int], Held]  # of one tensor: by the sender, its number, a piece's first entry
+
+
+def weighted_sum(sent: list[Tensor], weight: float, dense: bool, by_senders: bool) -> Tensor:
+    """``weight`` times the sum, in the order of the ranks. Of dense tensors torch rounds product and sum only once."""
+    senders = torch.stack([one != 0 for one in sent]).double().sum(0).clamp(min=1)
+    total, factor = torch.zeros_like(sent[0]), (len(sent) / senders).sqrt().to(sent[0].dtype) if by_senders else 1.0
+    for one in sent:
+        total = total.add(one, alpha=weight) if dense else total + one * factor * weight
+    return total
+
+
+def exchange(
+    tensors: list[Tensor], memory: Memory, settings: Settings, share: float = 1.0, by_senders: bool = False
+) -> tuple[Tensor, list[Tensor]]:
+    """Exchange one tensor of all ranks; gives the mean, and what each rank has sent.
+
+    Where several ranks sum up, each owns some pieces, and a piece is sent as if it were a tensor.
+    """
+    size, ranks, per_node = tensors[0].numel(), len(tensors), settings.ranks_per_node
+    target, usual = (target_of(tensors[0], ranks, settings, part) for part in (share, 1.0))
+    owners = {"all_gather": 1, "sharded": ranks, "by_node": per_node}[settings.exchange]
+    count = max(1, min(owners, (usual or size) // 32))
+    means, sent_by_piece = [], []
+    for start, stop in pairwise(size * piece // count for piece in range(count + 1)):
+        parts, room = [tensor[start:stop] for tensor in tensors], -(-target * (stop - start) // size)
+        news, sender = parts, "rank"
+        if settings.exchange == "by_node":  # dense inside a node, which is one sender then
+            nodes = [parts[first : first + per_node] for first in range(0, ranks, per_node)]
+            news, sender = [torch.stack([part / per_node for part in node]).sum(0) * per_node for node in nodes], "node"
+        sent = [send(one, memory[sender, number, start], room, settings) for number, one in enumerate(news)]
+        sent_by_piece.append(sent if sender == "rank" else parts)
+        if settings.exchange == "sharded":  # the owner sends of the sum, and holds back the rest
+            sent = [send(weighted_sum(sent, 1.0, not target, by_senders), memory["owner", 0, start], room, settings)]
+        means.append(weighted_sum(sent, 1 / ranks, not target, by_senders))
+    return torch.cat(means), [torch.cat(parts) for parts in zip(*sent_by_piece, strict=True)]
+
+
+# 5. Gradients (gradients/), in every backward, as in the paper: ``g' = 1/W * sum over ranks of what is sent of g + e``.
+#    That is ``exchange`` of gradients and no more: all ranks have the same weights, and step with the same mean.
+
+# 6. Updates (updates/), the default. A rank trains weights ``w`` of its own. The shared weights ``S`` are the same on
+#    all ranks. ``w - S`` is what a rank has moved or not sent yet, so it is the residual.
+
+
+def exchange_updates(
+    own: list[Tensor], shared: Tensor, memory: Memory, settings: Settings, share: float, decay: float
+) -> list[Tensor]:
+    """Exchange one tensor; gives what is to be added to ``S``, and then to each rank's ``w``."""
+    moved = [w - shared for w in own]  # a = w - S
+    mean, sent = exchange(moved, memory, settings, share, by_senders=True)  # m = 1 / sqrt(W n) * sum of sent
+    for (sender, _, _), held in memory.items():
+        held.residual = 0.0 if sender == "rank" else held.residual  # it stays in w
+    lost = [a.sub(a - c, alpha=decay) for a, c in zip(moved, sent, strict=True)]  # c: what is sent
+    return [mean, *(mean - gone for gone in lost)]  # S = S + m, w = S + decay * (a - c)
+
+
+def train(
+    weights: list[list[Tensor]], local_step: Callable[[int, int], None], steps: int, settings: Settings
+) -> tuple[list[Tensor], list[Memory]]:
+    """Train ``weights[rank][tensor]`` in place; gives the shared weights, and what is remembered of each tensor.
+
+    ``local_step(rank, step)`` is a step of a rank's own optimizer. With a delay an exchange travels while the next run.
+    """
+    shared, memories = [w.clone() for w in weights[0]], [Memory(Held) for _ in weights[0]]
+    travelling: list[list[Tensor]] = []
+    due = since_refresh = 0
+
+    def arrive() -> None:
+        for number, changes in enumerate(travelling):
+            for w, change in zip([shared, *weights], changes, strict=True):
+                w[number].add_(change)
+        travelling.clear()
+
+    for step in range(1, steps + 1):
+        refresh = since_refresh >= settings.refresh_every
+        since_refresh += 1
+        for rank in range(len(weights)):
+            local_step(rank, step - 1)
+        if step == due:
+            arrive()
+        # Weights move fastest at first. Then rounds are an eighth as long, send an eighth as much, and forget a little.
+        length, decay = settings.local_steps, 1.0
+        if step <= settings.warmup_steps:
+            length, decay = max(1, length // 8), settings.residual_decay
+        if step % length or travelling:
+            continue
+        for number, (w_shared, memory) in enumerate(zip(shared, memories, strict=True)):
+            for held in memory.values() if refresh else ():
+                held.target = 0
+            own = [rank_weights[number] for rank_weights in weights]
+            travelling.append(exchange_updates(own, w_shared, memory, settings, length / settings.local_steps, decay))
+        due, since_refresh = step + min(settings.delay, length), 1 if refresh else since_refresh
+        if not settings.delay:
+            arrive()
+    return shared, memories
+
+
+# 7. Embedding rows (embedding/changes.py). Each has an owner. It and the user of a row both hold the copy ``R`` that
+#    the user has of the row ``E``, so only differences cross. A message is about the rows that a user asks for.
+
+
+def send_rows(news: list[Tensor], thresholds: list[float], settings: Settings) -> list[Tensor]:
+    """What goes of one message; a threshold a table, changed in place, and room for all tables together."""
+    targets = [math.ceil(settings.density * a.numel() * (1 - 1e-12)) for a in news]
+    for number, (a, target) in enumerate(zip(news, targets, strict=True)):
+        thresholds[number] = 0.0 if target == a.numel() else thresholds[number] or exact_threshold(a, target)
+    sent, counts = choose(news, thresholds, sum(targets), settings.value_format)
+    for number, (a, target, reached) in enumerate(zip(news, targets, counts, strict=True)):
+        if settings.guard and target < a.numel():
+            thresholds[number] = guarded(thresholds[number], a, reached, target)
+    return sent
+
+
+def look_up(rows: list[Tensor], copies: list[Tensor], thresholds: list[float], settings: Settings) -> list[Tensor]:
+    """Owner to user: the copies that both hold from now on, ``R + what is sent of E - R``."""
+    news = [row - copy for row, copy in zip(rows, copies, strict=True)]
+    return [copy + sent for copy, sent in zip(copies, send_rows(news, thresholds, settings), strict=True)]
+
+
+def return_gradients(
+    gradients: list[Tensor], residuals: list[Tensor], thresholds: list[float], settings: Settings
+) -> list[Tensor]:
+    """User to owner: what is sent of ``G + dL/dR``; ``residuals``, the ``G``, change in place. Owners average it."""
+    news = [left + gradient for left, gradient in zip(residuals, gradients, strict=True)]
+    sent = send_rows(news, thresholds, settings)
+    for number, (a, one) in enumerate(zip(news, sent, strict=True)):
+        residuals[number] = torch.where((a - one).isfinite(), a - one, residuals[number])
+    return sent

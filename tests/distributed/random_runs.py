@@ -1,0 +1,164 @@
+"""Runs with random settings and shapes, on real ranks and by `lightning_dct.reference` in one process."""
+
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from distributed.training import Run, fit, on_two_nodes, rank
+from lightning_dct import DCTStrategy
+from lightning_dct.config import VALUE_FORMATS
+from lightning_dct.reference import Held, Memory, Settings, exchange, train
+
+STEPS = 23
+# The first five have another value format each.
+CASES = 6
+
+
+class Case(NamedTuple):
+    """What is trained and how; ``settings`` are those of DCTConfig."""
+
+    shapes: list[tuple[int, ...]]
+    dtype: torch.dtype
+    settings: dict[str, Any]
+    optimizer: Callable[..., torch.optim.Optimizer]
+
+
+def draw(seed: int, compress: str, exchange: str) -> Case:
+    """The first tensor is always compressed: buckets of dense ones go by an all-reduce, in the backend's own order."""
+    choice = random.Random(f"{seed} {compress} {exchange}")
+    sizes = [choice.randint(1000, 3000), *(choice.choice([1, 50, 300, 1000]) for _ in range(choice.randint(0, 3)))]
+    settings: dict[str, Any] = {
+        "compress": compress,
+        "exchange": exchange,
+        "density": choice.uniform(0.02, 0.4),
+        "value_format": VALUE_FORMATS[seed % len(VALUE_FORMATS)],
+        "min_tensor_size": choice.choice([0, 128, 400]),
+        "guard": choice.random() < 0.5,
+        "refresh_every": choice.choice([1, 6, 1000]),
+    }
+    if compress == "updates":
+        settings["local_steps"] = choice.randint(1, 9)
+        settings["warmup_steps"] = choice.choice([0, 7])
+        settings["delay"] = choice.choice([0, choice.randint(0, settings["local_steps"])])
+        settings["residual_decay"] = choice.choice([1.0, 0.9, 0.5])
+    shapes = [(size // 2, 2) if size % 2 == 0 else (size,) for size in sizes]
+    dtype, adam = choice.choice([torch.float32, torch.float64]), choice.random() < 0.5
+    return Case(shapes, dtype, settings, _adam if adam else _momentum)
+
+
+def _adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def _momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.8)
+
+
+class Springs(LightningModule):
+    """Tensors drawn to where a batch says. Every entry is on its own, so all processors make the same bits of it."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        noise = torch.Generator().manual_seed(0)
+        start = [torch.randn(shape, generator=noise, dtype=case.dtype) for shape in case.shapes]
+        self.weights, self.case = nn.ParameterList(start), case
+
+    def goals(self, rank: int, step: int) -> list[Tensor]:
+        """Heavy-tailed, others for every rank and step."""
+        noise = torch.Generator().manual_seed(100_000 * rank + step)
+        return [torch.randn(shape, generator=noise, dtype=self.case.dtype).pow(3) for shape in self.case.shapes]
+
+    def pull(self, rank: int, step: int) -> Tensor:
+        """The loss."""
+        pairs = zip(self.weights, self.goals(rank, step), strict=True)
+        return sum(((weight - goal).square().sum() for weight, goal in pairs), start=torch.zeros(()))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.pull(rank(), batch_idx)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.case.optimizer(self.parameters())
+
+
+def run_case(case: Case, accumulate: int = 1, **settings: Any) -> Run:
+    """On this rank."""
+    strategy = DCTStrategy(**case.settings)
+    batches = torch.utils.data.DataLoader(torch.zeros(accumulate * STEPS), batch_size=None)
+    settings["accumulate_grad_batches"] = accumulate
+    settings["precision"] = "64-true" if case.dtype == torch.float64 else "32-true"
+    if case.settings["exchange"] != "by_node":
+        return fit(strategy, Springs(case), batches, **settings)
+    with on_two_nodes():
+        return fit(strategy, Springs(case), batches, num_nodes=2, devices=2, **settings)
+
+
+def settings_of(case: Case) -> Settings:
+    own = {name: value for name, value in case.settings.items() if name != "compress"}
+    return Settings(ranks_per_node=2 if own["exchange"] == "by_node" else 1, **own)
+
+
+def train_gradients(
+    case: Case, world_size: int, accumulate: int = 1, after: Callable[[int, list[Memory]], None] | None = None
+) -> Any:
+    """The weights that all ranks end with, and what is remembered of each tensor."""
+    module, settings = Springs(case), settings_of(case)
+    parameters, memories = list(module.parameters()), [Memory(Held) for _ in case.shapes]
+    optimizer = module.configure_optimizers()
+    for step in range(STEPS):
+        batches = range(step * accumulate, (step + 1) * accumulate)
+        losses = [sum(module.pull(rank, batch) for batch in batches) / accumulate for rank in range(world_size)]
+        by_rank = [torch.autograd.grad(loss, parameters) for loss in losses]
+        for parameter, memory, gradients in zip(parameters, memories, zip(*by_rank, strict=True), strict=True):
+            for held in memory.values() if step % settings.refresh_every == 0 else ():
+                held.target = 0
+            parameter.grad = exchange([g.flatten() for g in gradients], memory, settings)[0].view_as(parameter)
+        optimizer.step()
+        if after is not None:
+            after(step + 1, memories)
+    return [parameter.detach().flatten() for parameter in parameters], memories
+
+
+def train_updates(case: Case, world_size: int) -> Any:
+    """The shared weights, each rank's own, and what is remembered of each tensor."""
+    modules = [Springs(case) for _ in range(world_size)]
+    optimizers = [module.configure_optimizers() for module in modules]
+
+    def local_step(rank: int, step: int) -> None:
+        optimizers[rank].zero_grad()
+        modules[rank].pull(rank, step).backward()
+        optimizers[rank].step()
+
+    own = [[weight.detach().view(-1) for weight in module.weights] for module in modules]
+    shared, memories = train(own, local_step, STEPS, settings_of(case))
+    return shared, own, memories
+
+
+def assert_weights(state: dict[str, Tensor], expected: list[Tensor]) -> None:
+    """The last bit of every entry."""
+    for number, weights in enumerate(expected):
+        assert torch.equal(state[f"weights.{number}"].flatten(), weights), f"tensor {number}"
+
+
+def assert_remembered(runs: list[Run], memories: list[Memory], ranks_per_node: int) -> None:
+    """Thresholds and what is held back, to the last bit, and by whoever holds it back."""
+    for number, memory in enumerate(memories):
+        name, starts = f"weights.{number}", sorted({start for _, _, start in memory})
+        for (sender, place, start), held in memory.items():
+            nodes = runs[place * ranks_per_node : (place + 1) * ranks_per_node]
+            states = [run.state for run in {"rank": [runs[place]], "node": nodes, "owner": runs}[sender]]
+            if isinstance(held.residual, Tensor):
+                stop = start + len(held.residual)
+                pieces = [state["owned"].get(name, {}).get(start) for state in states]
+                if sender == "rank":
+                    pieces = [states[0]["residuals"][name][start:stop]]
+                assert [piece.tolist() for piece in pieces if piece is not None] == [held.residual.tolist()]
+            if held.target:
+                size = runs[0].weights[name].numel()
+                stop = [*starts, size][starts.index(start) + 1]
+                label = ("sum of " if sender == "owner" else "") + name + f"[{start}:{stop}]" * (len(starts) > 1)
+                values = [state["thresholds"]["values"].get(label) for state in states]
+                assert [value for value in values if value is not None] == [held.threshold], label
