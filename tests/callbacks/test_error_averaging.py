@@ -85,7 +85,7 @@ def train_scaled() -> Any:
 
 
 def test_the_mean_is_what_all_hold_and_is_counted(ranks: Any) -> None:
-    """Oracle: the mean of both ranks' residuals; 4 bytes an entry of the two compressed tensors; gradients in sum."""
+    """Oracle: the mean of both ranks' residuals; 4 bytes an entry of the three compressed tensors; gradients in sum."""
     (one, sums, before, after), (other, other_sums, other_before, other_after) = ranks(2).run(train_scaled)
     assert_replicas_equal([one, other])
     assert_conserved([sums, other_sums])
@@ -95,7 +95,7 @@ def test_the_mean_is_what_all_hold_and_is_counted(ranks: Any) -> None:
             assert_weights_equal(now[2], then[2])
             continue
         averaged.append((batch, now[0]))
-        assert then[1] - now[1] == 4 * (40 * 24 + 24 * 8)
+        assert then[1] - now[1] == 4 * (40 * 24 + 24 + 24 * 8)
         for name, residual in then[2].items():
             assert torch.equal(residual, other_after[batch][2][name])
             assert torch.equal(residual, (now[2][name] + other_before[batch][2][name]) / 2)
