@@ -51,25 +51,27 @@ class Resumable:
         self._first = state["position"]
 
 
-def gradients(**settings: Any) -> tuple[DCTStrategy, LightningModule, Any, dict[str, Any]]:
+def replicas(**settings: Any) -> tuple[DCTStrategy, LightningModule, Any, dict[str, Any]]:
     rank = int(os.environ["RANK"])
     noise = Noise(BATCHES, 40, 8, rank=rank)
     module = Module(perceptron(hidden=200), torch.optim.Adam, lr=0.01)
-    strategy = DCTStrategy(**{"density": 0.05, "refresh_every": 4, **settings})
+    # Most saves, and so most kills, fall between two exchanges, or while one travels.
+    rounds = {"local_steps": 4, "warmup_steps": 6, "delay": 2}
+    strategy = DCTStrategy(**{"density": 0.05, "refresh_every": 4, **rounds, **settings})
     return strategy, module, noise.__getitem__, {}
 
 
 def all_gather() -> Any:
-    strategy, module, batch, _ = gradients(exchange="all_gather", value_format="int8", warmup_steps=6)
+    strategy, module, batch, _ = replicas(exchange="all_gather", value_format="int8", delay=0)
     return strategy, module, batch, {"accumulate_grad_batches": 2}
 
 
 def sharded() -> Any:
-    return gradients(exchange="sharded", value_format="1bit", density=0.2)
+    return replicas(exchange="sharded", value_format="1bit", density=0.2)
 
 
 def in_background() -> Any:
-    strategy, module, batch, _ = gradients(exchange="all_gather")
+    strategy, module, batch, _ = replicas(exchange="all_gather")
     return strategy, module, batch, {"plugins": [AsyncCheckpointIO()]}
 
 
