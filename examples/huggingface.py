@@ -1,12 +1,15 @@
 """A model of Hugging Face's ``transformers`` inside a LightningModule: nothing about it is special.
 
     python huggingface.py
+    python huggingface.py --sharded    # two replicas, each sharded over two ranks by FSDP2
 
 A small GPT-2 with random weights learns the bytes of this file; ``from_pretrained`` in its place takes trained ones.
 Wants ``pip install transformers``.
 """
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
@@ -14,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, GPT2Config
 
-import lightning_dct  # noqa: F401  registers strategy="dct"
+from lightning_dct import DCTFSDPStrategy
 
 
 class LanguageModel(L.LightningModule):
@@ -43,7 +46,10 @@ def rows_of(text: bytes, length: int = 64) -> list[Tensor]:
 if __name__ == "__main__":
     data = DataLoader(rows_of(Path(__file__).read_bytes()), batch_size=16, shuffle=True)
     L.seed_everything(0)
-    trainer = L.Trainer(strategy="dct", accelerator="cpu", devices=2, max_steps=50)
+    how: dict[str, Any] = {"strategy": "dct", "devices": 2}
+    if "--sharded" in sys.argv:
+        how = {"strategy": DCTFSDPStrategy(replicas=2), "devices": 4}
+    trainer = L.Trainer(**how, accelerator="cpu", max_steps=50)
     trainer.fit(LanguageModel(), data)
     if trainer.is_global_zero:
         print(f"{trainer.callback_metrics['loss']:.2f} nats a byte; guessing takes 5.55")

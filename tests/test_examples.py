@@ -18,9 +18,9 @@ from distributed.test_launchers import outputs_of, start
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def run_example(ranks: Any, folder: Path, name: str, *arguments: str) -> str:
-    """What rank 0 prints when both ranks run an example in a folder."""
-    return str(ranks(2).run(run_here, str(EXAMPLES / name), arguments, str(folder))[0])
+def run_example(ranks: Any, folder: Path, name: str, *arguments: str, world_size: int = 2) -> str:
+    """What rank 0 prints when all ranks run an example in a folder."""
+    return str(ranks(world_size).run(run_here, str(EXAMPLES / name), arguments, str(folder))[0])
 
 
 def table_of(output: str) -> dict[str, str]:
@@ -40,7 +40,7 @@ CLI: dict[str, list[str]] = {
 }
 # Of 32 x 512 and 512 x 2 weights a share, rounded up; of 512 and 2 biases too, 512 or all where settings say so. In the
 # first step an exchange sends an eighth of the density, with 4 local steps a quarter.
-ENTRIES_A_STEP = {"name": 410 + 26 + 13 + 2, "class path": 21 + 2 + 1 + 2, "YAML": 410 + 26 + 512 + 2}
+ENTRIES_A_STEP = {"name": 615 + 39 + 20 + 2, "class path": 21 + 2 + 1 + 2, "YAML": 410 + 26 + 512 + 2}
 
 
 @pytest.mark.parametrize("case", CLI)
@@ -70,10 +70,11 @@ def test_fabric(ranks: Any, tmp_path: Path) -> None:
     assert len(list((tmp_path / "fabric.ckpt.module-0.dct").iterdir())) == 2
 
 
-def test_huggingface(ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("arguments", "world_size"), [((), 2), (("--sharded",), 4)])
+def test_huggingface(ranks: Any, tmp_path: Path, arguments: tuple[str, ...], world_size: int) -> None:
     """Oracle: the loss of a model that guesses, ln 256 = 5.55 nats a byte; input and output share one matrix."""
     pytest.importorskip("transformers")
-    output = run_example(ranks, tmp_path, "huggingface.py")
+    output = run_example(ranks, tmp_path, "huggingface.py", *arguments, world_size=world_size)
     assert float(re.findall(r"([\d.]+) nats a byte", output)[0]) < 4.0
     assert table_of(output)["optimizer steps synchronised"] == "50"
 
