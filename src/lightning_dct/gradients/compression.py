@@ -29,7 +29,7 @@ from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.kernels import Selection, select, sum_entries
 from lightning_dct.threshold import GUARD_RESELECT, Observed, Thresholds, keep_largest, kth_magnitude
 from lightning_dct.wire import PayloadError, Unpacked, pack, unpack
-from lightning_dct.wire.bits import places
+from lightning_dct.wire.bits import nonzero_indices
 
 # Devices whose host must not look at numbers while they work; tests add the CPU to see that both ways give the same.
 WITHOUT_WAITING = {"cuda"}
@@ -254,7 +254,7 @@ def _fit(
             keep = torch.ones_like(positions, dtype=torch.bool)
         if finite is not None and broken:
             keep[start:stop] = False
-            keep[start + places(~finite[start:stop])[:target]] = True
+            keep[start + nonzero_indices(~finite[start:stop])[:target]] = True
             continue
         keep[start:stop], smallest = keep_largest(values[start:stop], target)
         if reselect and count > GUARD_RESELECT * target:
@@ -263,7 +263,7 @@ def _fit(
             observed.append(Observed(name, count, target, plan.sizes[index]))
     if keep is None:
         return positions, values, observed
-    kept = places(keep)
+    kept = nonzero_indices(keep)
     return positions[kept], values[kept], observed
 
 
