@@ -87,7 +87,9 @@ def test_links_are_busy_for_what_auto_reckons_with(world_size: int, nodes: int) 
         layout_of(world_size, nodes),
     )
     local = world_size // nodes if 1 < nodes < world_size else 1
-    for exchange, cost in costs_of(lambda passes: plan_model(config, tensor.parameters, passes), layout).items():
+    for exchange, cost in costs_of(
+        lambda traversals: plan_model(config, tensor.parameters, traversals), layout
+    ).items():
         step = compressed_step(exchange, config, tensor, layout)
         # `auto` leaves out headers and rounding up, once a shard.
         assert link_seconds(step, layout, 8e6) == pytest.approx(local * cost / 1e6, rel=0.03)

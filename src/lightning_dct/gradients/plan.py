@@ -116,7 +116,7 @@ def plan_bucket(
     dtype: torch.dtype,
     value_format: str,
     min_tensor_size: int,
-    passes: float,
+    link_traversals: float,
 ) -> BucketPlan:
     """Decide for each tensor of a bucket.
 
@@ -131,16 +131,16 @@ def plan_bucket(
         dtype: The gradients' dtype.
         value_format: How sent entries are written.
         min_tensor_size: Smaller tensors go whole.
-        passes: How often what a rank sends passes each link, on the scale on which an all-reduced tensor passes it
-            twice: the world size for an all-gather. 1 means that there is nobody to send to.
+        link_traversals: How often each link carries what a rank sends; an all-reduced tensor counts as
+            two. An all-gather has the world size; 1 means that there is nobody to send to.
     """
     targets = []
     for size, density in zip(sizes, densities, strict=True):
         target = target_of(density, size)
-        if size < min_tensor_size or target >= size or passes == 1:
+        if size < min_tensor_size or target >= size or link_traversals == 1:
             targets.append(0)
             continue
-        bits_compressed = passes * target * (BITS_PER_VALUE[value_format] + 2 + math.log2(size / target))
+        bits_compressed = link_traversals * target * (BITS_PER_VALUE[value_format] + 2 + math.log2(size / target))
         targets.append(target if bits_compressed < 2 * size * dtype.itemsize * 8 else 0)
     return BucketPlan(tuple(names), tuple(sizes), tuple(targets), dtype, value_format)
 

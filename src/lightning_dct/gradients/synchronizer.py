@@ -41,7 +41,7 @@ class Synchronizer:
     def __init__(
         self, config: DCTConfig, parameter_names: Mapping[Tensor, str], exchange: Exchange, undoable: bool = False
     ) -> None:
-        self.plans = Plans(config, exchange.passes)
+        self.plans = Plans(config, exchange.link_traversals)
         self.exchange = exchange
         self.traffic = exchange.everyone.traffic
         self.memory = Memory(exchange.pieces, config.guard, undoable, config.kernel)

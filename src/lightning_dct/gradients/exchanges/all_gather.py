@@ -28,7 +28,7 @@ class AllGather:
 
     def __init__(self, everyone: Link) -> None:
         self.everyone = everyone
-        self.passes = all_gather_passes(everyone.size)
+        self.link_traversals = all_gather_link_traversals(everyone.size)
 
     def send(self, bucket: Bucket, memory: Memory) -> Flow:
         """Exchange a bucket."""
@@ -44,6 +44,6 @@ class AllGather:
         """Nothing to destroy."""
 
 
-def all_gather_passes(world_size: int) -> float:
+def all_gather_link_traversals(world_size: int) -> float:
     """A payload passes each link of a ring ``world_size - 1`` times; an all-reduced tensor 2 (W - 1) / W times."""
     return float(world_size)

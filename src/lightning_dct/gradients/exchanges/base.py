@@ -43,14 +43,14 @@ class Exchange(Protocol):
     Attributes:
         everyone: All ranks, for what is not compressed.
         rounds: Collectives a bucket takes, one after the other.
-        passes: See :func:`~lightning_dct.gradients.plan.plan_bucket`.
+        link_traversals: See :func:`~lightning_dct.gradients.plan.plan_bucket`.
         pieces: What this rank owns of the model, by label.
         co_owners: Ranks that own the same pieces, of other sums; None where there is one sum, or none is owned.
     """
 
     everyone: Link
     rounds: int
-    passes: float
+    link_traversals: float
     pieces: Mapping[str, Piece]
     co_owners: Link | None
 

@@ -47,7 +47,7 @@ class ByNode:
     ) -> None:
         self.everyone = everyone
         self.pieces: Mapping[str, Piece] = owned_by(pieces, inside.rank)
-        self.passes = by_node_passes(between.size, inside.size)
+        self.link_traversals = by_node_link_traversals(between.size, inside.size)
         self._inside, self._between = inside, between
         self.co_owners: Link | None = between
         self._hold_unused = hold_unused
@@ -91,7 +91,7 @@ class ByNode:
             dist.destroy_process_group(self._made.pop())
 
 
-def by_node_passes(nodes: int, ranks_per_node: int) -> float:
+def by_node_link_traversals(nodes: int, ranks_per_node: int) -> float:
     """As an all-gather among the nodes, beside an all-reduce over all ranks that passes from node to node."""
     world_size = nodes * ranks_per_node
     return (nodes - 1) * world_size / (world_size - 1)

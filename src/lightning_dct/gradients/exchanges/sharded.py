@@ -21,7 +21,7 @@ from lightning_dct.gradients.exchanges.base import Bucket, Flow, count_entries, 
 from lightning_dct.gradients.memory import Memory
 from lightning_dct.gradients.sharding import Piece, Shards, owned_by
 
-SHARDED_PASSES = 2.0
+SHARDED_LINK_TRAVERSALS = 2.0
 
 
 class Sharded:
@@ -34,7 +34,7 @@ class Sharded:
     """
 
     rounds = 2
-    passes = SHARDED_PASSES
+    link_traversals = SHARDED_LINK_TRAVERSALS
     co_owners: Link | None = None
 
     def __init__(self, everyone: Link, pieces: Mapping[str, tuple[Piece, ...]], hold_unused: bool) -> None:
