@@ -205,12 +205,12 @@ def test_told_in_order_and_only_once() -> None:
     awaited, told = Awaited(), list[list[int]]()
     awaited.when_known(torch.tensor([3, 4]), told.append)
     awaited.when_known(torch.tensor([True]), told.append)
-    awaited.look()
+    awaited.poll()
     assert told == []
     awaited.when_known(torch.tensor([5]), told.append)
-    awaited.look()
+    awaited.poll()
     assert told == [[3, 4], [1]]
     awaited.when_known(torch.tensor([], dtype=torch.int64), told.append)
-    awaited.wait()
-    awaited.wait()
+    awaited.synchronize()
+    awaited.synchronize()
     assert told == [[3, 4], [1], [5], []]

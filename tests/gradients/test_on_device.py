@@ -45,7 +45,7 @@ class Rank:
             self.before = sent.payload
             how = payloads, gradient.clone(), self.plan, 0.5 / scale, self.awaited
             means = [decompress(*how, by_senders=by_senders).clone() for by_senders in (False, True)]
-            self.awaited.wait()
+            self.awaited.synchronize()
         return sent.payload, int(sent.num_entries), sent.selected, torch.cat(means)
 
 

@@ -96,7 +96,7 @@ class GradientSynchronizer(Synchronizer):
         in threads of its own, which compete with backward for the interpreter and can abort the process when it ends.
         """
         bring_home(self._pending, self.traffic, self._loss_scale is not None)
-        self.memory.awaited.look()
+        self.memory.awaited.poll()
         # What the scaler will look for. Every rank holds the same means, so all come to the same answer.
         nonfinite = self._loss_scale is not None and not all(pending.finite for pending in self._pending)
         self.traffic.add(steps=1)

@@ -98,7 +98,7 @@ class Synchronizer:
         Raises:
             PayloadError: Something that has arrived was not what a rank can have sent; the message names the rank.
         """
-        self.memory.awaited.wait()
+        self.memory.awaited.synchronize()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: plain numbers, dicts and CPU tensors. Flushes first."""
