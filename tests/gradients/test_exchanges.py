@@ -263,7 +263,7 @@ def test_what_is_held_back_of_an_unused_parameter_waits(
     world_size: int, exchange: str, ranks_per_node: int, name: str
 ) -> None:
     """DistributedDataParallel throws away what is sent for it, so neither ranks nor owners may send any."""
-    ranks = ranks_of(world_size, exchange, ranks_per_node, hold_unused=True)
+    ranks = ranks_of(world_size, exchange, ranks_per_node, defer_unused=True)
     for step in range(2):
         ranks.step(gradients(step, world_size))
     before, local = ranks.held_back(), gradients(2, world_size)

@@ -441,7 +441,7 @@ def test_fp16_means_that_overflow_are_undone_on_every_rank() -> None:
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_unused_parameters_keep_their_residual(name: str) -> None:
     # b goes whole. Unscaled gradients are too small for fp16: what rounding loses of them is its residual.
-    ranks = EmulatedRanks(SIZES, density=0.1, min_tensor_size=60, hold_unused=True, loss_scale=lambda: 2.0**16)
+    ranks = EmulatedRanks(SIZES, density=0.1, min_tensor_size=60, defer_unused=True, loss_scale=lambda: 2.0**16)
     for step in range(2):
         ranks.step(gradients(step, dtype=torch.float16))
     before, local = ranks.residuals(), gradients(2, dtype=torch.float16)
@@ -455,7 +455,7 @@ def test_unused_parameters_keep_their_residual(name: str) -> None:
 
 
 def test_a_parameter_unused_on_one_rank_is_sent_by_the_other() -> None:
-    ranks = EmulatedRanks({"a": 300}, density=0.1, hold_unused=True)
+    ranks = EmulatedRanks({"a": 300}, density=0.1, defer_unused=True)
     ranks.step(gradients(0))
     before, local = ranks.residuals(), gradients(1)
     local[0]["a"].zero_()
@@ -467,7 +467,7 @@ def test_a_parameter_unused_on_one_rank_is_sent_by_the_other() -> None:
     assert torch.equal(ranks.residuals()[0]["a"], before[0]["a"])
 
 
-def test_without_hold_unused_residuals_go_out_on_their_own() -> None:
+def test_without_defer_unused_residuals_go_out_on_their_own() -> None:
     ranks = EmulatedRanks({"a": 300}, density=0.1)
     ranks.step(gradients(0))
     ranks.request_refresh()

@@ -55,7 +55,7 @@ def compress(
     buffer: Tensor,
     residual: Tensor,
     plan: BucketPlan,
-    held: set[int],
+    deferred: set[int],
     thresholds: Thresholds,
     gradient_scale: float,
     reselect: bool,
@@ -70,7 +70,7 @@ def compress(
         buffer: Shape ``[n]``: the flattened bucket. Not changed.
         residual: Shape ``[n]``, ``plan.residual_dtype``. Changed in place.
         plan: What becomes of each tensor.
-        held: Indices of tensors of which nothing goes.
+        deferred: Indices of tensors of which nothing goes.
         thresholds: Missing ones are selected from this bucket.
         gradient_scale: Factor on the gradient: one over the loss scale of mixed-precision training.
         reselect: Take a step's own selection as the new threshold when far too many entries reach the old one.
@@ -80,16 +80,18 @@ def compress(
     if plan.parts and not on_device:
         sent, first = [], 0
         for part in plan.parts:
-            held_of_part = {index - first for index in held}
-            sent.append(compress(buffer, residual, part, held_of_part, thresholds, gradient_scale, reselect, kernel))
+            deferred_in_part = {index - first for index in deferred}
+            sent.append(
+                compress(buffer, residual, part, deferred_in_part, thresholds, gradient_scale, reselect, kernel)
+            )
             first += len(part.names)
         observed = list(chain.from_iterable(part.observed for part in sent))
         num_entries = sum(part.num_entries for part in sent)
         payload = torch.cat([part.payload for part in sent])
         return Compressed(payload, num_entries, observed, any(part.selected for part in sent))
-    used = tuple(index for index in plan.compressed if index not in held)
+    used = tuple(index for index in plan.compressed if index not in deferred)
     selected = _select_missing(buffer, residual, plan, used, thresholds, gradient_scale)
-    whole = _take_whole(buffer, residual, plan, held, gradient_scale)
+    whole = _take_whole(buffer, residual, plan, deferred, gradient_scale)
     whole_entries = sum(plan.sizes[index] for index in plan.whole)
     if on_device:
         payload, count = send_largest(
@@ -272,9 +274,11 @@ def _all_finite(values: Tensor) -> bool:
     return bool(np.isfinite(values.numpy()).all() if values.device.type == "cpu" else values.isfinite().all())
 
 
-def _take_whole(buffer: Tensor, residual: Tensor, plan: BucketPlan, held: set[int], gradient_scale: float) -> Tensor:
-    """The tensors that go whole (shape ``[whole bytes]``, uint8), zeros for those held; the residual keeps the rest."""
-    going = [slice(*plan.bounds[index]) for index in plan.whole if index not in held]
+def _take_whole(
+    buffer: Tensor, residual: Tensor, plan: BucketPlan, deferred: set[int], gradient_scale: float
+) -> Tensor:
+    """Tensors sent dense (shape ``[dense bytes]``, uint8), zeros for deferred ones; the residual keeps the rest."""
+    going = [slice(*plan.bounds[index]) for index in plan.whole if index not in deferred]
     if not going:
         return buffer.new_zeros(sum(plan.sizes[index] for index in plan.whole), dtype=plan.dtype).view(torch.uint8)
     sizes = [part.stop - part.start for part in going]
@@ -286,5 +290,5 @@ def _take_whole(buffer: Tensor, residual: Tensor, plan: BucketPlan, held: set[in
     torch._foreach_copy_(residuals, torch.where(left.abs() < math.inf, left, before).split(sizes))
     parts = iter(sent.split(sizes))
     nothing = sent.new_zeros(1)
-    whole = [nothing.expand(plan.sizes[index]) if index in held else next(parts) for index in plan.whole]
+    whole = [nothing.expand(plan.sizes[index]) if index in deferred else next(parts) for index in plan.whole]
     return torch.cat(whole).view(torch.uint8)

@@ -147,9 +147,9 @@ class Synchronizer:
                 " so it has no name to be kept by. Make all parameters in `__init__` or `configure_model`."
             )
 
-    def _start(self, buffer: Tensor, plan: BucketPlan, held: set[int]) -> Pending:
+    def _start(self, buffer: Tensor, plan: BucketPlan, deferred: set[int]) -> Pending:
         """Start sending a bucket."""
-        ready = Bucket(buffer, plan, held)
+        ready = Bucket(buffer, plan, deferred)
         if plan.is_dense:
             return Pending(send_whole(ready, self.memory, self.exchange.everyone), 1, buffer)
         return Pending(self.exchange.send(ready, self.memory), self.exchange.rounds, buffer)

@@ -32,9 +32,9 @@ class AllGather:
 
     def send(self, bucket: Bucket, memory: Memory) -> Flow:
         """Exchange a bucket."""
-        buffer, plan, held = bucket
+        buffer, plan, deferred = bucket
         residual = memory.residual_of(plan, buffer.device)
-        compressed = memory.compress(buffer, residual, plan, held, memory.gradient_scale)
+        compressed = memory.compress(buffer, residual, plan, deferred, memory.gradient_scale)
         count_entries(buffer.numel(), compressed, self.everyone, memory)
         work, payloads = all_gather_payload(compressed.payload, self.everyone)
         yield work

@@ -29,7 +29,7 @@ def make_exchange(
     group: dist.ProcessGroup,
     place: tuple[int, int],
     traffic: Traffic,
-    hold_unused: bool,
+    defer_unused: bool,
     timeout: timedelta | None = None,
 ) -> Exchange:
     """Make the exchange; all ranks of the job call this at the same time.
@@ -40,7 +40,7 @@ def make_exchange(
         group: The ranks whose gradients are exchanged.
         place: The number of this rank's node, and its own number on that node, as the launcher gives them.
         traffic: Where bytes are counted.
-        hold_unused: See :class:`~lightning_dct.gradients.GradientSynchronizer`.
+        defer_unused: See :class:`~lightning_dct.gradients.GradientSynchronizer`.
         timeout: Of the groups inside and between nodes, where there are any.
 
     Raises:
@@ -61,10 +61,10 @@ def make_exchange(
         inside = Link(groups[0], traffic, layout.ranks_per_node)
         between = Link(groups[1], traffic)
         pieces = share_model(config, parameters, by_node_link_traversals(between.size, inside.size), inside.size)
-        return ByNode(Link(group, traffic, layout.ranks_per_node), inside, between, pieces, hold_unused)
+        return ByNode(Link(group, traffic, layout.ranks_per_node), inside, between, pieces, defer_unused)
     if name == "sharded":
         pieces = share_model(config, parameters, SHARDED_LINK_TRAVERSALS, everyone.size)
-        return Sharded(everyone, pieces, hold_unused)
+        return Sharded(everyone, pieces, defer_unused)
     return AllGather(everyone)
 
 
