@@ -12,7 +12,7 @@ from lightning_dct.checkpoint import merge_states
 from lightning_dct.wire import PayloadError
 from strategies_for_hypothesis import FORMATS
 
-# a is cut for up to four owners at 20% density, c for two; b goes whole and d is too small to be cut.
+# a is cut for up to four owners at 20% density, c for two; b is sent dense and d is too small to be cut.
 SIZES = {"a": 1400, "b": 50, "c": 700, "d": 120}
 BUCKETS = [[["d", "c", "b", "a"]], [["c"], ["b", "a"], ["d"]], [["a", "d", "c"], ["b"]]]
 SETTINGS: dict[str, Any] = {"density": 0.2, "min_tensor_size": 60}

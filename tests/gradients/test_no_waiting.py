@@ -20,7 +20,7 @@ from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.wire import PayloadError
 from strategies_for_hypothesis import FORMATS
 
-# "a" is cut for two owners and "b" goes whole.
+# "a" is cut for two owners and "b" is sent dense.
 SIZES = {"a": 1400, "b": 50, "c": 700, "d": 120}
 # Ranks, exchange, ranks per node.
 EXCHANGES = [(2, "all_gather", 1), (2, "sharded", 1), (4, "by_node", 2)]

@@ -104,9 +104,9 @@ def test_bounds_indices_and_layout() -> None:
     assert made.names == ("p0", "p1", "p2")
     assert made.bounds == ((0, 1000), (1000, 1010), (1010, 1510))
     assert made.compressed == (0, 2)
-    assert made.whole == (1,)
+    assert made.dense == (1,)
     assert made.layout == PayloadLayout((1000, 10, 500), (10, 0, 10), "bf16", 4 * 10)
-    assert plan([1000, 10], [0.01, 1.0], dtype=torch.bfloat16).layout.whole_bytes == 2 * 10
+    assert plan([1000, 10], [0.01, 1.0], dtype=torch.bfloat16).layout.dense_bytes == 2 * 10
 
 
 def test_residuals_are_summed_in_at_least_fp32() -> None:

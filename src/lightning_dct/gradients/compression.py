@@ -91,24 +91,24 @@ def compress(
         return Compressed(payload, num_entries, observed, any(part.selected for part in sent))
     used = tuple(index for index in plan.compressed if index not in deferred)
     selected = _select_missing(buffer, residual, plan, used, thresholds, gradient_scale)
-    whole = _take_whole(buffer, residual, plan, deferred, gradient_scale)
-    whole_entries = sum(plan.sizes[index] for index in plan.whole)
+    dense = _take_dense(buffer, residual, plan, deferred, gradient_scale)
+    dense_entries = sum(plan.sizes[index] for index in plan.dense)
     if on_device:
         payload, count = send_largest(
-            buffer, residual, plan, used, whole, thresholds, gradient_scale, guard=reselect, kernel=kernel
+            buffer, residual, plan, used, dense, thresholds, gradient_scale, guard=reselect, kernel=kernel
         )
-        return Compressed(payload, count + whole_entries, [], selected)
+        return Compressed(payload, count + dense_entries, [], selected)
     known = [thresholds.get(plan.names[index], plan.targets[index]) for index in used]
     segments, numbers = [plan.bounds[i] for i in used], [tau for tau in known if tau is not None]
     selection = select(buffer, residual, segments, numbers, gradient_scale, kernel)
     positions, values, observed = _fit(selection, plan, used, thresholds, reselect)
-    payload, received = pack(plan.layout, plan.to_payload(positions), values, whole)
+    payload, received = pack(plan.layout, plan.to_payload(positions), values, dense)
     left = values - received.to(values.dtype)
     if not _all_finite(left):
         finite = left.isfinite()
         positions, left = positions[finite], left[finite]
     residual.scatter_(0, positions, left)
-    return Compressed(payload, values.numel() + whole_entries, observed, selected)
+    return Compressed(payload, values.numel() + dense_entries, observed, selected)
 
 
 def decompress(
@@ -169,10 +169,10 @@ def _add_up(
     by_senders: bool,
 ) -> None:
     received = [_unpack(payload, plan, sender) for payload, sender in zip(payloads.unbind(), senders, strict=True)]
-    whole_tensors = [whole.clone().view(plan.dtype) for _, _, whole in received]
-    for (_, values, _), whole, sender in zip(received, whole_tensors, senders, strict=True):
+    dense_tensors = [dense.clone().view(plan.dtype) for _, _, dense in received]
+    for (_, values, _), dense, sender in zip(received, dense_tensors, senders, strict=True):
         # A sum is finite only where all of it is, and costs least.
-        if not math.isfinite(float(values.sum()) + float(whole.sum())):
+        if not math.isfinite(float(values.sum()) + float(dense.sum())):
             name_broken_sender(sender)
     entries = [(plan.to_bucket(positions), values) for positions, values, _ in received]
     if by_senders and len(entries) > 1:
@@ -182,9 +182,9 @@ def _add_up(
         weights = weights_by_senders(len(entries), total)
         entries = [(positions, values * weights[counts[positions]]) for positions, values in entries]
     sum_entries(total, [(0, total.numel())] if plan.starts is None else plan.bounds, entries, factor, kernel)
-    for whole in whole_tensors:
-        parts = whole.split([plan.sizes[index] for index in plan.whole])
-        for index, part in zip(plan.whole, parts, strict=True):
+    for dense in dense_tensors:
+        parts = dense.split([plan.sizes[index] for index in plan.dense])
+        for index, part in zip(plan.dense, parts, strict=True):
             total[slice(*plan.bounds[index])].add_(part, alpha=factor)
 
 
@@ -274,13 +274,13 @@ def _all_finite(values: Tensor) -> bool:
     return bool(np.isfinite(values.numpy()).all() if values.device.type == "cpu" else values.isfinite().all())
 
 
-def _take_whole(
+def _take_dense(
     buffer: Tensor, residual: Tensor, plan: BucketPlan, deferred: set[int], gradient_scale: float
 ) -> Tensor:
     """Tensors sent dense (shape ``[dense bytes]``, uint8), zeros for deferred ones; the residual keeps the rest."""
-    going = [slice(*plan.bounds[index]) for index in plan.whole if index not in deferred]
+    going = [slice(*plan.bounds[index]) for index in plan.dense if index not in deferred]
     if not going:
-        return buffer.new_zeros(sum(plan.sizes[index] for index in plan.whole), dtype=plan.dtype).view(torch.uint8)
+        return buffer.new_zeros(sum(plan.sizes[index] for index in plan.dense), dtype=plan.dtype).view(torch.uint8)
     sizes = [part.stop - part.start for part in going]
     residuals = [residual[part] for part in going]
     before = torch.cat(residuals)
@@ -290,5 +290,5 @@ def _take_whole(
     torch._foreach_copy_(residuals, torch.where(left.abs() < math.inf, left, before).split(sizes))
     parts = iter(sent.split(sizes))
     nothing = sent.new_zeros(1)
-    whole = [nothing.expand(plan.sizes[index]) if index in deferred else next(parts) for index in plan.whole]
-    return torch.cat(whole).view(torch.uint8)
+    dense = [nothing.expand(plan.sizes[index]) if index in deferred else next(parts) for index in plan.dense]
+    return torch.cat(dense).view(torch.uint8)

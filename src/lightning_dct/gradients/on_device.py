@@ -46,7 +46,7 @@ class OnDevice:
     Attributes:
         layouts: The payloads.
         shifts: Shape ``[T]``, int64: how far from its place in the payloads each tensor lies in the bucket.
-        whole: Where each tensor lies that goes whole.
+        dense: Where each tensor lies that is sent dense.
     """
 
     def __init__(self, plan: BucketPlan, device: torch.device) -> None:
@@ -55,7 +55,7 @@ class OnDevice:
         starts = torch.tensor([start for start, _ in plan.bounds], dtype=torch.int64)
         sizes = torch.tensor(plan.sizes, dtype=torch.int64)
         self.shifts = (starts - (sizes.cumsum(0) - sizes)).to(device)
-        self.whole = [plan.bounds[index] for index in plan.whole]
+        self.dense = [plan.bounds[index] for index in plan.dense]
         self._room: _Room | None = None
 
     @staticmethod
@@ -118,7 +118,7 @@ def send_largest(
     residual: Tensor,
     plan: BucketPlan,
     used: tuple[int, ...],
-    whole: Tensor,
+    dense: Tensor,
     thresholds: Thresholds,
     gradient_scale: float,
     guard: bool,
@@ -131,7 +131,7 @@ def send_largest(
         residual: Shape ``[n]``, ``plan.residual_dtype``. Changed in place.
         plan: What becomes of each tensor.
         used: Indices of the compressed tensors of which something goes.
-        whole: Shape ``[whole bytes]``, uint8: the tensors that go whole.
+        dense: Shape ``[dense bytes]``, uint8: the tensors sent dense.
         thresholds: Has one for each of ``used``.
         gradient_scale: Factor on the gradient: one over the loss scale of mixed-precision training.
         guard: Let the thresholds follow what this step shows.
@@ -152,7 +152,7 @@ def send_largest(
     if guard and used:
         thresholds.replace(names, _follow(taus, picked, magnitudes[order], room))
     places, entries, tensor = _keep(picked, magnitudes, order[room.first_targets], room, on_device)
-    payloads, received = pack_on_device(on_device.layouts, entries, tensor, whole)
+    payloads, received = pack_on_device(on_device.layouts, entries, tensor, dense)
     _take_out(residual, places, entries.values, received.to(residual.dtype))
     return payloads, entries.counts.sum()
 
@@ -182,9 +182,9 @@ def add_payloads(payloads: Tensor, total: Tensor, plan: BucketPlan, factor: floa
         values = values * weights_by_senders(len(payloads), total)[counts[places]]
     values = values.to(total.dtype).mul(factor).flatten()
     torch._index_put_impl_(total, [places.flatten()], values, accumulate=True, unsafe=True)
-    if on_device.whole:
-        sums = arrived.whole.view(plan.dtype).to(total.dtype).mul(factor).sum(0)
-        parts = [total[start:stop] for start, stop in on_device.whole]
+    if on_device.dense:
+        sums = arrived.dense.view(plan.dtype).to(total.dtype).mul(factor).sum(0)
+        parts = [total[start:stop] for start, stop in on_device.dense]
         torch._foreach_copy_(parts, sums.split([part.numel() for part in parts]))
     return arrived.sound
 

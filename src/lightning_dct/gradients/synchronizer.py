@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_dct.config import DCTConfig
 from lightning_dct.gradients.exchanges import Bucket, Exchange
-from lightning_dct.gradients.exchanges.base import send_whole
+from lightning_dct.gradients.exchanges.base import send_dense
 from lightning_dct.gradients.memory import Memory
 from lightning_dct.gradients.pending import Pending
 from lightning_dct.gradients.plan import BucketPlan, real_dtype, real_numel
@@ -151,5 +151,5 @@ class Synchronizer:
         """Start sending a bucket."""
         ready = Bucket(buffer, plan, deferred)
         if plan.is_dense:
-            return Pending(send_whole(ready, self.memory, self.exchange.everyone), 1, buffer)
+            return Pending(send_dense(ready, self.memory, self.exchange.everyone), 1, buffer)
         return Pending(self.exchange.send(ready, self.memory), self.exchange.rounds, buffer)

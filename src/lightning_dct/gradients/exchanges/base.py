@@ -69,7 +69,7 @@ def send_sparse(gradient: Tensor, everyone: Link) -> Flow:
     return gradient
 
 
-def send_whole(bucket: Bucket, memory: Memory, everyone: Link) -> Flow:
+def send_dense(bucket: Bucket, memory: Memory, everyone: Link) -> Flow:
     """Exchange a bucket in which nothing is compressed, with all that was held back of it."""
     memory.send_out(bucket.buffer, bucket.plan, bucket.deferred, owned=True)
     everyone.traffic.add(entries=bucket.buffer.numel(), entries_sent=bucket.buffer.numel())
