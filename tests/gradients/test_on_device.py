@@ -15,7 +15,7 @@ from lightning_dct.gradients import compression
 from lightning_dct.gradients.awaited import Awaited
 from lightning_dct.gradients.compression import compress, decompress
 from lightning_dct.gradients.plan import BucketPlan
-from lightning_dct.kernels import room
+from lightning_dct.kernels import buffered
 from lightning_dct.threshold import Thresholds
 from lightning_dct.wire import unpack
 from strategies_for_hypothesis import FORMATS, examples
@@ -77,7 +77,7 @@ def bits(numbers: Tensor) -> Tensor:
 @pytest.fixture
 def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots for all entries, so that the two ways are the same in any case."""
-    monkeypatch.setattr(room, "ROOM_FACTOR", 1 << 40)
+    monkeypatch.setattr(buffered, "CAPACITY_FACTOR", 1 << 40)
 
 
 def noise(plan: BucketPlan, steps: int, seed: int = 1) -> Iterator[Tensor]:

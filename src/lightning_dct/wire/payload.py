@@ -13,7 +13,7 @@ offset  bytes  holds
 8       4      fingerprint of the layout (CRC-32 of its numbers), uint32
 ======  =====  ==============================================================================
 
-A receiver checks all of it, so ranks that disagree on the model or the settings, and bytes that were harmed on the
+A receiver checks all of it, so ranks that disagree on the model or the settings, and bytes that are corrupt
 way, end in an error and never in a write out of bounds.
 """
 

@@ -88,7 +88,7 @@ def count_entries(due: int, sent: Compressed, link: Link, memory: Memory) -> Non
     """
     link.traffic.add(entries=due)
     if isinstance(sent.num_entries, Tensor):
-        memory.awaited.when_known(sent.num_entries.view(1), lambda told: link.traffic.add(entries_sent=told[0]))
+        memory.awaited.when_known(sent.num_entries.view(1), lambda counts: link.traffic.add(entries_sent=counts[0]))
     else:
         link.traffic.add(entries_sent=sent.num_entries)
 
