@@ -22,8 +22,8 @@ def layouts(draw: st.DrawFn, value_format: str | None = None) -> PayloadLayout:
     """Up to five small tensors, some of them whole (capacity 0)."""
     sizes = draw(st.lists(st.integers(1, 40), max_size=5))
     capacities = [draw(st.integers(0, size)) for size in sizes]
-    whole_bytes = draw(st.sampled_from([2, 4, 8])) * sum(n for n, k in zip(sizes, capacities, strict=True) if not k)
-    return PayloadLayout(tuple(sizes), tuple(capacities), value_format or draw(st.sampled_from(FORMATS)), whole_bytes)
+    dense_bytes = draw(st.sampled_from([2, 4, 8])) * sum(n for n, k in zip(sizes, capacities, strict=True) if not k)
+    return PayloadLayout(tuple(sizes), tuple(capacities), value_format or draw(st.sampled_from(FORMATS)), dense_bytes)
 
 
 @st.composite
@@ -38,7 +38,7 @@ def filled_layouts(draw: st.DrawFn) -> tuple[PayloadLayout, Tensor, Tensor, Tens
             positions += [start + position for position in sorted(chosen)]
         start += size
     values = draw(st.lists(floats, min_size=len(positions), max_size=len(positions)))
-    whole = draw(st.binary(min_size=layout.whole_bytes, max_size=layout.whole_bytes))
+    whole = draw(st.binary(min_size=layout.dense_bytes, max_size=layout.dense_bytes))
     return (
         layout,
         torch.tensor(positions, dtype=torch.int64),

@@ -32,7 +32,7 @@ from lightning_dct import SplitPoint
 from lightning_dct.activations.codec import decode_backward, decode_forward, encode_backward
 from lightning_dct.activations.layout import ActivationLayout
 from lightning_dct.kernels import available_kernels, select, sum_entries
-from lightning_dct.kernels.room import Segments, room_for, room_kernel
+from lightning_dct.kernels.buffered import Segments, buffer_capacity, buffer_kernel
 from lightning_dct.threshold import kth_magnitude
 from lightning_dct.wire import PayloadLayout, pack, unpack
 
@@ -96,7 +96,7 @@ class Gradients:
         }
         on_gpu = self.gradient.is_cuda
         for name in available_kernels(self.gradient.device.type):
-            select_with = self._select_into_room if on_gpu else self._select
+            select_with = self._select_into_buffer if on_gpu else self._select
             pick = partial(select_with, name)
             found[f"{SELECT}{name}"] = pick
             found[f"{SELECT}{name}, and take out"] = partial(self._take_out, pick)
@@ -116,11 +116,11 @@ class Gradients:
         segments = [(0, self.gradient.numel())]
         return select(self.gradient, self.residual, segments, [self.threshold], kernel=kernel).positions
 
-    def _select_into_room(self, kernel: str) -> torch.Tensor:
+    def _select_into_buffer(self, kernel: str) -> torch.Tensor:
         entries = self.gradient.numel()
         numbers = torch.tensor([1.0, self.threshold], device=self.gradient.device)
-        segments = Segments([(0, entries)], [room_for(entries, self.target)], self.gradient.device)
-        return room_kernel(kernel, "cuda")(self.gradient, self.residual, segments, numbers).positions
+        segments = Segments([(0, entries)], [buffer_capacity(entries, self.target)], self.gradient.device)
+        return buffer_kernel(kernel, "cuda")(self.gradient, self.residual, segments, numbers).positions
 
     def _take_out(self, pick: Callable[[], torch.Tensor]) -> None:
         self.residual.scatter_(0, pick(), 0.0)

@@ -89,5 +89,5 @@ def _gather(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 def _compare(subject: str, values: list[Any]) -> None:
     if any(value != values[0] for value in values):
-        said = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
-        raise ValueError(f"The ranks disagree on `{subject}` ({said}). Give every rank the same.")
+        received = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
+        raise ValueError(f"The ranks disagree on `{subject}` ({received}). Give every rank the same.")

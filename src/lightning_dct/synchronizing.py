@@ -70,7 +70,7 @@ def make_gradient_synchronizer(
         config,
         names,
         exchange,
-        hold_unused=wrapped.find_unused_parameters,
+        defer_unused=wrapped.find_unused_parameters,
         loss_scale=None if scaler is None else scaler.get_scale,
     )
 
@@ -107,7 +107,7 @@ def make_update_synchronizer(
     group = group or dist.distributed_c10d._get_default_group()
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     names = _synchronised_names(module, ignored)
-    exchange = exchange_of(config, names, group, traffic, place, timeout, hold_unused=False)
+    exchange = exchange_of(config, names, group, traffic, place, timeout, defer_unused=False)
     start_alike(module, group, ignored)
 
     def buffers() -> dict[str, Tensor]:
@@ -166,10 +166,10 @@ def exchange_of(
     traffic: Traffic,
     place: tuple[int, int],
     timeout: timedelta | None,
-    hold_unused: bool,
+    defer_unused: bool,
 ) -> Exchange:
     """The exchange that the settings ask for; all ranks call this together."""
     for device in {parameter.device.type for parameter in names}:
         check_kernel(config.kernel, device)
     parameters = {name: parameter for parameter, name in names.items()}
-    return make_exchange(config, parameters, group, place, traffic, hold_unused, timeout)
+    return make_exchange(config, parameters, group, place, traffic, defer_unused, timeout)

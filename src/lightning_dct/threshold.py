@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dct.wire.bits import places
+from lightning_dct.wire.bits import nonzero_indices
 
 # The guard's exponent is this times the square root of the density. With error feedback an entry waits about
 # 1 / density steps below the threshold and entries crowd there, so a smaller density answers a move of the threshold
@@ -60,7 +60,7 @@ def _candidates(magnitudes: Tensor, k: int) -> Tensor:
     sample = magnitudes[:: magnitudes.numel() // SAMPLE_SIZE]
     expected = k / magnitudes.numel() * sample.numel()
     rank = min(math.ceil(expected + 4 * math.sqrt(expected) + 4), sample.numel())
-    candidates = magnitudes[places(magnitudes >= _kth_largest(sample, rank))]
+    candidates = magnitudes[nonzero_indices(magnitudes >= _kth_largest(sample, rank))]
     return candidates if candidates.numel() >= k else magnitudes
 
 
@@ -104,7 +104,7 @@ def keep_largest(values: Tensor, k: int) -> tuple[Tensor, float]:
     keep = magnitudes >= smallest
     too_many = int(keep.sum()) - k
     if too_many:
-        keep[places(magnitudes == smallest)[-too_many:]] = False
+        keep[nonzero_indices(magnitudes == smallest)[-too_many:]] = False
     return keep, float(smallest)
 
 

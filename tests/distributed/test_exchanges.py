@@ -88,7 +88,7 @@ def count_bytes(exchange: str) -> tuple[Run, dict[str, float]]:
     run = fit(strategy, Module(model), loader(3, 200, 50))
     parameters = dict(model.named_parameters())
     layout = NodeLayout(tuple((0, local) for local in range(dist.get_world_size())))
-    return run, costs_of(lambda passes: plan_model(strategy.config, parameters, passes), layout)
+    return run, costs_of(lambda link_traversals: plan_model(strategy.config, parameters, link_traversals), layout)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ KEYS = {
     "dct/dp/bytes_sent",
     "dct/dp/bytes_dense",
 }
-# One bucket: gain, second.bias, first.bias go whole, first.weight and second.weight are compressed at 5%.
+# One bucket: gain, second.bias, first.bias are sent dense, first.weight and second.weight are compressed at 5%.
 SIZES, TARGETS = (1, 960, 24, 192, 8), (0, 48, 0, 10, 0)
 WHOLE_BYTES = 4 * (1 + 24 + 8)
 

@@ -12,7 +12,7 @@ from lightning_dct.forecast.forecast import layout_of, link_seconds
 from lightning_dct.gradients.exchanges.auto import costs_of
 from lightning_dct.gradients.exchanges.making import plan_model
 
-# a is cut for several owners, b goes whole, c and d are cut for few; a DDP of small buckets would part them.
+# a is cut for several owners, b is sent dense, c and d are cut for few; a DDP of small buckets would part them.
 SIZES = {"a": 14_003, "b": 50, "c": 700, "d": 120}
 BUCKETS = (("d", "c", "b"), ("a",))
 # Ranks, exchange, nodes.
@@ -87,7 +87,9 @@ def test_links_are_busy_for_what_auto_reckons_with(world_size: int, nodes: int) 
         layout_of(world_size, nodes),
     )
     local = world_size // nodes if 1 < nodes < world_size else 1
-    for exchange, cost in costs_of(lambda passes: plan_model(config, tensor.parameters, passes), layout).items():
+    for exchange, cost in costs_of(
+        lambda traversals: plan_model(config, tensor.parameters, traversals), layout
+    ).items():
         step = compressed_step(exchange, config, tensor, layout)
         # `auto` leaves out headers and rounding up, once a shard.
         assert link_seconds(step, layout, 8e6) == pytest.approx(local * cost / 1e6, rel=0.03)

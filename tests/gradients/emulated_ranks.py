@@ -137,7 +137,7 @@ class EmulatedRanks:
         exchange: ``"all_gather"``, ``"sharded"`` or ``"by_node"``.
         ranks_per_node: For ``"by_node"``.
         loss_scale: As for GradientSynchronizer.
-        hold_unused: As for GradientSynchronizer.
+        defer_unused: As for GradientSynchronizer.
         **settings: Of DCTConfig.
     """
 
@@ -148,10 +148,10 @@ class EmulatedRanks:
         exchange: str = "all_gather",
         ranks_per_node: int = 1,
         loss_scale: Callable[[], float] | None = None,
-        hold_unused: bool = False,
+        defer_unused: bool = False,
         **settings: Any,
     ) -> None:
-        self.sizes, self.world_size, self._hold_unused = dict(sizes), world_size, hold_unused
+        self.sizes, self.world_size, self._defer_unused = dict(sizes), world_size, defer_unused
         self.meetings: list[Meeting] = []
         self._meetings_of: dict[tuple[int, ...], list[Meeting]] = {}
         self._meetings_lock = Condition()
@@ -168,7 +168,7 @@ class EmulatedRanks:
                     ranks_per_node,
                     DCTConfig(compress="gradients", **{"min_tensor_size": 0, **settings}),
                 ),
-                hold_unused=hold_unused,
+                defer_unused=defer_unused,
                 loss_scale=loss_scale,
             )
             for rank, parameters in enumerate(self._parameters)
@@ -229,15 +229,15 @@ class EmulatedRanks:
         def link(members: Sequence[int], per_node: int) -> Link:
             return Link(EmulatedGroup(rank, members, self), traffic, per_node)  # type: ignore[arg-type]
 
-        traffic, parameters, hold_unused = Traffic(), self._parameters[rank], self._hold_unused
+        traffic, parameters, defer_unused = Traffic(), self._parameters[rank], self._defer_unused
         everyone = link(range(self.world_size), ranks_per_node)
         if name == "sharded":
-            return Sharded(everyone, share_model(config, parameters, 2.0, self.world_size), hold_unused)
+            return Sharded(everyone, share_model(config, parameters, 2.0, self.world_size), defer_unused)
         if name == "by_node":
             first = rank - rank % ranks_per_node
             inside = link(range(first, first + ranks_per_node), ranks_per_node)
             between = link(range(rank % ranks_per_node, self.world_size, ranks_per_node), 1)
-            return ByNode(everyone, inside, between, share_model(config, parameters, 2.0, ranks_per_node), hold_unused)
+            return ByNode(everyone, inside, between, share_model(config, parameters, 2.0, ranks_per_node), defer_unused)
         return AllGather(everyone)
 
     def _run(self, rank: int, gradients: Gradients, buckets: Sequence[Sequence[str]]) -> dict[str, Tensor]:

@@ -14,8 +14,8 @@ SIZES = {"a": 40_000, "b": 30, "c": 9_000}
 
 
 def planner(density: float, sizes: dict[str, int] = SIZES) -> Callable[[float], BucketPlan]:
-    return lambda passes: plan_bucket(
-        list(sizes), list(sizes.values()), [density] * len(sizes), torch.float32, "bf16", 400, passes
+    return lambda link_traversals: plan_bucket(
+        list(sizes), list(sizes.values()), [density] * len(sizes), torch.float32, "bf16", 400, link_traversals
     )
 
 

@@ -26,17 +26,17 @@ def spread(entries: Tensor, rest: float) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("held", [set(), {0}, {1, 2}])
+@pytest.mark.parametrize("deferred", [set(), {0}, {1, 2}])
 @pytest.mark.parametrize("value_format", FORMATS)
-def test_gaps_between_the_tensors_change_nothing(value_format: str, held: set[int], dtype: torch.dtype) -> None:
+def test_gaps_between_the_tensors_change_nothing(value_format: str, deferred: set[int], dtype: torch.dtype) -> None:
     together = BucketPlan(("a", "b", "c", "d"), SIZES, TARGETS, dtype, value_format)
     apart = replace(together, starts=STARTS)
     noise = torch.Generator().manual_seed(1)
     gradient = torch.randn(sum(SIZES), generator=noise).to(dtype)
     residuals = torch.randn(sum(SIZES), generator=noise).to(together.residual_dtype)
     spread_residuals = spread(residuals, 9.0)
-    one = compress(gradient.clone(), residuals, together, held, Thresholds(), 0.5, reselect=True)
-    other = compress(spread(gradient, 8.0), spread_residuals, apart, held, Thresholds(), 0.5, reselect=True)
+    one = compress(gradient.clone(), residuals, together, deferred, Thresholds(), 0.5, reselect=True)
+    other = compress(spread(gradient, 8.0), spread_residuals, apart, deferred, Thresholds(), 0.5, reselect=True)
     assert torch.equal(one.payload, other.payload)
     assert one[1:] == other[1:]
     assert torch.equal(spread_residuals, spread(residuals, 9.0))

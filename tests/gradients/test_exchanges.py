@@ -16,7 +16,7 @@ from lightning_dct.checkpoint import merge_states
 from lightning_dct.wire import PayloadError
 from strategies_for_hypothesis import FORMATS, examples
 
-# a is cut for up to four owners at 20% density, c for two; b goes whole and d is too small to be cut.
+# a is cut for up to four owners at 20% density, c for two; b is sent dense and d is too small to be cut.
 SIZES = {"a": 1400, "b": 50, "c": 700, "d": 120}
 BUCKETS = [[["d", "c", "b", "a"]], [["c"], ["b", "a"], ["d"]], [["a", "d", "c"], ["b"]]]
 SETTINGS: dict[str, Any] = {"density": 0.2, "min_tensor_size": 60}
@@ -277,7 +277,7 @@ def test_what_is_held_back_of_an_unused_parameter_waits(
     world_size: int, exchange: str, ranks_per_node: int, name: str
 ) -> None:
     """DistributedDataParallel throws away what is sent for it, so neither ranks nor owners may send any."""
-    ranks = ranks_of(world_size, exchange, ranks_per_node, hold_unused=True)
+    ranks = ranks_of(world_size, exchange, ranks_per_node, defer_unused=True)
     for step in range(2):
         ranks.step(gradients(step, world_size))
     before, local = ranks.held_back(), gradients(2, world_size)

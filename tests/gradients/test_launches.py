@@ -16,7 +16,7 @@ from lightning_dct.gradients import GradientSynchronizer, compression
 from lightning_dct.wire import PayloadLayout, SideBySide, Slots, pack_on_device, unpack_on_device
 from strategies_for_hypothesis import FORMATS
 
-# "b" and "e" go whole.
+# "b" and "e" are sent dense.
 SIZES = {"a": 14000, "b": 50, "c": 7000, "d": 1200, "e": 40, "f": 3000}
 # Ranks, and how many of them share a node.
 WORLDS = {

@@ -93,14 +93,14 @@ def test_what_is_held_back_goes_out_once(owned: bool) -> None:
     held = memory()
     held.begin(0.5, refresh=False)
     buffer = torch.zeros(9)
-    held.send_out(buffer, BUCKET, held={0}, owned=owned)
+    held.send_out(buffer, BUCKET, deferred={0}, owned=owned)
     ten = 20.0 if owned else 0.0
     assert buffer.tolist() == [0.0, 0.0, 0.0, 2.0, 2.0, 2.0 + ten, 2.0 + ten, 2.0 + ten, 2.0]
     held.commit()
     assert held.residuals.view("b").tolist() == [1.0] * 3
     assert ("a" in held.residuals) == owned
     buffer.zero_()
-    held.send_out(buffer, BUCKET, held={0}, owned=owned)
+    held.send_out(buffer, BUCKET, deferred={0}, owned=owned)
     assert not buffer.any()
 
 
@@ -108,7 +108,7 @@ def test_roll_back() -> None:
     held = memory(undoable=True)
     before = str(held.state_dict())
     held.begin(1.0, refresh=True)
-    held.send_out(torch.zeros(9), BUCKET, held=set(), owned=False)
+    held.send_out(torch.zeros(9), BUCKET, deferred=set(), owned=False)
     held.residual_of(BUCKET, CPU).fill_(7.0)
     held.owned_of(SHARD, CPU).add_(7.0)
     held.thresholds.set("a", 1, 2.0)

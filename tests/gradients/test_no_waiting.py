@@ -20,7 +20,7 @@ from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.wire import PayloadError
 from strategies_for_hypothesis import FORMATS
 
-# "a" is cut for two owners and "b" goes whole.
+# "a" is cut for two owners and "b" is sent dense.
 SIZES = {"a": 1400, "b": 50, "c": 700, "d": 120}
 # Ranks, exchange, ranks per node.
 EXCHANGES = [(2, "all_gather", 1), (2, "sharded", 1), (4, "by_node", 2)]
@@ -151,10 +151,10 @@ def test_what_a_device_knows_of_a_plan_is_kept_with_it() -> None:
     """However many other plans there are: with 8 owners, 128 buckets have more than a thousand of them."""
     plans = [BucketPlan((str(number),), (100,), (5,), torch.float32, "1bit") for number in range(1200)]
     known = [OnDevice.of(plan, torch.device("cpu")) for plan in plans]
-    rooms = [kept.room((0,)) for kept in known]
+    buffers = [kept.selection_buffer((0,)) for kept in known]
     with NoTensorFromNumbers():
         assert [OnDevice.of(plan, torch.device("cpu")) for plan in plans] == known
-        assert [kept.room((0,)) for kept in known] == rooms
+        assert [kept.selection_buffer((0,)) for kept in known] == buffers
 
 
 def gradients(world_size: int) -> list[dict[str, Tensor]]:
@@ -205,12 +205,12 @@ def test_told_in_order_and_only_once() -> None:
     awaited, told = Awaited(), list[list[int]]()
     awaited.when_known(torch.tensor([3, 4]), told.append)
     awaited.when_known(torch.tensor([True]), told.append)
-    awaited.look()
+    awaited.poll()
     assert told == []
     awaited.when_known(torch.tensor([5]), told.append)
-    awaited.look()
+    awaited.poll()
     assert told == [[3, 4], [1]]
     awaited.when_known(torch.tensor([], dtype=torch.int64), told.append)
-    awaited.wait()
-    awaited.wait()
+    awaited.synchronize()
+    awaited.synchronize()
     assert told == [[3, 4], [1], [5], []]

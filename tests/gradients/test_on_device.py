@@ -15,7 +15,7 @@ from lightning_dct.gradients import compression
 from lightning_dct.gradients.awaited import Awaited
 from lightning_dct.gradients.compression import compress, decompress
 from lightning_dct.gradients.plan import BucketPlan
-from lightning_dct.kernels import room
+from lightning_dct.kernels import buffered
 from lightning_dct.threshold import Thresholds
 from lightning_dct.wire import unpack
 from strategies_for_hypothesis import FORMATS, examples
@@ -35,17 +35,17 @@ class Rank:
         length = plan.bounds[-1][1] if plan.sizes else 1
         self.residual = torch.zeros(length + 2, dtype=plan.residual_dtype)
 
-    def step(self, gradient: Tensor, held: set[int], scale: float = 1.0) -> tuple[Tensor, int, bool, Tensor]:
+    def step(self, gradient: Tensor, deferred: set[int], scale: float = 1.0) -> tuple[Tensor, int, bool, Tensor]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(compression, "WITHOUT_WAITING", self.way)
-            sent = compress(gradient.clone(), self.residual, self.plan, held, self.thresholds, scale, self.guard)
+            sent = compress(gradient.clone(), self.residual, self.plan, deferred, self.thresholds, scale, self.guard)
             if self.guard:
                 self.thresholds.guard(sent.observed)
             payloads = torch.stack([sent.payload, sent.payload if self.before is None else self.before])
             self.before = sent.payload
             how = payloads, gradient.clone(), self.plan, 0.5 / scale, self.awaited
             means = [decompress(*how, by_senders=by_senders).clone() for by_senders in (False, True)]
-            self.awaited.wait()
+            self.awaited.synchronize()
         return sent.payload, int(sent.num_entries), sent.selected, torch.cat(means)
 
 
@@ -54,9 +54,9 @@ def assert_same_ways(
 ) -> None:
     """The same payloads, means and residuals to the last bit, and the same thresholds to the last but one."""
     ordinary, on_device = (Rank(way, plan, guard) for way in WAYS)
-    for gradient, held in steps:
-        payload, num_entries, selected, mean = ordinary.step(gradient, held, scale)
-        other_payload, other_num_entries, other_selected, other_mean = on_device.step(gradient, held, scale)
+    for gradient, deferred in steps:
+        payload, num_entries, selected, mean = ordinary.step(gradient, deferred, scale)
+        other_payload, other_num_entries, other_selected, other_mean = on_device.step(gradient, deferred, scale)
         assert (num_entries, selected) == (other_num_entries, other_selected)
         # Which of its many bit patterns a NaN has depends on its place in the processor's vectors.
         sent, other_sent = unpack(plan.layout, payload), unpack(plan.layout, other_payload)
@@ -77,7 +77,7 @@ def bits(numbers: Tensor) -> Tensor:
 @pytest.fixture
 def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots for all entries, so that the two ways are the same in any case."""
-    monkeypatch.setattr(room, "ROOM_FACTOR", 1 << 40)
+    monkeypatch.setattr(buffered, "CAPACITY_FACTOR", 1 << 40)
 
 
 def noise(plan: BucketPlan, steps: int, seed: int = 1) -> Iterator[Tensor]:
@@ -91,8 +91,8 @@ def noise(plan: BucketPlan, steps: int, seed: int = 1) -> Iterator[Tensor]:
 @pytest.mark.parametrize("value_format", FORMATS)
 def test_many_steps_are_those_of_the_ordinary_way(value_format: str, dtype: torch.dtype) -> None:
     plan = replace(PLAN, value_format=value_format, dtype=dtype, starts=(1, 301, 360, 561))
-    held = [set(), set(), {0}, set(), {1, 2}, {0, 2}, set()]
-    assert_same_ways(plan, list(zip(noise(plan, len(held)), held, strict=True)), scale=0.5)
+    deferred = [set(), set(), {0}, set(), {1, 2}, {0, 2}, set()]
+    assert_same_ways(plan, list(zip(noise(plan, len(deferred)), deferred, strict=True)), scale=0.5)
 
 
 @pytest.mark.usefixtures("roomy")
@@ -118,7 +118,7 @@ def test_whole_runs_of_every_exchange_are_those_of_the_ordinary_way(
     settings = {"density": 0.1, "min_tensor_size": 60, "value_format": "int4"}
     runs = {
         way: EmulatedRanks(
-            sizes, world_size, exchange, ranks_per_node, loss_scale=lambda: 4.0, hold_unused=True, **settings
+            sizes, world_size, exchange, ranks_per_node, loss_scale=lambda: 4.0, defer_unused=True, **settings
         )
         for way in WAYS
     }

@@ -18,7 +18,7 @@ def plan(sizes: list[int], densities: list[float] | float = 0.01, **settings: An
         "dtype": torch.float32,
         "value_format": "bf16",
         "min_tensor_size": 0,
-        "passes": 2,
+        "link_traversals": 2,
         **settings,
     }
     if isinstance(densities, float):
@@ -62,7 +62,7 @@ def test_full_density_goes_whole() -> None:
 
 
 def test_one_process_sends_everything() -> None:
-    assert plan([1000, 10**6], 0.001, passes=1).is_dense
+    assert plan([1000, 10**6], 0.001, link_traversals=1).is_dense
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -77,15 +77,15 @@ def test_goes_whole_when_an_all_reduce_is_cheaper(
     # Bits through one rank's link: all-gather W payloads; ring all-reduce 2 tensors (both times (W - 1) / W).
     gathered = world_size * target * (BITS_PER_VALUE[value_format] + 2 + math.log2(size / target))
     reduced = 2 * size * torch.finfo(dtype).bits
-    made = plan([size], density, passes=world_size, value_format=value_format, dtype=dtype)
+    made = plan([size], density, link_traversals=world_size, value_format=value_format, dtype=dtype)
     assert made.targets == (0 if gathered >= reduced else target,)
 
 
 def test_both_decisions_occur() -> None:
-    assert plan([10_000], 0.1, passes=2).targets == (1000,)
-    assert plan([10_000], 0.1, passes=64).targets == (0,)
-    assert plan([10_000], 0.1, passes=16).targets == (1000,)
-    assert plan([10_000], 0.1, passes=16, dtype=torch.float16).targets == (0,)
+    assert plan([10_000], 0.1, link_traversals=2).targets == (1000,)
+    assert plan([10_000], 0.1, link_traversals=64).targets == (0,)
+    assert plan([10_000], 0.1, link_traversals=16).targets == (1000,)
+    assert plan([10_000], 0.1, link_traversals=16, dtype=torch.float16).targets == (0,)
 
 
 @given(data=st.data(), world_size=st.integers(1, 9), value_format=st.sampled_from(FORMATS))
@@ -93,7 +93,7 @@ def test_both_decisions_occur() -> None:
 def test_a_tensors_neighbours_do_not_matter(data: st.DataObject, world_size: int, value_format: str) -> None:
     sizes = data.draw(st.lists(st.integers(1, 5000), min_size=1, max_size=6))
     densities = data.draw(st.lists(st.floats(1e-4, 1.0), min_size=len(sizes), max_size=len(sizes)))
-    rules: dict[str, Any] = {"passes": world_size, "value_format": value_format, "min_tensor_size": 100}
+    rules: dict[str, Any] = {"link_traversals": world_size, "value_format": value_format, "min_tensor_size": 100}
     together = plan(sizes, densities, **rules)
     alone = [plan([size], [density], **rules).targets[0] for size, density in zip(sizes, densities, strict=True)]
     assert list(together.targets) == alone
@@ -104,9 +104,9 @@ def test_bounds_indices_and_layout() -> None:
     assert made.names == ("p0", "p1", "p2")
     assert made.bounds == ((0, 1000), (1000, 1010), (1010, 1510))
     assert made.compressed == (0, 2)
-    assert made.whole == (1,)
+    assert made.dense == (1,)
     assert made.layout == PayloadLayout((1000, 10, 500), (10, 0, 10), "bf16", 4 * 10)
-    assert plan([1000, 10], [0.01, 1.0], dtype=torch.bfloat16).layout.whole_bytes == 2 * 10
+    assert plan([1000, 10], [0.01, 1.0], dtype=torch.bfloat16).layout.dense_bytes == 2 * 10
 
 
 def test_residuals_are_summed_in_at_least_fp32() -> None:

@@ -12,7 +12,13 @@ from strategies_for_hypothesis import FORMATS, examples
 
 
 def plan_of(sizes: list[int], density: float = 0.05, **settings: Any) -> BucketPlan:
-    settings = {"dtype": torch.float32, "value_format": "bf16", "min_tensor_size": 128, "passes": 2, **settings}
+    settings = {
+        "dtype": torch.float32,
+        "value_format": "bf16",
+        "min_tensor_size": 128,
+        "link_traversals": 2,
+        **settings,
+    }
     return plan_bucket([f"p{index}" for index in range(len(sizes))], sizes, [density] * len(sizes), **settings)
 
 

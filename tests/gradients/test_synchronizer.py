@@ -217,7 +217,7 @@ def test_steps_since_refresh_and_refreshes() -> None:
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_nonfinite_gradients_reach_the_mean_and_never_the_residual(value_format: str, broken: float, name: str) -> None:
-    ranks = EmulatedRanks(SIZES, density=0.1, value_format=value_format, min_tensor_size=60)  # b goes whole
+    ranks = EmulatedRanks(SIZES, density=0.1, value_format=value_format, min_tensor_size=60)  # b is sent dense
     ranks.step(gradients(0), BUCKETS[0])
     before, local = ranks.residuals(), gradients(1)
     local[1][name][17] = broken
@@ -350,8 +350,8 @@ def test_fp16_means_that_overflow_are_undone_on_every_rank() -> None:
 
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_unused_parameters_keep_their_residual(name: str) -> None:
-    # b goes whole. Unscaled gradients are too small for fp16: what rounding loses of them is its residual.
-    ranks = EmulatedRanks(SIZES, density=0.1, min_tensor_size=60, hold_unused=True, loss_scale=lambda: 2.0**16)
+    # b is sent dense. Unscaled gradients are too small for fp16: what rounding loses of them is its residual.
+    ranks = EmulatedRanks(SIZES, density=0.1, min_tensor_size=60, defer_unused=True, loss_scale=lambda: 2.0**16)
     for step in range(2):
         ranks.step(gradients(step, dtype=torch.float16))
     before, local = ranks.residuals(), gradients(2, dtype=torch.float16)
@@ -365,7 +365,7 @@ def test_unused_parameters_keep_their_residual(name: str) -> None:
 
 
 def test_a_parameter_unused_on_one_rank_is_sent_by_the_other() -> None:
-    ranks = EmulatedRanks({"a": 300}, density=0.1, hold_unused=True)
+    ranks = EmulatedRanks({"a": 300}, density=0.1, defer_unused=True)
     ranks.step(gradients(0))
     before, local = ranks.residuals(), gradients(1)
     local[0]["a"].zero_()
@@ -377,14 +377,14 @@ def test_a_parameter_unused_on_one_rank_is_sent_by_the_other() -> None:
     assert torch.equal(ranks.residuals()[0]["a"], before[0]["a"])
 
 
-def test_without_hold_unused_residuals_go_out_on_their_own() -> None:
+def test_without_defer_unused_residuals_go_out_on_their_own() -> None:
     ranks = EmulatedRanks({"a": 300}, density=0.1)
     ranks.step(gradients(0))
     ranks.request_refresh()
     assert ranks.step([{"a": torch.zeros(300)}] * 2)[0]["a"].any()
 
 
-# Buckets that go whole
+# Buckets that are sent dense
 
 
 @pytest.mark.parametrize("settings", [{"density": 1.0}, {"min_tensor_size": 1000}])

@@ -83,7 +83,7 @@ def _gradients() -> list[Message]:
         for sizes, targets in (((40, 3, 30), (4, 0, 6)), ((1000,), (10,)), ((300, 5, 700, 2), (3, 0, 350, 0))):
             names = tuple(f"tensor {index}" for index in range(len(sizes)))
             plan = BucketPlan(names, sizes, targets, torch.float32, value_format)
-            whole = torch.randint(0, 256, (plan.layout.whole_bytes,), dtype=torch.uint8)
+            whole = torch.randint(0, 256, (plan.layout.dense_bytes,), dtype=torch.uint8)
             positions = _some(plan.layout.capacity, sum(sizes))
             payload, _ = pack(plan.layout, positions, torch.randn(positions.numel()), whole)
 

@@ -11,11 +11,11 @@ from lightning_dct.wire import PayloadError, PayloadLayout, decode_values, encod
 from strategies_for_hypothesis import FORMATS, examples, filled_layouts, layouts
 
 Filled = tuple[PayloadLayout, Tensor, Tensor, Tensor]
-LAYOUT = PayloadLayout(tensor_sizes=(20, 3, 30), capacities=(4, 0, 6), value_format="bf16", whole_bytes=12)
+LAYOUT = PayloadLayout(tensor_sizes=(20, 3, 30), capacities=(4, 0, 6), value_format="bf16", dense_bytes=12)
 
 
 def example_payload(layout: PayloadLayout = LAYOUT) -> Tensor:
-    whole = torch.arange(layout.whole_bytes, dtype=torch.uint8)
+    whole = torch.arange(layout.dense_bytes, dtype=torch.uint8)
     return pack(layout, torch.tensor([0, 7, 23, 52]), torch.tensor([1.0, -2.0, 3.0, -4.0]), whole)[0]
 
 
@@ -35,7 +35,7 @@ def test_round_trip(filled: Filled) -> None:
     read = unpack(layout, payload)
     assert read.positions.tolist() == positions.tolist()
     assert torch.equal(read.values, as_read)
-    assert torch.equal(read.whole, whole)
+    assert torch.equal(read.dense, whole)
     # Values as the codec alone would read them, with the tensor of each position found by a loop.
     index = torch.tensor([tensor_of(layout, position) for position in positions.tolist()], dtype=torch.int64)
     data, scales = encode_values(values, index, len(layout.tensor_sizes), layout.value_format)
@@ -69,7 +69,7 @@ def test_header_byte_by_byte(value_format: str, code: int) -> None:
     header = example_payload(layout)[:12].tolist()
     assert header[:4] == [0xDC, 1, code, 0]
     assert header[4:8] == [4, 0, 0, 0]
-    numbers = (layout.tensor_sizes, layout.capacities, layout.value_format, layout.whole_bytes)
+    numbers = (layout.tensor_sizes, layout.capacities, layout.value_format, layout.dense_bytes)
     assert header[8:] == list(zlib.crc32(repr(numbers).encode()).to_bytes(4, "little"))
 
 
@@ -135,7 +135,7 @@ def unpacks_sanely(layout: PayloadLayout, payload: Tensor) -> None:
     except PayloadError:
         return
     assert positions.numel() == values.numel() <= layout.capacity
-    assert whole.numel() == layout.whole_bytes
+    assert whole.numel() == layout.dense_bytes
     places = positions.tolist()
     assert places == sorted(set(places))
     assert all(0 <= place < sum(layout.tensor_sizes) for place in places)

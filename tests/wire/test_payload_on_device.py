@@ -65,7 +65,7 @@ def assert_the_same(*filled: Filled) -> None:
             assert arrived.in_use[sender, used].all()
             assert not arrived.in_use[sender, unused].any()
         begin, slot = begin + sum(layout.tensor_sizes), slot + slots
-    assert torch.equal(arrived.whole[0], whole)
+    assert torch.equal(arrived.dense[0], whole)
 
 
 @given(filled=st.lists(filled_layouts(), min_size=1, max_size=4))
@@ -102,7 +102,7 @@ def test_infinite_and_nan_values(value_format: str, broken: float) -> None:
 def test_whatever_the_bytes_nothing_is_read_out_of_bounds(layout: PayloadLayout, data: st.DataObject) -> None:
     random_bytes = data.draw(st.binary(min_size=layout.num_bytes, max_size=layout.num_bytes))
     payload = torch.tensor(list(random_bytes), dtype=torch.uint8)
-    genuine = pack(layout, torch.empty(0).long(), torch.empty(0), torch.zeros(layout.whole_bytes, dtype=torch.uint8))[0]
+    genuine = pack(layout, torch.empty(0).long(), torch.empty(0), torch.zeros(layout.dense_bytes, dtype=torch.uint8))[0]
     # Up to 12 bytes of the header as they should be, so that what comes behind them is looked at as well.
     kept = data.draw(st.sampled_from([0, 4, 12]))
     payload[:kept] = genuine[:kept]
@@ -123,7 +123,7 @@ def test_harmed_payloads_are_noticed_as_in_the_ordinary_way(
 
 
 def assert_same_verdict(layout: PayloadLayout, payload: Tensor) -> None:
-    genuine = pack(layout, torch.empty(0).long(), torch.empty(0), torch.zeros(layout.whole_bytes, dtype=torch.uint8))[0]
+    genuine = pack(layout, torch.empty(0).long(), torch.empty(0), torch.zeros(layout.dense_bytes, dtype=torch.uint8))[0]
     # What is wrong with one payload is not said of its neighbours.
     arrived = unpack_on_device(SideBySide([layout] * 3, CPU), torch.cat([genuine, payload, genuine]).unsqueeze(0))
     assert bool(((arrived.positions >= 0) & (arrived.positions < max(3 * sum(layout.tensor_sizes), 1))).all())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.threshold import SMALLEST_THRESHOLD
-from lightning_dct.wire.bits import places
+from lightning_dct.wire.bits import nonzero_indices
 
 # Where fewer than one in this many entries of a group reached the threshold, only those are looked at to cut them.
 COMPACT_BELOW = 4
@@ -73,7 +73,7 @@ def select(magnitudes: Tensor, thresholds: Tensor, k: int) -> Selected:
     mask = _reaching(magnitudes, thresholds)
     # numpy counts bools several times faster than torch.
     reached = torch.from_numpy(np.count_nonzero(mask.numpy(), axis=1))
-    groups = places(reached > k)
+    groups = nonzero_indices(reached > k)
     if groups.numel() == 0:
         return Selected(mask, reached, thresholds)
     if int(reached[groups].max()) * COMPACT_BELOW > magnitudes.shape[1]:
@@ -128,7 +128,7 @@ def _cut_compact(mask: Tensor, magnitudes: Tensor, groups: Tensor, reached: Tens
     """
     everything = groups.numel() == mask.shape[0]
     parts, part_magnitudes = (mask, magnitudes) if everything else (mask[groups], magnitudes[groups])
-    found = places(parts.view(-1))
+    found = nonzero_indices(parts.view(-1))
     widest = int(reached.max())
     group = torch.repeat_interleave(torch.arange(groups.numel()), reached)
     column = torch.arange(found.numel()) - (reached.cumsum(0) - reached)[group]

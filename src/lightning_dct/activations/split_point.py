@@ -22,7 +22,7 @@ from lightning_dct.activations.noise import EXPLORATION, FORWARD_ROUNDING, mixed
 from lightning_dct.activations.settings import SplitSettings
 from lightning_dct.activations.split import Split
 from lightning_dct.threshold import GUARD_RESELECT, SMALLEST_THRESHOLD, nudge_all
-from lightning_dct.wire.bits import places
+from lightning_dct.wire.bits import nonzero_indices
 
 # The payload has room for the target and no more, so the guard aims a little below: what does not fit is cut, which
 # costs a selection, and what is missing is sent as zeros.
@@ -167,7 +167,7 @@ class SplitPoint(Split):
                 seed = mixed_seed(self.settings.seed, self.completed_steps)
                 mask = mask.index_fill(0, explore(uniform(layout.explored, seed, EXPLORATION, sample), layout.numel), 1)
             if mask.device.type == "cpu":
-                return places(mask)
+                return nonzero_indices(mask)
             return torch.nonzero_static(mask, size=layout.capacity, fill_value=layout.numel).squeeze(1)
 
     def advance(self, completed_steps: int) -> None:

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--min-tensor-size",
         type=int,
         default=defaults.min_tensor_size,
-        help="smaller tensors go whole (default: %(default)s)",
+        help="smaller tensors are sent dense (default: %(default)s)",
     )
 
 

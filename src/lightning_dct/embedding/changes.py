@@ -25,7 +25,7 @@ from lightning_dct.embedding.placement import Int64Array
 from lightning_dct.kernels import Selection, fastest_kernel, select
 from lightning_dct.threshold import GUARD_RESELECT, SMALLEST_THRESHOLD, keep_largest, kth_magnitude, nudge
 from lightning_dct.wire import PayloadLayout, pack, unpack
-from lightning_dct.wire.bits import places
+from lightning_dct.wire.bits import nonzero_indices
 
 Float64Array = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
@@ -121,7 +121,7 @@ def compress_changes(
         over = torch.from_numpy(np.where(finite, limits, np.inf)).to(flat.device, flat.dtype).index_select(0, table_of)
         # In fp64, where over the smallest threshold the largest float is finite; infinite over infinite is NaN.
         excess = (values.to(torch.float64) / over).nan_to_num_(nan=math.inf)
-        kept = places(keep_largest(excess, layout.capacity)[0])
+        kept = nonzero_indices(keep_largest(excess, layout.capacity)[0])
         positions, values = positions.index_select(0, kept), values.index_select(0, kept)
     if guard:
         _guard(message, thresholds, reached, finite, flat)
@@ -155,7 +155,7 @@ def _select_at_once(
     rows.add_(addend.to(rows.dtype), alpha=scale)
     limit = torch.tensor(limits, dtype=rows.dtype, device=rows.device).repeat_interleave(sizes)
     # "Not below" instead of "at or above": it is true for NaN.
-    positions = places((rows.abs() < limit).logical_not_())
+    positions = nonzero_indices((rows.abs() < limit).logical_not_())
     values = rows.index_select(0, positions)
     broken = positions[values.isfinite().logical_not_()]
     rows[broken] = before[broken]

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from lightning_dct.config import DCTConfig
 from lightning_dct.forecast.workload import Workload
-from lightning_dct.gradients.exchanges.all_gather import all_gather_passes
-from lightning_dct.gradients.exchanges.by_node import by_node_passes
+from lightning_dct.gradients.exchanges.all_gather import all_gather_link_traversals
+from lightning_dct.gradients.exchanges.by_node import by_node_link_traversals
 from lightning_dct.gradients.exchanges.making import share_model
 from lightning_dct.gradients.exchanges.nodes import NodeLayout
-from lightning_dct.gradients.exchanges.sharded import SHARDED_PASSES
+from lightning_dct.gradients.exchanges.sharded import SHARDED_LINK_TRAVERSALS
 from lightning_dct.gradients.plan import BucketPlan, real_dtype, real_numel
 from lightning_dct.gradients.plans import Plans
 from lightning_dct.gradients.sharding import Shard, Shards
@@ -86,13 +86,13 @@ def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout
     """
     world_size, local = len(layout.places), ranks_per_node(layout)
     if exchange == "all_gather":
-        passes, owners = all_gather_passes(world_size), 0
+        link_traversals, owners = all_gather_link_traversals(world_size), 0
     elif exchange == "sharded":
-        passes, owners = SHARDED_PASSES, world_size
+        link_traversals, owners = SHARDED_LINK_TRAVERSALS, world_size
     else:
-        passes, owners = by_node_passes(len(layout.nodes), local), local
-    plans = Plans(config, passes)
-    shards_of = Shards(share_model(config, workload.parameters, passes, owners), owners) if owners else None
+        link_traversals, owners = by_node_link_traversals(len(layout.nodes), local), local
+    plans = Plans(config, link_traversals)
+    shards_of = Shards(share_model(config, workload.parameters, link_traversals, owners), owners) if owners else None
     sent, residuals, entries = [Sent()] * world_size, [0] * world_size, 0
     for names in workload.buckets_under(config):
         tensors = [workload.parameters[name] for name in names]

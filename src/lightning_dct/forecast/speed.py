@@ -72,7 +72,7 @@ def measure_speed(density: float, value_format: str, entries: int, seconds: floa
     size = min(entries, MEASURED_ENTRIES)
     target = target_of(density, size)
     if target >= size:
-        return Speed(0.0, 0.0, 0.0, f"nothing to measure: at density {density:g} tensors go whole")
+        return Speed(0.0, 0.0, 0.0, f"nothing to measure: at density {density:g} tensors are sent dense")
     plan = BucketPlan(("measured",), (size,), (target,), torch.float32, value_format)
     noise = torch.Generator(device).manual_seed(0)
     gradient = torch.randn(size, generator=noise, device=device)

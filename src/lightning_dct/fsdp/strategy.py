@@ -169,7 +169,7 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
             )  # fmt: skip
         start_alike(model, group)
         names = parameter_names(model)
-        exchange = exchange_of(self.config, names, group, self.traffic, place, self._timeout, hold_unused=False)
+        exchange = exchange_of(self.config, names, group, self.traffic, place, self._timeout, defer_unused=False)
         synchronizer = ShardGradientSynchronizer(self.config, names, exchange, self.shards)
         synchronizer.attach(modules)
         return synchronizer

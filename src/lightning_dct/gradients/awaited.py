@@ -41,11 +41,11 @@ class Awaited:
 
         Args:
             numbers: Shape ``[n]``, whole numbers or bool. Not changed until then.
-            tell: Takes them as a list. What it raises comes out of :meth:`look` or :meth:`wait`.
+            tell: Takes them as a list. What it raises comes out of :meth:`poll` or :meth:`synchronize`.
         """
         self._wanted.setdefault(numbers.device, []).append(_Wanted(numbers, tell))
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Tell what has arrived, and send on its way what was asked for since the last look. Nobody waits."""
         while self._travelling and (self._travelling[0].arrived is None or self._travelling[0].arrived.query()):
             _tell(self._travelling.pop(0))
@@ -57,9 +57,9 @@ class Awaited:
             self._travelling.append(_Travelling(wanted, copy, arrived))
         self._wanted = {}
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Tell everything, however long it takes to know."""
-        self.look()
+        self.poll()
         while self._travelling:
             travelling = self._travelling.pop(0)
             if travelling.arrived is not None:

@@ -17,7 +17,7 @@ class TensorFigures(NamedTuple):
         entries: How many it has.
         density: Share of them that the next synchronisation may send, in (0, 1].
         threshold: Magnitude from which on an entry goes. Where the tensor is cut into pieces with a threshold each, as
-            with ``exchange="sharded"``, their median. None for a tensor that goes whole.
+            with ``exchange="sharded"``, their median. None for a tensor sent dense.
         residual_norm: Euclidean norm of what this rank holds back of it.
     """
 

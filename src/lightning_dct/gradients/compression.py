@@ -29,7 +29,7 @@ from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.kernels import Selection, select, sum_entries
 from lightning_dct.threshold import GUARD_RESELECT, Observed, Thresholds, keep_largest, kth_magnitude
 from lightning_dct.wire import PayloadError, Unpacked, pack, unpack
-from lightning_dct.wire.bits import places
+from lightning_dct.wire.bits import nonzero_indices
 
 # Devices whose host must not look at numbers while they work; tests add the CPU to see that both ways give the same.
 WITHOUT_WAITING = {"cuda"}
@@ -55,7 +55,7 @@ def compress(
     buffer: Tensor,
     residual: Tensor,
     plan: BucketPlan,
-    held: set[int],
+    deferred: set[int],
     thresholds: Thresholds,
     gradient_scale: float,
     reselect: bool,
@@ -70,7 +70,7 @@ def compress(
         buffer: Shape ``[n]``: the flattened bucket. Not changed.
         residual: Shape ``[n]``, ``plan.residual_dtype``. Changed in place.
         plan: What becomes of each tensor.
-        held: Indices of tensors of which nothing goes.
+        deferred: Indices of tensors of which nothing goes.
         thresholds: Missing ones are selected from this bucket.
         gradient_scale: Factor on the gradient: one over the loss scale of mixed-precision training.
         reselect: Take a step's own selection as the new threshold when far too many entries reach the old one.
@@ -80,33 +80,35 @@ def compress(
     if plan.parts and not on_device:
         sent, first = [], 0
         for part in plan.parts:
-            held_of_part = {index - first for index in held}
-            sent.append(compress(buffer, residual, part, held_of_part, thresholds, gradient_scale, reselect, kernel))
+            deferred_in_part = {index - first for index in deferred}
+            sent.append(
+                compress(buffer, residual, part, deferred_in_part, thresholds, gradient_scale, reselect, kernel)
+            )
             first += len(part.names)
         observed = list(chain.from_iterable(part.observed for part in sent))
         num_entries = sum(part.num_entries for part in sent)
         payload = torch.cat([part.payload for part in sent])
         return Compressed(payload, num_entries, observed, any(part.selected for part in sent))
-    used = tuple(index for index in plan.compressed if index not in held)
+    used = tuple(index for index in plan.compressed if index not in deferred)
     selected = _select_missing(buffer, residual, plan, used, thresholds, gradient_scale)
-    whole = _take_whole(buffer, residual, plan, held, gradient_scale)
-    whole_entries = sum(plan.sizes[index] for index in plan.whole)
+    dense = _take_dense(buffer, residual, plan, deferred, gradient_scale)
+    dense_entries = sum(plan.sizes[index] for index in plan.dense)
     if on_device:
         payload, count = send_largest(
-            buffer, residual, plan, used, whole, thresholds, gradient_scale, guard=reselect, kernel=kernel
+            buffer, residual, plan, used, dense, thresholds, gradient_scale, guard=reselect, kernel=kernel
         )
-        return Compressed(payload, count + whole_entries, [], selected)
+        return Compressed(payload, count + dense_entries, [], selected)
     known = [thresholds.get(plan.names[index], plan.targets[index]) for index in used]
     segments, numbers = [plan.bounds[i] for i in used], [tau for tau in known if tau is not None]
     selection = select(buffer, residual, segments, numbers, gradient_scale, kernel)
     positions, values, observed = _fit(selection, plan, used, thresholds, reselect)
-    payload, received = pack(plan.layout, plan.to_payload(positions), values, whole)
+    payload, received = pack(plan.layout, plan.to_payload(positions), values, dense)
     left = values - received.to(values.dtype)
     if not _all_finite(left):
         finite = left.isfinite()
         positions, left = positions[finite], left[finite]
     residual.scatter_(0, positions, left)
-    return Compressed(payload, values.numel() + whole_entries, observed, selected)
+    return Compressed(payload, values.numel() + dense_entries, observed, selected)
 
 
 def decompress(
@@ -167,10 +169,10 @@ def _add_up(
     by_senders: bool,
 ) -> None:
     received = [_unpack(payload, plan, sender) for payload, sender in zip(payloads.unbind(), senders, strict=True)]
-    whole_tensors = [whole.clone().view(plan.dtype) for _, _, whole in received]
-    for (_, values, _), whole, sender in zip(received, whole_tensors, senders, strict=True):
+    dense_tensors = [dense.clone().view(plan.dtype) for _, _, dense in received]
+    for (_, values, _), dense, sender in zip(received, dense_tensors, senders, strict=True):
         # A sum is finite only where all of it is, and costs least.
-        if not math.isfinite(float(values.sum()) + float(whole.sum())):
+        if not math.isfinite(float(values.sum()) + float(dense.sum())):
             name_broken_sender(sender)
     entries = [(plan.to_bucket(positions), values) for positions, values, _ in received]
     if by_senders and len(entries) > 1:
@@ -180,9 +182,9 @@ def _add_up(
         weights = weights_by_senders(len(entries), total)
         entries = [(positions, values * weights[counts[positions]]) for positions, values in entries]
     sum_entries(total, [(0, total.numel())] if plan.starts is None else plan.bounds, entries, factor, kernel)
-    for whole in whole_tensors:
-        parts = whole.split([plan.sizes[index] for index in plan.whole])
-        for index, part in zip(plan.whole, parts, strict=True):
+    for dense in dense_tensors:
+        parts = dense.split([plan.sizes[index] for index in plan.dense])
+        for index, part in zip(plan.dense, parts, strict=True):
             total[slice(*plan.bounds[index])].add_(part, alpha=factor)
 
 
@@ -254,7 +256,7 @@ def _fit(
             keep = torch.ones_like(positions, dtype=torch.bool)
         if finite is not None and broken:
             keep[start:stop] = False
-            keep[start + places(~finite[start:stop])[:target]] = True
+            keep[start + nonzero_indices(~finite[start:stop])[:target]] = True
             continue
         keep[start:stop], smallest = keep_largest(values[start:stop], target)
         if reselect and count > GUARD_RESELECT * target:
@@ -263,7 +265,7 @@ def _fit(
             observed.append(Observed(name, count, target, plan.sizes[index]))
     if keep is None:
         return positions, values, observed
-    kept = places(keep)
+    kept = nonzero_indices(keep)
     return positions[kept], values[kept], observed
 
 
@@ -272,11 +274,13 @@ def _all_finite(values: Tensor) -> bool:
     return bool(np.isfinite(values.numpy()).all() if values.device.type == "cpu" else values.isfinite().all())
 
 
-def _take_whole(buffer: Tensor, residual: Tensor, plan: BucketPlan, held: set[int], gradient_scale: float) -> Tensor:
-    """The tensors that go whole (shape ``[whole bytes]``, uint8), zeros for those held; the residual keeps the rest."""
-    going = [slice(*plan.bounds[index]) for index in plan.whole if index not in held]
+def _take_dense(
+    buffer: Tensor, residual: Tensor, plan: BucketPlan, deferred: set[int], gradient_scale: float
+) -> Tensor:
+    """Tensors sent dense (shape ``[dense bytes]``, uint8), zeros for deferred ones; the residual keeps the rest."""
+    going = [slice(*plan.bounds[index]) for index in plan.dense if index not in deferred]
     if not going:
-        return buffer.new_zeros(sum(plan.sizes[index] for index in plan.whole), dtype=plan.dtype).view(torch.uint8)
+        return buffer.new_zeros(sum(plan.sizes[index] for index in plan.dense), dtype=plan.dtype).view(torch.uint8)
     sizes = [part.stop - part.start for part in going]
     residuals = [residual[part] for part in going]
     before = torch.cat(residuals)
@@ -286,5 +290,5 @@ def _take_whole(buffer: Tensor, residual: Tensor, plan: BucketPlan, held: set[in
     torch._foreach_copy_(residuals, torch.where(left.abs() < math.inf, left, before).split(sizes))
     parts = iter(sent.split(sizes))
     nothing = sent.new_zeros(1)
-    whole = [nothing.expand(plan.sizes[index]) if index in held else next(parts) for index in plan.whole]
-    return torch.cat(whole).view(torch.uint8)
+    dense = [nothing.expand(plan.sizes[index]) if index in deferred else next(parts) for index in plan.dense]
+    return torch.cat(dense).view(torch.uint8)

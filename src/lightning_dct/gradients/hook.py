@@ -10,7 +10,7 @@ from torch.futures import Future
 
 from lightning_dct.config import DCTConfig
 from lightning_dct.gradients.exchanges import Exchange
-from lightning_dct.gradients.exchanges.base import send_sparse, unused
+from lightning_dct.gradients.exchanges.base import send_sparse, unused_tensors
 from lightning_dct.gradients.pending import Pending, bring_home
 from lightning_dct.gradients.plan import BucketPlan, real_numel
 from lightning_dct.gradients.synchronizer import Synchronizer
@@ -27,7 +27,7 @@ class GradientSynchronizer(Synchronizer):
         config: The settings.
         parameter_names: The name of every parameter that may turn up in a bucket.
         exchange: How compressed gradients get to the other ranks; its ranks are the ones that take part.
-        hold_unused: Keep the residual of a tensor that this rank's backward did not use instead of sending from it.
+        defer_unused: Keep the residual of a tensor that this rank's backward did not use instead of sending from it.
             With ``find_unused_parameters`` DDP throws the result for a globally unused parameter away; what had been
             sent for it would be lost.
         loss_scale: Gives the factor by which mixed-precision training has scaled the gradients; None when it does
@@ -40,11 +40,11 @@ class GradientSynchronizer(Synchronizer):
         config: DCTConfig,
         parameter_names: Mapping[Tensor, str],
         exchange: Exchange,
-        hold_unused: bool = False,
+        defer_unused: bool = False,
         loss_scale: Callable[[], float] | None = None,
     ) -> None:
         super().__init__(config, parameter_names, exchange, undoable=loss_scale is not None)
-        self._hold_unused = hold_unused
+        self._defer_unused = defer_unused
         self._loss_scale = loss_scale
         # What follows belongs to the synchronisation under way.
         self._pending: list[Pending] = []
@@ -96,7 +96,7 @@ class GradientSynchronizer(Synchronizer):
         in threads of its own, which compete with backward for the interpreter and can abort the process when it ends.
         """
         bring_home(self._pending, self.traffic, self._loss_scale is not None)
-        self.memory.awaited.look()
+        self.memory.awaited.poll()
         # What the scaler will look for. Every rank holds the same means, so all come to the same answer.
         nonfinite = self._loss_scale is not None and not all(pending.finite for pending in self._pending)
         self.traffic.add(steps=1)
@@ -135,8 +135,8 @@ class GradientSynchronizer(Synchronizer):
         DDP fills in zeros for them, or, for parameters switched off as ``toggle_optimizer`` does, whatever gradient
         an earlier backward has left.
         """
-        if not self._hold_unused:
+        if not self._defer_unused:
             return set()
         parameters = enumerate(bucket.parameters())
         switched_off = {index for index, parameter in parameters if not parameter.requires_grad}
-        return switched_off | unused(bucket.buffer(), plan)
+        return switched_off | unused_tensors(bucket.buffer(), plan)

@@ -108,10 +108,12 @@ class Memory:
         return self._changing(self.owned.flat(shard.names, shard.sizes, shard.residual_dtype, device))
 
     def compress(
-        self, buffer: Tensor, residual: Tensor, plan: BucketPlan, held: set[int], gradient_scale: float
+        self, buffer: Tensor, residual: Tensor, plan: BucketPlan, deferred: set[int], gradient_scale: float
     ) -> Compressed:
         """Decide what goes; see :func:`~lightning_dct.gradients.compression.compress`."""
-        compressed = compress(buffer, residual, plan, held, self.thresholds, gradient_scale, self._guard, self._kernel)
+        compressed = compress(
+            buffer, residual, plan, deferred, self.thresholds, gradient_scale, self._guard, self._kernel
+        )
         self._observed += compressed.observed
         self.selected |= compressed.selected
         return compressed
@@ -128,7 +130,7 @@ class Memory:
         how = self.awaited, self._kernel, what or self.what, self.by_senders
         return decompress(payloads, buffer, plan, factor, *how)
 
-    def send_out(self, buffer: Tensor, plan: BucketPlan, held: set[int], owned: bool) -> None:
+    def send_out(self, buffer: Tensor, plan: BucketPlan, deferred: set[int], owned: bool) -> None:
         """Add to a bucket that goes uncompressed all that is held back of its tensors, and hold nothing of them.
 
         There is something only after a time with other settings: of lower density, or with another exchange.
@@ -136,12 +138,12 @@ class Memory:
         Args:
             buffer: Shape ``[n]``: the flattened bucket, scaled gradients. Changed in place.
             plan: Its tensors.
-            held: Indices of tensors of which nothing goes.
+            deferred: Indices of tensors of which nothing goes.
             owned: Whether what is held back of sums goes out too. Where it does not, this rank holds back nothing else
                 from now on, and the memory of its own residuals is freed.
         """
         for index, (name, (start, _)) in enumerate(zip(plan.names, plan.bounds, strict=True)):
-            if index in held:
+            if index in deferred:
                 continue
             places = [(self.residuals, name, 0)]
             if owned:

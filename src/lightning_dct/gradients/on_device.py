@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.gradients.plan import BucketPlan
-from lightning_dct.kernels.room import InRoom, Segments, room_for, room_kernel
+from lightning_dct.kernels.buffered import BufferedSelection, Segments, buffer_capacity, buffer_kernel
 from lightning_dct.threshold import GUARD_RESELECT, Thresholds, nudge_all
 from lightning_dct.wire import Arrived, SideBySide, Slots, pack_on_device, unpack_on_device
 
@@ -46,7 +46,7 @@ class OnDevice:
     Attributes:
         layouts: The payloads.
         shifts: Shape ``[T]``, int64: how far from its place in the payloads each tensor lies in the bucket.
-        whole: Where each tensor lies that goes whole.
+        dense: Where each tensor lies that is sent dense.
     """
 
     def __init__(self, plan: BucketPlan, device: torch.device) -> None:
@@ -55,8 +55,8 @@ class OnDevice:
         starts = torch.tensor([start for start, _ in plan.bounds], dtype=torch.int64)
         sizes = torch.tensor(plan.sizes, dtype=torch.int64)
         self.shifts = (starts - (sizes.cumsum(0) - sizes)).to(device)
-        self.whole = [plan.bounds[index] for index in plan.whole]
-        self._room: _Room | None = None
+        self.dense = [plan.bounds[index] for index in plan.dense]
+        self._selection_buffer: _SelectionBuffer | None = None
 
     @staticmethod
     def of(plan: BucketPlan, device: torch.device) -> OnDevice:
@@ -66,11 +66,11 @@ class OnDevice:
         known: OnDevice = plan.on_devices[device]
         return known
 
-    def room(self, used: tuple[int, ...]) -> _Room:
+    def selection_buffer(self, used: tuple[int, ...]) -> _SelectionBuffer:
         """The room for what goes of some tensors: usually of the same ones as in the step before."""
-        if self._room is None or self._room.used != used:
-            self._room = _Room(self._plan, used, self._device)
-        return self._room
+        if self._selection_buffer is None or self._selection_buffer.used != used:
+            self._selection_buffer = _SelectionBuffer(self._plan, used, self._device)
+        return self._selection_buffer
 
     def in_bucket(self, arrived: Arrived) -> Tensor:
         """Places in the bucket: shape ``[n, slots]``, int64."""
@@ -78,7 +78,7 @@ class OnDevice:
         return arrived.positions + self.shifts[tensor]
 
 
-class _Room:
+class _SelectionBuffer:
     """The room for a bucket's selection, with ``R`` slots for ``U`` tensors.
 
     Attributes:
@@ -93,12 +93,12 @@ class _Room:
 
     def __init__(self, plan: BucketPlan, used: tuple[int, ...], device: torch.device) -> None:
         self.used = used
-        rooms = [room_for(plan.sizes[index], plan.targets[index]) for index in used]
-        self.segments = Segments([plan.bounds[index] for index in used], rooms, device)
+        capacities = [buffer_capacity(plan.sizes[index], plan.targets[index]) for index in used]
+        self.segments = Segments([plan.bounds[index] for index in used], capacities, device)
         self.targets = torch.tensor([plan.targets[index] for index in used], dtype=torch.int64).to(device)
         self.sizes = torch.tensor([plan.sizes[index] for index in used], dtype=torch.float64).to(device)
         self.in_plan = torch.tensor(used, dtype=torch.int64).to(device)
-        begins = accumulate(rooms, initial=0)
+        begins = accumulate(capacities, initial=0)
         first_targets = [
             torch.arange(begin, begin + plan.targets[index]) for begin, index in zip(begins, used, strict=False)
         ]
@@ -107,7 +107,8 @@ class _Room:
         for part in plan.parts or (plan,):
             stop = first + len(part.names)
             edges.append(
-                edges[-1] + sum(room for index, room in zip(used, rooms, strict=True) if first <= index < stop)
+                edges[-1]
+                + sum(capacity for index, capacity in zip(used, capacities, strict=True) if first <= index < stop)
             )
             first = stop
         self.edges = torch.tensor(edges).to(device)
@@ -118,7 +119,7 @@ def send_largest(
     residual: Tensor,
     plan: BucketPlan,
     used: tuple[int, ...],
-    whole: Tensor,
+    dense: Tensor,
     thresholds: Thresholds,
     gradient_scale: float,
     guard: bool,
@@ -131,11 +132,11 @@ def send_largest(
         residual: Shape ``[n]``, ``plan.residual_dtype``. Changed in place.
         plan: What becomes of each tensor.
         used: Indices of the compressed tensors of which something goes.
-        whole: Shape ``[whole bytes]``, uint8: the tensors that go whole.
+        dense: Shape ``[dense bytes]``, uint8: the tensors sent dense.
         thresholds: Has one for each of ``used``.
         gradient_scale: Factor on the gradient: one over the loss scale of mixed-precision training.
         guard: Let the thresholds follow what this step shows.
-        kernel: What adds, compares and compacts; see :func:`~lightning_dct.kernels.room.room_kernel`.
+        kernel: What adds, compares and compacts; see :func:`~lightning_dct.kernels.buffered.buffer_kernel`.
 
     Returns:
         The payloads, one behind the other (uint8), and how many entries of compressed tensors are in them (int64,
@@ -143,16 +144,18 @@ def send_largest(
     """
     names = tuple(plan.names[index] for index in used)
     on_device = OnDevice.of(plan, buffer.device)
-    room = on_device.room(used)
+    selection_buffer = on_device.selection_buffer(used)
     taus = thresholds.on_device(names, buffer.device)
     scale = torch.full((1,), gradient_scale, dtype=residual.dtype, device=residual.device)
     numbers = torch.cat([scale, taus.to(residual.dtype)])
-    picked = room_kernel(kernel, buffer.device.type)(buffer, residual, room.segments, numbers)
-    magnitudes, order = _largest_first(picked, room.segments)
+    picked = buffer_kernel(kernel, buffer.device.type)(buffer, residual, selection_buffer.segments, numbers)
+    magnitudes, order = _largest_first(picked, selection_buffer.segments)
     if guard and used:
-        thresholds.replace(names, _follow(taus, picked, magnitudes[order], room))
-    places, entries, tensor = _keep(picked, magnitudes, order[room.first_targets], room, on_device)
-    payloads, received = pack_on_device(on_device.layouts, entries, tensor, whole)
+        thresholds.replace(names, _follow(taus, picked, magnitudes[order], selection_buffer))
+    places, entries, tensor = _keep(
+        picked, magnitudes, order[selection_buffer.first_targets], selection_buffer, on_device
+    )
+    payloads, received = pack_on_device(on_device.layouts, entries, tensor, dense)
     _take_out(residual, places, entries.values, received.to(residual.dtype))
     return payloads, entries.counts.sum()
 
@@ -182,9 +185,9 @@ def add_payloads(payloads: Tensor, total: Tensor, plan: BucketPlan, factor: floa
         values = values * weights_by_senders(len(payloads), total)[counts[places]]
     values = values.to(total.dtype).mul(factor).flatten()
     torch._index_put_impl_(total, [places.flatten()], values, accumulate=True, unsafe=True)
-    if on_device.whole:
-        sums = arrived.whole.view(plan.dtype).to(total.dtype).mul(factor).sum(0)
-        parts = [total[start:stop] for start, stop in on_device.whole]
+    if on_device.dense:
+        sums = arrived.dense.view(plan.dtype).to(total.dtype).mul(factor).sum(0)
+        parts = [total[start:stop] for start, stop in on_device.dense]
         torch._foreach_copy_(parts, sums.split([part.numel() for part in parts]))
     return arrived.sound
 
@@ -195,7 +198,7 @@ def weights_by_senders(ranks: int, total: Tensor) -> Tensor:
     return (ranks / senders).sqrt().to(total.dtype)
 
 
-def _largest_first(picked: InRoom, segments: Segments) -> tuple[Tensor, Tensor]:
+def _largest_first(picked: BufferedSelection, segments: Segments) -> tuple[Tensor, Tensor]:
     """The magnitude in each slot, -1 where there is none, and the order of the slots that puts the largest first.
 
     Each tensor's slots stay together in that order, so they are where they were before; among equals the first place
@@ -208,24 +211,28 @@ def _largest_first(picked: InRoom, segments: Segments) -> tuple[Tensor, Tensor]:
     return magnitudes, by_magnitude[by_tensor]
 
 
-def _follow(taus: Tensor, picked: InRoom, descending: Tensor, room: _Room) -> Tensor:
+def _follow(taus: Tensor, picked: BufferedSelection, descending: Tensor, selection_buffer: _SelectionBuffer) -> Tensor:
     """The thresholds that the guard makes of what a step has shown: shape ``[U]``, fp64.
 
     Far too many picks are an occasion for a new threshold: the smallest magnitude that is kept of them. Where the room
     holds a sample only, it is the magnitude of the same rank among all picks.
     """
-    counts, targets = picked.counts, room.targets
-    held = counts.minimum(room.segments.slots)
+    counts, targets = picked.counts, selection_buffer.targets
+    held = counts.minimum(selection_buffer.segments.slots)
     ranks = (targets * held + counts - 1).div(counts.clamp(min=1), rounding_mode="floor") - 1
-    cutoffs = descending[room.segments.begins + ranks.clamp_(min=0)].to(taus.dtype)
-    nudged = nudge_all(taus, counts, targets.to(taus.dtype), room.sizes)
+    cutoffs = descending[selection_buffer.segments.begins + ranks.clamp_(min=0)].to(taus.dtype)
+    nudged = nudge_all(taus, counts, targets.to(taus.dtype), selection_buffer.sizes)
     followed = torch.where(counts > GUARD_RESELECT * targets, cutoffs, nudged)
     # Infinite and NaN entries say nothing about the others.
     return torch.where(picked.broken, taus, followed)
 
 
 def _keep(
-    picked: InRoom, magnitudes: Tensor, largest: Tensor, room: _Room, on_device: OnDevice
+    picked: BufferedSelection,
+    magnitudes: Tensor,
+    largest: Tensor,
+    selection_buffer: _SelectionBuffer,
+    on_device: OnDevice,
 ) -> tuple[Tensor, Slots, Tensor]:
     """The entries that go, by payload in the order of their places.
 
@@ -234,15 +241,15 @@ def _keep(
         name a place of the bucket, too.
     """
     layouts = on_device.layouts
-    if not room.used:
+    if not selection_buffer.used:
         nothing = torch.zeros_like(layouts.spare)
         in_use, counts = nothing.bool(), torch.zeros_like(layouts.capacities)
         return layouts.spare, Slots(layouts.spare, picked.values.new_zeros(nothing.shape), in_use, counts), nothing
     # Each of the largest is another slot.
     kept = torch.zeros_like(magnitudes, dtype=torch.bool).scatter_(0, largest, magnitudes[largest] >= 0)
-    slots, in_use, counts = (found.squeeze(0) for found in layouts.find(kept.unsqueeze(0), room.edges))
+    slots, in_use, counts = (found.squeeze(0) for found in layouts.find(kept.unsqueeze(0), selection_buffer.edges))
     slots.clamp_(max=kept.numel() - 1)
-    tensor = room.in_plan[room.segments.segment[slots]]
+    tensor = selection_buffer.in_plan[selection_buffer.segments.segment[slots]]
     places, values = picked.positions[slots], torch.where(in_use, picked.values[slots], 0.0)
     places = torch.where(in_use, places, layouts.spare)
     return places, Slots(places - on_device.shifts[tensor], values, in_use, counts), tensor

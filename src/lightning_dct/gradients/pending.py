@@ -33,12 +33,12 @@ class Pending:
         self._flow = flow
         self._work: dist.Work = next(flow)
 
-    def advance(self, traffic: Traffic, look: bool) -> None:
+    def advance(self, traffic: Traffic, check_finite: bool) -> None:
         """Wait for the bucket's collective, and start its next one or read what it has brought.
 
         Args:
             traffic: Where the time is counted.
-            look: Find out whether what has come home is finite. This waits for a GPU.
+            check_finite: Find out whether what has come home is finite. This waits for a GPU.
         """
         with traffic.waiting("exchange"):
             self._work.wait()
@@ -48,22 +48,22 @@ class Pending:
                 self._work = next(self._flow)
             except StopIteration as finished:
                 mean = finished.value
-                if look:
+                if check_finite:
                     self.finite = bool(_entries(mean).isfinite().all())
                 self.future.set_result(mean)
 
 
-def bring_home(pendings: Sequence[Pending], traffic: Traffic, look: bool = False) -> None:
+def bring_home(pendings: Sequence[Pending], traffic: Traffic, check_finite: bool = False) -> None:
     """Bring buckets home, one round of all of them after the other: one is read while the next one travels.
 
     Args:
         pendings: In the order in which they were sent, which is the same on every rank.
         traffic: Where the time is counted.
-        look: See :meth:`Pending.advance`.
+        check_finite: See :meth:`Pending.advance`.
     """
     while under_way := [pending for pending in pendings if pending.rounds_left]:
         for pending in under_way:
-            pending.advance(traffic, look)
+            pending.advance(traffic, check_finite)
 
 
 def future_for(buffer: Tensor) -> Future[Tensor]:

@@ -1,4 +1,4 @@
-"""What happens to each tensor of a gradient bucket: how many of its entries go, or that it goes whole."""
+"""What happens to each tensor of a gradient bucket: how many of its entries go, or that it is sent dense."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class BucketPlan:
     Attributes:
         names: The parameters' names, in the bucket's order.
         sizes: Entries of each.
-        targets: Entries of each that are sent a step; 0 for a tensor that goes whole.
-        dtype: The gradients' dtype, in which whole tensors travel.
+        targets: Entries of each that are sent a step; 0 for a tensor sent dense.
+        dtype: The gradients' dtype, in which dense tensors are sent.
         value_format: How sent entries are written.
         starts: Where each lies in the flattened bucket, ascending in each payload; None when they lie one behind the
             other. Payloads know nothing of gaps.
@@ -51,7 +51,7 @@ class BucketPlan:
 
     @cached_property
     def is_dense(self) -> bool:
-        """Whether every tensor goes whole, so that a plain all-reduce does best."""
+        """Whether every tensor is sent dense, so that a plain all-reduce does best."""
         return not any(self.targets)
 
     @cached_property
@@ -66,8 +66,8 @@ class BucketPlan:
         return tuple(index for index, target in enumerate(self.targets) if target)
 
     @cached_property
-    def whole(self) -> tuple[int, ...]:
-        """Indices of the tensors that go whole."""
+    def dense(self) -> tuple[int, ...]:
+        """Indices of the tensors sent dense."""
         return tuple(index for index, target in enumerate(self.targets) if not target)
 
     @cached_property
@@ -83,8 +83,8 @@ class BucketPlan:
     @cached_property
     def layout(self) -> PayloadLayout:
         """The payload's shape, of a plan without parts."""
-        whole_bytes = self.dtype.itemsize * sum(self.sizes[index] for index in self.whole)
-        return PayloadLayout(self.sizes, self.targets, self.value_format, whole_bytes)
+        dense_bytes = self.dtype.itemsize * sum(self.sizes[index] for index in self.dense)
+        return PayloadLayout(self.sizes, self.targets, self.value_format, dense_bytes)
 
     def to_payload(self, positions: Tensor) -> Tensor:
         """Places in the flattened bucket as places in a payload (int64, any shape)."""
@@ -116,11 +116,11 @@ def plan_bucket(
     dtype: torch.dtype,
     value_format: str,
     min_tensor_size: int,
-    passes: float,
+    link_traversals: float,
 ) -> BucketPlan:
     """Decide for each tensor of a bucket.
 
-    A tensor goes whole when it is smaller than ``min_tensor_size``, when all of its entries are wanted, or when
+    A tensor is sent dense when it is smaller than ``min_tensor_size``, when all of its entries are wanted, or when
     exchanging its entries would move more bytes than all-reducing the tensor. The decision looks at one tensor at
     a time, so it does not depend on which bucket DistributedDataParallel happens to put the tensor in.
 
@@ -130,17 +130,17 @@ def plan_bucket(
         densities: Share of each one's entries to send, in (0, 1].
         dtype: The gradients' dtype.
         value_format: How sent entries are written.
-        min_tensor_size: Smaller tensors go whole.
-        passes: How often what a rank sends passes each link, on the scale on which an all-reduced tensor passes it
-            twice: the world size for an all-gather. 1 means that there is nobody to send to.
+        min_tensor_size: Smaller tensors are sent dense.
+        link_traversals: How often each link carries what a rank sends; an all-reduced tensor counts as
+            two. An all-gather has the world size; 1 means that there is nobody to send to.
     """
     targets = []
     for size, density in zip(sizes, densities, strict=True):
         target = target_of(density, size)
-        if size < min_tensor_size or target >= size or passes == 1:
+        if size < min_tensor_size or target >= size or link_traversals == 1:
             targets.append(0)
             continue
-        bits_compressed = passes * target * (BITS_PER_VALUE[value_format] + 2 + math.log2(size / target))
+        bits_compressed = link_traversals * target * (BITS_PER_VALUE[value_format] + 2 + math.log2(size / target))
         targets.append(target if bits_compressed < 2 * size * dtype.itemsize * 8 else 0)
     return BucketPlan(tuple(names), tuple(sizes), tuple(targets), dtype, value_format)
 

@@ -15,15 +15,15 @@ class Plans:
 
     Args:
         config: The settings.
-        passes: See :func:`~lightning_dct.gradients.plan.plan_bucket`.
+        link_traversals: See :func:`~lightning_dct.gradients.plan.plan_bucket`.
 
     Attributes:
         config: The settings of the moment.
     """
 
-    def __init__(self, config: DCTConfig, passes: float) -> None:
+    def __init__(self, config: DCTConfig, link_traversals: float) -> None:
         self.config = config
-        self._passes = passes
+        self._link_traversals = link_traversals
         self._known: dict[tuple[tuple[str, ...], tuple[int, ...], torch.dtype, float], BucketPlan] = {}
 
     def change(self, config: DCTConfig) -> None:
@@ -38,5 +38,5 @@ class Plans:
             full = [self.config.density_of(name) for name in names]
             densities = [1.0 if density == 1.0 else share * density for density in full]
             settings = self.config.value_format, self.config.min_tensor_size
-            self._known[key] = plan_bucket(names, sizes, densities, dtype, *settings, self._passes)
+            self._known[key] = plan_bucket(names, sizes, densities, dtype, *settings, self._link_traversals)
         return self._known[key]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_dct.config import DCTConfig
 from lightning_dct.gradients.exchanges import Bucket, Exchange
-from lightning_dct.gradients.exchanges.base import send_whole
+from lightning_dct.gradients.exchanges.base import send_dense
 from lightning_dct.gradients.memory import Memory
 from lightning_dct.gradients.pending import Pending
 from lightning_dct.gradients.plan import BucketPlan, real_dtype, real_numel
@@ -41,7 +41,7 @@ class Synchronizer:
     def __init__(
         self, config: DCTConfig, parameter_names: Mapping[Tensor, str], exchange: Exchange, undoable: bool = False
     ) -> None:
-        self.plans = Plans(config, exchange.passes)
+        self.plans = Plans(config, exchange.link_traversals)
         self.exchange = exchange
         self.traffic = exchange.everyone.traffic
         self.memory = Memory(exchange.pieces, config.guard, undoable, config.kernel)
@@ -98,7 +98,7 @@ class Synchronizer:
         Raises:
             PayloadError: Something that has arrived was not what a rank can have sent; the message names the rank.
         """
-        self.memory.awaited.wait()
+        self.memory.awaited.synchronize()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: plain numbers, dicts and CPU tensors. Flushes first."""
@@ -147,9 +147,9 @@ class Synchronizer:
                 " so it has no name to be kept by. Make all parameters in `__init__` or `configure_model`."
             )
 
-    def _start(self, buffer: Tensor, plan: BucketPlan, held: set[int]) -> Pending:
+    def _start(self, buffer: Tensor, plan: BucketPlan, deferred: set[int]) -> Pending:
         """Start sending a bucket."""
-        ready = Bucket(buffer, plan, held)
+        ready = Bucket(buffer, plan, deferred)
         if plan.is_dense:
-            return Pending(send_whole(ready, self.memory, self.exchange.everyone), 1, buffer)
+            return Pending(send_dense(ready, self.memory, self.exchange.everyone), 1, buffer)
         return Pending(self.exchange.send(ready, self.memory), self.exchange.rounds, buffer)

@@ -5,7 +5,7 @@ kernel    needs        what it is
 ========  ===========  ==================================================================
 torch                  cache-sized chunks on the CPU, whole tensors on a GPU
 numba     numba        one pass over memory on the CPU (``pip install '.[fast]'`` in a clone)
-triton    triton       two passes on a CUDA GPU, of which the second reads only; see :mod:`~lightning_dct.kernels.room`
+triton    triton       two passes on a CUDA GPU; see :mod:`~lightning_dct.kernels.buffered`
 ========  ===========  ==================================================================
 
 All give the same entries, residuals and sums to the last bit, so it does not matter when ranks use different ones.
@@ -146,7 +146,7 @@ def check_kernel(name: str, device_type: str) -> None:
 def _implementation(kernel: str, device_type: str) -> Any:
     name = fastest_kernel(device_type) if kernel == "auto" else kernel
     check_kernel(name, device_type)
-    # What triton does on a GPU has another contract, that of `room`; what is left for these two is torch's.
+    # What triton does on a GPU has another contract, that of `buffered`; what is left for these two is torch's.
     return import_module(f"lightning_dct.kernels.{'numba_cpu' if name == 'numba' else 'reference'}")
 
 

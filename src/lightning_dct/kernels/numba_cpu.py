@@ -58,7 +58,7 @@ def select(
     scale = sums.dtype.type(gradient_scale)
 
     def select_pieces(pieces: list[_Piece]) -> tuple[Tensor, Tensor, NDArray[Any]]:
-        positions, values = _scratch.room_for(sum(piece.stop - piece.start for piece in pieces), sums.dtype)
+        positions, values = _scratch.arrays(sum(piece.stop - piece.start for piece in pieces), sums.dtype)
         counts = np.empty(len(pieces), np.int64)
         count = _select(addends, sums, np.array(pieces, np.int64), limits, scale, positions, values, counts)
         return torch.tensor(positions[:count]), torch.tensor(values[:count]), counts
@@ -111,7 +111,7 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         self._arrays: dict[Any, NDArray[Any]] = {}
 
-    def room_for(self, count: int, dtype: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+    def arrays(self, count: int, dtype: Any) -> tuple[NDArray[Any], NDArray[Any]]:
         """Positions and values, shape ``[at least count]`` each."""
         return self._array("positions", np.dtype(np.int64), count), self._array("values", dtype, count)
 
@@ -187,16 +187,16 @@ def _shares(segments: Sequence[tuple[int, int]], most: int) -> Iterator[list[_Pi
     entries = sum(stop - start for start, stop in segments)
     share = max(-(-entries // most), ENTRIES_PER_THREAD)
     pieces: list[_Piece] = []
-    room = share
+    capacity = share
     for segment, (start, stop) in enumerate(segments):
         while start < stop:
-            end = min(stop, start + room)
+            end = min(stop, start + capacity)
             pieces.append(_Piece(segment, start, end))
-            room -= end - start
+            capacity -= end - start
             start = end
-            if not room:
+            if not capacity:
                 yield pieces
-                pieces, room = [], share
+                pieces, capacity = [], share
     if pieces:
         yield pieces
 

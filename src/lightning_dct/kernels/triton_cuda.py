@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_dct.kernels.room import BLOCK, InRoom, Segments, no_segments
+from lightning_dct.kernels.buffered import BLOCK, BufferedSelection, Segments, no_segments
 
 
-def select_into_room(gradient: Tensor, residual: Tensor, segments: Segments, numbers: Tensor) -> InRoom:
+def select_into_buffer(gradient: Tensor, residual: Tensor, segments: Segments, numbers: Tensor) -> BufferedSelection:
     """Add the gradient to the residual and pick the entries at or above the threshold.
 
-    See :func:`lightning_dct.kernels.room.select_into_room` for the arguments.
+    See :func:`lightning_dct.kernels.buffered.select_into_buffer` for the arguments.
     """
     if not segments.bounds:
         return no_segments(residual)
@@ -38,11 +38,11 @@ def select_into_room(gradient: Tensor, residual: Tensor, segments: Segments, num
     counts = no_counts.index_add(0, blocks.segments, picks)
     # How many picks of the same segment lie in the blocks before.
     before = picks.cumsum(0) - picks - (counts.cumsum(0) - counts)[blocks.segments]
-    positions = reached.new_zeros(sum(segments.rooms))
+    positions = reached.new_zeros(sum(segments.capacities))
     values = residual.new_zeros(positions.numel())
     segments_numbers = (numbers, counts, broken, sizes, begins)
     _fill[grid](gradient, residual, *blocks, *segments_numbers, picks, before, nonfinite, positions, values, **settings)
-    return InRoom(positions, values, counts, broken)
+    return BufferedSelection(positions, values, counts, broken)
 
 
 # Annotations have to be names that the compiler knows, which typing.Any is not; the interpreter does not mind.

@@ -133,7 +133,7 @@ class UpdateSynchronizer(Synchronizer):
             # Statistics of a BatchNorm say nothing to training, so the shorter rounds of the warm-up spare them.
             if number == min(self._turns) and turns.steps % self.config.round_length == 0:
                 self.average_buffers()
-        self.memory.awaited.look()
+        self.memory.awaited.poll()
 
     def average_buffers(self) -> None:
         """Give every rank the mean of the floating-point buffers; a collective call."""

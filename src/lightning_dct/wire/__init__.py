@@ -10,7 +10,7 @@ header              12                                     see :mod:`lightning_d
 scales              ``4 T`` (int8, int4 and 1bit)          one fp32 scale a tensor
 positions           about ``K (2 + log2(N / K)) / 8``      see :mod:`lightning_dct.wire.positions`
 values              ``4 K``, ``2 K``, ``K``, ``K / 2``,    see :mod:`lightning_dct.wire.values`
-whole tensors       their own bytes                        tensors too small to compress, in their own dtype
+dense tensors       their own bytes                        tensors too small to compress, in their own dtype
 ==================  =====================================  ====================================================
 """
 

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightning_dct.wire.bits import check_size, num_bytes, pack_bits, places, unpack_bits
+from lightning_dct.wire.bits import check_size, nonzero_indices, num_bytes, pack_bits, unpack_bits
 from lightning_dct.wire.positions import PositionCode
 
 
@@ -55,7 +55,7 @@ class Bitmap:
         Raises:
             ValueError: The message does not hold ``count`` positions.
         """
-        positions = places(bits)
+        positions = nonzero_indices(bits)
         if positions.numel() != count:
             raise ValueError(f"{positions.numel()} positions are marked where the header says {count}")
         return positions

@@ -55,7 +55,7 @@ def unpack_bits(packed: Tensor, num_bits: int) -> Tensor:
     return ((packed.unsqueeze(1) >> shifts) & 1).flatten()[:num_bits]
 
 
-def places(flags: Tensor) -> Tensor:
+def nonzero_indices(flags: Tensor) -> Tensor:
     """Where flags are set.
 
     Args:

@@ -49,7 +49,7 @@ class Arrived(NamedTuple):
         positions: Shape ``[n, slots]``, int64: places, counted through all payloads; one of them in any other slot.
         values: Shape ``[n, slots]``, fp32; zero in a slot that is not in use.
         in_use: Shape ``[n, slots]``, bool.
-        whole: Shape ``[n, whole bytes]``, uint8: the tensors that went whole, one after the other.
+        dense: Shape ``[n, dense bytes]``, uint8: the tensors sent dense, one after the other.
         sound: Shape ``[n, payloads]``, bool: whether the bytes are a payload of its layout. What others hold means
             nothing.
     """
@@ -57,7 +57,7 @@ class Arrived(NamedTuple):
     positions: Tensor
     values: Tensor
     in_use: Tensor
-    whole: Tensor
+    dense: Tensor
     sound: Tensor
 
 
@@ -139,14 +139,14 @@ class SideBySide:
         return found, self.number < counts[:, self.payload], counts
 
 
-def pack_on_device(layouts: SideBySide, entries: Slots, tensor: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+def pack_on_device(layouts: SideBySide, entries: Slots, tensor: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
     """Write payloads: byte for byte what :func:`~lightning_dct.wire.payload.pack` writes for the same entries.
 
     Args:
         layouts: The payloads' shapes.
         entries: What goes into them.
         tensor: Shape ``[K]``, int64: which tensor each entry belongs to, counted through all payloads.
-        whole: Shape ``[whole bytes]``, uint8: the tensors that go whole, payload by payload.
+        dense: Shape ``[dense bytes]``, uint8: the tensors sent dense, payload by payload.
 
     Returns:
         The payloads (uint8, shape ``[layouts.num_bytes]``) and the values as every receiver will read them (fp32; zero
@@ -168,7 +168,7 @@ def pack_on_device(layouts: SideBySide, entries: Slots, tensor: Tensor, whole: T
         scales.view(torch.uint8).split(scale_sizes)[::2],
         _encode_positions(layouts, entries, table).split([layout.position_code.num_bytes for layout in every]),
         data.split([values_num_bytes(value_format, slots) for slots in layouts.slots]),
-        whole.split([layout.whole_bytes for layout in every]),
+        dense.split([layout.dense_bytes for layout in every]),
         strict=True,
     )
     payloads = [

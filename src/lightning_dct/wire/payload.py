@@ -1,4 +1,4 @@
-"""One payload: header, scales, positions, values and whole tensors in a single uint8 tensor.
+"""One payload: header, scales, positions, values and dense tensors in a single uint8 tensor.
 
 The header's 12 bytes are
 
@@ -13,7 +13,7 @@ offset  bytes  holds
 8       4      fingerprint of the layout (CRC-32 of its numbers), uint32
 ======  =====  ==============================================================================
 
-A receiver checks all of it, so ranks that disagree on the model or the settings, and bytes that were harmed on the
+A receiver checks all of it, so ranks that disagree on the model or the settings, and bytes that are corrupt
 way, end in an error and never in a write out of bounds.
 """
 
@@ -48,15 +48,15 @@ class PayloadLayout:
 
     Attributes:
         tensor_sizes: Entries of each tensor of the bucket, in the bucket's order.
-        capacities: Most entries that may be sent of each tensor; 0 for a tensor that goes whole.
+        capacities: Most entries that may be sent of each tensor; 0 for a tensor sent dense.
         value_format: How entries are written.
-        whole_bytes: Bytes of all tensors that go whole.
+        dense_bytes: Bytes of all tensors sent dense.
     """
 
     tensor_sizes: tuple[int, ...]
     capacities: tuple[int, ...]
     value_format: str
-    whole_bytes: int = 0
+    dense_bytes: int = 0
 
     @cached_property
     def capacity(self) -> int:
@@ -71,7 +71,7 @@ class PayloadLayout:
     @cached_property
     def fingerprint(self) -> int:
         """A number that differs between layouts that differ."""
-        return zlib.crc32(repr((self.tensor_sizes, self.capacities, self.value_format, self.whole_bytes)).encode())
+        return zlib.crc32(repr((self.tensor_sizes, self.capacities, self.value_format, self.dense_bytes)).encode())
 
     @cached_property
     def num_scales(self) -> int:
@@ -80,9 +80,9 @@ class PayloadLayout:
 
     @cached_property
     def part_sizes(self) -> tuple[int, int, int, int, int]:
-        """Bytes of header, scales, positions, values and whole tensors."""
+        """Bytes of header, scales, positions, values and dense tensors."""
         values = values_num_bytes(self.value_format, self.capacity)
-        return HEADER.size, 4 * self.num_scales, self.position_code.num_bytes, values, self.whole_bytes
+        return HEADER.size, 4 * self.num_scales, self.position_code.num_bytes, values, self.dense_bytes
 
     @cached_property
     def num_bytes(self) -> int:
@@ -114,22 +114,22 @@ class Unpacked(NamedTuple):
     Attributes:
         positions: Shape ``[count]``, int64: places in the flattened bucket, ascending.
         values: Shape ``[count]``, fp32.
-        whole: Shape ``[whole_bytes]``, uint8: the tensors that went whole, one after the other.
+        dense: Shape ``[dense_bytes]``, uint8: the tensors sent dense, one after the other.
     """
 
     positions: Tensor
     values: Tensor
-    whole: Tensor
+    dense: Tensor
 
 
-def pack(layout: PayloadLayout, positions: Tensor, values: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+def pack(layout: PayloadLayout, positions: Tensor, values: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
     """Write one payload.
 
     Args:
         layout: The payload's shape.
         positions: Shape ``[count]``, int64: ascending places in the flattened bucket, ``count <= layout.capacity``.
         values: Shape ``[count]``, floating point: the entries there.
-        whole: Shape ``[layout.whole_bytes]``, uint8: the tensors that go whole.
+        dense: Shape ``[layout.dense_bytes]``, uint8: the tensors sent dense.
 
     Returns:
         The payload (uint8, shape ``[layout.num_bytes]``) and the values as every receiver will read them (fp32).
@@ -144,7 +144,7 @@ def pack(layout: PayloadLayout, positions: Tensor, values: Tensor, whole: Tensor
     parts[1].copy_(scales.view(torch.uint8))
     parts[2].copy_(layout.position_code.encode(positions))
     parts[3][: data.numel()].copy_(data)
-    parts[4].copy_(whole)
+    parts[4].copy_(dense)
     return payload, decode_values(data, count, tensor_index, scales, layout.value_format)
 
 
@@ -160,7 +160,7 @@ def unpack(layout: PayloadLayout, payload: Tensor) -> Unpacked:
     """
     if payload.numel() != layout.num_bytes:
         raise PayloadError(f"the payload has {payload.numel()} bytes, the layout says {layout.num_bytes}")
-    header, scales, positions_data, values_data, whole = payload.split(layout.part_sizes)
+    header, scales, positions_data, values_data, dense = payload.split(layout.part_sizes)
     count = _check_header(layout, bytes(header.tolist()))
     try:
         positions = layout.position_code.decode(positions_data, count)
@@ -173,7 +173,7 @@ def unpack(layout: PayloadLayout, payload: Tensor) -> Unpacked:
         scales.clone().view(torch.float32),
         layout.value_format,
     )
-    return Unpacked(positions, values, whole)
+    return Unpacked(positions, values, dense)
 
 
 def _check_header(layout: PayloadLayout, header: bytes) -> int:

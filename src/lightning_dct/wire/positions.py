@@ -23,7 +23,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightning_dct.wire.bits import check_size, num_bytes, pack_bits, places, unpack_bits
+from lightning_dct.wire.bits import check_size, nonzero_indices, num_bytes, pack_bits, unpack_bits
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class PositionCode:
         Raises:
             ValueError: The message does not hold ``count`` ascending positions below ``universe``.
         """
-        raised = places(bits[: self.num_flags])
+        raised = nonzero_indices(bits[: self.num_flags])
         if raised.numel() != count:
             raise ValueError(f"{raised.numel()} positions are marked where the header says {count}")
         planes = bits[self.num_flags :].view(self.low_bits, self.capacity)[:, :count].to(self._low_dtype)

@@ -28,13 +28,13 @@ class AllGather:
 
     def __init__(self, everyone: Link) -> None:
         self.everyone = everyone
-        self.passes = all_gather_passes(everyone.size)
+        self.link_traversals = all_gather_link_traversals(everyone.size)
 
     def send(self, bucket: Bucket, memory: Memory) -> Flow:
         """Exchange a bucket."""
-        buffer, plan, held = bucket
+        buffer, plan, deferred = bucket
         residual = memory.residual_of(plan, buffer.device)
-        compressed = memory.compress(buffer, residual, plan, held, memory.gradient_scale)
+        compressed = memory.compress(buffer, residual, plan, deferred, memory.gradient_scale)
         count_entries(buffer.numel(), compressed, self.everyone, memory)
         work, payloads = all_gather_payload(compressed.payload, self.everyone)
         yield work
@@ -44,6 +44,6 @@ class AllGather:
         """Nothing to destroy."""
 
 
-def all_gather_passes(world_size: int) -> float:
+def all_gather_link_traversals(world_size: int) -> float:
     """A payload passes each link of a ring ``world_size - 1`` times; an all-reduced tensor 2 (W - 1) / W times."""
     return float(world_size)

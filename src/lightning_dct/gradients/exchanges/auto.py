@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from lightning_dct.gradients.exchanges.all_gather import all_gather_passes
-from lightning_dct.gradients.exchanges.by_node import by_node_passes
+from lightning_dct.gradients.exchanges.all_gather import all_gather_link_traversals
+from lightning_dct.gradients.exchanges.by_node import by_node_link_traversals
 from lightning_dct.gradients.exchanges.nodes import NodeLayout
-from lightning_dct.gradients.exchanges.sharded import SHARDED_PASSES
+from lightning_dct.gradients.exchanges.sharded import SHARDED_LINK_TRAVERSALS
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.traffic import all_gather_bytes, all_reduce_bytes
 
@@ -19,7 +19,7 @@ SHARDED_SAVES = 1.75
 # NVLink beside Ethernet or a shared network adapter.
 INSIDE_IS_FASTER = 100
 
-# The plan of the whole model for given passes; see :func:`~lightning_dct.gradients.plan.plan_bucket`.
+# The plan of the whole model for given link traversals; see :func:`~lightning_dct.gradients.plan.plan_bucket`.
 Planner = Callable[[float], BucketPlan]
 
 
@@ -69,8 +69,8 @@ def costs_of(plan_for: Planner, layout: NodeLayout) -> dict[str, float]:
     def dense(plan: BucketPlan) -> float:
         return ring(all_reduce_bytes(sum(plan.sizes) * plan.dtype.itemsize, world_size))
 
-    gathered = plan_for(all_gather_passes(world_size))
-    sharded = plan_for(SHARDED_PASSES)
+    gathered = plan_for(all_gather_link_traversals(world_size))
+    sharded = plan_for(SHARDED_LINK_TRAVERSALS)
     payload = 2 * sharded.layout.num_bytes / world_size
     costs = {
         "all_gather": dense(gathered)
@@ -81,7 +81,7 @@ def costs_of(plan_for: Planner, layout: NodeLayout) -> dict[str, float]:
         else _cost((world_size - per_node) * payload, (per_node - 1) * payload),
     }
     if by_node:
-        plan = plan_for(by_node_passes(nodes, per_node))
+        plan = plan_for(by_node_link_traversals(nodes, per_node))
         inside = all_reduce_bytes(sum(plan.sizes) * plan.dtype.itemsize, per_node)
         payload = plan.layout.num_bytes / per_node
         costs["by_node"] = (

@@ -29,12 +29,12 @@ class Bucket(NamedTuple):
     Attributes:
         buffer: Shape ``[n]``: the flattened gradients of this rank. Overwritten.
         plan: What becomes of each tensor.
-        held: Indices of tensors that this rank's backward did not use: nothing is sent of them.
+        deferred: Indices of tensors that this rank's backward did not use: nothing is sent of them.
     """
 
     buffer: Tensor
     plan: BucketPlan
-    held: set[int]
+    deferred: set[int]
 
 
 class Exchange(Protocol):
@@ -43,14 +43,14 @@ class Exchange(Protocol):
     Attributes:
         everyone: All ranks, for what is not compressed.
         rounds: Collectives a bucket takes, one after the other.
-        passes: See :func:`~lightning_dct.gradients.plan.plan_bucket`.
+        link_traversals: See :func:`~lightning_dct.gradients.plan.plan_bucket`.
         pieces: What this rank owns of the model, by label.
         co_owners: Ranks that own the same pieces, of other sums; None where there is one sum, or none is owned.
     """
 
     everyone: Link
     rounds: int
-    passes: float
+    link_traversals: float
     pieces: Mapping[str, Piece]
     co_owners: Link | None
 
@@ -69,9 +69,9 @@ def send_sparse(gradient: Tensor, everyone: Link) -> Flow:
     return gradient
 
 
-def send_whole(bucket: Bucket, memory: Memory, everyone: Link) -> Flow:
+def send_dense(bucket: Bucket, memory: Memory, everyone: Link) -> Flow:
     """Exchange a bucket in which nothing is compressed, with all that was held back of it."""
-    memory.send_out(bucket.buffer, bucket.plan, bucket.held, owned=True)
+    memory.send_out(bucket.buffer, bucket.plan, bucket.deferred, owned=True)
     everyone.traffic.add(entries=bucket.buffer.numel(), entries_sent=bucket.buffer.numel())
     yield all_reduce_mean(bucket.buffer, everyone)
     return bucket.buffer
@@ -88,12 +88,12 @@ def count_entries(due: int, sent: Compressed, link: Link, memory: Memory) -> Non
     """
     link.traffic.add(entries=due)
     if isinstance(sent.num_entries, Tensor):
-        memory.awaited.when_known(sent.num_entries.view(1), lambda told: link.traffic.add(entries_sent=told[0]))
+        memory.awaited.when_known(sent.num_entries.view(1), lambda counts: link.traffic.add(entries_sent=counts[0]))
     else:
         link.traffic.add(entries_sent=sent.num_entries)
 
 
-def unused(gradients: Tensor, plan: BucketPlan) -> set[int]:
+def unused_tensors(gradients: Tensor, plan: BucketPlan) -> set[int]:
     """Indices of tensors of which nothing has arrived, so that nothing may be passed on.
 
     With ``find_unused_parameters`` DistributedDataParallel throws the result away for a parameter that no rank has

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dct.gradients.collectives import Link, all_gather_payload, all_reduce_mean, spread_payload
-from lightning_dct.gradients.exchanges.base import Bucket, Flow, count_entries, unused
+from lightning_dct.gradients.exchanges.base import Bucket, Flow, count_entries, unused_tensors
 from lightning_dct.gradients.memory import Memory
 from lightning_dct.gradients.sharding import Piece, Shards, owned_by
 
@@ -32,7 +32,7 @@ class ByNode:
         inside: The ranks of this node; a group that :meth:`close` destroys.
         between: The ranks with this rank's place in their nodes; likewise.
         pieces: Every parameter's pieces, by name, shared out among the ranks of a node.
-        hold_unused: See :class:`~lightning_dct.gradients.GradientSynchronizer`.
+        defer_unused: See :class:`~lightning_dct.gradients.GradientSynchronizer`.
     """
 
     rounds = 3
@@ -43,34 +43,34 @@ class ByNode:
         inside: Link,
         between: Link,
         pieces: Mapping[str, tuple[Piece, ...]],
-        hold_unused: bool,
+        defer_unused: bool,
     ) -> None:
         self.everyone = everyone
         self.pieces: Mapping[str, Piece] = owned_by(pieces, inside.rank)
-        self.passes = by_node_passes(between.size, inside.size)
+        self.link_traversals = by_node_link_traversals(between.size, inside.size)
         self._inside, self._between = inside, between
         self.co_owners: Link | None = between
-        self._hold_unused = hold_unused
+        self._defer_unused = defer_unused
         self._made = [inside.group, between.group]
         self._shards = Shards(pieces, inside.size)
 
     def send(self, bucket: Bucket, memory: Memory) -> Flow:
         """Exchange a bucket."""
-        buffer, plan, held = bucket
+        buffer, plan, deferred = bucket
         shards, joined = self._shards.of(plan)
         # What this rank alone holds back, from a time with another exchange, leaves it with the dense gradients.
-        memory.send_out(buffer, plan, held, owned=False)
-        for index in held:
+        memory.send_out(buffer, plan, deferred, owned=False)
+        for index in deferred:
             buffer[slice(*plan.bounds[index])] = 0.0
         yield all_reduce_mean(buffer, self._inside)
 
         own = shards[self._inside.rank]
         gradient = torch.cat([buffer.new_empty(0), *(buffer[slice(*bounds)] for bounds in own.plan.bounds)])
-        waiting = unused(gradient, own.packed) if self._hold_unused else set()
+        deferred = unused_tensors(gradient, own.packed) if self._defer_unused else set()
         residual = memory.owned_of(own.packed, buffer.device)
         # From the mean over the node's ranks to their sum.
         scale = memory.gradient_scale * self._inside.size
-        compressed = memory.compress(gradient, residual, own.packed, waiting, scale)
+        compressed = memory.compress(gradient, residual, own.packed, deferred, scale)
         count_entries(gradient.numel(), compressed, self.everyone, memory)
         work, gathered = all_gather_payload(compressed.payload, self._between)
         yield work
@@ -91,7 +91,7 @@ class ByNode:
             dist.destroy_process_group(self._made.pop())
 
 
-def by_node_passes(nodes: int, ranks_per_node: int) -> float:
+def by_node_link_traversals(nodes: int, ranks_per_node: int) -> float:
     """As an all-gather among the nodes, beside an all-reduce over all ranks that passes from node to node."""
     world_size = nodes * ranks_per_node
     return (nodes - 1) * world_size / (world_size - 1)

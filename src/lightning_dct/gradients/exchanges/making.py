@@ -15,9 +15,9 @@ from lightning_dct.gradients.collectives import Link
 from lightning_dct.gradients.exchanges.all_gather import AllGather
 from lightning_dct.gradients.exchanges.auto import Choice, choose
 from lightning_dct.gradients.exchanges.base import Exchange
-from lightning_dct.gradients.exchanges.by_node import ByNode, by_node_passes
+from lightning_dct.gradients.exchanges.by_node import ByNode, by_node_link_traversals
 from lightning_dct.gradients.exchanges.nodes import NodeLayout, find_layout, make_groups
-from lightning_dct.gradients.exchanges.sharded import SHARDED_PASSES, Sharded
+from lightning_dct.gradients.exchanges.sharded import SHARDED_LINK_TRAVERSALS, Sharded
 from lightning_dct.gradients.plan import BucketPlan, plan_bucket, real_dtype, real_numel
 from lightning_dct.gradients.sharding import Piece, share_out
 from lightning_dct.traffic import Traffic
@@ -29,7 +29,7 @@ def make_exchange(
     group: dist.ProcessGroup,
     place: tuple[int, int],
     traffic: Traffic,
-    hold_unused: bool,
+    defer_unused: bool,
     timeout: timedelta | None = None,
 ) -> Exchange:
     """Make the exchange; all ranks of the job call this at the same time.
@@ -40,7 +40,7 @@ def make_exchange(
         group: The ranks whose gradients are exchanged.
         place: The number of this rank's node, and its own number on that node, as the launcher gives them.
         traffic: Where bytes are counted.
-        hold_unused: See :class:`~lightning_dct.gradients.GradientSynchronizer`.
+        defer_unused: See :class:`~lightning_dct.gradients.GradientSynchronizer`.
         timeout: Of the groups inside and between nodes, where there are any.
 
     Raises:
@@ -60,32 +60,32 @@ def make_exchange(
         assert groups is not None
         inside = Link(groups[0], traffic, layout.ranks_per_node)
         between = Link(groups[1], traffic)
-        pieces = share_model(config, parameters, by_node_passes(between.size, inside.size), inside.size)
-        return ByNode(Link(group, traffic, layout.ranks_per_node), inside, between, pieces, hold_unused)
+        pieces = share_model(config, parameters, by_node_link_traversals(between.size, inside.size), inside.size)
+        return ByNode(Link(group, traffic, layout.ranks_per_node), inside, between, pieces, defer_unused)
     if name == "sharded":
-        pieces = share_model(config, parameters, SHARDED_PASSES, everyone.size)
-        return Sharded(everyone, pieces, hold_unused)
+        pieces = share_model(config, parameters, SHARDED_LINK_TRAVERSALS, everyone.size)
+        return Sharded(everyone, pieces, defer_unused)
     return AllGather(everyone)
 
 
-def plan_model(config: DCTConfig, parameters: Mapping[str, Tensor], passes: float) -> BucketPlan:
+def plan_model(config: DCTConfig, parameters: Mapping[str, Tensor], link_traversals: float) -> BucketPlan:
     """What becomes of each tensor once warm-up is over, as if all lay in one bucket."""
     names = list(parameters)
     sizes = [real_numel(parameter) for parameter in parameters.values()]
     dtype = real_dtype(next(iter(parameters.values())))
     densities = [config.density_of(name) for name in names]
-    return plan_bucket(names, sizes, densities, dtype, config.value_format, config.min_tensor_size, passes)
+    return plan_bucket(names, sizes, densities, dtype, config.value_format, config.min_tensor_size, link_traversals)
 
 
 def share_model(
-    config: DCTConfig, parameters: Mapping[str, Tensor], passes: float, owners: int
+    config: DCTConfig, parameters: Mapping[str, Tensor], link_traversals: float, owners: int
 ) -> dict[str, tuple[Piece, ...]]:
     """Share a model out. Frozen parameters are shared out apart from the others, so that either are spread evenly."""
     pieces: dict[str, tuple[Piece, ...]] = {}
     for trained in (True, False):
         some = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad == trained}
         if some:
-            pieces |= share_out(plan_model(config, some, passes), owners)
+            pieces |= share_out(plan_model(config, some, link_traversals), owners)
     return pieces
 
 

@@ -17,11 +17,11 @@ from collections.abc import Mapping
 import torch
 
 from lightning_dct.gradients.collectives import Link, deliver_payloads, spread_payload
-from lightning_dct.gradients.exchanges.base import Bucket, Flow, count_entries, unused
+from lightning_dct.gradients.exchanges.base import Bucket, Flow, count_entries, unused_tensors
 from lightning_dct.gradients.memory import Memory
 from lightning_dct.gradients.sharding import Piece, Shards, owned_by
 
-SHARDED_PASSES = 2.0
+SHARDED_LINK_TRAVERSALS = 2.0
 
 
 class Sharded:
@@ -30,26 +30,26 @@ class Sharded:
     Args:
         everyone: The ranks.
         pieces: Every parameter's pieces, by name, shared out among the ranks.
-        hold_unused: See :class:`~lightning_dct.gradients.GradientSynchronizer`.
+        defer_unused: See :class:`~lightning_dct.gradients.GradientSynchronizer`.
     """
 
     rounds = 2
-    passes = SHARDED_PASSES
+    link_traversals = SHARDED_LINK_TRAVERSALS
     co_owners: Link | None = None
 
-    def __init__(self, everyone: Link, pieces: Mapping[str, tuple[Piece, ...]], hold_unused: bool) -> None:
+    def __init__(self, everyone: Link, pieces: Mapping[str, tuple[Piece, ...]], defer_unused: bool) -> None:
         self.everyone = everyone
         self.pieces: Mapping[str, Piece] = owned_by(pieces, everyone.rank)
-        self._hold_unused = hold_unused
+        self._defer_unused = defer_unused
         self._shards = Shards(pieces, everyone.size)
 
     def send(self, bucket: Bucket, memory: Memory) -> Flow:
         """Exchange a bucket."""
-        buffer, plan, held = bucket
+        buffer, plan, deferred = bucket
         shards, joined = cut = self._shards.of(plan)
         sizes = [shard.plan.layout.num_bytes for shard in shards]
         residual = memory.residual_of(plan, buffer.device)
-        compressed = memory.compress(buffer, residual, joined, cut.of(held), memory.gradient_scale)
+        compressed = memory.compress(buffer, residual, joined, cut.of(deferred), memory.gradient_scale)
         count_entries(buffer.numel(), compressed, self.everyone, memory)
         work, received = deliver_payloads(compressed.payload.split(sizes), self.everyone)
         yield work
@@ -57,8 +57,8 @@ class Sharded:
         own = shards[self.everyone.rank]
         sums = torch.zeros(sum(own.plan.sizes), dtype=plan.residual_dtype, device=buffer.device)
         memory.decompress(received, sums, own.sums, 1.0)
-        waiting = unused(sums, own.sums) if self._hold_unused else set()
-        passed_on = memory.compress(sums, memory.owned_of(own.packed, buffer.device), own.sums, waiting, 1.0)
+        deferred = unused_tensors(sums, own.sums) if self._defer_unused else set()
+        passed_on = memory.compress(sums, memory.owned_of(own.packed, buffer.device), own.sums, deferred, 1.0)
         work, spread = spread_payload(passed_on.payload, sizes, self.everyone)
         yield work
 

@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dct.kernels import room
-from lightning_dct.kernels.room import InRoom, RoomKernel
+from lightning_dct.kernels import buffered
+from lightning_dct.kernels.buffered import BufferedSelection, BufferKernel
 from strategies_for_hypothesis import examples
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KERNELS: dict[str, RoomKernel] = {"torch": room.select_into_room}
+KERNELS: dict[str, BufferKernel] = {"torch": buffered.select_into_buffer}
 if DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":  # see test_triton.py
     from lightning_dct.kernels import triton_cuda
 
-    KERNELS["triton"] = triton_cuda.select_into_room
+    KERNELS["triton"] = triton_cuda.select_into_buffer
 
 numbers = st.sampled_from([0.0, 0.5, -0.5, 1.0, -1.0, 1e-40, 3e38]) | st.floats(
     width=32, allow_nan=False, allow_infinity=False
@@ -27,7 +27,7 @@ nonfinite_too = numbers | st.sampled_from([math.nan, math.inf, -math.inf])
 
 
 class KernelUnderTest:
-    select: RoomKernel
+    select: BufferKernel
 
 
 @pytest.fixture(autouse=True, params=KERNELS)
@@ -39,34 +39,34 @@ def select(
     gradient: Tensor,
     residual: Tensor,
     segments: Sequence[tuple[int, int]],
-    rooms: Sequence[int],
+    capacities: Sequence[int],
     thresholds: Sequence[float],
     scale: float,
-) -> InRoom:
+) -> BufferedSelection:
     """The kernel under test, wherever it works; the residual changes in place."""
     numbers = torch.tensor([scale, *thresholds], dtype=residual.dtype, device=DEVICE)
     on_device = residual.to(DEVICE)
-    picked_from = room.Segments(segments, rooms, torch.device(DEVICE))
-    in_room = KernelUnderTest.select(gradient.to(DEVICE), on_device, picked_from, numbers)
+    picked_from = buffered.Segments(segments, capacities, torch.device(DEVICE))
+    buffered_selection = KernelUnderTest.select(gradient.to(DEVICE), on_device, picked_from, numbers)
     residual.copy_(on_device)
-    return InRoom(*(part.cpu() for part in in_room))
+    return BufferedSelection(*(part.cpu() for part in buffered_selection))
 
 
 def assert_equals_loop(
     gradient: Tensor,
     residual: Tensor,
     segments: Sequence[tuple[int, int]],
-    rooms: Sequence[int],
+    capacities: Sequence[int],
     thresholds: Sequence[float],
     scale: float = 1.0,
-) -> InRoom:
+) -> BufferedSelection:
     """One entry at a time, in the residual's precision."""
     number = np.float64 if residual.dtype == torch.float64 else np.float32
     left, after = residual.tolist(), residual.clone()
-    in_room = select(gradient, after, segments, rooms, thresholds, scale)
+    buffered_selection = select(gradient, after, segments, capacities, thresholds, scale)
     begin = 0
     with np.errstate(all="ignore"):
-        for index, ((start, stop), slots, threshold) in enumerate(zip(segments, rooms, thresholds, strict=True)):
+        for index, ((start, stop), slots, threshold) in enumerate(zip(segments, capacities, thresholds, strict=True)):
             sums = {
                 place: number(residual[place].item()) + number(gradient[place].item()) * number(scale)
                 for place in range(start, stop)
@@ -75,20 +75,20 @@ def assert_equals_loop(
             picks = [place for place, value in sums.items() if not abs(value) < number(threshold)]
             broken = [place for place, value in sums.items() if not math.isfinite(value)]
             picks = broken or picks
-            assert in_room.counts[index] == len(picks)
-            assert in_room.broken[index] == bool(broken)
+            assert buffered_selection.counts[index] == len(picks)
+            assert buffered_selection.broken[index] == bool(broken)
             if broken:
                 picks = picks[:slots]
             elif len(picks) > slots:
                 # Of as many picks as fit it twice: the second, the fourth, and so on.
                 picks = [picks[math.ceil(slot * len(picks) / slots) - 1] for slot in range(1, slots + 1)]
             filled = slice(begin, begin + len(picks))
-            assert in_room.positions[filled].tolist() == picks
-            np.testing.assert_array_equal(in_room.values[filled].numpy(), [sums[place] for place in picks])
+            assert buffered_selection.positions[filled].tolist() == picks
+            np.testing.assert_array_equal(buffered_selection.values[filled].numpy(), [sums[place] for place in picks])
             begin += slots
-    assert in_room.positions.numel() == in_room.values.numel() == begin
+    assert buffered_selection.positions.numel() == buffered_selection.values.numel() == begin
     assert after.tolist() == left
-    return in_room
+    return buffered_selection
 
 
 def noise(size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -96,26 +96,26 @@ def noise(size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tenso
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("rooms", [(1, 1, 1), (7, 3, 20), (90, 100, 4000)])
-def test_equals_the_loop_over_blocks_and_gaps(dtype: torch.dtype, rooms: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("capacities", [(1, 1, 1), (7, 3, 20), (90, 100, 4000)])
+def test_equals_the_loop_over_blocks_and_gaps(dtype: torch.dtype, capacities: tuple[int, ...]) -> None:
     residual = noise(5000, torch.float64 if dtype == torch.float64 else torch.float32, seed=1)
     segments = [(3, 90), (90, 91), (100, 4900)]
-    assert_equals_loop(noise(5000, dtype), residual, segments, rooms, [2.0, 0.1, 3.0], 0.5)
+    assert_equals_loop(noise(5000, dtype), residual, segments, capacities, [2.0, 0.1, 3.0], 0.5)
 
 
 def test_a_segment_with_more_picks_than_slots_is_sampled_regularly() -> None:
-    in_room = assert_equals_loop(torch.ones(4500), torch.zeros(4500), [(0, 4500)], [3], [0.5])
-    assert in_room.positions.tolist() == [1499, 2999, 4499]
-    assert in_room.counts.tolist() == [4500]
+    buffered_selection = assert_equals_loop(torch.ones(4500), torch.zeros(4500), [(0, 4500)], [3], [0.5])
+    assert buffered_selection.positions.tolist() == [1499, 2999, 4499]
+    assert buffered_selection.counts.tolist() == [4500]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_one_broken_entry_among_too_many_picks_is_never_lost(value: float) -> None:
     gradient = torch.ones(6000)
     gradient[[17, 2500]] = value
-    in_room = assert_equals_loop(gradient, torch.zeros(6000), [(0, 3000), (3000, 6000)], [4, 4], [0.5, 0.5])
-    assert in_room.positions[:2].tolist() == [17, 2500]
-    assert in_room.broken.tolist() == [True, False]
+    buffered_selection = assert_equals_loop(gradient, torch.zeros(6000), [(0, 3000), (3000, 6000)], [4, 4], [0.5, 0.5])
+    assert buffered_selection.positions[:2].tolist() == [17, 2500]
+    assert buffered_selection.broken.tolist() == [True, False]
 
 
 def test_more_broken_entries_than_slots() -> None:
@@ -124,8 +124,8 @@ def test_more_broken_entries_than_slots() -> None:
 
 def test_no_segments() -> None:
     residual = torch.ones(10)
-    in_room = select(torch.ones(10), residual, [], [], [], 1.0)
-    assert [part.numel() for part in in_room] == [0, 0, 0, 0]
+    buffered_selection = select(torch.ones(10), residual, [], [], [], 1.0)
+    assert [part.numel() for part in buffered_selection] == [0, 0, 0, 0]
     assert residual.tolist() == [1.0] * 10
 
 
@@ -137,5 +137,5 @@ def test_equals_the_loop_whatever_the_numbers(data: st.DataObject, size: int, th
     residual = torch.tensor(data.draw(st.lists(numbers, min_size=size, max_size=size)))
     cuts = sorted(data.draw(st.sets(st.integers(0, size), min_size=2, max_size=4)))
     segments = list(zip(cuts[::2], cuts[1::2], strict=False))
-    rooms = [data.draw(st.integers(1, stop - start)) for start, stop in segments]
-    assert_equals_loop(gradient, residual, segments, rooms, [threshold] * len(segments))
+    capacities = [data.draw(st.integers(1, stop - start)) for start, stop in segments]
+    assert_equals_loop(gradient, residual, segments, capacities, [threshold] * len(segments))

@@ -1,10 +1,10 @@
 """Select into a room of fixed size, for GPUs, where nobody waits to hear how much was picked: contract, and in torch.
 
-``select_into_room(gradient, residual, segments, numbers)`` does to the residual what
+``select_into_buffer(gradient, residual, segments, numbers)`` does to the residual what
 :mod:`lightning_dct.kernels.selection` says. But its result has the same shape whatever the numbers are, and how much of
 it is filled stays on the device:
 
-- each segment has slots of its own, as many as ``rooms`` says, filled from the first one on, in ascending order;
+- each segment has slots of its own, as many as ``capacities`` says, filled from the first one on, in ascending order;
 - of a segment with infinite or NaN sums only those are picked; they fill the slots until there are no more;
 - of a segment with more picks than slots every ``picks / slots``-th goes into a slot: a regular sample of them.
 
@@ -26,12 +26,12 @@ from torch import Tensor
 from lightning_dct.kernels import fastest_kernel
 
 # Slots for each entry that may go. Sorting them is the larger part of what compression costs after the selection.
-ROOM_FACTOR = 2
+CAPACITY_FACTOR = 2
 # Entries of a block.
 BLOCK = 2048
 
 
-class InRoom(NamedTuple):
+class BufferedSelection(NamedTuple):
     """What was picked. ``R`` slots of ``T`` segments, one segment's behind the other's.
 
     Attributes:
@@ -62,7 +62,7 @@ class Segments:
 
     Args:
         bounds: Ranges ``(start, stop)`` of the bucket, none of them empty.
-        rooms: Slots of each, at least one.
+        capacities: Slots of each, at least one.
         device: Where the bucket is.
 
     Attributes:
@@ -74,16 +74,16 @@ class Segments:
         table: Shape ``[T, 3]``, int64: slots, last entry and shift of each.
     """
 
-    def __init__(self, bounds: Sequence[tuple[int, int]], rooms: Sequence[int], device: torch.device) -> None:
-        self.bounds, self.rooms, self.device = tuple(bounds), tuple(rooms), device
+    def __init__(self, bounds: Sequence[tuple[int, int]], capacities: Sequence[int], device: torch.device) -> None:
+        self.bounds, self.capacities, self.device = tuple(bounds), tuple(capacities), device
         self.sizes = [stop - start for start, stop in bounds]
-        edges, slot_edges = (torch.tensor([0, *accumulate(parts)]) for parts in (self.sizes, rooms))
-        segment = torch.arange(len(rooms)).repeat_interleave(slot_edges.diff())
+        edges, slot_edges = (torch.tensor([0, *accumulate(parts)]) for parts in (self.sizes, capacities))
+        segment = torch.arange(len(capacities)).repeat_interleave(slot_edges.diff())
         self.edges, self.begins, self.slots = edges.to(device), slot_edges[:-1].to(device), slot_edges.diff().to(device)
         shifts = torch.tensor([start for start, _ in bounds], dtype=torch.int64) - edges[:-1]
         self.table = torch.stack([slot_edges.diff(), edges[1:] - 1, shifts], dim=1).to(device)
         self.segment = segment.to(device)
-        self.numbers = (torch.arange(sum(rooms)) - slot_edges[segment]).to(device)
+        self.numbers = (torch.arange(sum(capacities)) - slot_edges[segment]).to(device)
 
     @cached_property
     def blocks(self) -> Blocks:
@@ -102,20 +102,20 @@ class Segments:
         return torch.cat([flags.new_zeros(1), flags]).cumsum(0)
 
 
-RoomKernel = Callable[[Tensor, Tensor, Segments, Tensor], InRoom]
+BufferKernel = Callable[[Tensor, Tensor, Segments, Tensor], BufferedSelection]
 
 
-def room_kernel(name: str, device_type: str) -> RoomKernel:
+def buffer_kernel(name: str, device_type: str) -> BufferKernel:
     """The kernel of a name: triton's, or else torch's; ``"auto"`` takes the fastest that is installed for a device."""
     if name == "auto":
         name = fastest_kernel(device_type)
     if name == "triton":
-        kernel: RoomKernel = import_module("lightning_dct.kernels.triton_cuda").select_into_room
+        kernel: BufferKernel = import_module("lightning_dct.kernels.triton_cuda").select_into_buffer
         return kernel
-    return select_into_room
+    return select_into_buffer
 
 
-def select_into_room(gradient: Tensor, residual: Tensor, segments: Segments, numbers: Tensor) -> InRoom:
+def select_into_buffer(gradient: Tensor, residual: Tensor, segments: Segments, numbers: Tensor) -> BufferedSelection:
     """Add the gradient to the residual and pick the entries at or above the threshold, of all segments together.
 
     Args:
@@ -145,15 +145,15 @@ def select_into_room(gradient: Tensor, residual: Tensor, segments: Segments, num
     wanted = (segments.numbers * shares + shares + slots - 1).div(slots, rounding_mode="floor")
     places = (torch.searchsorted(ranks, wanted + at_edges[segments.segment]) - 1).minimum(last)
     torch._foreach_copy_(residuals, torch.where(finite, fresh, old).split(segments.sizes))
-    return InRoom(places + shift, fresh[places], counts, broken)
+    return BufferedSelection(places + shift, fresh[places], counts, broken)
 
 
-def no_segments(residual: Tensor) -> InRoom:
+def no_segments(residual: Tensor) -> BufferedSelection:
     """What is picked where there is nothing to pick from."""
     empty = residual.new_empty(0)
-    return InRoom(empty.long(), empty, empty.long(), empty.bool())
+    return BufferedSelection(empty.long(), empty, empty.long(), empty.bool())
 
 
-def room_for(size: int, target: int) -> int:
+def buffer_capacity(size: int, target: int) -> int:
     """Slots for a tensor. More picks than that are rare: it is where the guard takes another threshold at once."""
-    return min(size, ROOM_FACTOR * target)
+    return min(size, CAPACITY_FACTOR * target)
