@@ -93,14 +93,14 @@ def position_bits(positions: list[int], size: int, capacity: int) -> list[int]:
     """Where the entries are, in about ``2 + log2(size / capacity)`` bits each: the Elias-Fano code (1974).
 
     Low bits are written as they are. High bits hardly grow from one position to the next: number ``i`` sets one flag,
-    ``high + i``. How many bits there are depends on ``capacity`` alone.
+    ``high + i``. How many bits there are depends on ``capacity`` alone. Where it is shorter, every place has a flag.
     """
     counts = [capacity + (max(size - 1, 0) >> low) + 1 + low * capacity for low in range(max(size.bit_length(), 1))]
-    low = counts.index(min(counts))
-    flags = [0] * (counts[low] - low * capacity)
-    planes = [[0] * capacity for _ in range(low)]
+    bitmap = size <= min(counts)
+    low = 0 if bitmap else counts.index(min(counts))
+    flags, planes = [0] * (size if bitmap else counts[low] - low * capacity), [[0] * capacity for _ in range(low)]
     for i, position in enumerate(positions):
-        flags[(position >> low) + i] = 1
+        flags[(position >> low) + (0 if bitmap else i)] = 1
         for bit in range(low):
             planes[bit][i] = position >> bit & 1
     return sum(planes, flags)

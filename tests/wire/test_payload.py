@@ -67,7 +67,7 @@ def test_size_follows_from_the_layout_alone(filled: Filled) -> None:
 def test_header_byte_by_byte(value_format: str, code: int) -> None:
     layout = replace(LAYOUT, value_format=value_format)
     header = example_payload(layout)[:12].tolist()
-    assert header[:4] == [0xDC, 1, code, 0]
+    assert header[:4] == [0xDC, 2, code, 0]
     assert header[4:8] == [4, 0, 0, 0]
     numbers = (layout.tensor_sizes, layout.capacities, layout.value_format, layout.dense_bytes)
     assert header[8:] == list(zlib.crc32(repr(numbers).encode()).to_bytes(4, "little"))
@@ -104,7 +104,7 @@ def test_every_change_of_a_header_byte_is_found(offset: int) -> None:
     ("offset", "value", "message"),
     [
         (0, 0, "begins with 0x0 where 0xdc was expected"),
-        (1, 9, "layout version 9, this rank reads 1: install the same lightning_dct"),
+        (1, 9, "layout version 9, this rank reads 2: install the same lightning_dct"),
         (2, 3, "code 3, this rank's `value_format` is 'bf16': use the same settings"),
         (3, 1, "fourth byte is 0x1"),
         (4, 11, "claims 11 entries, its layout has room for 10"),

@@ -74,6 +74,7 @@ class SideBySide:
         num_bytes: Of all payloads together.
         payload: Shape ``[K]``, int64: the payload of each slot.
         number: Shape ``[K]``, int32: each slot's number in its payload.
+        flags_before: Shape ``[K]``, int32: how far its flag lies behind the high part; 0 in a bitmap.
         spare: Shape ``[K]``, int64: a place for each slot that is not in use: another for each, where there are enough.
         tensor_ends: Shape ``[T]``, int64: one after the last place of each tensor.
         table: Shape ``[S, 5]``, int64: each payload's first flag, low bits, first place, one after its last place, and
@@ -111,6 +112,8 @@ class SideBySide:
         spare = torch.arange(sum(self.slots)).clamp_(max=max(sum(sizes) - 1, 0))
         self.payload, self.spare = payload.to(device), spare.to(device)
         self.number = (torch.arange(sum(self.slots)) - edges[payload]).to(device, torch.int32)
+        counts = torch.tensor([not code.is_bitmap for code in codes], dtype=torch.int32).to(device)
+        self.flags_before = self.number * counts[self.payload]
         self.tensor_ends = _edges(sizes)[1:].to(device)
         self.flag_edges = flags.to(device)
         self.pair_edges = edges.clamp(max=max(sum(self.slots) - 1, 0)).to(device)
@@ -232,7 +235,7 @@ def _encode_positions(layouts: SideBySide, entries: Slots, table: Tensor) -> Ten
     local = torch.where(entries.in_use, entries.positions - table[:, 2], 0)
     # The last flag is for the slots that are not in use, and is not sent.
     num_flags = sum(code.num_flags for code in codes)
-    flag = torch.where(entries.in_use, (local >> table[:, 1]) + table[:, 0] + layouts.number, num_flags)
+    flag = torch.where(entries.in_use, (local >> table[:, 1]) + table[:, 0] + layouts.flags_before, num_flags)
     flags = torch.zeros(num_flags + 1, dtype=torch.uint8, device=local.device).scatter_(0, flag, 1)
     flags_of = flags[:-1].split([code.num_flags for code in codes])
     # One byte a bit: the lowest bits in the first plane.
@@ -276,7 +279,7 @@ def _decode_positions(layouts: SideBySide, message: Tensor, table: Tensor) -> tu
         shape = (senders, layouts.low_bytes, 8, raised.shape[1])
         stacked = torch.cat([*chain.from_iterable(planes)], dim=1).view(shape)
         low[:, :, : layouts.low_bytes].copy_((stacked << layouts.eight.view(8, 1)).sum(2, dtype=torch.uint8).mT)
-    high = raised - table[:, 0] - layouts.number
+    high = raised - table[:, 0] - layouts.flags_before
     return (high << table[:, 1]) | low.view(torch.int64).squeeze(2), in_use, counts
 
 

@@ -33,7 +33,7 @@ from lightning_dct.wire.positions import PositionCode
 from lightning_dct.wire.values import SCALED_FORMATS, decode_values, encode_values, values_num_bytes
 
 MAGIC = 0xDC
-VERSION = 1
+VERSION = 2
 HEADER = struct.Struct("<BBBBII")
 FORMAT_CODES = {"fp32": 0, "bf16": 1, "int8": 2, "1bit": 3, "int4": 4}
 

@@ -8,7 +8,9 @@ to the next, so they are stored as a row of flags: the ``i``-th position sets fl
     high, low             0, 01    1, 10    1, 11   3, 01
     flag set at           0+0=0    1+1=2    1+2=3   3+3=6      flags 1011001
 
-At 1% density this takes 8.6 bits a position and the entropy of the positions is 8.1; 16-bit offsets in blocks
+Where more than about a quarter of all places are named, a flag for each place is shorter, and that is what is written.
+
+At 1% density the code takes 8.6 bits a position and the entropy of the positions is 8.1; 16-bit offsets in blocks
 would take 16. Both directions are a handful of data-parallel operations, so the code is the same on CPU and GPU.
 
 Source: P. Elias, *Efficient storage and retrieval by content and address of static files*, J. ACM 21(2), 1974;
@@ -40,8 +42,19 @@ class PositionCode:
     capacity: int
 
     @cached_property
+    def is_bitmap(self) -> bool:
+        """Whether there is a flag for each place instead, because that is no longer."""
+        bits = self._best_low_bits
+        return self.universe <= self._num_flags(bits) + bits * self.capacity
+
+    @cached_property
     def low_bits(self) -> int:
-        """Bits of a position stored as they are: the number that makes a message smallest."""
+        """Bits of a position stored as they are."""
+        return 0 if self.is_bitmap else self._best_low_bits
+
+    @cached_property
+    def _best_low_bits(self) -> int:
+        """The number that makes a message smallest."""
         # One more bit costs `capacity` bits and halves the flags: it pays while there are more than two for each.
         largest, enough = max(self.universe - 1, 0), 2 * self.capacity
         bits = max(largest.bit_length() - enough.bit_length(), 0)
@@ -49,8 +62,8 @@ class PositionCode:
 
     @cached_property
     def num_flags(self) -> int:
-        """Flags that hold the high parts."""
-        return self._num_flags(self.low_bits)
+        """Flags that hold the high parts, or one for each place."""
+        return self.universe if self.is_bitmap else self._num_flags(self.low_bits)
 
     @cached_property
     def num_bits(self) -> int:
@@ -85,6 +98,9 @@ class PositionCode:
         """
         count, device = positions.numel(), positions.device
         bits = torch.zeros(self.num_bits, dtype=torch.uint8, device=device)
+        if self.is_bitmap:
+            bits[positions] = 1
+            return bits
         bits[(positions >> self.low_bits) + torch.arange(count, device=device)] = 1
         planes = bits[self.num_flags :].view(self.low_bits, self.capacity)
         low = (positions & ((1 << self.low_bits) - 1)).to(self._low_dtype)
@@ -112,6 +128,8 @@ class PositionCode:
         raised = nonzero_indices(bits[: self.num_flags])
         if raised.numel() != count:
             raise ValueError(f"{raised.numel()} positions are marked where the header says {count}")
+        if self.is_bitmap:
+            return raised
         planes = bits[self.num_flags :].view(self.low_bits, self.capacity)[:, :count].to(self._low_dtype)
         low = torch.zeros(count, dtype=self._low_dtype, device=bits.device)
         for plane in range(self.low_bits):
