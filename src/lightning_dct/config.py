@@ -50,7 +50,7 @@ class DCTConfig:
         refresh_every: Optimizer steps between two exact selections of the thresholds.
         value_format: How a sent entry is written: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"`` (one scale a
             tensor) or ``"1bit"`` (its sign, times the mean magnitude of what the tensor sends). What rounding loses
-            stays in the residual.
+            stays in the residual. Of gradients with a density of 1 ``"bf16"`` is the dtype in which they are averaged.
         min_tensor_size: Tensors with fewer entries than this are sent whole, in their own dtype.
         guard: Nudge each threshold between refreshes so that the number of entries above it stays near its target.
         exchange: How payloads get to the other ranks: ``"all_gather"`` (to all of them), ``"sharded"`` (to the owner of
@@ -134,6 +134,11 @@ class DCTConfig:
         """Optimizer steps from one exchange to the next."""
         assert self.local_steps is not None
         return self.local_steps
+
+    @property
+    def halves(self) -> bool:
+        """Whether gradients of which everything is sent travel in half as many bits, as with DDP's bf16 hook."""
+        return self.compress == "gradients" and self.density == 1.0 and self.value_format == "bf16"
 
     def check_patterns(self, parameter_names: list[str]) -> None:
         """Refuse patterns that match none of the model's parameters.
