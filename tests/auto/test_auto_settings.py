@@ -1,10 +1,12 @@
 """A run that sets itself, on real ranks: they decide alike, train alike, and go on from a checkpoint bit for bit."""
 
+import contextlib
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import DEFAULT, patch
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from distributed.training import (
 )
 from lightning_dct import DCTStrategy
 from lightning_dct.callbacks import auto_settings, run_advice
+from lightning_dct.commands import main, plan
 from lightning_dct.forecast.link import MeasuredLink
 
 NEVER = 10**9
@@ -169,3 +172,29 @@ def test_nobody_to_exchange_with(ranks: Any) -> None:
     ((run, told, *_),) = ranks(1).run(decisions, [FAST], {})
     assert told == []
     assert run.totals.steps == 60
+
+
+def measure_and_plan(*words: str) -> tuple[int, str]:
+    printed = io.StringIO()
+    none = {"init_process_group": DEFAULT, "destroy_process_group": DEFAULT}
+    with (
+        links(SLOW),
+        patch.object(plan, "measure_link", lambda *_: auto_settings.measure_link()),
+        patch.multiple(plan.dist, **none),
+        contextlib.redirect_stdout(printed),
+    ):
+        return main(["plan", "--measure", *words]), printed.getvalue()
+
+
+def test_a_plan_measures_and_prints_what_a_run_would_choose(ranks: Any) -> None:
+    """By hand: 40 s for dense gradients on this link, half in bf16, and no delay of more than a tenth of 100 steps."""
+    words = ["--parameters", "1M", "--compute-ms", "1000", "--steps", "100"]
+    (status, printed), (other, nothing) = ranks(2).run(measure_and_plan, *words)
+    assert (status, other, nothing) == (0, 0, "")
+    rows = {line[:28].strip(): line.split() for line in printed.splitlines()}
+    assert rows["plain DDP"][2:4] == ["41,001.0", "4,000,000"]
+    assert rows["DDP in bf16"][3:5] == ["21,001.0", "2,000,000"]
+    assert rows["updates every 2 steps, 20%"][-1] == "taken"
+    assert printed.count("too long for this run") == 6
+    for lacking in ([], ["--compute-ms", "0"]):
+        assert ranks(2).run(measure_and_plan, "--parameters", "1M", *lacking) == [(2, "")] * 2

@@ -90,6 +90,7 @@ def test_a_link_faster_than_compressing(capsys: pytest.CaptureFixture[str]) -> N
         (["--arguments", "a=1"], "`--arguments` are for the constructor of a `--module`"),
         (["--min-tensor-size", "-1"], "`min_tensor_size` must be at least 0"),
         (["--module", "nosuch:A"], "not allowed with argument --parameters"),
+        (["--measure"], "`--measure` is for ranks: torchrun "),
     ],
 )
 def test_misuse(capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
@@ -113,6 +114,10 @@ def test_misuse(capsys: pytest.CaptureFixture[str], words: list[str], told: str)
 )
 def test_misuse_of_modules(capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
     assert re.search(told, misuse(capsys, *ASKED[:-2], "--module", *words))
+
+
+def test_misuse_of_what_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "give `--world-size` and `--link`, or `--measure` under torchrun" in misuse(capsys, "--parameters", "1M")
 
 
 def misuse(capsys: pytest.CaptureFixture[str], *words: str) -> str:
