@@ -86,8 +86,12 @@ def test_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         case ["wandb", command, *_]:
             assert command in wandb_cli.commands
         case ["torchrun", *rest]:
-            # The script is the reader's own.
-            assert torch.distributed.run.get_args_parser().parse_args(rest).training_script == "train.py"
+            # The script is the reader's own, or one of our commands, which wants ranks.
+            started = torch.distributed.run.get_args_parser().parse_args(rest)
+            if started.training_script == "lightning_dct":
+                assert commands.main(started.training_script_args) == 2
+            else:
+                assert started.training_script == "train.py"
         case ["python" | ".venv/bin/python", script, *_] | ["sudo", ".venv/bin/python", script, *_]:
             assert (ROOT / script).is_file()
         case _:

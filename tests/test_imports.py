@@ -116,7 +116,7 @@ def test_names_registration_and_reload(tmp_path: Path) -> None:
     import lightning_dct
     from lightning.pytorch.strategies import StrategyRegistry
 
-    NAMES = {"dct", "dct_spawn", "dct_fork", "dct_notebook", "dct_find_unused_parameters_true"}
+    NAMES = {"dct", "dct_spawn", "dct_fork", "dct_notebook", "dct_auto", "dct_find_unused_parameters_true"}
     for _ in range(2):
         assert set(StrategyRegistry.available_strategies()) >= NAMES
         for name in NAMES:

@@ -1,8 +1,8 @@
 """Dynamic Communication Thresholding for PyTorch Lightning: a hundredth of the gradient bytes.
 
-Importing this package registers the strategy names ``dct``, ``dct_spawn``, ``dct_fork``, ``dct_notebook`` and
-``dct_find_unused_parameters_true``, ``dct_pipeline`` with the same three endings, and ``dct_fsdp``, with
-``lightning.pytorch.Trainer``.
+Importing this package registers the strategy names ``dct``, ``dct_spawn``, ``dct_fork``, ``dct_notebook``,
+``dct_auto`` and ``dct_find_unused_parameters_true``, ``dct_pipeline`` with three of these endings, and ``dct_fsdp``,
+with ``lightning.pytorch.Trainer``.
 
     config      the settings                           wire        how entries become bytes
     threshold   selection and the guard between        gradients   residual, hook, exchange

@@ -47,7 +47,7 @@ class DCTConfig:
         refresh_every: Optimizer steps between two exact selections of the thresholds.
         value_format: How a sent entry is written: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"`` (one scale a
             tensor) or ``"1bit"`` (its sign, times the mean magnitude of what the tensor sends). What rounding loses
-            stays in the residual.
+            stays in the residual. Of gradients with a density of 1 ``"bf16"`` is the dtype in which they are averaged.
         min_tensor_size: Tensors with fewer entries than this are sent whole, in their own dtype.
         guard: Nudge each threshold between refreshes so that the number of entries above it stays near its target.
         exchange: How payloads get to the other ranks: ``"all_gather"`` (to all of them), ``"sharded"`` (to the owner of
@@ -129,6 +129,11 @@ class DCTConfig:
         """Optimizer steps from one exchange to the next."""
         assert self.local_steps is not None
         return self.local_steps
+
+    @property
+    def halves(self) -> bool:
+        """Whether gradients of which everything is sent travel in half as many bits, as with DDP's bf16 hook."""
+        return self.compress == "gradients" and self.density == 1.0 and self.value_format == "bf16"
 
     def check_patterns(self, parameter_names: list[str]) -> None:
         """Refuse patterns that match none of the model's parameters.
@@ -229,3 +234,16 @@ def check_choice(setting: str, value: Any, choices: tuple[str, ...]) -> None:
     """
     if value not in choices:
         raise ValueError(f"`{setting}` must be one of {', '.join(map(repr, choices))}; got {value!r}.")
+
+
+def check_positive(setting: str, value: Any) -> None:
+    """Refuse a setting that is not a number above zero.
+
+    Raises:
+        TypeError: It is not a number.
+        ValueError: It is zero, negative, infinite or NaN.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"`{setting}` must be a number above 0; got {value!r}.")
+    if not 0.0 < value < float("inf"):
+        raise ValueError(f"`{setting}` must be above 0 and finite; got {value!r}.")

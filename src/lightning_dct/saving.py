@@ -68,6 +68,11 @@ class CheckpointedStrategy(ParallelStrategy):
         """The synchronizer, where updates are exchanged."""
         return self.synchronizer if isinstance(self.synchronizer, UpdateSynchronizer) else None
 
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether gradients wait for more to be added to them."""
+        return self._accumulating
+
     def compressed_modules(self) -> dict[str, CompressedModule]:
         """The modules whose activations are compressed, by name."""
         assert self.lightning_module is not None
@@ -179,6 +184,7 @@ class CheckpointedStrategy(ParallelStrategy):
         path = saved.behind_link(str(checkpoint_path))
         found = [checkpoint[saved.CHECKPOINT_KEY]] if saved.CHECKPOINT_KEY in checkpoint else []
         note = next(iter(agreed_notes(found, path)), {})
+        self._take_settings(checkpoint)
         self._saved_state = None
         self._rows_folder = saved.rows_path(path, note) if note.get("has_rows") else None
         # In the process that has started others with `dct_spawn` the module has no Trainer once they are done.
@@ -190,6 +196,9 @@ class CheckpointedStrategy(ParallelStrategy):
             layout = (self.global_rank, self.world_size, self.stages)
             self._saved_state = restore_state(self.checkpoint_io, path, note, *layout, self.config)
         return checkpoint
+
+    def _take_settings(self, checkpoint: Mapping[str, Any]) -> None:
+        """Have the settings of a checkpoint, where it is the run that has chosen them."""
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights, those of sharded rows from the folder beside the checkpoint."""

@@ -14,17 +14,19 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dct.agreement import check_agreement
-from lightning_dct.callbacks import ThresholdRefresh
+from lightning_dct.callbacks import AutoSettings, ThresholdRefresh
 from lightning_dct.config import Compress, DCTConfig, ExchangeName, MissingState, ValueFormat, check_keywords
 from lightning_dct.gradients import GradientSynchronizer
 from lightning_dct.kernels import KernelName
 from lightning_dct.synchronizing import (
+    check_optimizers,
     make_gradient_synchronizer,
     make_update_synchronizer,
     parameter_names,
     resolve_process_group,
 )
 from lightning_dct.thresholded import ThresholdedStrategy
+from lightning_dct.updates import UpdateSynchronizer
 
 
 class DCTStrategy(ThresholdedStrategy, DDPStrategy):
@@ -59,6 +61,10 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         missing_state: ``"error"``, or ``"reset"`` to resume also without the folder that was saved with a checkpoint.
         lifelines: False for none of what keeps ranks from waiting for one that has died, failed or been signalled: see
             ``docs/reliability.md``. A number is the port at which rank 0 listens; by default it is any free one.
+        target_overhead: Choose the settings in the first steps, and again when their times change for long: the least
+            lossy for which a step is by no more than this share longer than without synchronisation, plain DDP first.
+            See :class:`~lightning_dct.callbacks.AutoSettings`.
+        min_density: A lower bound on the density that is chosen then.
         gradient_as_bucket_view: As for DistributedDataParallel. Gradients live in the buckets that are exchanged: no
             copy of each in every step.
         **kwargs: Everything DDPStrategy and DistributedDataParallel take, by keyword. ``process_group`` may also be a
@@ -77,6 +83,7 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         "dct_spawn": {"start_method": "spawn"},
         "dct_fork": {"start_method": "fork"},
         "dct_notebook": {"start_method": "fork"},
+        "dct_auto": {"start_method": "popen", "target_overhead": 0.05},
         "dct_find_unused_parameters_true": {"start_method": "popen", "find_unused_parameters": True},
     }
 
@@ -99,6 +106,8 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         kernel: KernelName = "auto",
         missing_state: MissingState = "error",
         lifelines: bool | int = True,
+        target_overhead: float | None = None,
+        min_density: float | None = None,
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -125,16 +134,32 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
             kernel=kernel,
             missing_state=missing_state,
         )
+        if target_overhead is None and min_density is not None:
+            raise ValueError(
+                "`min_density` bounds what `target_overhead` chooses. Give `target_overhead=0.05` too, or `density`."
+            )
+        self.auto = None if target_overhead is None else AutoSettings(config, target_overhead, min_density)
         super().__init__(
             config, lifelines, accelerator=accelerator, gradient_as_bucket_view=gradient_as_bucket_view, **kwargs
         )
 
+    def connect(self, model: pl.LightningModule) -> None:
+        """Add the callbacks this strategy works with."""
+        trainer: Any = getattr(model, "_trainer", None)
+        if self.auto is not None and trainer is not None and self.auto not in trainer.callbacks:
+            trainer.callbacks.insert(0, self.auto)
+        super().connect(model)
+
     def setup(self, trainer: pl.Trainer) -> None:
         """Wrap the model, register the hook and take over the state of a checkpoint."""
+        if self.auto is not None and trainer.state.fn == TrainerFn.FITTING:
+            self.config = self.auto.begin()
         if trainer.state.fn == TrainerFn.FITTING:
             # Lightning flushes the first backward of a static graph once for each strategy; a second fit needs it too.
             self._pl_static_graph_delay_done = False
         super().setup(trainer)
+        if self.auto is not None and trainer.state.fn == TrainerFn.FITTING:
+            check_optimizers(self.auto.base, self.optimizers)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Bring parameters that a callback has unfrozen into the synchronisation.
@@ -164,9 +189,9 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
     def _register_ddp_hooks(self) -> None:
         # DDPStrategy skips hooks off CUDA; ours runs everywhere.
         self.is_fitting = True
-        place = (self.node_rank, self.local_rank)
         if isinstance(self.model, DistributedDataParallel):
             if not isinstance(self.synchronizer, GradientSynchronizer):
+                place = (self.node_rank, self.local_rank)
                 self.synchronizer = make_gradient_synchronizer(
                     self.model, self.precision_plugin, self.config, self.traffic, place, self._timeout
                 )
@@ -174,18 +199,55 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
             self._synchronised = self._trainable()
             self.model.register_comm_hook(None, self.synchronizer.hook)
             return
+        self.synchronizer = self._make_updates()
+        self._restore(self.synchronizer)
+
+    def _make_updates(self, are_alike: bool = False) -> UpdateSynchronizer:
         assert self.model is not None
-        self.synchronizer = make_update_synchronizer(
+        return make_update_synchronizer(
             self.model,
             self._ddp_kwargs.get("process_group"),
             self.config,
             self.traffic,
-            place,
+            (self.node_rank, self.local_rank),
             self._timeout,
             lambda: self.optimizers,
             self._ddp_kwargs.get("broadcast_buffers", True),
+            are_alike=are_alike,
         )
-        self._restore(self.synchronizer)
+
+    def change_settings(self, config: DCTConfig) -> None:
+        """Go on with other settings between two optimizer steps; all ranks call this together.
+
+        From gradients, which are all sent, to their average in other bits or to updates; from updates to others of
+        them. Nothing is lost: what a rank has not sent stays in its own weights.
+
+        Args:
+            config: The settings from now on.
+        """
+        assert self.synchronizer is not None
+        before, self.config = self.synchronizer, config
+        if config.compress == "gradients":
+            before.plans.change(config)
+            return
+        state = before.state_dict()
+        if isinstance(before, UpdateSynchronizer):
+            before.weights.show()
+        else:
+            assert isinstance(self.model, DistributedDataParallel)
+            self.model._remove_autograd_hooks()
+            self.model = self.lightning_module
+            steps = before.synchronisations // max(1, len(self.optimizers))
+            state["exchange_clocks"] = {f"steps of {number}": steps for number in range(len(self.optimizers))}
+        before.exchange.close()
+        self.synchronizer = self._make_updates(are_alike=True)
+        self.synchronizer.load_state_dict(state)
+
+    def _take_settings(self, checkpoint: Mapping[str, Any]) -> None:
+        saved = checkpoint.get("callbacks", {})
+        if self.auto is not None and self.auto.state_key in saved:
+            self.auto.load_state_dict(saved[self.auto.state_key])
+            self.config = self.auto.settings
 
     def _trainable(self) -> set[int]:
         assert self.lightning_module is not None

@@ -86,6 +86,7 @@ def make_update_synchronizer(
     average_buffers: bool,
     weights: SharedWeights | None = None,
     inside: Link | None = None,
+    are_alike: bool = False,
 ) -> UpdateSynchronizer:
     """The synchronizer of a model that is not wrapped. All ranks call this together; all get the first one's weights.
 
@@ -100,6 +101,7 @@ def make_update_synchronizer(
         average_buffers: Whether floating-point buffers are averaged.
         weights: See :class:`~lightning_dct.updates.UpdateSynchronizer`.
         inside: See there.
+        are_alike: Whether all ranks have the same weights already.
 
     Raises:
         ValueError: The ranks cannot do the exchange that the settings ask for, or this one cannot run the kernel.
@@ -108,7 +110,8 @@ def make_update_synchronizer(
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     names = _synchronised_names(module, ignored)
     exchange = exchange_of(config, names, group, traffic, place, timeout, defer_unused=False)
-    start_alike(module, group, ignored)
+    if not are_alike:
+        start_alike(module, group, ignored)
 
     def buffers() -> dict[str, Tensor]:
         found = module.named_buffers() if average_buffers else ()

@@ -29,7 +29,7 @@ def test_what_it_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     if not with_rich:
         monkeypatch.setitem(sys.modules, "rich", None)
     printed = plan(capsys, *ASKED)
-    assert "20% of the entries, 1bit values, updates every 8 steps; 4 ranks on 4 nodes, 1 Gbit/s" in printed
+    assert "30% of the entries, 1bit values, updates every 8 steps; 4 ranks on 4 nodes, 1 Gbit/s" in printed
     assert "ddp, fp32 all_gather sharded (auto)" in printed
     # A ring all-reduce: 2 x 3/4 x 4 MB; 48 ms at 1 Gbit/s.
     assert "bytes a step and rank 6,000,000 " in printed
@@ -90,6 +90,7 @@ def test_a_link_faster_than_compressing(capsys: pytest.CaptureFixture[str]) -> N
         (["--arguments", "a=1"], "`--arguments` are for the constructor of a `--module`"),
         (["--min-tensor-size", "-1"], "`min_tensor_size` must be at least 0"),
         (["--module", "nosuch:A"], "not allowed with argument --parameters"),
+        (["--measure"], "`--measure` is for ranks: torchrun "),
     ],
 )
 def test_misuse(capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
@@ -115,6 +116,10 @@ def test_misuse_of_modules(capsys: pytest.CaptureFixture[str], words: list[str],
     assert re.search(told, misuse(capsys, *ASKED[:-2], "--module", *words))
 
 
+def test_misuse_of_what_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "give `--world-size` and `--link`, or `--measure` under torchrun" in misuse(capsys, "--parameters", "1M")
+
+
 def misuse(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     try:
         status = main(["plan", *words])
@@ -125,11 +130,11 @@ def misuse(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_speed_is_measured() -> None:
-    speed = measure_speed(0.05, "bf16", 20_000, seconds=0.0)
+    speed = measure_speed(0.05, "bf16", [20_000], seconds=0.0)
     assert speed.compress > 0
     assert min(speed.clear, speed.add) >= 0
     assert "20,000 entries" in speed.how
-    assert measure_speed(1.0, "bf16", 20_000, seconds=0.0).seconds("all_gather", 20_000, 2, 1) == 0
+    assert measure_speed(1.0, "bf16", [20_000], seconds=0.0).seconds("all_gather", 20_000, 2, 1) == 0
 
 
 def test_what_an_exchange_costs() -> None:

@@ -49,7 +49,8 @@ def test_help_says_how_to_begin_and_what_there_is(tmp_path: Path) -> None:
     assert completed.returncode == 0
     printed = completed.stdout
     assert "python experiments/train.py experiment=lm" in printed
-    assert "strategy: dct, dct_fsdp, dct_pipeline, ddp, ddp_bf16, ddp_fp16, hsdp, none, powersgd, top_k" in printed
+    strategies = "dct, dct_auto, dct_fsdp, dct_pipeline, ddp, ddp_bf16, ddp_fp16, hsdp, none, powersgd, top_k"
+    assert f"strategy: {strategies}" in printed
     assert "  density: 0.2\n" in printed
 
 

@@ -1,6 +1,7 @@
 """Lightning callbacks: refreshed thresholds, densities that follow the training, monitoring, advice, and waiting."""
 
 from lightning_dct.callbacks.accordion_schedule import AccordionSchedule
+from lightning_dct.callbacks.auto_settings import AutoSettings
 from lightning_dct.callbacks.compression_monitor import CompressionMonitor
 from lightning_dct.callbacks.error_averaging import ErrorAveraging
 from lightning_dct.callbacks.evaluation_join import EvaluationJoin
@@ -12,6 +13,7 @@ from lightning_dct.callbacks.threshold_refresh import ThresholdRefresh
 
 __all__ = [
     "AccordionSchedule",
+    "AutoSettings",
     "CompressionMonitor",
     "ErrorAveraging",
     "EvaluationJoin",

@@ -34,11 +34,21 @@ class StepCosts:
 
 
 class StepClock:
-    """Adds up what steps cost, without what lies between them, as a validation."""
+    """Adds up what steps cost, without what lies between them, as a validation.
 
-    def __init__(self) -> None:
+    Args:
+        skipped: First steps that are left out.
+        fewest: Steps below which there are no means.
+
+    Attributes:
+        steps: Steps that have been added up.
+    """
+
+    def __init__(self, skipped: int = SKIPPED, fewest: int = FEWEST) -> None:
+        self.steps = 0
+        self._skipped, self._fewest = skipped, fewest
         self._before: tuple[float, TrafficTotals] | None = None
-        self._seen = self._steps = 0
+        self._seen = 0
         self._total = self._compressing = self._waiting = 0.0
 
     def after_step(self, totals: TrafficTotals) -> None:
@@ -49,10 +59,10 @@ class StepClock:
         """
         now = perf_counter()
         self._seen += 1
-        if self._before is not None and self._seen > SKIPPED:
+        if self._before is not None and self._seen > self._skipped:
             then, before = self._before
             since = totals - before
-            self._steps += since.steps
+            self.steps += since.steps
             self._total += now - then
             self._compressing += since.seconds
             self._waiting += since.seconds_waiting
@@ -62,9 +72,13 @@ class StepClock:
         """Leave out what goes on from the last step to the next."""
         self._before = None
 
+    def restart(self) -> None:
+        """Add up anew from the next step on."""
+        self.steps, self._total, self._compressing, self._waiting = 0, 0.0, 0.0, 0.0
+
     @property
     def costs(self) -> StepCosts | None:
         """The means; None after too few steps."""
-        if self._steps < FEWEST:
+        if self.steps < self._fewest:
             return None
-        return StepCosts(*(seconds / self._steps for seconds in (self._total, self._compressing, self._waiting)))
+        return StepCosts(*(seconds / self.steps for seconds in (self._total, self._compressing, self._waiting)))

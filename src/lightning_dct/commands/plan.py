@@ -1,19 +1,29 @@
-"""``lightning-dct plan``: bytes, time and memory of a run before there is one; see :mod:`lightning_dct.forecast`."""
+"""``lightning-dct plan``: bytes, time and memory of a run before there is one; see :mod:`lightning_dct.forecast`.
+
+With ``--measure`` it is one rank of a job, and says what ``DCTStrategy(target_overhead=...)`` would choose there.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from lightning_dct import forecast
+import torch
+import torch.distributed as dist
+
+from lightning_dct import auto, forecast
 from lightning_dct.config import VALUE_FORMATS, DCTConfig, check_density
 from lightning_dct.forecast.forecast import layout_of
+from lightning_dct.forecast.link import measure_link
 from lightning_dct.forecast.quantities import parse_count, parse_rate
-from lightning_dct.forecast.report import print_forecast
+from lightning_dct.forecast.report import plain_table, print_forecast
+from lightning_dct.gradients.exchanges.nodes import find_layout
+from lightning_dct.gradients.plan import real_numel
 
 T = TypeVar("T")
 
@@ -21,12 +31,11 @@ T = TypeVar("T")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What can be asked."""
     defaults = DCTConfig()
-    parser.add_argument("--world-size", type=int, required=True, help="ranks: processes of the whole job")
+    parser.add_argument("--world-size", type=int, help="ranks: processes of the whole job")
     parser.add_argument("--nodes", type=int, help="machines they run on, as many on each (default: one rank on each)")
     parser.add_argument(
         "--link",
         type=_of(parse_rate),
-        required=True,
         help="rate of each node's link, which its ranks share, as 1Gbit, 100Mbit or 1.2GB; of each rank's on one node",
     )
     what = parser.add_mutually_exclusive_group(required=True)
@@ -59,11 +68,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=defaults.min_tensor_size,
         help="smaller tensors are sent dense (default: %(default)s)",
     )
+    measuring = parser.add_argument_group("measuring, instead of --world-size and --link")
+    measuring.add_argument(
+        "--measure", action="store_true", help="the link between the ranks that torchrun has started this command on"
+    )
+    measuring.add_argument("--compute-ms", type=float, help="what a step takes on one rank alone, milliseconds")
+    measuring.add_argument(
+        "--target-overhead", type=float, default=0.05, help="share by which it may be longer (default: %(default)s)"
+    )
+    measuring.add_argument("--steps", type=float, default=math.inf, help="optimizer steps of the run, where known")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Reckon and print."""
+    if arguments.measure:
+        return _print_measured(arguments)
     try:
+        if arguments.world_size is None or arguments.link is None:
+            raise ValueError("give `--world-size` and `--link`, or `--measure` under torchrun")
         layout = layout_of(arguments.world_size, arguments.world_size if arguments.nodes is None else arguments.nodes)
         config = DCTConfig(
             compress=arguments.compress,
@@ -76,8 +98,36 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"lightning-dct plan: error: {error}", file=sys.stderr)
         return 2
-    speed = forecast.measure_speed(config.density, config.value_format, workload.entries)
+    sizes = [real_numel(workload.parameters[name]) for bucket in workload.buckets for name in bucket]
+    speed = forecast.measure_speed(config.density, config.value_format, sizes)
     print_forecast(forecast.make_forecast(config, workload, layout, arguments.link, speed))
+    return 0
+
+
+def _print_measured(arguments: argparse.Namespace) -> int:
+    """Measure between the ranks, and print from the first what a run of theirs would choose."""
+    try:
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            raise ValueError("`--measure` is for ranks: torchrun --nproc-per-node 2 -m lightning_dct plan --measure")
+        if arguments.compute_ms is None or not 0 < arguments.compute_ms < math.inf:
+            raise ValueError("`--measure` needs `--compute-ms`: what a step takes on one rank alone, as 120")
+        base, workload = DCTConfig(min_tensor_size=arguments.min_tensor_size), _workload(arguments)
+    except ValueError as error:
+        print(f"lightning-dct plan: error: {error}", file=sys.stderr)
+        return 2
+    dist.init_process_group("gloo")
+    group, device = dist.distributed_c10d._get_default_group(), torch.device("cpu")
+    layout = find_layout((int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"])), group)
+    measured = auto.Measured(1e-3 * arguments.compute_ms, measure_link(group, device), layout, workload)
+    configs = auto.rungs(base)
+    speeds = auto.measure_speeds(configs, workload, group, device)
+    options = [*auto.predict_dense(measured, base), *auto.predict_updates(measured, configs, speeds)]
+    choice = auto.choose(options, (1 + arguments.target_overhead) * measured.compute, arguments.steps)
+    if group.rank() == 0:
+        print(f"{group.size()} ranks on {len(layout.nodes)} node(s), {workload.entries:,} parameters; {measured}.")
+        print(*plain_table(*auto.table_of(options, choice.option.config, arguments.steps)), sep="\n")
+        print("Nothing of DDP's all-reduce is taken to be hidden behind backward; a run measures how much is.")
+    dist.destroy_process_group()
     return 0
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from lightning_dct.config import DCTConfig
 from lightning_dct.forecast.workload import Workload
 from lightning_dct.gradients.exchanges.all_gather import all_gather_link_traversals
@@ -102,7 +104,7 @@ def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout
         entries += 0 if plan.is_dense else sum(plan.sizes)
         for rank in range(world_size):
             if plan.is_dense:
-                sent[rank] += _whole_bucket(plan, layout)
+                sent[rank] += _whole_bucket(plan, layout, config.halves)
             elif exchange == "all_gather":
                 sent[rank] += _ring(all_gather_bytes(plan.layout.num_bytes, world_size), layout)
                 residuals[rank] += _held(plan)
@@ -121,8 +123,9 @@ def _ring(num_bytes: int, layout: NodeLayout) -> Sent:
     return Sent(between, num_bytes - between)
 
 
-def _whole_bucket(plan: BucketPlan, layout: NodeLayout) -> Sent:
-    return _ring(all_reduce_bytes(sum(plan.sizes) * plan.dtype.itemsize, len(layout.places)), layout)
+def _whole_bucket(plan: BucketPlan, layout: NodeLayout, halves: bool) -> Sent:
+    itemsize = 2 if halves and plan.dtype == torch.float32 else plan.dtype.itemsize
+    return _ring(all_reduce_bytes(sum(plan.sizes) * itemsize, len(layout.places)), layout)
 
 
 def _sharded(shards: Sequence[Shard], layout: NodeLayout) -> list[Sent]:

@@ -15,6 +15,8 @@ from lightning_dct.gradients.exchanges.nodes import NodeLayout
 DENSE = "ddp"
 MOST_RANKS = 10_000
 """What a plan is made for at most: every rank's bytes are counted one by one."""
+COLLECTIVES = {"all_gather": 1, "sharded": 2, "by_node": 3}
+"""One after the other, for each bucket."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,9 @@ def layout_of(world_size: int, nodes: int) -> NodeLayout:
     return NodeLayout(tuple(divmod(rank, world_size // nodes) for rank in range(world_size)))
 
 
-def make_forecast(config: DCTConfig, workload: Workload, layout: NodeLayout, link: float, speed: Speed) -> Forecast:
+def make_forecast(
+    config: DCTConfig, workload: Workload, layout: NodeLayout, link: float, speed: Speed, latency: float = 0.0
+) -> Forecast:
     """Reckon all exchanges.
 
     Args:
@@ -114,6 +118,7 @@ def make_forecast(config: DCTConfig, workload: Workload, layout: NodeLayout, lin
         layout: Where the ranks run, two of them or more, as many on every node.
         link: Bits a second; see :class:`Forecast`.
         speed: What compressing costs, at the settings' density and value format.
+        latency: Seconds that an all-reduce of nothing takes, which is two rounds of messages.
     """
     world_size, local = len(layout.places), ranks_per_node(layout)
     dense = dense_step(workload, layout)
@@ -126,9 +131,11 @@ def make_forecast(config: DCTConfig, workload: Workload, layout: NodeLayout, lin
             ratio = dense.sent[0].between / max(sent.between for sent in step.sent)
         else:
             ratio = dense.sent[0].total / max(sent.total for sent in step.sent)
-        every = config.round_length
+        every, waits = config.round_length, COLLECTIVES[name] * len(workload.buckets_under(config)) * latency / 2
         busy, compressing = link_seconds(step, layout, link), speed.seconds(name, step.entries, world_size, local)
-        rows.append(Row(name, step, every, ratio * every, busy / every, compressing / every))
+        if config.compress == "updates":
+            compressing += speed.move * workload.entries
+        rows.append(Row(name, step, every, ratio * every, (busy + waits) / every, compressing / every))
     choice = choose_for_model(config, workload.parameters, layout)
     return Forecast(config, workload, layout, link, tuple(rows), choice, speed)
 

@@ -39,6 +39,11 @@ class MeasuredLink:
         return max(0.0, self.seconds + (num_bytes - self.num_bytes) * self.seconds_per_byte)
 
     @property
+    def latency(self) -> float:
+        """What an all-reduce of nothing takes."""
+        return self.all_reduce_seconds(0)
+
+    @property
     def bits_per_second(self) -> float | None:
         """The rate at which each rank sends meanwhile; None where a byte more took no longer."""
         sent = 8 * all_reduce_bytes(self.num_bytes, self.world_size) / self.num_bytes

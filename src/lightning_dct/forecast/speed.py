@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from time import perf_counter
 
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor
 
 from lightning_dct.gradients.awaited import Awaited
 from lightning_dct.gradients.compression import compress, decompress
-from lightning_dct.gradients.plan import BucketPlan, target_of
+from lightning_dct.gradients.plan import plan_bucket
 from lightning_dct.kernels import fastest_kernel
 from lightning_dct.threshold import Thresholds
+from lightning_dct.updates.shared_weights import SharedWeights
 
 # With residual and result beyond most caches, and still done within a time slice of a shared machine.
 MEASURED_ENTRIES = 4_000_000
@@ -31,12 +33,14 @@ class Speed:
         clear: Seconds an entry for a result to be added to.
         add: Seconds an entry and sender: unpack and add.
         how: On what it was measured.
+        move: Seconds an entry to see how far it has moved, and to move it; of updates, beside the others.
     """
 
     compress: float
     clear: float
     add: float
     how: str
+    move: float = 0.0
 
     def seconds(self, exchange: str, entries: int, world_size: int, ranks_per_node: int) -> float:
         """What a rank spends compressing and decompressing in a step.
@@ -58,22 +62,35 @@ class Speed:
         return entries * per_entry
 
 
-def measure_speed(density: float, value_format: str, entries: int, seconds: float = 1.0) -> Speed:
-    """Time the code that a run uses, on a GPU where there is one.
+def measure_speed(
+    density: float,
+    value_format: str,
+    sizes: Sequence[int],
+    min_tensor_size: int = 0,
+    seconds: float = 1.0,
+    device: torch.device | None = None,
+) -> Speed:
+    """Time the code that a run uses.
 
     Args:
         density: Share of the entries that is sent.
         value_format: How they are written.
-        entries: Of the tensor; at most some millions, which is what is timed then.
+        sizes: Entries of each tensor. Some millions at most are timed, the first ones.
+        min_tensor_size: Smaller tensors go whole.
         seconds: For how long; everything is done a few times at least. The fastest time counts: what others do on the
             machine only ever adds to it.
+        device: Where; a GPU unless given, where there is one.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    size = min(entries, MEASURED_ENTRIES)
-    target = target_of(density, size)
-    if target >= size:
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    bounds = [min(bound, MEASURED_ENTRIES) for bound in accumulate(sizes, initial=0)]
+    sizes = [stop - start for start, stop in pairwise(bounds) if stop > start]
+    names, size = [f"measured {index}" for index in range(len(sizes))], sum(sizes)
+    # For a world in which compressing is worth it.
+    plan = plan_bucket(
+        names, sizes, [density] * len(sizes), torch.float32, value_format, min_tensor_size, link_traversals=0.0
+    )
+    if plan.is_dense:
         return Speed(0.0, 0.0, 0.0, f"nothing to measure: at density {density:g} tensors are sent dense")
-    plan = BucketPlan(("measured",), (size,), (target,), torch.float32, value_format)
     noise = torch.Generator(device).manual_seed(0)
     gradient = torch.randn(size, generator=noise, device=device)
     start = torch.randn(size, generator=noise, device=device)
@@ -85,6 +102,14 @@ def measure_speed(density: float, value_format: str, entries: int, seconds: floa
     def read(payloads: Tensor) -> None:
         decompress(payloads, total, plan, 0.5, awaited)
 
+    weights, mean = SharedWeights(), torch.zeros(size, device=device)
+    for name, part in zip(names, start.clone().split(sizes), strict=True):
+        weights.adopt(name, part)
+
+    def move() -> None:
+        moved = torch.cat([weights.movement(name, plan.residual_dtype) for name in names])
+        weights.move(names, mean, moved.clone().sub_(moved))
+
     one = pack()[None]
     several = one.repeat(SENDERS, 1)
     # The residual as it was, or ever more of it would reach the threshold.
@@ -92,6 +117,7 @@ def measure_speed(density: float, value_format: str, entries: int, seconds: floa
         (lambda: residual.copy_(start), pack),
         (lambda: None, lambda: read(one)),
         (lambda: None, lambda: read(several)),
+        (lambda: None, move),
     ]
     times: list[list[float]] = [[] for _ in actions]
     # Not counted: kernels are compiled, and memory is asked for.
@@ -101,7 +127,7 @@ def measure_speed(density: float, value_format: str, entries: int, seconds: floa
     while len(times[0]) < LEAST_ROUNDS or perf_counter() < stop:
         for found, (prepare, action) in zip(times, actions, strict=True):
             found.append(_timed(prepare, action, device))
-    packing, reading, reading_several = (min(found) / size for found in times)
+    packing, reading, reading_several, moving = (min(found) / size for found in times)
     add = max(0.0, reading_several - reading) / (SENDERS - 1)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU thread(s)"
     how = (
@@ -111,7 +137,7 @@ def measure_speed(density: float, value_format: str, entries: int, seconds: floa
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > cores:
         how += f", while the machine was busy (load {load:.0f} on {cores} cores): an idle one is faster"
-    return Speed(packing, max(0.0, reading - add), add, how)
+    return Speed(packing, max(0.0, reading - add), add, how, moving)
 
 
 def _timed(prepare: Callable[[], object], action: Callable[[], object], device: torch.device) -> float:

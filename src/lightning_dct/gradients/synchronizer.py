@@ -151,5 +151,6 @@ class Synchronizer:
         """Start sending a bucket."""
         ready = Bucket(buffer, plan, deferred)
         if plan.is_dense:
-            return Pending(send_dense(ready, self.memory, self.exchange.everyone), 1, buffer)
+            dtype = torch.bfloat16 if self.config.halves and buffer.dtype == torch.float32 else buffer.dtype
+            return Pending(send_dense(ready, self.memory, self.exchange.everyone, dtype), 1, buffer)
         return Pending(self.exchange.send(ready, self.memory), self.exchange.rounds, buffer)

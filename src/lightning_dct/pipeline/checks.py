@@ -26,16 +26,16 @@ def check_torch() -> None:
 
 
 def check_ddp_settings(settings: Mapping[str, object]) -> None:
-    """Refuse settings of DDPStrategy that have no meaning here.
+    """Refuse settings of DDPStrategy and DCTStrategy that have no meaning here.
 
     Raises:
         ValueError: With the setting.
     """
-    for setting in ("process_group", "static_graph", "find_unused_parameters"):
+    for setting in ("process_group", "static_graph", "find_unused_parameters", "target_overhead"):
         if settings.get(setting):
             raise ValueError(
-                f"`DCTPipelineStrategy` cannot take `{setting}`: it makes its own process groups, and hands finished"
-                " gradients to DistributedDataParallel. Leave the setting out."
+                f"`DCTPipelineStrategy` cannot take `{setting}`: it makes its own process groups, hands finished"
+                " gradients to DistributedDataParallel and keeps its settings. Leave the setting out."
             )
 
 

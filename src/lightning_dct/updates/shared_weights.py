@@ -8,13 +8,13 @@ Either set can stand in the model. To change over is to exchange pointers, so it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from lightning_dct.gradients.plan import local_of
+from lightning_dct.gradients.plan import local_of, real_numel
 
 
 class SharedWeights:
@@ -106,6 +106,20 @@ class SharedWeights:
         """How far this rank's own weights are from the shared ones: 1-D, real numbers, a new tensor."""
         moved = as_real(self.own(name)).to(dtype) - as_real(self._shared[name])
         return moved.reshape(-1)
+
+    def move(self, names: Sequence[str], mean: Tensor, own: Tensor) -> None:
+        """Move the shared weights by a mean, and let this rank's own have that instead of what it has sent.
+
+        Args:
+            names: The parameters.
+            mean: Shape ``[n]``: how far, one parameter behind the other.
+            own: Shape ``[n]``: what this rank has sent, and what it forgets of its residual. Overwritten.
+        """
+        sizes = [real_numel(self.parameters[name]) for name in names]
+        changes = torch.sub(mean, own, out=own).split(sizes)
+        for name, change, moved in zip(names, changes, mean.split(sizes), strict=True):
+            for weights, by in ((self.shared(name), moved), (self.own(name), change)):
+                as_real(weights).add_(by.view(as_real(weights).shape))
 
     def norms(self) -> dict[str, float]:
         """Euclidean norm of what this rank has not sent of each parameter."""

@@ -258,12 +258,7 @@ class UpdateSynchronizer(Synchronizer):
         self._bring_home(items)
         with self.traffic.timed("apply"):
             for item in items:
-                sizes = self._sizes(item.names)
-                changes = torch.sub(item.mean, item.own, out=item.own).split(sizes)
-                for name, mean, change in zip(item.names, item.mean.split(sizes), changes, strict=True):
-                    shared, own = as_real(self.weights.shared(name)), as_real(self.weights.own(name))
-                    shared.add_(mean.view(shared.shape))
-                    own.add_(change.view(own.shape))
+                self.weights.move(item.names, item.mean, item.own)
         turns.travelling = [item for item in turns.travelling if item not in items]
 
     def _bring_home(self, items: Iterable[Travelling]) -> None:

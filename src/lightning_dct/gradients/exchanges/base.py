@@ -69,12 +69,13 @@ def send_sparse(gradient: Tensor, everyone: Link) -> Flow:
     return gradient
 
 
-def send_dense(bucket: Bucket, memory: Memory, everyone: Link) -> Flow:
-    """Exchange a bucket in which nothing is compressed, with all that was held back of it."""
+def send_dense(bucket: Bucket, memory: Memory, everyone: Link, dtype: torch.dtype) -> Flow:
+    """Exchange a bucket in which nothing is compressed, with all that was held back of it, in a dtype."""
     memory.send_out(bucket.buffer, bucket.plan, bucket.deferred, owned=True)
     everyone.traffic.add(entries=bucket.buffer.numel(), entries_sent=bucket.buffer.numel())
-    yield all_reduce_mean(bucket.buffer, everyone)
-    return bucket.buffer
+    sent = bucket.buffer.to(dtype)
+    yield all_reduce_mean(sent, everyone)
+    return bucket.buffer if sent is bucket.buffer else bucket.buffer.copy_(sent)
 
 
 def count_entries(due: int, sent: Compressed, link: Link, memory: Memory) -> None:

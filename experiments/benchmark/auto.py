@@ -1,0 +1,242 @@
+"""Time to DDP's loss on links of given rates, for fixed settings and ``target_overhead``: ``sudo python auto.py``.
+
+Makes hosts out of network namespaces (Linux, as root). On links without a limit every fixed setting trains the
+perceptron of ``steps.py`` until its loss, a mean over 20 steps and all ranks, is DDP's after ``--steps``. On each link
+some steps of it are timed then, and steps times pace is its time to that loss. ``target_overhead`` trains until there
+on every link, its measuring in the time. With ``--fall`` the link falls to 20 Mbit/s in the middle of one more run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/, where `benchmark` is
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.strategies import DDPStrategy
+from rich.console import Console
+
+from benchmark.machine import describe_machine, warn_if_busy
+from benchmark.tables import link_name, print_table, write_markdown
+from benchmark.task import NextBytes, next_bytes_data
+from lightning_dct import DCTStrategy
+from network.hosts import INTERFACE, Host, give_to_invoking_user, limit_rate, make_hosts, why_not
+from network.running import run_on, torchrun
+
+PORT = 29400
+SMOOTHING, EVERY = 20, 10
+DDP, AUTO = "DDP", "target_overhead=0.05"
+ROUNDS = ((1, 0.2), (2, 0.2), (4, 0.2), (8, 0.2), (16, 0.1), (32, 0.1), (80, 0.1))
+FALLEN = 20.0
+SKIPPED = 5
+
+
+def strategy_of(name: str) -> DDPStrategy:
+    """What a name stands for."""
+    if name == DDP:
+        return DDPStrategy()
+    if name == AUTO:
+        return DCTStrategy(target_overhead=0.05)
+    local_steps, density = next(one for one in ROUNDS if name == fixed(*one))
+    return DCTStrategy(local_steps=local_steps, density=density)
+
+
+def fixed(local_steps: int, density: float) -> str:
+    """The name of fixed settings."""
+    return f"{local_steps} steps, {100 * density:g}%"
+
+
+class Watch(Callback):
+    """Ends a run at a loss, after a time or after all steps, the same on every rank."""
+
+    def __init__(self, loss: float | None, seconds: float | None) -> None:
+        self._goal, self._longest = loss, seconds
+        self.losses: list[float] = []
+        self.ends: list[float] = []
+        self.loss = float("inf")
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self.ends.append(perf_counter())
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, out: Any, batch: Any, index: int) -> None:
+        self.losses.append(float(out["loss"]))
+        self.ends.append(perf_counter())
+        steps = len(self.losses)
+        if steps % EVERY:
+            return
+        seconds = self.ends[-1] - self.ends[0]
+        mean = torch.tensor([statistics.fmean(self.losses[-SMOOTHING:]), seconds], dtype=torch.float64)
+        dist.all_reduce(mean)
+        self.loss, seconds = (mean / dist.get_world_size()).tolist()
+        if trainer.is_global_zero:
+            config = getattr(trainer.strategy, "config", "")
+            print(f"step {steps} {self.loss:.4f} {self.ends[-1] - self.ends[-1 - EVERY]:.2f} s {config}", flush=True)
+        reached = self._goal is not None and steps >= SMOOTHING and self.loss <= self._goal
+        if reached or (self._longest is not None and seconds > self._longest):
+            trainer.should_stop = True
+
+
+def train(job: dict[str, Any]) -> dict[str, Any]:
+    """Train as one rank, and say what came of it."""
+    seed_everything(0, verbose=False)
+    strategy, watch = strategy_of(job["name"]), Watch(job["loss"], job["seconds"])
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1,
+        num_nodes=int(os.environ["WORLD_SIZE"]),
+        max_steps=job["steps"],
+        max_epochs=-1,
+        callbacks=[watch],
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(NextBytes(job["width"]), datamodule=next_bytes_data(job["batch_size"]))
+    between = [after - before for before, after in zip(watch.ends, watch.ends[1:], strict=False)]
+    told: dict[str, Any] = {"steps": len(watch.losses), "loss": watch.loss, "seconds": watch.ends[-1] - watch.ends[0]}
+    told["pace"] = statistics.fmean(between[SKIPPED:])
+    if isinstance(strategy, DCTStrategy) and strategy.auto is not None and strategy.auto.chosen is not None:
+        real = strategy.auto.real
+        told |= {"decisions": strategy.auto.decisions, "predicted": strategy.auto.chosen.seconds, "real": real}
+    return told
+
+
+def run(options: argparse.Namespace, megabits: float | None, fall_at: int = 0, **job: Any) -> dict[str, Any]:
+    """Train on hosts of their own, and have what the first rank tells."""
+    job = {"loss": None, "seconds": None, "width": options.width, "batch_size": options.batch_size, **job}
+    with tempfile.TemporaryDirectory() as folder, make_hosts(options.hosts, megabits) as hosts:
+        os.chmod(folder, 0o777)  # the hosts' processes may be another user's
+        file = Path(folder) / "job.json"
+        file.write_text(json.dumps(job))
+
+        def show(line: str) -> None:
+            if line.startswith(("step", "After", "updates", "plain")):
+                print("   ", line.strip(), flush=True)
+            if fall_at and line.startswith(f"step {fall_at} "):
+                fall(hosts)
+
+        words = [str(Path(__file__).resolve()), "--job", str(file)]
+        threads = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+        run_on(hosts, torchrun(options.hosts, hosts[0].address, PORT, words), threads, show)
+        told: dict[str, Any] = json.loads((Path(folder) / "told.json").read_text())
+    print(f"  {link_name(megabits)}, {job['name']}: {told}", flush=True)
+    return told
+
+
+def fall(hosts: list[Host]) -> None:
+    """Let the links carry little from now on."""
+    for index, host in enumerate(hosts):
+        limit_rate(["-netns", host.namespace], INTERFACE, FALLEN)
+        limit_rate([], f"{host.namespace.rpartition('-')[0]}p{index}", FALLEN)
+
+
+def compare(options: argparse.Namespace) -> tuple[list[str], list[list[str]], dict[str, Any]]:
+    """Every setting on every link: the heads and rows of a table, and all figures."""
+    names = [DDP, *(fixed(*one) for one in ROUNDS)]
+    reference = run(options, None, name=DDP, steps=options.steps)
+    goal, most = reference["loss"], 2 * options.steps
+    needed = {DDP: reference["steps"]}
+    for name in names[1:]:
+        told = run(options, None, name=name, steps=most, loss=goal)
+        needed[name] = told["steps"] if told["loss"] <= goal else None
+    rows, figures = [], {"goal": goal, "needed": needed, "times": {}, "auto": {}}
+    for rate in options.rates:
+        paces = {n: run(options, rate, name=n, steps=320 + 80, seconds=options.seconds)["pace"] for n in names}
+        times = {name: needed[name] * paces[name] for name in names if needed[name] is not None}
+        told = run(options, rate, name=AUTO, steps=most, loss=goal)
+        best = min(times, key=lambda name: times[name])
+        reached = "" if told["loss"] <= goal else f" (not reached: {told['loss']:.3f})"
+        figures["times"][rate], figures["auto"][rate] = times, told
+        off = "-" if not told.get("real") else f"{100 * (told['real'] / told['predicted'] - 1):+.0f}%"
+        last = told["decisions"][-1].partition("takes ")[2].partition(":")[0] if "decisions" in told else "-"
+        rows.append(
+            [
+                link_name(rate),
+                f"{times[DDP]:,.1f}",
+                f"{best}: {times[best]:,.1f}",
+                f"{told['seconds']:,.1f}{reached}",
+                f"{told['seconds'] / times[best]:.2f}x",
+                last,
+                off,
+            ]
+        )
+    heads = ["link", "DDP, s", "best fixed, s", "auto, s", "auto / best", "auto took last", "real step / predicted"]
+    return heads, rows, figures
+
+
+def plot(file: Path, figures: dict[str, Any]) -> None:
+    """One curve for each fixed setting, and auto's."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7, 4.5))
+    rates = list(figures["times"])
+    for name in (name for name, steps in figures["needed"].items() if steps):
+        axis.plot(rates, [figures["times"][rate][name] for rate in rates], marker=".", label=name, alpha=0.6)
+    axis.plot(rates, [figures["auto"][rate]["seconds"] for rate in rates], "k--o", label=AUTO)
+    axis.set(xscale="log", yscale="log", xlabel="link, Mbit/s", ylabel=f"seconds to a loss of {figures['goal']:.3f}")
+    axis.legend(fontsize="small")
+    figure.savefig(file, bbox_inches="tight", dpi=150)
+
+
+def main(words: list[str]) -> int:
+    """Train as a rank, or measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    parser.add_argument("--hosts", type=int, default=2, help="one rank on each")
+    parser.add_argument("--rates", type=float, nargs="+", default=[10, 100, 1000, 10_000], help="in Mbit/s")
+    parser.add_argument("--steps", type=int, default=400, help="of DDP, whose loss is what all others train to")
+    parser.add_argument("--seconds", type=float, default=20.0, help="for which each pace is timed")
+    parser.add_argument("--width", type=int, default=512, help="of the hidden layers; 512 makes 1.6 million parameters")
+    parser.add_argument("--batch-size", type=int, default=128, help="rows a rank")
+    parser.add_argument("--fall", action="store_true", help="only: one run whose link falls in its middle")
+    parser.add_argument("--output", type=Path, default=Path("outputs/benchmark"), help="folder for table and plot")
+    options = parser.parse_args(words)
+    if options.job:
+        warnings.simplefilter("ignore")
+        told = train(json.loads(Path(options.job).read_text()))
+        if dist.get_rank() == 0:
+            Path(options.job).with_name("told.json").write_text(json.dumps(told))
+        dist.destroy_process_group()
+        return 0
+    if reason := why_not():
+        print(f"This needs hosts, and {reason}.", file=sys.stderr)
+        return 2
+    machine = describe_machine()
+    if options.fall:
+        run(options, options.rates[-1], options.steps // 2, name=AUTO, steps=options.steps)
+        return 0
+    heads, rows, figures = compare(options)
+    notes = [
+        f"{options.hosts} hosts, one thread each, {machine['cores']} cores ({machine['processor']}); one run each."
+    ]
+    notes += [busy] if (busy := warn_if_busy(machine["load"])) else []
+    options.output.mkdir(parents=True, exist_ok=True)
+    print_table(Console(width=160), "Time to DDP's loss", heads, rows)
+    print(*notes, sep="\n")
+    write_markdown(options.output / "auto.md", "Time to DDP's loss", heads, rows, notes)
+    (options.output / "auto.json").write_text(json.dumps(figures | {"machine": machine}, indent=1))
+    plot(options.output / "auto.png", figures)
+    for path in (options.output, *options.output.glob("auto.*")):
+        give_to_invoking_user(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,270 @@
+"""Chooses the settings of a run by what its first steps take, and again when that changes for long."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_dct.auto import (
+    Measured,
+    Option,
+    agreed,
+    choose,
+    dense,
+    describe,
+    measure_speeds,
+    predict_dense,
+    predict_updates,
+    rungs,
+    table_of,
+)
+from lightning_dct.auto.ladder import check_left_out
+from lightning_dct.auto.predicting import reason_for
+from lightning_dct.callbacks.run_advice import RunAdvice
+from lightning_dct.callbacks.step_clock import StepClock, StepCosts
+from lightning_dct.config import DCTConfig, check_density, check_positive
+from lightning_dct.forecast.link import measure_link
+from lightning_dct.forecast.report import plain_table
+from lightning_dct.forecast.workload import Workload, workload_of
+from lightning_dct.gradients.exchanges.nodes import NodeLayout, find_layout
+
+WINDOW = 10
+"""Steps that are looked at together, or as many more as make whole rounds."""
+SPENT = 1.0
+"""Seconds that DDP may make a run wait while it is measured."""
+CHANGED = 1 / 3
+PATIENCE = 2
+"""Windows in a row that have to differ by that share before anything is measured again."""
+
+
+class AutoSettings(RunAdvice):
+    """The least lossy settings whose step stays near that of a run without synchronisation; ``DCTStrategy`` adds this.
+
+    A run begins under DistributedDataParallel, whose steps lose nothing, and is timed for a window of them: compute,
+    and waiting. The link is timed before the first step and what compressing costs only where DDP takes too long. A
+    link on which DDP's all-reduce would make the run wait for more than a second is not tried: the run is then timed
+    under updates of so few bytes that they do not. From DDP a run goes over to updates when it has to and does not go
+    back, since by then each rank's optimizer has a state of its own.
+
+    All ranks see the same numbers, those of the slowest, after the same steps. So they decide alike.
+
+    Args:
+        base: The settings that are not chosen.
+        target_overhead: By what share of a step without synchronisation a step may be longer.
+        min_density: The least share of entries that an exchange may send.
+
+    Raises:
+        TypeError: Either is no number.
+        ValueError: Either is out of range, or settings were given that would be overridden.
+    """
+
+    def __init__(self, base: DCTConfig, target_overhead: float, min_density: float | None = None) -> None:
+        super().__init__()
+        check_positive("target_overhead", target_overhead)
+        if min_density is not None:
+            check_density("min_density", min_density)
+        check_left_out(base)
+        self.base, self.target_overhead, self.min_density = base, target_overhead, min_density or 0.0
+        # The settings in force, with what they were predicted to cost; None while DDP is measured.
+        self.chosen: Option | None = None
+        self.decisions: list[str] = []
+        # Whether that was decided by as many steps as it takes, on as many ranks as there are.
+        self._is_settled = False
+        self._world_size = 0
+        self._is_resumed = False
+        self._forget()
+
+    @property
+    def settings(self) -> DCTConfig:
+        """The settings in force."""
+        return dense(self.base) if self.chosen is None else self.chosen.config
+
+    @property
+    def real(self) -> float | None:
+        """Seconds that a step has taken since the last choice, or since warm-up; None after too few of them."""
+        return None if self._clock.costs is None else self._clock.costs.total
+
+    def begin(self) -> DCTConfig:
+        """The settings that a fit begins with: those of its checkpoint, or DDP's."""
+        if not self._is_resumed:
+            self.chosen, self.decisions, self._is_settled = None, [], False
+        self._is_resumed = False
+        return self.settings
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Time the link, and leave DDP at once where it would make the run wait for too long."""
+        super().on_train_start(trainer, pl_module)
+        self._forget()
+        if self._link is None:
+            return
+        strategy: Any = trainer.strategy
+        place = strategy.node_rank, strategy.local_rank
+        self._layout: NodeLayout = find_layout(place, strategy.synchronizer.exchange.everyone.group)
+        self._workload: Workload = workload_of(pl_module)
+        self._steps = float(trainer.estimated_stepping_batches)
+        self._is_settled &= self._world_size == trainer.world_size
+        self._world_size = trainer.world_size
+        if self.chosen is None and self._measured(0.0).all_reduce_seconds(strategy.config) > SPENT:
+            self._leave_ddp(strategy)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Look at the steps so far where there are enough of them, and choose where that is due."""
+        strategy: Any = trainer.strategy
+        if self._link is None or strategy.is_accumulating:
+            return
+        self._mark_end_of_warmup(strategy)
+        if not self._window.steps:
+            return
+        steps, length = self._window.steps, strategy.config.round_length
+        if self.chosen is not None and steps < -(-WINDOW // length) * length:
+            return
+        costs, compute, spent = self._agreed(strategy)
+        if self.chosen is None and steps < WINDOW:
+            if spent > SPENT and costs.total > (1 + self.target_overhead) * compute:
+                self._leave_ddp(strategy)
+            return
+        self._window.restart()
+        if not self._is_settled or self._have_changed(costs):
+            self._decide(strategy, costs, compute)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Take note of the time."""
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        strategy: Any = trainer.strategy
+        self._window.after_step(strategy.traffic.totals)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A validation between two steps is part of neither."""
+        self._pause()
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+        """Nor is a checkpoint."""
+        self._pause()
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Say what was chosen, and what it took."""
+        if not trainer.is_global_zero or self.chosen is None:
+            return
+        real = "" if self.real is None else f", real {1e3 * self.real:,.1f} ms"
+        told = f"{describe(self.chosen.config)}: predicted {1e3 * self.chosen.seconds:,.1f} ms a step{real}."
+        print("\n".join([*self.decisions, told]), flush=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was decided; the same on every rank."""
+        chosen = self.chosen and {
+            **{name: getattr(self.chosen.config, name) for name in ("compress", "local_steps", "density")},
+            "value_format": self.chosen.config.value_format,
+            "seconds": self.chosen.seconds,
+            "num_bytes": self.chosen.num_bytes,
+        }
+        return {
+            "chosen": chosen,
+            "is_settled": self._is_settled,
+            "world_size": self._world_size,
+            "decisions": self.decisions,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with what was decided."""
+        saved, self.chosen = dict(state_dict["chosen"] or {}), None
+        if saved:
+            seconds, num_bytes = saved.pop("seconds"), saved.pop("num_bytes")
+            if saved["compress"] == "gradients":
+                config = dense(self.base, saved["value_format"])
+            else:
+                config = replace(self.base, **saved)
+            self.chosen = Option(config, seconds, num_bytes)
+        self._is_settled, self._world_size = state_dict["is_settled"], state_dict["world_size"]
+        self.decisions = list(state_dict["decisions"])
+        self._is_resumed = True
+
+    def _forget(self) -> None:
+        """Begin to look at steps."""
+        self._window = StepClock(skipped=1, fewest=1)
+        self._usual: StepCosts | None = None
+        self._changed, self._patience = 0, PATIENCE
+        self._was_warm = True
+
+    def _pause(self) -> None:
+        self._clock.pause()
+        self._window.pause()
+
+    def _measured(self, compute: float) -> Measured:
+        assert self._link is not None
+        return Measured(compute, self._link, self._layout, self._workload)
+
+    def _agreed(self, strategy: Any) -> tuple[StepCosts, float, float]:
+        """What a step costs, what of it is compute, and for how long the run has waited; of the slowest rank."""
+        own = self._window.costs
+        assert own is not None
+        waited = (strategy.traffic.totals - self._before).seconds_waiting
+        numbers = own.total, own.compressing, own.waiting, own.total - own.synchronising, waited
+        group = strategy.synchronizer.exchange.everyone.group
+        total, compressing, waiting, compute, spent = agreed(numbers, group, strategy.root_device)
+        return StepCosts(total, compressing, waiting), compute, spent
+
+    def _mark_end_of_warmup(self, strategy: Any) -> None:
+        """Steps of warm-up, which are not what is predicted, are not to be compared with others."""
+        is_warm = strategy.updates is None or strategy.traffic.totals.steps > self.base.warmup_steps
+        if is_warm and not self._was_warm:
+            self._usual = None
+            self._clock.restart()
+            self._window.restart()
+        self._was_warm = is_warm
+
+    def _have_changed(self, costs: StepCosts) -> bool:
+        """Whether steps have taken another time than usual for so long that it is worth measuring again."""
+        usual = self._usual = self._usual or costs
+        least = self.target_overhead * usual.total / 2
+        differ = abs(costs.total - usual.total) > CHANGED * usual.total
+        waits = abs(costs.synchronising - usual.synchronising) > max(CHANGED * usual.synchronising, least)
+        self._changed = self._changed + 1 if differ or waits else 0
+        return self._changed >= self._patience
+
+    def _leave_ddp(self, strategy: Any) -> None:
+        """Go on with updates that make the run wait for no more than a second in all while it is measured."""
+        self._choose(strategy, self._measured(0.0), [], SPENT / WINDOW, "until steps without DDP have been timed")
+
+    def _decide(self, strategy: Any, costs: StepCosts, compute: float) -> None:
+        if self.chosen is not None:
+            self._link = measure_link(strategy.synchronizer.exchange.everyone.group, strategy.root_device)
+        measured = self._measured(compute)
+        options: list[Option] = []
+        if strategy.updates is None:
+            options = predict_dense(measured, self.base, (strategy.config, costs.total - compute))
+        longest = (1 + self.target_overhead) * compute
+        why = f"{1e3 * compute:,.1f} ms a step without synchronisation; {measured}"
+        self._choose(strategy, measured, options, longest, why)
+        self._is_settled = True
+
+    def _choose(self, strategy: Any, measured: Measured, options: list[Option], longest: float, why: str) -> None:
+        choice = choose(options, longest, self._steps) if options else None
+        if choice is None or not choice.is_within:
+            configs = rungs(self.base, self.min_density)
+            everyone = strategy.synchronizer.exchange.everyone
+            speeds = measure_speeds(configs, self._workload, everyone.group, strategy.root_device)
+            options = options + predict_updates(measured, configs, speeds)
+            choice = choose(options, longest, self._steps)
+        before, self.chosen = self.chosen, choice.option
+        reason = reason_for(choice.option, longest, choice.is_within, choice.is_shortest)
+        told = f"After {strategy.traffic.totals.steps:,} steps DCTStrategy {reason} ({why})."
+        self.decisions.append(told)
+        table = plain_table(*table_of(options, choice.option.config, self._steps))
+        rank_zero_info("\n".join([told, *table]))
+        is_new = before is None or before.config != choice.option.config
+        if strategy.config != choice.option.config:
+            strategy.change_settings(choice.option.config)
+        # Where nothing came of measuring again, wait for twice as long with the next time.
+        self._patience = PATIENCE if is_new else 2 * self._patience
+        self._usual, self._changed = None, 0
+        if is_new:
+            self._clock.restart()
+        self._window.restart()
+        self._pause()
