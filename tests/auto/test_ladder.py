@@ -93,7 +93,7 @@ def test_predictions_by_hand() -> None:
     assert len(heads) == len(rows[0])
     assert rows[0][1] == "160.0"
     assert rows[1][-1] == "taken"
-    assert table_of([every], BASE, 49)[1][0][-1] == "too long for this run"
+    assert table_of([every], BASE, 33)[1][0][-1] == "too long for this run"
 
 
 def test_every_rung_is_faster_on_every_link() -> None:
