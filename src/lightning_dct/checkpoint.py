@@ -131,7 +131,7 @@ def rows_path(checkpoint_path: str, note: Mapping[str, Any]) -> str:
     return f"{state_folder(checkpoint_path)}/{_prefix(note)}rows"
 
 
-def behind_link(checkpoint_path: str) -> str:
+def resolve_symlink(checkpoint_path: str) -> str:
     """The checkpoint whose files are to be read: ModelCheckpoint(save_last="link") leaves a link to it."""
     return os.path.realpath(checkpoint_path) if os.path.islink(checkpoint_path) else checkpoint_path
 
@@ -177,7 +177,7 @@ def read_state(
         CheckpointError: A file is damaged, or is another rank's, save's or step's.
         FileNotFoundError: The files are not beside the checkpoint.
     """
-    path = behind_link(path)
+    path = resolve_symlink(path)
     states = []
     saved_stages = note.get("stages", 1)
     same_layout = (world_size, stages) == (note["world_size"], saved_stages)

@@ -181,7 +181,7 @@ class CheckpointedStrategy(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load Lightning's checkpoint and, when fitting, this rank's compression state beside it."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        path = saved.behind_link(str(checkpoint_path))
+        path = saved.resolve_symlink(str(checkpoint_path))
         found = [checkpoint[saved.CHECKPOINT_KEY]] if saved.CHECKPOINT_KEY in checkpoint else []
         note = next(iter(agreed_notes(found, path)), {})
         self._take_settings(checkpoint)
