@@ -129,14 +129,3 @@ def sections(quality: Sequence[str] = QUALITY) -> list[Section]:
             ),
         ),
     ]
-
-
-def keys_of(panel: Panel) -> tuple[str, ...]:
-    """The keys of a run's history that a panel shows; of a :class:`Trade`, keys of the summary."""
-    match panel:
-        case Curves():
-            return panel.keys
-        case Trade():
-            return (panel.across, panel.upwards)
-        case Bars() | Rows():
-            return (panel.table,)

@@ -54,10 +54,8 @@ def tick_of(unit: str, value: float) -> str:
     """
     match unit:
         case "bytes":
-            for size, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-                if abs(value) >= 0.9995 * size:
-                    return f"{value / size:.4g} {name}"
-            return f"{value:.4g} B" if value else "0"
+            amount, name = format_bytes(round(value)).split()
+            return f"{float(amount):.4g} {name}" if value else "0"
         case "ratio":
             return f"{value:,.4g}x" if value < 1e4 else f"{value:,.0f}x"
         case "share":

@@ -35,13 +35,18 @@ def make_page(reading: Reading, quality: str | None, title: str) -> str:
     return Template(_resource("page.html")).substitute(
         title=escape(title),
         style=_resource("page.css"),
-        run_styles="\n".join(_run_style(index) for index in range(len(runs))),
+        run_styles="\n".join(
+            f"body:has(#show-{index}:not(:checked)) g.run-{index} {{ display: none; }}" for index in range(len(runs))
+        ),
         summary=_summary(reading, quality),
         problems=_problems(reading.problems),
         totals_text=_TOTALS_TEXT,
         totals=_table("numbers", "Totals", "run", heads, [(_named(runs, i), row) for i, row in enumerate(rows)]),
         notes=_notes(runs),
-        key="\n".join(_key_entry(runs, index) for index in range(len(runs))),
+        key="\n".join(
+            f'<label><input type="checkbox" id="show-{index}" checked> {_named(runs, index)}</label>'
+            for index in range(len(runs))
+        ),
         sections="\n".join(_section(section, [run.name for run in runs]) for section in sections),
         settings=_settings(runs),
         footer=_footer(runs),
@@ -114,14 +119,6 @@ def _named(runs: Sequence[Run], index: int) -> str:
 def _breakable(name: str) -> str:
     """A long name as HTML that may break after separators, not within a word or a number."""
     return re.sub(r"(?<=[/=_,])|(?<=\.)(?!\d)", "<wbr>", escape(name))
-
-
-def _run_style(index: int) -> str:
-    return f"body:has(#show-{index}:not(:checked)) g.run-{index} {{ display: none; }}"
-
-
-def _key_entry(runs: Sequence[Run], index: int) -> str:
-    return f'<label><input type="checkbox" id="show-{index}" checked> {_named(runs, index)}</label>'
 
 
 def _section(section: Section, names: Sequence[str]) -> str:
