@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_dct.report.numbers import text_of
 from lightning_dct.report.quality import higher_is_better
 from lightning_dct.report.run import Run, Series, against, averaged, counted_bytes
 
@@ -204,14 +205,13 @@ def wants_logarithm(values: Sequence[float]) -> bool:
     return bool(positive) and min(finite) >= 0 and max(positive) >= _LOGARITHMIC_FROM * min(positive)
 
 
-def describe(chart: Chart, names: Sequence[str], text_of: Callable[[str, float], str]) -> str:
+def describe(chart: Chart, names: Sequence[str]) -> str:
     """A chart in words, for readers who do not see it: where each line begins and ends."""
 
     def words(point: Point) -> str:
         x, y = point
-        return f"{text_of(chart.y_unit, y)} at " + (
-            f"step {x:,.0f}" if chart.x_unit == "steps" else text_of("bytes", x)
-        )
+        at = f"step {x:,.0f}" if chart.x_unit == "steps" else text_of("bytes", x)
+        return f"{text_of(chart.y_unit, y)} at {at}"
 
     parts = []
     for line in chart.lines:

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from lightning_dct.report.charts import Chart, describe
-from lightning_dct.report.numbers import text_of, tick_of
+from lightning_dct.report.numbers import tick_of
 
 COLOURS = 8
 """How many runs have a colour of their own; further ones also have dashes."""
@@ -125,7 +125,7 @@ def for_page(svg: str, chart: Chart, names: Sequence[str]) -> str:
     for name in ("width", "height", "version"):
         root.attrib.pop(name, None)
     root.set("role", "img")
-    root.set("aria-label", describe(chart, names, text_of))
+    root.set("aria-label", describe(chart, names))
     return ElementTree.tostring(root, encoding="unicode")
 
 
