@@ -51,13 +51,8 @@ def make_note(
 ) -> dict[str, int | str]:
     """What Lightning's checkpoint says about the files beside it.
 
-    Args:
-        world_size: Number of ranks.
-        synchronisations: Completed synchronisations.
-        save: The name of this save, the same on every rank.
-        has_state: Whether the ranks' compression state is there; a checkpoint of weights alone has none.
-        has_rows: Whether rows of sharded tables are there.
-        stages: Number of ranks that together hold one replica of the parameters.
+    ``save`` is the name of this save, the same on every rank, and ``stages`` the number of ranks that together hold one
+    replica of the parameters. A checkpoint of weights alone has no state, one without sharded tables no rows.
     """
     note: dict[str, int | str] = {"format_version": FORMAT_VERSION, "world_size": world_size}
     note |= {"synchronisations": synchronisations, "save": save}
@@ -156,13 +151,7 @@ def read_state(
 ) -> dict[str, Any]:
     """Read the state a rank starts from: its own, or the merged states of all ranks if the layout has changed.
 
-    Args:
-        checkpoint_io: Reads files.
-        path: The checkpoint.
-        note: A note that :func:`check_note` has accepted.
-        rank: This rank.
-        world_size: Number of ranks now.
-        stages: Number of ranks that together hold one replica now.
+    :func:`check_note` has accepted ``note``; ``world_size`` and ``stages`` describe the layout now.
 
     Raises:
         CheckpointError: A file is damaged, or belongs to another rank, save or step.
@@ -201,12 +190,8 @@ def merge_states(states: Sequence[Mapping[str, Any]], stages: int = 1) -> dict[s
     ranks. Every rank of a new world starts with that mean, which conserves it for any two world sizes. The mean is
     computed in fp64.
 
-    Args:
-        states: One state (the rank's own), or those of all ranks of the saved world.
-        stages: Number of ranks that together held one replica.
-
-    Returns:
-        The state. Each entry of ``"modules"`` is the list of what the states say about that module.
+    ``states`` is one state (the rank's own), or those of all ranks of the saved world, of which ``stages`` ranks
+    together held one replica. In the result each entry of ``"modules"`` is the list of that module's states.
     """
     modules = {name: [state["modules"][name] for state in states] for name in states[0].get("modules", {})}
     merged = {**states[0], "modules": modules}

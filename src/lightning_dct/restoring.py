@@ -18,11 +18,9 @@ from lightning_dct.state_file import CheckpointError
 
 
 def agreed_notes(notes: Any, path: str) -> list[dict[str, Any]]:
-    """What a checkpoint says about the state beside it, if all ranks read the same; a collective call.
+    """The notes that this rank found in a checkpoint, if all ranks found the same; a collective call.
 
-    Args:
-        notes: The notes that this rank found in the checkpoint; empty in one of plain DDP or of weights alone.
-        path: The checkpoint.
+    A checkpoint of plain DDP or of weights alone has none.
 
     Raises:
         CheckpointError: A rank's notes are damaged, or two ranks read different ones. Raised on every rank.

@@ -24,12 +24,7 @@ class CheckpointError(ValueError):
 
 
 def read_checked(checkpoint_io: CheckpointIO, file: str, identity: Mapping[str, int | str]) -> dict[str, Any]:
-    """Read a rank's compression state. Only tensors and plain data are unpickled.
-
-    Args:
-        checkpoint_io: Reads files.
-        file: The path.
-        identity: What the file must say about itself.
+    """Read a rank's compression state, from a file of this identity. Only tensors and plain data are unpickled.
 
     Raises:
         OSError: The file is missing, or may not be read.
@@ -59,11 +54,9 @@ def read_checked(checkpoint_io: CheckpointIO, file: str, identity: Mapping[str, 
 
 
 def check_sums(file: Any) -> None:
-    """Compare a file with the checksums in it, which ``torch.load`` does not do.
+    """Compare a file (a path, or open for reading) with its checksums, which ``torch.load`` does not do.
 
-    Args:
-        file: A path, or a file that is open for reading. Files that ``torch.save`` has not written pass, and so do
-            files in storage services, which have checksums of their own.
+    Files that ``torch.save`` has not written pass, and so do files in storage services, which have checksums.
 
     Raises:
         zipfile.BadZipFile: They differ.

@@ -43,11 +43,7 @@ class InternalCallback(pl.Callback):
 def require_dct(trainer: pl.Trainer, callback: pl.Callback, replicas: bool = False, gradients: bool = False) -> None:
     """Refuse strategies that a callback does not work with.
 
-    Args:
-        trainer: The Trainer.
-        callback: The callback.
-        replicas: Whether every rank must have the whole model, unlike with stages and shards.
-        gradients: Whether the strategy must exchange gradients.
+    ``replicas`` refuses those whose ranks have only a part of the model, ``gradients`` those that exchange updates.
 
     Raises:
         MisconfigurationException: The strategy is not one of this package's, or does not fulfil this.
