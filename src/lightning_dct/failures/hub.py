@@ -156,11 +156,11 @@ class Hub:
         self._add_member(caller, rank, str(message["who"]))
         self._send(caller, {"welcome": True})
         if len(self._members) == self._world_size:
+            self._selector.unregister(self._listener)
+            self._listener.close()
             for stranger in self._nameless:
                 self._drop(stranger)
             self._nameless.clear()
-            self._selector.unregister(self._listener)
-            self._listener.close()
 
     def _settle_signals(self) -> None:
         """Announce the stop point at which all ranks act on a signal, once all remaining ranks have answered."""
