@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
 from distributed.training import Module, loader, trainer_for
 from lightning_dct import DCTStrategy
-from lightning_dct.uploads import warn_of_uploads
+from lightning_dct.saving import warn_of_uploads
 
 
 @pytest.mark.parametrize("log_model", [True, "all"])

@@ -1,14 +1,14 @@
-"""Where each rank's compression state lies beside a Lightning checkpoint, and how it is carried to another world size.
+"""Where each rank's compression state lies beside a Lightning checkpoint, and how it moves to another world size.
 
-    epoch=3.ckpt                                Lightning's file, with a note saying which state belongs to it
+    epoch=3.ckpt                                Lightning's file, with a note that names the files below
     epoch=3.ckpt.dct/
         000000001200-5f0c93ab-rank-0-of-2.pt    residuals, thresholds and counters of rank 0 after 1200 synchronisations
         000000001200-5f0c93ab-rank-1-of-2.pt
-        000000001200-5f0c93ab-rows/             embedding rows that are spread over the ranks, where there are any
+        000000001200-5f0c93ab-rows/             rows of sharded tables, where there are any
 
-Every rank writes its own file before Lightning's is written, under a name that no other save has: a job killed in the
-middle of overwriting a checkpoint finds the old file together with the old state. What is no longer pointed at goes
-after Lightning's file is there.
+Every rank writes its own file before Lightning's is written, under a name that no other save has. A job that is killed
+while it overwrites a checkpoint therefore finds the old file with the old state. Rank 0 removes files that no note
+names once Lightning's file is written.
 """
 
 from __future__ import annotations
@@ -28,18 +28,16 @@ from lightning_dct.gradients.residual import add_pieces, pieces_extent
 from lightning_dct.replicas import put_together
 from lightning_dct.state_file import Check, CheckpointError, is_count, must_be, read_checked
 
-# What a rank's state says is held back: of its own gradients by name, and of sums it owns by name and first entry.
-_HELD_BACK = ("residuals", "owned")
 CHECKPOINT_KEY = "lightning_dct"
 FORMAT_VERSION = 3
-# Files of versions 1 and 2 do not say whose they are; those of version 1 are named by the synchronisations alone.
+# Files of versions 1 and 2 record only their step; those of version 1 also have only the step in their names.
 READABLE_VERSIONS = (1, 2, 3)
 _is_flag = must_be("0 or 1", lambda value: isinstance(value, int) and value in (0, 1))
 _is_several = must_be("a number from 1 on", lambda value: is_count(value) and value > 0)
 _NOTE: dict[str, Check] = {
     "world_size": _is_several,
     "synchronisations": must_be("a number of steps", is_count),
-    # It becomes a part of files' names.
+    # It becomes part of file names.
     "save": must_be("a name", lambda value: isinstance(value, str) and bool(re.fullmatch("[0-9a-z]{1,32}", value))),
     "stages": _is_several,
     "has_state": _is_flag,
@@ -51,15 +49,10 @@ NOTE_FIELDS = ("format_version", *_NOTE)
 def make_note(
     world_size: int, synchronisations: int, save: str, has_state: bool = True, has_rows: bool = False, stages: int = 1
 ) -> dict[str, int | str]:
-    """What Lightning's checkpoint says about what lies beside it.
+    """What Lightning's checkpoint says about the files beside it.
 
-    Args:
-        world_size: Number of ranks.
-        synchronisations: Completed gradient synchronisations.
-        save: What tells the files of this save from those of all others; the same on every rank.
-        has_state: Whether the ranks' compression state is there; not with weights alone.
-        has_rows: Whether embedding rows are.
-        stages: Over how many ranks the parameters are spread.
+    ``save`` is the name of this save, the same on every rank, and ``stages`` the number of ranks that together hold one
+    replica of the parameters. A checkpoint of weights alone has no state, one without sharded tables no rows.
     """
     note: dict[str, int | str] = {"format_version": FORMAT_VERSION, "world_size": world_size}
     note |= {"synchronisations": synchronisations, "save": save}
@@ -69,14 +62,10 @@ def make_note(
 
 
 def check_note(note: Any, path: str) -> None:
-    """Refuse what is no note of a checkpoint, before any of it is used.
-
-    Args:
-        note: What was found.
-        path: The checkpoint.
+    """Refuse a value that is no note, before any of it is used.
 
     Raises:
-        CheckpointError: Another version of the format has written it, or something in it cannot be.
+        CheckpointError: Another format version wrote it, or a field has an impossible value.
     """
     if not isinstance(note, Mapping):
         fault = " is not a dict"
@@ -95,20 +84,18 @@ def check_note(note: Any, path: str) -> None:
 
 
 def _fault_in(note: Mapping[str, Any]) -> str:
-    """What is wrong with a note, nothing where nothing is."""
     absent: dict[str, Any] = {"stages": 1, "has_state": 1, "has_rows": 0}
     if note["format_version"] == 1:
         absent["save"] = "none"
-    told = {**absent, **note}
+    complete = {**absent, **note}
     for field, check in _NOTE.items():
-        fault = check(told.get(field))
-        if fault:
+        if fault := check(complete.get(field)):
             return f"[{field!r}]{fault}"
-    return "" if told["world_size"] % told["stages"] == 0 else "['stages'] does not divide the number of ranks"
+    return "" if complete["world_size"] % complete["stages"] == 0 else "['stages'] does not divide the number of ranks"
 
 
 def identity(note: Mapping[str, Any], rank: int) -> dict[str, int | str]:
-    """What a rank's file says about whose it is, as far as a file of the note's version does."""
+    """What a rank's file must say about itself; files of versions 1 and 2 record only their step."""
     step = {"synchronisations": note["synchronisations"]}
     if note["format_version"] in (1, 2):
         return step
@@ -127,28 +114,27 @@ def state_path(checkpoint_path: str, note: Mapping[str, Any], rank: int) -> str:
 
 
 def rows_path(checkpoint_path: str, note: Mapping[str, Any]) -> str:
-    """The folder with the embedding rows."""
+    """The folder with the rows of sharded tables."""
     return f"{state_folder(checkpoint_path)}/{_prefix(note)}rows"
 
 
-def behind_link(checkpoint_path: str) -> str:
-    """The checkpoint whose files are to be read: ModelCheckpoint(save_last="link") leaves a link to it."""
+def _prefix(note: Mapping[str, Any]) -> str:
+    save = f"{note['save']}-" if "save" in note else ""
+    return f"{note['synchronisations']:012d}-{save}"
+
+
+def resolve_symlink(checkpoint_path: str) -> str:
+    """The checkpoint whose files are read: ``ModelCheckpoint(save_last="link")`` leaves a link to it."""
     return os.path.realpath(checkpoint_path) if os.path.islink(checkpoint_path) else checkpoint_path
 
 
 def write_state(checkpoint_io: CheckpointIO, path: str, note: Mapping[str, Any], rank: int, state: Any) -> None:
-    """Write one rank's state, and whose it is, beside the checkpoint that ``path`` names."""
+    """Write one rank's state and identity beside the checkpoint ``path``."""
     checkpoint_io.save_checkpoint({**state, "identity": identity(note, rank)}, state_path(path, note, rank))
 
 
 def remove_outdated(checkpoint_io: CheckpointIO, path: str, note: Mapping[str, Any] | None) -> None:
-    """Remove what lies beside a checkpoint from earlier saves, and from saves that were killed.
-
-    Args:
-        checkpoint_io: What removes files.
-        path: The checkpoint.
-        note: What it says about its state; None when it has none.
-    """
+    """Remove files beside a checkpoint that its note does not name: of earlier saves, and of saves that were killed."""
     folder = state_folder(path)
     files, place = url_to_fs(folder)
     if note is None:
@@ -163,21 +149,15 @@ def remove_outdated(checkpoint_io: CheckpointIO, path: str, note: Mapping[str, A
 def read_state(
     checkpoint_io: CheckpointIO, path: str, note: Mapping[str, Any], rank: int, world_size: int, stages: int = 1
 ) -> dict[str, Any]:
-    """Read the state a rank starts from: its own, or what follows from everybody's when the number of ranks differs.
+    """Read the state a rank starts from: its own, or the merged states of all ranks if the layout has changed.
 
-    Args:
-        checkpoint_io: What reads files.
-        path: The checkpoint.
-        note: What the checkpoint says about its state; see :func:`check_note`.
-        rank: This rank.
-        world_size: Ranks that take part now.
-        stages: Over how many of them the parameters are spread now.
+    :func:`check_note` has accepted ``note``; ``world_size`` and ``stages`` describe the layout now.
 
     Raises:
-        CheckpointError: A file is damaged, or is another rank's, save's or step's.
+        CheckpointError: A file is damaged, or belongs to another rank, save or step.
         FileNotFoundError: The files are not beside the checkpoint.
     """
-    path = behind_link(path)
+    path = resolve_symlink(path)
     states = []
     saved_stages = note.get("stages", 1)
     same_layout = (world_size, stages) == (note["world_size"], saved_stages)
@@ -188,7 +168,7 @@ def read_state(
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"The checkpoint {path!r} was saved with compression state, but {file!r} is not there. Put the folder"
-                f" {state_folder(path)!r} beside the checkpoint, or continue without what the ranks held back:"
+                f" {state_folder(path)!r} beside the checkpoint, or continue without the ranks' residuals:"
                 " `missing_state='reset'` in the strategy."
             ) from error
     try:
@@ -196,7 +176,7 @@ def read_state(
             states, saved_stages = put_together(states, saved_stages), 1
         return merge_states(states, saved_stages)
     except Exception as error:
-        # What files make torch raise that do not fit each other is of several kinds.
+        # torch raises many kinds of errors on files that do not fit each other.
         raise CheckpointError(
             f"The ranks' files in {state_folder(path)!r} do not fit each other ({error}). Restore the folder from a"
             " copy, or resume from an earlier checkpoint."
@@ -204,35 +184,32 @@ def read_state(
 
 
 def merge_states(states: Sequence[Mapping[str, Any]], stages: int = 1) -> dict[str, Any]:
-    """The state a rank starts from, made of those it has read.
+    """The state a rank starts from, made of the states that it has read.
 
-    What the ranks hold back, of their own gradients or of sums they own, enters the model as its *mean* over the ranks.
-    Giving every rank of a new world that mean as the residual of its own gradients conserves it whatever the two world
-    sizes are. It is taken in fp64.
+    The ranks' residuals, of their own gradients and of the sums they own, enter the model as their *mean* over the
+    ranks. Every rank of a new world starts with that mean, which conserves it for any two world sizes. The mean is
+    computed in fp64.
 
-    Args:
-        states: One state (its own), or those of all ranks of the saved world.
-        stages: Over how many ranks the parameters were spread: so many ranks together held one replica.
-
-    Returns:
-        The state, where each entry of ``"modules"`` is the list of what the states say about that module.
+    ``states`` is one state (the rank's own), or those of all ranks of the saved world, of which ``stages`` ranks
+    together held one replica. In the result each entry of ``"modules"`` is the list of that module's states.
     """
     modules = {name: [state["modules"][name] for state in states] for name in states[0].get("modules", {})}
     merged = {**states[0], "modules": modules}
     if len(states) == 1:
         return merged
-    # Of the ranks' own optimizers there is no mean that would continue any of them. What was travelling is still in the
-    # ranks' own weights, and is sent again.
+    replicas = len(states) // stages
+    # No mean of the ranks' own optimizers would continue any of them. Updates in flight are still in the ranks' own
+    # weights, and are sent again.
     for part in ("optimizers", "in_flight"):
         merged.pop(part, None)
-    names = {name for state in states for part in _HELD_BACK for name in state.get(part, {})}
-    merged["residuals"] = {name: _mean_held_back(states, name, len(states) // stages) for name in sorted(names)}
+    names = {name for state in states for part in ("residuals", "owned") for name in state.get(part, {})}
+    merged["residuals"] = {name: _mean_residual(states, name, replicas) for name in sorted(names)}
     merged["owned"] = {}
-    merged["accumulated"] = _mean_over_replicas(states, "accumulated", len(states) // stages)
+    merged["accumulated"] = _mean_over_replicas(states, "accumulated", replicas)
     if "weights" in merged:
-        merged["weights"] = _mean_over_replicas(states, "weights", len(states) // stages)
+        merged["weights"] = _mean_over_replicas(states, "weights", replicas)
     if stages > 1:
-        # Each rank has known the thresholds of its own stage only.
+        # Each rank has the thresholds of its own stage only.
         merged["thresholds"] = {
             part: {name: value for state in reversed(states) for name, value in state["thresholds"][part].items()}
             for part in states[0]["thresholds"]
@@ -241,7 +218,7 @@ def merge_states(states: Sequence[Mapping[str, Any]], stages: int = 1) -> dict[s
 
 
 def empty_state(note: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of ranks that hold nothing back, as far into training as the checkpoint that a note belongs to."""
+    """The state of ranks without residuals, at the step of the checkpoint that a note belongs to."""
     return {
         "synchronisations": note["synchronisations"],
         "steps_since_refresh": 0,
@@ -254,39 +231,26 @@ def empty_state(note: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mean_over_replicas(states: Sequence[Mapping[str, Any]], part: str, replicas: int) -> dict[str, Tensor]:
-    """The mean of gradients, or of what follows them, by name: what DistributedDataParallel would have made of them.
+    """The mean of gradients or weights by name, in fp64 or complex128, as DistributedDataParallel would compute it.
 
-    It is taken in fp64, of complex tensors in complex128. Sparse gradients are left out: those of sharded tables belong
-    to rows that are another rank's now.
-
-    Raises:
-        CheckpointError: The states disagree on a tensor's shape or dtype.
+    Sparse gradients are left out: those of sharded tables belong to rows that another rank owns now.
     """
     total: dict[str, Tensor] = {}
     first: dict[str, Tensor] = {}
     for state in states:
-        for name, held in state.get(part, {}).items():
-            if held.is_sparse:
+        for name, tensor in state.get(part, {}).items():
+            if tensor.is_sparse:
                 continue
-            of_first = first.setdefault(name, held)
-            if (held.shape, held.dtype) != (of_first.shape, of_first.dtype):
+            of_first = first.setdefault(name, tensor)
+            if (tensor.shape, tensor.dtype) != (of_first.shape, of_first.dtype):
                 raise CheckpointError(f"they disagree on the shape or the dtype of {part}[{name!r}]")
-            wide = held.to(torch.complex128 if held.is_complex() else torch.float64)
+            wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
             total[name] = total[name] + wide if name in total else wide
-    return {name: (held / replicas).to(first[name].dtype) for name, held in total.items()}
+    return {name: (tensor / replicas).to(first[name].dtype) for name, tensor in total.items()}
 
 
-def _prefix(note: Mapping[str, Any]) -> str:
-    save = f"{note['save']}-" if "save" in note else ""
-    return f"{note['synchronisations']:012d}-{save}"
-
-
-def _mean_held_back(states: Sequence[Mapping[str, Any]], name: str, replicas: int) -> Tensor:
-    """What the ranks hold back of a tensor, of their own gradients and of sums they own, over the number of replicas.
-
-    Raises:
-        CheckpointError: The states disagree on the tensor's size.
-    """
+def _mean_residual(states: Sequence[Mapping[str, Any]], name: str, replicas: int) -> Tensor:
+    """The ranks' residuals of a tensor, of their own gradients and of sums they own, over the number of replicas."""
     residuals = [state["residuals"][name] for state in states if name in state["residuals"]]
     owned = [state["owned"][name] for state in states if name in state.get("owned", {})]
     dtype = residuals[0].dtype if residuals else next(iter(owned[0].values())).dtype

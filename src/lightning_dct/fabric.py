@@ -168,7 +168,7 @@ class DCTStrategy(DDPStrategy):
         with self._shared_weights():
             remainder = super().load_checkpoint(path, state, *args, **kwargs)
         notes = remainder.pop(saved.CHECKPOINT_KEY, []) if isinstance(state, dict) and state else []
-        path = saved.behind_link(str(path))
+        path = saved.resolve_symlink(str(path))
         notes = agreed_notes(notes, path)
         for index, (synchronizer, note) in enumerate(zip(self.synchronizers, notes, strict=False)):
             layout = (self.global_rank, self.world_size, 1)

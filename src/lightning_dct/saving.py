@@ -1,16 +1,17 @@
-"""The half of a strategy that saves and loads: Lightning's checkpoint with, beside it, what the ranks remember."""
+"""The half of a strategy that saves and loads: Lightning's checkpoint, and beside it the state of each rank."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -27,45 +28,43 @@ from lightning_dct.restoring import agreed_notes, restore_state
 from lightning_dct.synchronizing import parameter_names
 from lightning_dct.traffic import Traffic
 from lightning_dct.updates import UpdateSynchronizer
-from lightning_dct.uploads import warn_of_uploads
 
 
 class CheckpointedStrategy(ParallelStrategy):
-    """What is saved, where it lies and how it comes back; see :mod:`lightning_dct.checkpoint` for the files.
+    """Saves and restores the state of each rank; see :mod:`lightning_dct.checkpoint` for the files.
 
     Args:
         config: The settings.
-        **kwargs: As for the strategy of Lightning that stands behind this one.
+        **kwargs: The arguments of Lightning's strategy.
     """
 
-    # Over how many ranks the parameters are spread: here every rank has all of them.
+    # Number of ranks that together hold one replica of the parameters.
     stages = 1
 
     def __init__(self, config: DCTConfig, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.config = config
-        # Gradients, and what crosses inside the model: activations, embedding rows and their gradients.
+        # Data parallelism, and traffic inside the model: activations, embedding rows and their gradients.
         self.traffic = Traffic()
         self.split_traffic = Traffic()
-        # Thresholds, what is held back, and counters of this rank, from the set-up of fit on.
+        # Thresholds, residuals and counters of this rank; fit sets it.
         self.synchronizer: Synchronizer | None = None
-        # Whether it is set up for training.
         self.is_fitting = False
-        # Tells this rank when another one dies; from the start of the processes on, None for a single one.
+        # Tells this rank when another one dies; None for a single process.
         self.lifeline: Lifeline | None = None
-        # Whether gradients wait for more to be added to them, and such gradients from a checkpoint, by parameter.
+        # Whether gradients of earlier micro-batches wait for their step, and those of a checkpoint, by parameter.
         self._accumulating = False
         self._accumulated: dict[str, Tensor] = {}
         self._saved_state: dict[str, Any] | None = None
-        # The optimizers' states of this rank, where each rank's optimizer has its own.
+        # The state of this rank's optimizers, if each rank's optimizer has its own.
         self._own_optimizers: list[dict[str, Any]] = []
-        # Checkpoints whose folders may hold files of earlier saves, with what they say about their state.
+        # Checkpoints whose folders may hold files of earlier saves, with their notes.
         self._to_tidy: dict[str, dict[str, int | str] | None] = {}
         self._rows_folder: str | None = None
 
     @property
     def updates(self) -> UpdateSynchronizer | None:
-        """The synchronizer, where updates are exchanged."""
+        """The synchronizer, if updates are exchanged."""
         return self.synchronizer if isinstance(self.synchronizer, UpdateSynchronizer) else None
 
     @property
@@ -83,20 +82,20 @@ class CheckpointedStrategy(ParallelStrategy):
         }
 
     def sharded_tables(self) -> dict[str, ShardedEmbeddingBags]:
-        """The embedding tables that are spread over the ranks, by name; made where they are not there yet."""
-        model: Any = self.lightning_module  # Any: it takes an attribute that it does not declare
+        """The embedding tables that are sharded over the ranks, by name, materialized."""
+        model: Any = self.lightning_module
         tables = find_tables(model)
         for module in tables.values():
             module.materialize()
             module.saved_in_shards = True
             module.evaluated_with = tuple(tables.values())
-        # DistributedDataParallel would make every rank's rows those of rank 0.
+        # DistributedDataParallel would overwrite every rank's rows with those of rank 0.
         ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *(f"{name}.weight" for name in tables)}
         model._ddp_params_and_buffers_to_ignore = sorted(ignored)
         return tables
 
     def on_train_start(self) -> None:
-        """Take up accumulated gradients of a checkpoint; Lightning sets all gradients to zero before it trains."""
+        """Restore accumulated gradients of a checkpoint: Lightning has just set all gradients to zero."""
         super().on_train_start()
         assert self.lightning_module is not None
         warn_of_uploads(self.lightning_module.trainer.loggers)
@@ -107,33 +106,31 @@ class CheckpointedStrategy(ParallelStrategy):
         self._accumulated = {}
 
     def _take_up(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Give a parameter an accumulated gradient, or what of it lies on this rank."""
+        """Give a parameter its accumulated gradient; a subclass takes this rank's part of it."""
         parameter.grad = gradient.to(parameter.device)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Run backward, and remember that the gradients wait for more to be added to them, or for a step."""
+        """Run backward, and note that gradients wait for another micro-batch or a step."""
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         self._accumulating = True
         return loss
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model's state, with the weights that all ranks share."""
+        """The model's state with the shared weights."""
         with nullcontext() if self.updates is None else self.updates.weights.in_model():
             return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """An optimizer's state, less that of sharded rows, which is saved with them."""
+        """An optimizer's state without that of sharded rows, which is saved with the rows."""
         return without_rows(super().optimizer_state(optimizer), optimizer, self.sharded_tables())
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """What reads and writes files: by default it writes whole files or none."""
-        if self._checkpoint_io is None or getattr(self._checkpoint_io, "checkpoint_io", self) is None:
-            whole_files = AtomicCheckpointIO()
-            if self._checkpoint_io is None:
-                self._checkpoint_io = whole_files
-            else:
-                self._checkpoint_io.checkpoint_io = whole_files  # type: ignore[attr-defined]
+        """Reads and writes files: an ``AtomicCheckpointIO`` unless the user has chosen another."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = AtomicCheckpointIO()
+        elif getattr(self._checkpoint_io, "checkpoint_io", self) is None:  # Lightning's wrapper without content
+            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # type: ignore[attr-defined]
         return self._checkpoint_io
 
     @checkpoint_io.setter
@@ -144,18 +141,19 @@ class CheckpointedStrategy(ParallelStrategy):
         """Save Lightning's checkpoint from rank 0, and beside it the compression state and the rows of every rank.
 
         Raises:
-            RuntimeError: A rank has died or failed, as callbacks that save on an exception may find.
+            RuntimeError: A rank has died or failed. Callbacks that save on an exception may see this.
         """
         if self.lifeline is not None and self.lifeline.verdict:
             raise RuntimeError(f"No checkpoint is saved, because it takes all ranks. {self.lifeline.verdict}.")
         if self.synchronizer is not None:
-            # Nothing is saved of a step in which something harmed has arrived.
+            # This raises if a corrupt payload has arrived: such a step is not saved.
             self.synchronizer.flush()
         self._finish_saving()
-        # Under SLURM every rank looks for a free name by itself, and they may find different ones.
+        # Under SLURM every rank looks for a free name, and they may find different ones.
         path, save = self.broadcast((str(filepath), secrets.token_hex(4)))
         tables, note = self.sharded_tables(), None
-        has_state = self.synchronizer is not None and "optimizer_states" in checkpoint  # fitting, not weights only
+        # Checkpoints of weights alone have no optimizer states.
+        has_state = self.synchronizer is not None and "optimizer_states" in checkpoint
         if has_state or tables:
             steps = int(checkpoint["global_step"]) if self.synchronizer is None else self.synchronizer.synchronisations
             note = saved.make_note(self.world_size, steps, save, has_state, bool(tables), self.stages)
@@ -172,7 +170,7 @@ class CheckpointedStrategy(ParallelStrategy):
             self._finish_saving()
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint and the compression state beside it, once the one that replaces it is written."""
+        """Remove a checkpoint and its folder, once the checkpoint that replaces it is written."""
         self._finish_saving()
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
@@ -181,13 +179,13 @@ class CheckpointedStrategy(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load Lightning's checkpoint and, when fitting, this rank's compression state beside it."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        path = saved.behind_link(str(checkpoint_path))
+        path = saved.resolve_symlink(str(checkpoint_path))
         found = [checkpoint[saved.CHECKPOINT_KEY]] if saved.CHECKPOINT_KEY in checkpoint else []
         note = next(iter(agreed_notes(found, path)), {})
         self._take_settings(checkpoint)
         self._saved_state = None
         self._rows_folder = saved.rows_path(path, note) if note.get("has_rows") else None
-        # In the process that has started others with `dct_spawn` the module has no Trainer once they are done.
+        # After `dct_spawn` the module has no Trainer in the process that started the others.
         trainer = getattr(self.lightning_module, "_trainer", None)
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             if not note.get("has_state", bool(note)):
@@ -201,18 +199,18 @@ class CheckpointedStrategy(ParallelStrategy):
         """Have the settings of a checkpoint, where it is the run that has chosen them."""
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights, those of sharded rows from the folder beside the checkpoint."""
+        """Load the weights; sharded rows come from the folder beside the checkpoint."""
         tables = self.sharded_tables()
         with nullcontext() if self.updates is None else self.updates.weights.in_model():
             super().load_model_state_dict(checkpoint, strict)
         if tables and self._rows_folder is not None:
             load_rows(self._rows_folder, tables)
-        # Restored in the middle of fit, as the learning-rate finder does; at its beginning, set-up restores.
+        # The learning-rate finder restores in the middle of fit. At its beginning, set-up restores.
         if self.synchronizer is not None and self.is_fitting:
             self._restore(self.synchronizer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizers' states: this rank's own, and of sharded rows, lie beside the checkpoint."""
+        """Load the optimizers' states; this rank's own, and those of sharded rows, come from the folder."""
         own, self._own_optimizers = self._own_optimizers, []
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": own} if own else checkpoint)
         if self._rows_folder is not None:
@@ -220,6 +218,7 @@ class CheckpointedStrategy(ParallelStrategy):
 
     def _state(self) -> dict[str, Any]:
         assert self.synchronizer is not None
+        # With updates every rank's optimizer has its own state.
         own = [] if self.updates is None else [self._own_state_of(optimizer) for optimizer in self.optimizers]
         return {
             **self.synchronizer.state_dict(),
@@ -230,11 +229,10 @@ class CheckpointedStrategy(ParallelStrategy):
         }
 
     def _own_state_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        """What an optimizer has on this rank, where every rank's has its own; rows are saved apart."""
         return without_rows(Strategy.optimizer_state(self, optimizer), optimizer, self.sharded_tables())
 
     def _accumulated_gradients(self) -> dict[str, Tensor]:
-        """Gradients of micro-batches whose optimizer step is still to come, which Lightning does not save."""
+        """Gradients of micro-batches whose optimizer step is still to come; Lightning does not save them."""
         if not self._accumulating:
             return {}
         return {
@@ -262,9 +260,24 @@ class CheckpointedStrategy(ParallelStrategy):
         self._saved_state = None
 
     def _finish_saving(self) -> None:
-        """Let what is written in the background come to its end, then remove what nothing points at any more."""
+        """Wait for background writes, then remove files that no note names."""
         finish_writing(self.checkpoint_io)
         while self._to_tidy:
             path, note = self._to_tidy.popitem()
             if self.is_global_zero:
                 saved.remove_outdated(self.checkpoint_io, path, note)
+
+
+def warn_of_uploads(loggers: Iterable[Logger]) -> None:
+    """Warn of loggers that upload checkpoints as single files; those of W&B, MLflow and Lightning AI can."""
+    for logger in loggers:
+        if getattr(logger, "_log_model", False):
+            name = type(logger).__name__
+            # The folder cannot be uploaded here either: with several nodes each disk has a part of it.
+            rank_zero_warn(
+                f"`{name}(log_model=...)` uploads each checkpoint `x.ckpt` as one file, without the folder `x.ckpt.dct`"
+                " beside it. Upload the folder as well before the machine is gone, for W&B with"
+                " `artifact.add_dir('x.ckpt.dct', name='model.ckpt.dct')`, and put it beside the checkpoint to resume."
+                " Without it a run continues only with `missing_state='reset'`, which loses the ranks' residuals, and"
+                " the rows of sharded tables are lost."
+            )

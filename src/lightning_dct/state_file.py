@@ -1,4 +1,4 @@
-"""Reads one rank's file of a checkpoint, and says so where it is damaged or is something else."""
+"""Reads one rank's file of a checkpoint, and refuses it if it is damaged or is something else."""
 
 from __future__ import annotations
 
@@ -15,25 +15,20 @@ from torch import Tensor
 
 from lightning_dct.traffic import TrafficTotals
 
-# Names of files have twelve digits for a number of steps.
+# File names have twelve digits for a number of steps.
 MORE_THAN_ANY_COUNT = 10**12
 
 
 class CheckpointError(ValueError):
-    """A checkpoint, or a file beside it, is damaged or is another's; the message names the file and the field."""
+    """A checkpoint, or a file beside it, is damaged or belongs to another; the message names the file and the field."""
 
 
 def read_checked(checkpoint_io: CheckpointIO, file: str, identity: Mapping[str, int | str]) -> dict[str, Any]:
-    """Read a rank's compression state. Nothing but tensors and plain data is ever unpickled.
-
-    Args:
-        checkpoint_io: What reads files.
-        file: The path.
-        identity: What it must say about whose it is.
+    """Read a rank's compression state, from a file of this identity. Only tensors and plain data are unpickled.
 
     Raises:
-        OSError: It is not there, or may not be read.
-        CheckpointError: It is damaged, holds something else or is another's; the message names the file and the remedy.
+        OSError: The file is missing, or may not be read.
+        CheckpointError: The file is damaged, holds something else or belongs to another rank or save.
     """
     try:
         check_sums(file)
@@ -42,58 +37,53 @@ def read_checked(checkpoint_io: CheckpointIO, file: str, identity: Mapping[str, 
     except (FileNotFoundError, PermissionError):
         raise
     except Exception as error:
-        # What a damaged file makes zipfile, pickle and torch raise is of a dozen kinds.
+        # zipfile, pickle and torch raise a dozen kinds of errors on a damaged file.
         raise CheckpointError(
             f"The file {file!r}, one rank's part of a checkpoint, is damaged or is something else ({error}). Restore it"
             " from a copy, or resume from an earlier checkpoint."
         ) from error
-    # Of which step it is files of all versions say.
-    told = {**state.pop("identity", {}), "synchronisations": state["synchronisations"]}
+    # Files of all versions record their step.
+    found = {**state.pop("identity", {}), "synchronisations": state["synchronisations"]}
     for field, value in identity.items():
-        if told.get(field) != value:
+        if found.get(field) != value:
             raise CheckpointError(
-                f"The file {file!r} is another rank's or another save's: its field {field!r} is {told.get(field)!r},"
+                f"The file {file!r} is another rank's or another save's: its field {field!r} is {found.get(field)!r},"
                 f" and the checkpoint says {value!r}. Restore it from a copy, or resume from an earlier checkpoint."
             )
     return state
 
 
 def check_sums(file: Any) -> None:
-    """Compare what a file holds with the checksums in it, which ``torch.load`` does not do.
+    """Compare a file (a path, or open for reading) with its checksums, which ``torch.load`` does not do.
 
-    Args:
-        file: A path, or a file that is open for reading. What ``torch.save`` has not written passes, and so does what
-            is not on this machine: storage services have checksums of their own.
+    Files that ``torch.save`` has not written pass, and so do files in storage services, which have checksums.
 
     Raises:
         zipfile.BadZipFile: They differ.
     """
-    if isinstance(file, str) and not os.path.isfile(file):
-        return
-    if not zipfile.is_zipfile(file):
+    if (isinstance(file, str) and not os.path.isfile(file)) or not zipfile.is_zipfile(file):
         return
     with zipfile.ZipFile(file) as archive:
-        harmed = archive.testzip()
-    if harmed is not None:
-        raise zipfile.BadZipFile(f"its part {harmed!r} does not match its checksum")
+        corrupt = archive.testzip()
+    if corrupt is not None:
+        raise zipfile.BadZipFile(f"its part {corrupt!r} does not match its checksum")
 
 
 def check_state(state: Any) -> None:
-    """Refuse what is no rank's compression state, before any of it is used. Parts with other names are let be.
+    """Refuse a value that is no rank's compression state, before any of it is used. Unknown parts are ignored.
 
     Raises:
-        CheckpointError: Something is missing, of another kind or no possible value; the message names the field.
+        CheckpointError: A field is missing, or has an impossible kind or value; the message names the field.
     """
     fault = each(_anything)(state) or next((f" has no field {part}" for part in _PARTS if part not in state), "")
     if fault:
         raise CheckpointError(f"it{fault}")
     for part, check in (_PARTS | _OPTIONAL_PARTS).items():
-        fault = check(state[part]) if part in state else ""
-        if fault:
+        if part in state and (fault := check(state[part])):
             raise CheckpointError(f"its field {part}{fault}")
 
 
-# Says what is wrong with a value, as a sentence without its subject; nothing where nothing is.
+# Says what is wrong with a value, as a sentence without its subject; empty if nothing is.
 Check = Callable[[Any], str]
 
 
@@ -110,7 +100,7 @@ _name = must_be("a name", lambda value: isinstance(value, str))
 
 
 def each(check: Check, key: Check = _name) -> Check:
-    """The check that a value is a dict, with such entries under such keys."""
+    """The check that a value is a dict with such entries and such keys."""
 
     def check_all(value: Any) -> str:
         if not isinstance(value, Mapping):
@@ -118,8 +108,7 @@ def each(check: Check, key: Check = _name) -> Check:
         for name, entry in value.items():
             if key(name):
                 return f" has the key {name!r}, which{key(name)}"
-            fault = check(entry)
-            if fault:
+            if fault := check(entry):
                 return f"[{name!r}]{fault}"
         return ""
 
@@ -132,7 +121,7 @@ def is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any, least: float) -> bool:
-    # NaN is neither above nor below; a whole number beyond the largest float is no float.
+    # NaN is neither above nor below; an integer beyond the largest float is no float.
     return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= sys.float_info.max
 
 
@@ -150,7 +139,7 @@ def _is_residual(value: Any) -> bool:
 
 
 def _plain_data(value: Any) -> str:
-    """What is wrong with the state of an optimizer: nested dicts and lists of tensors, numbers and text."""
+    """Checks the state of an optimizer: nested dicts and lists of tensors, numbers and text."""
     if isinstance(value, (Mapping, list, tuple)):
         entries = value.items() if isinstance(value, Mapping) else enumerate(value)
         return next((f"[{key!r}]{fault}" for key, entry in entries if (fault := _plain_data(entry))), "")
@@ -174,7 +163,7 @@ _totals = each(
     must_be("counted here", lambda key: key in {field.name for field in fields(TrafficTotals)}),
 )
 _residual = must_be("a list of finite numbers", _is_residual)
-# A model may hold NaN, and then so may its weights, what follows them, and gradients.
+# A model may hold NaN, and then its weights and gradients do.
 _tensors = each(
     must_be("a floating-point or complex tensor", lambda value: _is_dense(value) and _is_real_or_complex(value))
 )
@@ -188,9 +177,9 @@ _PARTS: dict[str, Check] = {
 }
 _OPTIONAL_PARTS: dict[str, Check] = {
     "accumulated": each(must_be("a gradient", _is_real_or_complex)),
-    # Whose file it is; those of format version 2 and before do not say.
+    # From format version 3 on.
     "identity": each(must_be("a number or a name", lambda value: isinstance(value, (int, str)))),
-    # What a rank trains by itself between two exchanges.
+    # With updates each rank has its own between two exchanges.
     "weights": _tensors,
     "optimizers": lambda value: _plain_data(value) if isinstance(value, list) else " is not a list",
     "exchange_clocks": each(_count),

@@ -159,5 +159,5 @@ def test_settings_are_checked(arguments: Any, message: str) -> None:
 
 def test_pipelines_are_refused() -> None:
     trainer = Trainer(accelerator="cpu", devices=2, strategy=DCTPipelineStrategy(compress="gradients"), logger=False)
-    with pytest.raises(MisconfigurationException, match="`AccordionSchedule` decides by the gradients of the whole"):
+    with pytest.raises(MisconfigurationException, match="`AccordionSchedule` needs the gradients of the whole"):
         AccordionSchedule(0.01, 0.1).setup(trainer, Module(), "fit")

@@ -15,7 +15,7 @@ from distributed.test_logging import Memory
 from distributed.training import Module, loader, rank, trainer_for
 from lightning_dct import CompressionMonitor, DCTPipelineStrategy, DCTStrategy, SplitPoint
 from lightning_dct.callbacks.wandb_runs import STEP, SUMMARIES, settings_of
-from lightning_dct.dashboard.contents import Trade, keys_of, sections
+from lightning_dct.dashboard.contents import Curves, Panel, Trade, sections
 from offline_runs import OfflineRun
 from peers import CountedDDPStrategy
 
@@ -149,6 +149,12 @@ def test_table_at_the_end(trained: Any) -> None:
     ratio = f"{state['traffic']['bytes_dense'] / state['traffic']['bytes_sent']:,.1f}x"
     assert figures["Gradient synchronisation, rank 0", "compression ratio"] == ratio
     assert figures["Inside the model, rank 0", "exchanges"] == "12"
+
+
+def keys_of(panel: Panel) -> tuple[str, ...]:
+    if isinstance(panel, Curves):
+        return panel.keys
+    return (panel.across, panel.upwards) if isinstance(panel, Trade) else (panel.table,)
 
 
 def test_the_dashboard_shows_what_a_run_logs_and_all_of_it(trained: Any) -> None:

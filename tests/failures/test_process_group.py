@@ -38,8 +38,8 @@ def agent() -> dist.Store:
     """The store of torchrun's agent, with what ranks 1 and 2 and rank 0 of a dead start have said."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     for rank in (1, 2):
-        store.set(f"lightning_dct/asked/{rank}", f"old-{rank}")
-        store.set(f"lightning_dct/told/old-{rank}", "localhost 1")
+        store.set(f"lightning_dct/request/{rank}", f"old-{rank}")
+        store.set(f"lightning_dct/reply/old-{rank}", "localhost 1")
     return store
 
 

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from lightning_dct.report.csv_log import read_csv_run, read_metrics
+from lightning_dct.report.logs import read_csv_run, read_metrics
 from lightning_dct.report.run import Series, UnreadableRun
 from lightning_dct.report.settings import differing, read_settings
 from made_up_runs import rows_of, write_csv

@@ -7,8 +7,7 @@ import pytest
 from lightning_dct.report.charts import MOST_POINTS, make_sections, over_bytes, over_steps
 from lightning_dct.report.quality import find_quality, find_training_loss, higher_is_better, same_on_test
 from lightning_dct.report.reading import read_all
-from lightning_dct.report.run import Run, Series
-from lightning_dct.report.series import averaged, best_of, counted_bytes, counter_at
+from lightning_dct.report.run import Run, Series, averaged, best_of, counted_bytes, counter_at
 from lightning_dct.report.totals import totals_of, totals_table
 from made_up_runs import rows_of, write_csv
 

@@ -3,9 +3,9 @@ import math
 
 import pytest
 
+from lightning_dct.report.logs import run_of_records
 from lightning_dct.report.reading import read_all
 from lightning_dct.report.run import Series
-from lightning_dct.report.wandb_log import run_of_records
 
 wandb = pytest.importorskip("wandb")
 

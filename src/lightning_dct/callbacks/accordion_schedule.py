@@ -1,4 +1,4 @@
-"""Sends more while gradients change much, and less while they do not: two densities, switched as training goes."""
+"""Switches between two densities: the high one while gradients change much, the low one while they do not."""
 
 from __future__ import annotations
 
@@ -17,31 +17,32 @@ from lightning_dct.synchronizing import parameter_names
 
 
 class AccordionSchedule(pl.Callback):
-    """Two densities, by critical learning regimes.
+    """Choose between two densities by critical learning regimes.
 
     Agarwal et al., *Adaptive Gradient Communication via Critical Learning Regime Identification*, MLSys 2021,
     algorithm 1.
 
-    With ``D`` the sum of the synchronised gradients over an interval, the next interval is critical, and sends at the
+    ``D`` is the sum of the synchronised gradients over an interval. The next interval is critical, and sends at the
     density ``high``, when
 
         | |D_previous| - |D| |  >=  threshold * |D_previous|        or the learning rate drops
 
-    and sends at ``low`` otherwise. The first two are critical. The paper decides layer by layer; here the model is one.
-    Its learning rates fall in steps. So that one that falls a little all the time does not keep every interval
-    critical, a drop is one by at least the share ``threshold`` from one interval's beginning to the next.
+    and sends at ``low`` otherwise. The first two are critical. The paper decides for each layer, this callback for
+    the whole model. The paper's learning rates fall in steps. A rate that falls a little all the time must not keep
+    every interval critical, so a drop is one by at least the share ``threshold`` between the beginnings of two
+    intervals.
 
-    What is held back arrives in a later interval than it belongs to, and most of it where the density changes. Let an
-    interval be many times ``1 / low`` steps long, or each switch looks like a change of the gradients.
+    A residual arrives in a later interval than it belongs to, mostly where the density changes. An interval should be
+    many times ``1 / low`` steps long, or each switch looks like a change of the gradients.
 
-    All ranks hold the same synchronised gradients, so all decide alike and nothing is sent for it. The sum takes as
-    much memory as the gradients in fp32, and is saved with checkpoints, as are norm and density. Parameters that
-    ``density_per_parameter`` names keep their densities, and warm-up falls to the density of the moment.
+    All ranks have the same synchronised gradients, so they decide alike without communication. The sum takes as much
+    memory as the gradients in fp32. Checkpoints contain the sum, its norm and the density. Parameters in
+    ``density_per_parameter`` keep their densities, and warm-up falls to the current density.
 
     Args:
         low: Density while little changes, in (0, 1].
         high: Density in critical intervals, at least ``low``.
-        threshold: Relative change of the norm from which on an interval is critical, in (0, 1).
+        threshold: Smallest relative change of the norm that makes an interval critical, in (0, 1).
         every_n_steps: Optimizer steps in an interval; None for an epoch.
     """
 
@@ -56,7 +57,7 @@ class AccordionSchedule(pl.Callback):
             check_integer("AccordionSchedule(every_n_steps)", every_n_steps, minimum=1)
         self.low, self.high, self.threshold, self.every_n_steps = low, high, threshold, every_n_steps
         self.density = high
-        # Where the present interval has begun, in steps or epochs, and the learning rates there; -1 before the first.
+        # The beginning of this interval, in steps or epochs (-1 before the first), and the learning rates there.
         self._begun = -1
         self._rates: list[float] = []
         self._previous_norm: float | None = None
@@ -64,18 +65,18 @@ class AccordionSchedule(pl.Callback):
         self._synchronised_before = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse strategies whose density there is nothing to do about."""
+        """Refuse strategies without gradients of the whole model."""
         require_dct(trainer, self, replicas=True, gradients=True)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take up the density of the interval under way."""
+        """Set the density of the current interval."""
         synchronizer_of(trainer).set_density(self.density)
         self._begun = min(self._begun, self._now(trainer))
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begin another interval where one is over."""
+        """Begin the next interval when one is over."""
         synchronizer = synchronizer_of(trainer)
         self._synchronised_before = synchronizer.synchronisations
         now = self._now(trainer)
@@ -90,13 +91,13 @@ class AccordionSchedule(pl.Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Add the synchronised gradients to those of the interval, unless a loss scaler is about to skip the step."""
+        """Add the synchronised gradients to the interval's sum, unless a loss scaler skips the step."""
         if synchronizer_of(trainer).synchronisations == self._synchronised_before:
             return
         names = parameter_names(pl_module)
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             gradient = parameter.grad
-            # Sparse gradients are not compressed; those of sharded tables are this rank's alone.
+            # Sparse gradients are not compressed, and those of sharded tables differ between ranks.
             if gradient is not None and not gradient.is_sparse:
                 name = names[parameter]
                 if name not in self._sum:
@@ -104,7 +105,7 @@ class AccordionSchedule(pl.Callback):
                 self._sum[name] = self._sum[name].to(gradient.device).add_(gradient)
 
     def state_dict(self) -> dict[str, Any]:
-        """The density, what it was decided by, and what the next decision has so far; the same on every rank."""
+        """The density, and what this and the next decision are based on; the same on every rank."""
         return {
             "density": self.density,
             "begun": self._begun,
@@ -114,7 +115,7 @@ class AccordionSchedule(pl.Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue in the interval that was under way."""
+        """Continue the interval."""
         self.density = state_dict["density"]
         self._begun, self._rates = state_dict["begun"], list(state_dict["rates"])
         self._previous_norm, self._sum = state_dict["previous_norm"], dict(state_dict["sum"])

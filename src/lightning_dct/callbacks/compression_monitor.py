@@ -1,4 +1,4 @@
-"""Logs what compression does to the traffic, and sums it up in a table at the end of fit."""
+"""Logs the traffic and its compression, and prints a table at the end of fit."""
 
 from __future__ import annotations
 
@@ -11,13 +11,7 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_dct.activations import CompressedModule, SplitPoint
-from lightning_dct.callbacks.wandb_runs import (
-    describe_run,
-    settings_of,
-    summary_media,
-    tensor_media,
-    wandb_loggers,
-)
+from lightning_dct.callbacks.wandb_runs import describe_run, settings_of, summary_media, tensor_media, wandb_loggers
 from lightning_dct.config import check_integer
 from lightning_dct.gradients.by_tensor import figures_by_tensor
 from lightning_dct.metrics import CompressionRatio
@@ -32,31 +26,30 @@ class CompressionMonitor(pl.Callback):
     ============================  ======================================================================================
     dct/compression_ratio         bytes of the dense fp32 exchange over bytes sent, all traffic, since the last log
     dct/overhead_ms               time spent compressing and decompressing, ms a step, since the last log
-    dct/dp/compression_ratio      the same ratio, gradients only
+    dct/dp/compression_ratio      the same ratio, data parallelism only: updates or gradients
     dct/dp/density                entries sent over entries due, since the last log
-    dct/dp/bytes_sent             bytes this rank put on the wire since fit began
-    dct/dp/bytes_dense            bytes the dense fp32 exchange would have put there
+    dct/dp/bytes_sent             bytes that this rank has sent since fit began
+    dct/dp/bytes_dense            bytes that the dense fp32 exchange would have sent
     dct/dp/threshold              median of the thresholds of all compressed tensors
-    dct/dp/residual_norm          Euclidean norm of everything this rank holds back
+    dct/dp/residual_norm          Euclidean norm of the residual of this rank
     ============================  ======================================================================================
 
-    The keys under ``dct/mp/`` are the same for what crosses inside the model, where it is split: activations,
-    embedding rows and their gradients. They are logged when something has crossed; in one process, what would cross
-    between two. ``dct/mp/overflows`` counts the forwards in which more activations reached a threshold than a payload
-    had room for.
+    The keys under ``dct/mp/`` are the same for traffic inside a split model: activations, embedding rows and their
+    gradients. They are logged when there has been any. One process counts what two would exchange.
+    ``dct/mp/overflows`` counts the forwards in which more activations reached a threshold than a payload holds.
 
-    The values are those of rank 0. With the all-gather every rank sends the same number of bytes; inside the model
+    The values are those of rank 0. With the all-gather every rank sends the same number of bytes. Inside the model
     ranks differ, and the table at the end sums over all of them.
 
-    The monitor works with any strategy that has a ``traffic`` counter; thresholds and residuals are logged when the
-    strategy has a ``synchronizer`` as well.
+    The monitor works with any strategy that has a ``traffic`` counter. It logs thresholds and residuals if the strategy
+    also has a ``synchronizer``.
 
-    With a ``WandbLogger`` the run also gets the metrics' axis and summaries, the settings, figures of every tensor as
-    histograms and a table, and the tables of the end; see :mod:`lightning_dct.callbacks.wandb_runs` for the keys.
+    A ``WandbLogger`` also gets the metrics' axis and summaries, the settings, figures of every tensor as histograms and
+    a table, and the printed tables; see :mod:`lightning_dct.callbacks.wandb_runs` for the keys.
 
     Args:
-        tensors_every_n_steps: Optimizer steps between two looks at every tensor, which W&B alone is given, at the first
-            of Lightning's logging steps after that; 0 for none, also not at the end of fit.
+        tensors_every_n_steps: Optimizer steps from one log of every tensor, for W&B only, to the next, which happens at
+            the next of Lightning's logging steps; 0 for none, also not at the end of fit.
 
     Raises:
         TypeError: ``tensors_every_n_steps`` is not a whole number.
@@ -72,7 +65,7 @@ class CompressionMonitor(pl.Callback):
         self._steps_before = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin counting where a resumed run left off, and describe the run to W&B."""
+        """Begin counting, also in a resumed run, and describe the run to W&B."""
         self._next_tensors_at = 0
         if trainer.is_global_zero:
             for logger in wandb_loggers(trainer):
@@ -95,22 +88,22 @@ class CompressionMonitor(pl.Callback):
         if not totals:
             return
         synchronised, self._steps_before = totals["dp"].steps > self._steps_before, totals["dp"].steps
-        # Lightning's rhythm counts optimizer steps and holds for each of a step's micro-batches: log after the last.
+        # Lightning's logging step holds for each micro-batch of an optimizer step: log after the last.
         if not synchronised or not trainer.is_global_zero or not trainer._logger_connector.should_update_logs:
             return
         if (synchronizer := getattr(trainer.strategy, "synchronizer", None)) is not None:
-            # GPUs tell late how many entries they have sent. The norm of the residual has to be waited for anyway.
+            # GPUs report late how many entries they have sent. The norm of the residual waits for them anyway.
             synchronizer.flush()
             totals = _totals_of(trainer)
         recent = {part: now - self._at_last_log[part] for part, now in totals.items()}
         metrics = overall_metrics(recent["dp"], recent["mp"])
-        for part, (thresholds, residual_norm) in _held_back(trainer).items():
+        for part, (thresholds, residual_norm) in _residuals(trainer).items():
             if recent[part].steps:
                 metrics |= {
                     f"dct/{part}/{key}": value
                     for key, value in part_metrics(totals[part], recent[part], thresholds, residual_norm).items()
                 }
-        if overflows := _overflows_of(trainer):
+        if overflows := sum(module.overflows for module in _modules_of(trainer) if isinstance(module, SplitPoint)):
             metrics["dct/mp/overflows"] = overflows
         self._at_last_log = totals
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
@@ -119,7 +112,7 @@ class CompressionMonitor(pl.Callback):
             of_tensors = self._tensors(trainer)
             self._next_tensors_at = step + self.tensors_every_n_steps
         for logger in trainer.loggers:
-            # One call, because each is a row of W&B's history.
+            # One call, because each call is a row of W&B's history.
             more = of_tensors if isinstance(logger, WandbLogger) else {}
             logger.log_metrics({**metrics, **more}, step=step)
 
@@ -128,19 +121,19 @@ class CompressionMonitor(pl.Callback):
         totals = _totals_of(trainer)
         if not totals or not totals["dp"].steps:
             return
-        # Without a single batch, as in a resumed run that was finished already, training never starts.
+        # Without a batch, as in a resumed run that was finished already, training never starts.
         since = {part: now - self._at_fit_start.get(part, now) for part, now in totals.items()}
         ratio = math.nan
-        if _modules_of(trainer):  # the same on every rank, unlike what it has sent
+        if _modules_of(trainer):  # the same on every rank, unlike its traffic
             inside = CompressionRatio().to(trainer.strategy.root_device)
             inside.update(since["mp"])
             ratio = float(inside.compute())  # of all ranks
         if not trainer.is_global_zero:
             return
         rows = summary_rows(since["dp"], trainer.world_size)
-        held_back = _held_back(trainer)
+        residuals = _residuals(trainer)
         if hasattr(trainer.strategy, "synchronizer"):
-            rows.append(("held back (norm of the residual)", f"{held_back['dp'][1]:.4g}"))
+            rows.append(("norm of the residual", f"{residuals['dp'][1]:.4g}"))
         tables = {"Gradient synchronisation, rank 0": rows}
         if since["mp"].steps:
             rows = summary_rows(since["mp"], trainer.world_size)
@@ -148,7 +141,7 @@ class CompressionMonitor(pl.Callback):
             rows.insert(
                 5, ("compression ratio, all ranks", "nothing was sent" if math.isnan(ratio) else f"{ratio:,.1f}x")
             )
-            rows.append(("held back (norm of the residual)", f"{held_back['mp'][1]:.4g}"))
+            rows.append(("norm of the residual", f"{residuals['mp'][1]:.4g}"))
             tables["Inside the model, rank 0"] = rows
         for title, rows in tables.items():
             print_table(title, rows)
@@ -157,7 +150,7 @@ class CompressionMonitor(pl.Callback):
             logger.log_metrics(media, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     def _tensors(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """Figures of every tensor, where W&B is there to take them."""
+        """Figures of every tensor, if a W&B logger takes them."""
         if not self.tensors_every_n_steps or not wandb_loggers(trainer):
             return {}
         synchronizer = getattr(trainer.strategy, "synchronizer", None)
@@ -166,12 +159,7 @@ class CompressionMonitor(pl.Callback):
 
 
 def overall_metrics(dp: TrafficTotals, mp: TrafficTotals) -> dict[str, float]:
-    """What is logged of all traffic together.
-
-    Args:
-        dp: Of gradient synchronisation, since the last log.
-        mp: Of what crosses inside the model, since the last log.
-    """
+    """The metrics of all traffic since the last log: of data parallelism, and inside the model."""
     metrics = {"dct/overhead_ms": 1e3 * (dp.seconds + mp.seconds) / dp.steps}
     if sent := dp.bytes_sent + mp.bytes_sent:
         metrics["dct/compression_ratio"] = (dp.bytes_dense + mp.bytes_dense) / sent
@@ -181,14 +169,7 @@ def overall_metrics(dp: TrafficTotals, mp: TrafficTotals) -> dict[str, float]:
 def part_metrics(
     totals: TrafficTotals, recent: TrafficTotals, thresholds: list[float], residual_norm: float | None
 ) -> dict[str, float]:
-    """What is logged of one kind of traffic.
-
-    Args:
-        totals: Since fit began.
-        recent: Since the last log.
-        thresholds: All thresholds in use.
-        residual_norm: Of what is held back; None where that is not known.
-    """
+    """The metrics of one kind of traffic, with totals since fit began and those since the last log."""
     metrics: dict[str, float] = {"bytes_sent": totals.bytes_sent, "bytes_dense": totals.bytes_dense}
     if recent.entries:
         metrics["density"] = recent.density
@@ -202,12 +183,7 @@ def part_metrics(
 
 
 def summary_rows(totals: TrafficTotals, world_size: int) -> list[tuple[str, str]]:
-    """The rows of the table at the end of fit.
-
-    Args:
-        totals: What was counted.
-        world_size: Ranks that took part.
-    """
+    """The rows of the table at the end of fit."""
     rows = [
         ("ranks", str(world_size)),
         ("optimizer steps synchronised", f"{totals.steps:,}"),
@@ -224,7 +200,7 @@ def summary_rows(totals: TrafficTotals, world_size: int) -> list[tuple[str, str]
 
 
 def format_bytes(num_bytes: int) -> str:
-    """A byte count for people: decimal units, as network rates have."""
+    """A byte count in decimal units, as network rates have."""
     value = float(num_bytes)
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if round(value, 2) < 1000 or unit == "TB":
@@ -234,7 +210,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def print_table(title: str, rows: list[tuple[str, str]]) -> None:
-    """Print a table of two columns, with rich where it is installed."""
+    """Print a table of two columns, with rich if it is installed."""
     try:
         from rich.console import Console
         from rich.table import Table
@@ -251,7 +227,7 @@ def print_table(title: str, rows: list[tuple[str, str]]) -> None:
 
 
 def _totals_of(trainer: pl.Trainer) -> dict[str, TrafficTotals]:
-    """The totals of gradients ("dp") and of what crosses inside the model ("mp"); empty when nothing is counted."""
+    """The totals of data parallelism ("dp") and inside the model ("mp"); empty if nothing is counted."""
     traffic: Traffic | None = getattr(trainer.strategy, "traffic", None)
     if traffic is None:
         return {}
@@ -264,20 +240,12 @@ def _modules_of(trainer: pl.Trainer) -> list[CompressedModule]:
     return list(strategy.compressed_modules().values()) if hasattr(strategy, "compressed_modules") else []
 
 
-def _overflows_of(trainer: pl.Trainer) -> int:
-    return sum(module.overflows for module in _modules_of(trainer) if isinstance(module, SplitPoint))
-
-
-def _held_back(trainer: pl.Trainer) -> dict[str, tuple[list[float], float | None]]:
-    """Thresholds in use and norm of the residual, of both kinds of traffic."""
+def _residuals(trainer: pl.Trainer) -> dict[str, tuple[list[float], float | None]]:
+    """Thresholds in use and norm of the residual, for both kinds of traffic."""
     synchronizer = getattr(trainer.strategy, "synchronizer", None)
-    modules = _modules_of(trainer)
     return {
         "dp": ([], None) if synchronizer is None else (synchronizer.thresholds.values(), synchronizer.norm()),
-        "mp": (
-            _thresholds_inside(trainer),
-            math.hypot(*(module.residual_norm() for module in modules)),
-        ),
+        "mp": (_thresholds_inside(trainer), math.hypot(*(m.residual_norm() for m in _modules_of(trainer)))),
     }
 
 

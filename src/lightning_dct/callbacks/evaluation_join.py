@@ -13,9 +13,9 @@ from lightning_dct.embedding.hosting import find_tables
 class EvaluationJoin(InternalCallback):
     """Let ranks with unequal numbers of batches validate, test and predict with sharded embedding tables.
 
-    After its last batch a rank answers the others until all are through. That comes before Lightning reduces what was
-    logged, which wants all ranks together. A rank without any batch, on which Lightning runs no loop at all, answers
-    when the stage is torn down. ``DCTStrategy`` adds this callback, before all others.
+    After its last batch a rank answers the others until all are done. This comes before Lightning reduces logged
+    values, which takes all ranks. A rank without any batch, on which Lightning runs no loop, answers when the stage is
+    torn down. ``DCTStrategy`` adds this callback, before all others.
     """
 
     def __init__(self) -> None:
@@ -26,46 +26,23 @@ class EvaluationJoin(InternalCallback):
         self._is_due = stage != "fit"
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """A validation within fit does so too."""
+        """So does a validation within fit."""
         self._is_due = True
 
-    def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         """Answer after the last batch."""
-        self._finish_after_last_batch(trainer, pl_module)
-
-    def on_test_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """Answer after the last batch."""
-        self._finish_after_last_batch(trainer, pl_module)
-
-    def on_predict_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """Answer after the last batch."""
-        self._finish_after_last_batch(trainer, pl_module)
-
-    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Answer when the last batch was not known to be the last."""
-        self._finish(pl_module)
-
-    def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Answer when the last batch was not known to be the last."""
-        self._finish(pl_module)
-
-    def on_predict_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Answer when the last batch was not known to be the last."""
-        self._finish(pl_module)
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Answer on a rank that had no batches."""
-        self._finish(pl_module)
-
-    def _finish_after_last_batch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         loop: Any = trainer._active_loop  # of this evaluation, also within fit
         if loop.batch_progress.is_last_batch:
-            self._finish(pl_module)
+            self._finish(trainer, pl_module)
 
-    def _finish(self, pl_module: pl.LightningModule) -> None:
-        if not self._is_due:
-            return
-        self._is_due = False
-        for module in find_tables(pl_module).values():
-            module.finish_evaluation()  # of all the model's tables together
-            return
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+    def _finish(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str = "") -> None:
+        if self._is_due:
+            self._is_due = False
+            for module in find_tables(pl_module).values():
+                module.finish_evaluation()  # of all the model's tables together
+                return
+
+    # The last batch may not have been known as such, and a rank may have had no batch at all.
+    on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = teardown = _finish

@@ -1,4 +1,4 @@
-"""What this package's callbacks have in common: the strategies they work with, and how little they cost."""
+"""What this package's callbacks share: the strategies they work with, and hooks that take no time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning.pytorch import callbacks
 
 from lightning_dct.gradients import GradientSynchronizer, Synchronizer
 
-# What averages weights. Lightning before 2.6 has the first of them only.
+# Lightning before 2.6 has only the first of them.
 AVERAGING = tuple(
     getattr(callbacks, name) for name in ("StochasticWeightAveraging", "WeightAveraging") if hasattr(callbacks, name)
 )
@@ -27,10 +27,10 @@ _STEP_HOOKS = (
 
 
 class InternalCallback(pl.Callback):
-    """A callback that a strategy adds by itself. It takes no time for the hooks it does not define.
+    """A callback that a strategy adds. Hooks that it does not define take no time.
 
-    Lightning enters a profiler for each hook of each callback, empty ones included: a tenth of a small model's step.
-    It skips hooks that are not callable.
+    Lightning enters a profiler for every hook of every callback, also an empty one, which takes a tenth of a small
+    model's step. It skips hooks that are not callable.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -43,15 +43,10 @@ class InternalCallback(pl.Callback):
 def require_dct(trainer: pl.Trainer, callback: pl.Callback, replicas: bool = False, gradients: bool = False) -> None:
     """Refuse strategies that a callback does not work with.
 
-    Args:
-        trainer: Whose strategy it is.
-        callback: The callback.
-        replicas: Whether it needs every rank to have the whole model, which stages and shards have not.
-        gradients: Whether it needs gradients to be what is exchanged.
+    ``replicas`` refuses those whose ranks have only a part of the model, ``gradients`` those that exchange updates.
 
     Raises:
-        MisconfigurationException: The Trainer's strategy is not one of this package's, spreads the model over
-            ranks, or exchanges something else.
+        MisconfigurationException: The strategy is not one of this package's, or does not fulfil this.
     """
     name, strategy = type(callback).__name__, trainer.strategy
     if not hasattr(strategy, "synchronizer"):
@@ -61,24 +56,24 @@ def require_dct(trainer: pl.Trainer, callback: pl.Callback, replicas: bool = Fal
         )
     if gradients and strategy.config.compress != "gradients":  # type: ignore[attr-defined]
         raise MisconfigurationException(
-            f"`{name}` acts on gradients that are held back, and this strategy exchanges what weights have moved. Use"
+            f"`{name}` acts on the residuals of gradients, and this strategy exchanges updates. Use"
             " `DCTStrategy(compress='gradients')`, or remove the callback."
         )
     if replicas and getattr(strategy, "stages", 1) > 1:
         raise MisconfigurationException(
-            f"`{name}` decides by the gradients of the whole model, of which the ranks of a `{type(strategy).__name__}`"
-            " have a part each. Use a `DCTStrategy`, or remove the callback."
+            f"`{name}` needs the gradients of the whole model, and each rank of a `{type(strategy).__name__}` has a"
+            " part of them. Use a `DCTStrategy`, or remove the callback."
         )
 
 
 def synchronizer_of(trainer: pl.Trainer) -> Synchronizer:
-    """What synchronises the ranks of a Trainer that trains with one of this package's strategies."""
+    """The synchronizer of one of this package's strategies."""
     synchronizer: Synchronizer = trainer.strategy.synchronizer  # type: ignore[attr-defined]
     return synchronizer
 
 
 def gradient_synchronizer_of(trainer: pl.Trainer) -> GradientSynchronizer:
-    """The same, where gradients are what is exchanged."""
+    """The same, if gradients are exchanged."""
     synchronizer = synchronizer_of(trainer)
     assert isinstance(synchronizer, GradientSynchronizer)
     return synchronizer

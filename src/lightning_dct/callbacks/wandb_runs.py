@@ -1,20 +1,18 @@
-"""What W&B gets beyond the scalars that every logger gets: axes and summaries, settings, histograms and tables.
-
-Only rank 0 has a run, and all of this happens there. W&B is imported where a run exists already, and nowhere else.
+"""What W&B gets beyond the scalars of every logger, on rank 0: axes and summaries, settings, histograms and tables.
 
 ============================  ========================================================================================
 key                           value
 ============================  ========================================================================================
-dct/dp/log10_density          histogram over tensors: share of the entries that goes
-dct/dp/log10_threshold        histogram over the tensors that are compressed: magnitude from which on an entry goes
-dct/dp/log10_residual_norm    histogram over the tensors that hold anything back: norm of what rank 0 holds back
-dct/dp/tensors                table of the same figures, one row a tensor
+dct/dp/log10_density          histogram over tensors: share of the entries that is sent
+dct/dp/log10_threshold        histogram over the compressed tensors: the smallest magnitude that is sent
+dct/dp/log10_residual_norm    histogram over the tensors with a residual: its norm on rank 0
+dct/dp/tensors                table of the same figures, one row per tensor
 dct/mp/log10_threshold        histogram over all thresholds inside the model
-dct/summary                   table: what is printed at the end of fit
+dct/summary                   table: the one printed at the end of fit
 ============================  ========================================================================================
 
-The settings are in the run's config under ``lightning_dct``: the strategy's name, the number of ranks and what
-:class:`~lightning_dct.DCTConfig` holds. So runs can be grouped by them, those of other strategies too.
+The run's config has the settings under ``lightning_dct``: the strategy's name, the number of ranks and the fields of
+:class:`~lightning_dct.DCTConfig`. Runs can be grouped by them, also runs of other strategies.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from lightning_dct.gradients.by_tensor import TensorFigures
 
 CONFIG_KEY = "lightning_dct"
 STEP = "trainer/global_step"
-"""What Lightning's logger writes beside everything: the optimizer step."""
+"""The optimizer step, which Lightning's logger adds to every row."""
 SUMMARIES = {
     "dct/compression_ratio": "last,mean",
     "dct/overhead_ms": "mean,max",
@@ -46,7 +44,7 @@ SUMMARIES = {
         }.items()
     },
 }
-"""What of a metric's history is shown of a run as a whole; of all others it is the last value."""
+"""How W&B summarizes the history of a metric; of all others it shows the last value."""
 
 
 def wandb_loggers(trainer: pl.Trainer) -> list[WandbLogger]:
@@ -55,14 +53,9 @@ def wandb_loggers(trainer: pl.Trainer) -> list[WandbLogger]:
 
 
 def describe_run(run: Any, settings: Mapping[str, Any]) -> None:
-    """Tell a run the axis of our metrics, what of them it sums up, and the settings.
-
-    Args:
-        run: A ``wandb.Run``.
-        settings: As :func:`settings_of` gives them.
-    """
+    """Give a ``wandb.Run`` the axis and summaries of our metrics, and the settings."""
     run.define_metric(STEP)
-    # Lightning does so for all metrics, but only in a run that it has started itself.
+    # Lightning does so for all metrics, but only in runs that it has started.
     run.define_metric("dct/*", step_metric=STEP, step_sync=True)
     for key, summary in SUMMARIES.items():
         run.define_metric(key, step_metric=STEP, step_sync=True, summary=summary)
@@ -70,22 +63,17 @@ def describe_run(run: Any, settings: Mapping[str, Any]) -> None:
 
 
 def settings_of(trainer: pl.Trainer) -> dict[str, Any]:
-    """What distinguishes the synchronisation of one run from that of another: plain numbers, strings and dicts."""
+    """The settings of synchronisation, by which runs differ: plain numbers, strings and dicts."""
     strategy = trainer.strategy
     settings = {"strategy": getattr(strategy, "strategy_name", type(strategy).__name__), "ranks": trainer.world_size}
-    if isinstance(config := getattr(strategy, "config", None), DCTConfig):  # DeepSpeed's has another meaning
+    if isinstance(config := getattr(strategy, "config", None), DCTConfig):  # DeepSpeed has another `config`
         settings |= vars(config)
     pipeline = ("stages", "micro_batches", "schedule")
     return settings | {name: getattr(strategy, name) for name in pipeline if hasattr(strategy, name)}
 
 
 def tensor_media(figures: Iterable[TensorFigures], thresholds_inside: Iterable[float]) -> dict[str, Any]:
-    """Histograms over the tensors, and a table with a row for each.
-
-    Args:
-        figures: Of the tensors whose gradients are synchronised.
-        thresholds_inside: Those of what crosses inside the model.
-    """
+    """Histograms over the synchronised tensors and the thresholds inside the model, and a table of the tensors."""
     import wandb
 
     figures = list(figures)
@@ -108,7 +96,7 @@ def tensor_media(figures: Iterable[TensorFigures], thresholds_inside: Iterable[f
 
 
 def summary_media(tables: Mapping[str, Iterable[tuple[str, str]]]) -> dict[str, Any]:
-    """The tables that are printed at the end of fit, by title, as one."""
+    """The tables printed at the end of fit, by title, as one."""
     import wandb
 
     rows = [[title, name, value] for title, table in tables.items() for name, value in table]

@@ -1,4 +1,4 @@
-"""``lightning-dct dashboard``: a W&B workspace of what is sent and reached; see :mod:`lightning_dct.dashboard`."""
+"""``lightning-dct dashboard``: a W&B workspace of bytes, residuals and quality."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXTRA = "pip install '.[experiments]' in a clone of lightning_dct"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be asked."""
+    """Describe the command line."""
     environment = os.environ.get
     parser.add_argument(
         "--project", default=environment("WANDB_PROJECT"), help="where the runs are (default: WANDB_PROJECT)"
@@ -21,18 +21,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--entity",
         default=environment("WANDB_ENTITY"),
-        help="user or team whose project it is (default: WANDB_ENTITY, else that of whoever is logged in)",
+        help="user or team that owns the project (default: WANDB_ENTITY, else your default entity)",
     )
-    parser.add_argument("--name", default="lightning_dct", help="what the view is called (default: %(default)s)")
+    parser.add_argument("--name", default="lightning_dct", help="name of the view (default: %(default)s)")
     parser.add_argument(
         "--quality",
         nargs="+",
         default=list(QUALITY),
         metavar="KEY",
-        help=f"keys of the model's quality, the one that counts last (default: {' '.join(QUALITY)})",
+        help=f"keys of the model's quality, the decisive one last (default: {' '.join(QUALITY)})",
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write it there as JSON and send nothing; no login is needed"
+        "--output", type=Path, metavar="FILE", help="write JSON to this file and send nothing; needs no login"
     )
 
 
@@ -41,8 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.project:
         return _refuse("which W&B project? Name it with `--project`, or set WANDB_PROJECT.")
     try:
-        from lightning_dct.dashboard.building import make_workspace, to_json
-        from lightning_dct.dashboard.pushing import PushError, push
+        from lightning_dct.dashboard.workspace import PushError, make_workspace, push, to_json
     except ModuleNotFoundError as error:
         return _refuse(f"the package {error.name!r} is missing: {EXTRA}")
     if arguments.output is not None:

@@ -1,6 +1,6 @@
-"""``lightning-dct plan``: bytes, time and memory of a run before there is one; see :mod:`lightning_dct.forecast`.
+"""``lightning-dct plan``: bytes, time and memory of a run before it starts; see :mod:`lightning_dct.forecast`.
 
-With ``--measure`` it is one rank of a job, and says what ``DCTStrategy(target_overhead=...)`` would choose there.
+With ``--measure`` it is one rank of a job, and prints what ``DCTStrategy(target_overhead=...)`` would choose there.
 """
 
 from __future__ import annotations
@@ -29,24 +29,28 @@ T = TypeVar("T")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be asked."""
+    """Describe the command line."""
     defaults = DCTConfig()
-    parser.add_argument("--world-size", type=int, help="ranks: processes of the whole job")
-    parser.add_argument("--nodes", type=int, help="machines they run on, as many on each (default: one rank on each)")
+    parser.add_argument("--world-size", type=int, help="number of ranks: processes of the whole job")
+    parser.add_argument(
+        "--nodes", type=int, help="number of machines, with equally many ranks on each (default: one rank on each)"
+    )
     parser.add_argument(
         "--link",
         type=_of(parse_rate),
-        help="rate of each node's link, which its ranks share, as 1Gbit, 100Mbit or 1.2GB; of each rank's on one node",
+        help="rate of the link of each node, which its ranks share (on one node: of each rank), as 1Gbit or 1.2GB",
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--parameters", type=_of(parse_count), help="so many, in one large tensor: 25000000, 100M, 1.3B")
+    what.add_argument(
+        "--parameters", type=_of(parse_count), help="this many, in one large tensor: 25000000, 100M, 1.3B"
+    )
     what.add_argument("--module", metavar="PACKAGE.MODULE:CLASS", help="a LightningModule or nn.Module: its tensors")
     parser.add_argument(
         "--arguments",
         nargs="+",
         default=[],
         metavar="KEY=VALUE",
-        help="for the module's constructor: pairs, whose values are read as JSON where they can be; or one JSON object",
+        help="arguments of the module's constructor: pairs, with values in JSON where possible, or one JSON object",
     )
     parser.add_argument(
         "--compress", choices=("updates", "gradients"), default=defaults.compress, help="(default: %(default)s)"
@@ -80,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Reckon and print."""
+    """Compute and print the forecast."""
     if arguments.measure:
         return _print_measured(arguments)
     try:
@@ -137,16 +141,13 @@ def _workload(arguments: argparse.Namespace) -> forecast.Workload:
             raise ValueError("`--arguments` are for the constructor of a `--module`; `--parameters` has none")
         return forecast.one_tensor(arguments.parameters)
     if os.getcwd() not in sys.path:
-        # As `python script.py` would find modules beside the script.
+        # `python script.py` finds modules in this folder, too.
         sys.path.insert(0, os.getcwd())
     return forecast.workload_of(forecast.load_module(arguments.module, parse_arguments(arguments.arguments)))
 
 
 def parse_arguments(words: list[str]) -> dict[str, Any]:
-    """Keyword arguments from the command line.
-
-    Raises:
-        ValueError: A word is no pair.
+    """Keyword arguments from the command line; a word that is no pair is a ValueError.
 
     Example:
         >>> parse_arguments(["width=512", "name=small", "betas=[0.9, 0.95]"])
@@ -177,7 +178,7 @@ def _density(text: str) -> float:
 
 
 def _of(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """The same, whose error argparse shows beside the option's name."""
+    """A parser whose error argparse shows beside the name of the option."""
 
     def checked(text: str) -> T:
         try:

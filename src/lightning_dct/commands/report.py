@@ -11,7 +11,7 @@ from lightning_dct.report.reading import read_all
 
 _EPILOG = """\
 A RUN_DIR holds the metrics.csv of Lightning's CSVLogger, an offline W&B run, or what experiments/train.py leaves;
-a folder with several runs below it stands for all of them. The page needs no network and nothing beside it. What
+a folder with several runs below it stands for all of them. The page needs no network and no other file. What
 cannot be read is reported here and on the page.
 
 exit status: 0 when every RUN_DIR gave its runs, 1 otherwise"""
@@ -28,11 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read the runs and write the page.
-
-    Returns:
-        The exit status.
-    """
+    """Read the runs and write the page."""
     try:
         from lightning_dct.report.page import check_page, make_page, write_page
     except ModuleNotFoundError as error:
@@ -46,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     for problem in reading.problems:
         print(problem, file=sys.stderr)
     if not reading.runs:
-        print("There is nothing to show: no run could be read.", file=sys.stderr)
+        print("Nothing to show: no run could be read.", file=sys.stderr)
         return 1
     names = logged_names(reading.runs)
     if arguments.metric is not None and arguments.metric not in names:

@@ -1,7 +1,7 @@
-"""What the dashboard shows: sections, their panels, and the keys in each. Plain data; nothing of W&B is needed.
+"""What the dashboard shows: sections, their panels, and the keys in each; plain data, without W&B.
 
-Every key here is one that :class:`~lightning_dct.CompressionMonitor` logs, but for those of quality, whose names the
-user chooses. A test compares them with a run.
+:class:`~lightning_dct.CompressionMonitor` logs every key here except those of quality, which the user names. A test
+compares them with a run.
 """
 
 from __future__ import annotations
@@ -17,13 +17,7 @@ GROUPS = ("strategy", "density", "value_format")
 
 @dataclass(frozen=True)
 class Curves:
-    """Scalars against the optimizer step; a histogram's key shows as a strip of histograms.
-
-    Attributes:
-        title: The panel's title.
-        keys: What is drawn.
-        log_scale: Whether the vertical axis is logarithmic.
-    """
+    """Scalars against the optimizer step; the key of a histogram shows as a strip of histograms."""
 
     title: str
     keys: tuple[str, ...]
@@ -32,13 +26,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class Trade:
-    """One point a run: what it costs against what it reaches.
-
-    Attributes:
-        title: The panel's title.
-        across: A key of the runs' summaries, on a logarithmic axis.
-        upwards: Another one.
-    """
+    """One point for each run: two keys of its summary, the horizontal one on a logarithmic axis."""
 
     title: str
     across: str
@@ -47,14 +35,7 @@ class Trade:
 
 @dataclass(frozen=True)
 class Bars:
-    """A bar for each row of a table, as it was logged last.
-
-    Attributes:
-        title: The panel's title.
-        table: The table's key.
-        label: The column that names the bars.
-        value: The column of their lengths.
-    """
+    """A bar for each row of the last logged table, with a column of names and a column of lengths."""
 
     title: str
     table: str
@@ -64,11 +45,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Rows:
-    """A table as it was logged last.
-
-    Attributes:
-        table: The table's key.
-    """
+    """The last logged table of a key."""
 
     table: str
 
@@ -78,12 +55,7 @@ Panel = Curves | Trade | Bars | Rows
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what stands under it.
-
-    Attributes:
-        name: The heading.
-        panels: In order.
-    """
+    """A heading, and the panels below it."""
 
     name: str
     panels: tuple[Panel, ...]
@@ -93,7 +65,7 @@ def sections(quality: Sequence[str] = QUALITY) -> list[Section]:
     """All sections, from top to bottom.
 
     Args:
-        quality: Keys of the model's quality; each gets a panel of its own, and the last one is set against the ratio.
+        quality: Keys of the model's quality. Each gets a panel; the last one is also drawn against the ratio.
     """
     ratio, tensors = "dct/compression_ratio", "dct/dp/tensors"
     return [
@@ -107,8 +79,12 @@ def sections(quality: Sequence[str] = QUALITY) -> list[Section]:
         Section(
             "Bytes",
             (
-                Curves("gradients: bytes sent, rank 0", ("dct/dp/bytes_sent",)),
-                Curves("gradients: sent, and dense fp32", ("dct/dp/bytes_sent", "dct/dp/bytes_dense"), log_scale=True),
+                Curves("data parallelism: bytes sent, rank 0", ("dct/dp/bytes_sent",)),
+                Curves(
+                    "data parallelism: sent, and dense fp32",
+                    ("dct/dp/bytes_sent", "dct/dp/bytes_dense"),
+                    log_scale=True,
+                ),
                 Rows("dct/summary"),
             ),
         ),
@@ -116,7 +92,7 @@ def sections(quality: Sequence[str] = QUALITY) -> list[Section]:
             "Compression ratio",
             (
                 Curves("all traffic, against dense fp32", (ratio,), log_scale=True),
-                Curves("gradients, against dense fp32", ("dct/dp/compression_ratio",), log_scale=True),
+                Curves("data parallelism, against dense fp32", ("dct/dp/compression_ratio",), log_scale=True),
             ),
         ),
         Section(
@@ -134,8 +110,8 @@ def sections(quality: Sequence[str] = QUALITY) -> list[Section]:
         Section(
             "Residual norms",
             (
-                Curves("everything held back, rank 0", ("dct/dp/residual_norm",)),
-                Curves("held back of all tensors, log10", ("dct/dp/log10_residual_norm",)),
+                Curves("norm over all tensors, rank 0", ("dct/dp/residual_norm",)),
+                Curves("norms of all tensors, log10", ("dct/dp/log10_residual_norm",)),
                 Bars("residual norm", tensors, "tensor", "residual_norm"),
             ),
         ),
@@ -148,19 +124,8 @@ def sections(quality: Sequence[str] = QUALITY) -> list[Section]:
                 Curves("density: entries sent over entries due", ("dct/mp/density",)),
                 Curves("threshold, median", ("dct/mp/threshold",), log_scale=True),
                 Curves("all thresholds, log10", ("dct/mp/log10_threshold",)),
-                Curves("held back, rank 0", ("dct/mp/residual_norm",)),
-                Curves("forwards with more than a payload has room for", ("dct/mp/overflows",)),
+                Curves("norm of the residual, rank 0", ("dct/mp/residual_norm",)),
+                Curves("forwards with more entries than a payload holds", ("dct/mp/overflows",)),
             ),
         ),
     ]
-
-
-def keys_of(panel: Panel) -> tuple[str, ...]:
-    """The keys of a run's history that a panel shows; of a :class:`Trade`, those of its summary."""
-    match panel:
-        case Curves():
-            return panel.keys
-        case Trade():
-            return (panel.across, panel.upwards)
-        case Bars() | Rows():
-            return (panel.table,)

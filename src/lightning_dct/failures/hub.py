@@ -1,11 +1,11 @@
-"""In the process of rank 0: holds a connection to every rank, finds out who has died or failed, and tells everybody.
+"""Runs in the process of rank 0: a connection to every rank, which finds dead and failed ranks and tells all others.
 
-A rank says how it ends: it has left, or it has failed and why. A connection that ends without a word is a process that
-has died, whatever has killed it: the kernel closes it. Silence is no evidence of anything, so a rank may compute, load
-data or sit in a debugger for as long as it likes.
+A rank reports how it ends: it has left, or it has failed and why. If a connection ends without a report, its process
+has died, whatever killed it: the kernel closes the connection. Silence means nothing, so a rank may compute, load data
+or sit in a debugger for any time.
 
-Anybody on the network can call. Who does not give the token, or gives another rank's name, is hung up on; whatever a
-caller sends, the others do not notice. Nobody is let in any more once all ranks are there.
+Anyone on the network can connect until all ranks have. The hub hangs up on callers without the token and on those that
+give another rank's number. Nothing that a caller sends reaches the ranks.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from typing import Any
 
 from lightning_dct.failures.sockets import accept, listen, pair, read_lines, write_line
 
-# Ranks fail in consequence of a death, and may say so before the death itself is seen. So the hub waits a little.
+# A death makes other ranks fail, and their reports may come first. So the hub waits before it blames a rank.
 SETTLE_S = 1.0
-# How long a message may take to be taken.
+# Timeout of sending a message.
 PATIENCE_S = 10.0
-# So many callers without a name, beyond one for each rank, may wait; the one that has waited longest goes first.
+# Beyond one for each rank, this many unidentified callers may wait; the hub drops the oldest first.
 STRANGERS = 16
 
 
 class Hub:
-    """The place where all lifelines meet. It runs in a thread of its own until rank 0 has left.
+    """The end of all lifelines. It runs in a thread until rank 0 has left.
 
     Args:
-        world_size: How many ranks there are.
-        who: How rank 0 is called in messages.
-        port: Where to listen; 0 for any free port.
+        world_size: Number of ranks.
+        who: The name of rank 0 in messages.
+        port: The port to listen on; 0 for any free port.
 
     Attributes:
-        port: Where it listens.
-        token: What a rank has to know to be let in.
+        port: The port it listens on.
+        token: The secret of this job's ranks.
         own: Rank 0's connection, which needs no network.
 
     Raises:
@@ -60,7 +60,7 @@ class Hub:
         self._left: set[int] = set()
         self._decide_at: float | None = None
         self._verdict: dict[str, Any] | None = None
-        # For each signal: how many places each rank had passed when it was asked.
+        # For each signal: how many stop points each rank had passed when it was asked.
         self._passed: dict[int, dict[int, int]] = {}
         self.own, end = pair()
         self._add_member(self._connected(end), 0, who)
@@ -76,12 +76,11 @@ class Hub:
             while 0 not in self._left:
                 self._serve_once()
             # Rank 0's process may end now.
-            farewell = {"over": ""}
+            over = ""
         except Exception as error:
-            # A flaw here must not look like a death.
-            farewell = {"over": f"{type(error).__name__}: {error}"}
-        for caller in self._members.values():
-            self._tell(caller, farewell)
+            # A bug here must not look like a death.
+            over = f"{type(error).__name__}: {error}"
+        self._send_all({"over": over})
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
         self._selector.close()
@@ -95,21 +94,20 @@ class Hub:
                 if len(self._nameless) > self._world_size + STRANGERS:
                     self._drop(self._nameless.pop(0))
             elif key.data.connection.fileno() >= 0:  # not dropped a moment ago
-                self._hear(key.data)
-        if self._decide_at is not None and (self._none_is_well() or time.monotonic() >= self._decide_at):
+                self._receive(key.data)
+        if self._decide_at is not None and (self._all_have_ended() or time.monotonic() >= self._decide_at):
             self._decide()
 
-    def _hear(self, caller: _Caller) -> None:
-        """Read what a connection says; its end is news too."""
+    def _receive(self, caller: _Caller) -> None:
         try:
             received = caller.connection.recv(1 << 16)
             for message in read_lines(caller.buffer, received):
-                self._take(caller, message)
+                self._handle(caller, message)
             how = "has died" if not received else None
         except ConnectionError:
             how = "has died"
         except Exception:
-            # The kernel's probes were not answered, or a stranger sends whatever strangers send.
+            # The kernel's probes were not answered, or a stranger sent anything at all.
             how = "cannot be reached any more"
         if how is None:
             return
@@ -117,26 +115,22 @@ class Hub:
             self._nameless.remove(caller)
         self._drop(caller)
         if caller.rank is not None and caller.rank not in self._left:
-            # A process that has failed and then ends has left.
+            # A process that has reported a failure and then ends has left.
             self._left.add(caller.rank)
             if caller.rank not in self._failed:
                 self._dead[caller.rank] = f"{caller.who} {how}"
-                self._news()
+                self._decide_soon()
             self._settle_signals()
 
-    def _take(self, caller: _Caller, message: dict[str, Any]) -> None:
-        """Act on a message.
-
-        Raises:
-            Exception: It is no message of a rank of this job.
-        """
+    def _handle(self, caller: _Caller, message: dict[str, Any]) -> None:
+        """Act on a message; it raises any Exception on one that no rank of this job sends."""
         if caller.rank is None:
-            self._let_in(caller, message)
+            self._admit(caller, message)
         elif "failed" in message:
             self._failed.setdefault(caller.rank, f"{caller.who} has failed: {message['failed']}")
             if self._verdict is not None:
-                self._tell(caller, self._verdict)
-            self._news()
+                self._send(caller, self._verdict)
+            self._decide_soon()
         elif "left" in message:
             self._left.add(caller.rank)
             self._settle_signals()
@@ -144,13 +138,12 @@ class Hub:
             number = int(message["signal"])
             if number not in self._passed:
                 self._passed[number] = {}
-                for member in self._members.values():
-                    self._tell(member, {"where": number})
+                self._send_all({"where": number})
         elif "passed" in message:
             self._passed[int(message["asked"])][caller.rank] = int(message["passed"])
             self._settle_signals()
 
-    def _let_in(self, caller: _Caller, message: dict[str, Any]) -> None:
+    def _admit(self, caller: _Caller, message: dict[str, Any]) -> None:
         rank = message["rank"]
         if (
             not hmac.compare_digest(str(message["token"]).encode(), self.token.encode())
@@ -161,37 +154,35 @@ class Hub:
             raise ValueError("a stranger")
         self._nameless.remove(caller)
         self._add_member(caller, rank, str(message["who"]))
-        self._tell(caller, {"welcome": True})
+        self._send(caller, {"welcome": True})
         if len(self._members) == self._world_size:
+            self._selector.unregister(self._listener)
+            self._listener.close()
             for stranger in self._nameless:
                 self._drop(stranger)
             self._nameless.clear()
-            self._selector.unregister(self._listener)
-            self._listener.close()
 
     def _settle_signals(self) -> None:
-        """Say where all ranks act on a signal, once all that are still there have said how far they are."""
+        """Announce the stop point at which all ranks act on a signal, once all remaining ranks have answered."""
         here = self._members.keys() - self._left
         for number, passed in self._passed.items():
             if passed and here <= passed.keys():
-                for member in self._members.values():
-                    self._tell(member, {"act_on": number, "place": max(passed.values()) + 1})
+                self._send_all({"act_on": number, "place": max(passed.values()) + 1})
                 passed.clear()
 
-    def _news(self) -> None:
+    def _decide_soon(self) -> None:
         if self._decide_at is None and self._verdict is None:
             self._decide_at = time.monotonic() + SETTLE_S
 
-    def _none_is_well(self) -> bool:
+    def _all_have_ended(self) -> bool:
         return set(range(self._world_size)) <= self._left | self._failed.keys()
 
     def _decide(self) -> None:
-        """Say who is to blame: the dead, else who has failed, unless all have: then each of them knows why."""
-        blamed = self._dead or ({} if self._none_is_well() else self._failed)
+        """Blame the dead ranks, else the failed ones, but nobody if all have failed: then each of them knows why."""
+        blamed = self._dead or ({} if self._all_have_ended() else self._failed)
         self._verdict = {"blamed": sorted(blamed), "verdict": "; ".join(blamed[rank] for rank in sorted(blamed))}
         self._decide_at = None
-        for caller in self._members.values():
-            self._tell(caller, self._verdict)
+        self._send_all(self._verdict)
 
     def _connected(self, connection: socket.socket) -> _Caller:
         connection.settimeout(PATIENCE_S)
@@ -207,13 +198,17 @@ class Hub:
         self._selector.unregister(caller.connection)
         caller.connection.close()
 
-    def _tell(self, caller: _Caller, message: dict[str, Any]) -> None:
-        with suppress(OSError):  # its end will be heard
+    def _send(self, caller: _Caller, message: dict[str, Any]) -> None:
+        with suppress(OSError):  # the end of the connection is noticed on receiving
             write_line(caller.connection, message)
+
+    def _send_all(self, message: dict[str, Any]) -> None:
+        for member in self._members.values():
+            self._send(member, message)
 
 
 class _Caller:
-    """One connection, and who it is once it has said so."""
+    """One connection, and its rank once that is known."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection

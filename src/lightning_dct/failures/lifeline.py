@@ -1,15 +1,21 @@
-r"""One rank's connection to all others: says how this rank ends, and ends it when another one has died or failed.
+r"""One rank's connection to all others: reports how this rank ends, and ends it when another has died or failed.
 
     rank 0              rank 1              rank 2
-    lifeline            lifeline            lifeline        a TCP connection each, silent as long as all is well
+    lifeline            lifeline            lifeline        a TCP connection each, silent while all is well
         \                  |                  /
          +------ hub, in the process of rank 0
 
-Without it a rank waits in a collective for a dead one until the process group's timeout, half an hour, wherever
-sockets stay open: forked DataLoader workers keep those of a dead rank, a host that has lost its power says nothing, and
-a rank that has raised an exception may wait itself, in another collective.
+Without it a rank may wait in a collective for a dead one until the process group's timeout, half an hour, wherever
+sockets stay open: forked DataLoader workers keep those of a dead rank, a host without power sends nothing, and a rank
+that has raised an exception may itself wait in another collective.
 
-It carries signals too: one that any rank receives is acted on by all of them, at the same place.
+Lifelines also carry signals: if any rank receives one, all ranks act on it at the same *stop point*. Ranks pass equally
+many of these, for example at the end of each step. A signal reaches ranks at different moments, one in step 7, another
+in step 8. The hub asks each rank how many stop points it has passed, and answers with the largest count plus one. A
+rank that was asked waits at its next stop point for the answer:
+
+    rank 0    7 passed -- asked: 7 ----------- point 8: waits, receives 9 --- point 9: acts
+    rank 1    8 passed ---- asked: 8 -- receives 9 ------------------------- point 9: acts
 """
 
 from __future__ import annotations
@@ -25,13 +31,12 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_dct.failures.hub import Hub
-from lightning_dct.failures.places import Places
 from lightning_dct.failures.sockets import address_towards, connect, read_lines, write_line
 
 CONNECT_S = 10.0
-# How long a failing rank waits to hear whether it was the first.
+# How long a failing rank waits for the hub's verdict.
 VERDICT_S = 5.0
-# How long a rank may take to end by itself once it is lost.
+# How long a lost rank may take to end by itself.
 GRACE_S = 10.0
 
 
@@ -44,9 +49,9 @@ class Lifeline:
         self._connection = connection
         self._hub_who = hub_who
         self._hub = hub
-        # A signal's handler sends, too, and may interrupt its own thread while that sends.
+        # A signal handler sends too, and may interrupt its own thread while that sends.
         self._sending = threading.RLock()
-        self._places = Places()
+        self._stop_points = _StopPoints()
         self._over = threading.Event()  # this rank has left, or has failed by itself
         self._decided = threading.Event()
         self._hub_may_end = False
@@ -59,17 +64,17 @@ class Lifeline:
         """Connect all ranks of the default process group, or none of them: a collective call.
 
         Args:
-            wanted: False for none. A number is the port at which rank 0 listens.
+            wanted: False for no lifeline. A number is the port on which rank 0 listens.
 
         Returns:
-            This rank's lifeline. None for a single process, where no rank wants one, and, with a warning on every
-            rank, where some cannot connect or do not want to.
+            This rank's lifeline. None for a single process or if no rank wants one, and, with a warning on every rank,
+            if some rank cannot connect or does not want to.
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return None
         rank = dist.get_rank()
-        hub, told = _start_hub(wanted) if rank == 0 and wanted else (None, wanted)
-        answers = _gather(told)
+        hub, mine = _start_hub(wanted) if rank == 0 and wanted else (None, wanted)
+        answers = _gather(mine)
         lifeline = cls(0, hub.own, _who(0), hub) if hub else None
         problems = [f"rank {other} has `lifelines=False`" for other, answer in enumerate(answers) if not answer]
         if isinstance(answers[0], str):
@@ -95,7 +100,6 @@ class Lifeline:
     def _connect(
         cls, rank: int, addresses: list[str], port: int, token: str, hub_who: str
     ) -> tuple[Lifeline | None, str]:
-        """The lifeline, or None and why there is none."""
         try:
             lifeline = cls(rank, connect(addresses, port, CONNECT_S), hub_who)
         except OSError as error:
@@ -103,35 +107,31 @@ class Lifeline:
         lifeline._send({"token": token, "rank": rank, "who": _who(rank)})
         if lifeline._welcome.wait(CONNECT_S):
             return lifeline, ""
-        return lifeline, f"what answers rank {rank} at {addresses}, port {port}, is not rank 0"
+        return lifeline, f"the process that answers rank {rank} at {addresses}, port {port}, is not rank 0"
 
     def report(self, exception: BaseException) -> str:
-        """Tell the others that this rank is failing, and wait to hear who is to blame.
+        """Report that this rank is failing, and wait for the verdict.
 
         Returns:
-            Who has died or failed. Empty when all ranks are failing, as they do by an error in what they share: then
-            they are still together and can go on to save what they have.
+            Which ranks have died or failed. Empty if all ranks are failing, as on an error in shared code: then they
+            are still together and can save a checkpoint.
         """
         self._over.set()
-        said = str(exception).strip().split("\n")[0]
-        self._send({"failed": f"{type(exception).__name__}: {said}"[:1000]})
+        first_line = str(exception).strip().split("\n")[0]
+        self._send({"failed": f"{type(exception).__name__}: {first_line}"[:1000]})
         self._decided.wait(VERDICT_S)
         return self.verdict
 
     def signalled(self, signal_number: int) -> None:
-        """Have all ranks act on a signal that this one has received. It may be called by the signal's handler."""
+        """Have all ranks act on a signal that this one has received; a signal handler may call this."""
         self._send({"signal": signal_number})
 
     def passed(self) -> list[int]:
-        """Pass a place through which all ranks go equally often; see :mod:`~lightning_dct.failures.places`.
-
-        Returns:
-            The signals that all ranks act on here, mostly none.
-        """
-        return self._places.passed()
+        """Pass a stop point, and return the signals that all ranks act on there, mostly none."""
+        return self._stop_points.passed()
 
     def close(self) -> None:
-        """Leave: this rank has done its work, or has nothing more to say. No thread is left behind."""
+        """Leave: this rank is done. No thread remains."""
         self._over.set()
         self._hub_may_end = True
         self._send({"left": True})
@@ -142,7 +142,7 @@ class Lifeline:
             self._hub.join()
 
     def _send(self, message: dict[str, Any]) -> None:
-        with self._sending, suppress(OSError):  # the end of the connection is news that the thread hears
+        with self._sending, suppress(OSError):  # the thread notices the end of the connection
             write_line(self._connection, message)
 
     def _listen(self) -> None:
@@ -152,68 +152,102 @@ class Lifeline:
             try:
                 received = self._connection.recv(1 << 16)
                 for message in read_lines(buffer, received):
-                    self._take(message)
+                    self._handle(message)
                 how = "" if received else "has died"
             except ConnectionError:
                 how = "has died"
             except (OSError, ValueError):
                 how = "cannot be reached any more"
-        self._places.release()
+        self._stop_points.release()
         if not self._hub_may_end:
-            self._hear(f"{self._hub_who} {how}", [0])
+            self._decide(f"{self._hub_who} {how}", [0])
         self._decided.set()
         self._connection.close()
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         if "welcome" in message:
             self._welcome.set()
         elif "where" in message:
             number = int(message["where"])
-            self._send({"asked": number, "passed": self._places.ask(number)})
+            self._send({"asked": number, "passed": self._stop_points.ask(number)})
         elif "act_on" in message:
-            self._places.settle(int(message["act_on"]), int(message["place"]))
+            self._stop_points.settle(int(message["act_on"]), int(message["place"]))
         elif "verdict" in message:
-            self._hear(str(message["verdict"]), message["blamed"])
+            self._decide(str(message["verdict"]), message["blamed"])
         elif "over" in message:
             self._hub_may_end = True
             if not message["over"]:
                 self.verdict = self.verdict or f"{self._hub_who} has left"
             else:
-                self._say(f"the ranks' lifelines have ended ({message['over']}); one that dies may be noticed late.")
+                self._print(f"the ranks' lifelines have ended ({message['over']}); one that dies may be noticed late.")
 
-    def _hear(self, verdict: str, blamed: list[int]) -> None:
+    def _decide(self, verdict: str, blamed: list[int]) -> None:
         if self._decided.is_set():
             return  # the answer to this rank's own report
         self.verdict = verdict
         self._decided.set()
-        self._places.release()
+        self._stop_points.release()
         if not verdict or self._rank in blamed:
             return
-        self._say(f"{verdict}. This rank ends too.")
-        # A collective that waits for the rank that is lost cannot be interrupted, where it does not notice by itself.
+        self._print(f"{verdict}. This rank ends too.")
+        # A collective that waits for the lost rank and does not notice cannot be interrupted.
         if not self._over.wait(GRACE_S):
-            self._say(f"ended {GRACE_S:.0f} s after that.")
+            self._print(f"ended {GRACE_S:.0f} s after that.")
             os._exit(1)
 
-    def _say(self, sentence: str) -> None:
+    def _print(self, sentence: str) -> None:
         print(f"lightning_dct, rank {self._rank}: {sentence}", file=sys.stderr, flush=True)
 
 
-def check_lifelines(wanted: bool | int) -> None:
-    """Refuse what is neither True, False nor a port.
+class _StopPoints:
+    """One rank's count of stop points; its main thread passes them, and another one listens to the hub."""
 
-    Raises:
-        ValueError: It is neither.
-    """
+    def __init__(self) -> None:
+        self._turn = threading.Condition()
+        self._passed = 0
+        self._asked: set[int] = set()
+        self._due: dict[int, list[int]] = {}
+        self._released = False
+
+    def passed(self) -> list[int]:
+        """Pass one more, as soon as it is known which signals all ranks act on there."""
+        with self._turn:
+            self._passed += 1
+            while self._asked and not self._released:
+                self._turn.wait()
+            return sorted(self._due.pop(self._passed, []))
+
+    def ask(self, signal_number: int) -> int:
+        """The count so far; the rank waits for :meth:`settle` at the next one."""
+        with self._turn:
+            self._asked.add(signal_number)
+            return self._passed
+
+    def settle(self, signal_number: int, place: int) -> None:
+        """All ranks act on the signal at this stop point."""
+        with self._turn:
+            self._asked.discard(signal_number)
+            self._due.setdefault(place, []).append(signal_number)
+            self._turn.notify_all()
+
+    def release(self) -> None:
+        """Stop waiting: no answer will come."""
+        with self._turn:
+            self._released = True
+            self._turn.notify_all()
+
+
+def check_lifelines(wanted: bool | int) -> None:
+    """Refuse a value that is neither True, False nor a port, with a ValueError."""
     if not (isinstance(wanted, bool) or (type(wanted) is int and 0 < wanted < 1 << 16)):
         raise ValueError(f"`lifelines` must be True, False or a port from 1 to 65535, got {wanted!r}.")
 
 
 def _start_hub(wanted: bool | int) -> tuple[Hub | None, Any]:
-    """The hub, and where it is; or None, and why there is none."""
+    """The hub and its address; or None and why there is none."""
     master = os.environ.get("MASTER_ADDR", socket.gethostname())
     try:
-        # Another host may know the first under another address than it knows itself.
+        # Another host may know this one under another address.
         addresses = list(dict.fromkeys([address_towards(master), master]))
         hub = Hub(dist.get_world_size(), _who(0), 0 if wanted is True else wanted)
     except OSError as error:

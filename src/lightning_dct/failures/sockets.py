@@ -1,4 +1,4 @@
-"""TCP connections that say nothing while all is well: lines of JSON, and a kernel that notices a host that is gone."""
+"""TCP connections of the lifelines: lines of JSON, with keep-alive probes that notice a lost host."""
 
 from __future__ import annotations
 
@@ -9,46 +9,38 @@ import socket
 import weakref
 from typing import Any
 
-# A host that does not answer the kernel's probes for this long, in seconds, counts as gone: 5 + 3 * 4.
+# A host that does not answer the kernel's probes for 5 + 3 * 4 seconds counts as lost.
 KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 3}
-# The same for bytes that are never acknowledged, in milliseconds.
+# The same for bytes that are not acknowledged, in milliseconds.
 UNACKNOWLEDGED_MS = 17_000
-# Longer lines are none of ours.
+# No rank sends a longer line.
 LONGEST_LINE = 1 << 16
 
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def listen(port: int) -> socket.socket:
-    """Listen on a port, 0 for any free one, over IPv6 and IPv4 where there are both.
-
-    Raises:
-        OSError: The port is taken.
-    """
+    """Listen on a port, 0 for any free one, over IPv6 and IPv4 if both exist; an OSError if the port is taken."""
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     listener = _noted(socket.create_server(("", port), family=family, dualstack_ipv6=both))
-    listener.setblocking(False)  # who has called may be gone before the call is taken
+    listener.setblocking(False)  # a caller may be gone before it is accepted
     return listener
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Two ends of a connection within this process."""
+    """The two ends of a connection within this process."""
     one, other = socket.socketpair()
     return _noted(one), _noted(other)
 
 
 def accept(listener: socket.socket) -> socket.socket:
-    """Take a connection that is waiting."""
+    """Accept a waiting connection."""
     return _noted(_kept_alive(listener.accept()[0]))
 
 
 def connect(addresses: list[str], port: int, timeout_s: float) -> socket.socket:
-    """Connect to the first address that answers.
-
-    Raises:
-        OSError: None does.
-    """
+    """Connect to the first address that answers; an OSError if none does."""
     error: OSError = OSError("no address was given")
     for address in addresses:
         try:
@@ -62,11 +54,7 @@ def connect(addresses: list[str], port: int, timeout_s: float) -> socket.socket:
 
 
 def address_towards(host: str) -> str:
-    """This host's own address, as seen from where ``host`` is; no packet is sent.
-
-    Raises:
-        OSError: The name is unknown, or there is no way there.
-    """
+    """This host's own address as ``host`` sees it, without sending a packet; an OSError if there is no route."""
     family, kind, *_, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(place)
@@ -74,31 +62,19 @@ def address_towards(host: str) -> str:
 
 
 def name_of_this_host(host: str) -> str:
-    """A name of this host that others know: ``host`` where that is this one, else this host's address on the way there.
-
-    Raises:
-        OSError: The name is unknown, or there is no way there.
-    """
+    """A name by which others reach this host: ``host`` if that is this one, else the address that ``host`` sees."""
     own = address_towards(host)
     here = {str(place[0]) for *_, place in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)}
     return host if own in here or ipaddress.ip_address(own).is_loopback else own
 
 
 def write_line(connection: socket.socket, message: dict[str, Any]) -> None:
-    """Send one message.
-
-    Raises:
-        OSError: The connection is gone.
-    """
+    """Send one message; an OSError if the connection is gone."""
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def read_lines(buffer: bytearray, received: bytes) -> list[dict[str, Any]]:
-    """The messages that are complete now.
-
-    Args:
-        buffer: What has come before and is not complete; changed in place.
-        received: What has just come.
+    """The messages that ``received`` completes; ``buffer`` keeps an incomplete one.
 
     Raises:
         ValueError: These are no messages.
@@ -126,7 +102,7 @@ def _noted(connection: socket.socket) -> socket.socket:
 
 
 def _close_in_child() -> None:
-    """A forked worker, as a DataLoader has them, must not keep the connections of a dead rank open."""
+    """A forked worker of a DataLoader must not keep the connections of a dead rank open."""
     for connection in list(_open):
         connection.close()
 

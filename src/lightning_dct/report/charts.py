@@ -1,19 +1,19 @@
-"""What is drawn: every chart as lines of plain numbers, and which runs have no line in it. Pure functions."""
+"""What is drawn: every chart as lines of plain numbers, and which runs have no line in it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_dct.report.numbers import text_of
 from lightning_dct.report.quality import higher_is_better
-from lightning_dct.report.run import Run, Series
-from lightning_dct.report.series import against, averaged, counted_bytes
+from lightning_dct.report.run import Run, Series, against, averaged, counted_bytes
 
 Point = tuple[float, float]
 
 MOST_POINTS = 150
-"""Of a noisy series; more are averaged."""
+"""The most points of a noisy series; more are averaged."""
 
 _LOGARITHMIC_FROM = 20.0
 """Ratio of the largest to the smallest value from which an axis is logarithmic."""
@@ -21,12 +21,7 @@ _LOGARITHMIC_FROM = 20.0
 
 @dataclass(frozen=True)
 class Line:
-    """What one run looks like in a chart.
-
-    Attributes:
-        run: The run's place on the page.
-        points: From left to right; NaN leaves a gap.
-    """
+    """One run in a chart: its index on the page, and points from left to right, where NaN leaves a gap."""
 
     run: int
     points: tuple[Point, ...]
@@ -38,16 +33,11 @@ class Chart:
 
     Attributes:
         key: Its name in the page's source.
-        title: What it shows.
-        x_label: Of the horizontal axis.
-        y_label: Of the vertical axis.
         x_unit: ``steps`` or ``bytes``.
         y_unit: ``number``, for which differences count, or an amount: ``amount``, ``bytes``, ``ratio``, ``share``,
             ``milliseconds``.
-        x_logarithmic: Whether the horizontal axis is.
-        y_logarithmic: Whether the vertical axis is.
-        lines: One a run that has any points.
-        remarks: Whose line is missing, and why; what was averaged.
+        lines: One for each run that has points.
+        remarks: Which lines are missing, and why; what was averaged.
     """
 
     key: str
@@ -64,13 +54,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Section:
-    """Charts under one heading.
-
-    Attributes:
-        title: The heading.
-        introduction: What the charts have in common.
-        charts: At least one.
-    """
+    """At least one chart under a heading, with an introduction."""
 
     title: str
     introduction: str
@@ -78,34 +62,28 @@ class Section:
 
 
 def make_sections(runs: Sequence[Run], training_loss: str | None, quality: str | None) -> list[Section]:
-    """Prepare all charts; those to which no run contributes are left out, and so are sections without any.
-
-    Args:
-        runs: All that stand on the page.
-        training_loss: A logged name.
-        quality: A logged name.
-    """
+    """All charts to which a run contributes, given the logged names of training loss and quality."""
     sections = [
         Section("Loss and quality", _QUALITY_TEXT, _charts(_quality_charts(runs, training_loss, quality))),
         Section("Traffic", _TRAFFIC_TEXT, _charts(_traffic_charts(runs))),
-        Section("Gradients", _GRADIENTS_TEXT, _charts(_part_charts(runs, "dp"))),
+        Section("Data parallelism", _DATA_PARALLELISM_TEXT, _charts(_part_charts(runs, "dp"))),
         Section("Inside the model", _INSIDE_TEXT, _charts(_part_charts(runs, "mp"))),
     ]
     return [section for section in sections if section.charts]
 
 
 _QUALITY_TEXT = (
-    "The same values twice: against optimizer steps, and against the bytes that rank 0 had sent until then. Between two"
-    " logged steps bytes are taken to grow evenly."
+    "The same values twice: against optimizer steps, and against the bytes that rank 0 had sent until then. Bytes are"
+    " interpolated linearly between two logged steps."
 )
 _TRAFFIC_TEXT = (
     "Bytes are those of rank 0, since training began. A ratio is bytes of the dense fp32 exchange over bytes sent,"
     " positions, headers and padding included."
 )
-_GRADIENTS_TEXT = (
-    "What DCT does to gradients: their share that is sent, from which magnitude on, and what is held back."
+_DATA_PARALLELISM_TEXT = (
+    "The exchange of updates or gradients: the share of entries that is sent, the threshold, and the residual."
 )
-_INSIDE_TEXT = "The same for what crosses inside a split model: activations, embedding rows, and their gradients."
+_INSIDE_TEXT = "The same for traffic inside a split model: activations, embedding rows, and their gradients."
 
 
 def _charts(charts: Sequence[Chart | None]) -> tuple[Chart, ...]:
@@ -147,7 +125,7 @@ def _part_charts(runs: Sequence[Run], part: str) -> list[Chart | None]:
         chart("compression_ratio", "Compression ratio", "ratio", "ratio"),
         chart("density", "Density: share of entries sent", "density", "share"),
         chart("threshold", "Threshold, median over tensors", "threshold", "amount"),
-        chart("residual_norm", "Norm of the residual, what is held back", "norm", "amount"),
+        chart("residual_norm", "Norm of the residual", "norm", "amount"),
     ]
 
 
@@ -155,17 +133,7 @@ def over_steps(
     key: str, title: str, y_label: str, y_unit: str, runs: Sequence[Run], found: Sequence[Series | None], *,
     most: int | None = None,
 ) -> Chart | None:  # fmt: skip
-    """A chart against optimizer steps.
-
-    Args:
-        key: Its name in the page's source.
-        title: What it shows.
-        y_label: Of the vertical axis.
-        y_unit: As :class:`Chart` has it.
-        runs: All that stand on the page.
-        found: What each has logged, or None.
-        most: Points a line may have; more are averaged. None draws all.
-    """
+    """A chart of what each run has ``found`` (None: nothing) against steps; lines average to ``most`` points."""
     points = [
         [] if series is None else list(zip(map(float, series.steps), series.values, strict=True)) for series in found
     ]
@@ -176,16 +144,7 @@ def over_steps(
 def over_bytes(
     key: str, title: str, y_label: str, runs: Sequence[Run], found: Sequence[Series | None], *, most: int | None = None
 ) -> Chart | None:
-    """A chart against the bytes that had been sent; a run whose bytes are not known has no line in it.
-
-    Args:
-        key: Its name in the page's source.
-        title: What it shows.
-        y_label: Of the vertical axis.
-        runs: All that stand on the page.
-        found: What each has logged, or None.
-        most: Points a line may have; more are averaged. None draws all.
-    """
+    """The same against the bytes sent until then; a run whose bytes are not known has no line."""
     points: list[list[Point]] = []
     missing = []
     for run, series in zip(runs, found, strict=True):
@@ -235,10 +194,7 @@ def _chart(
 
 
 def wants_logarithm(values: Sequence[float]) -> bool:
-    """Say whether values lie so far apart that only a logarithmic axis shows them all.
-
-    Args:
-        values: Any; zeros, NaN and infinity have no say, a negative one forbids it.
+    """Whether values lie so far apart that only a logarithmic axis shows them all. A negative value forbids one.
 
     Example:
         >>> wants_logarithm([1.0, 131.0]), wants_logarithm([1.0, 2.0]), wants_logarithm([-1.0, 131.0])
@@ -249,27 +205,18 @@ def wants_logarithm(values: Sequence[float]) -> bool:
     return bool(positive) and min(finite) >= 0 and max(positive) >= _LOGARITHMIC_FROM * min(positive)
 
 
-def describe(chart: Chart, names: Sequence[str], text_of: Callable[[str, float], str]) -> str:
-    """A chart in words, for those who do not see it: where each line begins and ends.
+def describe(chart: Chart, names: Sequence[str]) -> str:
+    """A chart in words, for readers who do not see it: where each line begins and ends."""
 
-    Args:
-        chart: What is drawn.
-        names: Of the runs.
-        text_of: Writes a number of a unit.
-    """
+    def words(point: Point) -> str:
+        x, y = point
+        at = f"step {x:,.0f}" if chart.x_unit == "steps" else text_of("bytes", x)
+        return f"{text_of(chart.y_unit, y)} at {at}"
+
     parts = []
     for line in chart.lines:
         points = [point for point in line.points if math.isfinite(point[1])]
-        (first_x, first_y), (last_x, last_y) = points[0], points[-1]
-        if len(points) == 1:
-            parts.append(f"{names[line.run]}: {text_of(chart.y_unit, last_y)} at {_at(chart, last_x, text_of)}")
-        else:
-            parts.append(
-                f"{names[line.run]}: from {text_of(chart.y_unit, first_y)} at {_at(chart, first_x, text_of)}"
-                f" to {text_of(chart.y_unit, last_y)} at {_at(chart, last_x, text_of)}"
-            )
+        last = words(points[-1])
+        where = last if len(points) == 1 else f"from {words(points[0])} to {last}"
+        parts.append(f"{names[line.run]}: {where}")
     return ". ".join([chart.title, *parts]) + "."
-
-
-def _at(chart: Chart, x: float, text_of: Callable[[str, float], str]) -> str:
-    return f"step {x:,.0f}" if chart.x_unit == "steps" else text_of("bytes", x)

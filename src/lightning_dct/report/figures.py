@@ -1,7 +1,7 @@
-"""Charts as SVG for a page: the page decides colours and fonts, so that light and dark need one drawing only.
+"""Charts as SVG for a page: the page decides colours and fonts, so light and dark themes need one drawing only.
 
-matplotlib draws with colours that stand for a role; they become CSS variables. What it adds that a page has no use for,
-metadata with addresses, a style for every element there is, numbered names, is taken out.
+matplotlib draws with colours that stand for roles; they become CSS variables. What a page has no use for is removed:
+metadata with addresses, the global style, numbered names.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from lightning_dct.report.charts import Chart, describe
-from lightning_dct.report.numbers import text_of, tick_of
+from lightning_dct.report.numbers import tick_of
 
 COLOURS = 8
-"""How many runs have a colour of their own; further ones have dashes besides."""
+"""How many runs have a colour of their own; further ones also have dashes."""
 
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5), (6, 2, 1.5, 2))
-"""Of lines whose colour comes again, in points: drawn, left out, ..."""
+"""The dashes of lines that repeat a colour, in points: drawn, left out, ..."""
 
-_SIZE = (5.0, 3.0)  # inches; 5 are 360 units, about as wide as a telephone: the style sheet knows this
+_SIZE = (5.0, 3.0)  # inches; 5 are 360 units, about as wide as a telephone; the style sheet relies on this
 _INK, _MUTED, _GRID = "#000001", "#000002", "#000003"
 _ROLES = {_INK: "var(--ink)", _MUTED: "var(--muted)", _GRID: "var(--grid)"}
 _ROLES |= {f"#0001{index:02x}": f"var(--run-{index})" for index in range(COLOURS)}
@@ -47,23 +47,15 @@ _STYLE: dict[Any, Any] = {
     "grid.linewidth": 0.8,
 }
 _WIDTH, _WIDER = 1.3, 1.1
-"""Of the line on top, and how much wider the lowest is; points."""
+"""Width of the line on top, and how much wider the lowest is; points."""
 
 _FEW_POINTS = 40
-"""Up to so many points a line shows each of them."""
+"""A line of up to so many points marks each of them."""
 
 
 def draw(chart: Chart, names: Sequence[str]) -> str:
-    """Draw a chart.
-
-    Args:
-        chart: What is drawn.
-        names: Of all runs on the page.
-
-    Returns:
-        An ``<svg>`` element to stand in HTML.
-    """
-    # Its remarks on fonts do not concern text that stays text.
+    """Draw a chart as an ``<svg>`` element of an HTML page, given the names of all runs."""
+    # Its warnings about fonts do not concern text that stays text.
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": chart.key}):
         figure = Figure(figsize=_SIZE, layout="constrained")
@@ -75,7 +67,7 @@ def draw(chart: Chart, names: Sequence[str]) -> str:
                 [y for _, y in line.points],
                 color=f"#0001{line.run % COLOURS:02x}",
                 linestyle=(0, DASHES[line.run // COLOURS % len(DASHES)] or None),
-                # Of lines that lie upon one another the lower one is seen at the edges.
+                # If lines coincide, the lower one is seen at the edges.
                 linewidth=_WIDTH + _WIDER * (len(chart.lines) - 1 - place) / len(chart.lines),
                 marker="o" if few else None,
                 markersize=3,
@@ -101,23 +93,14 @@ def _set_axis(axes: Axes, which: str, logarithmic: bool, unit: str) -> None:
     else:
         axis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10], integer=unit == "steps"))
         if unit != "number":
-            # Amounts are read from zero on; and a line that does not change must not look as if it did.
+            # Amounts start at zero; a line that does not change must not look as if it did.
             high = axis.get_data_interval()[1]
             (axes.set_xlim if which == "x" else axes.set_ylim)(0, 1.05 * high if high > 0 else 1)
     axis.set_major_formatter(FuncFormatter(lambda value, _: tick_of(unit, value)))
 
 
 def for_page(svg: str, chart: Chart, names: Sequence[str]) -> str:
-    """Make matplotlib's SVG part of a page.
-
-    Args:
-        svg: A document of its own.
-        chart: What it shows.
-        names: Of all runs on the page.
-
-    Returns:
-        One element without addresses, with names that no other chart has, and a description in words.
-    """
+    """Make an element of matplotlib's SVG document: no addresses, unique names, and a description in words."""
     root = ElementTree.fromstring(svg)
     for parent in root.iter():
         for child in list(parent):
@@ -142,13 +125,13 @@ def for_page(svg: str, chart: Chart, names: Sequence[str]) -> str:
     for name in ("width", "height", "version"):
         root.attrib.pop(name, None)
     root.set("role", "img")
-    root.set("aria-label", describe(chart, names, text_of))
+    root.set("aria-label", describe(chart, names))
     return ElementTree.tostring(root, encoding="unicode")
 
 
 def _in_page(value: str, attribute: str, key: str, used: set[str]) -> str:
     if attribute == "style":
-        # The page's own font, in the size of the drawing.
+        # The page's font, in the size of the drawing.
         value = re.sub(r"font: ([\d.]+px)[^;]*", r"font-size: \1", value)
         return re.sub("|".join(_ROLES), lambda colour: _ROLES[colour[0]], value) if "#" in value else value
     return re.sub(r"#([\w-]+)", lambda name: f"#{key}-{name[1]}" if name[1] in used else name[0], value)

@@ -1,8 +1,9 @@
-"""Finds the runs that lie in a folder, however deep: files are looked for by name, none is read."""
+"""Finds the runs that lie in a folder, however deep, by the names of files; reads none of them."""
 
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,14 +17,14 @@ _LEVELS_ABOVE_A_LOG = 3
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Where the parts of one run lie.
+    """The files of one run.
 
     Attributes:
-        folder: What the run is named after.
-        log: ``metrics.csv``, ``run-ID.wandb`` or, where nothing was logged, ``result.json``.
+        folder: The folder that names the run.
+        log: ``metrics.csv``, ``run-ID.wandb`` or, if nothing was logged, ``result.json``.
         result: ``result.json`` of ``experiments/train.py``.
-        config: What Hydra composed.
-        unused: Logs of the same run beside ``log``.
+        config: Hydra's configuration.
+        unused: Further logs of the same run.
     """
 
     folder: Path
@@ -34,15 +35,9 @@ class RunFiles:
 
 
 def find_runs(path: Path) -> list[RunFiles]:
-    """Find all runs in a folder and below, or the one a log file belongs to.
+    """Find all runs in a folder and below, or the run of a log file, in the order of their folders' names.
 
-    Links are followed where ``path`` is one (``wandb/latest-run``), and not below.
-
-    Args:
-        path: A folder or a log file.
-
-    Returns:
-        The runs, in the order of their folders' names.
+    Links are followed at ``path`` (``wandb/latest-run``), and not below.
 
     Raises:
         FileNotFoundError: There is no such file or folder, or no run in it.
@@ -81,20 +76,18 @@ def _search(start: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _home_of(log: Path) -> Path | None:
-    """The folder of ``experiments/train.py`` that a log lies in; None where another program has logged."""
-    for folder in [*log.parents][:_LEVELS_ABOVE_A_LOG]:
-        if (folder / HYDRA_CONFIG).exists():
-            return folder
-    return None
+    """The folder of ``experiments/train.py`` that contains a log; None if another program has logged."""
+    above = [*log.parents][:_LEVELS_ABOVE_A_LOG]
+    return next((folder for folder in above if (folder / HYDRA_CONFIG).exists()), None)
 
 
 def _runs_of(home: Path, logs: list[Path]) -> list[RunFiles]:
-    """One run where one process has logged; several W&B logs are as many processes, as when a run was resumed."""
+    """One run if one process has logged. Several W&B logs are several processes, as after a resume."""
     of_csv = [log for log in logs if log.suffix == ".csv"]
     others = [log for log in logs if log.suffix != ".csv"]
     if of_csv:
         return [_described(home, of_csv[0], (*of_csv[1:], *others))]
-    return [_described(home, log) for log in others or logs]
+    return [_described(home, log) for log in others]
 
 
 def _described(home: Path, log: Path, unused: tuple[Path, ...] = ()) -> RunFiles:
@@ -104,14 +97,4 @@ def _described(home: Path, log: Path, unused: tuple[Path, ...] = ()) -> RunFiles
 
 def _natural(path: Path) -> list[tuple[int, int, str]]:
     """Sorts version_10 after version_9."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in _pieces(str(path))]
-
-
-def _pieces(text: str) -> list[str]:
-    pieces: list[str] = []
-    for character in text:
-        if pieces and pieces[-1][-1].isdigit() == character.isdigit():
-            pieces[-1] += character
-        else:
-            pieces.append(character)
-    return pieces
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", str(path)) if part]

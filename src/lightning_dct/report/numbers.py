@@ -1,4 +1,4 @@
-"""Numbers as a reader wants them: bytes, ratios, shares, times."""
+"""Numbers as text: bytes, ratios, shares, times, and ticks of axes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import math
 from lightning_dct.callbacks.compression_monitor import format_bytes
 
 UNKNOWN = "-"
-"""Stands where a figure is not known."""
+"""The text of a figure that is not known."""
 
 
 def text_of(unit: str, value: float | None) -> str:
     """Write a number.
 
     Args:
-        unit: ``bytes``, ``ratio``, ``share``, ``milliseconds`` (which come without their unit), ``seconds``,
-            ``steps``; anything else is a number.
-        value: None where it is not known.
+        unit: ``bytes``, ``ratio``, ``share``, ``milliseconds`` (written without the unit), ``seconds`` or ``steps``;
+            anything else is a number.
+        value: None if it is not known.
 
     Example:
         >>> [text_of("bytes", 1500), text_of("ratio", 131.26), text_of("share", 0.0312), text_of("number", None)]
@@ -46,11 +46,7 @@ def text_of(unit: str, value: float | None) -> str:
 
 
 def tick_of(unit: str, value: float) -> str:
-    """Write a number on an axis, as short as it can be.
-
-    Args:
-        unit: As in :func:`text_of`.
-        value: Where the tick is.
+    """Write the tick of an axis, as short as possible; units as in :func:`text_of`.
 
     Example:
         >>> [tick_of("bytes", 2e6), tick_of("ratio", 100.0), tick_of("share", 0.01), tick_of("steps", 2500.0)]
@@ -58,10 +54,8 @@ def tick_of(unit: str, value: float) -> str:
     """
     match unit:
         case "bytes":
-            for size, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-                if abs(value) >= 0.9995 * size:
-                    return f"{value / size:.4g} {name}"
-            return f"{value:.4g} B" if value else "0"
+            amount, name = format_bytes(round(value)).split()
+            return f"{float(amount):.4g} {name}" if value else "0"
         case "ratio":
             return f"{value:,.4g}x" if value < 1e4 else f"{value:,.0f}x"
         case "share":

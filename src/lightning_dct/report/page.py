@@ -1,4 +1,4 @@
-"""The page: figures, tables and charts of all runs in one HTML file that needs nothing beside it."""
+"""The page: figures, tables and charts of all runs in one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -28,29 +28,25 @@ _TOTALS_TEXT = (
 
 
 def make_page(reading: Reading, quality: str | None, title: str) -> str:
-    """Write the page.
-
-    Args:
-        reading: The runs, at least one, and what could not be read.
-        quality: The logged name of the metric that tells the quality.
-        title: The heading.
-
-    Returns:
-        HTML.
-    """
+    """The HTML of at least one run, where ``quality`` is the logged name of the quality metric."""
     runs = reading.runs
     sections = make_sections(runs, find_training_loss(runs), quality)
     heads, rows = totals_table(runs, quality)
     return Template(_resource("page.html")).substitute(
         title=escape(title),
         style=_resource("page.css"),
-        run_styles="\n".join(_run_style(index) for index in range(len(runs))),
+        run_styles="\n".join(
+            f"body:has(#show-{index}:not(:checked)) g.run-{index} {{ display: none; }}" for index in range(len(runs))
+        ),
         summary=_summary(reading, quality),
         problems=_problems(reading.problems),
         totals_text=_TOTALS_TEXT,
         totals=_table("numbers", "Totals", "run", heads, [(_named(runs, i), row) for i, row in enumerate(rows)]),
         notes=_notes(runs),
-        key="\n".join(_key_entry(runs, index) for index in range(len(runs))),
+        key="\n".join(
+            f'<label><input type="checkbox" id="show-{index}" checked> {_named(runs, index)}</label>'
+            for index in range(len(runs))
+        ),
         sections="\n".join(_section(section, [run.name for run in runs]) for section in sections),
         settings=_settings(runs),
         footer=_footer(runs),
@@ -58,11 +54,11 @@ def make_page(reading: Reading, quality: str | None, title: str) -> str:
 
 
 def check_page(file: Path) -> None:
-    """Refuse to write a page over what is none: a log, a checkpoint, a folder.
+    """Refuse to overwrite anything but a page: a log, a checkpoint, a folder.
 
     Raises:
         ValueError: Something else is there.
-        OSError: It cannot be looked at.
+        OSError: The file cannot be read.
     """
     if file.exists():
         if not file.is_file():
@@ -73,12 +69,7 @@ def check_page(file: Path) -> None:
 
 
 def write_page(file: Path, page: str) -> None:
-    """Write the whole page or nothing.
-
-    Args:
-        file: Where it goes; its folder is made.
-        page: HTML.
-    """
+    """Write the complete page or nothing; make its folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f".{file.name}.part")
     unfinished.write_text(page, encoding="utf-8")
@@ -126,20 +117,12 @@ def _named(runs: Sequence[Run], index: int) -> str:
 
 
 def _breakable(name: str) -> str:
-    """A long name as HTML, with a line's end where a reader would put it rather than amid a word or a number."""
+    """A long name as HTML that may break after separators, not within a word or a number."""
     return re.sub(r"(?<=[/=_,])|(?<=\.)(?!\d)", "<wbr>", escape(name))
 
 
-def _run_style(index: int) -> str:
-    return f"body:has(#show-{index}:not(:checked)) g.run-{index} {{ display: none; }}"
-
-
-def _key_entry(runs: Sequence[Run], index: int) -> str:
-    return f'<label><input type="checkbox" id="show-{index}" checked> {_named(runs, index)}</label>'
-
-
 def _section(section: Section, names: Sequence[str]) -> str:
-    # An even number stands in pairs: the same values against steps and against bytes side by side.
+    # An even number of charts stands in pairs: the same values against steps and against bytes.
     pairs = " pairs" if len(section.charts) % 2 == 0 else ""
     identity = section.title.lower().replace(" ", "-")
     charts = "\n".join(
@@ -178,7 +161,7 @@ def _settings(runs: Sequence[Run]) -> str:
 
 
 def _table(kind: str, label: str, first: str, heads: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """A table that scrolls in a box of its own; the first cell of a row is HTML, the others are text."""
+    """A table that scrolls in its own box; the first cell of a row is HTML, the others are text."""
     head = "".join(f'<th scope="col">{_breakable(text)}</th>' for text in (first, *heads))
     body = "\n".join(
         f'<tr><th scope="row">{name}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"

@@ -1,4 +1,4 @@
-"""Reads every run that a command line names, under names that tell them apart; what cannot be read is reported."""
+"""Reads every run that a command line names, under distinct names; reports what it cannot read."""
 
 from __future__ import annotations
 
@@ -8,42 +8,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lightning_dct.report.csv_log import read_csv_run
-from lightning_dct.report.folders import RunFiles, find_runs
+from lightning_dct.report.folders import find_runs
+from lightning_dct.report.logs import read_run
 from lightning_dct.report.run import Run, UnreadableRun
-from lightning_dct.report.train_log import read_result_run, with_surroundings
-from lightning_dct.report.wandb_log import read_wandb_run
 
 _SAYS_NOTHING = re.compile(r"\d+|\d{4}-\d\d-\d\d[-_T\d.:]*|version_\d+|(offline-)?run-.*|csv|wandb|lightning_logs")
-"""Folder names that tell when a run was made and not what it is."""
+"""Folder names that say when a run was made, not what it is."""
 
 _NO_DIFFERENCE = ("logger=", "hydra.", "paths.", "callbacks.progress_bar")
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What was read.
-
-    Attributes:
-        runs: In the order of the command line, and of the folders within each word of it.
-        unreadable: A sentence for each word of the command line, or log below it, that gave no run.
-    """
+    """All runs in the order of the command line, and a sentence for each word or log that gave no run."""
 
     runs: tuple[Run, ...]
     unreadable: tuple[str, ...]
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Everything that could not be read: whole runs, then parts of runs."""
+        """What could not be read: whole runs, then parts of runs."""
         return (*self.unreadable, *(problem for run in self.runs for problem in run.problems))
 
 
 def read_all(words: Sequence[str]) -> Reading:
-    """Read all runs.
-
-    Args:
-        words: ``RUN_DIR`` or ``NAME=RUN_DIR``. A folder with several runs below it stands for all of them.
-    """
+    """Read all runs of words such as ``RUN_DIR`` or ``NAME=RUN_DIR``; a folder stands for all runs below it."""
     runs: list[Run] = []
     folders: list[Path] = []
     given: list[str] = []
@@ -60,7 +49,7 @@ def read_all(words: Sequence[str]) -> Reading:
         seen |= {files.log for files in fresh}
         for files in fresh:
             try:
-                runs.append(_read(files))
+                runs.append(read_run(files))
             except (UnreadableRun, OSError, ModuleNotFoundError) as error:
                 unreadable.append(str(error))
                 continue
@@ -75,7 +64,7 @@ def read_all(words: Sequence[str]) -> Reading:
 
 
 def split_name(word: str) -> tuple[str, Path]:
-    """Part ``NAME=RUN_DIR``, where both may have equals signs of their own: the folder is one that is there.
+    """Split ``NAME=RUN_DIR``, where both may contain equals signs: the folder is one that exists.
 
     Example:
         >>> split_name("dense=outputs/a")
@@ -92,26 +81,10 @@ def _path_after(word: str, sign: int) -> Path:
     return Path(word[sign + 1 :]).expanduser()
 
 
-def _read(files: RunFiles) -> Run:
-    match files.log.suffix:
-        case ".wandb":
-            run = read_wandb_run(files.log)
-        case ".json":
-            run = read_result_run(files.log)
-        case _:
-            run = read_csv_run(files.log)
-    return with_surroundings(run, files)
-
-
 def distinct_names(runs: Sequence[Run], folders: Sequence[Path]) -> list[str]:
-    """Name runs: after their folder, or, where that is only a date or a number, after what their command line sets.
+    """Name runs after their folders, or, where these are dates or numbers, after what their command lines set.
 
-    Args:
-        runs: All that stand on one page.
-        folders: Where each lies.
-
-    Returns:
-        As many names; those still equal have the folder above before them.
+    Equal names get the name of the folder above in front.
     """
     named = [not _SAYS_NOTHING.fullmatch(folder.name) for folder in folders]
     others = [run for run, has_name in zip(runs, named, strict=True) if run.overrides and not has_name]
@@ -127,7 +100,7 @@ def distinct_names(runs: Sequence[Run], folders: Sequence[Path]) -> list[str]:
 
 
 def _numbered(runs: Sequence[Run]) -> list[Run]:
-    """Tell runs apart that have the same name all the same."""
+    """Number runs that still have the same name."""
     often = Counter(run.name for run in runs)
     so_far: Counter[str] = Counter()
     result = []

@@ -1,4 +1,4 @@
-"""Settings as flat text, read without building any object; and which of them differ between runs."""
+"""Settings as flat text, read without building any Python object, and which of them differ between runs."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from typing import Any
 import yaml
 
 HIDDEN = ("paths.", "hydra.", "logger.", "wandb_version", "_wandb", "callbacks.progress_bar.", "run.")
-"""Beginnings of names that say where a run has written and not what it was."""
-
+"""Beginnings of names that say where a run has written, not what it was."""
 
 MOST_CHARACTERS = 200_000
-"""What a file of settings may hold, with its aliases written out. More is nothing that a page could show."""
+"""The most that a file of settings may hold with its aliases expanded; a page could not show more."""
 
 
 class _TextLoader(yaml.SafeLoader):
-    """Reads YAML and takes what stands for a Python object as text: a file of settings must not run code."""
+    """Reads YAML, and tags for Python objects as text: a file of settings must not run code."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Leave merge keys as they are: nothing writes them into settings, and each may double a file."""
+        """Leave merge keys unexpanded: no logger writes them, and each may double a file."""
 
 
 def _as_text(loader: yaml.SafeLoader, suffix: str, node: yaml.Node) -> Any:
@@ -36,14 +35,7 @@ _TextLoader.add_multi_constructor("", _as_text)
 
 
 def read_settings(file: Path) -> tuple[dict[str, str], list[str]]:
-    """Read a YAML file of names.
-
-    Args:
-        file: ``hparams.yaml`` or Hydra's ``config.yaml``.
-
-    Returns:
-        The settings, and what could not be read: nothing or one sentence.
-    """
+    """Read the settings in ``hparams.yaml`` or Hydra's ``config.yaml``; what cannot be read is at most one sentence."""
     content, problems = load_yaml(file)
     if content is None:
         return {}, problems
@@ -53,14 +45,7 @@ def read_settings(file: Path) -> tuple[dict[str, str], list[str]]:
 
 
 def load_yaml(file: Path) -> tuple[Any, list[str]]:
-    """Read a YAML file.
-
-    Args:
-        file: Any; Python objects in it stay text.
-
-    Returns:
-        Its content, and what could not be read: nothing or one sentence.
-    """
+    """Read a YAML file; what cannot be read is at most one sentence."""
     try:
         with file.open(encoding="utf-8") as content:
             text = content.read(MOST_CHARACTERS + 1)
@@ -80,11 +65,11 @@ def load_yaml(file: Path) -> tuple[Any, list[str]]:
 
 
 def _characters(node: yaml.Node, known: dict[yaml.Node, float]) -> float:
-    """How much a node stands for where every alias is written out; infinite where one contains itself."""
+    """The size of a node with every alias expanded; infinite if it contains itself."""
     if isinstance(node, yaml.ScalarNode):
         return 1 + len(node.value)
     if node not in known:
-        # Until it is known: only a node that contains itself asks for it meanwhile.
+        # Only a node that contains itself asks for this value.
         known[node] = math.inf
         children = (
             [child for pair in node.value for child in pair] if isinstance(node, yaml.MappingNode) else node.value
@@ -119,23 +104,16 @@ def _text(value: Any) -> str:
 
 
 def shown(settings: Mapping[str, str]) -> dict[str, str]:
-    """Leave out what says where a run has written, and how Hydra hands lists over."""
+    """Leave out where a run has written, and how Hydra converts lists."""
     return {
-        name: value
-        for name, value in settings.items()
-        if not name.startswith(HIDDEN) and not name.endswith("._convert_")
+        name: text for name, text in settings.items() if not name.startswith(HIDDEN) and not name.endswith("._convert_")
     }
 
 
 def differing(runs: Sequence[Mapping[str, str]]) -> tuple[list[str], list[str]]:
-    """Part the names of settings.
+    """Names whose values differ or that only some runs have, and names that are the same everywhere.
 
-    Args:
-        runs: The settings of each run; those of a run that has none say nothing about the others'.
-
-    Returns:
-        Names whose values differ, or that only some runs have; names that are the same everywhere. In the order in
-        which the runs have them.
+    Runs without any settings are ignored.
     """
     known = [settings for settings in runs if settings]
     names = list(dict.fromkeys(name for settings in known for name in settings))
