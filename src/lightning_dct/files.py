@@ -1,7 +1,7 @@
-"""Writes checkpoints so that a file is there whole or not at all, whenever the process is killed.
+"""Writes checkpoints so that a file is complete or absent, whenever the process is killed.
 
-Lightning writes into the folder for temporary files and moves the result. Where that folder is on another disk, which
-is common, the move is a copy, and a process killed meanwhile leaves half a checkpoint under the checkpoint's own name.
+Lightning writes into the folder for temporary files and moves the result. Where that folder is on another disk, the
+move is a copy, and a process killed meanwhile leaves half a checkpoint under the checkpoint's own name.
 """
 
 from __future__ import annotations
@@ -20,21 +20,16 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Lightning's ``TorchCheckpointIO``, which on local disks writes beside the checkpoint and renames.
 
-    A process killed while it writes leaves a file whose name begins with a dot and ends in ``.part``; the next save of
+    A process killed while it writes leaves a file whose name begins with a dot and ends in ``.part``. The next save of
     the same name overwrites it, and nothing reads it.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Write a checkpoint.
-
-        Args:
-            checkpoint: What is written.
-            path: Where to; a file that is there is replaced in one go.
-            storage_options: Not used; as in Lightning.
+        """Write a checkpoint and replace an existing file in one step; Lightning refuses storage options.
 
         Raises:
             TypeError: There are storage options.
-            OSError: It cannot be written, because the disk is full for instance. What was there is there still.
+            OSError: It cannot be written, for instance because the disk is full. An existing file stays.
         """
         filesystem, local_path = url_to_fs(str(path))
         if storage_options is not None or not isinstance(filesystem, LocalFileSystem):
@@ -56,17 +51,17 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def no_checkpoint_name(name: str) -> str:
-    """The name of something beside a checkpoint: to Lightning whatever is called hpc_ckpt_N is one to resume from."""
+    """The name of a file beside a checkpoint: Lightning resumes from anything called hpc_ckpt_N."""
     return name.replace("hpc_ckpt_", "hpc-ckpt-")
 
 
 def write_at_once(checkpoint_io: CheckpointIO) -> CheckpointIO:
-    """What writes a file before it returns: behind Lightning's ``AsyncCheckpointIO``, the one that it wraps."""
+    """The part that writes before it returns: of Lightning's ``AsyncCheckpointIO`` the one it wraps."""
     inner = checkpoint_io.checkpoint_io if isinstance(checkpoint_io, AsyncCheckpointIO) else None
     return checkpoint_io if inner is None else inner
 
 
 def finish_writing(checkpoint_io: CheckpointIO) -> None:
-    """Wait until everything is written that is being written in the background."""
+    """Wait for all writes in the background."""
     if isinstance(checkpoint_io, AsyncCheckpointIO):
-        checkpoint_io.teardown()  # its only way to wait; it starts anew with the next save
+        checkpoint_io.teardown()  # its only way to wait; the next save starts it again

@@ -8,7 +8,6 @@ import lightning.pytorch as pl
 
 from lightning_dct.callbacks.requirements import gradient_synchronizer_of, require_dct
 from lightning_dct.config import check_integer
-from lightning_dct.gradients.between_steps import average_residuals
 
 
 class ErrorAveraging(pl.Callback):
@@ -49,4 +48,4 @@ class ErrorAveraging(pl.Callback):
         """Average when it is time; a collective call."""
         synchronizer, every = gradient_synchronizer_of(trainer), self.every_n_steps
         if synchronizer.synchronisations // every > self._synchronised_before // every:
-            average_residuals(synchronizer)
+            synchronizer.average_residuals()
