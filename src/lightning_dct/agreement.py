@@ -1,4 +1,4 @@
-"""Ranks that disagree on settings, versions or the model stop at setup, with the difference named."""
+"""Ranks that disagree on settings, versions or the model stop at setup with an error that names the difference."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def check_agreement(settings: Mapping[str, Any], model: Module, group: dist.Proc
 
     Args:
         settings: This rank's settings by name.
-        model: Its parameters' names, shapes, dtypes and whether they are trained are compared, but for those that
-            DistributedDataParallel is told to ignore, and the settings of its split points and sharded tables.
+        model: Compared are the names, shapes and dtypes of its parameters and whether they are trained, except those
+            that DistributedDataParallel ignores, and the settings of its split points and sharded tables.
         group: The ranks that must agree, or None for all.
 
     Raises:
@@ -30,7 +30,7 @@ def check_agreement(settings: Mapping[str, Any], model: Module, group: dist.Proc
     checksum = zlib.crc32(repr(parameters).encode())
     everyone = _compare_settings({**settings, **module_settings(model)}, group, checksum)
     if any(theirs["checksum"] != checksum for theirs in everyone):
-        # Only now are the models' descriptions worth sending; every rank has seen the same and does the same.
+        # Only now are the descriptions worth sending. Every rank has seen the same checksums and does the same.
         descriptions = _gather(parameters, group)
         for name in dict.fromkeys(name for description in descriptions for name in description):
             _compare(f"parameter {name}", [description.get(name, "missing") for description in descriptions])
@@ -40,8 +40,7 @@ def check_agreement(settings: Mapping[str, Any], model: Module, group: dist.Proc
 def check_modules_agree(model: Module) -> None:
     """Compare versions and the settings of split points and sharded tables, before any of them communicates.
 
-    Args:
-        model: Its parameters need not be there yet.
+    The model's parameters need not exist yet.
 
     Raises:
         ValueError: The first setting that differs, with each rank's value.
@@ -50,7 +49,7 @@ def check_modules_agree(model: Module) -> None:
 
 
 def describe_parameters(model: Module) -> dict[str, str]:
-    """What must be equal on all ranks about each parameter, by name."""
+    """What must agree about each parameter, by name."""
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     return {
         name: f"{list(p.shape)} {str(p.dtype).removeprefix('torch.')} {'trained' if p.requires_grad else 'frozen'}"
@@ -60,7 +59,7 @@ def describe_parameters(model: Module) -> dict[str, str]:
 
 
 def module_settings(model: Module) -> dict[str, Any]:
-    """What must be equal on all ranks about each split point and each sharded module, by its name and the setting's."""
+    """What must agree about each split point and each sharded module, by its name and the setting's."""
     return {
         f"{name.replace('_orig_mod.', '')}.{setting}": value
         for name, module in model.named_modules()

@@ -39,11 +39,7 @@ class CompressionRatio(Metric):
         self.add_state("bytes_dense", zero.clone(), dist_reduce_fx="sum")
 
     def update(self, traffic: TrafficTotals) -> None:
-        """Add some traffic.
-
-        Args:
-            traffic: What was sent since the last update, as in ``strategy.traffic.totals - totals_at_last_update``.
-        """
+        """Add what was sent since the last update: ``strategy.traffic.totals - totals_at_last_update``."""
         self.bytes_sent += traffic.bytes_sent
         self.bytes_dense += traffic.bytes_dense
 

@@ -1,4 +1,4 @@
-"""Names under which the work of the communication hook shows in profilers: Lightning's own, or torch's alone.
+"""Names of the communication hook's work in profilers: Lightning's, or torch's alone.
 
 [Strategy]DCTStrategy.compress      add the residual, select, pack; start sending
 [Strategy]DCTStrategy.exchange      wait for bytes that are still under way: what backward did not hide
@@ -16,16 +16,12 @@ from torch.profiler import record_function
 
 
 def recorded(work: str) -> AbstractContextManager[Any]:
-    """A span of ``torch.profiler``. While nothing profiles it takes 5 microseconds."""
+    """A span of ``torch.profiler``, which takes 5 microseconds while nothing profiles."""
     return record_function(_name(work))
 
 
 def shown_by(trainer: Any) -> Callable[[str], AbstractContextManager[Any]]:
-    """Spans of a Trainer's profiler; where it has none, of ``torch.profiler``, which a callback may run.
-
-    Args:
-        trainer: A Trainer, as Any: Lightning sets ``profiler`` where type checkers do not see it.
-    """
+    """Spans of a Trainer's profiler; if it has none, of ``torch.profiler``, which a callback may run."""
     profiler: Profiler = trainer.profiler
     if isinstance(profiler, PassThroughProfiler):
         return recorded

@@ -1,9 +1,9 @@
 """Thresholds: selected exactly now and then, kept near their target by a guard in between.
 
-Selecting the k-th largest magnitude costs twenty to forty times what comparing against a known threshold costs, so
-it is done every thousand steps (Gupta et al., KDD 2021, section 3). In between the gradient's scale drifts and with
-it the number of entries above the threshold. The guard moves the threshold a little whenever a step shows too many
-or too few, in the spirit of Ok-Topk (Li and Hoefler, PPoPP 2022), at no cost.
+To select the k-th largest magnitude costs twenty to forty times as much as to compare with a known threshold, so it is
+done every thousand steps (Gupta et al., KDD 2021, section 3). In between, the scale of the gradient drifts, and with
+it the number of entries above the threshold. Whenever a step shows too many or too few, the guard moves the threshold a
+little, in the spirit of Ok-Topk (Li and Hoefler, PPoPP 2022), at no cost.
 """
 
 from __future__ import annotations
@@ -23,27 +23,22 @@ from lightning_dct.wire.bits import nonzero_indices
 # with a larger change of the count: twice the exponent makes the count swing (seen in simulation at 0.1% density).
 GUARD_GAIN = 0.3
 GUARD_LARGEST_FACTOR = 1.25
-# The guard aims a little high: what is too much is cut to the largest entries, what is too little is sent as padding.
+# The guard aims a little high: a surplus is cut to the largest entries, a shortfall is sent as padding.
 GUARD_AIM = 1.05
-# When a step shows more than this many times the target, its own selection is taken as the new threshold.
+# Where a step shows more than this many times the target, its own selection becomes the new threshold.
 GUARD_RESELECT = 2.0
-# Selecting from more entries than these begins with a sample of about so many.
+# Selection from more entries than this begins with a sample of about SAMPLE_SIZE.
 EXACT_UP_TO = 1 << 18
 SAMPLE_SIZE = 1 << 16
-# CUDA selects from no more: it counts in int32 there.
+# kthvalue counts in int32 on CUDA.
 MOST_TO_SELECT_FROM = 2**31 - 1
 SMALLEST_THRESHOLD = torch.finfo(torch.float32).tiny
 
 
 def kth_magnitude(values: Tensor, k: int) -> float:
-    """The k-th largest magnitude: the threshold that keeps ``k`` entries.
+    """The k-th largest magnitude of the values (``[n]``, floating point): the threshold that keeps ``k`` of them.
 
-    Args:
-        values: Shape ``[n]``, floating point; infinite and NaN entries count as zero.
-        k: How many entries to keep, ``1 <= k <= n``.
-
-    Returns:
-        The threshold, never below the smallest normal float: zeros are never worth sending.
+    Infinite and NaN entries count as zero. It is at least the smallest normal float: zeros are never worth sending.
     """
     magnitudes = values.abs().nan_to_num_(nan=0.0, posinf=0.0)
     candidates = _candidates(magnitudes, k) if magnitudes.numel() > EXACT_UP_TO else magnitudes
@@ -53,9 +48,9 @@ def kth_magnitude(values: Tensor, k: int) -> float:
 def _candidates(magnitudes: Tensor, k: int) -> Tensor:
     """A small part of many magnitudes that holds the ``k`` largest; all of them where a sample misleads.
 
-    A regular sample says about where the k-th magnitude lies. What is above a bound a little lower, by four standard
-    deviations of the sample's rank, is few entries more than ``k``, and comparing costs a small part of selecting. The
-    k-th largest of them is the k-th largest of all, so the answer is exact however good the sample was.
+    A regular sample shows roughly where the k-th magnitude lies. Only a few more than ``k`` entries lie above a
+    slightly lower bound, by four standard deviations of the sample's rank. The k-th largest of these is the k-th
+    largest of all, so the answer is exact however good the sample was.
     """
     sample = magnitudes[:: magnitudes.numel() // SAMPLE_SIZE]
     expected = k / magnitudes.numel() * sample.numel()
@@ -65,20 +60,20 @@ def _candidates(magnitudes: Tensor, k: int) -> Tensor:
 
 
 def _kth_largest(values: Tensor, k: int) -> Tensor:
-    # Both count from the smallest and select without sorting; numpy does it with vector instructions.
-    place = values.numel() - k
+    # Both select without sorting, from the smallest; numpy uses vector instructions.
+    index = values.numel() - k
     if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
-        return torch.as_tensor(np.partition(values.numpy(), place)[place])
+        return torch.as_tensor(np.partition(values.numpy(), index)[index])
     if values.numel() > MOST_TO_SELECT_FROM:
         return _kth_largest_by_halving(values, k)
-    return torch.kthvalue(values, place + 1).values
+    return torch.kthvalue(values, index + 1).values
 
 
 def _kth_largest_by_halving(magnitudes: Tensor, k: int) -> Tensor:
     """The ``k``-th largest of any number of magnitudes: the largest that ``k`` of them reach.
 
-    Read as whole numbers, floating-point numbers of one sign keep their order. So this walks over all of them once for
-    each bit, and waits for a GPU each time: it is for what a sample does not make few, such as billions of zeros.
+    Floating-point numbers of one sign keep their order when read as whole numbers. This walks over all of them once for
+    each bit and waits for a GPU each time. It serves what a sample does not make few, such as billions of zeros.
     """
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[magnitudes.element_size()]
     patterns = magnitudes.view(whole)
@@ -90,11 +85,7 @@ def _kth_largest_by_halving(magnitudes: Tensor, k: int) -> Tensor:
 
 
 def keep_largest(values: Tensor, k: int) -> tuple[Tensor, float]:
-    """Which ``k`` of the values are largest in magnitude, ties broken by place.
-
-    Args:
-        values: Shape ``[n]``, finite, ``n > k >= 1``.
-        k: How many to keep.
+    """Which ``k`` of the values (``[n]``, finite, ``n > k >= 1``) are largest in magnitude; the first of equals win.
 
     Returns:
         A bool mask of shape ``[n]`` with exactly ``k`` set, and the smallest magnitude kept.
@@ -109,14 +100,7 @@ def keep_largest(values: Tensor, k: int) -> tuple[Tensor, float]:
 
 
 def nudge(threshold: float, count: int, target: int, size: int) -> float:
-    """The guard: a threshold a little closer to the one that keeps ``target`` entries.
-
-    Args:
-        threshold: The present threshold.
-        count: Entries that reached it in this step.
-        target: Entries that should have.
-        size: Entries of the tensor.
-    """
+    """The guard: moves a threshold, which ``count`` of ``size`` entries reached, towards one that ``target`` reach."""
     exponent = GUARD_GAIN * math.sqrt(target / size)
     # Half an entry keeps the ratio finite and gentle for tensors of which only one or two entries are sent.
     factor = ((count + 0.5) / (GUARD_AIM * target + 0.5)) ** exponent
@@ -127,17 +111,11 @@ def nudge(threshold: float, count: int, target: int, size: int) -> float:
 def nudge_all(
     thresholds: Tensor, counts: Tensor, targets: int | Tensor, sizes: int | Tensor, aim: float = GUARD_AIM
 ) -> Tensor:
-    """The guard for many thresholds at once, without waiting for a GPU; the same formula as :func:`nudge`.
+    """The guard for many thresholds at once, without waiting for a GPU; the formula of :func:`nudge`.
 
-    Args:
-        thresholds: Shape ``[groups]``, fp32 or fp64, positive.
-        counts: Shape ``[groups]``: entries of each group that reached its threshold.
-        targets: Entries of each that should have: one number, or shape ``[groups]`` in the thresholds' dtype.
-        sizes: Entries of each group, likewise.
-        aim: The share of the target that the guard steers to.
-
-    Returns:
-        Shape ``[groups]``, in the thresholds' dtype.
+    ``thresholds`` (fp32 or fp64, positive) and ``counts`` have shape ``[groups]``; ``targets`` and ``sizes`` are one
+    number or have that shape in the thresholds' dtype. The guard steers to ``aim * targets``. The result is like
+    ``thresholds``.
     """
     exponents = GUARD_GAIN * (targets / sizes) ** 0.5
     factors = ((counts.to(thresholds.dtype) + 0.5) / (aim * targets + 0.5)) ** exponents
@@ -146,14 +124,7 @@ def nudge_all(
 
 
 class Observed(NamedTuple):
-    """What a step has shown of one tensor.
-
-    Attributes:
-        name: The parameter.
-        reached: Entries that reached the threshold.
-        target: Entries that should have.
-        size: Entries of the tensor.
-    """
+    """How many entries of a parameter reached its threshold in a step, and how many of all should have."""
 
     name: str
     reached: int
@@ -164,10 +135,10 @@ class Observed(NamedTuple):
 class Thresholds:
     """The thresholds of all compressed parameters of one rank, by parameter name.
 
-    Each is remembered with the number of entries it was selected for: when the density changes (during warm-up, or
-    because a run is resumed with another setting) it no longer applies and counts as missing.
+    Each threshold belongs to the number of entries it was selected for. When the density changes, in a warm-up or
+    because a run resumes with another setting, it no longer applies and counts as missing.
 
-    Gradients on a GPU keep their thresholds there, as fp64 scalars: asking for one as a number waits for the GPU.
+    Thresholds of gradients on a GPU stay there as fp64 scalars, because to read one as a number waits for the GPU.
     """
 
     def __init__(self) -> None:
@@ -176,35 +147,33 @@ class Thresholds:
         self._stacked: dict[tuple[str, ...], Tensor] = {}
 
     def has(self, name: str, target: int) -> bool:
-        """Whether there is a threshold of a parameter that was selected for this target."""
+        """Whether a threshold of this parameter was selected for this target."""
         return self._targets.get(name) == target
 
     def get(self, name: str, target: int) -> float | None:
-        """The threshold of a parameter, or None when none was selected for this target."""
+        """The threshold of a parameter, or None where none was selected for this target."""
         return float(self._values[name]) if self.has(name, target) else None
 
     def set(self, name: str, target: int, threshold: float) -> None:
-        """Remember a threshold."""
+        """Remember a threshold and the target that it was selected for."""
         self._values[name], self._targets[name] = threshold, target
         self._stacked = {names: stacked for names, stacked in self._stacked.items() if name not in names}
 
     def on_device(self, names: tuple[str, ...], device: torch.device) -> Tensor:
-        """The thresholds of some parameters: shape ``[len(names)]``, fp64. Nobody waits, and nobody may write to it."""
+        """The thresholds of some parameters without waiting: shape ``[len(names)]``, fp64, read-only."""
         if names not in self._stacked:
             values = [self._values[name] for name in names]
-            # Numbers go to the device as the argument of a kernel; a copy of host memory would wait.
+            # A number reaches the device as the argument of a kernel; a copy from host memory would wait.
             scalars = [
-                value.to(device)
-                if isinstance(value, Tensor)
-                else torch.full((), value, dtype=torch.float64, device=device)
-                for value in values
+                v.to(device) if isinstance(v, Tensor) else torch.full((), v, dtype=torch.float64, device=device)
+                for v in values
             ]
             empty = torch.empty(0, dtype=torch.float64, device=device)
             self.replace(names, torch.stack(scalars) if scalars else empty)
         return self._stacked[names]
 
     def replace(self, names: tuple[str, ...], thresholds: Tensor) -> None:
-        """Remember other thresholds of some parameters for the targets they have: shape ``[len(names)]``, fp64."""
+        """Set the thresholds of some parameters, shape ``[len(names)]``, fp64; their targets stay."""
         if names not in self._stacked:
             moved = set(names)
             self._stacked = {old: stacked for old, stacked in self._stacked.items() if not moved.intersection(old)}
@@ -219,11 +188,11 @@ class Thresholds:
                 self.set(name, target, nudge(threshold, reached, target, size))
 
     def forget(self) -> None:
-        """Let all thresholds count as missing."""
+        """Forget all thresholds."""
         self._values, self._targets, self._stacked = {}, {}, {}
 
     def forget_those_of(self, parameters: Collection[str]) -> None:
-        """Let the thresholds of some parameters count as missing, with those of their pieces and of sums of these."""
+        """Forget the thresholds of some parameters, of their pieces, and of the sums of these."""
         for label in list(self._targets):
             whole = label.removeprefix("sum of ")
             if whole in parameters or whole.rpartition("[")[0] in parameters:
@@ -235,19 +204,16 @@ class Thresholds:
         return list(self.by_label().values())
 
     def by_label(self) -> dict[str, float]:
-        """Each threshold by what it was selected for: a parameter, or a piece of one. This waits for a GPU."""
+        """Each threshold by its label: a parameter, or a piece of one. This waits for a GPU."""
         return {name: float(value) for name, value in self._values.items()}
 
     def take_over(self, other: Thresholds) -> None:
-        """Have the thresholds that another object has now, without waiting for a GPU."""
+        """Copy the thresholds of another object without waiting for a GPU."""
         self._values, self._targets, self._stacked = dict(other._values), dict(other._targets), dict(other._stacked)
 
     def state_dict(self) -> dict[str, Any]:
         """The thresholds and their targets as plain numbers."""
-        return {
-            "values": self.by_label(),
-            "targets": dict(self._targets),
-        }
+        return {"values": self.by_label(), "targets": dict(self._targets)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with saved thresholds."""

@@ -1,7 +1,7 @@
 """Counts the bytes and the time that communication costs: plain numbers, no torch, no Lightning.
 
-Every payload is counted at the one place where it is handed to a collective, as the bytes that this rank puts
-on the wire for it. Beside it stands what the dense fp32 exchange of the same tensors would have put there:
+Each payload is counted where it is handed to a collective, as the bytes that this rank sends for it. Beside it stand
+the bytes that the dense fp32 exchange of the same tensors would have sent:
 
 ====================  ================================================================
 collective            bytes one rank sends (``W`` ranks, ``B`` bytes a rank)
@@ -11,9 +11,9 @@ all-gather (ring)     ``(W - 1) * B``
 all-to-all            what is meant for the others
 ====================  ================================================================
 
-Where gradients are exchanged by node, ``L`` ranks in each, ``bytes_sent`` and ``bytes_dense`` are bytes *between*
-nodes, and those inside have a number of their own. A ring over all ranks in the order of the nodes leaves a node at one
-of its ``L`` ranks: a ring's bytes count ``1 / L`` of them a rank as sent between nodes.
+Where nodes of ``L`` ranks exchange gradients by node, ``bytes_sent`` and ``bytes_dense`` are bytes *between* nodes, and
+bytes inside a node have a total of their own. A ring over all ranks in the order of the nodes leaves a node at one of
+its ``L`` ranks, so ``1 / L`` of a rank's bytes in a ring count as sent between nodes.
 
 A compression ratio is always ``bytes_dense / bytes_sent``. Element counts are never called a ratio.
 """
@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from time import perf_counter
 from typing import Any
 
@@ -42,12 +42,12 @@ def all_gather_bytes(num_bytes: int, world_size: int) -> int:
 
 
 def bytes_between_nodes(num_bytes: int, world_size: int, ranks_per_node: int) -> int:
-    """What of one rank's bytes in a ring crosses from node to node, on average over the ranks of a node.
+    """The part of one rank's bytes in a ring that crosses between nodes, on average over the ranks of a node.
 
     Args:
         num_bytes: Bytes each rank sends.
         world_size: Ranks in the ring, in the order of the nodes.
-        ranks_per_node: How many of them share a node; 1 where nodes are not told apart.
+        ranks_per_node: How many of them share a node; 1 counts all bytes.
     """
     return 0 if 1 < world_size <= ranks_per_node else -(-num_bytes // ranks_per_node)
 
@@ -58,17 +58,15 @@ class TrafficTotals:
 
     Attributes:
         steps: Completed gradient synchronisations.
-        bytes_sent: Bytes this rank put on the wire, headers and padding of the payloads included; between nodes only
-            where gradients are exchanged by node.
-        bytes_dense: Bytes the dense fp32 exchange of the same tensors would have put there.
-        entries_sent: Tensor entries that went out in those bytes. A GPU tells late how many these are: complete after
+        bytes_sent: Bytes this rank handed to collectives, headers and padding included.
+        bytes_dense: Bytes that the dense fp32 exchange of the same tensors would have sent.
+        entries_sent: Tensor entries in the bytes sent. A GPU reports them late: the number is complete after
             :meth:`~lightning_dct.gradients.GradientSynchronizer.flush`, which logging and saving call.
         entries: Tensor entries that were due.
-        seconds: Wall time spent compressing and decompressing, the network's time not included. With a GPU, what its
-            host spends on that.
-        refreshes: Times the thresholds were selected anew.
-        bytes_inside_node: Bytes this rank sent to ranks of its own node, where these are told apart.
-        seconds_waiting: Wall time spent waiting for payloads: for the network, and for ranks that come later.
+        seconds: Wall time of compression and decompression, without the network; with a GPU, the time of its host.
+        refreshes: How often the thresholds were selected anew.
+        bytes_inside_node: Bytes this rank sent inside its node, where they are counted apart.
+        seconds_waiting: Wall time spent waiting for payloads: for the network, and for slower ranks.
     """
 
     steps: int = 0
@@ -104,7 +102,7 @@ class Traffic:
     """The counter itself.
 
     Args:
-        span: Shows a piece of work, by name, to whoever profiles the run: what this gives is entered around the work.
+        span: Makes the context, given the name of a piece of work, in which profilers show that work.
 
     Example:
         >>> traffic = Traffic()
@@ -116,38 +114,16 @@ class Traffic:
 
     def __init__(self, span: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
         self.span = span
-        self._totals = TrafficTotals()
+        self.totals = TrafficTotals()
 
-    def add(
-        self,
-        *,
-        steps: int = 0,
-        bytes_sent: int = 0,
-        bytes_dense: int = 0,
-        entries_sent: int = 0,
-        entries: int = 0,
-        seconds: float = 0.0,
-        refreshes: int = 0,
-        bytes_inside_node: int = 0,
-        seconds_waiting: float = 0.0,
-    ) -> None:
-        """Add to the totals; see :class:`TrafficTotals` for what each number means."""
-        old = self._totals
-        self._totals = TrafficTotals(
-            old.steps + steps,
-            old.bytes_sent + bytes_sent,
-            old.bytes_dense + bytes_dense,
-            old.entries_sent + entries_sent,
-            old.entries + entries,
-            old.seconds + seconds,
-            old.refreshes + refreshes,
-            old.bytes_inside_node + bytes_inside_node,
-            old.seconds_waiting + seconds_waiting,
-        )
+    def add(self, **amounts: float) -> None:
+        """Add to the totals, by the names of :class:`TrafficTotals`."""
+        sums = {name: getattr(self.totals, name) + amount for name, amount in amounts.items()}
+        self.totals = replace(self.totals, **sums)
 
     @contextmanager
     def timed(self, work: str | None = None) -> Iterator[None]:
-        """Count the time within as spent compressing, and show it to profilers where it has a name."""
+        """Count the time within as spent compressing; profilers show work that has a name."""
         start = perf_counter()
         try:
             with nullcontext() if work is None else self.span(work):
@@ -157,7 +133,7 @@ class Traffic:
 
     @contextmanager
     def waiting(self, work: str) -> Iterator[None]:
-        """Count the time within as spent waiting for others, and show it to profilers."""
+        """Count the time within as spent waiting for others; profilers show it."""
         start = perf_counter()
         try:
             with self.span(work):
@@ -165,15 +141,10 @@ class Traffic:
         finally:
             self.add(seconds_waiting=perf_counter() - start)
 
-    @property
-    def totals(self) -> TrafficTotals:
-        """The totals so far."""
-        return self._totals
-
     def state_dict(self) -> dict[str, int | float]:
         """The totals as plain numbers."""
-        return {f.name: getattr(self._totals, f.name) for f in fields(TrafficTotals)}
+        return asdict(self.totals)
 
     def load_state_dict(self, state: dict[str, int | float]) -> None:
         """Continue counting from saved totals."""
-        self._totals = TrafficTotals(**state)  # type: ignore[arg-type]
+        self.totals = TrafficTotals(**state)  # type: ignore[arg-type]

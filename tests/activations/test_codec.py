@@ -213,7 +213,7 @@ def test_wrong_lengths_are_named(change: int) -> None:
         (1, 9, "layout version 9"),
         (2, 1, "in its header"),
         (4, 200, "claims 200 entries"),
-        (4, 4, "positions are marked where the header says 4"),
+        (4, 4, "positions are marked, but the header says 4"),
         (8, 77, "another shape, other settings or another stage"),
     ],
 )

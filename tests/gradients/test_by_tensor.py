@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 
 from distributed.training import Module, Watch, fit
 from lightning_dct import DCTStrategy
-from lightning_dct.gradients.by_tensor import TensorFigures, figures_by_tensor
+from lightning_dct.gradients.synchronizer import TensorFigures
 
 SIZES = {"model.gain": 1, "model.first.weight": 960, "model.first.bias": 24}
 SIZES |= {"model.second.weight": 192, "model.second.bias": 8}
@@ -18,7 +18,7 @@ SENT = {"model.first.weight": 96, "model.second.weight": 20}
 
 
 def look(trainer: Trainer) -> list[TensorFigures]:
-    return figures_by_tensor(trainer.strategy.synchronizer)
+    return trainer.strategy.synchronizer.figures_by_tensor()
 
 
 def train(exchange: str) -> Any:

@@ -143,5 +143,5 @@ def test_the_bits_of_positions_take_no_more_room_than_the_positions() -> None:
     entries = Slots(side.spare, in_use.float(), in_use, torch.tensor([layout.capacity]))
     with Counting() as counting:
         payload, _ = pack_on_device(side, entries, torch.zeros_like(side.spare), torch.empty(0, dtype=torch.uint8))
-        assert unpack_on_device(side, payload.unsqueeze(0)).sound.all()
+        assert unpack_on_device(side, payload.unsqueeze(0)).valid.all()
     assert counting.largest <= 40 * side.number.numel()

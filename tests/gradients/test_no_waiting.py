@@ -13,8 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_dct.gradients import collectives, compression, pending
+from lightning_dct.gradients import collectives, compression
 from lightning_dct.gradients.awaited import Awaited
+from lightning_dct.gradients.exchanges import base
 from lightning_dct.gradients.on_device import OnDevice
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.wire import PayloadError
@@ -115,9 +116,9 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compression, "WITHOUT_WAITING", {"meta"})
     monkeypatch.setattr(compression, "kth_magnitude", lambda values, k: 1.0)
     monkeypatch.setattr(collectives, "dist", Connected)
-    monkeypatch.setattr(pending, "Future", lambda devices: SimpleNamespace(set_result=lambda mean: None))
+    monkeypatch.setattr(base, "Future", lambda devices: SimpleNamespace(set_result=lambda mean: None))
     # It copies to the host without waiting, but here there is nothing that could be copied.
-    monkeypatch.setattr(Awaited, "look", lambda self: None)
+    monkeypatch.setattr(Awaited, "poll", lambda self: None)
 
 
 def step(ranks: EmulatedRanks, dtype: torch.dtype, bucket_sizes: list[int]) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dct.gradients.plan import BucketPlan, plan_bucket
-from lightning_dct.gradients.sharding import SMALLEST_PIECE, cut, owned_by, share_out
+from lightning_dct.gradients.sharding import SMALLEST_PIECE, Shards, cut, owned_by, share_out
 from strategies_for_hypothesis import FORMATS, examples
 
 
@@ -64,9 +64,10 @@ def test_shards_hold_the_bucket_once_and_send_what_it_would(model: BucketPlan, o
             assert shard.plan.targets[index] <= stop - start
             sent[tensor] += shard.plan.targets[index]
         assert shard.packed.layout == shard.sums.layout == shard.plan.layout
-        assert shard.of({0}) == {index for index, name in enumerate(shard.plan.names) if name.split("[")[0] == "p0"}
         assert set(shard.sums.names).isdisjoint(shard.plan.names)
     assert bool((seen == 1).all())
+    whole = Shards(share_out(model, owners), owners).of(model)
+    assert whole.of({0}) == {index for index, name in enumerate(whole.plan.names) if name.split("[")[0] == "p0"}
     for target, total, size in zip(model.targets, sent, model.sizes, strict=True):
         assert target <= total <= target + owners
         assert total == target or total <= target * (1 + 1 / SMALLEST_PIECE) + 1, size

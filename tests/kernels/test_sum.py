@@ -35,7 +35,10 @@ def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def expected_sum(total: Tensor, segments: list[tuple[int, int]], entries: Entries, factor: float) -> Tensor:
     """The reference's, in the segments."""
     dense = [torch.zeros_like(total).index_copy_(0, where, values.to(total.dtype)) for where, values in entries]
-    expected, sums = total.clone(), weighted_sum([torch.zeros_like(total), *dense], factor, dense=False)
+    expected, sums = (
+        total.clone(),
+        weighted_sum([torch.zeros_like(total), *dense], factor, dense=False, by_senders=False),
+    )
     for start, stop in segments:
         expected[start:stop] = sums[start:stop]
     return expected

@@ -120,7 +120,7 @@ def synchronise_compressed() -> tuple[list[str], float, float, float]:
     return (
         names,
         totals.bytes_dense / totals.bytes_sent,
-        strategy.synchronizer.residuals.norm(),
+        strategy.synchronizer.norm(),
         float(sum(parameter.double().sum() for parameter in module.parameters())),
     )
 

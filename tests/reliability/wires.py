@@ -25,9 +25,8 @@ from lightning_dct.gradients.compression import decompress
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.pipeline.crossing import as_bytes, as_floats
 from lightning_dct.wire import BITS_PER_VALUE, PayloadError, PayloadLayout, pack, unpack
-from lightning_dct.wire.bitmap import Bitmap
 from lightning_dct.wire.on_device import SideBySide, unpack_on_device
-from lightning_dct.wire.positions import PositionCode
+from lightning_dct.wire.positions import Bitmap, PositionCode
 
 # Memory around what is decoded into, to see whether anything is written there.
 GUARD = 64
@@ -102,9 +101,9 @@ def _gradients() -> list[Message]:
                 try:
                     read = unpack(layout, data)
                 except PayloadError:
-                    assert not arrived.sound
+                    assert not arrived.valid
                     raise
-                assert arrived.sound
+                assert arrived.valid
                 assert torch.equal(places[: read.positions.numel()], read.positions)
 
             found.append(Message(f"gradients, {value_format}", _bytes(payload), decode))
@@ -117,9 +116,7 @@ def _positions() -> list[Message]:
     for universe, count in ((1000, 10), (1000, 1), (64, 30), (5, 5), (100_000, 50)):
         for name, code in (("sparse", PositionCode(universe, count)), ("bitmap", Bitmap(universe))):
 
-            def decode(
-                data: Tensor, code: Bitmap | PositionCode = code, universe: int = universe, count: int = count
-            ) -> None:
+            def decode(data: Tensor, code: Bitmap = code, universe: int = universe, count: int = count) -> None:
                 positions = code.decode(data, count)
                 _check_positions(positions, universe, count)
                 assert positions.numel() == count

@@ -50,8 +50,8 @@ def assert_the_same(*filled: Filled) -> None:
     assert torch.equal(payload, torch.cat([own for own, _ in expected]))
     senders = torch.stack([payload, payload.flip(0), payload])
     arrived = unpack_on_device(side, senders)
-    assert arrived.sound[0].all()
-    assert arrived.sound[2].all()
+    assert arrived.valid[0].all()
+    assert arrived.valid[2].all()
     begin = slot = 0
     for slots, (layout, positions, _, _), (own, own_received) in zip(side.slots, filled, expected, strict=True):
         used, unused = slice(slot, slot + positions.numel()), slice(slot + positions.numel(), slot + slots)
@@ -130,9 +130,9 @@ def assert_same_verdict(layout: PayloadLayout, payload: Tensor) -> None:
     try:
         unpack(layout, payload)
     except PayloadError:
-        assert arrived.sound.tolist() == [[True, False, True]]
+        assert arrived.valid.tolist() == [[True, False, True]]
     else:
-        assert arrived.sound.all()
+        assert arrived.valid.all()
 
 
 def test_a_payload_of_another_size_is_refused_at_once() -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_dct.wire import PositionCode
 from lightning_dct.wire.bits import num_bytes
+from lightning_dct.wire.positions import Bitmap, shortest_code
 from strategies_for_hypothesis import examples
 
 
@@ -89,7 +90,7 @@ def test_size_at_ten_million_entries(density: float, documented_bits: float) -> 
 def test_decode_rejects_a_wrong_count(count: int) -> None:
     code = PositionCode(100, 10)
     message = code.encode(torch.tensor([5, 50]))
-    with pytest.raises(ValueError, match=f"2 positions are marked where the header says {count}"):
+    with pytest.raises(ValueError, match=f"2 positions are marked, but the header says {count}"):
         code.decode(message, count)
 
 
@@ -105,3 +106,30 @@ def test_decode_rejects_positions_that_do_not_ascend(positions: list[int]) -> No
     code = code_with(low_bits=3, universe=40, capacity=4)
     with pytest.raises(ValueError, match="not ascending"):
         code.decode(code.encode(torch.tensor(positions)), len(positions))
+
+
+@given(universe=st.integers(0, 300), data=st.data())
+@examples(150)
+def test_bitmap_round_trip_and_bytes(universe: int, data: st.DataObject) -> None:
+    positions = sorted(data.draw(st.sets(st.integers(0, universe - 1)))) if universe else []
+    code = Bitmap(universe)
+    message = code.encode(torch.tensor(positions, dtype=torch.int64))
+    expected = [sum(1 << (p - 8 * at) for p in positions if p // 8 == at) for at in range(-(-universe // 8))]
+    assert message.tolist() == expected
+    assert message.numel() == code.num_bytes
+    assert code.decode(message, len(positions)).tolist() == positions
+    with pytest.raises(ValueError, match="marked, but the header says"):
+        code.decode(message, len(positions) + 1)
+
+
+@given(universe=st.integers(1, 5000), data=st.data())
+@examples(150)
+def test_the_shortest_is_the_shortest(universe: int, data: st.DataObject) -> None:
+    capacity = data.draw(st.integers(0, universe))
+    code = shortest_code(universe, capacity)
+    assert code.num_bytes == min(Bitmap(universe).num_bytes, PositionCode(universe, capacity).num_bytes)
+
+
+@pytest.mark.parametrize(("share", "kind"), [(0.05, PositionCode), (0.2, PositionCode), (0.3, Bitmap), (1.0, Bitmap)])
+def test_a_bitmap_wins_above_a_quarter(share: float, kind: type) -> None:
+    assert type(shortest_code(100_000, int(share * 100_000))) is kind

@@ -13,7 +13,6 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_dct.activations import CompressedModule, SplitPoint
 from lightning_dct.callbacks.wandb_runs import describe_run, settings_of, summary_media, tensor_media, wandb_loggers
 from lightning_dct.config import check_integer
-from lightning_dct.gradients.by_tensor import figures_by_tensor
 from lightning_dct.metrics import CompressionRatio
 from lightning_dct.traffic import Traffic, TrafficTotals
 
@@ -154,7 +153,7 @@ class CompressionMonitor(pl.Callback):
         if not self.tensors_every_n_steps or not wandb_loggers(trainer):
             return {}
         synchronizer = getattr(trainer.strategy, "synchronizer", None)
-        figures = [] if synchronizer is None else figures_by_tensor(synchronizer)
+        figures = [] if synchronizer is None else synchronizer.figures_by_tensor()
         return tensor_media(figures, _thresholds_inside(trainer))
 
 

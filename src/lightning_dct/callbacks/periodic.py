@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 from lightning_dct.activations import CompressedModule
 from lightning_dct.callbacks.requirements import gradient_synchronizer_of, require_dct, synchronizer_of
 from lightning_dct.config import check_integer
-from lightning_dct.gradients.between_steps import average_residuals
 
 
 class ThresholdRefresh(pl.Callback):
@@ -88,4 +87,4 @@ class ErrorAveraging(pl.Callback):
         """Average when it is due; a collective call."""
         synchronizer, every = gradient_synchronizer_of(trainer), self.every_n_steps
         if synchronizer.synchronisations // every > self._synchronised_before // every:
-            average_residuals(synchronizer)
+            synchronizer.average_residuals()

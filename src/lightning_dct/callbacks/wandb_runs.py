@@ -25,7 +25,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.loggers import WandbLogger
 
 from lightning_dct.config import DCTConfig
-from lightning_dct.gradients.by_tensor import TensorFigures
+from lightning_dct.gradients.synchronizer import TensorFigures
 
 CONFIG_KEY = "lightning_dct"
 STEP = "trainer/global_step"

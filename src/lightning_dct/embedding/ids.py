@@ -24,8 +24,8 @@ from torch import Tensor
 
 from lightning_dct.embedding.placement import Int64Array
 from lightning_dct.wire import PayloadError
-from lightning_dct.wire.bitmap import shortest_code
 from lightning_dct.wire.bits import num_bytes, pack_bits, unpack_bits
+from lightning_dct.wire.positions import shortest_code
 
 # Groups are made anew after so many requests, and before that whenever their number has doubled.
 REGROUP_EVERY = 64

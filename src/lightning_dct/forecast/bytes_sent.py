@@ -18,8 +18,7 @@ from lightning_dct.gradients.exchanges.by_node import by_node_link_traversals
 from lightning_dct.gradients.exchanges.making import share_model
 from lightning_dct.gradients.exchanges.nodes import NodeLayout
 from lightning_dct.gradients.exchanges.sharded import SHARDED_LINK_TRAVERSALS
-from lightning_dct.gradients.plan import BucketPlan, real_dtype, real_numel
-from lightning_dct.gradients.plans import Plans
+from lightning_dct.gradients.plan import BucketPlan, Plans, real_dtype, real_numel
 from lightning_dct.gradients.sharding import Shard, Shards
 from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes, bytes_between_nodes
 

@@ -15,7 +15,7 @@ from lightning_dct.config import DCTConfig
 from lightning_dct.gradients import GradientSynchronizer
 from lightning_dct.gradients.collectives import Link
 from lightning_dct.gradients.exchanges import Exchange
-from lightning_dct.gradients.pending import bring_home
+from lightning_dct.gradients.exchanges.base import complete
 from lightning_dct.gradients.plan import local_of
 from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes
 
@@ -96,7 +96,7 @@ class ShardGradientSynchronizer(GradientSynchronizer):
             everyone = self.exchange.everyone
             self.traffic.add(bytes_dense=all_reduce_bytes(FP32_BYTES * buffer.numel(), everyone.size))
             pending = self._start(buffer, self._plan_of(parameters, sizes, buffer.dtype), set())
-        bring_home([pending], self.traffic)
+        complete([pending], self.traffic)
         torch._foreach_copy_(places, list(pending.future.wait().split(sizes)))
         self._pending = [pending]
 

@@ -1,7 +1,7 @@
-"""Numbers that a GPU works out and the host wants to know, but not badly enough to wait for them.
+"""Numbers that a GPU computes and the host needs later: they are copied in batches, and read once they have arrived.
 
-Asking a GPU for a number waits until all work before it is done. So what the host asks for during a synchronisation is
-copied together when that ends, and looked at once it has arrived: usually while the next synchronisation runs, and at
+To ask a GPU for a number waits until all work before it is done. So the numbers of a synchronisation are copied
+together when that ends. The host reads them when they have arrived: usually while the next synchronisation runs, and at
 the latest before anything is saved or shown.
 """
 
@@ -14,62 +14,60 @@ import torch
 from torch import Tensor
 
 
-class _Wanted(NamedTuple):
-    """Whole numbers or flags on a device, shape ``[n]``, and who is told."""
+class _Request(NamedTuple):
+    """Whole numbers or flags on a device, shape ``[n]``, and the callback that takes them."""
 
     numbers: Tensor
-    tell: Callable[[list[int]], None]
+    callback: Callable[[list[int]], None]
 
 
-class _Travelling(NamedTuple):
-    """Numbers on their way to the host; ``arrived`` is None for those that were there all the time."""
+class _Copy(NamedTuple):
+    """Numbers on their way to the host; ``arrived`` is None on devices without events."""
 
-    wanted: list[_Wanted]
-    copy: Tensor
+    requests: list[_Request]
+    numbers: Tensor
     arrived: torch.cuda.Event | None
 
 
 class Awaited:
-    """Keeps what was asked for until it is known."""
+    """Keeps requests until their numbers are known."""
 
     def __init__(self) -> None:
-        self._wanted: dict[torch.device, list[_Wanted]] = {}
-        self._travelling: list[_Travelling] = []
+        self._requests: dict[torch.device, list[_Request]] = {}
+        self._copies: list[_Copy] = []
 
-    def when_known(self, numbers: Tensor, tell: Callable[[list[int]], None]) -> None:
+    def when_known(self, numbers: Tensor, callback: Callable[[list[int]], None]) -> None:
         """Call a function with numbers once the host knows them.
 
         Args:
             numbers: Shape ``[n]``, whole numbers or bool. Not changed until then.
-            tell: Takes them as a list. What it raises comes out of :meth:`poll` or :meth:`synchronize`.
+            callback: Takes them as a list. What it raises comes out of :meth:`poll` or :meth:`synchronize`.
         """
-        self._wanted.setdefault(numbers.device, []).append(_Wanted(numbers, tell))
+        self._requests.setdefault(numbers.device, []).append(_Request(numbers, callback))
 
     def poll(self) -> None:
-        """Tell what has arrived, and send on its way what was asked for since the last look. Nobody waits."""
-        while self._travelling and (self._travelling[0].arrived is None or self._travelling[0].arrived.query()):
-            _tell(self._travelling.pop(0))
-        for device, wanted in self._wanted.items():
-            together = torch.cat([numbers.to(torch.int64) for numbers, _ in wanted])
+        """Deliver what has arrived, and start copying what was requested since the last poll. Nobody waits."""
+        while self._copies and (self._copies[0].arrived is None or self._copies[0].arrived.query()):
+            _deliver(self._copies.pop(0))
+        for device, requests in self._requests.items():
+            together = torch.cat([numbers.to(torch.int64) for numbers, _ in requests])
             # The destination is pinned memory, so the host goes on while this copies.
             copy = together.to("cpu", non_blocking=True)
             arrived = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-            self._travelling.append(_Travelling(wanted, copy, arrived))
-        self._wanted = {}
+            self._copies.append(_Copy(requests, copy, arrived))
+        self._requests = {}
 
     def synchronize(self) -> None:
-        """Tell everything, however long it takes to know."""
+        """Deliver everything, however long it takes."""
         self.poll()
-        while self._travelling:
-            travelling = self._travelling.pop(0)
-            if travelling.arrived is not None:
-                travelling.arrived.synchronize()
-            _tell(travelling)
+        while self._copies:
+            copy = self._copies.pop(0)
+            if copy.arrived is not None:
+                copy.arrived.synchronize()
+            _deliver(copy)
 
 
-def _tell(travelling: _Travelling) -> None:
-    numbers = travelling.copy.tolist()
-    for wanted in travelling.wanted:
-        count = wanted.numbers.numel()
-        wanted.tell(numbers[:count])
-        numbers = numbers[count:]
+def _deliver(copy: _Copy) -> None:
+    parts = copy.numbers.split([request.numbers.numel() for request in copy.requests])
+    for request, part in zip(copy.requests, parts, strict=True):
+        request.callback(part.tolist())

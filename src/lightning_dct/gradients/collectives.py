@@ -1,4 +1,4 @@
-"""The collectives: the one place where bytes leave this rank, and where they are counted."""
+"""The collectives: the only place where bytes leave this rank, and where they are counted."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Link:
     Attributes:
         group: The ranks.
         traffic: Where the bytes are counted.
-        ranks_per_node: How many neighbouring ranks of the group share a node, where bytes inside a node are told from
-            bytes between nodes; 1 counts all bytes alike.
+        ranks_per_node: How many neighbouring ranks share a node, to count bytes inside a node apart; 1 counts all
+            alike.
     """
 
     group: dist.ProcessGroup
@@ -44,18 +44,14 @@ class Link:
 
 
 def all_gather_payload(payload: Tensor, link: Link) -> tuple[dist.Work, Tensor]:
-    """Start sending one rank's payload to all others.
-
-    Args:
-        payload: Shape ``[size]``, uint8, of the same size on every rank.
-        link: The ranks that take part.
+    """Start sending a payload (uint8, ``[size]``, of the same size on every rank) to all ranks of a link.
 
     Returns:
         What to wait for, and then to read: the payloads by rank, shape ``[ranks, size]``, uint8.
     """
     link.count(all_gather_bytes(payload.numel(), link.size))
     gathered = torch.empty(link.size * payload.numel(), dtype=torch.uint8, device=payload.device)
-    # Older versions of torch have the other name only; newer ones warn of it.
+    # Older versions of torch have only the other name; newer ones deprecate it.
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     work = getattr(dist, name)(gathered, payload, group=link.group, async_op=True)
     return work, gathered.view(link.size, -1)
@@ -64,9 +60,7 @@ def all_gather_payload(payload: Tensor, link: Link) -> tuple[dist.Work, Tensor]:
 def deliver_payloads(payloads: Sequence[Tensor], link: Link) -> tuple[dist.Work, Tensor]:
     """Start sending another payload to every rank.
 
-    Args:
-        payloads: One for each rank, uint8: the one for rank ``r`` has shape ``[size of r]`` on every rank.
-        link: The ranks that take part.
+    The payload for rank ``r`` is uint8 and has the same shape ``[size of r]`` on every rank.
 
     Returns:
         What to wait for, and then to read: the payloads for this rank by sender, shape ``[ranks, own size]``, uint8.
@@ -81,14 +75,9 @@ def deliver_payloads(payloads: Sequence[Tensor], link: Link) -> tuple[dist.Work,
 
 
 def spread_payload(payload: Tensor, sizes: Sequence[int], link: Link) -> tuple[dist.Work, tuple[Tensor, ...]]:
-    """Start sending one rank's payload to all others, where the payloads of the ranks differ in size.
+    """Start sending a payload (uint8, ``[sizes[own rank]]``) to all ranks, where each rank's has its own size.
 
     Backends gather equal sizes only; as an all-to-all nothing has to be padded.
-
-    Args:
-        payload: Shape ``[sizes[own rank]]``, uint8.
-        sizes: Bytes of each rank's payload.
-        link: The ranks that take part.
 
     Returns:
         What to wait for, and then to read: the payloads by rank, uint8.
@@ -103,23 +92,13 @@ def spread_payload(payload: Tensor, sizes: Sequence[int], link: Link) -> tuple[d
 
 
 def add_up(numbers: Tensor, link: Link) -> None:
-    """Add a tensor up over all ranks, in place, and wait for it.
-
-    Args:
-        numbers: Any shape, whole or floating-point numbers.
-        link: The ranks that take part.
-    """
+    """Add a tensor up over all ranks, in place, and wait for it."""
     link.count(all_reduce_bytes(numbers.numel() * numbers.element_size(), link.size))
     dist.all_reduce(numbers, group=link.group, async_op=True).wait()
 
 
 def all_reduce_mean(buffer: Tensor, link: Link) -> dist.Work:
-    """Start averaging a dense tensor over all ranks, in place, exactly as DistributedDataParallel does.
-
-    Args:
-        buffer: Any shape and floating dtype.
-        link: The ranks that take part.
-    """
+    """Start averaging a dense tensor over all ranks, in place, exactly as DistributedDataParallel does."""
     link.count(all_reduce_bytes(buffer.numel() * buffer.element_size(), link.size))
     # Dividing first keeps fp16 sums from overflowing.
     buffer.div_(link.size)
@@ -127,14 +106,10 @@ def all_reduce_mean(buffer: Tensor, link: Link) -> dist.Work:
 
 
 def all_reduce_mean_sparse(gradient: Tensor, link: Link) -> dist.Work:
-    """Start averaging the sparse gradient of an ``Embedding(sparse=True)``, uncompressed, as plain DDP does.
+    """Start averaging, in place, the sparse gradient of an ``Embedding(sparse=True)``, uncompressed.
 
-    The backend gathers every rank's indices and rows. They are counted alike as sent and as the dense baseline,
-    because that is what DDP sends too: a ratio of one.
-
-    Args:
-        gradient: A sparse COO tensor, averaged in place.
-        link: The ranks that take part.
+    The backend gathers every rank's indices and rows, as plain DDP does. So they count alike as sent and as dense
+    bytes: a ratio of one.
     """
     indices, values = gradient._indices(), gradient._values()
     num_bytes = indices.numel() * indices.element_size() + values.numel() * values.element_size()

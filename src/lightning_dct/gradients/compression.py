@@ -1,4 +1,4 @@
-"""One bucket's way: gradient -> residual -> threshold -> kernel -> wire, and back. No communication here.
+"""The way of one bucket: gradient -> residual -> threshold -> kernel -> payload, and back. No communication here.
 
     rank r     a = g + e        pick |a| >= tau        pack ---+
                     |                                          |  all-gather of uint8 payloads
@@ -6,14 +6,13 @@
                                                                v
     every rank                g = (1/W) * sum over ranks of unpack(payload)
 
-This is equation by equation the data-parallel half of Dynamic Communication Thresholding (Gupta et al., KDD 2021,
-section 3.1) with per-tensor thresholds.
+This is, equation by equation, the data-parallel half of Dynamic Communication Thresholding (Gupta et al., KDD 2021,
+section 3.1) with a threshold for each tensor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache, partial
 from itertools import chain
 from typing import NamedTuple
@@ -31,7 +30,7 @@ from lightning_dct.threshold import GUARD_RESELECT, Observed, Thresholds, keep_l
 from lightning_dct.wire import PayloadError, Unpacked, pack, unpack
 from lightning_dct.wire.bits import nonzero_indices
 
-# Devices whose host must not look at numbers while they work; tests add the CPU to see that both ways give the same.
+# Devices whose host must not wait for numbers; tests add the CPU to compare both ways.
 WITHOUT_WAITING = {"cuda"}
 
 
@@ -39,10 +38,10 @@ class Compressed(NamedTuple):
     """What is sent of a bucket.
 
     Attributes:
-        payload: Shape ``[plan.layout.num_bytes]``, uint8; of a plan with parts theirs, one behind the other.
-        num_entries: Entries of the bucket that are in it; on a GPU a number that is still there, shape ``[]``.
+        payload: Shape ``[plan.layout.num_bytes]``, uint8; for a plan with parts their payloads, one after the other.
+        num_entries: Entries of the bucket that are in it; for a GPU a number on it, shape ``[]``.
         observed: How many entries of each compressed tensor reached its threshold; none where the guard has acted.
-        selected: Whether any threshold was selected anew.
+        selected: Whether any threshold was selected.
     """
 
     payload: Tensor
@@ -61,30 +60,27 @@ def compress(
     reselect: bool,
     kernel: str = "auto",
 ) -> Compressed:
-    """Decide what goes and leave the rest in the residual.
+    """Decide what is sent and leave the rest in the residual.
 
-    Afterwards ``decoded(payload) + residual`` is what ``gradient_scale * buffer + residual`` was before, except where
-    that is infinite or NaN: such entries go into the payload and the residual keeps what it was.
+    Afterwards ``decoded(payload) + residual`` equals the earlier ``gradient_scale * buffer + residual``, except for
+    infinite and NaN entries: these go into the payload, and the residual keeps its old value.
 
     Args:
         buffer: Shape ``[n]``: the flattened bucket. Not changed.
         residual: Shape ``[n]``, ``plan.residual_dtype``. Changed in place.
-        plan: What becomes of each tensor.
-        deferred: Indices of tensors of which nothing goes.
+        plan: How each tensor is sent.
+        deferred: Indices of tensors of which nothing is sent.
         thresholds: Missing ones are selected from this bucket.
         gradient_scale: Factor on the gradient: one over the loss scale of mixed-precision training.
         reselect: Take a step's own selection as the new threshold when far too many entries reach the old one.
-        kernel: What adds, compares and compacts; see :func:`~lightning_dct.kernels.select`.
+        kernel: See :func:`~lightning_dct.kernels.select`.
     """
     on_device = buffer.device.type in WITHOUT_WAITING
     if plan.parts and not on_device:
-        sent, first = [], 0
+        sent, settings = [], (thresholds, gradient_scale, reselect, kernel)
         for part in plan.parts:
-            deferred_in_part = {index - first for index in deferred}
-            sent.append(
-                compress(buffer, residual, part, deferred_in_part, thresholds, gradient_scale, reselect, kernel)
-            )
-            first += len(part.names)
+            sent.append(compress(buffer, residual, part, deferred, *settings))
+            deferred = {index - len(part.names) for index in deferred}
         observed = list(chain.from_iterable(part.observed for part in sent))
         num_entries = sum(part.num_entries for part in sent)
         payload = torch.cat([part.payload for part in sent])
@@ -126,26 +122,26 @@ def decompress(
     Every rank adds the same payloads in the same order, its own among them, so replicas stay bitwise identical.
 
     Args:
-        payloads: Shape ``[ranks, plan.layout.num_bytes]``, uint8, by rank. Of a plan with parts a row holds one payload
+        payloads: Shape ``[ranks, plan.layout.num_bytes]``, uint8, by rank. For a plan with parts a row holds a payload
             of each, and they come from one rank each, counted through all rows.
         buffer: Shape ``[n]``: the flattened bucket. Overwritten where the plan's tensors lie.
-        plan: What became of each tensor.
+        plan: How each tensor was sent.
         factor: Weight of each rank: one over the world size, times the loss scale of mixed-precision training.
-        awaited: Where a GPU's answer is kept to whether the payloads are sound.
-        kernel: What sums what has arrived; see :func:`~lightning_dct.kernels.sum_entries`.
-        what: What was sent, for the message of an error.
+        awaited: Reports later, for payloads on a GPU, whether they are valid.
+        kernel: See :func:`~lightning_dct.kernels.sum_entries`.
+        what: What was sent, for error messages.
         by_senders: Multiply each entry by the square root of the number of ranks over the number that sent it.
 
     Raises:
-        PayloadError: A payload is not what a rank with this plan can have sent; the message names the rank. On a GPU
+        PayloadError: No rank with this plan can have sent such a payload; the message names the rank. On a GPU
             ``awaited`` raises it later.
     """
     total = buffer if buffer.dtype == plan.residual_dtype else buffer.to(plan.residual_dtype)
     parts = plan.parts or (plan,)
     senders = [f"{what} from rank {rank}" for rank in range(payloads.shape[0] * len(parts))]
     if buffer.device.type in WITHOUT_WAITING:
-        sound = add_payloads(payloads, total, plan, factor, by_senders)
-        awaited.when_known(sound.flatten(), partial(_check_sound, senders))
+        valid = add_payloads(payloads, total, plan, factor, by_senders)
+        awaited.when_known(valid.flatten(), partial(_check_valid, senders))
     else:
         sizes = [part.layout.num_bytes for part in parts]
         if payloads.shape[1] != sum(sizes):
@@ -160,18 +156,12 @@ def decompress(
 
 
 def _add_up(
-    payloads: Tensor,
-    total: Tensor,
-    plan: BucketPlan,
-    factor: float,
-    kernel: str,
-    senders: Sequence[str],
-    by_senders: bool,
+    payloads: Tensor, total: Tensor, plan: BucketPlan, factor: float, kernel: str, senders: list[str], by_senders: bool
 ) -> None:
     received = [_unpack(payload, plan, sender) for payload, sender in zip(payloads.unbind(), senders, strict=True)]
     dense_tensors = [dense.clone().view(plan.dtype) for _, _, dense in received]
     for (_, values, _), dense, sender in zip(received, dense_tensors, senders, strict=True):
-        # A sum is finite only where all of it is, and costs least.
+        # A sum is finite only where all of it is; nothing costs less.
         if not math.isfinite(float(values.sum()) + float(dense.sum())):
             name_broken_sender(sender)
     entries = [(plan.to_bucket(positions), values) for positions, values, _ in received]
@@ -197,15 +187,15 @@ def _unpack(payload: Tensor, plan: BucketPlan, sender: str) -> Unpacked:
 
 @lru_cache(maxsize=256)
 def name_broken_sender(sender: str) -> None:
-    """Say, once, who has sent infinite or NaN numbers. All ranks read them, and one of them says it."""
+    """Warn, once and on one rank, who has sent infinite or NaN numbers."""
     rank_zero_warn(
         f"{sender} of the process group are infinite or NaN, and so are the weights of all ranks from now on. Look at"
         " the loss and the data of that rank. A loss scaler skips such a step by itself."
     )
 
 
-def _check_sound(senders: list[str], sound: list[int]) -> None:
-    wrong = [sender for sender, is_sound in zip(senders, sound, strict=True) if not is_sound]
+def _check_valid(senders: list[str], valid: list[int]) -> None:
+    wrong = [sender for sender, is_valid in zip(senders, valid, strict=True) if not is_valid]
     if wrong:
         raise PayloadError(
             f"{', '.join(wrong)} of the process group: the payload is corrupt, or was made for another model or other"
@@ -215,18 +205,13 @@ def _check_sound(senders: list[str], sound: list[int]) -> None:
 
 
 def _select_missing(
-    buffer: Tensor,
-    residual: Tensor,
-    plan: BucketPlan,
-    used: tuple[int, ...],
-    thresholds: Thresholds,
-    gradient_scale: float,
+    buffer: Tensor, residual: Tensor, plan: BucketPlan, used: tuple[int, ...], thresholds: Thresholds, scale: float
 ) -> bool:
-    """Select the thresholds that are missing, and say whether there were any. This waits for a GPU, at each refresh."""
+    """Select the thresholds that are missing, and return whether there were any. This waits for a GPU."""
     missing = [index for index in used if not thresholds.has(plan.names[index], plan.targets[index])]
     for index in missing:
         part = slice(*plan.bounds[index])
-        accumulated = residual[part] + buffer[part].to(residual.dtype) * gradient_scale
+        accumulated = residual[part] + buffer[part].to(residual.dtype) * scale
         target = plan.targets[index]
         thresholds.set(plan.names[index], target, kth_magnitude(accumulated, target))
     return bool(missing)
@@ -235,10 +220,10 @@ def _select_missing(
 def _fit(
     selection: Selection, plan: BucketPlan, used: tuple[int, ...], thresholds: Thresholds, reselect: bool
 ) -> tuple[Tensor, Tensor, list[Observed]]:
-    """Cut a selection down to what the payload has room for: the largest entries of each tensor.
+    """Cut a selection down to the capacity of the payload: the largest entries of each tensor.
 
-    The room is fixed, because collectives want equal sizes. What is cut stays in the residual. From a tensor with
-    infinite or NaN entries only those go: its other entries are of no use in a step that is lost anyway.
+    The capacity is fixed, because collectives need equal sizes. The rest stays in the residual. A tensor with infinite
+    or NaN entries sends only those: the step is lost anyway.
     """
     positions, values = selection.positions, selection.values
     finite = None if _all_finite(values) else values.isfinite()
@@ -270,7 +255,7 @@ def _fit(
 
 
 def _all_finite(values: Tensor) -> bool:
-    # numpy looks several times faster than torch does.
+    # numpy is several times faster than torch here.
     return bool(np.isfinite(values.numpy()).all() if values.device.type == "cpu" else values.isfinite().all())
 
 

@@ -9,10 +9,10 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from lightning_dct.config import DCTConfig
+from lightning_dct.gradients.collectives import add_up
 from lightning_dct.gradients.exchanges import Exchange
-from lightning_dct.gradients.exchanges.base import send_sparse, unused_tensors
-from lightning_dct.gradients.pending import Pending, bring_home
-from lightning_dct.gradients.plan import BucketPlan, real_numel
+from lightning_dct.gradients.exchanges.base import Pending, complete, send_sparse, unused_tensors
+from lightning_dct.gradients.plan import BucketPlan, real_dtype, real_numel
 from lightning_dct.gradients.synchronizer import Synchronizer
 from lightning_dct.traffic import FP32_BYTES, all_reduce_bytes, bytes_between_nodes
 
@@ -25,10 +25,10 @@ class GradientSynchronizer(Synchronizer):
 
     Args:
         config: The settings.
-        parameter_names: The name of every parameter that may turn up in a bucket.
-        exchange: How compressed gradients get to the other ranks; its ranks are the ones that take part.
+        parameter_names: The name of every parameter that may be in a bucket.
+        exchange: How compressed gradients reach the other ranks; its ranks are the ones that take part.
         defer_unused: Keep the residual of a tensor that this rank's backward did not use instead of sending from it.
-            With ``find_unused_parameters`` DDP throws the result for a globally unused parameter away; what had been
+            With ``find_unused_parameters`` DDP discards the result for a globally unused parameter, and what had been
             sent for it would be lost.
         loss_scale: Gives the factor by which mixed-precision training has scaled the gradients; None when it does
             not. With it, a synchronisation that ends in an infinite or NaN gradient is undone, because the scaler
@@ -46,17 +46,15 @@ class GradientSynchronizer(Synchronizer):
         super().__init__(config, parameter_names, exchange, undoable=loss_scale is not None)
         self._defer_unused = defer_unused
         self._loss_scale = loss_scale
-        # What follows belongs to the synchronisation under way.
+        # The rest belongs to the synchronisation under way.
         self._pending: list[Pending] = []
         self._refreshing = False
 
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """The communication hook for ``DistributedDataParallel.register_comm_hook``.
 
-        Args:
-            state: Not used.
-            bucket: Gradients that are ready. DDP hands the buckets over in the same order on every rank, each as
-                soon as backward has filled it, so its bytes travel while backward goes on.
+        DDP hands the buckets over in the same order on every rank, each as soon as backward has filled it, so its bytes
+        travel while backward goes on.
 
         Returns:
             A future of the bucket's averaged gradients.
@@ -67,8 +65,8 @@ class GradientSynchronizer(Synchronizer):
         with self.traffic.timed("compress"):
             self._pending.append(self._send(bucket))
         future = self._pending[-1].future
-        # Now that this bucket is on its way, the ones before it begin their next round. That is decided by counting
-        # and never by what has arrived: every rank has to start the same collectives in the same order.
+        # Now the buckets before this one begin their next round. A count decides that, and never what has arrived:
+        # every rank has to start the same collectives in the same order.
         for pending in earlier:
             pending.advance(self.traffic, self._loss_scale is not None)
         if bucket.is_last():
@@ -76,13 +74,32 @@ class GradientSynchronizer(Synchronizer):
         return future
 
     def check_idle(self) -> None:
-        """Refuse changes in the middle of a synchronisation.
-
-        Raises:
-            RuntimeError: One is under way.
-        """
+        """See :meth:`Synchronizer.check_idle`."""
         if self._pending:
             raise RuntimeError("A synchronisation is under way: change its settings before backward or after it.")
+
+    def average_residuals(self) -> None:
+        """Give every rank the mean of all ranks' residuals; a collective call between two optimizer steps.
+
+        Where ranks own the same pieces, as ranks of different nodes do, it averages the residuals of their sums.
+
+        Raises:
+            RuntimeError: A synchronisation is under way.
+        """
+        self.check_idle()
+        link = self.exchange.co_owners
+        for parameter, name in self.parameter_names.items():
+            size, device = real_numel(parameter), parameter.device
+            plan = self.plans.of((name,), (size,), real_dtype(parameter))
+            if plan.is_dense or not parameter.requires_grad:
+                continue
+            if link is None:
+                residuals = [self.memory.residuals.of(name, size, plan.residual_dtype, device)]
+            else:
+                residuals = self.memory.owned_by_name(name, plan.residual_dtype, device)
+            for residual in residuals:
+                add_up(residual, link or self.exchange.everyone)
+                residual.div_((link or self.exchange.everyone).size)
 
     def _begin(self) -> None:
         self.request_refresh_when_due()
@@ -90,14 +107,14 @@ class GradientSynchronizer(Synchronizer):
         self.memory.begin(1.0 if self._loss_scale is None else 1.0 / self._loss_scale(), self._refreshing)
 
     def _finish(self) -> None:
-        """Bring all buckets home and count the synchronisation.
+        """Complete all buckets and count the synchronisation.
 
-        This happens here, in the thread that runs backward, and not in callbacks of the futures: gloo would run those
-        in threads of its own, which compete with backward for the interpreter and can abort the process when it ends.
+        This runs in the thread that runs backward, not in callbacks of the futures: gloo would run those in its own
+        threads, which compete with backward for the interpreter and can abort the process when it ends.
         """
-        bring_home(self._pending, self.traffic, self._loss_scale is not None)
+        complete(self._pending, self.traffic, self._loss_scale is not None)
         self.memory.awaited.poll()
-        # What the scaler will look for. Every rank holds the same means, so all come to the same answer.
+        # The scaler will check the same. All ranks hold the same means, so all come to the same answer.
         nonfinite = self._loss_scale is not None and not all(pending.finite for pending in self._pending)
         self.traffic.add(steps=1)
         if nonfinite:
@@ -117,7 +134,7 @@ class GradientSynchronizer(Synchronizer):
             return Pending(send_sparse(buffer, self.exchange.everyone), 1, buffer)
         plan = self._plan_of_bucket(bucket)
         self._count_dense(buffer)
-        return self._start(buffer, plan, self._held(bucket, plan))
+        return self._start(buffer, plan, self._deferred(bucket, plan))
 
     def _plan_of_bucket(self, bucket: GradBucket) -> BucketPlan:
         # DDP hands a complex parameter over as real numbers of twice its size; `bucket.gradients()` does not know it.
@@ -129,11 +146,11 @@ class GradientSynchronizer(Synchronizer):
         dense_bytes = all_reduce_bytes(FP32_BYTES * buffer.numel(), everyone.size)
         self.traffic.add(bytes_dense=bytes_between_nodes(dense_bytes, everyone.size, everyone.ranks_per_node))
 
-    def _held(self, bucket: GradBucket, plan: BucketPlan) -> set[int]:
-        """Which tensors of a bucket this rank's backward did not use.
+    def _deferred(self, bucket: GradBucket, plan: BucketPlan) -> set[int]:
+        """The tensors of a bucket that this rank's backward did not use.
 
-        DDP fills in zeros for them, or, for parameters switched off as ``toggle_optimizer`` does, whatever gradient
-        an earlier backward has left.
+        DDP fills in zeros for them, or, for parameters switched off as ``toggle_optimizer`` does, any gradient that an
+        earlier backward has left.
         """
         if not self._defer_unused:
             return set()

@@ -1,12 +1,12 @@
-"""What a rank remembers from one synchronisation to the next: residuals and thresholds; any of them can be undone.
+"""What a rank remembers from one synchronisation to the next: residuals and thresholds; all changes can be undone.
 
-A rank holds back two kinds of things, both in the units of its own gradients, unscaled:
+A rank keeps two kinds of residuals, both in the units of its own unscaled gradients:
 
     residuals   what it has not sent of its own gradients, by parameter
     owned       what it has not passed on of the *sums* it owns, by piece (exchanges that share the model out)
 
-Either enters the mean over ``W`` ranks as ``1 / W`` of itself. So when a rank owns other pieces than before (other
-settings, another exchange), what it holds of a lost piece becomes a residual of its own, and nothing is lost.
+Both enter the mean over ``W`` ranks with a weight of ``1 / W``. So when a rank comes to own other pieces, because of
+other settings or another exchange, the residual of a lost piece becomes a residual of its own, and nothing is lost.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Memory:
         pieces: The pieces this rank owns, by label.
         guard: Nudge the thresholds after each synchronisation.
         undoable: Keep what a synchronisation changes, so that it can be undone.
-        kernel: What adds, compares and compacts; see :func:`~lightning_dct.kernels.select`.
+        kernel: See :func:`~lightning_dct.kernels.select`.
 
     Attributes:
         what: What is exchanged, for messages.
         by_senders: Whether sums are weighted by how many ranks have sent an entry.
         gradient_scale: Factor that turns gradients as they arrive into unscaled ones.
-        selected: Whether the synchronisation under way has selected any threshold anew.
-        awaited: What GPUs have still to tell.
+        selected: Whether the synchronisation under way has selected any threshold.
+        awaited: Numbers that GPUs have not delivered yet.
     """
 
     def __init__(self, pieces: Mapping[str, Piece], guard: bool, undoable: bool, kernel: str = "auto") -> None:
@@ -58,19 +58,17 @@ class Memory:
         self._guard = guard
         self._undoable = undoable
         self._kernel = kernel
-        # What follows belongs to the synchronisation under way.
+        # The rest belongs to the synchronisation under way.
         self._observed: list[Observed] = []
         self._done_with: list[str] = []
         self._undo: list[tuple[Tensor, Tensor]] = []
         self._undo_thresholds = Thresholds()
 
     def begin(self, gradient_scale: float, refresh: bool) -> None:
-        """Begin a synchronisation.
+        """Begin a synchronisation; ``gradient_scale`` is one over the loss scale of mixed-precision training.
 
-        Args:
-            gradient_scale: One over the loss scale of mixed-precision training.
-            refresh: Select thresholds anew. Each is selected when its tensor next takes part: in this
-                synchronisation, or later for a tensor that belongs to another optimizer.
+        With ``refresh``, each threshold is selected anew when its tensor next takes part: now, or later for a tensor
+        that belongs to another optimizer.
         """
         self.gradient_scale = gradient_scale
         self.selected = False
@@ -88,29 +86,24 @@ class Memory:
         self._forget()
 
     def roll_back(self) -> None:
-        """End a synchronisation and let all be as before it."""
+        """End a synchronisation and undo its changes."""
         for residual, before in reversed(self._undo):
             residual.copy_(before)
         self.thresholds.take_over(self._undo_thresholds)
         self._forget()
 
     def residual_of(self, bucket: BucketPlan, device: torch.device) -> Tensor:
-        """What this rank has not sent of a bucket: shape ``[n]``, written in place by the caller."""
+        """What this rank has not sent of a bucket: shape ``[n]``, to be written in place."""
         return self._changing(self.residuals.flat(bucket.names, bucket.sizes, bucket.residual_dtype, device))
 
     def owned_of(self, shard: BucketPlan, device: torch.device) -> Tensor:
-        """What this rank has not passed on of the sums it owns: shape ``[n]``, written in place by the caller.
-
-        Args:
-            shard: Its pieces, one behind the other, under their labels.
-            device: Where it is made.
-        """
+        """What this rank has not passed on of its pieces of sums: shape ``[n]``, to be written in place."""
         return self._changing(self.owned.flat(shard.names, shard.sizes, shard.residual_dtype, device))
 
     def compress(
         self, buffer: Tensor, residual: Tensor, plan: BucketPlan, deferred: set[int], gradient_scale: float
     ) -> Compressed:
-        """Decide what goes; see :func:`~lightning_dct.gradients.compression.compress`."""
+        """See :func:`~lightning_dct.gradients.compression.compress`."""
         compressed = compress(
             buffer, residual, plan, deferred, self.thresholds, gradient_scale, self._guard, self._kernel
         )
@@ -119,36 +112,26 @@ class Memory:
         return compressed
 
     def decompress(
-        self,
-        payloads: Tensor,
-        buffer: Tensor,
-        plan: BucketPlan,
-        factor: float,
-        what: str | None = None,
+        self, payloads: Tensor, buffer: Tensor, plan: BucketPlan, factor: float, what: str | None = None
     ) -> Tensor:
-        """Sum what has arrived; see :func:`~lightning_dct.gradients.compression.decompress`."""
+        """See :func:`~lightning_dct.gradients.compression.decompress`."""
         how = self.awaited, self._kernel, what or self.what, self.by_senders
         return decompress(payloads, buffer, plan, factor, *how)
 
     def send_out(self, buffer: Tensor, plan: BucketPlan, deferred: set[int], owned: bool) -> None:
-        """Add to a bucket that goes uncompressed all that is held back of its tensors, and hold nothing of them.
+        """Move the residuals of a bucket's tensors, except deferred ones, into the bucket, which is sent uncompressed.
 
-        There is something only after a time with other settings: of lower density, or with another exchange.
-
-        Args:
-            buffer: Shape ``[n]``: the flattened bucket, scaled gradients. Changed in place.
-            plan: Its tensors.
-            deferred: Indices of tensors of which nothing goes.
-            owned: Whether what is held back of sums goes out too. Where it does not, this rank holds back nothing else
-                from now on, and the memory of its own residuals is freed.
+        Residuals exist here only after other settings: a lower density, or another exchange. ``owned`` sends the
+        residuals of sums too. Without it, this rank keeps no residuals of its own from now on, and their memory is
+        freed.
         """
         for index, (name, (start, _)) in enumerate(zip(plan.names, plan.bounds, strict=True)):
             if index in deferred:
                 continue
-            places = [(self.residuals, name, 0)]
+            sources = [(self.residuals, name, 0)]
             if owned:
-                places += [(self.owned, label, self._pieces[label].start) for label in self._labels.get(name, ())]
-            for residuals, key, offset in places:
+                sources += [(self.owned, label, self._pieces[label].start) for label in self._labels.get(name, ())]
+            for residuals, key, offset in sources:
                 left = residuals.view(key)
                 if left is None:
                     continue
@@ -159,16 +142,12 @@ class Memory:
                     self._done_with.append(key)
 
     def owned_by_name(self, name: str, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-        """What this rank has not passed on of the sums it owns of one tensor: its pieces, written in place."""
+        """The residuals of this rank's pieces of the sums of one tensor, to be written in place."""
         pieces = {label: self._pieces[label] for label in self._labels.get(name, ())}
         return [self.owned.of(label, piece.stop - piece.start, dtype, device) for label, piece in pieces.items()]
 
-    def norm(self) -> float:
-        """Euclidean norm over all entries held back."""
-        return float((self.residuals.norm() ** 2 + self.owned.norm() ** 2) ** 0.5)
-
     def norms(self) -> dict[str, float]:
-        """Euclidean norm of what is held back of each parameter, of its own gradients and of sums together."""
+        """Euclidean norm of the residuals of each parameter, those of its own gradients and of sums together."""
         squares = {name: norm**2 for name, norm in self.residuals.norms().items()}
         for label, norm in self.owned.norms().items():
             name = self._pieces[label].name
@@ -176,7 +155,7 @@ class Memory:
         return {name: square**0.5 for name, square in squares.items()}
 
     def take_residuals(self) -> dict[str, Tensor]:
-        """What is held back of this rank's own, by parameter; from now on nothing is."""
+        """Remove and return the residuals of this rank's own tensors, by parameter."""
         taken = self.residuals.state_dict()
         self.residuals.load_state_dict({})
         return taken
@@ -194,14 +173,10 @@ class Memory:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-        """Continue from a saved state.
-
-        Args:
-            state: As saved.
-            sizes: Entries of each of the model's parameters.
+        """Continue from a saved state; ``sizes`` are the entries of each of the model's parameters.
 
         Raises:
-            ValueError: Something saved does not fit the parameter of its name.
+            ValueError: A saved residual does not fit the parameter of its name.
         """
         residuals: dict[str, Tensor] = dict(state["residuals"])
         owned: Mapping[str, Mapping[int, Tensor]] = state.get("owned", {})

@@ -1,23 +1,22 @@
-"""What :mod:`lightning_dct.gradients.compression` does, for gradients on a GPU: without the host ever waiting for it.
+""":mod:`lightning_dct.gradients.compression` for gradients on a GPU, without the host ever waiting.
 
 A host that asks a GPU for a number waits until all work before it is done, and then the GPU waits for the host:
-backward and compression no longer overlap. So nothing here has a shape that depends on data. A bucket's selection goes
-into a room of fixed size, sorting brings each tensor's largest entries to places that are known beforehand; how much of
-all this is in use, the thresholds, and whether payloads are sound, are tensors on the device.
+backward and compression no longer overlap. So no shape here depends on data. A bucket's selection goes into a buffer of
+fixed capacity, and sorting brings each tensor's largest entries to known slots. How much of all this is in use, the
+thresholds, and whether payloads are valid, are tensors on the device.
 
-    select into room     sort by (tensor, magnitude)     keep the first ``target`` of each     back in order, pack
+    select into buffer     sort by (tensor, magnitude)     keep the first ``target`` of each     back in order, pack
 
-What goes to several owners is selected and written together, and so is read what comes from several senders: a host
-starts about as many operations for many ranks as for two.
+A host starts about as many operations for many ranks as for two: entries for several owners are selected and written
+together, and payloads from several senders are read together.
 
-Payload and residual are those of the ordinary way, to the last bit, unless a tensor has more picks than its room has
-slots. Then a regular sample of them competes for the payload. What does not fit stays in the residual, as ever.
+Payload and residual equal those of the CPU path to the last bit, unless a tensor has more picks than slots. Then a
+regular sample of the picks competes for the payload, and the rest stays in the residual.
 
-The same twice: on a GPU, sums of floating-point numbers are made only where the order is fixed, or where all but one
-number are zeros (``torch.use_deterministic_algorithms`` lists the operations for which neither holds). Whole numbers
-and the largest of several do not depend on the order.
+Results are reproducible: floating-point numbers are summed only where the order is fixed, or where all but one are zero
+(``torch.use_deterministic_algorithms`` lists the other operations).
 
-This has not run on a GPU yet: tests run it on the CPU, and on tensors without contents to show that nobody waits.
+This has not run on a GPU yet. Tests run it on the CPU, and on tensors without contents to show that nobody waits.
 """
 
 from __future__ import annotations
@@ -35,17 +34,11 @@ from lightning_dct.wire import Arrived, SideBySide, Slots, pack_on_device, unpac
 
 
 class OnDevice:
-    """A plan, and what a device has to know of it, which is copied to it once.
-
-    ``T`` tensors, counted through all payloads.
-
-    Args:
-        plan: What becomes of each tensor of a bucket.
-        device: Where the bucket is.
+    """A plan's constants, copied to a device once. ``T`` tensors, counted through all payloads.
 
     Attributes:
         layouts: The payloads.
-        shifts: Shape ``[T]``, int64: how far from its place in the payloads each tensor lies in the bucket.
+        shifts: Shape ``[T]``, int64: how far each tensor's place in the bucket lies from its place in the payloads.
         dense: Where each tensor lies that is sent dense.
     """
 
@@ -60,33 +53,33 @@ class OnDevice:
 
     @staticmethod
     def of(plan: BucketPlan, device: torch.device) -> OnDevice:
-        """The one that is kept with the plan."""
+        """The constants that are kept with the plan."""
         if device not in plan.on_devices:
             plan.on_devices[device] = OnDevice(plan, device)
         known: OnDevice = plan.on_devices[device]
         return known
 
     def selection_buffer(self, used: tuple[int, ...]) -> _SelectionBuffer:
-        """The room for what goes of some tensors: usually of the same ones as in the step before."""
+        """The buffer for some tensors: usually for the same ones as in the step before."""
         if self._selection_buffer is None or self._selection_buffer.used != used:
             self._selection_buffer = _SelectionBuffer(self._plan, used, self._device)
         return self._selection_buffer
 
     def in_bucket(self, arrived: Arrived) -> Tensor:
-        """Places in the bucket: shape ``[n, slots]``, int64."""
+        """Indices into the bucket: shape ``[n, slots]``, int64."""
         tensor = torch.searchsorted(self.layouts.tensor_ends, arrived.positions, right=True)
         return arrived.positions + self.shifts[tensor]
 
 
 class _SelectionBuffer:
-    """The room for a bucket's selection, with ``R`` slots for ``U`` tensors.
+    """The buffer of a bucket's selection, with ``R`` slots for ``U`` tensors.
 
     Attributes:
         used: Which of the plan's tensors.
         segments: Where they lie, and their slots.
         targets: Shape ``[U]``, int64: entries each may send.
         sizes: Shape ``[U]``, fp64: entries of each.
-        first_targets: Of each tensor, as many slots as it may send entries, from its first one: int64.
+        first_targets: As many slots of each tensor as it may send entries, from its first one: int64.
         in_plan: Shape ``[U]``, int64: each one's index in the plan.
         edges: Shape ``[payloads + 1]``, int64: where the slots of each payload's tensors begin, and the last ones end.
     """
@@ -127,19 +120,12 @@ def send_largest(
 ) -> tuple[Tensor, Tensor]:
     """Fill the payloads with the largest entries of each tensor and leave the rest in the residual.
 
-    Args:
-        buffer: Shape ``[n]``: the flattened bucket. Not changed.
-        residual: Shape ``[n]``, ``plan.residual_dtype``. Changed in place.
-        plan: What becomes of each tensor.
-        used: Indices of the compressed tensors of which something goes.
-        dense: Shape ``[dense bytes]``, uint8: the tensors sent dense.
-        thresholds: Has one for each of ``used``.
-        gradient_scale: Factor on the gradient: one over the loss scale of mixed-precision training.
-        guard: Let the thresholds follow what this step shows.
-        kernel: What adds, compares and compacts; see :func:`~lightning_dct.kernels.buffered.buffer_kernel`.
+    Arguments are those of :func:`~lightning_dct.gradients.compression.compress`, but ``used`` are the indices of the
+    compressed tensors that send something (``thresholds`` has all of theirs), ``dense`` holds the tensors sent dense
+    (uint8), and ``guard`` lets the thresholds follow what this step shows.
 
     Returns:
-        The payloads, one behind the other (uint8), and how many entries of compressed tensors are in them (int64,
+        The payloads, one after the other (uint8), and how many entries of compressed tensors are in them (int64,
         shape ``[]``).
     """
     names = tuple(plan.names[index] for index in used)
@@ -152,57 +138,50 @@ def send_largest(
     magnitudes, order = _largest_first(picked, selection_buffer.segments)
     if guard and used:
         thresholds.replace(names, _follow(taus, picked, magnitudes[order], selection_buffer))
-    places, entries, tensor = _keep(
+    indices, entries, tensor = _keep(
         picked, magnitudes, order[selection_buffer.first_targets], selection_buffer, on_device
     )
     payloads, received = pack_on_device(on_device.layouts, entries, tensor, dense)
-    _take_out(residual, places, entries.values, received.to(residual.dtype))
+    _take_out(residual, indices, entries.values, received.to(residual.dtype))
     return payloads, entries.counts.sum()
 
 
 def add_payloads(payloads: Tensor, total: Tensor, plan: BucketPlan, factor: float, by_senders: bool = False) -> Tensor:
-    """Add up what all ranks sent.
-
-    Args:
-        payloads: Shape ``[ranks, bytes]``, uint8, by rank.
-        total: Shape ``[n]``, ``plan.residual_dtype``: a bucket, overwritten where the plan's tensors lie.
-        plan: What became of each tensor.
-        factor: Weight of each rank.
-        by_senders: See :func:`~lightning_dct.gradients.compression.decompress`.
+    """Add up what all ranks sent; see :func:`~lightning_dct.gradients.compression.decompress`.
 
     Returns:
-        Shape ``[ranks, payloads]``, bool: which payloads are sound. The total means nothing when one is not.
+        Shape ``[ranks, payloads]``, bool: which payloads are valid. The total means nothing when one is not.
     """
     on_device = OnDevice.of(plan, payloads.device)
     arrived = unpack_on_device(on_device.layouts, payloads)
     torch._foreach_zero_([total] if plan.starts is None else [total[start:stop] for start, stop in plan.bounds])
-    # Rounded after the product and after the sum, as `sum_entries` does, and in the order of the ranks: on a GPU this
-    # sorts first. Positions lie within bounds; to look whether they do would wait.
-    values, places = arrived.values, on_device.in_bucket(arrived)
+    # This rounds product and sum as `sum_entries` does, in the order of the ranks: on a GPU it sorts first. Positions
+    # lie within bounds, and to check that would wait.
+    values, indices = arrived.values, on_device.in_bucket(arrived)
     if by_senders and len(payloads) > 1:
         counts = torch.zeros(total.numel(), dtype=torch.int32, device=total.device)
-        counts.index_add_(0, places.flatten(), (values != 0).int().flatten())
-        values = values * weights_by_senders(len(payloads), total)[counts[places]]
+        counts.index_add_(0, indices.flatten(), (values != 0).int().flatten())
+        values = values * weights_by_senders(len(payloads), total)[counts[indices]]
     values = values.to(total.dtype).mul(factor).flatten()
-    torch._index_put_impl_(total, [places.flatten()], values, accumulate=True, unsafe=True)
+    torch._index_put_impl_(total, [indices.flatten()], values, accumulate=True, unsafe=True)
     if on_device.dense:
         sums = arrived.dense.view(plan.dtype).to(total.dtype).mul(factor).sum(0)
         parts = [total[start:stop] for start, stop in on_device.dense]
         torch._foreach_copy_(parts, sums.split([part.numel() for part in parts]))
-    return arrived.sound
+    return arrived.valid
 
 
 def weights_by_senders(ranks: int, total: Tensor) -> Tensor:
-    """What an entry is multiplied by that so many ranks have sent: shape ``[ranks + 1]``, the total's dtype."""
+    """The weight of an entry by how many ranks have sent it: shape ``[ranks + 1]``, the total's dtype."""
     senders = torch.arange(ranks + 1, dtype=torch.float64, device=total.device).clamp_(min=1)
     return (ranks / senders).sqrt().to(total.dtype)
 
 
 def _largest_first(picked: BufferedSelection, segments: Segments) -> tuple[Tensor, Tensor]:
-    """The magnitude in each slot, -1 where there is none, and the order of the slots that puts the largest first.
+    """The magnitude in each slot, -1 where it is empty, and the order of the slots that puts the largest first.
 
-    Each tensor's slots stay together in that order, so they are where they were before; among equals the first place
-    comes first. Infinite and NaN values are equals: a tensor with any of them holds no others.
+    Each tensor's slots stay together; among equals the first position comes first. Infinite and NaN values are equals:
+    a tensor with any of them holds no others.
     """
     magnitudes = picked.values.abs().nan_to_num_(nan=math.inf, posinf=math.inf)
     magnitudes = torch.where(segments.numbers < picked.counts[segments.segment], magnitudes, -1.0)
@@ -212,14 +191,14 @@ def _largest_first(picked: BufferedSelection, segments: Segments) -> tuple[Tenso
 
 
 def _follow(taus: Tensor, picked: BufferedSelection, descending: Tensor, selection_buffer: _SelectionBuffer) -> Tensor:
-    """The thresholds that the guard makes of what a step has shown: shape ``[U]``, fp64.
+    """The thresholds after the guard has seen a step: shape ``[U]``, fp64.
 
-    Far too many picks are an occasion for a new threshold: the smallest magnitude that is kept of them. Where the room
-    holds a sample only, it is the magnitude of the same rank among all picks.
+    A tensor with far too many picks gets a new threshold: the smallest magnitude that is kept. Where the buffer holds
+    only a sample, it is the magnitude of the same rank among all picks.
     """
     counts, targets = picked.counts, selection_buffer.targets
-    held = counts.minimum(selection_buffer.segments.slots)
-    ranks = (targets * held + counts - 1).div(counts.clamp(min=1), rounding_mode="floor") - 1
+    filled = counts.minimum(selection_buffer.segments.slots)
+    ranks = (targets * filled + counts - 1).div(counts.clamp(min=1), rounding_mode="floor") - 1
     cutoffs = descending[selection_buffer.segments.begins + ranks.clamp_(min=0)].to(taus.dtype)
     nudged = nudge_all(taus, counts, targets.to(taus.dtype), selection_buffer.sizes)
     followed = torch.where(counts > GUARD_RESELECT * targets, cutoffs, nudged)
@@ -234,11 +213,11 @@ def _keep(
     selection_buffer: _SelectionBuffer,
     on_device: OnDevice,
 ) -> tuple[Tensor, Slots, Tensor]:
-    """The entries that go, by payload in the order of their places.
+    """The entries that are sent, by payload in the order of their positions.
 
     Returns:
-        Their places in the bucket, the entries, and for each its tensor's index in the plan. Slots that are not in use
-        name a place of the bucket, too.
+        Their indices into the bucket, the entries, and each one's tensor, as an index into the plan. Unused slots hold
+        an index into the bucket, too.
     """
     layouts = on_device.layouts
     if not selection_buffer.used:
@@ -250,14 +229,13 @@ def _keep(
     slots, in_use, counts = (found.squeeze(0) for found in layouts.find(kept.unsqueeze(0), selection_buffer.edges))
     slots.clamp_(max=kept.numel() - 1)
     tensor = selection_buffer.in_plan[selection_buffer.segments.segment[slots]]
-    places, values = picked.positions[slots], torch.where(in_use, picked.values[slots], 0.0)
-    places = torch.where(in_use, places, layouts.spare)
-    return places, Slots(places - on_device.shifts[tensor], values, in_use, counts), tensor
+    indices, values = picked.positions[slots], torch.where(in_use, picked.values[slots], 0.0)
+    indices = torch.where(in_use, indices, layouts.spare)
+    return indices, Slots(indices - on_device.shifts[tensor], values, in_use, counts), tensor
 
 
-def _take_out(residual: Tensor, places: Tensor, values: Tensor, received: Tensor) -> None:
-    """Leave in the residual what the receivers will not read; of infinite and NaN values it keeps what it was."""
+def _take_out(residual: Tensor, indices: Tensor, values: Tensor, received: Tensor) -> None:
+    """Leave in the residual what the receivers will not read; for infinite and NaN values it keeps its old value."""
     taken = (values - received).abs() < math.inf
-    # Each place is named by one slot in use at most. The other slots add minus zero, which leaves even a zero's sign
-    # alone. Adding what is negated rounds as subtracting does.
-    residual.index_add_(0, places, torch.where(taken, received, 0.0), alpha=-1)
+    # At most one slot in use names an index. The other slots add minus zero, which keeps even the sign of a zero.
+    residual.index_add_(0, indices, torch.where(taken, received, 0.0), alpha=-1)

@@ -1,4 +1,4 @@
-"""What happens to each tensor of a gradient bucket: how many of its entries go, or that it is sent dense."""
+"""What happens to each tensor of a bucket: how many of its entries are sent, or that it is sent dense."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_dct.config import DCTConfig
 from lightning_dct.wire import BITS_PER_VALUE, PayloadLayout
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """A bucket's tensors, or pieces of them, and what becomes of each; a pure function of the settings and the model.
+    """A bucket's tensors, or pieces of them, and how each is sent; a pure function of the settings and the model.
 
     Attributes:
         names: The parameters' names, in the bucket's order.
         sizes: Entries of each.
-        targets: Entries of each that are sent a step; 0 for a tensor sent dense.
+        targets: Entries of each that are sent in an exchange; 0 for a tensor sent dense.
         dtype: The gradients' dtype, in which dense tensors are sent.
         value_format: How sent entries are written.
-        starts: Where each lies in the flattened bucket, ascending in each payload; None when they lie one behind the
-            other. Payloads know nothing of gaps.
-        parts: Where this is the plan of several payloads, those of their own, by payload; empty where it is of one.
+        starts: Where each lies in the flattened bucket, ascending in each payload; None where they lie without gaps.
+            Payloads know nothing of gaps.
+        parts: The plans of several payloads that this one joins; empty for a plan of one payload.
     """
 
     names: tuple[str, ...]
@@ -41,7 +42,7 @@ class BucketPlan:
 
     @staticmethod
     def joined(parts: Sequence[BucketPlan]) -> BucketPlan:
-        """The plan of what several plans say of one bucket; its payload is theirs, one behind the other."""
+        """The plan of several plans of one bucket; its payload is theirs, one after the other."""
         names, sizes, targets = (
             tuple(chain.from_iterable(getattr(part, field) for part in parts))
             for field in ("names", "sizes", "targets")
@@ -57,7 +58,7 @@ class BucketPlan:
     @cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
         """Where each tensor lies in the flattened bucket: ``(start, stop)``."""
-        starts = self._places_in_payload if self.starts is None else self.starts
+        starts = self._starts_in_payload if self.starts is None else self.starts
         return tuple((start, start + size) for start, size in zip(starts, self.sizes, strict=True))
 
     @cached_property
@@ -77,25 +78,25 @@ class BucketPlan:
 
     @cached_property
     def on_devices(self) -> dict[torch.device, Any]:
-        """What :mod:`~lightning_dct.gradients.on_device` has copied to devices, kept for as long as the plan is."""
+        """What :mod:`~lightning_dct.gradients.on_device` has copied to devices for this plan."""
         return {}
 
     @cached_property
     def layout(self) -> PayloadLayout:
-        """The payload's shape, of a plan without parts."""
+        """The payload's shape, for a plan without parts."""
         dense_bytes = self.dtype.itemsize * sum(self.sizes[index] for index in self.dense)
         return PayloadLayout(self.sizes, self.targets, self.value_format, dense_bytes)
 
     def to_payload(self, positions: Tensor) -> Tensor:
-        """Places in the flattened bucket as places in a payload (int64, any shape)."""
-        return positions if self.starts is None else self._moved(positions, self.starts, self._places_in_payload)
+        """Indices into the flattened bucket (int64, any shape) as indices into a payload."""
+        return positions if self.starts is None else self._moved(positions, self.starts, self._starts_in_payload)
 
     def to_bucket(self, positions: Tensor) -> Tensor:
-        """Places in a payload as places in the flattened bucket (int64, any shape)."""
-        return positions if self.starts is None else self._moved(positions, self._places_in_payload, self.starts)
+        """Indices into a payload (int64, any shape) as indices into the flattened bucket."""
+        return positions if self.starts is None else self._moved(positions, self._starts_in_payload, self.starts)
 
     @cached_property
-    def _places_in_payload(self) -> tuple[int, ...]:
+    def _starts_in_payload(self) -> tuple[int, ...]:
         return (0, *accumulate(self.sizes[:-1]))[: len(self.sizes)]
 
     @staticmethod
@@ -118,11 +119,11 @@ def plan_bucket(
     min_tensor_size: int,
     link_traversals: float,
 ) -> BucketPlan:
-    """Decide for each tensor of a bucket.
+    """Decide for each tensor of a bucket how it is sent.
 
-    A tensor is sent dense when it is smaller than ``min_tensor_size``, when all of its entries are wanted, or when
-    exchanging its entries would move more bytes than all-reducing the tensor. The decision looks at one tensor at
-    a time, so it does not depend on which bucket DistributedDataParallel happens to put the tensor in.
+    A tensor is sent dense when it is smaller than ``min_tensor_size``, when all of its entries are wanted, or when an
+    exchange of its entries would move more bytes than an all-reduce. Each decision looks at one tensor, so it does not
+    depend on the bucket that DistributedDataParallel puts the tensor in.
 
     Args:
         names: The parameters' names.
@@ -131,8 +132,8 @@ def plan_bucket(
         dtype: The gradients' dtype.
         value_format: How sent entries are written.
         min_tensor_size: Smaller tensors are sent dense.
-        link_traversals: How often each link carries what a rank sends; an all-reduced tensor counts as
-            two. An all-gather has the world size; 1 means that there is nobody to send to.
+        link_traversals: How often each link carries what a rank sends. An all-reduced tensor counts as two, an
+            all-gather as the world size. 1 means that there is nobody to send to.
     """
     targets = []
     for size, density in zip(sizes, densities, strict=True):
@@ -145,13 +146,37 @@ def plan_bucket(
     return BucketPlan(tuple(names), tuple(sizes), tuple(targets), dtype, value_format)
 
 
+class Plans:
+    """Plans of buckets by the present settings; each is made once, until the settings change."""
+
+    def __init__(self, config: DCTConfig, link_traversals: float) -> None:
+        self.config = config
+        self._link_traversals = link_traversals
+        self._known: dict[tuple[tuple[str, ...], tuple[int, ...], torch.dtype, float], BucketPlan] = {}
+
+    def change(self, config: DCTConfig) -> None:
+        """Plan by other settings from now on."""
+        if config != self.config:
+            self.config, self._known = config, {}
+
+    def of(self, names: Sequence[str], sizes: Sequence[int], dtype: torch.dtype, share: float = 1.0) -> BucketPlan:
+        """The plan of some tensors at a share of their densities; a density of 1 stays 1."""
+        key = tuple(names), tuple(sizes), dtype, share
+        if key not in self._known:
+            full = [self.config.density_of(name) for name in names]
+            densities = [1.0 if density == 1.0 else share * density for density in full]
+            settings = self.config.value_format, self.config.min_tensor_size
+            self._known[key] = plan_bucket(names, sizes, densities, dtype, *settings, self._link_traversals)
+        return self._known[key]
+
+
 def real_numel(tensor: Tensor) -> int:
     """Real numbers of a tensor that lie on this rank: a complex entry is two."""
     return local_of(tensor).numel() * (2 if tensor.is_complex() else 1)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What of a tensor lies on this rank, in the same memory: of a ``DTensor`` its shard, of any other all of it."""
+    """The part of a tensor that lies on this rank, in the same memory: the shard of a ``DTensor``, else all."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
@@ -162,5 +187,5 @@ def real_dtype(tensor: Tensor) -> torch.dtype:
 
 def target_of(density: float, size: int) -> int:
     """How many entries of a tensor a density sends, at least 1."""
-    # Less a hair: 0.07 * 100 is 7.000000000000001 in floating point and should be 7 entries.
+    # 0.07 * 100 is 7.000000000000001 in floating point and should be 7 entries.
     return max(1, math.ceil(density * size * (1 - 1e-12)))

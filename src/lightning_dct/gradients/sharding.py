@@ -1,7 +1,7 @@
-"""Who owns what: small tensors belong to one rank each, large ones are cut evenly, up to a piece for every rank.
+"""Who owns what: a small tensor belongs to one rank, a large one is cut evenly into up to a piece for every rank.
 
-Owners are found from the model's parameters and the settings alone. Which bucket DistributedDataParallel puts a tensor
-in does not matter, and so a piece's owner, its threshold and what the owner holds back outlive new buckets and resumes.
+Owners follow from the model's parameters and the settings alone, whatever bucket DistributedDataParallel puts a tensor
+in. So a piece's owner, its threshold and its residual outlive new buckets and resumes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.wire import BITS_PER_VALUE
 
-# Pieces send at least so many entries. Smaller ones would lose more to rounding up; larger ones spread less evenly.
+# Entries that a piece sends at least. Smaller pieces lose more to rounding up; larger ones spread less evenly.
 SMALLEST_PIECE = 32
 
 
@@ -49,26 +49,22 @@ class Shard:
     plan: BucketPlan
     tensors: tuple[int, ...]
 
-    def of(self, tensors: set[int]) -> set[int]:
-        """The pieces that belong to some of the bucket's tensors."""
-        return {index for index, tensor in enumerate(self.tensors) if tensor in tensors}
-
     @cached_property
     def packed(self) -> BucketPlan:
-        """The same pieces, one behind the other."""
+        """The same pieces without gaps."""
         return replace(self.plan, starts=None)
 
     @cached_property
     def sums(self) -> BucketPlan:
-        """The same for the owner's sums, one behind the other; these have thresholds of their own."""
+        """The same for the owner's sums, without gaps; these have thresholds of their own."""
         return replace(self.packed, names=tuple(f"sum of {name}" for name in self.plan.names))
 
 
 def share_out(model: BucketPlan, owners: int) -> dict[str, tuple[Piece, ...]]:
-    """Divide a model's tensors so that what is sent of them, in bytes, is about the same for every owner.
+    """Divide a model's tensors so that about as many bytes are sent of them for every owner.
 
     Args:
-        model: What becomes of each tensor of the model; the same on every rank.
+        model: How each tensor of the model is sent; the same on every rank.
         owners: How many ranks share them.
 
     Returns:
@@ -77,7 +73,7 @@ def share_out(model: BucketPlan, owners: int) -> dict[str, tuple[Piece, ...]]:
     weights = [_bits(size, target, model) for size, target in zip(model.sizes, model.targets, strict=True)]
     loads = [0] * owners
     pieces: dict[str, tuple[Piece, ...]] = {}
-    # The heaviest first; its pieces to the owners that have least, each to another one.
+    # The heaviest first; its pieces go to different owners, those with the smallest load.
     for index in sorted(range(len(weights)), key=lambda index: (-weights[index], index)):
         name, size = model.names[index], model.sizes[index]
         count = max(1, min(owners, (model.targets[index] or size) // SMALLEST_PIECE))
@@ -93,23 +89,14 @@ def share_out(model: BucketPlan, owners: int) -> dict[str, tuple[Piece, ...]]:
 
 
 def _bits(size: int, target: int, model: BucketPlan) -> int:
-    """About how many bits are sent of a tensor: whole numbers, because hosts may differ in the last bit of a float."""
+    """About how many bits are sent of a tensor: an integer, because hosts may differ in the last bit of a float."""
     if not target:
         return size * model.dtype.itemsize * 8
     return target * (BITS_PER_VALUE[model.value_format] + (size // target).bit_length() + 1)
 
 
 def cut(bucket: BucketPlan, pieces: Mapping[str, tuple[Piece, ...]], owners: int) -> tuple[Shard, ...]:
-    """Divide a bucket among the owners of its pieces.
-
-    Args:
-        bucket: What becomes of each of its tensors.
-        pieces: Of every tensor, by name.
-        owners: How many ranks share them.
-
-    Returns:
-        Each owner's shard, possibly without any piece.
-    """
+    """Divide a bucket among the owners of its pieces: each owner's shard, possibly without any piece."""
     rows: list[list[tuple[str, int, int, int, int]]] = [[] for _ in range(owners)]
     for tensor, (name, size, target) in enumerate(zip(bucket.names, bucket.sizes, bucket.targets, strict=True)):
         for piece in pieces[name]:
@@ -126,12 +113,7 @@ def cut(bucket: BucketPlan, pieces: Mapping[str, tuple[Piece, ...]], owners: int
 
 
 class Cut(NamedTuple):
-    """A bucket divided among owners.
-
-    Attributes:
-        shards: What each owns of it.
-        plan: The plan of all shards together, a payload for each.
-    """
+    """A bucket divided among owners: what each owns of it, and the plan of all shards together, a payload for each."""
 
     shards: tuple[Shard, ...]
     plan: BucketPlan
@@ -143,12 +125,7 @@ class Cut(NamedTuple):
 
 
 class Shards:
-    """Buckets divided among owners, each once: its plan is the same in every step.
-
-    Args:
-        pieces: Of every tensor, by name.
-        owners: How many ranks share them.
-    """
+    """Buckets divided among the owners of all pieces, which are given by tensor name; each is divided once."""
 
     def __init__(self, pieces: Mapping[str, tuple[Piece, ...]], owners: int) -> None:
         self._pieces = pieces

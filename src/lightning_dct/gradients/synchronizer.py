@@ -3,39 +3,57 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_dct.config import DCTConfig
 from lightning_dct.gradients.exchanges import Bucket, Exchange
-from lightning_dct.gradients.exchanges.base import send_dense
+from lightning_dct.gradients.exchanges.base import Pending, send_dense
 from lightning_dct.gradients.memory import Memory
-from lightning_dct.gradients.pending import Pending
-from lightning_dct.gradients.plan import BucketPlan, real_dtype, real_numel
-from lightning_dct.gradients.plans import Plans
+from lightning_dct.gradients.plan import BucketPlan, Plans, real_dtype, real_numel
+
+
+class TensorFigures(NamedTuple):
+    """One tensor, seen from one rank.
+
+    Attributes:
+        name: The parameter.
+        entries: How many it has.
+        density: Share of them that the next synchronisation may send, in (0, 1].
+        threshold: Magnitude from which on an entry is sent. Where the tensor is cut into pieces with a threshold each,
+            as with ``exchange="sharded"``, their median. None for a tensor sent dense.
+        residual_norm: Euclidean norm of this rank's residual.
+    """
+
+    name: str
+    entries: int
+    density: float
+    threshold: float | None
+    residual_norm: float
 
 
 class Synchronizer:
     """One rank's side of an exchange of compressed tensors with all others.
 
-    Two kinds exist. :class:`~lightning_dct.gradients.GradientSynchronizer` exchanges gradients in every backward, and
-    :class:`~lightning_dct.updates.UpdateSynchronizer` exchanges what weights have moved, every so many optimizer steps.
-    Everything remembered from one exchange to the next is kept by parameter name.
+    :class:`~lightning_dct.gradients.GradientSynchronizer` exchanges gradients in every backward, and
+    :class:`~lightning_dct.updates.UpdateSynchronizer` the movement of weights, every so many optimizer steps. All state
+    is kept by parameter name.
 
     Args:
         config: The settings.
         parameter_names: The name of every parameter that may take part.
-        exchange: How payloads get to the other ranks; its ranks are the ones that take part.
+        exchange: How payloads reach the other ranks; its ranks are the ones that take part.
         undoable: Keep what an exchange changes, so that it can be undone.
 
     Attributes:
         synchronisations: Optimizer steps that count, of all optimizers together.
         steps_since_refresh: The same since the thresholds were last selected.
-        refresh_every: After how many of those steps it asks for a refresh itself; infinite where a callback asks.
+        refresh_every: After how many of those steps it requests a refresh itself; infinite where a callback does.
     """
 
     def __init__(
@@ -62,15 +80,15 @@ class Synchronizer:
         self.refresh_requested = True
 
     def request_refresh_when_due(self) -> None:
-        """Ask for a refresh where no callback does."""
+        """Request a refresh where no callback does."""
         if self.steps_since_refresh >= self.refresh_every:
             self.request_refresh()
 
     def set_density(self, density: float) -> None:
         """Send another share of the entries from the next exchange on, where no other setting names a parameter.
 
-        Every rank has to do so between the same two exchanges. Thresholds that no longer apply are selected anew. It is
-        not saved: who changes the density does so again after a restart, as the callbacks do.
+        Every rank has to do so between the same two exchanges. Thresholds that no longer apply are selected anew. The
+        density is not saved: whoever changes it does so again after a restart, as the callbacks do.
 
         Args:
             density: As ``DCTConfig.density``.
@@ -85,18 +103,38 @@ class Synchronizer:
         return plan.targets[0] / size if plan.targets[0] else 1.0
 
     def norms(self) -> dict[str, float]:
-        """Euclidean norm of what this rank holds back of each parameter, by name."""
+        """Euclidean norm of this rank's residual of each parameter, by name."""
         return self.memory.norms()
 
     def norm(self) -> float:
-        """Euclidean norm over all entries that this rank holds back."""
+        """Euclidean norm over all entries of this rank's residuals."""
         return float(sum(norm**2 for norm in self.norms().values()) ** 0.5)
 
+    def figures_by_tensor(self) -> list[TensorFigures]:
+        """The figures of all synchronised tensors, in the model's order; no communication.
+
+        A tensor that is to be compressed but never has been is left out: it has not taken part yet, or its gradients
+        are sparse and are sent as they are.
+        """
+        thresholds: dict[str, list[float]] = {name: [] for name in self.parameter_names.values()}
+        for label, value in self.thresholds.by_label().items():
+            # A piece's label is the parameter's name and a range. Owners' thresholds on sums are under no such name.
+            name = label if label in thresholds else label.rpartition("[")[0]
+            if name in thresholds:
+                thresholds[name].append(value)
+        norms, figures = self.norms(), []
+        for parameter, name in self.parameter_names.items():
+            density = self.density_of(parameter)
+            if parameter.requires_grad and (thresholds[name] or density == 1.0):
+                threshold = statistics.median(thresholds[name]) if density < 1.0 else None
+                figures.append(TensorFigures(name, real_numel(parameter), density, threshold, norms.get(name, 0.0)))
+        return figures
+
     def flush(self) -> None:
-        """Wait for what GPUs have still to tell: then all sent entries are counted and all payloads were sound.
+        """Wait for GPUs until all sent entries are counted and all payloads are checked.
 
         Raises:
-            PayloadError: Something that has arrived was not what a rank can have sent; the message names the rank.
+            PayloadError: A payload was not valid; the message names the rank that sent it.
         """
         self.memory.awaited.synchronize()
 
@@ -123,19 +161,19 @@ class Synchronizer:
         self.traffic.load_state_dict(state["traffic"])
 
     def check_idle(self) -> None:
-        """Refuse changes in the middle of an exchange, where an exchange has one.
+        """Refuse changes in the middle of an exchange.
 
         Raises:
-            RuntimeError: One is under way.
+            RuntimeError: An exchange is under way.
         """
 
     def _plan_of(
         self, tensors: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype, share: float = 1.0
     ) -> BucketPlan:
-        """What becomes of some parameters of this many real entries each, at a share of their densities.
+        """The plan of some parameters of this many real entries each, at a share of their densities.
 
         Raises:
-            ValueError: One of them was not there when synchronisation was set up.
+            ValueError: One of them did not exist when synchronisation was set up.
         """
         self._refuse([tensor for tensor in tensors if tensor not in self.parameter_names])
         return self.plans.of([self.parameter_names[tensor] for tensor in tensors], sizes, dtype, share)

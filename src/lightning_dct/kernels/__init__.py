@@ -8,8 +8,8 @@ numba     numba        one pass over memory on the CPU (``pip install '.[fast]'`
 triton    triton       two passes on a CUDA GPU; see :mod:`~lightning_dct.kernels.buffered`
 ========  ===========  ==================================================================
 
-All give the same entries, residuals and sums to the last bit, so it does not matter when ranks use different ones.
-What arrives on a GPU is summed by torch.
+All give the same entries, residuals and sums to the last bit, so ranks may use different ones. On a GPU, torch does the
+sums.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from lightning_dct.kernels.selection import Kernel, Selection
+from lightning_dct.kernels.reference import Kernel, Selection
 
 KernelName = Literal["auto", "torch", "numba", "triton"]
 KERNELS: tuple[str, ...] = get_args(KernelName)
@@ -53,15 +53,8 @@ def select(
 ) -> Selection:
     """Add the gradient to the residual and pick the entries at or above the threshold.
 
-    See :mod:`lightning_dct.kernels.selection` for the contract.
-
-    Args:
-        gradient: Shape ``[n]``, any floating dtype: the flattened bucket. Not changed.
-        residual: Shape ``[n]``, fp32 or fp64, finite. Changed in place.
-        segments: Ascending ranges ``(start, stop)`` of the bucket, one for each compressed tensor.
-        thresholds: One positive threshold for each segment.
-        gradient_scale: Factor on the gradient: one over the loss scale of mixed-precision training.
-        kernel: ``"auto"`` takes the fastest that is installed and fits the device; a name forces one.
+    :mod:`lightning_dct.kernels.reference` describes arguments and result. ``kernel="auto"`` takes the fastest kernel
+    that is installed and fits the device; a name forces one.
 
     Raises:
         ValueError: The kernel is not installed or does not work on this device.
@@ -79,34 +72,24 @@ def sum_entries(
 ) -> None:
     """Overwrite segments with ``factor`` times the sum of sparse vectors, added one after the other.
 
-    Each product and each sum is rounded once, so that the result is the same whoever does it.
-
-    Args:
-        total: Shape ``[n]``, fp32 or fp64. Overwritten in the segments, untouched elsewhere.
-        segments: Ascending ranges ``(start, stop)``.
-        entries: Positions (int64, ascending and distinct, within the segments) and values of each vector, fp32 or
-            in the total's dtype.
-        factor: Weight of all of them.
-        kernel: As for :func:`select`.
-
-    Raises:
-        ValueError: The kernel is not installed or does not work on this device.
+    Each product and each sum is rounded once, so all kernels give the same result. ``total`` has shape ``[n]``, fp32 or
+    fp64, and keeps what lies outside the ``segments`` (ascending ranges). A vector is its positions (int64, ascending,
+    distinct, within the segments) and its values (fp32 or the total's dtype). ``kernel`` and errors are as for
+    :func:`select`.
     """
     _implementation(kernel, total.device.type).sum_entries(total, segments, entries, factor)
 
 
-def add_rows(total: Tensor, places: Tensor, rows: Tensor) -> None:
-    """Add rows to rows of a sum, one after the other: ``total.index_add_(0, places, rows)``, faster with numba.
+def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:
+    """``total.index_add_(0, indices, rows)``, one row after the other; faster with numba.
 
-    Args:
-        total: Shape ``[n, dim]``, contiguous. Changed in place.
-        places: Shape ``[k]``, int64 below ``n``; a row may come more than once.
-        rows: Shape ``[k, dim]``, in the same dtype.
+    ``total`` has shape ``[n, dim]`` and is contiguous, ``indices`` shape ``[k]``, int64, with repetitions, and ``rows``
+    shape ``[k, dim]`` in the same dtype.
     """
     if fastest_kernel(total.device.type) == "numba":
-        import_module("lightning_dct.kernels.numba_cpu").add_rows(total, places, rows)
+        import_module("lightning_dct.kernels.numba_cpu").add_rows(total, indices, rows)
     else:
-        total.index_add_(0, places, rows)
+        total.index_add_(0, indices, rows)
 
 
 def available_kernels(device_type: str) -> list[str]:
@@ -116,12 +99,12 @@ def available_kernels(device_type: str) -> list[str]:
 
 @cache
 def fastest_kernel(device_type: str) -> str:
-    """What ``"auto"`` takes on a device."""
+    """The kernel that ``"auto"`` takes on a device."""
     return available_kernels(device_type)[-1]
 
 
 def faster_kernel_missing(device_type: str) -> str | None:
-    """A sentence where a package that is not installed would make compressing faster on a device, else None."""
+    """A sentence if a package that is not installed would speed up compression on a device, else None."""
     if device_type != "cpu" or _is_installed("numba"):
         return None
     return (
@@ -146,7 +129,7 @@ def check_kernel(name: str, device_type: str) -> None:
 def _implementation(kernel: str, device_type: str) -> Any:
     name = fastest_kernel(device_type) if kernel == "auto" else kernel
     check_kernel(name, device_type)
-    # What triton does on a GPU has another contract, that of `buffered`; what is left for these two is torch's.
+    # On a GPU triton serves the contract of `buffered`; torch serves these two.
     return import_module(f"lightning_dct.kernels.{'numba_cpu' if name == 'numba' else 'reference'}")
 
 

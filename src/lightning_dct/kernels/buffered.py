@@ -1,14 +1,15 @@
-"""Select into a room of fixed size, for GPUs, where nobody waits to hear how much was picked: contract, and in torch.
+"""Selects into a buffer of fixed capacity, for GPUs, whose host must not wait for a count: the contract, and in torch.
 
-``select_into_buffer(gradient, residual, segments, numbers)`` does to the residual what
-:mod:`lightning_dct.kernels.selection` says. But its result has the same shape whatever the numbers are, and how much of
-it is filled stays on the device:
+``select_into_buffer(gradient, residual, segments, numbers)`` treats the residual as
+:mod:`lightning_dct.kernels.reference` says. Its result has the same shape whatever the data, and how much of it is
+filled stays on the device:
 
-- each segment has slots of its own, as many as ``capacities`` says, filled from the first one on, in ascending order;
-- of a segment with infinite or NaN sums only those are picked; they fill the slots until there are no more;
-- of a segment with more picks than slots every ``picks / slots``-th goes into a slot: a regular sample of them.
+- each segment has slots of its own, as many as its capacity, which fill from the first one on, in ascending order;
+- of a segment with infinite or NaN sums, only those are picked, until its slots are full;
+- of a segment with more picks than slots, every ``picks / slots``-th goes into a slot: a regular sample of them.
 
-Thresholds are tensors too: ``numbers`` holds the factor on the gradient and then one threshold a segment.
+Thresholds are tensors too: ``numbers``, shape ``[1 + T]`` in the residual's dtype, holds the factor on the gradient and
+then one threshold a segment.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from torch import Tensor
 
 from lightning_dct.kernels import fastest_kernel
 
-# Slots for each entry that may go. Sorting them is the larger part of what compression costs after the selection.
+# Slots for each entry that may be sent. To sort them is the larger part of the cost after the selection.
 CAPACITY_FACTOR = 2
 # Entries of a block.
 BLOCK = 2048
 
 
 class BufferedSelection(NamedTuple):
-    """What was picked. ``R`` slots of ``T`` segments, one segment's behind the other's.
+    """What was picked: ``R`` slots of ``T`` segments, one segment's after the other's.
 
     Attributes:
-        positions: Shape ``[R]``, int64: places in the flattened bucket; anything in a slot that was not filled.
+        positions: Shape ``[R]``, int64: indices into the flattened bucket; anything in a slot that was not filled.
         values: Shape ``[R]``, the residual's dtype: gradient plus residual there; likewise.
-        counts: Shape ``[T]``, int64: how many entries of each segment were picked, possibly more than it has slots.
-        broken: Shape ``[T]``, bool: whether there were infinite or NaN sums in the segment.
+        counts: Shape ``[T]``, int64: picked entries of each segment, possibly more than it has slots.
+        broken: Shape ``[T]``, bool: whether the segment has infinite or NaN sums.
     """
 
     positions: Tensor
@@ -56,9 +57,9 @@ class Blocks(NamedTuple):
 
 
 class Segments:
-    """Where to pick and how many slots there are, and what a device has to know of it, which is copied to it once.
+    """Where to pick and into how many slots; computed once for a device.
 
-    ``T`` segments with ``R`` slots and ``N`` entries in all, counted one segment behind the other.
+    ``T`` segments with ``R`` slots and ``N`` entries in all, counted one segment after the other.
 
     Args:
         bounds: Ranges ``(start, stop)`` of the bucket, none of them empty.
@@ -106,7 +107,7 @@ BufferKernel = Callable[[Tensor, Tensor, Segments, Tensor], BufferedSelection]
 
 
 def buffer_kernel(name: str, device_type: str) -> BufferKernel:
-    """The kernel of a name: triton's, or else torch's; ``"auto"`` takes the fastest that is installed for a device."""
+    """The kernel of this name: triton, or else torch; ``"auto"`` takes the fastest installed for the device."""
     if name == "auto":
         name = fastest_kernel(device_type)
     if name == "triton":
@@ -116,14 +117,7 @@ def buffer_kernel(name: str, device_type: str) -> BufferKernel:
 
 
 def select_into_buffer(gradient: Tensor, residual: Tensor, segments: Segments, numbers: Tensor) -> BufferedSelection:
-    """Add the gradient to the residual and pick the entries at or above the threshold, of all segments together.
-
-    Args:
-        gradient: Shape ``[n]``, any floating dtype: the flattened bucket. Not changed.
-        residual: Shape ``[n]``, fp32 or fp64, finite. Changed in place.
-        segments: Where to pick, and how many slots there are.
-        numbers: Shape ``[1 + T]``, the residual's dtype: the factor on the gradient, and the thresholds.
-    """
+    """Select in all segments at once; the module's docstring has the contract."""
     if not segments.bounds:
         return no_segments(residual)
     residuals = segments.cut(residual)
@@ -143,17 +137,17 @@ def select_into_buffer(gradient: Tensor, residual: Tensor, segments: Segments, n
     shares = torch.where(broken, segments.slots, torch.maximum(counts, segments.slots))[segments.segment]
     slots, last, shift = segments.table[segments.segment].unbind(1)
     wanted = (segments.numbers * shares + shares + slots - 1).div(slots, rounding_mode="floor")
-    places = (torch.searchsorted(ranks, wanted + at_edges[segments.segment]) - 1).minimum(last)
+    indices = (torch.searchsorted(ranks, wanted + at_edges[segments.segment]) - 1).minimum(last)
     torch._foreach_copy_(residuals, torch.where(finite, fresh, old).split(segments.sizes))
-    return BufferedSelection(places + shift, fresh[places], counts, broken)
+    return BufferedSelection(indices + shift, fresh[indices], counts, broken)
 
 
 def no_segments(residual: Tensor) -> BufferedSelection:
-    """What is picked where there is nothing to pick from."""
+    """The selection from no segments."""
     empty = residual.new_empty(0)
     return BufferedSelection(empty.long(), empty, empty.long(), empty.bool())
 
 
 def buffer_capacity(size: int, target: int) -> int:
-    """Slots for a tensor. More picks than that are rare: it is where the guard takes another threshold at once."""
+    """Slots for a tensor. A guard that sees more picks than that selects another threshold at once."""
     return min(size, CAPACITY_FACTOR * target)

@@ -1,8 +1,8 @@
 """Select, compact and sum in one pass over memory, compiled for this CPU by numba (extra ``fast``).
 
 A block that fits the first-level cache is walked twice. The first walk writes the sums, one flag an entry, and a copy
-of what was there before, for sums that turn out infinite or NaN; it is free of branches and runs as vector
-instructions. The second looks at the flags, eight at a time, and at 1% density 92% of these words are zero.
+of the old residual for sums that turn out infinite or NaN. It has no branches and runs as vector instructions. The
+second walk reads the flags, eight at a time; at 1% density 92% of these words are zero.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_dct.kernels.selection import Selection, nothing
+from lightning_dct.kernels.reference import Selection, nothing
 
 BLOCK = 1024
-# Entries below which a second thread costs more than it saves.
+# Below this many entries a second thread costs more than it saves.
 ENTRIES_PER_THREAD = 1 << 18
-
 
 Result = TypeVar("Result")
 
 
 class _Piece(NamedTuple):
-    """A part of a segment: ``start`` to ``stop``."""
+    """Entries ``start`` to ``stop`` of a segment."""
 
     segment: int
     start: int
@@ -45,10 +44,7 @@ def select(
     thresholds: Sequence[float],
     gradient_scale: float = 1.0,
 ) -> Selection:
-    """Add the gradient to the residual and pick the entries at or above the threshold, on as many threads as torch.
-
-    See :mod:`lightning_dct.kernels.selection` for the contract.
-    """
+    """Select on as many threads as torch has; :mod:`lightning_dct.kernels.reference` has the contract."""
     if len(thresholds) != len(segments):
         raise ValueError(f"{len(thresholds)} thresholds for {len(segments)} segments")
     sums = residual.numpy()
@@ -77,10 +73,7 @@ def select(
 def sum_entries(
     total: Tensor, segments: Sequence[tuple[int, int]], entries: Sequence[tuple[Tensor, Tensor]], factor: float
 ) -> None:
-    """Overwrite segments with a weighted sum of sparse vectors; see :func:`lightning_dct.kernels.sum_entries`.
-
-    A block is cleared and filled while it is in the cache.
-    """
+    """See :func:`lightning_dct.kernels.sum_entries`. A block is cleared and filled while it is in the cache."""
     sums = total.numpy()
     positions = [part.numpy() for part, _ in entries]
     ends = np.cumsum([0, *map(len, positions)])
@@ -96,16 +89,16 @@ def sum_entries(
     _in_threads(sum_pieces, list(_shares(segments, torch.get_num_threads())))
 
 
-def add_rows(total: Tensor, places: Tensor, rows: Tensor) -> None:
-    """Add rows to rows of a sum; see :func:`lightning_dct.kernels.add_rows`."""
-    _add_rows(total.numpy(), places.numpy(), rows.contiguous().numpy())
+def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:
+    """See :func:`lightning_dct.kernels.add_rows`."""
+    _add_rows(total.numpy(), indices.numpy(), rows.contiguous().numpy())
 
 
 class _Scratch(threading.local):
-    """A thread's room for what it picks, kept from call to call.
+    """Arrays that a thread reuses from call to call, with a place for every entry.
 
-    Room for every entry there is: the system hands memory out as it is written, and only few entries are. Asking
-    for it anew in each call would have the system clear the same pages again and again.
+    The system hands memory out only as it is written, and few entries are. Asked anew in each call, it would clear the
+    same pages again and again.
     """
 
     def __init__(self) -> None:
@@ -137,7 +130,7 @@ def _select(
         limit, stop, before = limits[pieces[piece, 0]], pieces[piece, 2], total
         for start in range(pieces[piece, 1], stop, BLOCK):
             end = min(start + BLOCK, stop)
-            # Slices count from zero: the compiler sees that no index is negative.
+            # Slices count from zero, so the compiler sees that no index is negative.
             addend, block = addends[start:end], sums[start:end]
             for i in range(end - start):
                 old[i] = block[i]
@@ -175,9 +168,9 @@ def _sum(sums: Any, pieces: Any, positions: Any, values: Any, cursors: Any, ends
 
 
 @njit(nogil=True, cache=True)
-def _add_rows(total: Any, places: Any, rows: Any) -> None:
-    for i in range(places.size):
-        sums, addends = total[places[i]], rows[i]
+def _add_rows(total: Any, indices: Any, rows: Any) -> None:
+    for i in range(indices.size):
+        sums, addends = total[indices[i]], rows[i]
         for j in range(sums.size):
             sums[j] += addends[j]
 

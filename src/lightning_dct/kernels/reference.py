@@ -1,22 +1,56 @@
-"""Select, compact and sum in plain torch, a cache-sized chunk at a time: the kernel that works everywhere.
+"""The contract that every kernel keeps to the last bit, and the kernel in plain torch, which works everywhere.
 
-Naive torch walks all of memory once per operation. Walking chunk by chunk keeps the intermediate results in the
-processor's cache, so memory is read and written about once: several times faster on tensors of millions of entries.
+A kernel takes ``select(gradient, residual, segments, thresholds, gradient_scale)``:
+
+    gradient        shape [n], any floating dtype: the flattened bucket; not changed
+    residual        shape [n], fp32 or fp64, finite; changed in place
+    segments        ascending ranges (start, stop) of the bucket, one for each compressed tensor
+    thresholds      one positive threshold for each segment
+    gradient_scale  factor on the gradient: one over the loss scale of mixed-precision training
+
+In the segments it leaves ``residual + gradient_scale * gradient`` in the residual, with product and sum each rounded
+once in the residual's dtype. The caller takes what is sent out of it. The kernel picks, in ascending order, the entries
+whose magnitude is not below the threshold of their segment. Where the sum is infinite or NaN, the old residual stays
+and the entry is picked in any case, so that the caller sees it.
+
+Naive torch walks all of memory once for each operation. This kernel walks chunk by chunk, which keeps intermediate
+results in the processor's cache: several times faster on tensors of millions of entries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dct.kernels.selection import Selection, nothing
-
 CHUNK = 1 << 17
-# On a GPU a chunk costs a kernel launch and memory is fast: one piece is best.
+# On a GPU one piece is best: a chunk costs a kernel launch, and memory is fast.
 GPU_CHUNK = 1 << 62
+
+
+class Selection(NamedTuple):
+    """The entries whose magnitude reaches the threshold of their tensor.
+
+    Attributes:
+        positions: Shape ``[count]``, int64: ascending indices into the flattened bucket.
+        values: Shape ``[count]``, the residual's dtype: gradient plus residual there, not necessarily finite.
+        counts: For each segment, how many of them lie in it.
+    """
+
+    positions: Tensor
+    values: Tensor
+    counts: list[int]
+
+
+Kernel = Callable[[Tensor, Tensor, Sequence[tuple[int, int]], Sequence[float], float], Selection]
+
+
+def nothing(residual: Tensor, counts: list[int]) -> Selection:
+    """The selection from no segments, or from empty ones."""
+    return Selection(residual.new_empty(0).long(), residual.new_empty(0), counts)
 
 
 def select(
@@ -26,10 +60,7 @@ def select(
     thresholds: Sequence[float],
     gradient_scale: float = 1.0,
 ) -> Selection:
-    """Add the gradient to the residual and pick the entries at or above the threshold.
-
-    See :mod:`lightning_dct.kernels.selection` for the contract.
-    """
+    """Select in cache-sized chunks; the module's docstring has the contract."""
     chunk = CHUNK if gradient.device.type == "cpu" else GPU_CHUNK
     longest = min(chunk, max((stop - start for start, stop in segments), default=0))
     sums, magnitudes = residual.new_empty(longest), residual.new_empty(longest)
@@ -65,18 +96,18 @@ def sum_entries(
     for start, stop in segments:
         total[start:stop].zero_()
     for positions, values in entries:
-        # Not by index_add_'s own factor, which may round product and sum together.
+        # index_add_'s own factor may round product and sum together.
         total.index_add_(0, positions, values.to(total.dtype).mul(factor))
 
 
 def _pick(magnitudes: Tensor, threshold: float) -> tuple[Tensor, bool]:
-    """Places of the magnitudes that are not below the threshold, and whether any of these is infinite or NaN."""
+    """Indices of the magnitudes that are not below the threshold, and whether any of these is infinite or NaN."""
     if magnitudes.device.type != "cpu":
         picked = magnitudes.lt(threshold).logical_not_().nonzero().squeeze(1)
         return picked, not bool(magnitudes[picked].isfinite().all())
-    # numpy compares and searches several times faster than torch does.
+    # numpy compares and searches several times faster than torch.
     array = magnitudes.numpy()
     below = np.less(array, array.dtype.type(threshold))
     # "Not below" instead of "at or above": it is true for NaN.
-    places = np.flatnonzero(np.logical_not(below, out=below))
-    return torch.from_numpy(places), not np.isfinite(array[places]).all()
+    found = np.flatnonzero(np.logical_not(below, out=below))
+    return torch.from_numpy(found), not np.isfinite(array[found]).all()

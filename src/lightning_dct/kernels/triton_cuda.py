@@ -1,11 +1,11 @@
-"""Select into a room of fixed size on a CUDA GPU, compiled by triton, which comes with CUDA builds of torch.
+"""Selects into a buffer of fixed capacity on a CUDA GPU, compiled by triton, which comes with CUDA builds of torch.
 
 Two launches. The first reads gradient and residual, writes their sum and counts each block's picks: the traffic of
 ``torch.add(gradient, residual, out=residual)``. Running sums over the counts, still on the device, say where each
-block's picks begin, so that their order is ascending without a sort; the second launch writes them there. Only blocks
-with picks do anything in it, and the residual is read once more.
+block's picks begin, so their order is ascending without a sort. The second launch writes them there: it works only on
+blocks with picks, and reads the residual once more.
 
-It compiles for GPUs and runs in triton's interpreter, but has not run on a GPU yet.
+It compiles for GPUs and runs in triton's interpreter. It has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ from lightning_dct.kernels.buffered import BLOCK, BufferedSelection, Segments, n
 
 
 def select_into_buffer(gradient: Tensor, residual: Tensor, segments: Segments, numbers: Tensor) -> BufferedSelection:
-    """Add the gradient to the residual and pick the entries at or above the threshold.
-
-    See :func:`lightning_dct.kernels.buffered.select_into_buffer` for the arguments.
-    """
+    """See :func:`lightning_dct.kernels.buffered.select_into_buffer`."""
     if not segments.bounds:
         return no_segments(residual)
     blocks, sizes, begins = segments.blocks, segments.slots, segments.begins
@@ -60,10 +57,10 @@ def _accumulate(
 ) -> None:
     """Leave the sums in the residual, but for blocks with infinite or NaN sums: these are counted and left alone."""
     block = tl.program_id(0)
-    places = tl.load(starts + block) + tl.arange(0, BLOCK)
-    inside = places < tl.load(stops + block)
-    old = tl.load(residual + places, mask=inside, other=0.0)
-    addend = tl.load(gradient + places, mask=inside, other=0.0).to(old.dtype)
+    indices = tl.load(starts + block) + tl.arange(0, BLOCK)
+    inside = indices < tl.load(stops + block)
+    old = tl.load(residual + indices, mask=inside, other=0.0)
+    addend = tl.load(gradient + indices, mask=inside, other=0.0).to(old.dtype)
     fresh = old + addend * tl.load(numbers)
     magnitudes = tl.abs(fresh)
     # "Not below" instead of "at or above": it is true for NaN.
@@ -71,7 +68,7 @@ def _accumulate(
     picked = tl.where(below, 0, 1) * inside.to(tl.int32)
     nonfinite = tl.where(magnitudes < float("inf"), 0, 1)
     num_nonfinite = tl.sum(nonfinite)
-    tl.store(residual + places, fresh, mask=inside.to(tl.int32) * tl.where(num_nonfinite > 0, 0, 1) != 0)
+    tl.store(residual + indices, fresh, mask=inside.to(tl.int32) * tl.where(num_nonfinite > 0, 0, 1) != 0)
     tl.store(counts + block, tl.sum(picked).to(tl.int64))
     tl.store(broken + block, num_nonfinite)
 
@@ -99,12 +96,12 @@ def _fill(
     block = tl.program_id(0)
     if tl.load(picks + block) > 0:
         segment = tl.load(segments + block)
-        places = tl.load(starts + block) + tl.arange(0, BLOCK)
-        inside = places < tl.load(stops + block)
+        indices = tl.load(starts + block) + tl.arange(0, BLOCK)
+        inside = indices < tl.load(stops + block)
         to_make = inside.to(tl.int32) * tl.load(unmade + block) != 0
-        held = tl.load(residual + places, mask=inside, other=0.0)
-        addend = tl.load(gradient + places, mask=to_make, other=0.0).to(held.dtype)
-        fresh = tl.where(to_make, held + addend * tl.load(numbers), held)
+        stored = tl.load(residual + indices, mask=inside, other=0.0)
+        addend = tl.load(gradient + indices, mask=to_make, other=0.0).to(stored.dtype)
+        fresh = tl.where(to_make, stored + addend * tl.load(numbers), stored)
         magnitudes = tl.abs(fresh)
         is_broken = tl.load(broken + segment).to(tl.int32)
         reached = tl.where(magnitudes < tl.load(numbers + 1 + segment), 0, 1)
@@ -119,7 +116,7 @@ def _fill(
         is_sample = tl.where(sampled > (ranks - 1) * size // count, 1, 0)
         kept = overflows * is_sample + (1 - overflows) * tl.where(ranks <= size, 1, 0)
         slots = tl.load(begins + segment) + tl.where(overflows > 0, sampled, ranks) - 1
-        tl.store(positions + slots, places, mask=kept * picked != 0)
+        tl.store(positions + slots, indices, mask=kept * picked != 0)
         tl.store(values + slots, fresh, mask=kept * picked != 0)
-        left = tl.where(magnitudes < float("inf"), fresh, held)
-        tl.store(residual + places, left, mask=to_make)
+        left = tl.where(magnitudes < float("inf"), fresh, stored)
+        tl.store(residual + indices, left, mask=to_make)

@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from lightning_dct.config import DCTConfig
 from lightning_dct.gradients.collectives import Link, all_reduce_mean
 from lightning_dct.gradients.exchanges import Exchange
-from lightning_dct.gradients.pending import bring_home
+from lightning_dct.gradients.exchanges.base import complete
 from lightning_dct.gradients.plan import local_of, real_dtype, real_numel
 from lightning_dct.gradients.synchronizer import Synchronizer
 from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes, bytes_between_nodes
@@ -263,7 +263,7 @@ class UpdateSynchronizer(Synchronizer):
 
     def _bring_home(self, items: Iterable[Travelling]) -> None:
         travelling = [item for item in items if item.pending is not None]
-        bring_home([item.pending for item in travelling if item.pending is not None], self.traffic)
+        complete([item.pending for item in travelling if item.pending is not None], self.traffic)
         self.memory.commit()
         for item in travelling:
             assert item.pending is not None

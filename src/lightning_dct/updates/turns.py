@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from lightning_dct.gradients.pending import Pending
+from lightning_dct.gradients.exchanges.base import Pending
 from lightning_dct.gradients.plan import real_numel
 
 

@@ -1,6 +1,6 @@
-"""The wire: how selected entries become one contiguous ``uint8`` tensor and back. Pure functions.
+"""The wire: selected entries as one contiguous ``uint8`` tensor, and back. Pure functions.
 
-A payload holds, in this order (all integers little-endian; ``T`` compressed tensors, room for ``K`` entries out of
+A payload holds, in this order (all integers little-endian; ``T`` compressed tensors, at most ``K`` entries out of
 ``N``; every size follows from the layout alone, so all ranks know it beforehand):
 
 ==================  =====================================  ====================================================
@@ -9,7 +9,7 @@ part                bytes                                  holds
 header              12                                     see :mod:`lightning_dct.wire.payload`
 scales              ``4 T`` (int8, int4 and 1bit)          one fp32 scale a tensor
 positions           about ``K (2 + log2(N / K)) / 8``      see :mod:`lightning_dct.wire.positions`
-values              ``4 K``, ``2 K``, ``K``, ``K / 2``,    see :mod:`lightning_dct.wire.values`
+values              ``4 K`` (fp32) to ``K / 8`` (1bit)     see :mod:`lightning_dct.wire.values`
 dense tensors       their own bytes                        tensors too small to compress, in their own dtype
 ==================  =====================================  ====================================================
 """

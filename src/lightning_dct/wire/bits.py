@@ -1,4 +1,4 @@
-"""Flags: eight to a byte and back, lowest bit first, and where they are set."""
+"""Packs flags, eight to a byte and the first into the lowest bit, and finds those that are set."""
 
 from __future__ import annotations
 
@@ -12,25 +12,8 @@ def num_bytes(num_bits: int) -> int:
     return (num_bits + 7) // 8
 
 
-def check_size(message: Tensor, num_bytes: int) -> None:
-    """Refuse a message of another size.
-
-    Raises:
-        ValueError: It does not have ``num_bytes`` bytes.
-    """
-    if message.numel() != num_bytes:
-        raise ValueError(f"the positions take {num_bytes} bytes and here are {message.numel()}")
-
-
 def pack_bits(flags: Tensor) -> Tensor:
-    """Pack flags, the first one into the lowest bit of the first byte.
-
-    Args:
-        flags: Shape ``[n]``, bool or uint8 of zeros and ones.
-
-    Returns:
-        Shape ``[ceil(n / 8)]``, uint8; the last byte is filled up with zeros.
-    """
+    """Pack flags (shape ``[n]``, bool or uint8 of zeros and ones) into ``[ceil(n / 8)]``, uint8, zero-padded."""
     if flags.device.type == "cpu":
         return torch.from_numpy(np.packbits(flags.numpy(), bitorder="little"))
     spare = -flags.numel() % 8
@@ -40,15 +23,7 @@ def pack_bits(flags: Tensor) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, num_bits: int) -> Tensor:
-    """Undo :func:`pack_bits`.
-
-    Args:
-        packed: Shape ``[ceil(num_bits / 8)]``, uint8.
-        num_bits: How many flags to return.
-
-    Returns:
-        Shape ``[num_bits]``, uint8 of zeros and ones.
-    """
+    """Undo :func:`pack_bits`: shape ``[num_bits]``, uint8 of zeros and ones."""
     if packed.device.type == "cpu":
         return torch.from_numpy(np.unpackbits(packed.numpy(), count=num_bits, bitorder="little"))
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
@@ -56,15 +31,8 @@ def unpack_bits(packed: Tensor, num_bits: int) -> Tensor:
 
 
 def nonzero_indices(flags: Tensor) -> Tensor:
-    """Where flags are set.
-
-    Args:
-        flags: Shape ``[n]``, bool or uint8 of zeros and ones.
-
-    Returns:
-        Shape ``[count]``, int64, ascending.
-    """
+    """Where flags (shape ``[n]``, bool or uint8 of zeros and ones) are set: shape ``[count]``, int64, ascending."""
     if flags.device.type == "cpu":
-        # numpy's search of bools is several times faster than torch's.
+        # numpy searches bools several times faster than torch does.
         return torch.from_numpy(np.flatnonzero(flags.numpy().view(np.bool_)))
     return flags.nonzero().squeeze(1)

@@ -1,11 +1,11 @@
-"""Payloads written and read without the host ever looking at a number: for GPUs, where looking means waiting.
+"""Payloads written and read without the host waiting for a number: for GPUs.
 
-The bytes are those of :mod:`lightning_dct.wire.payload`. The difference is that shapes do not depend on data: entries
-come in a fixed number of slots, which of them are in use is a tensor on the device, and so is the answer to whether
-a payload that has arrived is sound. Whatever its bytes say, what is read from it lies within bounds.
+The bytes are those of :mod:`lightning_dct.wire.payload`, but shapes do not depend on data. Entries come in a fixed
+number of slots. Which slots are in use, and whether a payload that has arrived is valid, are tensors on the device.
+Whatever the bytes say, what is read from them lies within bounds.
 
-Starting an operation costs a GPU's host about as long as a GPU takes for a small one. So payloads for several owners,
-and from several senders, are written and read together, in as many operations as one takes.
+To start an operation costs a GPU's host about as long as a small operation takes the GPU. So payloads for several
+owners, and from several senders, are written and read together, in as many operations as one payload takes.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from lightning_dct.wire.bits import num_bytes
 from lightning_dct.wire.payload import FORMAT_CODES, HEADER, MAGIC, VERSION, PayloadError, PayloadLayout
 from lightning_dct.wire.values import SCALED_FORMATS, decode_values, encode_values, values_num_bytes
 
-# A payload has so many times eight slots that the last is never in use. Then its values begin with a byte, in any
+# A payload has a multiple of eight slots, of which the last is never in use. So its values begin with a byte in any
 # format, and each entry has a neighbour to be compared with.
 SLOTS = 8
 
 
 class Slots(NamedTuple):
-    """Entries in the slots of some payloads; each payload's first ones are in use.
+    """Entries in the slots of some payloads; each payload's first slots are in use.
 
     Attributes:
-        positions: Shape ``[slots]``, int64: ascending places, counted through all payloads; any in other slots.
-        values: Shape ``[slots]``, floating point; zero in a slot that is not in use.
+        positions: Shape ``[slots]``, int64: ascending indices, counted through all payloads; anything in unused slots.
+        values: Shape ``[slots]``, floating point; zero in unused slots.
         in_use: Shape ``[slots]``, bool.
         counts: Shape ``[payloads]``, whole numbers: how many slots of each are in use.
     """
@@ -43,42 +43,37 @@ class Slots(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """What the payloads of ``n`` senders say.
+    """The contents of the payloads of ``n`` senders.
 
     Attributes:
-        positions: Shape ``[n, slots]``, int64: places, counted through all payloads; one of them in any other slot.
-        values: Shape ``[n, slots]``, fp32; zero in a slot that is not in use.
+        positions: Shape ``[n, slots]``, int64: indices, counted through all payloads; any of them in unused slots.
+        values: Shape ``[n, slots]``, fp32; zero in unused slots.
         in_use: Shape ``[n, slots]``, bool.
         dense: Shape ``[n, dense bytes]``, uint8: the tensors sent dense, one after the other.
-        sound: Shape ``[n, payloads]``, bool: whether the bytes are a payload of its layout. What others hold means
-            nothing.
+        valid: Shape ``[n, payloads]``, bool: whether the bytes are a payload of their layout. The others mean nothing.
     """
 
     positions: Tensor
     values: Tensor
     in_use: Tensor
     dense: Tensor
-    sound: Tensor
+    valid: Tensor
 
 
 class SideBySide:
-    """Payloads one behind the other, and what a device has to know of them, which is copied to it once.
+    """Payloads one after the other, and their constants, copied to a device once.
 
-    ``S`` payloads of ``T`` tensors with ``K`` slots in all.
-
-    Args:
-        layouts: Of the payloads, all with the same value format.
-        device: Where they are written and read.
+    ``S`` payloads of ``T`` tensors with ``K`` slots in all. Their layouts have the same value format.
 
     Attributes:
         num_bytes: Of all payloads together.
         payload: Shape ``[K]``, int64: the payload of each slot.
         number: Shape ``[K]``, int32: each slot's number in its payload.
         flags_before: Shape ``[K]``, int32: how far its flag lies behind the high part; 0 in a bitmap.
-        spare: Shape ``[K]``, int64: a place for each slot that is not in use: another for each, where there are enough.
-        tensor_ends: Shape ``[T]``, int64: one after the last place of each tensor.
-        table: Shape ``[S, 5]``, int64: each payload's first flag, low bits, first place, one after its last place, and
-            the tensor of its slots that are not in use, where one more a payload is counted.
+        spare: Shape ``[K]``, int64: an index for each unused slot: another for each, where there are enough.
+        tensor_ends: Shape ``[T]``, int64: one after the last index of each tensor.
+        table: Shape ``[S, 5]``, int64: each payload's first flag, low bits, first index, one after its last index, and
+            the tensor of its unused slots, of which there is one more a payload.
         flag_edges: Shape ``[S + 1]``, int64: where each payload's flags begin, and where the last one's end.
         pair_edges: Shape ``[S + 1]``, int64: the same of slots, of which the last has no neighbour.
         capacities: Shape ``[S]``, int64.
@@ -123,14 +118,10 @@ class SideBySide:
         self.zero = torch.zeros(1, 1, dtype=torch.uint8).to(device)
 
     def find(self, flags: Tensor, edges: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Where flags are set, payload by payload.
-
-        Args:
-            flags: Shape ``[n, flags]``, bool or uint8 of zeros and ones.
-            edges: Shape ``[S + 1]``, int64: where each payload's flags begin, and where the last one's end.
+        """Where flags (shape ``[n, flags]``, bool or uint8) are set; each payload's flags begin at its edge.
 
         Returns:
-            For each slot the place of the flag with its number (shape ``[n, K]``, int64; any up to ``flags`` in
+            For each slot the index of the flag with its number (shape ``[n, K]``, int64; anything up to ``flags`` in
             slots beyond), which slots are in use (``[n, K]``, bool), and each payload's number of flags (``[n, S]``).
         """
         # As many as were set before; sums of whole numbers are the same in any order.
@@ -145,20 +136,17 @@ class SideBySide:
 def pack_on_device(layouts: SideBySide, entries: Slots, tensor: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
     """Write payloads: byte for byte what :func:`~lightning_dct.wire.payload.pack` writes for the same entries.
 
-    Args:
-        layouts: The payloads' shapes.
-        entries: What goes into them.
-        tensor: Shape ``[K]``, int64: which tensor each entry belongs to, counted through all payloads.
-        dense: Shape ``[dense bytes]``, uint8: the tensors sent dense, payload by payload.
+    ``tensor`` (``[K]``, int64) is the tensor of each entry, counted through all payloads, and ``dense`` (``[dense
+    bytes]``, uint8) holds the tensors sent dense, payload by payload.
 
     Returns:
         The payloads (uint8, shape ``[layouts.num_bytes]``) and the values as every receiver will read them (fp32; zero
-        in slots that are not in use).
+        in unused slots).
     """
     value_format, every = layouts.value_format, layouts.layouts
     table = layouts.table[layouts.payload]
     if value_format in SCALED_FORMATS:
-        # Slots that are not in use are zeros of one more tensor a payload, whose scale is zero and is not sent.
+        # Unused slots are zeros of one more tensor a payload, whose scale is zero and is not sent.
         tensor = torch.where(entries.in_use, tensor + layouts.payload, table[:, 4])
     data, scales = encode_values(entries.values, tensor, layouts.num_tensors + len(every), value_format)
     received = decode_values(data, tensor.numel(), tensor, scales, value_format)
@@ -183,14 +171,10 @@ def pack_on_device(layouts: SideBySide, entries: Slots, tensor: Tensor, dense: T
 
 
 def unpack_on_device(layouts: SideBySide, payloads: Tensor) -> Arrived:
-    """Read payloads; what they say is to be believed once somebody has looked at whether they are sound.
-
-    Args:
-        layouts: The shapes they must have.
-        payloads: Shape ``[n, layouts.num_bytes]``, uint8: one row a sender.
+    """Read payloads, shape ``[n, layouts.num_bytes]``, uint8, one row a sender; believe only the valid ones.
 
     Raises:
-        PayloadError: They have another size. That much is known without looking.
+        PayloadError: They have another size, which is known without waiting.
     """
     senders, size = payloads.shape
     if size != layouts.num_bytes:
@@ -200,13 +184,13 @@ def unpack_on_device(layouts: SideBySide, payloads: Tensor) -> Arrived:
     table = layouts.table[layouts.payload]
     headers = torch.cat(parts[0::5], dim=1).view(torch.int32).view(senders, -1, 3)
     local, in_use, raised = _decode_positions(layouts, torch.cat(parts[2::5], dim=1), table)
-    # Slots that are not in use name the end. Then what is in use has to lie below the slot behind it.
+    # Unused slots name the end, so an entry in use has to lie below the next slot.
     ends = table[:, 3]
     positions = torch.where(in_use, local + table[:, 2], ends)
     wrong = (positions + in_use)[:, :-1] > positions[:, 1:]
     wrong = torch.cat([layouts.zero.expand(senders, 1), wrong], dim=1).cumsum(1, dtype=torch.int32)
-    # A number that needs all 32 bits is negative here and is as wrong then.
-    sound = (
+    # A count that needs all 32 bits is negative here, and so wrong too.
+    valid = (
         (headers[:, :, ::2] == layouts.headers[:, ::2]).all(2)
         & (headers[:, :, 1] == raised)
         & (raised <= layouts.capacities)
@@ -226,14 +210,14 @@ def unpack_on_device(layouts: SideBySide, payloads: Tensor) -> Arrived:
     data = torch.cat([*chain.from_iterable(zip(parts[3::5], filling, strict=True))], dim=1)
     values = decode_values(data.flatten(), positions.numel(), tensor.flatten(), scales, value_format)
     values = torch.where(in_use, values.view_as(positions), 0.0)
-    return Arrived(positions, values, in_use, torch.cat(parts[4::5], dim=1), sound)
+    return Arrived(positions, values, in_use, torch.cat(parts[4::5], dim=1), valid)
 
 
 def _encode_positions(layouts: SideBySide, entries: Slots, table: Tensor) -> Tensor:
     """What :meth:`PositionCode.encode` writes for the positions in use, payload by payload."""
     codes = [layout.position_code for layout in layouts.layouts]
     local = torch.where(entries.in_use, entries.positions - table[:, 2], 0)
-    # The last flag is for the slots that are not in use, and is not sent.
+    # The last flag is for unused slots, and is not sent.
     num_flags = sum(code.num_flags for code in codes)
     flag = torch.where(entries.in_use, (local >> table[:, 1]) + table[:, 0] + layouts.flags_before, num_flags)
     flags = torch.zeros(num_flags + 1, dtype=torch.uint8, device=local.device).scatter_(0, flag, 1)
@@ -250,11 +234,11 @@ def _encode_positions(layouts: SideBySide, entries: Slots, table: Tensor) -> Ten
 
 
 def _decode_positions(layouts: SideBySide, message: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What messages of ``n`` senders (shape ``[n, bytes]``) say.
+    """Read messages of ``n`` senders (shape ``[n, bytes]``).
 
     Returns:
-        Places in each payload (shape ``[n, K]``, int64, not negative; anything in slots that are not in use), which
-        slots are in use (``[n, K]``, bool), and how many flags are raised (``[n, S]``).
+        Indices into each payload (shape ``[n, K]``, int64, not negative; anything in unused slots), which slots are
+        in use (``[n, K]``, bool), and how many flags are set (``[n, S]``).
     """
     codes, senders = [layout.position_code for layout in layouts.layouts], message.shape[0]
     bits = ((message.unsqueeze(2) >> layouts.eight) & 1).flatten(1)

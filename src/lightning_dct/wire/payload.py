@@ -13,8 +13,8 @@ offset  bytes  holds
 8       4      fingerprint of the layout (CRC-32 of its numbers), uint32
 ======  =====  ==============================================================================
 
-A receiver checks all of it, so ranks that disagree on the model or the settings, and bytes that are corrupt
-way, end in an error and never in a write out of bounds.
+A receiver checks all of it. So corrupt bytes, and ranks that disagree on the model or the settings, end in an error and
+never in a write out of bounds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FORMAT_CODES = {"fp32": 0, "bf16": 1, "int8": 2, "1bit": 3, "int4": 4}
 
 
 class PayloadError(ValueError):
-    """A payload that cannot be what another rank meant to send."""
+    """A payload that no rank can have meant to send."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class PayloadLayout:
 
     @cached_property
     def capacity(self) -> int:
-        """Most entries one payload can hold."""
+        """Most entries that one payload can hold."""
         return sum(self.capacities)
 
     @cached_property
@@ -90,14 +90,7 @@ class PayloadLayout:
         return sum(self.part_sizes)
 
     def tensor_index(self, positions: Tensor) -> Tensor:
-        """Which tensor each position of the bucket lies in.
-
-        Args:
-            positions: Shape ``[count]``, int64.
-
-        Returns:
-            Shape ``[count]``, int64; empty for the value formats that need no scales.
-        """
+        """The tensor of each position (int64, ``[count]``) in the bucket; empty for formats without scales."""
         if not self.num_scales:
             return positions.new_empty(0)
         return torch.searchsorted(self._ends.to(positions.device), positions, right=True)
@@ -109,10 +102,10 @@ class PayloadLayout:
 
 
 class Unpacked(NamedTuple):
-    """What one payload says.
+    """The contents of one payload.
 
     Attributes:
-        positions: Shape ``[count]``, int64: places in the flattened bucket, ascending.
+        positions: Shape ``[count]``, int64: indices into the flattened bucket, ascending.
         values: Shape ``[count]``, fp32.
         dense: Shape ``[dense_bytes]``, uint8: the tensors sent dense, one after the other.
     """
@@ -125,11 +118,8 @@ class Unpacked(NamedTuple):
 def pack(layout: PayloadLayout, positions: Tensor, values: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
     """Write one payload.
 
-    Args:
-        layout: The payload's shape.
-        positions: Shape ``[count]``, int64: ascending places in the flattened bucket, ``count <= layout.capacity``.
-        values: Shape ``[count]``, floating point: the entries there.
-        dense: Shape ``[layout.dense_bytes]``, uint8: the tensors sent dense.
+    ``positions`` (``[count]``, int64, at most ``layout.capacity``) are ascending indices into the flattened bucket and
+    ``values`` the entries there. ``dense`` (``[layout.dense_bytes]``, uint8) holds the tensors sent dense.
 
     Returns:
         The payload (uint8, shape ``[layout.num_bytes]``) and the values as every receiver will read them (fp32).
@@ -149,11 +139,7 @@ def pack(layout: PayloadLayout, positions: Tensor, values: Tensor, dense: Tensor
 
 
 def unpack(layout: PayloadLayout, payload: Tensor) -> Unpacked:
-    """Read one payload and check it.
-
-    Args:
-        layout: The shape it must have.
-        payload: Shape ``[layout.num_bytes]``, uint8.
+    """Read one payload (uint8, shape ``[layout.num_bytes]``) and check it.
 
     Raises:
         PayloadError: The bytes are not a payload of this layout.
@@ -166,14 +152,8 @@ def unpack(layout: PayloadLayout, payload: Tensor) -> Unpacked:
         positions = layout.position_code.decode(positions_data, count)
     except ValueError as error:
         raise PayloadError(f"the payload's positions are corrupt: {error}") from error
-    values = decode_values(
-        values_data,
-        count,
-        layout.tensor_index(positions),
-        scales.clone().view(torch.float32),
-        layout.value_format,
-    )
-    return Unpacked(positions, values, dense)
+    index, scales = layout.tensor_index(positions), scales.clone().view(torch.float32)
+    return Unpacked(positions, decode_values(values_data, count, index, scales, layout.value_format), dense)
 
 
 def _check_header(layout: PayloadLayout, header: bytes) -> int:
@@ -195,7 +175,7 @@ def _check_header(layout: PayloadLayout, header: bytes) -> int:
             "the payload was made for other tensor sizes or densities: use the same model and settings on every rank"
         )
     if count > layout.capacity:
-        raise PayloadError(f"the payload claims {count} entries, its layout has room for {layout.capacity}")
+        raise PayloadError(f"the payload claims {count} entries, its layout holds at most {layout.capacity}")
     if reserved:
         raise PayloadError(f"the payload's fourth byte is {reserved:#x}, this version writes zero")
     return int(count)

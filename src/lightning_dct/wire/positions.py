@@ -1,17 +1,17 @@
-"""Sorted positions in about ``2 + log2(N / K)`` bits each: the Elias-Fano code.
+"""Codes for sorted positions: Elias-Fano with about ``2 + log2(N / K)`` bits each, or a bitmap where that is shorter.
 
-A position is cut in two. Its low ``b`` bits are stored as they are. Its high bits grow slowly from one position
-to the next, so they are stored as a row of flags: the ``i``-th position sets flag ``high + i``. Reading back, the
+Elias-Fano cuts a position in two. The low ``b`` bits are stored as they are. The high bits grow slowly from one
+position to the next, so they are stored as flags: the ``i``-th position sets flag ``high + i``. When read back, the
 ``i``-th set flag, less ``i``, is the high part.
 
     positions (b = 2)     1        6        7       13
     high, low             0, 01    1, 10    1, 11   3, 01
     flag set at           0+0=0    1+1=2    1+2=3   3+3=6      flags 1011001
 
-Where more than about a quarter of all places are named, a flag for each place is shorter, and that is what is written.
+Where more than about a quarter of all positions are named, one flag for each is shorter, and the code writes that.
 
-At 1% density the code takes 8.6 bits a position and the entropy of the positions is 8.1; 16-bit offsets in blocks
-would take 16. Both directions are a handful of data-parallel operations, so the code is the same on CPU and GPU.
+At 1% density this takes 8.6 bits a position; the entropy of the positions is 8.1, and 16-bit offsets in blocks take 16.
+Both directions are a few data-parallel operations, so CPU and GPU run the same code.
 
 Source: P. Elias, *Efficient storage and retrieval by content and address of static files*, J. ACM 21(2), 1974;
 R. Fano, *On the number of bits required to implement an associative memory*, MIT Project MAC memo 61, 1971.
@@ -25,20 +25,61 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightning_dct.wire.bits import check_size, nonzero_indices, num_bytes, pack_bits, unpack_bits
+from lightning_dct.wire.bits import nonzero_indices, num_bytes, pack_bits, unpack_bits
 
 
 @dataclass(frozen=True)
-class PositionCode:
-    """The code for up to ``capacity`` distinct positions below ``universe``.
+class Bitmap:
+    """One flag for each position below ``universe``: the shortest code for more than a quarter of them.
 
-    Attributes:
-        universe: Number of places a position can name, ``N``.
-        capacity: Most positions one message can hold, ``K``. The size of a message depends on it, not on how many
-            positions it happens to hold, because collectives want equal sizes from all ranks.
+    All codes take positions of shape ``[count]``, int64, ascending and distinct. A subclass is another code.
     """
 
     universe: int
+
+    @cached_property
+    def num_bits(self) -> int:
+        """Size of every message, in bits."""
+        return self.universe
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Size of every message, in bytes."""
+        return num_bytes(self.num_bits)
+
+    def encode_bits(self, positions: Tensor) -> Tensor:
+        """The message before it is packed: shape ``[num_bits]``, uint8 of zeros and ones."""
+        flags = torch.zeros(self.universe, dtype=torch.uint8, device=positions.device)
+        flags[positions] = 1
+        return flags
+
+    def decode_bits(self, bits: Tensor, count: int) -> Tensor:
+        """Read ``count`` positions from an unpacked message (shape ``[num_bits]``, uint8): int64, ascending.
+
+        Raises:
+            ValueError: The message does not hold ``count`` ascending positions below ``universe``.
+        """
+        return _find(bits, count)
+
+    def encode(self, positions: Tensor) -> Tensor:
+        """The message: shape ``[num_bytes]``, uint8."""
+        return pack_bits(self.encode_bits(positions))
+
+    def decode(self, message: Tensor, count: int) -> Tensor:
+        """Read a packed message, shape ``[num_bytes]``; see :meth:`decode_bits`."""
+        if message.numel() != self.num_bytes:
+            raise ValueError(f"the positions take {self.num_bytes} bytes, but {message.numel()} have arrived")
+        return self.decode_bits(unpack_bits(message, self.num_bits), count)
+
+
+@dataclass(frozen=True)
+class PositionCode(Bitmap):
+    """The Elias-Fano code for up to ``capacity`` positions below ``universe``.
+
+    The size of a message depends on the capacity and not on how many positions the message holds, because collectives
+    need equal sizes from all ranks.
+    """
+
     capacity: int
 
     @cached_property
@@ -49,7 +90,7 @@ class PositionCode:
 
     @cached_property
     def low_bits(self) -> int:
-        """Bits of a position stored as they are."""
+        """Bits of a position that are stored as they are."""
         return 0 if self.is_bitmap else self._best_low_bits
 
     @cached_property
@@ -62,7 +103,7 @@ class PositionCode:
 
     @cached_property
     def num_flags(self) -> int:
-        """Flags that hold the high parts, or one for each place."""
+        """Flags that hold the high parts, or one for each position."""
         return self.universe if self.is_bitmap else self._num_flags(self.low_bits)
 
     @cached_property
@@ -71,13 +112,8 @@ class PositionCode:
         return self.num_flags + self.low_bits * self.capacity
 
     @cached_property
-    def num_bytes(self) -> int:
-        """Size of every message, in bytes."""
-        return num_bytes(self.num_bits)
-
-    @cached_property
     def _low_dtype(self) -> torch.dtype:
-        # The narrowest that holds the low bits: there are as many walks over them as bits.
+        """The narrowest dtype that holds the low bits, because the code walks over them once for each bit."""
         for dtype in (torch.uint8, torch.int16, torch.int32):
             if self.low_bits <= torch.iinfo(dtype).max.bit_length():
                 return dtype
@@ -87,20 +123,11 @@ class PositionCode:
         return self.capacity + (max(self.universe - 1, 0) >> low_bits) + 1
 
     def encode_bits(self, positions: Tensor) -> Tensor:
-        """Write positions, not packed yet.
-
-        Args:
-            positions: Shape ``[count]``, int64, ascending and distinct, ``count <= capacity``.
-
-        Returns:
-            Shape ``[num_bits]``, uint8 of zeros and ones: the flags, then the low bits as ``low_bits`` planes of
-            ``capacity``.
-        """
+        """The flags, then the low bits as ``low_bits`` planes of ``capacity``: shape ``[num_bits]``, uint8."""
+        if self.is_bitmap:
+            return super().encode_bits(positions)
         count, device = positions.numel(), positions.device
         bits = torch.zeros(self.num_bits, dtype=torch.uint8, device=device)
-        if self.is_bitmap:
-            bits[positions] = 1
-            return bits
         bits[(positions >> self.low_bits) + torch.arange(count, device=device)] = 1
         planes = bits[self.num_flags :].view(self.low_bits, self.capacity)
         low = (positions & ((1 << self.low_bits) - 1)).to(self._low_dtype)
@@ -108,38 +135,29 @@ class PositionCode:
             planes[plane, :count] = (low >> plane) & 1
         return bits
 
-    def encode(self, positions: Tensor) -> Tensor:
-        """Write positions: :meth:`encode_bits`, packed; shape ``[num_bytes]``, uint8."""
-        return pack_bits(self.encode_bits(positions))
-
     def decode_bits(self, bits: Tensor, count: int) -> Tensor:
-        """Read positions back.
-
-        Args:
-            bits: Shape ``[num_bits]``, uint8 of zeros and ones.
-            count: How many positions they hold.
-
-        Returns:
-            Shape ``[count]``, int64, ascending.
-
-        Raises:
-            ValueError: The message does not hold ``count`` ascending positions below ``universe``.
-        """
-        raised = nonzero_indices(bits[: self.num_flags])
-        if raised.numel() != count:
-            raise ValueError(f"{raised.numel()} positions are marked where the header says {count}")
+        """See :meth:`Bitmap.decode_bits`."""
+        flags = _find(bits[: self.num_flags], count)
         if self.is_bitmap:
-            return raised
+            return flags
         planes = bits[self.num_flags :].view(self.low_bits, self.capacity)[:, :count].to(self._low_dtype)
         low = torch.zeros(count, dtype=self._low_dtype, device=bits.device)
         for plane in range(self.low_bits):
             low |= planes[plane] << plane
-        positions = ((raised - torch.arange(count, device=bits.device)) << self.low_bits) | low
+        positions = ((flags - torch.arange(count, device=bits.device)) << self.low_bits) | low
         if count and (int(positions[-1]) >= self.universe or not bool((positions[1:] > positions[:-1]).all())):
             raise ValueError(f"positions are not ascending below {self.universe}")
         return positions
 
-    def decode(self, message: Tensor, count: int) -> Tensor:
-        """Read a packed message, shape ``[num_bytes]``; see :meth:`decode_bits`."""
-        check_size(message, self.num_bytes)
-        return self.decode_bits(unpack_bits(message, self.num_bits), count)
+
+def shortest_code(universe: int, capacity: int) -> Bitmap:
+    """The code that writes up to ``capacity`` positions below ``universe`` in fewer bits."""
+    bitmap, sparse = Bitmap(universe), PositionCode(universe, capacity)
+    return sparse if sparse.num_bits < bitmap.num_bits else bitmap
+
+
+def _find(flags: Tensor, count: int) -> Tensor:
+    found = nonzero_indices(flags)
+    if found.numel() != count:
+        raise ValueError(f"{found.numel()} positions are marked, but the header says {count}")
+    return found

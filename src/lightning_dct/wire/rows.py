@@ -1,4 +1,4 @@
-"""Values in rows, in 32, 16, 8, 4 or 2 bits: one scale a row for the low-bit formats, stochastic rounding if wanted.
+"""Values in rows, in 32, 16, 8, 4 or 2 bits: one scale a row for the low-bit formats, optional stochastic rounding.
 
 =======  ====  ==================================================================================================
 format   bits  an entry ``v`` of row ``r`` is read back as
@@ -10,14 +10,14 @@ int4     4     ``scale_r * round(v / scale_r)``, with ``scale_r = max |v| / 7`` 
 int2     2     ``scale_r * round(v / scale_r)``, with ``scale_r = max |v|`` over what the row sends: -1, 0 or 1 of it
 =======  ====  ==================================================================================================
 
-Activations have no residual that would hold what rounding loses, so ``round`` can be stochastic: up with the
-probability that makes the expectation exact.
+Activations have no residual to keep rounding errors, so ``round`` can be stochastic: up with the probability that makes
+the expectation exact.
 
 A scale is one byte: ``c`` stands for ``2 ** ((c - 254) / 8)`` of the largest scale, which is written once as fp32.
-Scales are rounded up, by an eleventh at most, so that no value needs more steps than there are. That is a little more
-rounding for half the bytes of a bfloat16 scale, which would outweigh the values of short rows with few entries. Rows
-that differ by more than 31 powers of two share the smallest scale. 0 stands for a row of zeros, 255 for a row with an
-infinite or NaN value: every value of it is read back as NaN.
+Scales are rounded up, by an eleventh at most, so that no value needs more steps than there are. This costs a little
+precision and halves the bytes of bfloat16 scales, which outweigh the values of short rows. Rows that differ by more
+than 31 powers of two share the smallest scale. 0 stands for a row of zeros, 255 for a row with an infinite or NaN
+value: all its values are read back as NaN.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ def encode_rows(
 
     Args:
         values: Shape ``[count]``, floating point.
-        row_of: Shape ``[count]``, int64 below ``num_rows``: the row of each value (used by formats with scales only).
+        row_of: Shape ``[count]``, int64 below ``num_rows``: the row of each value; only formats with scales use it.
             None for ``num_rows`` rows of equal length, one after the other.
         num_rows: How many rows there are; a row may be empty.
         value_format: One of ``fp32``, ``bf16``, ``int8``, ``int4``, ``int2``.
-        noise: Shape ``[count]``, fp32, uniform in [0, 1), for stochastic rounding (used by formats with scales only);
-            None rounds to nearest.
+        noise: Shape ``[count]``, fp32, uniform in [0, 1), for stochastic rounding in formats with scales; None rounds
+            to nearest.
 
     Returns:
-        The values' bytes and the scales' bytes (none for the formats that need none), uint8.
+        The values' bytes and the scales' bytes (none for formats without scales), uint8.
     """
     if value_format not in LEVELS:
         return encode_values(values, values.new_empty(0), 0, value_format)[0], values.new_empty(0, dtype=torch.uint8)
@@ -69,30 +69,19 @@ def encode_rows(
     values = values.to(torch.float32)
     scale_bytes = _encode_scales(_largest_magnitudes(values, row_of, num_rows), levels)
     scales = _decode_scales(scale_bytes)
-    # Zero over zero, in a row of zeros, is no step. In a row that is not finite any step will do.
+    # In a row of zeros, zero over zero is no step. In a row that is not finite, any step will do.
     steps = (values / _spread(scales, row_of, values.numel())).nan_to_num_(nan=0.0)
-    whole = steps.round() if noise is None else steps.floor()
+    rounded = steps.round() if noise is None else steps.floor()
     if noise is not None:
-        whole += noise < steps - whole
-    whole.clamp_(-levels, levels)
+        rounded += noise < steps - rounded
+    rounded.clamp_(-levels, levels)
     if value_format == "int8":
-        return whole.to(torch.int8).view(torch.uint8), scale_bytes
-    return _pack(whole, value_format), scale_bytes
+        return rounded.to(torch.int8).view(torch.uint8), scale_bytes
+    return _pack(rounded, value_format), scale_bytes
 
 
 def decode_rows(data: Tensor, count: int, row_of: Tensor | None, scale_bytes: Tensor, value_format: str) -> Tensor:
-    """Read values back.
-
-    Args:
-        data: The values' bytes, uint8.
-        count: How many values to read.
-        row_of: As it was when they were written.
-        scale_bytes: The scales' bytes, uint8.
-        value_format: The format they were written in.
-
-    Returns:
-        Shape ``[count]``, fp32.
-    """
+    """Read ``count`` values from the values' and the scales' bytes of :func:`encode_rows`: shape ``[count]``, fp32."""
     if value_format not in LEVELS:
         return decode_values(data, count, data.new_empty(0), data.new_empty(0), value_format)
     if value_format == "int8":
@@ -103,7 +92,7 @@ def decode_rows(data: Tensor, count: int, row_of: Tensor | None, scale_bytes: Te
 
 
 def _pack(steps: Tensor, value_format: str) -> Tensor:
-    """Several signed steps a byte, the first in its lowest bits; an offset takes the sign, and 0 is never written."""
+    """Several signed steps a byte, the first in its lowest bits; an offset removes the sign, and 0 is never written."""
     bits = ROW_BITS_PER_VALUE[value_format]
     a_byte = 8 // bits
     codes = steps.new_zeros(-(-steps.numel() // a_byte) * a_byte, dtype=torch.uint8)

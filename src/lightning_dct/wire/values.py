@@ -11,8 +11,8 @@ int4     4     its sign times ``scale_t * 2 ** (-l / 2)``, ``l = 0 .. 6``, neare
 1bit     1     ``scale_t * sign(v)``, with ``scale_t = mean |v|`` over what the tensor sends
 =======  ====  ==================================================================================================
 
-With error feedback the rounding is not lost: it goes into the residual, so few bits are enough. An infinite or NaN
-value makes the scale of its tensor infinite or NaN, so it reaches the other ranks in every format.
+Error feedback keeps the rounding error in the residual, so few bits are enough. An infinite or NaN value makes the
+scale of its tensor infinite or NaN, so it reaches the other ranks in every format.
 """
 
 from __future__ import annotations
@@ -39,20 +39,18 @@ def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_
 
     Args:
         values: Shape ``[count]``, floating point.
-        tensor_index: Shape ``[count]``, int64, ascending: which tensor each value belongs to (used by formats with
-            scales only).
+        tensor_index: Shape ``[count]``, int64, ascending: the tensor of each value; only formats with scales use it.
         num_tensors: How many tensors there are.
         value_format: One of ``fp32``, ``bf16``, ``int8``, ``int4``, ``1bit``.
 
     Returns:
-        The values' bytes (uint8) and one fp32 scale a tensor (shape ``[num_tensors]``, or ``[0]`` for the formats
-        that need none).
+        The values' bytes (uint8) and one fp32 scale a tensor (shape ``[num_tensors]``, or ``[0]`` without scales).
     """
     no_scales = values.new_empty(0, dtype=torch.float32)
     if value_format == "fp32":
         return values.to(torch.float32).view(torch.uint8), no_scales
     if value_format == "bf16":
-        # The largest floats round up to infinity; the largest bfloat16 and a residual serve them better.
+        # Without a limit the largest floats would round up to infinity.
         limit = min(torch.finfo(torch.bfloat16).max, torch.finfo(values.dtype).max)
         rounded = torch.where(values.abs() == torch.inf, values, values.clamp(-limit, limit)).to(torch.bfloat16)
         return rounded.view(torch.uint8), no_scales
@@ -60,7 +58,7 @@ def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_
     magnitudes = values.abs().to(torch.float64)
     if value_format == "1bit":
         edges = torch.searchsorted(tensor_index, torch.arange(num_tensors + 1, device=values.device))
-        # In a fixed order: on a GPU a scattered sum adds in another order each time. "Unsafe" does not wait to look.
+        # A scattered sum on a GPU has no fixed order. "Unsafe" does not wait to check the lengths.
         counts = edges.diff()
         totals = torch.segment_reduce(magnitudes, "sum", lengths=counts, unsafe=True, initial=0)
         return pack_bits(values > 0), (totals / counts.clamp_(min=1)).to(torch.float32)
@@ -81,18 +79,7 @@ def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_
 
 
 def decode_values(data: Tensor, count: int, tensor_index: Tensor, scales: Tensor, value_format: str) -> Tensor:
-    """Read values back.
-
-    Args:
-        data: The values' bytes, uint8.
-        count: How many values to read.
-        tensor_index: Shape ``[count]``, int64: which tensor each value belongs to (used by formats with scales only).
-        scales: Shape ``[num_tensors]`` (formats with scales) or ``[0]``, fp32.
-        value_format: The format they were written in.
-
-    Returns:
-        Shape ``[count]``, fp32.
-    """
+    """Read ``count`` values from their bytes (uint8), with the index and scales of :func:`encode_values`: fp32."""
     if value_format == "fp32":
         return _viewed(data[: 4 * count], torch.float32)
     if value_format == "bf16":
@@ -118,5 +105,5 @@ def _unpack_nibbles(packed: Tensor) -> Tensor:
 
 
 def _viewed(data: Tensor, dtype: torch.dtype) -> Tensor:
-    # A view as a wider dtype wants aligned storage; a part of a payload has none.
+    # A view as a wider dtype needs aligned storage, which a part of a payload lacks.
     return data.clone().view(dtype)

@@ -12,10 +12,10 @@ from lightning_dct.gradients.exchanges.sharded import SHARDED_LINK_TRAVERSALS
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.traffic import all_gather_bytes, all_reduce_bytes
 
-# The second threshold of the sharded exchange makes entries wait once more, and its second round waits for the network
-# once more. So it has to do with 1 / 1.75 of the bytes: with four ranks it does, with three it does not.
+# In the sharded exchange entries wait at a second threshold, and a second round waits for the network. So it has to
+# send 1 / 1.75 of the bytes or less: with four ranks it does, with three it does not.
 SHARDED_SAVES = 1.75
-# Links inside a node are taken to be so many times as fast as a rank's share of the link between nodes: GPUs with
+# How many times as fast links inside a node are assumed to be as a rank's share of the link between nodes: GPUs with
 # NVLink beside Ethernet or a shared network adapter.
 INSIDE_IS_FASTER = 100
 
@@ -24,24 +24,14 @@ Planner = Callable[[float], BucketPlan]
 
 
 class Choice(NamedTuple):
-    """An exchange that was chosen.
-
-    Attributes:
-        name: ``"all_gather"``, ``"sharded"`` or ``"by_node"``.
-        reason: What to tell the user.
-    """
+    """The name of an exchange (``"all_gather"``, ``"sharded"`` or ``"by_node"``), and the reason, for the user."""
 
     name: str
     reason: str
 
 
 def choose(plan_for: Planner, layout: NodeLayout) -> Choice:
-    """Choose between the exchanges, the same on every rank.
-
-    Args:
-        plan_for: Plans the whole model.
-        layout: Where the ranks run, two of them or more.
-    """
+    """Choose between the exchanges, the same on every rank, for two ranks or more."""
     costs = costs_of(plan_for, layout)
     name = "sharded" if SHARDED_SAVES * costs["sharded"] <= costs["all_gather"] else "all_gather"
     if costs.get("by_node", costs[name]) < costs[name]:
@@ -57,7 +47,7 @@ def choose(plan_for: Planner, layout: NodeLayout) -> Choice:
 
 
 def costs_of(plan_for: Planner, layout: NodeLayout) -> dict[str, float]:
-    """Bytes a rank sends in a step, by exchange; where nodes have several ranks, those inside at a discount."""
+    """Bytes a rank sends in a step, by exchange; bytes inside nodes of several ranks count at a discount."""
     world_size = len(layout.places)
     by_node = layout.obstacle is None
     nodes, per_node = (len(layout.nodes), layout.ranks_per_node) if by_node else (world_size, 1)

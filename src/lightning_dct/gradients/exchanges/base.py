@@ -1,25 +1,28 @@
-"""What an exchange is: the way of one bucket's gradients to the other ranks and back, as a row of collectives.
+"""What an exchange is: the way of one bucket to the other ranks and back, as a sequence of collectives.
 
-Buckets in which nothing is compressed, and sparse gradients, go the same way under all of them.
+Buckets in which nothing is compressed, and sparse gradients, go the same way under all exchanges.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from typing import NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 
 from lightning_dct.gradients.collectives import Link, all_reduce_mean, all_reduce_mean_sparse
 from lightning_dct.gradients.compression import Compressed
 from lightning_dct.gradients.memory import Memory
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.gradients.sharding import Piece
+from lightning_dct.traffic import Traffic
 
-# The way of one bucket: starts a collective, yields what is to be waited for, is resumed when it is there, and so on.
-# Returns the bucket with the mean in it.
+# The way of one bucket: it starts a collective and yields the work; its caller waits for that and resumes it, and so
+# on. It returns the bucket with the mean in it.
 Flow = Generator[dist.Work, None, Tensor]
 
 
@@ -28,7 +31,7 @@ class Bucket(NamedTuple):
 
     Attributes:
         buffer: Shape ``[n]``: the flattened gradients of this rank. Overwritten.
-        plan: What becomes of each tensor.
+        plan: How each tensor is sent.
         deferred: Indices of tensors that this rank's backward did not use: nothing is sent of them.
     """
 
@@ -37,30 +40,70 @@ class Bucket(NamedTuple):
     deferred: set[int]
 
 
-class Exchange(Protocol):
-    """How buckets that are compressed are exchanged.
+class Exchange(ABC):
+    """How compressed buckets are exchanged.
 
     Attributes:
         everyone: All ranks, for what is not compressed.
-        rounds: Collectives a bucket takes, one after the other.
         link_traversals: See :func:`~lightning_dct.gradients.plan.plan_bucket`.
+        rounds: Collectives that a bucket takes, one after the other.
         pieces: What this rank owns of the model, by label.
-        co_owners: Ranks that own the same pieces, of other sums; None where there is one sum, or none is owned.
+        co_owners: Ranks that own the same pieces of other sums; None where there is one sum, or none is owned.
     """
 
     everyone: Link
-    rounds: int
     link_traversals: float
-    pieces: Mapping[str, Piece]
-    co_owners: Link | None
+    rounds = 1
+    pieces: Mapping[str, Piece] = {}
+    co_owners: Link | None = None
 
+    @abstractmethod
     def send(self, bucket: Bucket, memory: Memory) -> Flow:
         """Exchange a bucket; every rank calls this for the same buckets in the same order."""
-        ...
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027, there may be none
         """Destroy the process groups that were made for this exchange."""
-        ...
+
+
+class Pending:
+    """A bucket under way, which takes so many rounds of collectives; the first of them starts here.
+
+    Attributes:
+        future: What DistributedDataParallel waits for.
+        rounds_left: Collectives that have not been waited for.
+        finite: Whether the mean is, if anybody has asked.
+    """
+
+    def __init__(self, flow: Flow, rounds: int, buffer: Tensor) -> None:
+        self.rounds_left = rounds
+        self.future: Future[Tensor] = Future(devices=[] if buffer.device.type == "cpu" else [buffer.device])
+        self.finite = True
+        self._flow = flow
+        self._work: dist.Work = next(flow)
+
+    def advance(self, traffic: Traffic, check_finite: bool) -> None:
+        """Wait for the bucket's collective, then start its next one or read the result.
+
+        ``check_finite`` finds out whether the mean is finite, which waits for a GPU.
+        """
+        with traffic.waiting("exchange"):
+            self._work.wait()
+        with traffic.timed("decompress"):
+            self.rounds_left -= 1
+            try:
+                self._work = next(self._flow)
+            except StopIteration as finished:
+                mean = finished.value
+                if check_finite:
+                    self.finite = bool((mean._values() if mean.is_sparse else mean).isfinite().all())
+                self.future.set_result(mean)
+
+
+def complete(pendings: Sequence[Pending], traffic: Traffic, check_finite: bool = False) -> None:
+    """Complete buckets, given in the order of sending, round by round: one is read while the next one travels."""
+    while under_way := [pending for pending in pendings if pending.rounds_left]:
+        for pending in under_way:
+            pending.advance(traffic, check_finite)
 
 
 def send_sparse(gradient: Tensor, everyone: Link) -> Flow:
@@ -70,7 +113,7 @@ def send_sparse(gradient: Tensor, everyone: Link) -> Flow:
 
 
 def send_dense(bucket: Bucket, memory: Memory, everyone: Link, dtype: torch.dtype) -> Flow:
-    """Exchange a bucket in which nothing is compressed, with all that was held back of it, in a dtype."""
+    """Exchange a bucket in which nothing is compressed, with all its residuals, in a dtype."""
     memory.send_out(bucket.buffer, bucket.plan, bucket.deferred, owned=True)
     everyone.traffic.add(entries=bucket.buffer.numel(), entries_sent=bucket.buffer.numel())
     sent = bucket.buffer.to(dtype)
@@ -79,14 +122,7 @@ def send_dense(bucket: Bucket, memory: Memory, everyone: Link, dtype: torch.dtyp
 
 
 def count_entries(due: int, sent: Compressed, link: Link, memory: Memory) -> None:
-    """Count the entries of a bucket.
-
-    Args:
-        due: How many it has.
-        sent: What goes of it. How many entries that is counts later where a GPU has still to tell.
-        link: Where it is counted.
-        memory: Keeps what GPUs have still to tell.
-    """
+    """Count the entries of a bucket that are due and sent; a number on a GPU counts once it is known."""
     link.traffic.add(entries=due)
     if isinstance(sent.num_entries, Tensor):
         memory.awaited.when_known(sent.num_entries.view(1), lambda counts: link.traffic.add(entries_sent=counts[0]))
@@ -95,10 +131,10 @@ def count_entries(due: int, sent: Compressed, link: Link, memory: Memory) -> Non
 
 
 def unused_tensors(gradients: Tensor, plan: BucketPlan) -> set[int]:
-    """Indices of tensors of which nothing has arrived, so that nothing may be passed on.
+    """Indices of tensors whose gradients are all zero. This waits for a GPU, once.
 
-    With ``find_unused_parameters`` DistributedDataParallel throws the result away for a parameter that no rank has
-    used: what is held back of it has to wait. This waits for a GPU, once.
+    With ``find_unused_parameters`` DistributedDataParallel discards the result for a parameter that no rank has used,
+    so its residual has to wait.
     """
-    anything = [gradients[slice(*bounds)].any() for bounds in plan.bounds]
-    return {index for index, arrived in enumerate(torch.stack(anything).tolist() if anything else []) if not arrived}
+    used = [gradients[slice(*bounds)].any() for bounds in plan.bounds]
+    return {index for index, is_used in enumerate(torch.stack(used).tolist() if used else []) if not is_used}

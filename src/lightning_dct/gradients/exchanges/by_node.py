@@ -1,4 +1,4 @@
-"""Dense inside a node, compressed between nodes: ranks of a node are one worker towards the others.
+"""Dense inside a node, compressed between nodes: the ranks of a node are one worker towards the others.
 
     inside a node       mean of the gradients                            all-reduce, dense
     rank l of a node    compress shard l of it -> payload_l
@@ -6,9 +6,8 @@
     inside a node       payloads of all shards                           all-gather, still compressed
     every rank          sum of all payloads / W
 
-The residual belongs to the node: its ``L`` ranks hold a shard of it each. A rank compresses ``1 / L`` of what it would
-compress otherwise, and between nodes it sends ``(N - 1) / L`` payloads for ``N`` nodes. It pays where links inside a
-node are far faster than those between nodes.
+The residual belongs to the node: each of its ``L`` ranks keeps a shard. A rank compresses ``1 / L`` of the bucket and
+sends ``(N - 1) / L`` payloads between ``N`` nodes. This pays where links inside a node are far faster.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_dct.gradients.collectives import Link, all_gather_payload, all_reduce_mean, spread_payload
-from lightning_dct.gradients.exchanges.base import Bucket, Flow, count_entries, unused_tensors
+from lightning_dct.gradients.exchanges.base import Bucket, Exchange, Flow, count_entries, unused_tensors
 from lightning_dct.gradients.memory import Memory
 from lightning_dct.gradients.sharding import Piece, Shards, owned_by
 
 
-class ByNode:
+class ByNode(Exchange):
     """The exchange for several nodes with several ranks each.
 
     Args:
@@ -46,19 +45,19 @@ class ByNode:
         defer_unused: bool,
     ) -> None:
         self.everyone = everyone
-        self.pieces: Mapping[str, Piece] = owned_by(pieces, inside.rank)
+        self.pieces = owned_by(pieces, inside.rank)
         self.link_traversals = by_node_link_traversals(between.size, inside.size)
         self._inside, self._between = inside, between
-        self.co_owners: Link | None = between
+        self.co_owners = between
         self._defer_unused = defer_unused
         self._made = [inside.group, between.group]
         self._shards = Shards(pieces, inside.size)
 
     def send(self, bucket: Bucket, memory: Memory) -> Flow:
-        """Exchange a bucket."""
+        """See :meth:`Exchange.send`."""
         buffer, plan, deferred = bucket
         shards, joined = self._shards.of(plan)
-        # What this rank alone holds back, from a time with another exchange, leaves it with the dense gradients.
+        # Residuals of this rank alone, left by another exchange, are sent with the dense gradients.
         memory.send_out(buffer, plan, deferred, owned=False)
         for index in deferred:
             buffer[slice(*plan.bounds[index])] = 0.0
@@ -76,9 +75,8 @@ class ByNode:
         yield work
 
         nodes = self._between.size
-        work, spread = spread_payload(
-            gathered.flatten(), [nodes * shard.plan.layout.num_bytes for shard in shards], self._inside
-        )
+        sizes = [nodes * shard.plan.layout.num_bytes for shard in shards]
+        work, spread = spread_payload(gathered.flatten(), sizes, self._inside)
         yield work
 
         factor = 1.0 / (memory.gradient_scale * self.everyone.size)
@@ -92,6 +90,6 @@ class ByNode:
 
 
 def by_node_link_traversals(nodes: int, ranks_per_node: int) -> float:
-    """As an all-gather among the nodes, beside an all-reduce over all ranks that passes from node to node."""
+    """An all-gather among the nodes, relative to an all-reduce over all ranks in the order of the nodes."""
     world_size = nodes * ranks_per_node
     return (nodes - 1) * world_size / (world_size - 1)

@@ -44,7 +44,7 @@ def make_exchange(
         timeout: Of the groups inside and between nodes, where there are any.
 
     Raises:
-        ValueError: The exchange is to be by node, and these ranks cannot do that.
+        ValueError: The settings ask for ``"by_node"``, and these ranks cannot do that.
     """
     everyone = Link(group, traffic)
     if everyone.size == 1:
@@ -69,7 +69,7 @@ def make_exchange(
 
 
 def plan_model(config: DCTConfig, parameters: Mapping[str, Tensor], link_traversals: float) -> BucketPlan:
-    """What becomes of each tensor once warm-up is over, as if all lay in one bucket."""
+    """The plan of all tensors once warm-up is over, as if they lay in one bucket."""
     names = list(parameters)
     sizes = [real_numel(parameter) for parameter in parameters.values()]
     dtype = real_dtype(next(iter(parameters.values())))
@@ -80,7 +80,7 @@ def plan_model(config: DCTConfig, parameters: Mapping[str, Tensor], link_travers
 def share_model(
     config: DCTConfig, parameters: Mapping[str, Tensor], link_traversals: float, owners: int
 ) -> dict[str, tuple[Piece, ...]]:
-    """Share a model out. Frozen parameters are shared out apart from the others, so that either are spread evenly."""
+    """Share a model out; frozen parameters apart from the others, so that both are spread evenly."""
     pieces: dict[str, tuple[Piece, ...]] = {}
     for trained in (True, False):
         some = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad == trained}
@@ -90,7 +90,7 @@ def share_model(
 
 
 def choose_for_model(config: DCTConfig, parameters: Mapping[str, Tensor], layout: NodeLayout) -> Choice:
-    """What ``exchange="auto"`` takes for a model: by what is trained of it now, or by all of it when nothing is."""
+    """The choice of ``exchange="auto"`` for a model, by its trained parameters, or by all where none is trained."""
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     return choose(partial(plan_model, config, trained or parameters), layout)
 

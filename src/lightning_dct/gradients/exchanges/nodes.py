@@ -12,11 +12,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class NodeLayout:
-    """Where the ranks of a process group run.
-
-    Attributes:
-        places: For each rank of the group the number of its node and its own number on that node.
-    """
+    """Where ranks run: ``places`` has, for each rank, the number of its node and its own number on that node."""
 
     places: tuple[tuple[int, int], ...]
 
@@ -28,12 +24,12 @@ class NodeLayout:
 
     @cached_property
     def ranks_per_node(self) -> int:
-        """Ranks on each node; only of use where there is no obstacle."""
+        """Ranks on each node; only valid where there is no obstacle."""
         return len(self.nodes[0])
 
     @cached_property
     def obstacle(self) -> str | None:
-        """Why gradients cannot be exchanged by node, or None when they can."""
+        """Why gradients cannot be exchanged by node, or None."""
         if len(set(self.places)) < len(self.places):
             return "the launcher gives several ranks the same node and the same local rank"
         if len(self.nodes) == 1:
@@ -45,12 +41,7 @@ class NodeLayout:
 
 
 def find_layout(place: tuple[int, int], group: dist.ProcessGroup) -> NodeLayout:
-    """Learn where the others run; all ranks of the group call this at the same time.
-
-    Args:
-        place: The number of this rank's node and its own number on that node.
-        group: The ranks.
-    """
+    """Learn where all ranks of the group run, from each one's place; they call this at the same time."""
     places: list[tuple[int, int]] = [(0, 0)] * group.size()
     dist.all_gather_object(places, place, group=group)
     return NodeLayout(tuple(places))
@@ -92,7 +83,7 @@ def make_groups(
 def _make_all(
     wanted: Sequence[tuple[int, ...]], backend: str, timeout: timedelta | None
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Make groups; those that this rank belongs to."""
+    """Make groups and return those that this rank belongs to."""
     own = {}
     for ranks in wanted:
         made = dist.new_group(list(ranks), timeout=timeout, backend=backend)

@@ -1,13 +1,13 @@
-"""Every rank sums what it owns and passes on what is large of it: two rounds, bytes that hardly grow with the ranks.
+"""Every rank sums what it owns and passes on its large entries: two rounds, bytes hardly grow with the ranks.
 
     rank r      compress, a payload for each owner      all-to-all
-    owner o     sum what has come in for its shard
+    owner o     sum what has arrived for its shard
                 compress the sum -> payload_o           all-gather
     rank r      read the shards of all owners / W
 
-A rank sends ``(W - 1) / W`` of what it selects, and the same again of the sums it owns: like a parameter server's
-traffic (Gupta et al., KDD 2021, section 3), with the server spread over the ranks. The second threshold has a residual
-of its own, which the owner keeps. All ranks read the same second payloads, so replicas stay bitwise identical.
+A rank sends ``(W - 1) / W`` of its selection, and as much again of the sums it owns: a parameter server's traffic
+(Gupta et al., KDD 2021, section 3) with the server spread over the ranks. The second threshold has a residual of its
+own, which the owner keeps. All ranks read the same second payloads, so replicas stay bitwise identical.
 """
 
 from __future__ import annotations
@@ -17,34 +17,27 @@ from collections.abc import Mapping
 import torch
 
 from lightning_dct.gradients.collectives import Link, deliver_payloads, spread_payload
-from lightning_dct.gradients.exchanges.base import Bucket, Flow, count_entries, unused_tensors
+from lightning_dct.gradients.exchanges.base import Bucket, Exchange, Flow, count_entries, unused_tensors
 from lightning_dct.gradients.memory import Memory
 from lightning_dct.gradients.sharding import Piece, Shards, owned_by
 
 SHARDED_LINK_TRAVERSALS = 2.0
 
 
-class Sharded:
-    """The exchange for many ranks.
-
-    Args:
-        everyone: The ranks.
-        pieces: Every parameter's pieces, by name, shared out among the ranks.
-        defer_unused: See :class:`~lightning_dct.gradients.GradientSynchronizer`.
-    """
+class Sharded(Exchange):
+    """The exchange for many ranks; ``pieces`` are those of every parameter, by name, shared out among the ranks."""
 
     rounds = 2
     link_traversals = SHARDED_LINK_TRAVERSALS
-    co_owners: Link | None = None
 
     def __init__(self, everyone: Link, pieces: Mapping[str, tuple[Piece, ...]], defer_unused: bool) -> None:
         self.everyone = everyone
-        self.pieces: Mapping[str, Piece] = owned_by(pieces, everyone.rank)
+        self.pieces = owned_by(pieces, everyone.rank)
         self._defer_unused = defer_unused
         self._shards = Shards(pieces, everyone.size)
 
     def send(self, bucket: Bucket, memory: Memory) -> Flow:
-        """Exchange a bucket."""
+        """See :meth:`Exchange.send`."""
         buffer, plan, deferred = bucket
         shards, joined = cut = self._shards.of(plan)
         sizes = [shard.plan.layout.num_bytes for shard in shards]
@@ -64,6 +57,3 @@ class Sharded:
 
         factor = 1.0 / (memory.gradient_scale * self.everyone.size)
         return memory.decompress(torch.cat(spread).unsqueeze(0), buffer, joined, factor, "Sums")
-
-    def close(self) -> None:
-        """Nothing to destroy."""
