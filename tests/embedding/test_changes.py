@@ -179,14 +179,14 @@ def unpacked(message: Message, sent: Sent, payload: Tensor) -> None:
 
 @given(case=changes(), data=st.data())
 @examples(80)
-def test_harmed_messages(case: Case, data: st.DataObject) -> None:
+def test_corrupt_messages(case: Case, data: st.DataObject) -> None:
     message, accumulated, _ = case
     sent = compress_changes(accumulated, message, np.zeros(NUM_TABLES), guard=False)
     flips = st.tuples(st.integers(0, sent.payload.numel() - 1), st.integers(1, 255))
-    harmed = sent.payload.clone()
+    corrupt = sent.payload.clone()
     for place, flip in data.draw(st.lists(flips, min_size=1, max_size=3)):
-        harmed[place] ^= flip
-    unpacked(message, sent, harmed)
+        corrupt[place] ^= flip
+    unpacked(message, sent, corrupt)
     for other in (sent.payload[:-1], torch.cat([sent.payload, sent.payload[:1]])):
         with pytest.raises(PayloadError, match="bytes"):
             read_changes(other, message)
