@@ -167,19 +167,19 @@ def test_everything_needs_no_positions_and_few_entries_few_scales() -> None:
 
 @given(case=layouts_and_entries(), data=st.data())
 @examples(150)
-def test_harmed_payloads_end_in_an_error_or_the_right_shape(
+def test_corrupt_payloads_end_in_an_error_or_the_right_shape(
     case: tuple[ActivationLayout, Tensor, Tensor | None], data: st.DataObject
 ) -> None:
     layout, dense, positions = case
     encoded = encode_forward(layout, dense, positions)
-    harmed = [encoded.positions_payload.clone(), encoded.values_payload.clone()]
+    corrupt = [encoded.positions_payload.clone(), encoded.values_payload.clone()]
     for _ in range(data.draw(st.integers(1, 4))):
-        payload = harmed[data.draw(st.integers(0, 1))]
+        payload = corrupt[data.draw(st.integers(0, 1))]
         if payload.numel():
             at = data.draw(st.integers(0, payload.numel() - 1))
             payload[at] ^= 1 << data.draw(st.integers(0, 7))
     try:
-        received, places = decode_forward(layout, *harmed)
+        received, places = decode_forward(layout, *corrupt)
     except PayloadError:
         return
     assert received.shape == layout.shape

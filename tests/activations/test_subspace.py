@@ -91,7 +91,7 @@ def test_no_ids_and_inputs_that_are_no_tokens_are_named() -> None:
     with pytest.raises(TypeError, match=r"takes 'tokens', which .* call it as in `self.network\(inputs, tokens="):
         network(normal(3, 8))
     for tokens in (normal(3), torch.zeros(3, 8).long()):
-        with pytest.raises(ValueError, match="without `num_tokens` where the network's input is no stream of tokens"):
+        with pytest.raises(ValueError, match="without `num_tokens` if the network's input is not a sequence of tokens"):
             network(normal(3, 8), tokens=tokens)
 
 

@@ -168,7 +168,7 @@ def test_empty_offsets_of_a_single_table() -> None:
 
 @pytest.mark.parametrize("bad", [-1, 2, 2**40])
 def test_ids_out_of_range(bad: int) -> None:
-    message = re.escape(f"Id {bad} is out of range: table 1 has 2 rows (2 of 6 ids are out of range). Mend the ids")
+    message = re.escape(f"Id {bad} is out of range: table 1 has 2 rows (2 of 6 ids are out of range). Correct the ids")
     with pytest.raises(IndexError, match=message):
         read_bags(torch.tensor([[4, 1], [0, bad], [5, 0]]), None, [5, 2], "sum")
     with pytest.raises(IndexError, match=message):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_dct.embedding import changes as changes_module
 from lightning_dct.embedding.changes import Message, Sent, message_about, read_changes
-from lightning_dct.kernels import select
+from lightning_dct.kernels import reference, select
 from lightning_dct.reference import Settings, send_rows
 from lightning_dct.threshold import SMALLEST_THRESHOLD, nudge
 from lightning_dct.wire import PayloadError
@@ -92,7 +92,7 @@ def test_all_tables_at_once_are_chosen_from_as_the_kernels_do(case: Case, data: 
     limits = [max(limit, SMALLEST_THRESHOLD) for limit in some_thresholds(data).tolist()][: len(segments)]
     rows = torch.linspace(-1, 1, addend.numel(), dtype=addend.dtype)
     ours, theirs, as_bits = rows.clone(), rows.clone(), {torch.float32: torch.int32, torch.float64: torch.int64}
-    one = changes_module._select_at_once(addend.flatten(), ours, segments, limits, scale)
+    one = reference.select_adjacent(addend.flatten(), ours, segments, limits, scale)
     other = select(addend.flatten(), theirs, segments, limits, scale, kernel="torch")
     assert (one.positions.tolist(), one.counts) == (other.positions.tolist(), other.counts)
     for mine, yours in ((ours, theirs), (one.values.nan_to_num(7), other.values.nan_to_num(7))):
@@ -179,14 +179,14 @@ def unpacked(message: Message, sent: Sent, payload: Tensor) -> None:
 
 @given(case=changes(), data=st.data())
 @examples(80)
-def test_harmed_messages(case: Case, data: st.DataObject) -> None:
+def test_corrupt_messages(case: Case, data: st.DataObject) -> None:
     message, accumulated, _ = case
     sent = compress_changes(accumulated, message, np.zeros(NUM_TABLES), guard=False)
     flips = st.tuples(st.integers(0, sent.payload.numel() - 1), st.integers(1, 255))
-    harmed = sent.payload.clone()
+    corrupt = sent.payload.clone()
     for place, flip in data.draw(st.lists(flips, min_size=1, max_size=3)):
-        harmed[place] ^= flip
-    unpacked(message, sent, harmed)
+        corrupt[place] ^= flip
+    unpacked(message, sent, corrupt)
     for other in (sent.payload[:-1], torch.cat([sent.payload, sent.payload[:1]])):
         with pytest.raises(PayloadError, match="bytes"):
             read_changes(other, message)

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dct import ShardedEmbeddingBags
-from lightning_dct.embedding.collected import CollectedGradients
 from lightning_dct.embedding.exchange import Exchange
+from lightning_dct.embedding.gradients import CollectedGradients
 from lightning_dct.embedding.rows import RememberedRows
 
 

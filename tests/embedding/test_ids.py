@@ -148,7 +148,7 @@ def decodes_sanely(code: RequestCode, data: Tensor) -> None:
 
 @given(code=learnt(), wanted=wanted_places, data=st.data())
 @examples(100)
-def test_harmed_bytes_are_refused_or_name_rows_that_exist(
+def test_corrupt_bytes_are_refused_or_name_rows_that_exist(
     code: RequestCode, wanted: list[int], data: st.DataObject
 ) -> None:
     message = code.encode(places_of(wanted))

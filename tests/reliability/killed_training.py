@@ -19,7 +19,7 @@ from distributed.training import Module, Noise, perceptron, trainer_for
 from embedding.hybrid import Batches, Hybrid
 from fsdp.training import Plain
 from lightning_dct import DCTFSDPStrategy, DCTPipelineStrategy, DCTStrategy
-from lightning_dct.fsdp.state import plain
+from lightning_dct.fsdp.weights import plain
 from pipeline.split_models import SplitModule, replica
 
 # In one epoch. Plain Lightning 2.6 trains an epoch too many when it resumes twice, the first time from a checkpoint

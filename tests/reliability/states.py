@@ -24,8 +24,8 @@ from torch import Tensor
 from lightning_dct import CheckpointError
 from lightning_dct.checkpoint import identity, make_note, merge_states, rows_path, state_folder, state_path
 from lightning_dct.embedding import ShardedEmbeddingBags
-from lightning_dct.embedding.memory_check import check_memory
 from lightning_dct.embedding.placement import place_tables
+from lightning_dct.embedding.resume import check_memory
 from lightning_dct.embedding.rows import RememberedRows
 from lightning_dct.embedding.shards import load_rows, save_rows
 from lightning_dct.gradients.memory import Memory

@@ -68,5 +68,5 @@ def test_rows_of_another_save_are_refused(ranks: Any, tmp_path: Path) -> None:
     (rows,), (others,) = (list(tmp_path.glob(f"{name}.ckpt.dct/*-rows")) for name in ("a", "b"))
     rows.rename(tmp_path / "aside")
     others.rename(rows)
-    with pytest.raises(RankFailure, match=rf"rows in {str(rows)!r} are damaged or are others \(.*{others.name}"):
+    with pytest.raises(RankFailure, match=rf"rows in {str(rows)!r} are corrupt or are others \(.*{others.name}"):
         ranks(2).run(train_there, str(tmp_path / "a.ckpt"), 4, True)

@@ -1,27 +1,27 @@
 """Activations and their gradients as bytes on a wire, and back. Pure functions of a layout.
 
-Forward, two tensors of bytes cross:
+Forward, two byte tensors cross:
 
 ==================  ==================================  ==========================================================
 payload             bytes                               holds
 ==================  ==================================  ==========================================================
 positions           12, and the positions' own          header, positions (none when everything is sent)
-values              1 a row, 4, and the values' own     scales of the rows that have entries, values
+values              1 per row, 4, and the values' own   scales of the rows that have entries, values
 ==================  ==================================  ==========================================================
 
-Backward, one crosses: values at the same positions, laid out as forward. The header is
+Backward, one crosses: values at the same positions, in the same layout. The header is
 
 ======  =====  ==============================================================================
 offset  bytes  holds
 ======  =====  ==============================================================================
 0       1      magic number 0xDA
 1       1      version of the layout, 1
-2       2      zero, kept for later versions
+2       2      zero, reserved
 4       4      number of entries, uint32
 8       4      fingerprint of the layout (CRC-32 of its numbers), uint32
 ======  =====  ==============================================================================
 
-All sizes follow from the layout alone; what is not needed is filled with zeros.
+All sizes follow from the layout alone; zeros fill the rest.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Encoded(NamedTuple):
     Attributes:
         positions_payload: Shape ``[layout.forward_positions_bytes]``, uint8.
         values_payload: Shape ``[layout.forward_values_bytes]``, uint8.
-        positions: Shape ``[count]``, int64: the places sent, for :func:`decode_backward`; None when everything is. (Of
-            a split other than ``SplitPoint``, whatever both ends must have to read the gradient.)
+        positions: Shape ``[count]``, int64: what was sent, for :func:`decode_backward`; None for everything. Splits
+            other than ``SplitPoint`` keep here what both ends need to read the gradient.
     """
 
     positions_payload: Tensor
@@ -70,9 +70,9 @@ def encode_forward(
     """Write activations.
 
     Args:
-        layout: The payloads' shape.
+        layout: The payloads' layout.
         activations: Shape ``layout.shape``, floating point.
-        positions: Shape ``[count]``, int64: ascending places in the flattened tensor, ``count <= layout.capacity``.
+        positions: Shape ``[count]``, int64: ascending positions in the flattened tensor, at most ``layout.capacity``.
             None sends everything.
         seed: For stochastic rounding; None rounds to nearest.
     """
@@ -88,16 +88,10 @@ def decode_forward(
     values_payload: Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor | None]:
-    """Read activations.
-
-    Args:
-        layout: The shape the payloads must have.
-        positions_payload: Shape ``[layout.forward_positions_bytes]``, uint8.
-        values_payload: Shape ``[layout.forward_values_bytes]``, uint8.
-        dtype: What the activations are to be.
+    """Read activations from the payloads of :class:`Encoded`.
 
     Returns:
-        The activations, shape ``layout.shape``, zero where nothing was sent, and the positions to hand to
+        The activations, shape ``layout.shape``, zero where nothing was sent, and the positions for
         :func:`encode_backward` (shape ``[count]``, int64, or None when everything was sent).
 
     Raises:
@@ -110,16 +104,9 @@ def decode_forward(
 def encode_backward(
     layout: ActivationLayout, gradient: Tensor, positions: Tensor | None, seed: int | None = None
 ) -> Tensor:
-    """Write the gradient where activations came from.
+    """Write the gradient of activations as received, at the positions that :func:`decode_forward` returned.
 
-    Args:
-        layout: The layout of the forward payloads.
-        gradient: Shape ``layout.shape``, floating point: the gradient of the activations as received.
-        positions: As :func:`decode_forward` returned them.
-        seed: For stochastic rounding; None rounds to nearest.
-
-    Returns:
-        Shape ``[layout.backward_bytes]``, uint8.
+    ``seed`` is for stochastic rounding; None rounds to nearest. The payload is uint8, ``[layout.backward_bytes]``.
     """
     return encode_values_at(layout, layout.backward_format, gradient, positions, seed, BACKWARD_ROUNDING)
 
@@ -127,16 +114,7 @@ def encode_backward(
 def decode_backward(
     layout: ActivationLayout, payload: Tensor, positions: Tensor | None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Read the gradient.
-
-    Args:
-        layout: The layout of the forward payloads.
-        payload: Shape ``[layout.backward_bytes]``, uint8.
-        positions: As the sender of the activations kept them.
-        dtype: What the gradient is to be.
-
-    Returns:
-        Shape ``layout.shape``, zero where no activation was sent.
+    """Read the gradient at the positions that the sender of the activations kept; zero elsewhere.
 
     Raises:
         PayloadError: The payload has another size.
@@ -145,17 +123,10 @@ def decode_backward(
 
 
 def read_header(layout: ActivationLayout, payload: Tensor) -> int:
-    """Read what a positions payload begins with.
-
-    Args:
-        layout: The layout it must have been made for.
-        payload: Shape ``[layout.forward_positions_bytes]``, uint8.
-
-    Returns:
-        How many entries were sent.
+    """Check the header of a positions payload, and return the number of entries that were sent.
 
     Raises:
-        PayloadError: It was made for another layout, or is damaged.
+        PayloadError: The payload was made for another layout, or is corrupt.
     """
     _check_size("positions", payload, layout.forward_positions_bytes)
     magic, version, reserved, count, fingerprint = HEADER.unpack(bytes(payload[:HEADER_BYTES].tolist()))
@@ -173,7 +144,7 @@ def read_header(layout: ActivationLayout, payload: Tensor) -> int:
         )
     if count > layout.capacity:
         raise PayloadError(
-            f"the activations' payload claims {count} entries, its layout has room for {layout.capacity}"
+            f"the activations' payload claims {count} entries, its layout holds at most {layout.capacity}"
         )
     if reserved:
         raise PayloadError(f"the activations' payload has {reserved:#x} in its header where this version writes zero")
@@ -191,13 +162,13 @@ def encode_values_at(
     """Write the entries at some positions: scales, then values.
 
     Args:
-        layout: Room for them.
-        value_format: How they are written.
+        layout: The payload's layout.
+        value_format: Of the values.
         dense: Shape ``layout.shape``, floating point.
-        positions: Shape ``[count]``, int64, ascending; may end in places beyond the tensor, which are written as
-            zeros. None for all.
+        positions: Shape ``[count]``, int64, ascending. Positions beyond the tensor, at the end, are written as zeros.
+            None for all.
         seed: For stochastic rounding; None rounds to nearest.
-        stream: Which random numbers to use.
+        stream: Chooses the random numbers.
 
     Returns:
         Shape ``[layout.values_bytes(value_format)]``, uint8.
@@ -231,7 +202,7 @@ def decode_values_at(
     values = _converted(decode_rows(data, count, rows, payload[:scale_bytes], value_format), dtype)
     if positions is None:
         return values.view(layout.shape)
-    # One place more takes what lies beyond the tensor.
+    # One more entry takes the positions beyond the tensor.
     dense = values.new_zeros(layout.numel + 1).scatter_(0, positions, values)
     return dense[: layout.numel].view(layout.shape)
 
@@ -244,7 +215,7 @@ def _gather(flat: Tensor, positions: Tensor | None) -> Tensor:
 
 
 def _rows_of(layout: ActivationLayout, value_format: str, positions: Tensor | None) -> Tensor | None:
-    """Which of the rows that have entries each entry belongs to, counted from 0; None where it is not asked."""
+    """The row of each entry, counted among the rows that have entries; None where no format needs it."""
     if positions is None or value_format not in LEVELS:
         return None
     rows = positions.clamp(max=layout.numel - 1) // layout.row_length
@@ -254,7 +225,7 @@ def _rows_of(layout: ActivationLayout, value_format: str, positions: Tensor | No
 
 
 def _converted(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """``values`` as ``dtype``, where rounding on the wire must not have made them infinite."""
+    """``values`` as ``dtype``; clamped to the range of fp16, because rounding may have left it."""
     if dtype == torch.float16:
         limit = torch.finfo(dtype).max
         values = torch.where(values.isfinite(), values.clamp(-limit, limit), values)

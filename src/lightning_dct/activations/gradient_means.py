@@ -1,20 +1,19 @@
-"""Running means of the gradients' magnitudes, a number a column: which activations a loss is sensitive to.
+"""Running means of the gradients' magnitudes, one per column: which activations the loss is sensitive to.
 
-To first order an activation ``h`` that is set to zero changes the loss by ``|h * dL/dh|`` (Molchanov et al., *Pruning
-Convolutional Neural Networks for Resource Efficient Inference*, ICLR 2017, section 2.2). When activations are selected
-their gradient is not known yet; what is known, on the rank that sends them, is the gradient that came back in earlier
-steps. So with the column ``c`` of an entry, its place in the last dimension,
+To first order, setting an activation ``h`` to zero changes the loss by ``|h * dL/dh|`` (Molchanov et al., *Pruning
+Convolutional Neural Networks for Resource Efficient Inference*, ICLR 2017, section 2.2). The sender selects activations
+before it has their gradient, but it has the gradients of earlier steps. With the column ``c`` of an entry, its index in
+the last dimension,
 
     score = |h| * m[c]
     r[c]  = mean |dL/dh| of the entries of c that came back in a step, over the mean of all that did;
             1 for a column of which none came
     m[c] <- 0.99 * m[c] + 0.01 * r[c]        after each optimizer step;  m starts at 1
 
-Only ratios count, so a loss scale, or a gradient that shrinks as training goes on, changes nothing. Gradients come back
-for entries that were sent. So that a column does not stay below the threshold for what its gradient was long ago, one
-of which none is sent drifts back to 1, the mean of all: it is tried again some hundred steps later. (A column whose
-activations are small stays small; for that there is ``exploration``.) The mean over entries that were sent is not that
-over all entries: it leans to those of large magnitude, which are those there is to choose from.
+Only ratios count, so a loss scale or shrinking gradients change nothing. Gradients come back only for entries that were
+sent. A column without any drifts back to 1, the mean of all, so that an old gradient does not keep it below the
+threshold for more than some hundred steps. (A column with small activations stays small; ``exploration`` helps there.)
+The mean is over entries that were sent, which are the larger ones.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ DECAY = 0.99
 
 
 class GradientMeans(nn.Module):
-    """The means ``m``, and what has come back in this step; all in buffers, so that checkpoints hold them.
+    """The means ``m``, and the sums and counts of this step, in buffers for checkpoints.
 
-    They stay as they are during a step, whatever order micro-batches run in, until :meth:`fold`.
+    The means are constant during a step, whatever the order of micro-batches, until :meth:`fold`.
     """
 
     means: Tensor
@@ -49,11 +48,7 @@ class GradientMeans(nn.Module):
         self.register_buffer("counts", torch.zeros(0, 0, dtype=torch.int64))
 
     def weigh(self, layout: ActivationLayout, magnitudes: Tensor) -> Tensor:
-        """Scores: magnitudes times their columns' means.
-
-        Args:
-            layout: The layout of the activations.
-            magnitudes: Shape ``layout.shape``, fp32.
+        """Scores: magnitudes (fp32, ``layout.shape``) times their columns' means.
 
         Raises:
             ValueError: The columns are others than before.
@@ -63,14 +58,7 @@ class GradientMeans(nn.Module):
         return (by_column * self.means.unsqueeze(1)).view(layout.shape)
 
     def observe(self, layout: ActivationLayout, gradient: Tensor, positions: Tensor | None) -> None:
-        """Take note of a gradient that came back.
-
-        Args:
-            layout: The layout of the activations.
-            gradient: Shape ``layout.shape``.
-            positions: Where it is not merely zero for not having been sent: int64 ``[count]``, which may end in places
-                beyond the tensor. None for everywhere.
-        """
+        """Note a gradient that came back at ``positions``, which may end beyond the tensor; None for everywhere."""
         if layout.numel == 0:
             return
         self._fit(layout)
@@ -85,13 +73,13 @@ class GradientMeans(nn.Module):
         self.counts.view(-1).index_add_(0, columns, usable.to(torch.int64))
 
     def fold(self) -> None:
-        """Let what has come back since the last time change the means."""
+        """Move the means by what has come back since the last call."""
         if self.means.numel() == 0:
             return
         overall = self.sums.sum() / self.counts.sum()
         relative = self.sums / self.counts / overall
         relative = torch.where((self.counts > 0) & (overall > 0), relative, 1.0).to(torch.float32)
-        # A step without any gradient changes nothing. No waiting for a GPU to say whether this is one.
+        # A step without any gradient changes nothing. A branch would wait for a GPU.
         weight = (1 - DECAY) * (self.counts.sum() > 0).to(torch.float32)
         self.means.lerp_(relative, weight)
         self.sums.zero_()
@@ -100,7 +88,7 @@ class GradientMeans(nn.Module):
     def _fit(self, layout: ActivationLayout) -> None:
         shape = (layout.column_groups, layout.row_length)
         if self.means.numel() == 0:
-            # In place: DistributedDataParallel holds on to the buffers it was given.
+            # In place: DistributedDataParallel keeps references to the buffers.
             self.means.resize_(shape).fill_(1.0)
             self.sums.resize_(shape).zero_()
             self.counts.resize_(shape).zero_()
@@ -115,7 +103,7 @@ class GradientMeans(nn.Module):
         kept = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, buffer in kept.items():
-            # `model.half()` and the like: a mean in few bits would not move by a hundredth.
+            # After `model.half()` and the like: a move by a hundredth needs the bits of an fp32.
             if buffer is not None and getattr(self, name).dtype != buffer.dtype:
                 setattr(self, name, buffer.to(getattr(self, name).device))
         return self

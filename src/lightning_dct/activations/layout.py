@@ -1,4 +1,4 @@
-"""The layout of one activation tensor's payloads: groups, room for entries, and sizes in bytes."""
+"""The layout of one activation tensor's payloads: groups, capacities, and sizes in bytes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class ActivationLayout:
 
     Attributes:
         shape: Shape of the activations.
-        before: Indices of the dimensions before the one that is cut into groups, their product.
+        before: Product of the dimensions before the one that is cut into groups.
         groups: Groups, each with a threshold of its own.
         group_capacity: Most entries of one group that are sent because they reach its threshold.
-        explored: Entries that are sent in addition, chosen at random.
-        forward_format: How activations are written.
-        backward_format: How their gradients are written.
-        column_before: Where the columns of some groups are told apart from those of others: the product of the
-            dimensions before the one that is cut into these groups.
-        column_groups: How many groups these are; 1 where a column is a place in the last dimension and nothing else.
+        explored: Additional entries, chosen at random.
+        forward_format: Of the activations.
+        backward_format: Of their gradients.
+        column_before: Where each group has columns of its own, the product of the dimensions before the one that is
+            cut into groups.
+        column_groups: The number of these groups; 1 where a column is an index of the last dimension alone.
     """
 
     shape: tuple[int, ...]
@@ -61,7 +61,7 @@ class ActivationLayout:
 
     @cached_property
     def sends_everything(self) -> bool:
-        """Whether there is room for all entries: then no positions are sent."""
+        """Whether all entries are sent, without positions."""
         return self.capacity == self.numel
 
     @cached_property
@@ -107,7 +107,7 @@ class ActivationLayout:
 
     @cached_property
     def dense_bytes(self) -> int:
-        """Bytes of the same tensor sent whole as fp32, one way."""
+        """Bytes of the same tensor sent dense as fp32, one way."""
         return 4 * self.numel
 
     @cached_property
@@ -141,15 +141,10 @@ class ActivationLayout:
 
 @lru_cache(maxsize=64)
 def activation_layout(settings: SplitSettings, shape: torch.Size | tuple[int, ...], density: float) -> ActivationLayout:
-    """The layout of a tensor's payloads.
-
-    Args:
-        settings: The split point's settings.
-        shape: Shape of the activations.
-        density: Share of each group that is sent: the settings' own, or what it is at this stage of warm-up.
+    """The layout of a tensor's payloads at a density: the settings' own, or that of a stage of warm-up.
 
     Raises:
-        ValueError: The shape cannot be cut into the groups that the settings ask for.
+        ValueError: The shape cannot be cut into the groups of the settings.
     """
     shape = tuple(shape)
     before, groups = 1, 1
@@ -177,7 +172,7 @@ def activation_layout(settings: SplitSettings, shape: torch.Size | tuple[int, ..
 
 
 def entries_at(density: float, size: int) -> int:
-    """How many of ``size`` entries a density means: rounded up, but not for the last bit of a product."""
+    """The entries that a density means, of ``size``: rounded up, except for a rounding error of the product."""
     return min(math.ceil(density * size * (1 - 1e-12)), size)
 
 

@@ -1,6 +1,6 @@
 """Which activations are sent: those that reach their group's threshold, the largest where there are too many.
 
-Everything here works on tensors arranged as ``[groups, group_size]`` (see
+All tensors have the shape ``[groups, group_size]`` (see
 :meth:`~lightning_dct.activations.layout.ActivationLayout.by_group`). On a GPU nothing waits for the device.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_dct.threshold import SMALLEST_THRESHOLD
 from lightning_dct.wire.bits import nonzero_indices
 
-# Where fewer than one in this many entries of a group reached the threshold, only those are looked at to cut them.
+# If fewer than one in this many entries of a group reached the threshold, the cut reads only those.
 COMPACT_BELOW = 4
 
 
@@ -25,9 +25,9 @@ class Selected(NamedTuple):
 
     Attributes:
         mask: Shape ``[groups, group_size]``, bool; at most the capacity of each group is set.
-        reached: Shape ``[groups]``, int64: entries that reached the threshold, whether there was room or not.
-        cutoffs: Shape ``[groups]``, fp32: the magnitude that really decided, above the threshold where too many
-            entries reached it; infinite where that many are infinite or NaN.
+        reached: Shape ``[groups]``, int64: entries that reached the threshold, sent or not.
+        cutoffs: Shape ``[groups]``, fp32: the smallest magnitude that is sent where too many entries reached the
+            threshold, else the threshold; infinite where that many entries are infinite or NaN.
     """
 
     mask: Tensor
@@ -36,23 +36,14 @@ class Selected(NamedTuple):
 
 
 def magnitudes_of(grouped: Tensor) -> Tensor:
-    """Magnitudes as fp32.
-
-    Args:
-        grouped: Shape ``[groups, group_size]``, floating point.
-    """
+    """Magnitudes as fp32."""
     return grouped.detach().abs().to(torch.float32)
 
 
 def select_thresholds(magnitudes: Tensor, k: int) -> Tensor:
-    """The thresholds that keep ``k`` entries of each group.
+    """The thresholds ``[groups]`` that keep ``k`` entries of each group, ``1 <= k <= group_size``.
 
-    Args:
-        magnitudes: Shape ``[groups, group_size]``, fp32; infinite and NaN entries count as zero.
-        k: How many to keep, ``1 <= k <= group_size``.
-
-    Returns:
-        Shape ``[groups]``, fp32, never below the smallest normal float: zeros are never worth sending.
+    Infinite and NaN entries count as zero. A threshold is never below the smallest normal float, so zeros are not sent.
     """
     return _kth_largest(magnitudes.nan_to_num(nan=0.0, posinf=0.0), k).clamp_(min=SMALLEST_THRESHOLD)
 
@@ -60,13 +51,13 @@ def select_thresholds(magnitudes: Tensor, k: int) -> Tensor:
 def select(magnitudes: Tensor, thresholds: Tensor, k: int) -> Selected:
     """The entries at or above their group's threshold, the ``k`` largest where there are more.
 
-    Among entries of equal magnitude at the end of the room, those that are sent are spread evenly over the group, so
-    that no sample is favoured for coming first.
+    Of entries that tie for the last places, those that are sent are spread evenly over the group, so that selection
+    does not favour the first samples.
 
     Args:
-        magnitudes: Shape ``[groups, group_size]``, fp32; NaN counts as infinite, so that it is sent and noticed.
+        magnitudes: Shape ``[groups, group_size]``, fp32; NaN counts as infinite, so that it is sent and seen.
         thresholds: Shape ``[groups]``, fp32, positive.
-        k: Most entries of a group that may be sent, ``1 <= k < group_size``.
+        k: Capacity of a group, ``1 <= k < group_size``.
     """
     if magnitudes.device.type != "cpu":
         return select_at_once(magnitudes, thresholds, k)
@@ -84,7 +75,7 @@ def select(magnitudes: Tensor, thresholds: Tensor, k: int) -> Selected:
 
 
 def select_at_once(magnitudes: Tensor, thresholds: Tensor, k: int) -> Selected:
-    """:func:`select` for a GPU: cuts every group, because to look whether any overflowed would wait for the device."""
+    """:func:`select` for a GPU: it cuts every group, because a look at the counts would wait for the device."""
     mask = _reaching(magnitudes, thresholds)
     reached = mask.sum(dim=1)
     overflowed = reached > k
@@ -95,14 +86,9 @@ def select_at_once(magnitudes: Tensor, thresholds: Tensor, k: int) -> Selected:
 
 
 def explore(uniform: Tensor, numel: int) -> Tensor:
-    """Entries chosen at random: one from each of ``count`` strata of (nearly) equal size, so none twice.
+    """Random positions below ``numel``: one from each of ``count`` strata of (nearly) equal size, so none twice.
 
-    Args:
-        uniform: Shape ``[count]``, fp32 in [0, 1), ``count <= numel``.
-        numel: Entries to choose from.
-
-    Returns:
-        Shape ``[count]``, int64, ascending.
+    ``uniform`` has shape ``[count]``, fp32 in [0, 1), ``count <= numel``. The positions are int64 and ascend.
     """
     count = uniform.numel()
     bounds = torch.arange(count + 1, device=uniform.device) * numel // max(count, 1)
@@ -112,19 +98,10 @@ def explore(uniform: Tensor, numel: int) -> Tensor:
 
 
 def _cut_compact(mask: Tensor, magnitudes: Tensor, groups: Tensor, reached: Tensor, k: int) -> Tensor:
-    """Cut the groups that overflowed, looking only at the entries that reached the threshold.
+    """Cut ``groups`` of the mask, in place, to ``k`` entries each, and return the smallest magnitudes left.
 
-    Selecting among a twentieth of the entries takes a twentieth of the time.
-
-    Args:
-        mask: Shape ``[all groups, group_size]``, bool. Changed in place.
-        magnitudes: The same shape.
-        groups: Shape ``[n]``, int64: the groups to cut.
-        reached: Shape ``[n]``, int64: how many entries of each are set.
-        k: How many to leave.
-
-    Returns:
-        Shape ``[n]``, fp32: the smallest magnitude left in each.
+    It reads only the ``reached`` entries of each group: a selection among a twentieth of them takes a twentieth of the
+    time.
     """
     everything = groups.numel() == mask.shape[0]
     parts, part_magnitudes = (mask, magnitudes) if everything else (mask[groups], magnitudes[groups])
@@ -132,7 +109,7 @@ def _cut_compact(mask: Tensor, magnitudes: Tensor, groups: Tensor, reached: Tens
     widest = int(reached.max())
     group = torch.repeat_interleave(torch.arange(groups.numel()), reached)
     column = torch.arange(found.numel()) - (reached.cumsum(0) - reached)[group]
-    # Below every magnitude: the rest of a group's row never counts among its largest.
+    # -1 is below every magnitude, so the padding is never among the largest.
     table = magnitudes.new_full((groups.numel(), widest), -1.0)
     table[group, column] = part_magnitudes.view(-1)[found]
     largest, smallest = _largest(table, k)
@@ -153,11 +130,11 @@ def _largest(magnitudes: Tensor, k: int) -> tuple[Tensor, Tensor]:
     smallest = _kth_largest(magnitudes, k)
     mask = magnitudes > smallest.unsqueeze(1)
     ties = magnitudes == smallest.unsqueeze(1)
-    room = k - mask.sum(dim=1, keepdim=True)
+    remaining = k - mask.sum(dim=1, keepdim=True)
     rank = ties.cumsum(dim=1)
-    # The r-th of m ties is sent when floor(r * room / m) is a new number: that happens `room` times.
+    # The r-th of m ties is sent when floor(r * remaining / m) is a new number: that happens `remaining` times.
     number = rank[:, -1:].clamp(min=1)
-    return mask | (ties & (rank * room // number > (rank - 1) * room // number)), smallest
+    return mask | (ties & (rank * remaining // number > (rank - 1) * remaining // number)), smallest
 
 
 def _kth_largest(magnitudes: Tensor, k: int) -> Tensor:

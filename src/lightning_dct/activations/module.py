@@ -1,4 +1,4 @@
-"""What a strategy and the callbacks see of a module whose activations leave the rank compressed."""
+"""What strategies and callbacks see of a module that compresses what crosses between ranks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from lightning_dct.warmup import WARMUP_SCHEDULES, warmup_density, warmup_stage
 class CompressedModule(nn.Module):
     """A module that compresses what crosses from rank to rank, with thresholds of its own.
 
-    It is driven from outside: :class:`~lightning_dct.ThresholdRefresh` (which ``DCTStrategy`` adds) calls
-    :meth:`advance` before every training batch. In a loop of your own call it yourself; without it the density does
-    not fall during warm-up and thresholds are selected once.
+    :class:`~lightning_dct.ThresholdRefresh` (which ``DCTStrategy`` adds) calls :meth:`advance` before every training
+    batch. In your own loop, call it yourself: without it there is no warm-up, and thresholds are selected only once.
 
     Args:
         refresh_every: Optimizer steps between two exact selections of the thresholds.
@@ -35,18 +34,14 @@ class CompressedModule(nn.Module):
         self.warmup_schedule = warmup_schedule
         # Its name in the model, for messages; the strategy sets it.
         self.name = type(self).__name__
-        # Where bytes and time are counted; a strategy puts its own counter here.
+        # Counts bytes and time; a strategy puts its own counter here.
         self.traffic = Traffic()
         self.completed_steps = 0
         self.refreshed_at = 0
         self.refresh_requested = True
 
     def advance(self, completed_steps: int) -> None:
-        """Tell the module how many optimizer steps are completed, before the batch that leads to the next one.
-
-        Args:
-            completed_steps: From 0. The same on every rank.
-        """
+        """Set the number of completed optimizer steps, the same on every rank, before the next batch."""
         changed = self._stage(completed_steps) != self._stage(self.completed_steps)
         restarted = completed_steps < self.completed_steps  # another fit
         self.completed_steps = completed_steps
@@ -58,13 +53,13 @@ class CompressedModule(nn.Module):
         self.refresh_requested = True
 
     def refreshed(self) -> None:
-        """Note that all thresholds have been selected; subclasses call this."""
+        """Note that all thresholds were selected; subclasses call this."""
         self.refresh_requested = False
         self.refreshed_at = self.completed_steps
         self.traffic.add(refreshes=1)
 
     def annealed(self, density: float) -> float:
-        """What ``density`` is at this step of warm-up."""
+        """``density`` at this step of warm-up."""
         return warmup_density(density, self._stage(self.completed_steps), self.warmup_schedule)
 
     def thresholds_in_use(self) -> list[float]:
@@ -72,7 +67,7 @@ class CompressedModule(nn.Module):
         return []
 
     def residual_norm(self) -> float:
-        """Euclidean norm of everything held back on this rank; 0 where nothing is remembered."""
+        """Euclidean norm of this rank's residuals; 0 where there are none."""
         return 0.0
 
     def agreed_settings(self) -> dict[str, Any]:
@@ -80,15 +75,11 @@ class CompressedModule(nn.Module):
         return {name: getattr(self, name) for name in ("refresh_every", "warmup_steps", "warmup_schedule")}
 
     def compression_state(self) -> dict[str, Any]:
-        """This rank's state that is no part of the model: plain numbers, dicts and CPU tensors."""
+        """This rank's state beside the model's: plain numbers, dicts and CPU tensors."""
         return {}
 
     def load_compression_state(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from a saved state.
-
-        Args:
-            states: One state (this rank's), or those of all ranks of a world of another size.
-        """
+        """Continue from this rank's state, or from the states of all ranks of another world size."""
 
     def get_extra_state(self) -> dict[str, Any]:
         """The clock, which travels with the model's ``state_dict``."""

@@ -1,8 +1,7 @@
-"""Uniform random numbers as a pure function of a seed, the data and the place.
+"""Uniform random numbers as a pure function of a seed, the data and the position.
 
-A generator with a state would give other numbers when activation checkpointing runs a forward a second time, and
-other numbers on a GPU. These come from hashing: the same seed and data give the same numbers everywhere, without
-waiting for a GPU, and whatever else has drawn random numbers.
+A generator with state would give other numbers when activation checkpointing repeats a forward, and on a GPU. Hashing
+gives the same numbers for the same seed and data everywhere, without waiting for a GPU.
 
 Source of the integer hash: C. Wellons, *Prospecting for hash functions*, 2018 ("lowbias32").
 """
@@ -15,7 +14,7 @@ from torch import Tensor
 # The two multipliers of lowbias32, as signed 32-bit integers.
 FIRST = 0x7FEB352D
 SECOND = 0x846CA68B - (1 << 32)
-# On a CPU so many numbers at a time stay in its cache: twice as fast.
+# So many numbers at a time stay in a CPU's cache: twice as fast.
 CHUNK = 1 << 15
 
 EXPLORATION = 0
@@ -31,16 +30,13 @@ def mixed_seed(seed: int, step: int) -> int:
 
 
 def uniform(count: int, seed: int, stream: int, content: Tensor) -> Tensor:
-    """Random numbers, uniform in [0, 1).
+    """Random numbers in [0, 1), multiples of ``2 ** -24``: fp32 ``[count]`` on the device of ``content``.
 
     Args:
         count: How many.
         seed: Non-negative, below ``2 ** 63``.
-        stream: What the numbers are for; different streams are independent.
-        content: Floating point, any shape: the data the numbers are for, so that each micro-batch has its own.
-
-    Returns:
-        Shape ``[count]``, fp32, on the device of ``content``: multiples of ``2 ** -24``.
+        stream: The purpose; different streams are independent.
+        content: Floating point, any shape: the data, so that each micro-batch has numbers of its own.
     """
     salt = (seed * 0x9E3779B97F4A7C15 + (stream + 1) * 0xBF58476D1CE4E5B9) & ((1 << 62) - 1)
     key = _fingerprint(content) + salt
@@ -63,5 +59,5 @@ def _hashed(x: Tensor) -> Tensor:
 
 
 def _fingerprint(content: Tensor) -> Tensor:
-    """An int64 number without dimensions that depends on the bits of ``content``, whatever zeros it ends in."""
+    """An int64 scalar that depends on the bits of ``content``, but not on zeros at its end."""
     return content.detach().to(torch.float32).contiguous().view(torch.int32).sum(dtype=torch.int64)

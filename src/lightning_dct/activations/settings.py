@@ -18,39 +18,36 @@ ROW_FORMATS: tuple[str, ...] = get_args(RowFormat)
 
 @dataclass(frozen=True)
 class SplitSettings:
-    """What of the activations is sent, how it is written, and when the thresholds are selected anew.
+    """What of the activations is sent, its format, and when the thresholds are selected anew.
 
     Attributes:
         density: Share of the activations that is sent, in (0, 1]. 1.0 sends every entry and no positions.
-        scope: What has a threshold of its own: the whole ``"tensor"``, each ``"group"`` of it (say, each table of
-            pooled embeddings ``[batch, tables, width]``) or each ``"sample"`` (index of dimension 0). Samples come
-            and go, so nothing is remembered of them: their largest entries are selected exactly in every step, which
-            takes longer.
+        scope: What has a threshold of its own: the whole ``"tensor"``, each ``"group"`` of it (such as each table of
+            pooled embeddings ``[batch, tables, width]``) or each ``"sample"`` (index of dimension 0). Thresholds of
+            samples are not remembered: every step selects their largest entries exactly, which takes longer.
         group_dim: The dimension that is cut into groups, for ``scope="group"``. Negative numbers count from the end.
-        groups: Into how many groups of equal size it is cut; None makes each index a group.
-        select_by: What a threshold is compared with: the ``"magnitude"`` ``|h|``, or ``"magnitude_times_gradient"``,
-            which is ``|h| * m`` with the running mean ``m`` of the gradients' magnitudes in the entry's column (the
-            last dimension). With ``scope="group"`` each group has columns of its own, say each table, and all groups
-            have one threshold: these scores can be compared. See :mod:`lightning_dct.activations.gradient_means`.
+        groups: The number of groups of equal size; None makes each index a group.
+        select_by: What a threshold applies to: the ``"magnitude"`` ``|h|``, or ``"magnitude_times_gradient"``, which is
+            ``|h| * m`` with the running mean ``m`` of the gradients' magnitudes in the entry's column (the last
+            dimension). With ``scope="group"`` each group has its own columns, and all groups share one threshold,
+            because these scores are comparable. See :mod:`lightning_dct.activations.gradient_means`.
         refresh_every: Optimizer steps between two exact selections of the thresholds.
         warmup_steps: Optimizer steps over which the density falls from 1.0 to its target, in ``S = 32`` stages of
-            equal length. Annealed so, a model learns where all activations still cross which of them it can do
-            without (Lin et al., *Deep Gradient Compression*, ICLR 2018, section 3.4, for gradients).
-        warmup_schedule: How it falls: in stage ``s`` the density is ``density ** (s / S)`` (``"exponential"``) or
+            equal length (Lin et al., *Deep Gradient Compression*, ICLR 2018, section 3.4, for gradients).
+        warmup_schedule: In stage ``s`` the density is ``density ** (s / S)`` (``"exponential"``) or
             ``1 - (1 - density) * s / S`` (``"linear"``).
-        exploration: Share of the entries that is sent in addition each step, chosen at random whatever their
-            magnitude, in [0, 1): with ``e = ceil(exploration * n)`` entries to choose of ``n``, one from each of ``e``
-            stretches of equal length, ``M = (|h| >= threshold) or chosen``. It lets gradient reach entries that would
-            stay below the threshold forever. Training only. (Zheng et al., *Reducing Communication for Split Learning
-            by Randomized Top-k Sparsification*, IJCAI 2023, choose so in place of some of the largest.)
-        forward_format: How activations are written: ``"fp32"``, ``"bf16"``, ``"int8"``, ``"int4"`` or ``"int2"`` (one
-            scale a row, which is the last dimension; rounded stochastically in training and to nearest in evaluation).
-        backward_format: How their gradients are written.
+        exploration: Share of the entries that a training step sends in addition, chosen at random, in [0, 1): of ``n``
+            entries, one from each of ``ceil(exploration * n)`` stretches of equal length. It lets gradients reach
+            entries that would stay below the threshold forever. (Zheng et al., *Reducing Communication for Split
+            Learning by Randomized Top-k Sparsification*, IJCAI 2023, choose them instead of some of the largest.)
+        forward_format: Of the activations: ``"fp32"``, ``"bf16"``, ``"int8"``, ``"int4"`` or ``"int2"`` (one scale per
+            row, the last dimension; rounded stochastically in training and to nearest in evaluation).
+        backward_format: Of their gradients.
         compress_evaluation: Mask and round in evaluation too. A model trained with the mask is worse without it.
             False sends every entry as fp32 there.
-        guard: Nudge each threshold from step to step so that the number of entries above it stays near its target.
-        seed: Start of all random choices. They depend on it, on the step and on the data only, so a resumed run and
-            a recomputed forward repeat them.
+        guard: Nudge each threshold in every step to keep the number of entries above it near its target.
+        seed: Seeds all random choices. They depend only on it, on the step and on the data, so a resumed run and a
+            recomputed forward repeat them.
     """
 
     density: float = 0.05

@@ -1,8 +1,7 @@
-"""`Split`: what stands between two pieces of a model and compresses what crosses there, in one process or between two.
+"""`Split`: a module between two pieces of a model that compresses what crosses, in one process or between two.
 
-Two things cross forward: *values*, whose gradients come back, and what says how to read them, in a
-payload without gradient: the positions of the entries that were sent. The sender keeps them too, so they need not come
-back.
+Two payloads cross forward: *values*, whose gradients come back, and the *positions* of the entries that were sent,
+which have no gradient. The sender keeps the positions, so they do not come back.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ from lightning_dct.traffic import FP32_BYTES
 class Split(CompressedModule):
     """A border in an ``nn.Sequential``: :class:`~lightning_dct.SplitPoint`, or another method to compare it with.
 
-    A pipeline strategy uses the four methods that encode and decode. In one process the module does both ends' work
-    without a wire, value for value the same, and counts the bytes that would have travelled: both ways, when the
-    gradient comes back, as the pipeline strategy counts them when they do.
+    A pipeline strategy calls the four methods that encode and decode. In one process the module does the work of both
+    ends without a wire. It gives the same values, and counts the same bytes, both ways, when the gradient comes back.
     """
 
     @property
@@ -38,7 +36,7 @@ class Split(CompressedModule):
 
     @abstractmethod
     def layout(self, shape: torch.Size | tuple[int, ...]) -> ActivationLayout:
-        """The layout of payloads for activations of a shape: fixed until warm-up enters its next stage."""
+        """The layout of payloads for activations of a shape, fixed during a stage of warm-up."""
 
     @abstractmethod
     def encode_forward(self, activations: Tensor) -> Encoded:
@@ -47,7 +45,7 @@ class Split(CompressedModule):
     def decode_forward(
         self, layout: ActivationLayout, positions_payload: Tensor, values_payload: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None]:
-        """Read activations: they, and what the receiver keeps to write the gradient.
+        """Read activations, and what the receiver keeps to write the gradient.
 
         Raises:
             PayloadError: The bytes are not payloads of this layout.
@@ -72,18 +70,11 @@ class Split(CompressedModule):
 
     @property
     def rounding_seed(self) -> int | None:
-        """Seeds this step's rounding, also in :meth:`encode_backward`; None in evaluation: to nearest."""
+        """Seeds this step's rounding, also in :meth:`encode_backward`; None in evaluation, which rounds to nearest."""
         return mixed_seed(self.seed, self.completed_steps) if self.training else None
 
     def forward(self, activations: Tensor) -> Tensor:
-        """Compress activations, and their gradients on the way back.
-
-        Args:
-            activations: Any shape, floating point.
-
-        Returns:
-            The same shape and dtype.
-        """
+        """Compress floating-point activations of any shape, and their gradients on the way back."""
         return _Crossing.apply(activations, self, self.layout(activations.shape))
 
     def cross(self, layout: ActivationLayout, activations: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -92,7 +83,7 @@ class Split(CompressedModule):
         return self.decode_forward(layout, encoded.positions_payload, encoded.values_payload, activations.dtype)
 
     def count(self, layout: ActivationLayout, bytes_sent: int, kept: Tensor | None) -> None:
-        """Count one direction's payload, in training only: that is what is compared from step to step."""
+        """Count one direction's payload, in training only."""
         if self.training:
             self.traffic.add(
                 bytes_sent=bytes_sent,
@@ -102,11 +93,11 @@ class Split(CompressedModule):
             )
 
     def entries_due(self, layout: ActivationLayout) -> int:
-        """How many numbers would cross one way without any compression."""
+        """Numbers that would cross one way without compression."""
         return layout.numel
 
     def entries_sent(self, layout: ActivationLayout, kept: Tensor | None) -> int:
-        """How many numbers a payload's values are."""
+        """Numbers among a payload's values."""
         return layout.numel if kept is None else kept.numel()
 
     def timed(self) -> AbstractContextManager[None]:
@@ -115,14 +106,11 @@ class Split(CompressedModule):
 
 
 class _Crossing(torch.autograd.Function):
-    """What happens to activations on the way to the other rank and to their gradient on the way back."""
-
     @staticmethod
     def forward(ctx: Any, activations: Tensor, split: Split, layout: ActivationLayout) -> Tensor:
         with split.timed():
             received, kept = split.cross(layout, activations)
-        # Kept as it is, not by `save_for_backward`: under activation checkpointing that would hand backward what the
-        # second forward has kept.
+        # Not by `save_for_backward`: under activation checkpointing, backward would get what the second forward kept.
         ctx.crossing = split, layout, kept, split.rounding_seed
         return received
 
@@ -133,7 +121,7 @@ class _Crossing(torch.autograd.Function):
         with split.timed():
             payload = split.encode_backward(layout, grad_outputs[0], kept, seed)
             gradient = split.decode_backward(layout, payload, kept, grad_outputs[0].dtype)
-        # Here, for a forward may run twice.
+        # Counted here, because a forward may run twice.
         forward = max(4 * layout.wire_floats, layout.forward_values_bytes) + layout.forward_positions_bytes
         split.count(layout, forward, kept)
         split.count(layout, 4 * layout.wire_floats, kept)

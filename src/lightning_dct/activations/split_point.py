@@ -1,4 +1,4 @@
-"""`SplitPoint`: a module that marks where activations leave a rank, and sends only the largest of them."""
+"""`SplitPoint`: a module that marks where activations leave a rank, and sends only the largest."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dct.activations.codec import (
-    Encoded,
-    decode_values_at,
-    encode_forward,
-    encode_values_at,
-)
+from lightning_dct.activations.codec import Encoded, decode_values_at, encode_forward, encode_values_at
 from lightning_dct.activations.gradient_means import GradientMeans
 from lightning_dct.activations.layout import ActivationLayout, activation_layout
 from lightning_dct.activations.masking import explore, magnitudes_of, select, select_thresholds
@@ -24,23 +19,23 @@ from lightning_dct.activations.split import Split
 from lightning_dct.threshold import GUARD_RESELECT, SMALLEST_THRESHOLD, nudge_all
 from lightning_dct.wire.bits import nonzero_indices
 
-# The payload has room for the target and no more, so the guard aims a little below: what does not fit is cut, which
-# costs a selection, and what is missing is sent as zeros.
+# The payload's capacity is the target, so the guard aims a little lower: an overflow costs a selection, and missing
+# entries are sent as zeros.
 GUARD_AIM = 0.97
-# The activations' entries that distinguish one micro-batch's exploration from the next.
+# Entries of the activations that distinguish the exploration of micro-batches.
 CONTENT_ENTRIES = 1 << 14
 
 
 class SplitPoint(Split):
-    """Activations pass with all but their largest entries set to zero; gradients come back for those only.
+    """Sets all but the largest activations to zero; gradients come back for those only.
 
-    ``M = |h| >= threshold``; forward gives ``h * M`` as it is read from the wire, backward gives ``M * gradient`` as it
-    is read from the wire (Gupta et al., KDD 2021, section 3.2). In one process the module does so without a wire, bit
-    for bit. With ``select_by="magnitude_times_gradient"`` the threshold is on a score in place of ``|h|``: see
+    ``M = |h| >= threshold``. Forward gives ``h * M`` and backward gives ``M * gradient``, both as read from the wire
+    (Gupta et al., KDD 2021, section 3.2). In one process the module does the same without a wire, bit for bit. With
+    ``select_by="magnitude_times_gradient"`` the threshold is on a score instead of ``|h|``: see
     :mod:`lightning_dct.activations.gradient_means`.
 
-    A threshold stays as it is during an optimizer step, for all micro-batches and for a forward that activation
-    checkpointing runs again; the guard's nudges take effect with :meth:`advance`.
+    A threshold is constant during an optimizer step, for all micro-batches and for a forward that activation
+    checkpointing repeats. The guard's nudges take effect with :meth:`advance`.
 
     Args:
         density: Share of the activations that is sent, in (0, 1].
@@ -65,21 +60,21 @@ class SplitPoint(Split):
         by_gradient = chosen.select_by == "magnitude_times_gradient"
         self.gradient_means = GradientMeans() if by_gradient else None
         groups = {"tensor": 1, "group": 1 if by_gradient else chosen.groups or 0, "sample": 0}[chosen.scope]
-        # What the next step will use; 0 before the first selection.
+        # The thresholds of the next step; 0 before the first selection.
         self.register_buffer("thresholds", torch.zeros(groups))
-        # What this step uses, and how many entries have reached it in this step, summed over calls.
+        # The thresholds of this step, and the entries that have reached them, summed over calls.
         self.register_buffer("_in_use", torch.zeros(groups), persistent=False)
         self.register_buffer("_reached", torch.zeros(groups, dtype=torch.int64), persistent=False)
         self.register_buffer("_overflows", torch.zeros((), dtype=torch.int64), persistent=False)
-        # Of how many entries of a group that is, and for how many there was room, summed over the same calls.
+        # Entries and capacity of a group, summed over the same calls.
         self._entries = 0
-        self._room = 0
+        self._capacity = 0
         self._selected = False
         self._begun = False
 
     @property
     def overflows(self) -> int:
-        """Training forwards so far in which more entries reached a threshold than there was room for."""
+        """Training forwards so far in which more entries reached a threshold than the payload holds."""
         return int(self._overflows)
 
     @property
@@ -88,13 +83,10 @@ class SplitPoint(Split):
         return self.settings.seed
 
     def layout(self, shape: torch.Size | tuple[int, ...]) -> ActivationLayout:
-        """The layout of payloads for activations of a shape: fixed until warm-up enters its next stage.
-
-        Args:
-            shape: Shape of the activations.
+        """The layout of payloads for activations of a shape, fixed during a stage of warm-up.
 
         Raises:
-            ValueError: The shape cannot be cut into the groups that the settings ask for.
+            ValueError: The shape cannot be cut into the groups of the settings.
         """
         if self.training or self.settings.compress_evaluation:
             return activation_layout(self.settings, shape, self.annealed(self.settings.density))
@@ -102,21 +94,14 @@ class SplitPoint(Split):
         return activation_layout(dense, shape, 1.0)
 
     def cross(self, layout: ActivationLayout, activations: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the receiver sees and keeps, in one process, where positions need not be written."""
+        """What the receiver sees and keeps, in one process, without coding positions."""
         positions = self.select_positions(layout, activations)
         value_format, seed = layout.forward_format, self.rounding_seed
         payload = encode_values_at(layout, value_format, activations, positions, seed, FORWARD_ROUNDING)
         return decode_values_at(layout, value_format, payload, positions, activations.dtype), positions
 
     def encode_forward(self, activations: Tensor) -> Encoded:
-        """Select and write activations.
-
-        Args:
-            activations: Any shape, floating point.
-
-        Returns:
-            What crosses, and the positions to keep for :func:`~.codec.decode_backward`.
-        """
+        """Select and write activations."""
         layout = self.layout(activations.shape)
         positions = self.select_positions(layout, activations)
         return encode_forward(layout, activations, positions, self.rounding_seed)
@@ -124,31 +109,27 @@ class SplitPoint(Split):
     def decode_backward(
         self, layout: ActivationLayout, payload: Tensor, kept: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        """Read the gradient, and let the next steps' selection know of it."""
+        """Read the gradient, and note it for the selection of later steps."""
         gradient = super().decode_backward(layout, payload, kept, dtype)
         if self.gradient_means is not None and self.training:
             self.gradient_means.observe(layout, gradient, kept)
         return gradient
 
     def select_positions(self, layout: ActivationLayout, activations: Tensor) -> Tensor | None:
-        """Where the entries are that are sent; in training this selects and nudges the thresholds.
-
-        Args:
-            layout: The layout of the activations.
-            activations: Shape ``layout.shape``, floating point.
+        """The positions of the entries that are sent; in training this selects and nudges the thresholds.
 
         Returns:
-            Shape ``[count]``, int64: ascending places in the flattened tensor (on a GPU as many as there is room for,
-            filled up with ``layout.numel``). None when everything is sent.
+            Shape ``[count]``, int64: ascending positions in the flattened tensor (on a GPU always ``layout.capacity``,
+            padded with ``layout.numel``). None when everything is sent.
 
         Raises:
-            TypeError: The activations are no real numbers.
+            TypeError: The activations are not floating-point numbers.
             ValueError: They have another number of groups than before.
         """
         if not activations.is_floating_point():
             raise TypeError(
                 f"{self.name}: a SplitPoint compresses floating-point activations and was given {activations.dtype}."
-                " Convert them, or let them pass beside it."
+                " Convert them, or pass them beside it."
             )
         if layout.sends_everything:
             return None
@@ -171,7 +152,7 @@ class SplitPoint(Split):
             return torch.nonzero_static(mask, size=layout.capacity, fill_value=layout.numel).squeeze(1)
 
     def advance(self, completed_steps: int) -> None:
-        """Begin the step that follows ``completed_steps`` optimizer steps, with the thresholds as nudged so far."""
+        """Begin the step after ``completed_steps`` optimizer steps, with the nudged thresholds."""
         if completed_steps != self.completed_steps:
             self._begun = False
             if self.gradient_means is not None:
@@ -179,7 +160,7 @@ class SplitPoint(Split):
         super().advance(completed_steps)
 
     def thresholds_in_use(self) -> list[float]:
-        """The thresholds selected so far, one a group."""
+        """The thresholds selected so far, one per group."""
         return self.thresholds.tolist() if self._selected else []
 
     def agreed_settings(self) -> dict[str, Any]:
@@ -187,7 +168,7 @@ class SplitPoint(Split):
         return asdict(self.settings)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The clock, and what the thresholds were selected for."""
+        """The clock, and the settings for which the thresholds were selected."""
         return {
             **super().get_extra_state(),
             "selected": self._selected,
@@ -196,7 +177,7 @@ class SplitPoint(Split):
         }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Continue the clock; thresholds for another density, or of other scores, are selected anew."""
+        """Continue the clock; request a refresh of thresholds for another density or other scores."""
         super().set_extra_state(state)
         self._selected = bool(state["selected"])
         self.refresh_requested |= float(state["density"]) != self.settings.density
@@ -220,14 +201,14 @@ class SplitPoint(Split):
         if self.training and self.refresh_requested:
             chosen = select_thresholds(magnitudes, layout.group_capacity)
             for buffer in (self.thresholds, self._in_use, self._reached):
-                # In place: DistributedDataParallel holds on to the buffers it was given.
+                # In place: DistributedDataParallel keeps references to the buffers.
                 buffer.resize_(layout.groups)
             self.thresholds.copy_(chosen)
             self._selected = True
             self._begin()
             self.refreshed()
         elif not self._selected:
-            # Evaluation before the first training step: this batch's own.
+            # Evaluation before the first training step uses this batch's own.
             return select_thresholds(magnitudes, layout.group_capacity)
         if not self.training:
             return self.thresholds
@@ -238,18 +219,18 @@ class SplitPoint(Split):
     def _begin(self) -> None:
         self._in_use.resize_(self.thresholds.shape).copy_(self.thresholds)
         self._reached.resize_(self.thresholds.shape).zero_()
-        self._room = self._entries = 0
+        self._capacity = self._entries = 0
         self._begun = True
 
     def _observe(self, layout: ActivationLayout, reached: Tensor, cutoffs: Tensor) -> None:
-        """Let the guard see what a training forward has shown."""
+        """Let the guard move the thresholds by the counts of a training forward."""
         self._overflows += (reached > layout.group_capacity).any()
         if not self.settings.guard:
             return
         self._reached += reached
-        self._room += layout.group_capacity
+        self._capacity += layout.group_capacity
         self._entries += layout.group_size
-        nudged = nudge_all(self._in_use, self._reached, self._room, self._entries, GUARD_AIM)
+        nudged = nudge_all(self._in_use, self._reached, self._capacity, self._entries, GUARD_AIM)
         reselect = (reached > GUARD_RESELECT * layout.group_capacity) & cutoffs.isfinite()
         self.thresholds.copy_(torch.where(reselect, cutoffs, nudged))
 
@@ -257,7 +238,7 @@ class SplitPoint(Split):
         kept = {name: getattr(self, name) for name in ("thresholds", "_in_use")}
         super()._apply(fn, recurse)
         for name, buffer in kept.items():
-            # `model.half()` and the like: a threshold in few bits could not be nudged by a hundredth.
+            # After `model.half()` and the like: a nudge by a hundredth needs the bits of an fp32.
             if getattr(self, name).dtype != torch.float32:
                 setattr(self, name, buffer.to(getattr(self, name).device))
         return self
@@ -265,10 +246,10 @@ class SplitPoint(Split):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         saved = state_dict.get(prefix + "thresholds")
         if isinstance(saved, Tensor) and self.settings.scope == "group" and self.settings.groups is None:
-            # One group for each index: how many there are is known from the first batch or, as here, a checkpoint.
+            # One group for each index: the first batch, or a checkpoint, gives their number.
             self.thresholds.resize_(saved.shape)
         if self.gradient_means is None:
-            # Of a run that selected by them.
+            # They are of a run that selected by them.
             unused = prefix + "gradient_means."
             state_dict = {name: value for name, value in state_dict.items() if not name.startswith(unused)}
         super()._load_from_state_dict(state_dict, prefix, *args)

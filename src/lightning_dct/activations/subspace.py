@@ -1,4 +1,4 @@
-"""A subspace and an anchor: few numbers of each token cross, and the receiver adds what it knows of it by itself."""
+"""A subspace and an anchor: few numbers per token cross, and the receiver adds what it knows from the token alone."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning_dct.config import check_integer
 
 
 class CodePoint(SplitPoint):
-    """A split point that codes cross, all their entries, counted against the activations that they stand for.
+    """A split point that sends every entry of codes, and counts them against the activations that they stand for.
 
     Args:
-        width: Entries of a token before it was encoded.
+        width: Entries per token before encoding.
         **settings: ``forward_format``, ``backward_format``, ``compress_evaluation`` and ``seed`` of
             :class:`~lightning_dct.activations.SplitSettings`.
     """
@@ -27,7 +27,7 @@ class CodePoint(SplitPoint):
         self.width = width
 
     def entries_due(self, layout: ActivationLayout) -> int:
-        """Entries of the activations, not of their code."""
+        """Entries of the activations, not of their codes."""
         return layout.numel // max(layout.row_length, 1) * self.width
 
 
@@ -54,9 +54,9 @@ class Anchored(nn.Module):
         if tokens.is_floating_point() or tokens.shape != codes.shape[:-1]:
             raise ValueError(
                 f"`tokens` must be an integer for each of the {list(codes.shape[:-1])} codes that have crossed; it is"
-                f" {tokens.dtype} of shape {list(tokens.shape)}. Give the ids that the stage before was given, as in"
-                " `network(ids, tokens=ids)`, or make the `subspace` without `num_tokens` where the network's input is"
-                " no stream of tokens."
+                f" {tokens.dtype} of shape {list(tokens.shape)}. Give the ids that the first stage gets, as in"
+                " `network(ids, tokens=ids)`, or make the `subspace` without `num_tokens` if the network's input is"
+                " not a sequence of tokens."
             )
         return self.basis(codes) + self.anchor(tokens)
 
@@ -71,33 +71,33 @@ def subspace(
     compress_evaluation: bool = True,
     seed: int = 0,
 ) -> tuple[nn.Linear, CodePoint, nn.Module]:
-    """Three modules to stand where one :class:`~lightning_dct.SplitPoint` stands between two stages.
+    """Three modules in place of one :class:`~lightning_dct.SplitPoint` between two stages.
 
     ::
 
         forward     c = U^T h crosses;          the next module sees U c + A[token]
         backward    dL/dc = U^T g crosses
 
-    with ``U [width, rank]`` orthonormal, drawn once from ``seed`` and fixed, and ``A [num_tokens, width]`` a table that
-    lives on the stage that receives and is trained with it. Ids do not cross: every rank of a pipeline reads the
-    batch, and the network is a :class:`~lightning_dct.SplitSequential` that is called with ``tokens=``. Backward is
-    the exact gradient of forward but for the rounding, so the layers in front of the border learn to write into the
-    subspace what the token alone does not say; whatever else they write does not cross.
+    ``U [width, rank]`` is orthonormal, drawn once from ``seed``, and fixed. ``A [num_tokens, width]`` is a table on the
+    receiving stage, which trains it. Ids do not cross: every rank of a pipeline reads the batch, and the network is a
+    :class:`~lightning_dct.SplitSequential` that is called with ``tokens=``. Backward is the exact gradient of forward,
+    except for rounding. So the layers before the border learn to write into the subspace what the token alone does not
+    tell. What they write outside it does not cross.
 
     This changes the model, as a bottleneck does: train it with the three modules in place, in one process or in two.
     The subspace is that of Ramasinghe et al., *Protocol Models*, 2025 (arXiv 2506.01260), without constraints on the
-    weights and with a table that is learned; a fixed random basis and an anchor are from MAPL (arXiv 2606.05484),
-    whose anchor is subtracted by the sender too. That changes only coordinates that the sender can write as well.
+    weights and with a learned table. A fixed random basis and an anchor are from MAPL (arXiv 2606.05484), whose sender
+    also subtracts the anchor. That changes only coordinates that the sender can write as well.
 
     Args:
-        width: Entries of a token, the last dimension of what crosses.
-        rank: How many numbers of each cross, each way; at most ``width``.
-        num_tokens: How many different tokens there are; None where the network's input is no stream of tokens: then
-            the receiver learns a mean in place of ``A[token]``, and the network needs no ``tokens=``.
-        forward_format: How coordinates are written, as :class:`~lightning_dct.activations.SplitSettings` has it.
-        backward_format: How their gradients are written.
+        width: Entries per token, the last dimension of what crosses.
+        rank: Numbers per token that cross, each way; at most ``width``.
+        num_tokens: Number of different tokens. None where the network's input is not a sequence of tokens: then the
+            receiver learns a mean instead of ``A[token]``, and the network needs no ``tokens=``.
+        forward_format: Of the coordinates, as in :class:`~lightning_dct.activations.SplitSettings`.
+        backward_format: Of their gradients.
         compress_evaluation: Whether evaluation rounds too.
-        seed: Draws the basis, and rounds. The same on every rank.
+        seed: For the basis and for rounding, the same on every rank.
 
     Raises:
         TypeError: A setting has the wrong type.
@@ -112,8 +112,8 @@ def subspace(
     check_integer("rank", rank, minimum=1)
     if rank > width:
         raise ValueError(
-            f"`rank` is {rank} and the activations have a `width` of {width}: a subspace has no more dimensions than"
-            f" the whole. Choose a `rank` below {width}; a fifth of the width is a good beginning."
+            f"`rank` is {rank} and the activations have a `width` of {width}: a subspace cannot have more dimensions."
+            f" Choose a `rank` below {width}; a fifth of the width is a good start."
         )
     point = CodePoint(
         width,
@@ -122,7 +122,7 @@ def subspace(
         compress_evaluation=compress_evaluation,
         seed=seed,
     )
-    # Parameters that are not trained rather than buffers, which DistributedDataParallel would send in every step.
+    # Frozen parameters instead of buffers, which DistributedDataParallel would send in every step.
     into = nn.Linear(width, rank, bias=False).requires_grad_(False)
     back = nn.Linear(rank, width, bias=num_tokens is None)
     nn.init.orthogonal_(into.weight, generator=torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""What a batch looks up: ids and offsets, checked and laid flat, and pooling rows into bags and gradients back."""
+"""The look-ups of a batch: ids and offsets, checked and flattened; rows pooled into bags, and gradients back."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from lightning_dct.embedding.placement import Int64Array
 
 @dataclass(frozen=True)
 class Bags:
-    """Look-ups laid flat.
+    """Flattened look-ups.
 
     Attributes:
         tables: Shape ``[lookups]``: the table of each.
         rows: Shape ``[lookups]``: the row in it.
-        bags: Shape ``[lookups]``, int64 on the model's device: the bag each goes into, ``sample * tables + table``;
-            None when every bag has one look-up, in this order.
-        divisors: Shape ``[bags, 1]``, int64: what each bag's sum is divided by; None for plain sums.
-        num_samples: Samples.
-        num_tables: Tables.
+        bags: Shape ``[lookups]``, int64 on the model's device: the bag of each, ``sample * tables + table``; None when
+            every bag has one look-up, in this order.
+        divisors: Shape ``[bags, 1]``, int64: the divisor of each bag's sum; None for plain sums.
     """
 
     tables: Int64Array
@@ -55,10 +53,10 @@ def read_bags(ids: Tensor, offsets: Tensor | None, table_rows: Sequence[int], po
     """Check and flatten the input of a look-up.
 
     Args:
-        ids: Whole numbers. Without offsets ``[samples, tables]``: one row of each table a sample. With offsets
-            ``[lookups]``: all of table 0's look-ups, then those of table 1, and so on.
+        ids: Integers. Without offsets ``[samples, tables]``: one row of each table per sample. With offsets
+            ``[lookups]``: all look-ups of table 0, then those of table 1, and so on.
         offsets: Shape ``[tables * samples + 1]``, ascending: bag ``table * samples + sample`` holds the look-ups from
-            its offset to the next one's. Bags may be empty.
+            its offset to the next one. Bags may be empty.
         table_rows: Rows of each table.
         pooling: ``"sum"`` or ``"mean"``.
 
@@ -102,6 +100,6 @@ def read_bags(ids: Tensor, offsets: Tensor | None, table_rows: Sequence[int], po
         first = int(bad.argmax())
         raise IndexError(
             f"Id {flat[first]} is out of range: table {tables[first]} has {table_rows[tables[first]]} rows"
-            f" ({int(bad.sum())} of {flat.size} ids are out of range). Mend the ids or `table_rows`."
+            f" ({int(bad.sum())} of {flat.size} ids are out of range). Correct the ids or `table_rows`."
         )
     return Bags(tables, flat, bags, divisors, num_samples, num_tables)

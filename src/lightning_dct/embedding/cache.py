@@ -1,8 +1,8 @@
-"""Which rows two ranks both remember: a bounded cache that each end works out from the requested ids alone.
+"""Which rows two ranks both remember: a bounded cache that each end computes from the requested ids alone.
 
-The rank that asks for rows and the rank that owns them each keep one of these for the other. Both see the same
-requests in the same order and so admit and evict the same rows without a word about it. The row that was asked for
-longest ago goes first. Once a cache is full a request takes time in proportion to its rows.
+The rank that requests rows and the rank that owns them each keep a cache for the other. Both see the same requests in
+the same order, so they admit and evict the same rows without communication. The least recently requested row is evicted
+first. In a full cache a request takes time in proportion to its rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lightning_dct.embedding.index import SlotIndex
 from lightning_dct.embedding.placement import Int64Array
 
 
@@ -21,10 +20,10 @@ class Admission(NamedTuple):
     """What a request has changed.
 
     Attributes:
-        slots: Shape ``[k]``: where each wanted row is kept.
-        new: Shape ``[k]``, bool: which of them were not there before.
-        evicted: Rows that had to go, shape ``[e]``.
-        evicted_slots: Where they were, shape ``[e]``; some of the new rows may be there now.
+        slots: Shape ``[k]``: the slot of each wanted row.
+        new: Shape ``[k]``, bool: whether the row was missing before.
+        evicted: Shape ``[e]``: the evicted rows.
+        evicted_slots: Shape ``[e]``: their former slots; new rows may be there now.
     """
 
     slots: Int64Array
@@ -33,31 +32,34 @@ class Admission(NamedTuple):
     evicted_slots: Int64Array
 
 
-# What a cache is made of, as saved.
+# Of multiplicative hashing: 2 ** 64 over the golden ratio, odd (Knuth, The Art of Computer Programming, vol. 3, 6.4).
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_SMALLEST_BITS = 6
+# The arrays of a cache's state.
 CACHE_ARRAYS = ("rows", "slots", "row_at", "last_used", "counts")
 
 
 class RowCache:
-    """Rows, their slots, and when each was last asked for.
+    """Rows, their slots, and when each was last requested.
 
     Args:
-        capacity: Most rows to keep. A request for more rows than that keeps all it asks for until the next.
+        capacity: Most rows to keep. A larger request keeps all its rows until the next one.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._row_at = np.empty(0, dtype=np.int64)  # by slot; -1 where it is free
         self._last_used = np.empty(0, dtype=np.int64)  # by slot
-        self._counts = np.empty(0, dtype=np.int64)  # by slot: how often it was asked for
+        self._counts = np.empty(0, dtype=np.int64)  # by slot: number of requests
         self.requests = 0
         self._derive()
 
     def _derive(self) -> None:
-        """What follows from the slots: the index of rows, the free slots, and the queue of those to go."""
+        """Derive the index of rows, the free slots, and the queue for eviction from the slots."""
         self._index = SlotIndex(self._row_at)
         self._free = np.flatnonzero(self._row_at < 0)
-        # Slots and the times they were asked for, those asked for longest ago first, and of these the lowest. An entry
-        # whose slot was asked for again, or is another row's by now, is passed over.
+        # Slots and the times of their requests, oldest first, then lowest first. An entry is stale, and skipped, when
+        # its slot was requested again or holds another row by now.
         used = np.flatnonzero(self._row_at >= 0)
         order = used[np.argsort(self._last_used[used], kind="stable")]
         self._queue = deque([(order, self._last_used[order])])
@@ -68,7 +70,7 @@ class RowCache:
 
     @property
     def num_slots(self) -> int:
-        """Slots there must be room for: all that were ever used."""
+        """Slots that were ever used."""
         return self._row_at.size
 
     def contents(self) -> tuple[Int64Array, Int64Array]:
@@ -78,23 +80,19 @@ class RowCache:
         return self._row_at[slots], slots
 
     def counts(self) -> Int64Array:
-        """How often each of the rows in :meth:`contents` was asked for since it came in."""
+        """The number of requests of each row in :meth:`contents` since its admission."""
         return self._counts[self.contents()[1]]
 
     def halve_counts(self) -> None:
-        """Let old requests count half."""
+        """Halve the weight of old requests."""
         self._counts >>= 1
 
     def holds(self, rows: Int64Array, slots: Int64Array) -> bool:
-        """Whether rows are still where they were."""
+        """Whether rows are still in these slots."""
         return bool((self._row_at[slots] == rows).all())
 
     def admit(self, wanted: Int64Array) -> Admission:
-        """Make room for rows and say where they are.
-
-        Args:
-            wanted: Shape ``[k]``, ascending and distinct.
-        """
+        """Admit rows, ``[k]``, ascending and distinct."""
         self.requests += 1
         slots = self._index.find(wanted, self._row_at)
         new = slots < 0
@@ -119,7 +117,7 @@ class RowCache:
         self._index.insert(misses, taken, self._row_at)
         self._queue.append((np.sort(slots), np.full(slots.size, self.requests)))
         self._queued += slots.size
-        if self._queued > 4 * self.num_slots + 1:  # most of it is out of date
+        if self._queued > 4 * self.num_slots + 1:  # most of it is stale
             self._derive()
         return Admission(slots, new, evicted, evicted_slots)
 
@@ -139,11 +137,11 @@ class RowCache:
         self._derive()
 
     def _oldest(self, number: int) -> Int64Array:
-        """The slots asked for longest ago, ascending; those of the present request are never among them."""
+        """The least recently requested slots, ascending; those of the present request are never among them."""
         oldest = [np.empty(0, dtype=np.int64)]
         while number > 0:
             slots, times = self._queue.popleft()
-            # Most entries at the head are due: what is behind twice as many is not looked at yet.
+            # Most entries at the head are due, so twice as many are enough for now.
             piece = min(2 * number, slots.size)
             due = np.flatnonzero(self._last_used[slots[:piece]] == times[:piece])[:number]
             seen = int(due[-1]) + 1 if due.size == number else piece
@@ -153,3 +151,60 @@ class RowCache:
             oldest.append(slots[due])
             number -= due.size
         return np.sort(np.concatenate(oldest))
+
+
+class SlotIndex:
+    """Finds slots by rows: a hash table that is searched and filled for whole arrays of rows at a time.
+
+    The table holds slots alone. The row at a slot decides whether it is the right one, so an eviction deletes nothing:
+    the stale entry leads to a slot with another row, and the search continues. When the table is half full it is built
+    anew without stale entries, so the cost of an insertion does not depend on the number of rows.
+
+    Args:
+        row_at: Shape ``[slots]``: the row in each slot, -1 where it is free.
+    """
+
+    def __init__(self, row_at: Int64Array) -> None:
+        self._fill(row_at)
+
+    def find(self, rows: Int64Array, row_at: Int64Array) -> Int64Array:
+        """The slots of rows, ``[k]``, -1 where there is none."""
+        slots = np.full(rows.size, -1, dtype=np.int64)
+        if not row_at.size:
+            return slots
+        places, sought = self._homes(rows), np.arange(rows.size)
+        while sought.size:
+            found = self._table[places]
+            used = found >= 0
+            right = used & (row_at[found] == rows[sought])
+            slots[sought[right]] = found[right]
+            on = used & ~right
+            places, sought = (places[on] + 1) & (self._table.size - 1), sought[on]
+        return slots
+
+    def insert(self, rows: Int64Array, slots: Int64Array, row_at: Int64Array) -> None:
+        """Insert new rows, ``[k]``, whose slots ``row_at`` names already."""
+        if 2 * (self._entries + rows.size) > self._table.size:
+            self._fill(row_at)
+        else:
+            self._put(rows, slots)
+
+    def _fill(self, row_at: Int64Array) -> None:
+        slots = np.flatnonzero(row_at >= 0)
+        self._bits = max(_SMALLEST_BITS, (4 * slots.size).bit_length())
+        self._table = np.full(1 << self._bits, -1, dtype=np.int64)
+        self._entries = 0
+        self._put(row_at[slots], slots)
+
+    def _put(self, rows: Int64Array, slots: Int64Array) -> None:
+        self._entries += rows.size
+        places = self._homes(rows)
+        while slots.size:
+            free = self._table[places] < 0
+            self._table[places[free]] = slots[free]
+            # Of several rows with the same place, one has it now.
+            on = self._table[places] != slots
+            places, slots = (places[on] + 1) & (self._table.size - 1), slots[on]
+
+    def _homes(self, rows: Int64Array) -> Int64Array:
+        return ((rows.astype(np.uint64) * _GOLDEN) >> np.uint64(64 - self._bits)).astype(np.int64)

@@ -1,8 +1,8 @@
 """One message of changed entries: what moved by more than its table's threshold, as bytes and back. No communication.
 
-A message is about some rows that both ends know already, in an order both know. Its size follows from their number
-alone: for each table, ``density`` times its entries among them. So nobody has to be told how long it is, and what
-does not fit waits, because nothing is ever lost here: the sender keeps the difference.
+A message is about rows that both ends know already, in an order that both know. Its size follows from their number
+alone: for each table, ``density`` times its entries among them. So no rank announces a size. What does not fit waits:
+the sender keeps the difference.
 
     rows [k, d]            what the receiver does not know yet: rows + addend
     sent                   its entries with |a| >= tau(table), the largest of them where there are too many
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_dct.activations.layout import entries_at
 from lightning_dct.embedding.placement import Int64Array
-from lightning_dct.kernels import Selection, fastest_kernel, select
+from lightning_dct.kernels import select_adjacent
 from lightning_dct.threshold import GUARD_RESELECT, SMALLEST_THRESHOLD, keep_largest, kth_magnitude, nudge
 from lightning_dct.wire import PayloadLayout, pack, unpack
 from lightning_dct.wire.bits import nonzero_indices
@@ -32,13 +32,13 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class Message(NamedTuple):
-    """What the rows of a message have in common with every other message about the same rows.
+    """The form of all messages about the same rows.
 
     Attributes:
-        layout: The payload's shape, one tensor for each table that has rows in it.
-        tables: Which tables those are, ascending.
-        num_rows: Rows the message is about.
-        dim: Entries a row.
+        layout: The payload's shape, with one tensor for each table that has rows in it.
+        tables: Those tables, ascending.
+        num_rows: Number of rows.
+        dim: Entries per row.
     """
 
     layout: PayloadLayout
@@ -48,12 +48,12 @@ class Message(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What goes out.
+    """A message and what it leaves.
 
     Attributes:
         payload: Shape ``[message.layout.num_bytes]``, uint8.
-        positions: Shape ``[count]``, int64: places in the flattened rows.
-        received: Shape ``[count]``, fp32: the values as they will be read.
+        positions: Shape ``[count]``, int64: positions in the flattened rows.
+        received: Shape ``[count]``, fp32: the values as the receiver reads them.
         left: Shape ``[count]``: what is still to be sent there.
     """
 
@@ -64,13 +64,13 @@ class Sent(NamedTuple):
 
 
 def message_about(row_tables: Int64Array, dim: int, density: float, value_format: str) -> Message:
-    """The message for some rows.
+    """The form of a message about rows.
 
     Args:
         row_tables: Shape ``[k]``, ascending: the table of each row.
-        dim: Entries a row.
-        density: Share of them that may be sent.
-        value_format: How they are written; see :mod:`lightning_dct.wire.values`.
+        dim: Entries per row.
+        density: Share of the entries that a message may hold.
+        value_format: See :mod:`lightning_dct.wire.values`.
     """
     counts = np.bincount(row_tables)
     tables = np.flatnonzero(counts)
@@ -82,18 +82,18 @@ def message_about(row_tables: Int64Array, dim: int, density: float, value_format
 def compress_changes(
     rows: Tensor, addend: Tensor, message: Message, thresholds: Float64Array, guard: bool, scale: float = 1.0
 ) -> Sent:
-    """Add to rows and choose what is sent of the sums.
+    """Add to rows, and select and pack what is sent of the sums.
 
-    Zeros never go: 1bit has none. From a table with infinite or NaN sums only those go; their ``left`` is NaN or
-    infinite, and in ``rows`` stays what was there before.
+    Zeros are never sent, because 1bit has none. If a table has infinite or NaN sums, only those are sent. ``rows``
+    keeps its old values there, and ``left`` is NaN or infinite.
 
     Args:
         rows: Shape ``[k, dim]``, fp32 or fp64, contiguous. ``scale * addend`` is added in place.
         addend: Shape ``[k, dim]``. Not changed.
-        message: What it is about.
-        thresholds: One for each table of the module; 0 where none was selected yet, or everything goes. Changed in
-            place.
-        guard: Move the thresholds towards their targets by what this message shows.
+        message: The form of the message.
+        thresholds: One for each table of the module; 0 where none was selected yet, or where everything is sent.
+            Changed in place.
+        guard: Move the thresholds towards their targets by the counts of this message.
         scale: 1 or -1.
     """
     layout, flat, added = message.layout, rows.view(-1), addend.reshape(-1)
@@ -101,23 +101,23 @@ def compress_changes(
     segments = list(pairwise(edges))
     for (start, stop), table, target in zip(segments, message.tables, layout.capacities, strict=True):
         if target == stop - start:
-            thresholds[table] = 0  # everything goes
+            thresholds[table] = 0  # everything is sent
         elif thresholds[table] == 0:
             thresholds[table] = kth_magnitude(flat[start:stop] + scale * added[start:stop], target)
     limits = np.maximum(thresholds[message.tables], SMALLEST_THRESHOLD)
-    chosen = select if fastest_kernel(flat.device.type) == "numba" else _select_at_once
-    positions, values, reached = chosen(added, flat, segments, limits.tolist(), scale)
+    positions, values, reached = select_adjacent(added, flat, segments, limits.tolist(), scale)
     finite = np.ones(len(segments), dtype=np.bool_)
     broken = values.isfinite().logical_not_()
-    if bool(broken.any()):
+    some_broken = bool(broken.any())
+    if some_broken or positions.numel() > layout.capacity:
         table_of = torch.searchsorted(torch.tensor(edges[1:], device=flat.device), positions, right=True)
+    if some_broken:
         finite[table_of[broken].cpu().numpy()] = False
         keep = broken | torch.from_numpy(finite).to(flat.device)[table_of]
-        positions, values = positions[keep], values[keep]
-        reached = torch.bincount(table_of[keep], minlength=len(segments)).tolist()
+        positions, values, table_of = positions[keep], values[keep], table_of[keep]
+        reached = torch.bincount(table_of, minlength=len(segments)).tolist()
     if positions.numel() > layout.capacity:
-        # What exceeds its table's threshold by the largest factor goes.
-        table_of = torch.searchsorted(torch.tensor(edges[1:], device=flat.device), positions, right=True)
+        # The entries that exceed their table's threshold by the largest factors are sent.
         over = torch.from_numpy(np.where(finite, limits, np.inf)).to(flat.device, flat.dtype).index_select(0, table_of)
         # In fp64, where over the smallest threshold the largest float is finite; infinite over infinite is NaN.
         excess = (values.to(torch.float64) / over).nan_to_num_(nan=math.inf)
@@ -130,38 +130,13 @@ def compress_changes(
 
 
 def read_changes(payload: Tensor, message: Message) -> tuple[Tensor, Tensor]:
-    """Read a message.
-
-    Args:
-        payload: Shape ``[message.layout.num_bytes]``, uint8.
-        message: What it is about.
-
-    Returns:
-        Places in the flattened rows (int64) and the values there (fp32), both shape ``[count]``.
+    """Read a payload: positions in the flattened rows (int64) and the values there (fp32), both shape ``[count]``.
 
     Raises:
         PayloadError: The bytes are not a message about these rows.
     """
     received = unpack(message.layout, payload)
     return received.positions, received.values
-
-
-def _select_at_once(
-    addend: Tensor, rows: Tensor, segments: list[tuple[int, int]], limits: list[float], scale: float
-) -> Selection:
-    """What :func:`lightning_dct.kernels.select` does, in operations on all tables together."""
-    sizes = torch.tensor([stop - start for start, stop in segments], dtype=torch.int64, device=rows.device)
-    before = rows.clone()
-    rows.add_(addend.to(rows.dtype), alpha=scale)
-    limit = torch.tensor(limits, dtype=rows.dtype, device=rows.device).repeat_interleave(sizes)
-    # "Not below" instead of "at or above": it is true for NaN.
-    positions = nonzero_indices((rows.abs() < limit).logical_not_())
-    values = rows.index_select(0, positions)
-    broken = positions[values.isfinite().logical_not_()]
-    rows[broken] = before[broken]
-    # Positions ascend, so the place where a table ends among them tells how many it has.
-    counts = torch.searchsorted(positions, sizes.cumsum(0)).diff(prepend=sizes.new_zeros(1))
-    return Selection(positions, values, counts.tolist())
 
 
 def _guard(message: Message, thresholds: Float64Array, reached: list[int], finite: BoolArray, flat: Tensor) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -18,18 +18,13 @@ from lightning_dct.wire import PayloadError
 
 
 class Incoming(NamedTuple):
-    """Bytes under way from every rank.
-
-    Attributes:
-        work: What to wait for; None on a single process.
-        parts: What each rank sends, uint8; to be read after waiting.
-    """
+    """Bytes under way: what each rank sends, uint8, valid after the work is done (None on a single process)."""
 
     work: dist.Work | None
     parts: list[Tensor]
 
     def wait(self) -> list[Tensor]:
-        """Wait, and give the parts by rank."""
+        """The parts by rank, when they have arrived."""
         if self.work is not None:
             self.work.wait()
         return self.parts
@@ -51,35 +46,41 @@ class Exchange:
 
     @classmethod
     def among_all(cls, device: torch.device) -> Exchange:
-        """Between all ranks, on a group of its own: a collective call where a process group is up.
+        """Between all ranks: a collective call where a process group is up.
 
-        Lightning broadcasts on the default group in between.
+        The exchange has a group of its own, because Lightning broadcasts on the default group in between.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return cls(None, device)
         group = cast(dist.ProcessGroup, dist.new_group())
         exchange = cls(group, device)
-        # torch.distributed keeps a group, with its threads and connections, until it is told otherwise.
+        # torch.distributed keeps a group, with its threads and connections, until somebody destroys it.
         weakref.finalize(exchange, _destroy, group).atexit = False
         return exchange
 
-    def announce(self, numbers: Int64Array, traffic: Traffic) -> Int64Array:
-        """Tell each rank some numbers.
+    def announce(self, numbers: Int64Array, traffic: Traffic, least: int = 0) -> Int64Array:
+        """Send each rank some numbers, such as the sizes of what follows.
 
         Args:
-            numbers: Shape ``[world size, n]``, each below 2**31: what each rank is told.
+            numbers: Shape ``[world size, n]``, each below 2**31: one row per receiver.
             traffic: Where the bytes are counted.
+            least: The smallest valid number.
 
         Returns:
-            Shape ``[world size, n]``: what each rank has told this one.
+            Shape ``[world size, n]``: one row per sender.
+
+        Raises:
+            PayloadError: A rank sends a smaller number.
         """
         if self.group is None:
             return numbers
-        told = torch.from_numpy(numbers.astype(np.int32)).to(self.device)
-        heard = torch.empty_like(told)
-        dist.all_to_all_single(heard, told, group=self.group)
-        traffic.add(bytes_sent=(self.world_size - 1) * numbers.shape[1] * told.element_size())
-        return heard.cpu().numpy().astype(np.int64)
+        sent = torch.from_numpy(numbers.astype(np.int32)).to(self.device)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        traffic.add(bytes_sent=(self.world_size - 1) * numbers.shape[1] * sent.element_size())
+        announced = received.cpu().numpy().astype(np.int64)
+        check_announced(announced, least)
+        return announced
 
     def start(self, payloads: Sequence[Tensor], sizes: Sequence[int], traffic: Traffic) -> Incoming:
         """Begin to send each rank its payload.
@@ -99,21 +100,22 @@ class Exchange:
         return Incoming(work, list(received.split(list(sizes))))
 
 
-def check_announced(heard: Int64Array, least: int) -> None:
-    """Refuse numbers that no rank announces.
-
-    Args:
-        heard: Shape ``[world size, n]``: what each rank has told this one.
-        least: The smallest number there is.
-
-    Raises:
-        PayloadError: One is smaller.
-    """
-    for rank, numbers in enumerate(heard):
+def check_announced(announced: Int64Array, least: int) -> None:
+    """Refuse numbers below ``least``, which no rank announces (PayloadError)."""
+    for rank, numbers in enumerate(announced):
         if (numbers < least).any():
             raise PayloadError(f"Rank {rank} of the process group announces {numbers.min()} of something.")
 
 
+@contextmanager
+def reading(source: str) -> Iterator[None]:
+    """Name the source, such as a rank, in every PayloadError that arises inside."""
+    try:
+        yield
+    except PayloadError as error:
+        raise PayloadError(f"{source}: {error}.") from error
+
+
 def _destroy(group: dist.ProcessGroup) -> None:
-    with suppress(ValueError):  # it has gone already, with the default group
+    with suppress(ValueError):  # destroyed already, with the default group
         dist.destroy_process_group(group)

@@ -1,4 +1,4 @@
-"""What a strategy does for sharded tables besides saving them: finds them, and clips gradients by one norm."""
+"""Finds a model's sharded tables for a strategy, and clips gradients by the norm over all ranks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,10 @@ def find_tables(model: Module) -> dict[str, ShardedEmbeddingBags]:
 
 
 def install_clipping(precision: Any, tables: Mapping[str, ShardedEmbeddingBags]) -> None:
-    """Make Lightning's gradient clipping see the rows of all ranks.
+    """Make Lightning's gradient clipping include the rows of all ranks, if there are sharded tables.
 
-    A rank's own norm would differ from the others', and replicas clipped differently drift apart. Lightning leaves
-    clipping to the precision plugin, so two of its methods are replaced on this one object.
-
-    Args:
-        precision: Lightning's precision plugin.
-        tables: The sharded tables; with none of them nothing is changed.
+    Ranks that clipped by their own norms would make replicas drift apart. Lightning clips in the precision plugin, so
+    this replaces two methods of that one object.
     """
     if not tables:
         return
@@ -56,6 +52,6 @@ def install_clipping(precision: Any, tables: Mapping[str, ShardedEmbeddingBags])
 
 
 def remove_clipping(precision: Any) -> None:
-    """Undo :func:`install_clipping`: the plugin clips as its class does, and no table outlives its fit in it."""
+    """Undo :func:`install_clipping`, so that the plugin keeps no table alive."""
     for method in ("clip_grad_by_norm", "clip_grad_by_value"):
         vars(precision).pop(method, None)

@@ -1,17 +1,17 @@
-"""The ids of a request, in little more than their entropy: rows are grouped by how often they were asked for before.
+"""The ids of a request, in little more than their entropy: rows are grouped by how often they were requested before.
 
-Look-ups are uneven: some rows are in every batch, most in hardly any. Among rows that are asked for equally often a
-request is a uniform choice, which :class:`~lightning_dct.wire.PositionCode` (or a bitmap, where most of a group is
-asked for) writes almost as short as can be. So rows are put in groups by the power of two below their count, and a
-request is written group by group. Both ends count the same requests and so know the same groups.
+Look-ups are uneven: some rows are in every batch, most in hardly any. Among rows with the same number of requests, a
+request is a uniform choice, which :class:`~lightning_dct.wire.PositionCode` (or a bitmap, if it takes most of a group)
+writes in almost the fewest bits. So the code groups rows by the power of two below their count, and writes a request
+group by group. Both ends count the same requests, so they know the same groups.
 
-====================  ===================================================================================
-part                  bits
-====================  ===================================================================================
-number of rows asked  for each group as many bits as its size has, lowest first; the last group is "all
-                      rows", for those asked for the first time
-positions             for each group, places among its rows in ascending order
-====================  ===================================================================================
+==============  ===================================================================================
+part            bits
+==============  ===================================================================================
+number of rows  for each group as many bits as its size has, lowest first; the last group is "all
+                rows", for rows that are requested for the first time
+positions       for each group, places among its rows in ascending order
+==============  ===================================================================================
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from lightning_dct.wire import PayloadError
 from lightning_dct.wire.bits import num_bytes, pack_bits, unpack_bits
 from lightning_dct.wire.positions import shortest_code
 
-# Groups are made anew after so many requests, and before that whenever their number has doubled.
+# Groups are made anew every so many requests, and before that whenever the number of requests has doubled.
 REGROUP_EVERY = 64
-# Old habits are forgotten: counts are halved after so many requests.
+# Counts are halved every so many requests, so that old requests lose weight.
 HALVE_EVERY = 1024
 
 
@@ -47,12 +47,7 @@ class RequestCode:
         self._learn_ranks()
 
     def learn(self, rows: Int64Array, counts: Int64Array) -> None:
-        """Group rows anew.
-
-        Args:
-            rows: Shape ``[n]``, ascending: rows asked for before.
-            counts: Shape ``[n]``: how often; those of 0 are left out.
-        """
+        """Group ascending rows, ``[n]``, by their counts of requests, ``[n]``; rows with count 0 are left out."""
         seen = counts > 0
         self._rows = rows[seen]
         self._groups = np.frexp(counts[seen])[1].astype(np.int64) - 1
@@ -78,14 +73,10 @@ class RequestCode:
         return pack_bits(torch.cat(bits))
 
     def decode(self, data: Tensor, most: int) -> Int64Array:
-        """Undo :meth:`encode`.
-
-        Args:
-            data: What it has written, uint8.
-            most: How many places there can be. A few harmed bits could claim all of a large table.
+        """Undo :meth:`encode`; ``most`` places are valid, because corrupt bits could claim all of a large table.
 
         Raises:
-            PayloadError: The bytes are not that.
+            PayloadError: The bytes are no request.
         """
         widths = [size.bit_length() for size in self._all_sizes]
         bits = unpack_bits(data.cpu(), 8 * data.numel())
@@ -114,7 +105,7 @@ class RequestCode:
                     raise PayloadError(f"a request for rows is corrupt: {error}") from error
             found.append(places if group == len(self._sizes) else self._members[group][places])
         if num_bytes(start) != data.numel():
-            raise PayloadError(f"a request for rows has {data.numel()} bytes, what it says takes {num_bytes(start)}")
+            raise PayloadError(f"a request for rows has {data.numel()} bytes, but its content takes {num_bytes(start)}")
         wanted = np.sort(np.concatenate(found))
         if (wanted[1:] == wanted[:-1]).any():
             raise PayloadError("a request asks for a row twice")

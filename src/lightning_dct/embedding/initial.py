@@ -1,8 +1,8 @@
-"""The initial value of a row: a seeded function of its table and number, so every rank can compute every row's.
+"""The initial value of a row: a seeded function of its table and number, which every rank can compute.
 
-The owner fills its shards with it, and a rank that asks for a row for the first time starts its copy from it: what the
-two ends disagree on is then only what training has changed. The hash is the finaliser of SplitMix64 (Steele, Lea and
-Flood, *Fast splittable pseudorandom number generators*, OOPSLA 2014).
+The owner fills its shards with it, and a rank that requests a row for the first time starts its copy from it. So the
+two ends differ only by what training has changed. The hash is the finaliser of SplitMix64 (Steele, Lea and Flood,
+*Fast splittable pseudorandom number generators*, OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -24,22 +24,19 @@ def initial_rows(
     bounds: npt.NDArray[np.float32],
     dim: int,
 ) -> Tensor:
-    """Uniform on ``[-bound, bound)``, the same for whoever asks.
+    """Rows uniform on ``[-bound, bound)``, fp32 ``[n, dim]``, the same on every rank.
 
     Args:
         seed: Any integer.
         tables: Shape ``[n]``: the table of each row.
         rows: Shape ``[n]``: the row in its table.
         bounds: Shape ``[tables]``: each table's bound.
-        dim: Entries a row.
-
-    Returns:
-        Shape ``[n, dim]``, fp32.
+        dim: Entries per row.
     """
     state = np.full(1, seed % 2**64, dtype=np.uint64)
     for counter in (tables[:, None], rows[:, None], np.arange(dim)[None, :]):
         state = _mix(state + (counter.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
-    # 24 bits are what an fp32 holds exactly: no rounding but that of the last product.
+    # An fp32 holds 24 bits exactly, so only the last product rounds.
     uniform = (state >> np.uint64(40)).astype(np.float32) * np.float32(2**-23) - np.float32(1)
     uniform *= bounds[tables][:, None]
     return torch.from_numpy(uniform)

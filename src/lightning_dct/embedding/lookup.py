@@ -1,4 +1,4 @@
-"""One training look-up through changes: each distinct row is asked for once, and only what moved travels, both ways.
+"""One training look-up through changes: it requests each distinct row once, and only what moved crosses, both ways.
 
     rank that uses a row (R: its copy, G: its residual)            rank that owns it (E: the row, R: that very copy)
 
@@ -8,12 +8,12 @@
       G += dL/dR            ---------  G where |G| >= tau  ---->   the sum over all ranks is E's gradient
       G -= sent
 
-Nothing is zeroed and nothing is lost, which sets this apart from the paper's exchange of values (:mod:`.values`).
+Nothing is zeroed and nothing is lost, unlike in the paper's exchange of values (:mod:`.values`).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,30 +21,28 @@ from torch import Tensor
 
 from lightning_dct.embedding.bags import Bags
 from lightning_dct.embedding.changes import Message, compress_changes, message_about, read_changes
-from lightning_dct.embedding.deliver import deliver, when_backward_ends
-from lightning_dct.embedding.exchange import check_announced
+from lightning_dct.embedding.exchange import reading
+from lightning_dct.embedding.gradients import deliver, when_backward_ends
 from lightning_dct.embedding.placement import Int64Array
 from lightning_dct.embedding.rows import RememberedRows, add_entries
+from lightning_dct.embedding.state import TableState
 from lightning_dct.kernels import add_rows
 from lightning_dct.traffic import FP32_BYTES, ID_BYTES
 from lightning_dct.wire import PayloadError
-
-if TYPE_CHECKING:
-    from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 
 
 class DistinctRows:
     """The distinct rows of some bags, by owner.
 
     Attributes:
-        bags: What is looked up.
-        wanted: For each rank, the places asked of it: ascending, distinct.
-        lookups: For each rank, how many look-ups they stand for.
-        starts: Where each rank's begin among all distinct rows; one more for the end.
-        inverse: Shape ``[lookups]``, int64: which distinct row each look-up is.
+        bags: The look-ups.
+        wanted: For each owner, the places there: ascending, distinct.
+        lookups: For each owner, how many look-ups they stand for.
+        starts: Shape ``[world size + 1]``: where each owner's rows begin among all distinct rows.
+        inverse: Shape ``[lookups]``, int64: the distinct row of each look-up.
     """
 
-    def __init__(self, bags: Bags, module: ShardedEmbeddingBags) -> None:
+    def __init__(self, bags: Bags, module: TableState) -> None:
         placement = module.placement
         owners, places = placement.locate(bags.tables, bags.rows)
         stride = max(max(placement.owned_rows), 1)
@@ -61,57 +59,44 @@ class DistinctRows:
         return rows[self.starts[rank] : self.starts[rank + 1]]
 
 
-class Asked:
-    """What another rank asks of this one.
+class Asked(NamedTuple):
+    """What another rank requests: the rows' places ``[k]``, the slots of their mirrors, and the number of look-ups."""
 
-    Attributes:
-        places: Shape ``[k]``: the rows.
-        slots: Where the copy that rank holds is mirrored.
-        lookups: How many look-ups they stand for.
-    """
-
-    def __init__(self, places: Int64Array, slots: Tensor, lookups: int) -> None:
-        self.places = places
-        self.slots = slots
-        self.lookups = lookups
+    places: Int64Array
+    slots: Tensor
+    lookups: int
 
 
 class ChangesLookup:
-    """A look-up under way; see the drawing at the top.
+    """A look-up under way: the constructor requests rows and answers the others, :meth:`pooled` waits for answers."""
 
-    The constructor asks for rows and starts what this rank owes the others; :meth:`pooled` waits for the answers.
-    """
-
-    def __init__(self, module: ShardedEmbeddingBags, bags: Bags) -> None:
+    def __init__(self, module: TableState, bags: Bags) -> None:
         self._module = module
         self._rank, self._peers = module.exchange_group.rank, module.peers
+        ranks = range(module.placement.world_size)
+        self._empty = torch.empty(0, dtype=torch.uint8, device=module.weight.device)
         with module.traffic.timed():
             self._rows = DistinctRows(bags, module)
-            payloads, told = self._ask()
-        heard = module.exchange_group.announce(told, module.traffic)
-        check_announced(heard, 0)
-        with module.traffic.timed():
-            row_bytes = module.embedding_dim * module.remembered_dtype.itemsize
-            sizes = [
-                int(heard[peer, 0] + heard[peer, 2] * row_bytes) if peer in self._peers else 0
-                for peer in range(module.placement.world_size)
-            ]
+            payloads, numbers = self._requests()
+        # Of each request: its bytes of ids, its look-ups, and the rows it has evicted.
+        id_bytes, lookups, evicted = module.exchange_group.announce(numbers, module.traffic).T.tolist()
+        row_bytes = module.embedding_dim * module.remembered_dtype.itemsize
+        sizes = [id_bytes[peer] + evicted[peer] * row_bytes for peer in ranks]
         requests = module.exchange_group.start(payloads, sizes, module.traffic).wait()
         with module.traffic.timed():
             self._asked = {
-                peer: self._read_request(peer, requests[peer], int(heard[peer, 0]), int(heard[peer, 1]))
-                for peer in self._peers
+                peer: self._read_request(peer, requests[peer], id_bytes[peer], lookups[peer]) for peer in self._peers
             }
             self._count()
-            # What this rank hears from an owner, and what it tells a user, about the same rows in both directions.
+            # The messages with each owner and each user; both directions are about the same rows.
             self._mine = {peer: self._message(peer, rows) for peer, rows in enumerate(self._rows.wanted)}
             self._theirs = {peer: self._message(self._rank, asked.places) for peer, asked in self._asked.items()}
-            answers = [self._answer(peer) for peer in range(module.placement.world_size)]
-            sizes = [self._mine[peer].layout.num_bytes if peer in self._peers else 0 for peer in self._mine]
+            answers = [self._answer(peer) if peer in self._peers else self._empty for peer in ranks]
+            sizes = [self._mine[peer].layout.num_bytes if peer in self._peers else 0 for peer in ranks]
         self._incoming = module.exchange_group.start(answers, sizes, module.traffic)
 
     def pooled(self) -> Tensor:
-        """Wait for the rows and pool them: shape ``[samples, tables, dim]``."""
+        """Wait for the rows and pool them, ``[samples, tables, dim]``."""
         module, rows = self._module, self._rows
         answers = self._incoming.wait()
         with module.traffic.timed():
@@ -128,20 +113,18 @@ class ChangesLookup:
         return deliver(module.weight, pooled, self.send_gradient)
 
     def send_gradient(self, pooled_gradient: Tensor) -> None:
-        """Start sending each owner the gradient of its rows; it arrives when backward ends."""
+        """Start sending each owner the gradient of its rows, and receive this rank's when backward ends."""
         module, rows = self._module, self._rows
         with module.traffic.timed():
             each = rows.bags.spread(pooled_gradient).to(module.remembered_dtype)
             gradient = each.new_zeros(int(rows.starts[-1]), module.embedding_dim)
             add_rows(gradient, rows.inverse, each)
-            empty = torch.empty(0, dtype=torch.uint8, device=gradient.device)
+            ranks = range(module.placement.world_size)
             payloads = [
-                self._gradient_payload(rank, rows.part(gradient, rank)) if rank in self._peers else empty
-                for rank in range(module.placement.world_size)
+                self._gradient_payload(rank, rows.part(gradient, rank)) if rank in self._peers else self._empty
+                for rank in ranks
             ]
-            sizes = [0] * module.placement.world_size
-            for peer in self._peers:
-                sizes[peer] = self._theirs[peer].layout.num_bytes
+            sizes = [self._theirs[rank].layout.num_bytes if rank in self._peers else 0 for rank in ranks]
         incoming = module.exchange_group.start(payloads, sizes, module.traffic)
 
         def finish() -> None:
@@ -161,33 +144,31 @@ class ChangesLookup:
 
         when_backward_ends(finish)
 
-    def _ask(self) -> tuple[list[Tensor], Int64Array]:
+    def _requests(self) -> tuple[list[Tensor], Int64Array]:
         module, world_size = self._module, self._module.placement.world_size
         device = module.weight.device
-        told = np.zeros((world_size, 3), dtype=np.int64)
-        payloads = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(world_size)]
+        numbers = np.zeros((world_size, 3), dtype=np.int64)
+        payloads = [self._empty] * world_size
         self._slots: dict[int, Tensor] = {}
         for peer in self._peers:
             wanted = self._rows.wanted[peer]
             ids = module.held[peer].code.encode(wanted).to(device)
             admission, flushed = module.held[peer].admit(wanted)
             self._slots[peer] = torch.from_numpy(admission.slots).to(device)
-            told[peer] = ids.numel(), self._rows.lookups[peer], len(flushed)
+            numbers[peer] = ids.numel(), self._rows.lookups[peer], len(flushed)
             payloads[peer] = torch.cat([ids, flushed.reshape(-1).view(torch.uint8)])
-        return payloads, told
+        return payloads, numbers
 
     def _read_request(self, peer: int, request: Tensor, id_bytes: int, lookups: int) -> Asked:
         module = self._module
-        try:
+        with reading(f"Rank {peer} of the process group"):
             places = module.mirrors[peer].code.decode(request[:id_bytes], lookups)
-        except PayloadError as error:
-            raise PayloadError(f"Rank {peer} of the process group: {error}.") from error
-        # This end works out for itself which rows the other has had to let go.
+        # This end computes which rows the other has evicted.
         admission, _ = module.mirrors[peer].admit(places)
         flushed = request[id_bytes:].clone().view(module.remembered_dtype).view(-1, module.embedding_dim)
         if len(flushed) != admission.evicted.size:
             raise PayloadError(
-                f"Rank {peer} has let {len(flushed)} rows go where {admission.evicted.size} were expected: the two"
+                f"Rank {peer} has evicted {len(flushed)} rows where {admission.evicted.size} were expected: the two"
                 " ends' caches differ. Use the same `cache_rows` and the same checkpoint on every rank."
             )
         if len(flushed):
@@ -196,8 +177,6 @@ class ChangesLookup:
 
     def _answer(self, peer: int) -> Tensor:
         module = self._module
-        if peer not in self._peers:
-            return torch.empty(0, dtype=torch.uint8, device=module.weight.device)
         asked, mirror = self._asked[peer], module.mirrors[peer]
         now = module.own_rows(asked.places).to(module.remembered_dtype)
         known = mirror.copies.index_select(0, asked.slots)
@@ -218,7 +197,7 @@ class ChangesLookup:
         return sent.payload
 
     def _held(self, owner: int) -> tuple[RememberedRows, Tensor]:
-        """What is remembered of an owner's rows, and where the rows of this look-up still are."""
+        """What this rank remembers of an owner's rows, and the slots of this look-up's rows."""
         held, slots = self._module.held[owner], self._slots[owner]
         if not held.cache.holds(self._rows.wanted[owner], slots.cpu().numpy()):
             raise RuntimeError(
@@ -233,13 +212,11 @@ class ChangesLookup:
         return message_about(tables, module.embedding_dim, module.annealed(module.density), module.value_format)
 
     def _read(self, peer: int, payload: Tensor, message: Message) -> tuple[Tensor, Tensor]:
-        try:
+        with reading(f"Embedding rows from rank {peer} of the process group"):
             return read_changes(payload, message)
-        except PayloadError as error:
-            raise PayloadError(f"Embedding rows from rank {peer} of the process group: {error}.") from error
 
     def _count(self) -> None:
-        """Count what fp32 rows both ways and int64 ids of every look-up would put on the wire from this rank."""
+        """Count the dense exchange: fp32 rows both ways, and the int64 id of every look-up."""
         row_bytes = FP32_BYTES * self._module.embedding_dim
         mine = int(sum(self._rows.lookups[peer] for peer in self._peers))
         theirs = sum(asked.lookups for asked in self._asked.values())

@@ -1,4 +1,4 @@
-"""Adagrad with one accumulator a row: a sixteenth of the state for rows of sixteen entries."""
+"""Adagrad with one accumulator per row: a sixteenth of the state for rows of sixteen entries."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class RowWiseAdagrad(Optimizer):
     """Adagrad whose accumulator is the mean square of a row's gradient, for parameters with sparse gradients.
 
     With ``G`` the gradient of row ``i``: ``s_i += mean(G ** 2)``, ``row_i -= lr * G / (sqrt(s_i) + eps)``. Rows
-    without a gradient are not touched. Parameters with dense gradients get ordinary Adagrad, so one optimizer serves
-    a whole model. (FBGEMM's and TorchRec's "row-wise Adagrad" for embedding tables.)
+    without a gradient stay as they are. Parameters with dense gradients get ordinary Adagrad, so one optimizer serves
+    a whole model. (FBGEMM and TorchRec have the same "row-wise Adagrad".)
 
     Args:
         params: Parameters or groups of them.
@@ -34,14 +34,7 @@ class RowWiseAdagrad(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do one step.
-
-        Args:
-            closure: Computes the loss and the gradients anew.
-
-        Returns:
-            What the closure returns.
-        """
+        """Do one step, after ``closure`` if there is one, and return its loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -60,7 +53,7 @@ def _sparse_step(parameter: Tensor, state: dict[str, Tensor], learning_rate: flo
     rows, values = gradient.indices()[0], gradient.values()
     if "sum" not in state:
         state["sum"] = parameter.new_zeros(len(parameter))
-    # The dimension that is added lets vectors pass as rows of one entry.
+    # The added dimension treats vectors as rows of one entry.
     state["sum"][rows] += values.square().unsqueeze(-1).flatten(1).mean(dim=1)
     scale = state["sum"][rows].sqrt_().add_(eps).view(-1, *(1 for _ in values.shape[1:]))
     parameter.index_add_(0, rows, values / scale, alpha=-learning_rate)

@@ -1,8 +1,8 @@
 """Which rank owns which rows of which table: whole tables where they fit, blocks of rows where they do not.
 
-A table with more rows than a rank's share is cut into blocks that go round the ranks in turn, so that no rank ever
-holds all of it and its often-used rows, which most vocabularies put first, do not all land on one rank. The other
-tables stay whole and go, largest first, to the rank that has the least.
+A table with more rows than a rank's share is cut into blocks, which the ranks own in turn. So no rank holds all of it,
+and its frequent rows, which most vocabularies put first, do not all belong to one rank. The other tables stay whole and
+go, largest first, to the rank with the least load.
 
     table 0 (large)     | block 0 | block 1 | block 2 | block 3 | ...      blocks of equal size, in turn
                            rank 0    rank 1    rank 0    rank 1
@@ -24,19 +24,12 @@ import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
 
-# Blocks of a cut table that each rank gets: enough to spread the often-used rows, few enough to list.
+# Blocks of a cut table that each rank gets: enough to spread the frequent rows, few enough to list.
 BLOCKS_PER_RANK = 16
 
 
 class RowRange(NamedTuple):
-    """Rows that lie next to each other in their table and on their owner.
-
-    Attributes:
-        table: The table.
-        start: First row in the table.
-        stop: One past the last.
-        place: Place of the first row on its owner.
-    """
+    """Rows ``start`` to ``stop`` of a table, adjacent on their owner from ``place`` on."""
 
     table: int
     start: int
@@ -46,12 +39,12 @@ class RowRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where every row lives. The same on every rank.
+    """Where every row lives, the same on every rank.
 
     Attributes:
         world_size: Number of ranks.
         table_rows: Rows of each table.
-        block_rows: Rows of each table's blocks; all of the table's rows where it is not cut.
+        block_rows: Rows per block of each table; all rows where the table is not cut.
         first_rank: Owner of each table's first block.
     """
 
@@ -73,7 +66,7 @@ class Placement:
 
     @cached_property
     def owned_rows(self) -> tuple[int, ...]:
-        """How many rows each rank owns, of all tables together."""
+        """The number of rows that each rank owns, of all tables together."""
         return tuple(sum(r.stop - r.start for r in self.ranges(rank)) for rank in range(self.world_size))
 
     @cached_property
@@ -90,22 +83,12 @@ class Placement:
         return np.array(self.block_rows, dtype=np.int64), np.array(self.first_rank, dtype=np.int64)
 
     def locate(self, tables: Int64Array, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Where rows live.
-
-        Args:
-            tables: Shape ``[n]``: the table of each row.
-            rows: Shape ``[n]``: the row in its table.
-
-        Returns:
-            The owners and the places there, both shape ``[n]``.
-        """
+        """The owners and the places there of rows of tables; all shape ``[n]``."""
         sizes, first = self._blocks
         block, within = np.divmod(rows, sizes[tables])
         owner = (first[tables] + block) % self.world_size
-        place = (self._bases[owner, tables] + block // self.world_size * sizes[tables] + within).astype(
-            np.int64, copy=False
-        )
-        return owner, place
+        place = self._bases[owner, tables] + block // self.world_size * sizes[tables] + within
+        return owner, place.astype(np.int64, copy=False)
 
     def tables_on(self, rank: int) -> Int64Array:
         """The tables a rank owns rows of, ascending."""
@@ -116,7 +99,7 @@ class Placement:
         return np.searchsorted(self._bases[rank], places, side="right") - 1
 
     def rows_of(self, rank: int, places: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """The tables and the rows at some places of a rank, both shape ``[n]``: what :meth:`locate` undoes."""
+        """The tables and rows at places of a rank, all shape ``[n]``: the inverse of :meth:`locate`."""
         tables = self.tables_of(rank, places)
         sizes, first = self._blocks
         block, within = np.divmod(places - self._bases[rank, tables], sizes[tables])
@@ -129,36 +112,29 @@ def place_tables(
 ) -> Placement:
     """Balance rows (memory) and look-ups (traffic) over the ranks.
 
-    All tables of a module have one dimension, so rows measure their bytes.
-
-    Args:
-        table_rows: Rows of each table.
-        world_size: Number of ranks.
-        expected_lookups: Look-ups a sample of each table, in any unit; one each when None.
+    All tables of a module have the same dimension, so rows measure their bytes. ``expected_lookups`` per sample of each
+    table may have any unit; None means one each.
     """
     total_rows = sum(table_rows)
     lookups = [1.0] * len(table_rows) if expected_lookups is None else [float(number) for number in expected_lookups]
     total_lookups = sum(lookups) or 1.0
-    block_rows = list(table_rows)
-    first_rank = [0] * len(table_rows)
+    block_rows, first_rank = list(table_rows), [0] * len(table_rows)
+    memory_of = [rows / total_rows for rows in table_rows]
+    traffic_of = [number / total_lookups for number in lookups]
     memory, traffic = [0.0] * world_size, [0.0] * world_size
-    weights = [max(rows / total_rows, number / total_lookups) for rows, number in zip(table_rows, lookups, strict=True)]
     cut = [table for table, rows in enumerate(table_rows) if rows * world_size > total_rows and rows >= world_size > 1]
     for turn, table in enumerate(cut):
-        # Each cut table begins on another rank, because the first block has the rows that are used most.
+        # Each cut table begins on another rank, because its first block has the most frequent rows.
         first_rank[table] = turn % world_size
         block_rows[table] = -(-table_rows[table] // (world_size * BLOCKS_PER_RANK))
         for rank in range(world_size):
-            memory[rank] += table_rows[table] / total_rows / world_size
-            traffic[rank] += lookups[table] / total_lookups / world_size
-    whole = sorted(set(range(len(table_rows))) - set(cut), key=lambda table: (-weights[table], table))
-    for table in whole:
-        more_memory, more_traffic = table_rows[table] / total_rows, lookups[table] / total_lookups
-        rank = min(
-            range(world_size),
-            key=lambda rank: (max(memory[rank] + more_memory, traffic[rank] + more_traffic), memory[rank], rank),
-        )
+            memory[rank] += memory_of[table] / world_size
+            traffic[rank] += traffic_of[table] / world_size
+    whole = set(range(len(table_rows))) - set(cut)
+    for table in sorted(whole, key=lambda table: (-max(memory_of[table], traffic_of[table]), table)):
+        loads = [(max(m + memory_of[table], t + traffic_of[table]), m) for m, t in zip(memory, traffic, strict=True)]
+        rank = loads.index(min(loads))
         first_rank[table] = rank
-        memory[rank] += more_memory
-        traffic[rank] += more_traffic
+        memory[rank] += memory_of[table]
+        traffic[rank] += traffic_of[table]
     return Placement(world_size, tuple(table_rows), tuple(block_rows), tuple(first_rank))

@@ -1,22 +1,25 @@
-"""What a rank remembers of sharded tables, as a checkpoint holds it, and how another number of ranks takes it over."""
+"""What a rank remembers of sharded tables: saved, checked before use, and restored by any number of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from lightning_dct.embedding.memory_check import check_memory
+from lightning_dct.embedding.cache import CACHE_ARRAYS
 from lightning_dct.embedding.placement import Placement
+from lightning_dct.embedding.state import TableState
+from lightning_dct.state_file import CheckpointError
 
-if TYPE_CHECKING:
-    from lightning_dct.embedding.sharded import ShardedEmbeddingBags
+# Groups of rows are powers of two below a count, which is an int64.
+MOST_GROUPS = 63
 
 
-def memory_of(module: ShardedEmbeddingBags) -> dict[str, Any]:
-    """Copies, residuals, thresholds, and gradients that wait for a backward: plain numbers, dicts and CPU tensors."""
+def memory_of(module: TableState) -> dict[str, Any]:
+    """Copies, residuals, thresholds and collected gradients, as plain numbers, dicts and CPU tensors."""
     return {
         "placement": _fields(module.placement),
         "splits": [{**split.state_dict()} for split in module.splits] if module.exchange == "values" else [],
@@ -26,18 +29,14 @@ def memory_of(module: ShardedEmbeddingBags) -> dict[str, Any]:
     }
 
 
-def restore_memory(module: ShardedEmbeddingBags, states: Sequence[Mapping[str, Any]]) -> None:
-    """Continue from what was remembered.
+def restore_memory(module: TableState, states: Sequence[Mapping[str, Any]]) -> None:
+    """Continue from this rank's state, or from the states of all ranks of the saved world.
 
-    With another number of ranks copies start anew from the rows' initial values. The residuals of all ranks join the
-    next gradient, scaled so that the model gets what it would have got.
-
-    Args:
-        module: The tables.
-        states: One state (this rank's), or those of all ranks of the saved world.
+    With another number of ranks, copies start from the rows' initial values. The residuals of all ranks join the next
+    gradient, scaled so that the model receives the same sum.
 
     Raises:
-        CheckpointError: They are about other tables, or damaged.
+        CheckpointError: The states are of other tables, or corrupt.
     """
     for state in states:
         check_memory(state, module.table_rows, module.embedding_dim)
@@ -48,8 +47,7 @@ def restore_memory(module: ShardedEmbeddingBags, states: Sequence[Mapping[str, A
         for split, state in zip(module.splits, states[0]["splits"], strict=False):
             split.load_state_dict(state)
         device = module.weight.device
-        saved_parts = states[0]["collected"]
-        module.collected.parts = [(places.to(device), gradient.to(device)) for places, gradient in saved_parts]
+        module.collected.parts = [(places.to(device), part.to(device)) for places, part in states[0]["collected"]]
         return
     module.forget()
     for old_rank, state in enumerate(states):
@@ -64,6 +62,111 @@ def restore_memory(module: ShardedEmbeddingBags, states: Sequence[Mapping[str, A
             scale = module.placement.world_size / old.world_size
             kept = gradient[mine].to(module.weight.device, module.remembered_dtype) * scale
             module.collected.add(torch.from_numpy(now)[mine].to(module.weight.device), kept)
+
+
+def check_memory(state: Mapping[str, Any], table_rows: Sequence[int], dim: int) -> None:
+    """Check sizes, ranges and dtypes of what one rank has saved with :func:`memory_of`.
+
+    Raises:
+        CheckpointError: The tables have other sizes than ``table_rows`` and ``dim``, or the state is corrupt.
+    """
+    try:
+        saved = Placement(**state["placement"])
+        if list(saved.table_rows) != list(table_rows):
+            raise ValueError(
+                f"it is about tables of {list(saved.table_rows)} rows, and the model has tables of {list(table_rows)}"
+            )
+        wrong = next(_faults(state, saved, dim), None)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        wrong = f"{type(error).__name__}: {error}"
+    except ValueError as error:
+        wrong = str(error)
+    if wrong is not None:
+        raise CheckpointError(
+            f"The checkpoint's memory of sharded tables does not fit or is corrupt: {wrong}. Resume with the model that"
+            " was saved, or from another checkpoint."
+        )
+
+
+def _faults(state: Mapping[str, Any], saved: Placement, dim: int) -> Iterator[str]:
+    tables = len(saved.table_rows)
+    if not (
+        saved.world_size >= 1
+        and len(saved.block_rows) == len(saved.first_rank) == tables
+        and min(saved.block_rows) >= 1
+        and all(0 <= first < saved.world_size for first in saved.first_rank)
+    ):
+        yield "the placement of its rows"
+    for part, with_residual in (("held", True), ("mirrors", False)):
+        for peer, rows in state[part].items():
+            if not 0 <= peer < saved.world_size:
+                yield f"rank {peer} of {saved.world_size} in {part!r}"
+            # Held rows are the other's; mirrored rows are this rank's own, and the state does not say which rank it is.
+            universe = saved.owned_rows[peer] if with_residual else max(saved.owned_rows)
+            for fault in _faults_of_rows(rows, universe, dim, tables, with_residual):
+                yield f"{fault} of rank {peer} in {part!r}"
+    for places, gradient in state["collected"]:
+        if not _is_places(places, max(saved.owned_rows)) or gradient.shape != (places.numel(), dim):
+            yield "the collected gradients"
+    if not all(isinstance(split, Mapping) for split in state["splits"]):
+        yield "the masks' thresholds"
+
+
+def _faults_of_rows(
+    rows: Mapping[str, Any], universe: int, dim: int, tables: int, with_residual: bool
+) -> Iterator[str]:
+    cache, code = rows["cache"], rows["code"]
+    if not all(isinstance(cache[name], Tensor) and cache[name].dtype == torch.int64 for name in CACHE_ARRAYS):
+        yield "the cache"
+        return
+    slots, row_at = cache["slots"], cache["row_at"]
+    used = row_at.numel()
+    sound = (
+        _is_places(cache["rows"], universe)
+        and _is_ascending(cache["rows"])
+        and slots.shape == cache["rows"].shape
+        and (slots.numel() == 0 or (int(slots.min()) >= 0 and int(slots.max()) < used))
+        and torch.equal(row_at[slots], cache["rows"])
+        and int((row_at >= 0).sum()) == slots.numel()
+        and cache["last_used"].shape == cache["counts"].shape == row_at.shape
+        and int(cache["requests"]) >= 0
+    )
+    if not sound:
+        yield "the cache"
+    groups = code["groups"]
+    if not (
+        _is_places(code["rows"], universe)
+        and _is_ascending(code["rows"])
+        and _is_places(groups, MOST_GROUPS)
+        and groups.shape == code["rows"].shape
+    ):
+        yield "the groups of rows"
+    thresholds, residual = rows["thresholds"], rows["residual"]
+    if not (
+        thresholds.shape == (tables,)
+        and thresholds.dtype.is_floating_point
+        and bool(((thresholds >= 0) & thresholds.isfinite()).all())
+    ):
+        yield "the thresholds"
+    if rows["copies"].shape != (used, dim) or not rows["copies"].is_floating_point():
+        yield "the copies"
+    if not (
+        residual.shape == (used, dim if with_residual else 0)
+        and residual.is_floating_point()
+        and bool(residual.isfinite().all())
+    ):
+        yield "the residuals"
+
+
+def _is_places(places: Tensor, universe: int) -> bool:
+    """Whether these are whole numbers from 0 to below ``universe``."""
+    if places.dtype != torch.int64 or places.ndim != 1:
+        return False
+    return places.numel() == 0 or (int(places.min()) >= 0 and int(places.max()) < universe)
+
+
+def _is_ascending(places: Tensor) -> bool:
+    return bool((places[1:] > places[:-1]).all())
 
 
 def _fields(placement: Placement) -> dict[str, Any]:

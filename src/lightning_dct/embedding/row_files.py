@@ -1,7 +1,7 @@
-"""Reads the rows that ``torch.distributed.checkpoint`` has written, trusting nothing in the files.
+"""Reads the rows that ``torch.distributed.checkpoint`` has written, without trust in the files.
 
-That package unpickles its index without restrictions and looks at no checksum. Here the index may name the dozen
-classes it is made of and nothing else, and it and every piece of a table must match their checksums.
+That package unpickles its index without restrictions and checks no checksum. Here the index may name only the dozen
+classes that it consists of, and the index and every piece of a table must match their checksums.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.futures import Future
 from lightning_dct.state_file import check_sums
 
 INDEX = ".metadata"
-# Its CRC-32 in hexadecimal digits and the folder's name; rows that older versions have saved come without either.
+# The index's CRC-32 in hexadecimal digits, and the folder's name. Older versions wrote neither.
 INDEX_CHECKSUM = "metadata.crc32"
 _CHECKPOINT = "torch.distributed.checkpoint"
 ALLOWED = {
@@ -46,19 +46,18 @@ ALLOWED = {
 
 
 def row_writer(folder: str) -> FileSystemWriter:
-    """What writes rows into a folder, which it makes: on a disk, or wherever fsspec writes to."""
+    """A writer into a new folder, on a disk or wherever fsspec writes to."""
     files, path = url_to_fs(folder)
     if isinstance(files, LocalFileSystem):
         return FileSystemWriter(path)
-    # torch has no public writer for fsspec: whoever keeps to disks does not depend on this one.
+    # torch's writer for fsspec is private, so nobody who writes to disks depends on it.
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
-    # It would sync this machine's disks after each file.
-    return FsspecWriter(folder, sync_files=False)
+    return FsspecWriter(folder, sync_files=False)  # else it syncs this machine's disks after each file
 
 
 def write_index_checksum(folder: str) -> None:
-    """Note the checksum of a folder's index, once it is written, and which folder it is in."""
+    """Write the checksum of a folder's index, and the folder's name."""
     files, path = url_to_fs(folder)
     with files.open(f"{path}/{INDEX}", "rb") as file:
         checksum = zlib.crc32(file.read())
@@ -81,7 +80,7 @@ class RowReader(FileSystemReader):
         """Read the index.
 
         Raises:
-            ValueError: It does not match its checksum, is another folder's, or holds what no index does.
+            ValueError: It does not match its checksum, belongs to another folder, or is no index.
         """
         with self._files.open(f"{self._folder}/{INDEX}", "rb") as file:
             data = file.read()
@@ -101,7 +100,7 @@ class RowReader(FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what a rank wants of the rows, piece by piece.
+        """Read this rank's rows, piece by piece.
 
         Raises:
             ValueError: A piece is not what the index says.
@@ -131,5 +130,5 @@ class RowReader(FileSystemReader):
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name not in ALLOWED.get(module, set()):
-            raise pickle.UnpicklingError(f"the index names {module}.{name}, which no index of ours does")
+            raise pickle.UnpicklingError(f"the index names {module}.{name}, which no index of rows does")
         return super().find_class(module, name)

@@ -1,4 +1,4 @@
-"""What one rank remembers about another's rows: the last copy it holds, and the gradient it has not sent yet."""
+"""What one rank remembers of another's rows: the last copy, and the gradient that it has not sent yet."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from lightning_dct.embedding.placement import Int64Array
 
 
 class RememberedRows:
-    """Copies of rows, and where wanted residuals, for the rows in a cache.
+    """Copies, and optionally residuals, of the rows in a cache.
 
-    The rank that uses rows and the rank that owns them each have one of these for the other, and both hold the same
-    copies to the last bit: both start a row from its initial value and both add what was sent.
+    The rank that uses rows and the rank that owns them each have one for the other. Both hold the same copies to the
+    last bit, because both start a row from its initial value and add what was sent.
 
     Args:
         capacity: Most rows to remember.
-        universe: Rows the owner has.
-        dim: Entries a row.
+        universe: Rows of the owner.
+        dim: Entries per row.
         num_tables: Tables, each with a threshold of its own.
         initial: Gives the initial values of rows by their places, shape ``[n, dim]``.
-        with_residual: Keep residuals too.
+        with_residual: Whether to keep residuals.
         dtype: Of copies and residuals.
-        device: Where they are kept.
+        device: Of copies and residuals.
     """
 
     def __init__(
@@ -50,19 +50,16 @@ class RememberedRows:
         self.residual = torch.empty(0, dim if with_residual else 0, dtype=dtype, device=device)
 
     def admit(self, wanted: Int64Array) -> tuple[Admission, Tensor]:
-        """Make room for rows.
-
-        Args:
-            wanted: Shape ``[k]``, places on the owner, ascending and distinct.
+        """Admit rows: places on the owner, ``[k]``, ascending and distinct.
 
         Returns:
-            Where they are, and the residuals of the rows that had to go, shape ``[e, dim]`` (``[e, 0]`` without).
+            Their slots, and the residuals of the evicted rows, shape ``[e, dim]`` (``[e, 0]`` without residuals).
         """
         admission = self.cache.admit(wanted)
         flushed = self.residual.index_select(0, torch.from_numpy(admission.evicted_slots).to(self.residual.device))
         missing = self.cache.num_slots - len(self.copies)
         if missing > 0:
-            # Doubling keeps the copying cheap; never more than the cache can come to hold.
+            # Doubling keeps the copying cheap, up to the capacity of the cache.
             more = max(missing, min(len(self.copies), self.cache.capacity - len(self.copies)))
             self.copies = torch.cat([self.copies, self.copies.new_zeros(more, self.copies.shape[1])])
             self.residual = torch.cat([self.residual, self.residual.new_zeros(more, self.residual.shape[1])])
@@ -78,11 +75,11 @@ class RememberedRows:
         return admission, flushed
 
     def move(self, device: torch.device) -> None:
-        """Keep copies and residuals on another device; which rows they are stays known on the CPU."""
+        """Move copies and residuals; the cache stays on the CPU."""
         self.copies, self.residual = self.copies.to(device), self.residual.to(device)
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it: numbers and CPU tensors."""
+        """The whole state, as numbers and CPU tensors."""
         used = self.cache.num_slots
         return {
             "cache": self.cache.state_dict(),
@@ -102,14 +99,7 @@ class RememberedRows:
 
 
 def add_entries(rows: Tensor, slots: Tensor, positions: Tensor, values: Tensor) -> None:
-    """Add values at some places of some rows, in place.
-
-    Args:
-        rows: Shape ``[n, dim]``.
-        slots: Shape ``[k]``, int64: which rows.
-        positions: Shape ``[count]``, int64: distinct places in these rows laid flat, ``k * dim`` of them.
-        values: Shape ``[count]``.
-    """
+    """Add values to ``rows[slots]``, in place, at distinct positions in these rows, flattened."""
     dim = rows.shape[1]
     flat, entries = rows.view(-1), slots.index_select(0, positions // dim) * dim + positions % dim
     flat.index_copy_(0, entries, flat.index_select(0, entries).add_(values.to(rows.dtype)))

@@ -1,12 +1,12 @@
-"""Saves and loads rows where they live, with ``torch.distributed.checkpoint``: no rank ever holds a whole table.
+"""Saves and loads rows on their owners, with ``torch.distributed.checkpoint``: no rank ever holds a whole table.
 
-Each table is one tensor of the checkpoint, in its own order of rows, written in pieces by the ranks that own them.
-Loading reads what a rank owns now, whatever the number of ranks was when it was saved.
+Each table is one tensor of the checkpoint, in its own order of rows. The owners write it in pieces. Any number of ranks
+can load it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,26 +22,23 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from lightning_dct.embedding.row_files import RowReader, row_writer, write_index_checksum
-from lightning_dct.embedding.sharded import ROWS_AT_A_TIME, ShardedEmbeddingBags
+from lightning_dct.embedding.state import ROWS_AT_A_TIME, TableState
 from lightning_dct.state_file import CheckpointError
 
 
 class RowShards(Tensor):
-    """One rank's rows of one table, as ``torch.distributed.checkpoint`` wants them (its ``_Checkpointable`` protocol).
+    """One rank's rows of one table, in the ``_Checkpointable`` protocol of ``torch.distributed.checkpoint``.
 
-    A tensor in name only: that package looks for the protocol on tensors, and none of its memory is ever there.
+    That package looks for the protocol on tensors, so this is a tensor, but one without memory.
     """
 
     _pieces: dict[torch.Size, Tensor]
 
     @staticmethod
     def of(num_rows: int, pieces: list[tuple[int, Tensor]], like: Tensor) -> RowShards:
-        """Describe rows.
+        """The rows of a table of ``num_rows``: where each piece begins, and a view of its rows, ``[n, ...]``.
 
-        Args:
-            num_rows: Rows of the whole table.
-            pieces: Where each piece begins in the table, and its rows, a view of shape ``[n, ...]``.
-            like: A tensor with the dtype and the trailing shape of the rows.
+        ``like`` has their dtype and trailing shape.
         """
         size = torch.Size([num_rows, *like.shape[1:]])
         shards: RowShards = Tensor._make_wrapper_subclass(RowShards, size, dtype=like.dtype)
@@ -51,7 +48,7 @@ class RowShards(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NotImplementedError(f"{func} is nothing that rows for a checkpoint can do")
+        raise NotImplementedError(f"Rows for a checkpoint do not support {func}.")
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         return [
@@ -73,13 +70,10 @@ class RowShards(Tensor):
         return self._pieces[index.offset]
 
 
-def save_rows(folder: str, tables: dict[str, ShardedEmbeddingBags], optimizers: list[Optimizer]) -> None:
-    """Write every rank's rows and what the optimizers keep for them; a collective call.
+def save_rows(folder: str, tables: Mapping[str, TableState], optimizers: list[Optimizer]) -> None:
+    """Write every rank's rows of ``tables``, and the optimizers' state for them; a collective call.
 
-    Args:
-        folder: Where to; what it holds already is overwritten.
-        tables: The modules by name.
-        optimizers: The optimizers whose state goes along; none for weights alone.
+    It overwrites what ``folder`` holds.
     """
     shards: dict[str, Any] = {}
     for name, module in tables.items():
@@ -91,16 +85,12 @@ def save_rows(folder: str, tables: dict[str, ShardedEmbeddingBags], optimizers: 
         write_index_checksum(folder)
 
 
-def load_rows(folder: str, tables: dict[str, ShardedEmbeddingBags]) -> None:
-    """Read this rank's rows; a collective call.
-
-    Args:
-        folder: What :func:`save_rows` has written.
-        tables: The modules by name.
+def load_rows(folder: str, tables: Mapping[str, TableState]) -> None:
+    """Read this rank's rows from what :func:`save_rows` has written; a collective call.
 
     Raises:
-        FileNotFoundError: It is not there.
-        CheckpointError: It is damaged, or holds rows of other tables.
+        FileNotFoundError: The folder is missing.
+        CheckpointError: It is corrupt, or holds rows of other tables.
     """
     _check(folder)
     shards: dict[str, Any] = {}
@@ -109,12 +99,12 @@ def load_rows(folder: str, tables: dict[str, ShardedEmbeddingBags]) -> None:
     _load(folder, shards)
 
 
-def load_row_states(folder: str, tables: dict[str, ShardedEmbeddingBags], optimizers: list[Optimizer]) -> None:
-    """Read what the optimizers keep for this rank's rows; a collective call.
+def load_row_states(folder: str, tables: Mapping[str, TableState], optimizers: list[Optimizer]) -> None:
+    """Read the optimizers' state for this rank's rows; a collective call.
 
     Raises:
-        FileNotFoundError: The folder is not there.
-        CheckpointError: It is damaged.
+        FileNotFoundError: The folder is missing.
+        CheckpointError: It is corrupt.
     """
     _check(folder)
     with _naming(folder):
@@ -138,16 +128,14 @@ def load_row_states(folder: str, tables: dict[str, ShardedEmbeddingBags], optimi
     _load(folder, shards)
 
 
-def without_rows(
-    state: dict[str, Any], optimizer: Optimizer, tables: dict[str, ShardedEmbeddingBags]
-) -> dict[str, Any]:
-    """An optimizer's ``state_dict`` less what :func:`save_rows` saves.
+def without_rows(state: dict[str, Any], optimizer: Optimizer, tables: Mapping[str, TableState]) -> dict[str, Any]:
+    """An optimizer's ``state_dict`` without what :func:`save_rows` saves.
 
-    ``ZeroRedundancyOptimizer`` hands its state over on rank 0 only, and an empty dict elsewhere.
+    On ranks other than 0, ``ZeroRedundancyOptimizer`` gives an empty dict.
     """
     if not tables or not state:
         return state
-    weights = {id(module.weight): len(module.weight) for module in tables.values()}
+    weights = {id(module.weight) for module in tables.values()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     kept = {
         index: {
@@ -160,7 +148,7 @@ def without_rows(
     return {**state, "state": kept}
 
 
-def _row_states(name: str, module: ShardedEmbeddingBags, optimizers: list[Optimizer]) -> dict[str, Tensor]:
+def _row_states(name: str, module: TableState, optimizers: list[Optimizer]) -> dict[str, Tensor]:
     return {
         _state_key(name, number, key): value
         for number, optimizer in enumerate(optimizers)
@@ -177,7 +165,7 @@ def _state_key(name: str, number: int, key: str) -> str:
     return f"{name}.optimizer_{number}.{key}"
 
 
-def _shards_of(name: str, module: ShardedEmbeddingBags, values: Tensor) -> dict[str, RowShards]:
+def _shards_of(name: str, module: TableState, values: Tensor) -> dict[str, RowShards]:
     """One tensor a table, from values of shape ``[owned rows, ...]``."""
     pieces: dict[int, list[tuple[int, Tensor]]] = {table: [] for table in range(len(module.table_rows))}
     for table, start, stop, place in module.placement.ranges(module.exchange_group.rank):
@@ -193,30 +181,26 @@ def _shards_of(name: str, module: ShardedEmbeddingBags, values: Tensor) -> dict[
 def _load(folder: str, shards: dict[str, Any]) -> None:
     with _naming(folder):
         reader = RowReader(folder)
-        # torch.distributed.checkpoint would go on without an index it cannot read, and say so at length.
+        # torch.distributed.checkpoint would only warn about an index that it cannot read.
         reader.read_metadata()
         load(shards, storage_reader=reader, no_dist=not dist.is_initialized())
 
 
 @contextmanager
 def _naming(folder: str) -> Iterator[None]:
-    """Say which folder it is when something in it is damaged."""
+    """Name the folder in the error about a corrupt file in it."""
     try:
         yield
     except FileNotFoundError:
         raise
     except (Exception, CheckpointException) as error:
-        # What damaged files make pickle, zipfile and torch raise is of a dozen kinds; on several ranks they come
-        # wrapped in a CheckpointException, which is no Exception.
+        # Corrupt files make pickle, zipfile and torch raise a dozen kinds of errors. With several ranks they come in a
+        # CheckpointException, which is no Exception.
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         raise CheckpointError(
-            f"The embedding rows in {folder!r} are damaged or are others ({_cause(error)}). Restore the folder from a"
+            f"The embedding rows in {folder!r} are corrupt or are others ({cause}). Restore the folder from a"
             " copy, or resume from an earlier checkpoint."
         ) from error
-
-
-def _cause(error: BaseException) -> BaseException:
-    """The first error a rank has met."""
-    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
 
 
 def _check(folder: str) -> None:

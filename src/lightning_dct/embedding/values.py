@@ -1,4 +1,4 @@
-"""One training look-up through values, as the paper has it: pooled embeddings cross, all but the largest entries zero.
+"""One training look-up through values, the paper's method: pooled embeddings cross, all but the largest entries zero.
 
     rank that uses bags                                           rank that owns rows of their tables
 
@@ -7,13 +7,13 @@
       the rest of the model runs
       dL/dh                 --------  under the same M  --------->  the sum over all ranks is the rows' gradient
 
-Kept to compare with: nothing is remembered, and what is below the threshold is lost. (Gupta et al., KDD 2021, section
-3.2.) The rank's own rows are treated like the others', without a wire, so that a model sees one kind of activations.
+This is a baseline: nothing is remembered, and what is below the threshold is lost (Gupta et al., KDD 2021, section
+3.2). A rank masks its own rows, too, so that a model sees one kind of activations.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,24 +22,22 @@ from torch import Tensor
 from lightning_dct.activations.codec import decode_backward, decode_forward, encode_backward
 from lightning_dct.activations.layout import ActivationLayout
 from lightning_dct.embedding.bags import Bags
-from lightning_dct.embedding.deliver import deliver, when_backward_ends
-from lightning_dct.embedding.exchange import check_announced
+from lightning_dct.embedding.exchange import reading
+from lightning_dct.embedding.gradients import deliver, when_backward_ends
 from lightning_dct.embedding.placement import Int64Array
+from lightning_dct.embedding.state import TableState
 from lightning_dct.traffic import FP32_BYTES, ID_BYTES
 from lightning_dct.wire import PayloadError
 
-if TYPE_CHECKING:
-    from lightning_dct.embedding.sharded import ShardedEmbeddingBags
-
 
 class Asked(NamedTuple):
-    """What one rank asks of this one.
+    """What another rank requests.
 
     Attributes:
         places: Shape ``[lookups]``: the rows.
-        bags: Shape ``[lookups]``: which of ``samples * tables here`` bags each goes into.
-        samples: How many samples that rank has.
-        positions: Where the entries are that were sent; None for all.
+        bags: Shape ``[lookups]``: the bag of each, of ``samples * tables here``.
+        samples: Samples of that rank.
+        positions: The positions of the entries that were sent; None for all.
     """
 
     places: Tensor
@@ -49,9 +47,9 @@ class Asked(NamedTuple):
 
 
 class ValuesLookup:
-    """A look-up under way; see the drawing at the top."""
+    """A look-up under way: the constructor requests and answers, :meth:`pooled` waits for the answers."""
 
-    def __init__(self, module: ShardedEmbeddingBags, bags: Bags) -> None:
+    def __init__(self, module: TableState, bags: Bags) -> None:
         self._module, self._bags = module, bags
         world = range(module.placement.world_size)
         self._tables = [module.placement.tables_on(rank) for rank in world]
@@ -59,20 +57,16 @@ class ValuesLookup:
             owners, places = module.placement.locate(bags.tables, bags.rows)
             payloads = [self._ask(rank, places[owners == rank], owners == rank) for rank in world]
             lookups = np.bincount(owners, minlength=len(world))
-            told = np.array([[bags.num_samples, lookups[rank], len(payloads[rank])] for rank in world], dtype=np.int64)
-        heard = module.exchange_group.announce(told, module.traffic)
-        check_announced(heard, 0)
-        requests = module.exchange_group.start(payloads, [int(size) for size in heard[:, 2]], module.traffic).wait()
+            numbers = np.array([[bags.num_samples, lookups[rank], len(payloads[rank])] for rank in world], np.int64)
+        samples, asked, sizes = module.exchange_group.announce(numbers, module.traffic).T.tolist()
+        requests = module.exchange_group.start(payloads, sizes, module.traffic).wait()
         with module.traffic.timed():
             self._asked: list[Asked] = []
-            answers = []
-            for rank in world:
-                answer = self._answer(rank, requests[rank], int(heard[rank, 0]), int(heard[rank, 1]))
-                answers.append(answer)
+            answers = [self._answer(rank, requests[rank], samples[rank], asked[rank]) for rank in world]
             self._layouts = [self._layout(rank, bags.num_samples) for rank in world]
-            sizes = [_forward_bytes(layout) for layout in self._layouts]
+            sizes = [layout.forward_positions_bytes + layout.forward_values_bytes for layout in self._layouts]
         mine = int(lookups.sum() - lookups[module.exchange_group.rank])
-        theirs = int(heard[:, 1].sum() - heard[module.exchange_group.rank, 1])
+        theirs = sum(asked) - asked[module.exchange_group.rank]
         row_bytes = FP32_BYTES * module.embedding_dim
         module.traffic.add(steps=1, bytes_dense=mine * (ID_BYTES + row_bytes) + theirs * row_bytes)
         self._incoming = module.exchange_group.start(answers, sizes, module.traffic)
@@ -87,10 +81,8 @@ class ValuesLookup:
             self._positions: list[Tensor | None] = []
             for rank, (layout, answer) in enumerate(zip(self._layouts, answers, strict=True)):
                 cut = layout.forward_positions_bytes
-                try:
+                with reading(f"Embeddings from rank {rank} of the process group"):
                     part, positions = decode_forward(layout, answer[:cut], answer[cut:], dtype)
-                except PayloadError as error:
-                    raise PayloadError(f"Embeddings from rank {rank} of the process group: {error}.") from error
                 # Rows of one table may come from several ranks.
                 pooled[:, self._tables[rank]] += part
                 self._positions.append(positions)
@@ -99,12 +91,12 @@ class ValuesLookup:
         return deliver(module.weight, pooled, self.send_gradient)
 
     def send_gradient(self, pooled_gradient: Tensor) -> None:
-        """Start sending each owner the gradient of what it sent; it arrives when backward ends."""
+        """Start sending each owner the gradient of what it sent, and receive this rank's when backward ends."""
         module, bags = self._module, self._bags
         with module.traffic.timed():
             if bags.divisors is not None:
                 pooled_gradient = pooled_gradient / bags.divisors.view(bags.num_samples, bags.num_tables, 1)
-            # As the owners' split points for this rank's batch would round it.
+            # The seed with which the owners round this rank's batch.
             seed = module.splits[module.exchange_group.rank].rounding_seed
             payloads = [
                 encode_backward(layout, pooled_gradient[:, tables].contiguous(), positions, seed)
@@ -126,7 +118,7 @@ class ValuesLookup:
         when_backward_ends(finish)
 
     def _ask(self, owner: int, places: Int64Array, chosen: np.typing.NDArray[np.bool_]) -> Tensor:
-        """Every look-up's place in as few whole bytes as the owner's rows need, then each bag's number of them."""
+        """A request, as :func:`read_request` reads it."""
         bags, module = self._bags, self._module
         tables = self._tables[owner]
         width = _width(module.placement.owned_rows[owner])
@@ -136,9 +128,9 @@ class ValuesLookup:
         order = np.argsort(within, kind="stable")
         ids = places[order].astype("<u8")[:, None].view(np.uint8)[:, :width]
         counts = np.bincount(within, minlength=bags.num_samples * len(tables)).astype("<u4")
-        # One row in every bag is what most data have: then the counts need not be said.
-        said = counts.view(np.uint8) if (counts != 1).any() else np.empty(0, dtype=np.uint8)
-        data = np.concatenate([ids.reshape(-1), said])
+        # Most data have one row in every bag: then the counts are left out.
+        count_bytes = counts.view(np.uint8) if (counts != 1).any() else np.empty(0, dtype=np.uint8)
+        data = np.concatenate([ids.reshape(-1), count_bytes])
         return torch.from_numpy(data).to(module.weight.device)
 
     def _answer(self, peer: int, request: Tensor, samples: int, lookups: int) -> Tensor:
@@ -146,10 +138,8 @@ class ValuesLookup:
         here = module.exchange_group.rank
         tables = self._tables[here]
         num_bags = samples * len(tables)
-        try:
+        with reading(f"Rank {peer} of the process group"):
             asked = read_request(request.cpu().numpy(), lookups, num_bags, len(module.weight))
-        except PayloadError as error:
-            raise PayloadError(f"Rank {peer} of the process group: {error}.") from error
         places, bags = (torch.from_numpy(part).to(module.weight.device) for part in asked)
         pooled = module.weight.new_zeros(num_bags, module.embedding_dim)
         pooled.index_add_(0, bags, module.weight.detach()[places])
@@ -167,14 +157,14 @@ class ValuesLookup:
 def read_request(
     data: np.typing.NDArray[np.uint8], lookups: int, num_bags: int, num_rows: int
 ) -> tuple[Int64Array, Int64Array]:
-    """Read what another rank asks for.
+    """Read another rank's request.
 
     Args:
-        data: The place of every look-up in as few whole bytes as ``num_rows`` need, then the number of each bag's
-            look-ups in four bytes, or nothing for one each.
-        lookups: How many there are.
-        num_bags: How many bags they go into.
-        num_rows: How many rows there are.
+        data: uint8: the place of every look-up, in as few whole bytes as ``num_rows`` needs, then the number of
+            look-ups in each bag, in four bytes each, or nothing when it is always one.
+        lookups: Their number.
+        num_bags: The bags they go into.
+        num_rows: The rows of this rank.
 
     Returns:
         The place and the bag of each look-up, both shape ``[lookups]``.
@@ -183,21 +173,18 @@ def read_request(
         PayloadError: The bytes are not that.
     """
     width = _width(num_rows)
-    said = data[lookups * width :]
-    if data.size < lookups * width or said.size not in (0, 4 * num_bags):
+    count_bytes = data[lookups * width :]
+    if data.size < lookups * width or count_bytes.size not in (0, 4 * num_bags):
         raise PayloadError(f"a request for {lookups} rows in {num_bags} bags has {data.size} bytes")
     ids = np.zeros((lookups, 8), dtype=np.uint8)
     ids[:, :width] = data[: lookups * width].reshape(lookups, width)
     places = ids.view("<u8").reshape(-1).astype(np.int64)
-    counts = said.copy().view("<u4").astype(np.int64) if said.size else np.ones(num_bags, dtype=np.int64)
+    counts = count_bytes.copy().view("<u4").astype(np.int64) if count_bytes.size else np.ones(num_bags, dtype=np.int64)
     if counts.sum() != lookups or (places.size and (places.min() < 0 or places.max() >= num_rows)):
         raise PayloadError("a request asks for rows that are not there")
     return places, np.repeat(np.arange(num_bags), counts)
 
 
-def _forward_bytes(layout: ActivationLayout) -> int:
-    return layout.forward_positions_bytes + layout.forward_values_bytes
-
-
 def _width(rows: int) -> int:
+    """Whole bytes that hold the place of a row."""
     return (max(rows - 1, 1).bit_length() + 7) // 8

@@ -1,4 +1,4 @@
-"""The step between replicas of a backward: FSDP's shards of gradients, summed over a replica, go through thresholds."""
+"""The exchange between replicas in a backward: thresholds for FSDP's gradient shards, summed over a replica."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes
 
 
 class ShardGradientSynchronizer(GradientSynchronizer):
-    """Synchronises this rank's gradient shards with the same shards of the other replicas, a unit of FSDP at a time.
+    """Synchronises this rank's gradient shards with those of the other replicas, one unit of FSDP at a time.
 
     Args:
         config: The settings.
         parameter_names: The name of every parameter.
-        exchange: How compressed gradients get to the other replicas.
-        shards: Ranks in a replica, whose mean is taken first.
+        exchange: Sends compressed gradients to the other replicas.
+        shards: Ranks per replica.
 
     Attributes:
-        is_blocked: Let gradients add up on this rank for now; the next backward that is not blocked exchanges all.
+        is_blocked: Whether gradients accumulate on this rank; the next backward that is not blocked exchanges all.
     """
 
     def __init__(self, config: DCTConfig, parameter_names: Mapping[Tensor, str], exchange: Exchange, shards: int):
@@ -40,24 +40,24 @@ class ShardGradientSynchronizer(GradientSynchronizer):
         self._shards = shards
 
     def attach(self, modules: Iterable[FSDPModule]) -> None:
-        """Take over the step between replicas of all modules that FSDP gathers."""
+        """Exchange the gradients of all modules that FSDP gathers, through its all-reduce hook."""
         for module in modules:
             module.set_all_reduce_hook(partial(self._reduce, _units_of(module)))
-            # The hook divides itself: what adds up on this rank and what arrives are in the same units.
+            # The hook divides itself, so accumulated and received gradients are in the same units.
             module.set_gradient_divide_factor(1.0)
-            # Otherwise nothing says which parameters a flat shard is of.
+            # Otherwise the parameters of a flat shard are unknown.
             module.set_reduce_scatter_unused_params(True, recurse=False)
 
     @staticmethod
     def detach(modules: Iterable[FSDPModule]) -> None:
-        """Leave modules to FSDP alone again."""
+        """Undo :meth:`attach`."""
         for module in modules:
             for unit in _units_of(module):
                 unit._all_reduce_hook = unit.gradient_divide_factor = None
             module.set_reduce_scatter_unused_params(False, recurse=False)
 
     def finish(self) -> None:
-        """End a backward; it counts where something was exchanged."""
+        """End a backward that has exchanged something."""
         if self._pending:
             self._finish()
 
@@ -65,9 +65,7 @@ class ShardGradientSynchronizer(GradientSynchronizer):
     def _reduce(self, units: list[Any], flat: Tensor) -> None:
         """Replace a unit's sum over the ranks of a replica by the mean over all ranks.
 
-        Args:
-            units: The one unit.
-            flat: Shape ``[n]``: this rank's shards of its gradients, each padded to the largest shard of the replica.
+        ``flat`` holds this rank's shards of the gradients, each padded to the largest shard of the replica.
         """
         flat.div_(self._shards)
         parts = [part for part in units[0].fsdp_params if part.sharded_param.requires_grad]
@@ -105,7 +103,7 @@ class ShardGradientSynchronizer(GradientSynchronizer):
 
 
 def count_inside(modules: Iterable[FSDPModule], link: Link) -> None:
-    """Count what FSDP's gathers and reductions send inside a replica, from now on."""
+    """Count the bytes of FSDP's gathers and reductions inside a replica."""
     for module in modules:
         for unit in _units_of(module):
             gather = getattr(unit._all_gather_comm, "collective", unit._all_gather_comm)
@@ -115,7 +113,7 @@ def count_inside(modules: Iterable[FSDPModule], link: Link) -> None:
 
 
 class _Counted(AllGather, ReduceScatter):
-    """A collective of FSDP's, counted at the place where bytes are handed to it."""
+    """A collective of FSDP that counts its bytes."""
 
     def __init__(self, collective: Any, link: Link, num_bytes: Any) -> None:
         self.collective, self._link, self._num_bytes = collective, link, num_bytes

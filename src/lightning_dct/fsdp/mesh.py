@@ -1,4 +1,4 @@
-"""Ranks as replicas x shards under Lightning's ModelParallelStrategy, and checkpoints that are there whole or not."""
+"""Ranks as replicas x shards under Lightning's ModelParallelStrategy, and checkpoints that are complete or absent."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ AXES = ("replicate", "data_parallel", "tensor_parallel")
 
 
 class MeshStrategy(ModelParallelStrategy):
-    """Several replicas of a model, each spread over neighbouring ranks; nothing passes between replicas here.
+    """Several replicas of a model, each sharded over neighbouring ranks, without an exchange between replicas.
 
-    ``self.device_mesh`` has the dimensions ``replicate``, ``data_parallel`` and ``tensor_parallel`` (of size 1), so
-    that what Lightning documents for ``configure_model`` shards within a replica.
+    ``self.device_mesh`` has the dimensions ``replicate``, ``data_parallel`` and ``tensor_parallel`` (of size 1), so a
+    ``configure_model`` as in Lightning's documentation shards within a replica.
 
     Args:
-        replicas: How many; None for one a node.
-        wrap_unit: What is gathered together where the module does not shard itself; see
-            :func:`~lightning_dct.fsdp.wrapping.wrap`.
-        shard_settings: For ``fully_shard``, where the module does not shard itself.
+        replicas: How many; None for one per node.
+        wrap_unit: The unit of :func:`~lightning_dct.fsdp.wrapping.wrap`, if the module does not shard itself.
+        shard_settings: For ``fully_shard``, if the module does not shard itself.
         **kwargs: As for ModelParallelStrategy.
     """
 
@@ -47,12 +46,12 @@ class MeshStrategy(ModelParallelStrategy):
 
     @property
     def replicas(self) -> int:
-        """How many there are."""
+        """The number of replicas."""
         return self.num_nodes if self._replicas is None else self._replicas
 
     @property
     def shards(self) -> int:
-        """Over how many ranks each is spread."""
+        """The ranks per replica."""
         return self.world_size // self.replicas
 
     @property
@@ -66,16 +65,16 @@ class MeshStrategy(ModelParallelStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def setup_environment(self) -> None:
-        """Bring the processes up, make the mesh, and shard the module where its ``configure_model`` does not.
+        """Start the processes, make the mesh, and shard a module whose ``configure_model`` does not.
 
         Raises:
-            ValueError: The replicas cannot be of the same size.
+            ValueError: The replicas cannot have the same size.
         """
         self._setup_distributed()
         if self.world_size % self.replicas:
             raise ValueError(
-                f"`replicas={self.replicas}` does not divide the {self.world_size} ranks of this run. Use a divisor of"
-                f" them, such as {self.num_nodes}, one replica a node."
+                f"`replicas={self.replicas}` does not divide the {self.world_size} ranks of this run. Use a divisor,"
+                f" such as {self.num_nodes}, one replica per node."
             )
         shape = (self.replicas, self.shards, 1)
         self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=AXES)
@@ -85,15 +84,12 @@ class MeshStrategy(ModelParallelStrategy):
         module.configure_model = partial(_both, module.configure_model, sharding)
 
     def teardown(self) -> None:
-        """Leave nothing in the module that belongs to these processes."""
+        """Remove from the module what belongs to these processes."""
         super().teardown()
         vars(self.lightning_module).pop("configure_model", None)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Save the first replica. A folder takes its name when it is complete.
-
-        A process killed meanwhile leaves a folder whose name begins with a dot and ends in ``.part``.
-        """
+        """Save the first replica, in a folder ``.<name>.part`` that gets its own name when it is complete."""
         path = Path(filepath)
         if not self._save_distributed_checkpoint or storage_options is not None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -120,7 +116,7 @@ def _both(configure_model: Callable[[], None], sharding: Callable[[], None]) -> 
 
 
 def replace(new: Path, path: Path) -> None:
-    """Give a folder the name of another, or of a file, which goes."""
+    """Replace a folder or a file by a folder."""
     old = path.with_name(f".{path.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():

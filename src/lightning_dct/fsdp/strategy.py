@@ -1,4 +1,4 @@
-"""``Trainer(strategy="dct_fsdp")``: thresholds between replicas that FSDP2 shards inside. Holds no maths."""
+"""``Trainer(strategy="dct_fsdp")``: thresholds between replicas, FSDP2 inside them, wired into Lightning."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from lightning_dct.callbacks.requirements import AVERAGING
 from lightning_dct.config import DCTConfig, check_integer, check_keywords
 from lightning_dct.fsdp.gradients import ShardGradientSynchronizer, count_inside
 from lightning_dct.fsdp.mesh import MeshStrategy
-from lightning_dct.fsdp.state import plain, take_over, with_local
-from lightning_dct.fsdp.weights import ShardWeights
+from lightning_dct.fsdp.weights import ShardWeights, plain, take_over, with_local
 from lightning_dct.fsdp.wrapping import check_sharded, shard_of, sharded_modules
 from lightning_dct.gradients import Synchronizer
 from lightning_dct.gradients.collectives import Link
@@ -35,27 +34,27 @@ OLDEST_TORCH = (2, 13)
 
 
 class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
-    """Replicas that FSDP2 shards over the ranks of a node, and that exchange what moves by more than a threshold.
+    """Replicas that FSDP2 shards over the ranks of a node. They exchange what moves by more than a threshold.
 
     Inside a replica FSDP gathers weights and reduces gradients as always. Between replicas the ranks that hold the same
-    shard exchange what it has *moved* after every ``local_steps`` optimizer steps, or, with ``compress="gradients"``,
-    its gradients in every backward, as the ranks of :class:`~lightning_dct.DCTStrategy` do with whole weights. What a
-    rank remembers for that is as large as its shard.
+    shard exchange its update after every ``local_steps`` optimizer steps, or, with ``compress="gradients"``, its
+    gradients in every backward, as the ranks of :class:`~lightning_dct.DCTStrategy` do with whole weights. The state
+    for that is as large as the shard.
 
-    A ``configure_model`` that calls ``fully_shard(..., mesh=self.device_mesh["data_parallel"])`` is used as it is. A
-    module that does not is sharded by the strategy.
+    The strategy shards a module whose ``configure_model`` does not call
+    ``fully_shard(..., mesh=self.device_mesh["data_parallel"])``.
 
     Example::
 
         trainer = Trainer(strategy=DCTFSDPStrategy(local_steps=16), devices=8, num_nodes=4)
 
     Args:
-        replicas: How many; by default one a node.
-        unit: For a module that does not shard itself, what is gathered together: modules of this class or of these, or
-            the smallest modules of at least so many entries.
-        mp_policy: For a module that does not shard itself, FSDP's ``MixedPrecisionPolicy``.
+        replicas: How many; by default one per node.
+        unit: Modules to gather together: of this class or these classes, or the smallest ones of at least so many
+            entries. For a module that does not shard itself, like ``mp_policy``.
+        mp_policy: FSDP's ``MixedPrecisionPolicy``.
         save_distributed_checkpoint: As for ModelParallelStrategy: a folder to which all ranks of a replica write, or
-            one file, which plain strategies load.
+            one file, which plain strategies can load.
         process_group_backend: As for ModelParallelStrategy.
         timeout: As for ModelParallelStrategy.
         lifelines: As for DCTStrategy.
@@ -110,17 +109,13 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
 
     @property
     def stages(self) -> int:  # type: ignore[override]
-        """Over how many ranks the parameters are spread."""
+        """The ranks per replica."""
         return self.shards
 
     # ------------------------------------------------------------------------------------------------- setting up
 
     def connect(self, model: pl.LightningModule) -> None:
-        """Refuse callbacks that copy the model, before any process waits for another.
-
-        Raises:
-            ValueError: With the callback and the remedy.
-        """
+        """Refuse callbacks that copy the model (ValueError), before any process waits for another."""
         trainer: Any = getattr(model, "_trainer", None)
         for callback in [] if trainer is None else trainer.callbacks:
             if isinstance(callback, AVERAGING):
@@ -131,10 +126,10 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
         super().connect(model)
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Check how the module is sharded, and set the exchange between replicas up.
+        """Check how the module is sharded, and set up the exchange between replicas.
 
         Raises:
-            ValueError: A parameter is not sharded as the exchange wants it, or the ranks differ.
+            ValueError: A parameter is not sharded within the replica, or the ranks differ.
         """
         model: Any = self.lightning_module
         if tables := self.sharded_tables():
@@ -147,13 +142,13 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
         self.config.check_patterns(list(names.values()))
         check_agreement({**vars(self.config), "replicas": self.replicas}, model, None)
         for module in sharded_modules(model):
-            # gloo knows no mean, and the hook of gradients wants the sum.
+            # gloo has no mean, and the hook of gradients expects the sum.
             module.set_force_sum_reduction_for_comms(True)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.is_fitting = True
             self.synchronizer = self._make_synchronizer(model)
-            self._tell()
+            self._log_memory()
 
     def _make_synchronizer(self, model: pl.LightningModule) -> Synchronizer:
         group = self.device_mesh["replicate"].get_group()
@@ -174,16 +169,16 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
         synchronizer.attach(modules)
         return synchronizer
 
-    def _tell(self) -> None:
+    def _log_memory(self) -> None:
         entries = sum(local_of(p).numel() for p in self._parameter_names() if p.requires_grad)
         what = "shared weights" if self.updates is not None else "residuals"
         rank_zero_info(
-            f"DCTFSDPStrategy: replicas={self.replicas}, each spread over {self.shards} ranks; {what} take"
-            f" {4 * entries / 1e6:,.1f} MB a rank, 1 / {self.shards} of the model's."
+            f"DCTFSDPStrategy: replicas={self.replicas}, each sharded over {self.shards} ranks; {what} take"
+            f" {4 * entries / 1e6:,.1f} MB per rank, 1 / {self.shards} of the model's."
         )
 
     def teardown(self) -> None:
-        """Leave the module to FSDP alone."""
+        """Detach the exchange from the module."""
         if isinstance(self.synchronizer, ShardGradientSynchronizer):
             self.synchronizer.detach(sharded_modules(self._module))
         super().teardown()
@@ -192,7 +187,7 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Let gradients add up on this rank; nothing passes between replicas."""
+        """Accumulate gradients on this rank, without an exchange between replicas."""
         if not isinstance(self.synchronizer, ShardGradientSynchronizer):
             yield
             return
@@ -203,7 +198,7 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
             self.synchronizer.is_blocked = False
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Run backward, and count what it has exchanged."""
+        """Run backward, and end its exchange."""
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         if isinstance(self.synchronizer, ShardGradientSynchronizer):
             self.synchronizer.finish()
@@ -216,7 +211,7 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
         if self.updates is None:
             return super().lightning_module_state_dict()
         with self.updates.weights.in_model():
-            # Copies: what FSDP hands over changes with the weights.
+            # Copies, because FSDP's tensors change with the weights.
             return {name: _copied(value) for name, value in super().lightning_module_state_dict().items()}
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -225,7 +220,7 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
             return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Take over this rank's state; the weights are in their place."""
+        """Load this rank's optimizer state."""
         super().load_model_state_dict(checkpoint, strict)
         own, self._own_optimizers = self._own_optimizers, []
         for optimizer, state in zip(self.optimizers, own, strict=False):
@@ -243,7 +238,7 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
 
     def _state(self) -> dict[str, Any]:
         shapes = {name: list(local_of(parameter).shape) for parameter, name in self._parameter_names().items()}
-        # Updates average them; otherwise they are every rank's own, as under FSDP.
+        # Updates average buffers; otherwise every rank has its own, as under FSDP.
         buffers = {} if self.updates is not None else dict(self._module.named_buffers())
         return {**super()._state(), "shards": shapes, "buffers": plain(buffers)}
 

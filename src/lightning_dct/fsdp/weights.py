@@ -1,20 +1,25 @@
-"""Both sets of weights of a rank's shards. FSDP keeps pointers into them, so contents change places, not pointers."""
+"""A rank's shards: both sets of weights, and copies of local tensors for checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lightning_dct.gradients.plan import local_of
 from lightning_dct.updates import SharedWeights
 
 
 class ShardWeights(SharedWeights):
-    """The shared weights of what this rank holds of a sharded model.
+    """The shared weights of this rank's shards. FSDP keeps pointers into them, so contents are swapped, not pointers.
 
     Args:
-        modules: The modules that FSDP gathers: what they have gathered of the other set is freed.
+        modules: The modules that FSDP gathers, to free what they have gathered of the other set.
     """
 
     def __init__(self, modules: Sequence[FSDPModule]) -> None:
@@ -22,7 +27,7 @@ class ShardWeights(SharedWeights):
         self._modules = modules
 
     def show(self) -> None:
-        """Let the shared weights stand in the model."""
+        """Put the shared weights into the model."""
         if self.shown:
             return
         self._free_gathered()
@@ -34,7 +39,7 @@ class ShardWeights(SharedWeights):
             self._versions[name] = local_of(parameter)._version
 
     def hide(self) -> None:
-        """Let this rank's own weights stand in the model again; what was written into the shared ones becomes both."""
+        """Put this rank's own weights into the model again; what was written into the shared weights becomes both."""
         self._free_gathered()
         stored, self._own = self._own, {}
         for name, own in stored.items():
@@ -47,8 +52,33 @@ class ShardWeights(SharedWeights):
             self._shared[name] = own.copy_(shared)
 
     def follow_parameters(self) -> None:
-        """Nothing to follow: the parameters stay where they are when training ends."""
+        """Do nothing: the parameters stay where they are when training ends."""
 
     def _free_gathered(self) -> None:
         for module in self._modules:
             module.reshard()
+
+
+def plain(value: Any) -> Any:
+    """A tree of dicts and lists, with the local part of every tensor copied to the CPU."""
+    return apply_to_collection(value, Tensor, lambda tensor: local_of(tensor).detach().to("cpu", copy=True))
+
+
+def take_over(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Load this rank's state, as :func:`plain` saved it, over the state and settings of the checkpoint."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, values in saved["state"].items():
+        state = optimizer.state[parameters[number]]
+        for key, value in values.items():
+            if isinstance(state.get(key), Tensor):
+                local_of(state[key]).copy_(value)
+            else:
+                state[key] = value
+
+
+def with_local(like: Tensor, local: Tensor) -> Tensor:
+    """A tensor with this local part, sharded like another."""
+    if not isinstance(like, DTensor):
+        return local.to(like.device)
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(local.to(like.device), mesh, placements, shape=like.shape, stride=like.stride())

@@ -1,4 +1,4 @@
-"""Wraps a plain LightningModule by ``fully_shard``, by size or by class, and refuses what is sharded in another way."""
+"""Wraps a plain LightningModule with ``fully_shard``, by size or by class, and refuses other sharding."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ OPAQUE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecod
 
 
 def wrap(model: pl.LightningModule, mesh: DeviceMesh, unit: int | type | tuple[type, ...], **settings: Any) -> None:
-    """Shard all parameters of a module that has not sharded itself; nothing happens where it has.
+    """Shard all parameters of a module that has not sharded itself.
 
     Args:
-        model: The module. Its steps become what gathers the parameters that no unit has. With manual optimisation
-            backward runs within a step, so there its children are units each.
+        model: The module. Its steps gather the parameters outside units. With manual optimisation backward runs within
+            a step, so each child is a unit.
         mesh: The ranks, one-dimensional.
-        unit: What is gathered and freed together: modules of these classes, or the smallest modules of at least so many
+        unit: Modules to gather and free together: those of these classes, or the smallest ones of at least so many
             entries. Parameters that several modules share stay out of units.
         **settings: As for ``fully_shard``.
     """
@@ -50,11 +50,7 @@ def wrap(model: pl.LightningModule, mesh: DeviceMesh, unit: int | type | tuple[t
 
 
 def check_sharded(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Refuse trained parameters that the ranks of a replica would not keep together.
-
-    Raises:
-        ValueError: With the parameter and the remedy.
-    """
+    """Refuse trained parameters that are not sharded within a replica (ValueError)."""
     remedy = (
         "Call `fully_shard(module, mesh=self.device_mesh['data_parallel'])` for all modules in `configure_model`, or"
         " leave `configure_model` out and let `DCTFSDPStrategy` do it."
@@ -76,15 +72,7 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def shard_of(whole: Tensor, like: Tensor) -> Tensor:
-    """What of a whole tensor's entries this rank holds: as many as FSDP gives it of dimension 0.
-
-    Args:
-        whole: As many entries as the parameter, in its shape or flat.
-        like: The parameter.
-
-    Returns:
-        In the shape of the parameter's shard, or flat.
-    """
+    """This rank's shard, along dimension 0, of a whole tensor for the parameter ``like``; flat if the whole is flat."""
     if not isinstance(like, DTensor):
         return whole
     rows = -(-like.shape[0] // like.device_mesh.size())

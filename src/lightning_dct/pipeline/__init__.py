@@ -1,10 +1,10 @@
-"""Stages of a model on several ranks, with compressed activations between them and compressed gradients beside.
+"""Stages of a model on several ranks: compressed activations between them, compressed updates between replicas.
 
 mesh         which rank holds what           crossing    the two ends of a border, as autograd functions
 partition    cuts the model at split points  schedule    torch.distributed.pipelining runs the pieces
 borders      shapes that cross               delivery    the schedule's gradients, handed to DDP
 steps        the user's steps and logs       gathering   many stages, one checkpoint
-sequential   a network with keywords
+placement    where pieces live               sequential  a network with keywords
 """
 
 from lightning_dct.pipeline.sequential import SplitSequential

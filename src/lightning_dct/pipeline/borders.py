@@ -1,4 +1,4 @@
-"""What crosses each border between two pieces: shape and dtype, found without running anything for real."""
+"""What crosses each border between two pieces: shape and dtype, traced on fake tensors."""
 
 from __future__ import annotations
 
@@ -18,12 +18,7 @@ from lightning_dct.pipeline.sequential import NetworkCall, context_of
 
 
 class Border(NamedTuple):
-    """An activation that crosses from one piece to the next.
-
-    Attributes:
-        shape: Its shape.
-        dtype: Its dtype.
-    """
+    """The shape and dtype of an activation that crosses from one piece to the next."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -35,22 +30,13 @@ def trace_borders(
     device: torch.device,
     precision: Callable[[], AbstractContextManager[Any]],
 ) -> list[Border]:
-    """Find what crosses the borders when the network is called like this.
+    """Find what crosses the borders in a call of the network: one border fewer than pieces.
 
-    The pieces run on fake tensors, which have shapes but no memory. So every rank finds all borders by itself,
-    whichever pieces it holds, and no state, random number or gradient is touched.
-
-    Args:
-        pieces: All pieces of the pipeline.
-        call: What the network is called with.
-        device: The device the pieces run on.
-        precision: Opens the context that forward runs in (autocast).
-
-    Returns:
-        One border fewer than pieces.
+    The pieces run on fake tensors, which have shapes but no memory. So every rank finds all borders, whichever pieces
+    it holds, and no state, random number or gradient changes. ``precision`` opens the context of forward (autocast).
 
     Raises:
-        ValueError: A piece gives something other than one tensor of real numbers to the next.
+        ValueError: A piece returns something other than one floating-point tensor to the next.
         RuntimeError: A piece cannot run on fake tensors.
     """
     borders = []
@@ -67,8 +53,8 @@ def trace_borders(
                 value = functional_call(modules, state, (value,), context_of(modules, context))
             except Exception as error:
                 raise RuntimeError(
-                    f"Piece {piece.index} of the pipeline cannot be run on fake tensors, which is how"
-                    " `DCTPipelineStrategy` learns the shapes that cross between stages. Its forward must not read"
+                    f"Piece {piece.index} of the pipeline cannot be run on fake tensors, with which"
+                    " `DCTPipelineStrategy` finds the shapes that cross between stages. Its forward must not read"
                     f" values of tensors (`.item()`, `.numpy()`). The error was: {error}"
                 ) from error
             if not isinstance(value, Tensor) or not value.is_floating_point():

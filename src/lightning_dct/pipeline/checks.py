@@ -1,4 +1,4 @@
-"""What cannot work under a pipeline, refused before any process waits for another."""
+"""Refuses what cannot work under a pipeline, before any process waits for another. All raise errors with a remedy."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ OLDEST_TORCH = "2.13"
 
 
 def check_torch() -> None:
-    """Refuse versions of torch whose schedules do not do what stages need.
-
-    Raises:
-        RuntimeError: With the version that is there.
-    """
+    """Refuse versions of torch whose schedules lack what stages need."""
     if torch.__version__ < OLDEST_TORCH:
         raise RuntimeError(
             f"`DCTPipelineStrategy` needs torch {OLDEST_TORCH} or later, and this is torch {torch.__version__}. Install"
@@ -26,25 +22,17 @@ def check_torch() -> None:
 
 
 def check_ddp_settings(settings: Mapping[str, object]) -> None:
-    """Refuse settings of DDPStrategy and DCTStrategy that have no meaning here.
-
-    Raises:
-        ValueError: With the setting.
-    """
+    """Refuse settings of DDPStrategy and DCTStrategy that have no meaning here."""
     for setting in ("process_group", "static_graph", "find_unused_parameters", "target_overhead"):
         if settings.get(setting):
             raise ValueError(
-                f"`DCTPipelineStrategy` cannot take `{setting}`: it makes its own process groups, hands finished"
+                f"`DCTPipelineStrategy` cannot take `{setting}`: it makes its own process groups, gives finished"
                 " gradients to DistributedDataParallel and keeps its settings. Leave the setting out."
             )
 
 
 def check_no_tables(tables: Mapping[str, object]) -> None:
-    """Refuse embedding tables whose rows all ranks share: the ranks of a pipeline hold different modules.
-
-    Raises:
-        ValueError: There are some.
-    """
+    """Refuse embedding tables that all ranks share: the ranks of a pipeline hold different modules."""
     if tables:
         raise ValueError(
             f"`DCTPipelineStrategy` cannot hold `ShardedEmbeddingBags` ({', '.join(map(repr, tables))}), which are"
@@ -53,11 +41,7 @@ def check_no_tables(tables: Mapping[str, object]) -> None:
 
 
 def check_schedule(schedule: str, stages: int, micro_batches: int) -> None:
-    """Refuse numbers of micro-batches that a schedule cannot run.
-
-    Raises:
-        ValueError: With a number that would do.
-    """
+    """Refuse numbers of micro-batches that a schedule cannot run."""
     if schedule == "1f1b" and micro_batches < stages:
         raise ValueError(
             f"`micro_batches={micro_batches}`: the schedule '1f1b' needs at least one a stage (`stages={stages}`)."
@@ -71,16 +55,7 @@ def check_schedule(schedule: str, stages: int, micro_batches: int) -> None:
 
 
 def check_training(model: pl.LightningModule, precision: object, callbacks: Iterable[pl.Callback]) -> None:
-    """Refuse ways of training that need all of the model, or backward, at once.
-
-    Args:
-        model: The user's model.
-        precision: Lightning's precision plugin.
-        callbacks: The Trainer's callbacks.
-
-    Raises:
-        ValueError: With the reason and the remedy.
-    """
+    """Refuse ways of training that need the whole model, or the whole backward, at once."""
     if not model.automatic_optimization:
         raise ValueError(
             "`DCTPipelineStrategy` works with automatic optimisation only: the schedule runs backward itself, in the"

@@ -1,10 +1,10 @@
 """The two ends of a border: an activation becomes a payload, and the payload an activation; gradients likewise.
 
-A payload is a pair of tensors. *values*, fp32 ``[words]``, are bytes that are merely viewed as fp32, because
-torch.distributed.pipelining returns gradients for floating-point tensors only, and of the same shape and dtype. Many
-of them read as NaN. Nothing computes with them between the two autograd functions here. *positions*, uint8, have no
-gradient: backward returns the entries that forward has sent, which the sender has remembered. The gradient decides how
-many words there are; what of the activations' values does not fit into them travels behind the positions.
+A payload is a pair of tensors. *values*, fp32 ``[words]``, are bytes viewed as fp32, because
+torch.distributed.pipelining returns gradients for floating-point tensors only, of the same shape and dtype. Many read
+as NaN, and nothing computes with them between the two autograd functions here. *positions*, uint8, have no gradient:
+backward returns the entries that forward has sent, which the sender remembers. The size of the gradient sets the number
+of words. Values of the activations that do not fit follow the positions.
 """
 
 from __future__ import annotations
@@ -20,12 +20,7 @@ from lightning_dct.pipeline.borders import Border
 
 
 class Crossing:
-    """A border at this step.
-
-    Args:
-        split: Compresses what crosses.
-        border: What crosses.
-    """
+    """A border at this step, and the split that compresses what crosses."""
 
     def __init__(self, split: Split, border: Border) -> None:
         self.split = split
@@ -34,12 +29,12 @@ class Crossing:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Words of values, the same both ways, and bytes of positions with the values that are left over."""
+        """Words of values, the same both ways, and bytes of positions with the values that do not fit."""
         left_over = max(0, self.layout.forward_values_bytes - 4 * self.layout.wire_floats)
         return self.layout.wire_floats, self.layout.forward_positions_bytes + left_over
 
     def payload(self) -> tuple[Tensor, Tensor]:
-        """What a payload looks like, on the meta device."""
+        """A payload's shapes and dtypes, on the meta device."""
         words, num_bytes = self.sizes
         return (
             torch.empty(words, device="meta", requires_grad=True),
@@ -48,48 +43,24 @@ class Crossing:
 
 
 def send(crossing: Crossing, activation: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode an activation for the next piece.
-
-    Args:
-        crossing: The border it crosses.
-        activation: Shape and dtype of the border.
-
-    Returns:
-        Values, fp32 ``[words]``, and positions, uint8 ``[bytes]``.
-    """
+    """Encode an activation for the next piece: values, fp32 ``[words]``, and positions, uint8 ``[bytes]``."""
     return _Send.apply(activation, crossing)
 
 
 def receive(crossing: Crossing, values: Tensor, positions: Tensor) -> Tensor:
-    """Decode what the previous piece has sent: zero where it has sent nothing."""
+    """Decode what the previous piece has sent; zero where it has sent nothing."""
     return _Receive.apply(values, positions, crossing)
 
 
 def as_floats(payload: Tensor, num_floats: int) -> Tensor:
-    """View bytes as fp32 numbers, for channels that pass nothing else; no bit changes.
-
-    Args:
-        payload: Shape ``[num_bytes]``, uint8.
-        num_floats: At least ``num_bytes / 4``; the rest is zero.
-
-    Returns:
-        Shape ``[num_floats]``, fp32. The numbers mean nothing and may be NaN: copy them, never compute with them.
-    """
+    """View bytes as ``num_floats`` fp32 numbers, padded with zeros. They may be NaN: do no arithmetic with them."""
     padded = payload.new_zeros(4 * num_floats)
     padded[: payload.numel()] = payload
     return padded.view(torch.float32)
 
 
 def as_bytes(floats: Tensor, num_bytes: int) -> Tensor:
-    """Undo :func:`as_floats`.
-
-    Args:
-        floats: Shape ``[num_floats]``, fp32.
-        num_bytes: How many bytes there were.
-
-    Returns:
-        Shape ``[num_bytes]``, uint8.
-    """
+    """Undo :func:`as_floats`."""
     return floats.detach().contiguous().view(torch.uint8)[:num_bytes]
 
 

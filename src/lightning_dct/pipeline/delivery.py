@@ -1,9 +1,9 @@
-"""Hands gradients that a pipeline schedule has computed to DistributedDataParallel, as if backward had just run.
+"""Hands the gradients of a pipeline schedule to DistributedDataParallel, as if backward had just run.
 
-A schedule runs its own backward passes, one a micro-batch, in the middle of ``training_step``; Lightning then calls
+A schedule runs its own backward passes, one per micro-batch, in the middle of ``training_step``. Lightning then calls
 ``zero_grad`` and ``backward``. So the schedule's gradients are set aside, and come back as the gradients of a function
-whose inputs are the parameters and whose output is the loss: ``backward`` of that loss fills ``.grad``, is scaled by
-gradient accumulation, and fires DistributedDataParallel's hooks, all as usual.
+from the parameters to the loss. ``backward`` of that loss fills ``.grad``, scales by gradient accumulation, and fires
+DistributedDataParallel's hooks, all as usual.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 @contextmanager
 def set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor | None]]:
-    """Collect the gradients that arise inside, and leave ``.grad`` as it was.
+    """Collect the gradients that arise inside in a list, and leave ``.grad`` as it was.
 
-    Yields:
-        A list, filled at the end with one gradient for each parameter, or None where there was none.
+    At the end the list has one gradient per parameter, or None.
     """
     before = [parameter.grad for parameter in parameters]
     gradients: list[Tensor | None] = []
@@ -38,20 +37,14 @@ def set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor | None
 
 
 def deliver(loss: Tensor, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter]) -> Tensor:
-    """A loss whose backward gives each parameter its gradient.
-
-    Args:
-        loss: Scalar, without a graph.
-        gradients: One for each parameter. They are consumed: backward scales them in place, and runs once.
-        parameters: Leaves that require gradients.
-    """
+    """A copy of a scalar loss whose backward gives each parameter its gradient, once: it scales them in place."""
     return _Deliver.apply(loss, list(gradients), *parameters)
 
 
 def through_ddp(ddp: DistributedDataParallel, function: Callable[[], Any]) -> Any:
     """Call ``function`` as the forward of a wrapped model, so that its backward is synchronised.
 
-    A hack, and Lightning's own: the module's ``forward`` is exchanged for the length of the call.
+    A hack, and Lightning's own: it replaces the module's ``forward`` during the call.
     """
     ddp.module.forward = function
     try:

@@ -1,8 +1,8 @@
 """Which rank holds what: a mesh of data-parallel replicas x stages, and its process groups.
 
-Neighbouring ranks are the stages of one pipeline, so rank ``r`` is stage ``r % stages`` of replica ``r // stages``.
-Activations cross between stages several times a step and everybody waits for them; gradients cross between replicas
-once a step, a hundredth of them. So stages get the near links, inside a node, and replicas the far ones.
+Neighbouring ranks are the stages of one pipeline: rank ``r`` is stage ``r % stages`` of replica ``r // stages``. Stages
+exchange activations several times a step and wait for them. Replicas exchange a hundredth of their updates. So stages
+use the fast links inside a node, and replicas the slow ones.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ T = TypeVar("T")
 
 
 def check_world(world_size: int, stages: int) -> None:
-    """Refuse a number of processes that pipelines of ``stages`` ranks do not fill.
-
-    Raises:
-        ValueError: ``world_size`` is not a multiple of ``stages``.
-    """
+    """Refuse a number of processes that is no multiple of ``stages`` (ValueError)."""
     if world_size % stages:
         raise ValueError(
             f"`stages={stages}` does not divide the {world_size} processes of this run (devices x nodes): every"
@@ -39,10 +35,10 @@ class PipelineMesh:
     Attributes:
         stages: Ranks in a pipeline.
         width: Pipelines, each with its own part of the data.
-        stage: This rank's place in its pipeline, from 0.
-        replica: Its pipeline, from 0.
+        stage: This rank's stage, from 0.
+        replica: This rank's pipeline, from 0.
         device_mesh: ``[width, stages]``, with dimensions ``"data_parallel"`` and ``"pipeline"``.
-        control: The pipeline's ranks, for logs and checkpoints: a group of its own, on the CPU.
+        control: The pipeline's ranks, for logs and checkpoints, on the CPU.
         everyone: All ranks, on the CPU.
     """
 
@@ -56,7 +52,7 @@ class PipelineMesh:
 
     @classmethod
     def create(cls, stages: int, device_type: str, timeout: timedelta | None) -> PipelineMesh:
-        """Make the mesh; every rank of the job calls this at the same time."""
+        """Make the mesh, a collective call of all ranks."""
         world_size, rank = dist.get_world_size(), dist.get_rank()
         check_world(world_size, stages)
         width = world_size // stages
@@ -73,7 +69,7 @@ class PipelineMesh:
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank holds the pipeline's last piece, where the loss is computed."""
+        """Whether this rank holds the pipeline's last piece, which computes the loss."""
         return self.stage == self.stages - 1
 
     @property
@@ -91,7 +87,7 @@ class PipelineMesh:
         return self.replica * self.stages + stage
 
     def share(self, value: T | None, stage: int) -> T:
-        """Give every rank of the pipeline what one of them has (any picklable object, tensors on the CPU)."""
+        """Broadcast a picklable object, with tensors on the CPU, from one stage of the pipeline."""
         box: list[Any] = [value]
         dist.broadcast_object_list(box, src=self.rank_of(stage), group=self.control)
         return box[0]
@@ -103,11 +99,11 @@ class PipelineMesh:
         return box
 
     def count(self, decision: bool) -> int:
-        """How many ranks of the job have decided for something."""
+        """The number of ranks of the job that decided for something."""
         votes = torch.tensor(int(decision))
         dist.all_reduce(votes, group=self.everyone)
         return int(votes)
 
     def broadcast(self, tensor: Tensor, stage: int) -> None:
-        """Overwrite a CPU tensor with the one of a stage, on every rank of the pipeline."""
+        """Overwrite a CPU tensor with that of one stage, on every rank of the pipeline."""
         dist.broadcast(tensor, src=self.rank_of(stage), group=self.control)

@@ -1,4 +1,4 @@
-"""Lets torchmetrics metrics that only the ranks of the last stage have updated come out alike on every rank."""
+"""Makes torchmetrics metrics, which only the last stage updates, give the same value on every rank."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from lightning_dct.pipeline.mesh import PipelineMesh
 
 
 class LastStageGather:
-    """A ``dist_sync_fn`` for metrics: gathers over the last stages of all pipelines, and tells the other stages.
+    """A ``dist_sync_fn`` for metrics: gathers over the last stages of all pipelines, and broadcasts to other stages.
 
-    Without it a metric would be synchronised over all ranks, most of which have never updated it: wrong for states
-    that are averaged, and a mismatch of dtypes for states that are lists.
+    The default would gather over all ranks, most of which have never updated the metric: wrong for averaged states, and
+    a mismatch of dtypes for lists.
     """
 
     def __init__(self, mesh: PipelineMesh) -> None:
         self._mesh = mesh
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LastStageGather:
-        # Metrics are copied with all they have; process groups cannot be.
-        return self
+        return self  # process groups cannot be copied, and metrics are
 
     def __call__(self, state: Tensor, group: Any = None) -> list[Tensor]:
         """Every pipeline's state, on every rank."""
@@ -35,13 +34,10 @@ class LastStageGather:
 
 
 def attach(module: nn.Module, gather: LastStageGather) -> list[Metric]:
-    """Make all metrics of a model use ``gather``, but for those that have a function of the user's.
-
-    Returns:
-        The metrics that now use it, in the same order on every rank.
+    """Make all metrics of a model use ``gather``, unless they have a ``dist_sync_fn``, and return those metrics.
 
     Raises:
-        ValueError: A metric wants to be synchronised in the middle of steps, which not all ranks run.
+        ValueError: A metric has ``dist_sync_on_step``, but not all ranks run steps to their end.
     """
     for name, child in module.named_modules():
         if isinstance(child, Metric) and child.dist_sync_on_step:
@@ -62,16 +58,16 @@ def detach(metrics: Iterable[Metric]) -> None:
 
 
 def update_counts(metrics: Iterable[Metric]) -> list[int]:
-    """How often each has been updated since it was reset."""
+    """The number of updates of each since its reset."""
     return [metric._update_count for metric in metrics]
 
 
 def note_updates(metrics: Iterable[Metric], counts: Iterable[int]) -> None:
-    """Tell this rank's metrics how often the last stage has updated its own.
+    """Set the update counts of this rank's metrics to those of the last stage.
 
-    Without it they would warn that they compute without data, and return again what they have computed once.
+    Without it they would warn about computing without data, and return cached values.
     """
     for metric, count in zip(metrics, counts, strict=True):
         if metric._update_count != count:
-            # A hack: torchmetrics has no other way to say so.
+            # A hack: torchmetrics has no public way.
             metric._update_count, metric._computed = count, None

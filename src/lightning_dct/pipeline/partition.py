@@ -1,7 +1,7 @@
-"""Cuts the model at its split points, and takes from a rank the pieces that live on others.
+"""Cuts the model at its split points, and frees the pieces that live on other ranks.
 
-The model stays one module tree on every rank, with the same names and the same order of parameters everywhere: what
-lives elsewhere has its parameters and buffers on the meta device, where they have shapes but no memory.
+Every rank keeps the whole module tree, with the same names and the same order of parameters. Parameters and buffers of
+other ranks' pieces are on the meta device, where they have shapes but no memory.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from lightning_dct.pipeline.sequential import SplitSequential
 
 @dataclass(frozen=True)
 class Piece:
-    """What lies between two split points.
+    """The modules between two split points.
 
     Attributes:
-        index: Its place, from 0.
-        names: The children of the Sequential that it consists of.
-        modules: They, in order. Not registered anywhere: the model keeps its own tree.
+        index: Its number, from 0.
+        names: The names of its children in the Sequential.
+        modules: These children, in order, beside the model's own tree.
         split: The split point that ends it; None for the last piece.
     """
 
@@ -36,11 +36,7 @@ class Piece:
 
 
 def find_pipeline(module: nn.Module) -> tuple[str, nn.Sequential]:
-    """Find the Sequential that is cut into pieces, and its name in the model.
-
-    Raises:
-        ValueError: There is none, or more than one.
-    """
+    """Find the name of the one Sequential with split points, and it (ValueError if there is not exactly one)."""
     found = [
         (name, child)
         for name, child in module.named_modules()
@@ -57,11 +53,7 @@ def find_pipeline(module: nn.Module) -> tuple[str, nn.Sequential]:
 
 
 def cut(pipeline: nn.Sequential) -> list[Piece]:
-    """Cut a Sequential at its split points.
-
-    Raises:
-        ValueError: A piece would have no modules.
-    """
+    """Cut a Sequential at its split points (ValueError if a piece has no modules)."""
     pieces: list[Piece] = []
     children: OrderedDict[str, nn.Module] = OrderedDict()
     for name, child in [*pipeline.named_children(), ("", None)]:
@@ -79,11 +71,7 @@ def cut(pipeline: nn.Sequential) -> list[Piece]:
 
 
 def check_pieces(pieces: Sequence[Piece], stages: int, interleaved: bool) -> None:
-    """Refuse a number of pieces that the ranks of a pipeline cannot share.
-
-    Raises:
-        ValueError: With the number of split points that would fit.
-    """
+    """Refuse a number of pieces that does not fit the stages (ValueError)."""
     count = len(pieces)
     fits = count % stages == 0 and count > stages if interleaved else count == stages
     if not fits:
@@ -100,11 +88,7 @@ def check_pieces(pieces: Sequence[Piece], stages: int, interleaved: bool) -> Non
 
 
 def check_parameters(module: nn.Module, pipeline: nn.Sequential, pieces: Sequence[Piece], stages: int) -> None:
-    """Refuse models whose parameters do not each live on one stage.
-
-    Raises:
-        ValueError: A trainable parameter lies outside the Sequential, or on two stages, or a stage has none.
-    """
+    """Refuse a trainable parameter outside the Sequential or on two stages, and a stage without any (ValueError)."""
     inside = {id(parameter) for parameter in pipeline.parameters()}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and id(parameter) not in inside:
@@ -137,13 +121,13 @@ def release(pieces: Iterable[Piece]) -> None:
 
 
 def materialise(pieces: Iterable[Piece]) -> None:
-    """Give released pieces memory on the CPU again, with nothing sensible in it yet."""
+    """Give released pieces uninitialised memory on the CPU."""
     _replace(pieces, lambda tensor: torch.empty_like(tensor, device="cpu"))
 
 
 @contextmanager
 def hidden(pipeline: nn.Sequential, pieces: Iterable[Piece]) -> Iterator[None]:
-    """Keep some pieces out of the model for a while: meta tensors cannot be moved to another device."""
+    """Keep some pieces out of the model, because meta tensors cannot be moved to another device."""
     names = [name for piece in pieces for name in piece.names]
     children = {name: pipeline._modules[name] for name in names}
     try:
@@ -154,7 +138,7 @@ def hidden(pipeline: nn.Sequential, pieces: Iterable[Piece]) -> Iterator[None]:
 
 
 def _replace(pieces: Iterable[Piece], convert: Callable[[Tensor], Tensor]) -> None:
-    """Exchange all tensors of some pieces; what was shared between modules is shared still."""
+    """Replace all tensors of some pieces; shared tensors stay shared."""
     converted: dict[int, Tensor] = {}
     originals: list[Tensor] = []  # kept alive, so that no two of them have the same id
     for piece in pieces:

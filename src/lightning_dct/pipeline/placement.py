@@ -1,4 +1,4 @@
-"""Where the parts of one model live: which pieces this rank runs, and how the model is spread out and made whole."""
+"""Which pieces of a model this rank runs, and how the model is spread over the ranks and made whole again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Placement:
 
     Args:
         model: The whole model.
-        mesh: Where this rank is.
+        mesh: This rank's place.
         interleaved: Whether a rank runs more than one piece.
 
     Raises:
@@ -42,8 +42,8 @@ class Placement:
 
     @property
     def not_synchronised(self) -> list[str]:
-        """The names, all of those that share a tensor, of what DistributedDataParallel shall leave alone."""
-        # Other ranks' pieces; and thresholds are each replica's own: it selects among its own activations.
+        """All names of the tensors that DistributedDataParallel must ignore."""
+        # Other ranks' pieces, and split points: each replica has its own thresholds.
         ignored = self._names(self.foreign) + tuple(f"{name}." for name in self.split_points)
         parameters = self.model.named_parameters(remove_duplicate=False)
         buffers = self.model.named_buffers(remove_duplicate=False)
@@ -57,13 +57,13 @@ class Placement:
 
     @property
     def split_points(self) -> dict[str, Split]:
-        """All split points of the network, by name: every rank has them, as they tell the size of payloads."""
+        """All split points of the network, by name: every rank has them, because they set the size of payloads."""
         children = self.network.named_children()
         return {self._prefix + name: child for name, child in children if isinstance(child, Split)}
 
     @property
     def own_split_points(self) -> dict[str, Split]:
-        """Those whose thresholds this rank selects: they end its pieces."""
+        """The split points at the end of this rank's pieces, whose thresholds it selects."""
         own = {id(piece.split) for piece in self.own}
         return {name: split for name, split in self.split_points.items() if id(split) in own}
 
@@ -73,39 +73,35 @@ class Placement:
         return {name: to_cpu(split.state_dict()) for name, split in self.own_split_points.items()}
 
     def own_part(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Of the model's state, what this rank trains and selects."""
+        """The part of the model's state that this rank trains and selects."""
         own = self._names(self.own) + tuple(f"{name}." for name in self.own_split_points)
         return {name: value for name, value in state.items() if name.startswith(own)}
 
     def take_over(self, saved: dict[str, Any]) -> None:
-        """Load the thresholds of a saved compression state, and leave of its residuals those of this rank's pieces."""
+        """Load the thresholds of a saved compression state, and drop residuals of other ranks' pieces from it."""
         foreign = self._names(self.foreign)
-        # Saved by another number of stages, it holds what is another rank's now.
+        # If another number of stages saved it, it has some.
         saved["residuals"] = {name: r for name, r in saved["residuals"].items() if not name.startswith(foreign)}
         for name, split in self.own_split_points.items():
-            # Of a replica other than the first, Lightning's file does not have the thresholds.
+            # Lightning's file has the thresholds of the first replica only.
             if name in saved.get("split_points", {}):
                 split.load_state_dict(saved["split_points"][name])
 
     def check_parameters(self) -> None:
-        """Refuse models that no rank, or more than one, could train a part of.
-
-        Raises:
-            ValueError: With the parameter's name.
-        """
+        """Refuse parameters that no rank, or more than one, would train (ValueError)."""
         partition.check_parameters(self.model, self.network, self.pieces, self.mesh.stages)
 
     def spread_out(self) -> None:
-        """Free what other ranks run."""
+        """Free the pieces of other ranks."""
         partition.release(self.foreign)
         self.spread = True
 
     def without_foreign(self) -> AbstractContextManager[None]:
-        """A context in which the model consists of this rank's pieces, so that it can be moved."""
+        """A context in which the model has only this rank's pieces, so that it can be moved."""
         return partition.hidden(self.network, self.foreign)
 
     def make_whole(self) -> None:
-        """Copy every piece from the rank that has trained it to the others of the pipeline. It must be on the CPU."""
+        """Copy every piece, on the CPU, from the rank that has trained it to the others of the pipeline."""
         partition.materialise(self.foreign)
         for piece in self.pieces:
             owner = piece.index % self.mesh.stages
@@ -118,7 +114,7 @@ class Placement:
     def copy_from_rank_zero(self) -> None:
         """Give every rank the model of rank 0, as DDPStrategy does for evaluation."""
         tensors = _tensors_of(self.model)
-        if any(tensor.is_meta for tensor in tensors):  # left so by a fit that failed; each rank has what it runs
+        if any(tensor.is_meta for tensor in tensors):  # after a failed fit each rank has only what it runs
             return
         box = [{name: to_cpu(split.state_dict()) for name, split in self.split_points.items()}]
         dist.broadcast_object_list(box, src=0, group=self.mesh.everyone)
@@ -132,7 +128,7 @@ class Placement:
 
 
 def _tensors_of(module: nn.Module, less: Iterable[nn.Module] = ()) -> list[Tensor]:
-    """A module's parameters and buffers, each once, but for those of some modules in it."""
+    """A module's parameters and buffers, each once, except those of ``less``."""
     skipped = {id(tensor) for other in less for tensor in [*other.parameters(), *other.buffers()]}
     found = {id(tensor): tensor.detach() for tensor in [*module.parameters(), *module.buffers()]}
     return [tensor for key, tensor in found.items() if key not in skipped]

@@ -1,4 +1,4 @@
-"""Runs the user's steps over a pipeline: on the last stage they are run, on every rank they are logged."""
+"""Runs the user's steps over a pipeline: the last stage runs them, and every rank logs."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from lightning_dct.pipeline.sequential import NetworkCall
 _DIFFERENT = {
     "batches": (
         "read different batches for `{step}`. All of them must read the same: split data by"
-        " `trainer.distributed_sampler_kwargs` (`num_replicas`: pipelines, `rank`: this one) in place of"
+        " `trainer.distributed_sampler_kwargs` (`num_replicas`: pipelines, `rank`: this one) instead of"
         " `trainer.world_size` and `trainer.global_rank`, and begin with `seed_everything(0, workers=True)`, so that"
-        " data that are made up or augmented at random come out alike on all ranks."
+        " all ranks generate and augment data alike."
     ),
     "keywords": (
         "called the network with different keyword arguments in `{step}`. They do not cross between stages, so they"
-        " must follow from the batch alone: draw no random numbers for them, and take them from no state that ranks do"
-        " not share; or make them part of the network's first argument."
+        " must follow from the batch alone: compute them without random numbers and without state that ranks do not"
+        " share, or make them part of the network's first argument."
     ),
 }
-"""What to say when the ranks of a pipeline do not have the same."""
+"""The messages for ranks of a pipeline that differ."""
 
 
 class Runner:
-    """The steps of one model on one rank, from the set-up of a Trainer's run to its end.
+    """The steps of one model on one rank, during a Trainer's run.
 
     Args:
         module: The user's model.
         network: The Sequential in it that is cut into pieces.
-        pipeline: What runs the pieces.
+        pipeline: Runs the pieces.
         metrics: The model's metrics, which the steps of the last stage update.
     """
 
@@ -57,17 +57,15 @@ class Runner:
         self._checked: set[tuple[str, str]] = set()
 
     def train(self, batch: Any, *arguments: Any) -> Tensor:
-        """Run forward and backward of a batch: gradients are added to the parameters' ``.grad``.
+        """Run forward and backward of a batch, which adds gradients to the parameters' ``.grad``.
 
-        Args:
-            batch: What ``training_step`` would be given; it is given micro-batches of it.
-            *arguments: The other arguments of ``training_step``.
+        ``training_step`` gets micro-batches of the batch, and the other arguments as they are.
 
         Returns:
             The mean of the micro-batches' losses, without a graph; the same on every rank of the pipeline.
 
         Raises:
-            ValueError: The batch cannot be cut into micro-batches that look alike, or ranks have read different ones.
+            ValueError: The batch cannot be cut into micro-batches of one shape, or ranks have read different batches.
             RuntimeError: ``training_step`` does not call the network once, or returns no loss.
         """
         if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
@@ -93,44 +91,33 @@ class Runner:
             return loss.reshape(()) / micro_batches
 
         self._pipeline.train(calls, self._same_borders(calls), loss_of)
-        told = (torch.stack(losses).mean().cpu(), steps.combine(logged)) if self._mesh.is_last else None
-        return self._tell(told).to(self._pipeline.device)
+        result = (torch.stack(losses).mean().cpu(), steps.combine(logged)) if self._mesh.is_last else None
+        return self._share(result).to(self._pipeline.device)
 
     def evaluate(self, step: str, batch: Any, *arguments: Any) -> Any:
-        """Run a step without backward. It sees the batch whole; the network alone runs in micro-batches.
+        """Run ``"validation_step"``, ``"test_step"`` or ``"predict_step"``, and return its result on every rank.
 
-        Micro-batches may differ in size by a row here, and each is masked by itself, as in training.
-
-        Args:
-            step: ``"validation_step"``, ``"test_step"`` or ``"predict_step"``.
-            batch: What the step is given.
-            *arguments: The step's other arguments.
-
-        Returns:
-            What the step returns, on every rank of the pipeline.
+        The step sees the whole batch. Only the network runs in micro-batches, which may differ in size by a row. Each
+        is masked by itself, as in training.
         """
         self._check_same_data(step, "batches", batch)
         whole = self._capture(step, batch, *arguments)
         self._check_same_data(step, "keywords", whole.context)
         calls = steps.split_ragged(whole, self._pipeline.micro_batches)
         outputs = self._pipeline.forward(calls, [self._borders_of(call) for call in calls])
-        told, result = None, None
+        sent, result = None, None
         if outputs is not None:
             given = (batch, *arguments)
             result, logs = steps.run_step(self._module, self._network, step, given, steps.join(outputs))
-            told = to_cpu(result), logs
-        shared = self._tell(told)
+            sent = to_cpu(result), logs
+        shared = self._share(sent)
         if outputs is not None:
             return result
         return tree_map(lambda leaf: leaf.to(self._pipeline.device) if isinstance(leaf, Tensor) else leaf, shared)
 
-    def _tell(self, told: tuple[Any, list[steps.LogCall]] | None) -> Any:
-        """Give every rank what the last stage has to tell, and do there what its step has done to logs and metrics.
-
-        Args:
-            told: What the step comes to, and what it has logged; None on ranks other than the last.
-        """
-        mine = None if told is None else (*told, update_counts(self._metrics))
+    def _share(self, result: tuple[Any, list[steps.LogCall]] | None) -> Any:
+        """Broadcast the last stage's result and logs (None elsewhere), and repeat the logs and counts of metrics."""
+        mine = None if result is None else (*result, update_counts(self._metrics))
         shared, logs, counts = self._mesh.share(mine, self._mesh.stages - 1)
         note_updates(self._metrics, counts)
         steps.replay(self._module, logs)
@@ -140,11 +127,7 @@ class Runner:
         return steps.capture_call(self._module, self._network, step, arguments)
 
     def _same_borders(self, calls: Sequence[NetworkCall]) -> list[Border]:
-        """What crosses the borders, the same for all micro-batches of a batch.
-
-        Raises:
-            ValueError: They differ.
-        """
+        """What crosses the borders, the same for all micro-batches of a batch (else ValueError)."""
         borders = self._borders_of(calls[0])
         if any(self._borders_of(call) != borders for call in calls[1:]):
             raise ValueError(
@@ -161,15 +144,9 @@ class Runner:
         return self._borders[key]
 
     def _check_same_data(self, step: str, what: str, data: Any) -> None:
-        """See that all ranks of the pipeline have the same, in the first batch of each kind.
+        """Check, in the first batch of each step, that all ranks of the pipeline have the same tensors (ValueError).
 
-        Args:
-            step: The step.
-            what: A key of ``_DIFFERENT``.
-            data: Tensors, in any nesting.
-
-        Raises:
-            ValueError: They have not.
+        ``what`` is a key of ``_DIFFERENT``.
         """
         if (step, what) in self._checked:
             return

@@ -1,4 +1,4 @@
-"""Runs the pieces of a rank under a schedule of torch.distributed.pipelining, and forward only for evaluation."""
+"""Runs the pieces of a rank under a schedule of torch.distributed.pipelining, and forward alone for evaluation."""
 
 from __future__ import annotations
 
@@ -25,11 +25,9 @@ LossOf = Callable[[int, Any], Tensor]
 
 
 class Stage(nn.Module):
-    """One piece with its two ends: what arrives is decoded before it, what leaves is encoded after it.
+    """One piece with its two ends: it decodes what arrives and encodes what leaves.
 
-    Args:
-        piece: What is computed.
-        precision: Opens the context that forward runs in (autocast).
+    ``precision`` opens the context of forward (autocast).
     """
 
     def __init__(self, piece: Piece, precision: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -44,24 +42,19 @@ class Stage(nn.Module):
         self.loss_of: LossOf | None = None
 
     def compute(self, micro_batch: int, payload: tuple[Tensor, ...]) -> Any:
-        """What the piece returns for a micro-batch; for the first piece, the payload is empty."""
+        """The piece's result for a micro-batch; the first piece has an empty payload."""
         first, context = self.calls[micro_batch]
         value = first if self.arriving is None else receive(self.arriving, *payload)
         with self._precision():
             return self.modules_of_piece(value, **context_of(self.modules_of_piece, context))
 
     def forward(self, *payload: Tensor, micro_batch: Tensor) -> tuple[Tensor, Tensor] | Tensor:
-        """One micro-batch under a schedule.
+        """One micro-batch under a schedule: the payload that leaves, or the loss from the last piece.
 
-        Args:
-            payload: What has arrived, as :func:`~lightning_dct.pipeline.crossing.send` made it.
-            micro_batch: Its number, int64 ``[1]``.
-
-        Returns:
-            What leaves; of the last piece, the loss.
+        ``micro_batch`` is its number, int64 ``[1]``.
         """
         number = int(micro_batch)
-        # Receive buffers are used again for the next step; what autograd keeps of them must not change.
+        # The next step reuses receive buffers, and what autograd keeps of them must not change.
         output = self.compute(number, tuple(part.clone() if not part.requires_grad else part for part in payload))
         if self.leaving is not None:
             return send(self.leaving, output)
@@ -71,15 +64,15 @@ class Stage(nn.Module):
 
 
 class Pipeline:
-    """The pieces that one rank runs, and the schedule that they run under.
+    """The pieces that one rank runs, and their schedule.
 
     Args:
         pieces: All pieces of the pipeline.
-        mesh: Where this rank is.
+        mesh: This rank's place.
         schedule: One of ``SCHEDULES``.
-        micro_batches: Into how many parts a training batch is cut.
-        device: The device that the pieces run on.
-        precision: Opens the context that forward runs in (autocast).
+        micro_batches: Micro-batches per training batch.
+        device: The pieces' device.
+        precision: Opens the context of forward (autocast).
     """
 
     def __init__(
@@ -101,23 +94,18 @@ class Pipeline:
         self._schedule: Any = None
         self._layouts: Any = None
 
-    @property
-    def holds_first(self) -> bool:
-        """Whether this rank has the first piece."""
-        return self.stages[0].index == 0
-
     def train(self, calls: Sequence[NetworkCall], borders: Sequence[Border], loss_of: LossOf) -> None:
-        """Run forward and backward of all micro-batches: gradients are added to the parameters' ``.grad``.
+        """Run forward and backward of all micro-batches, which adds gradients to the parameters' ``.grad``.
 
         Args:
-            calls: What the network is called with, for each micro-batch: the first piece takes the input, all of them
-                take from the context what they name.
+            calls: The network's call for each micro-batch: the first piece takes the input, and every piece takes the
+                keywords that it names.
             borders: What crosses each border, the same for every micro-batch.
-            loss_of: Makes a micro-batch's loss. Used where the last piece is.
+            loss_of: Computes a micro-batch's loss, where the last piece is.
         """
         crossings = self._cross(borders)
-        # A new density means payloads of another size: every rank rebuilds in the same step, because each one knows
-        # the layouts of all borders.
+        # A new density changes the size of payloads. Every rank knows the layouts of all borders, so all rebuild in the
+        # same step.
         layouts = tuple(crossing.sizes for crossing in crossings)
         if layouts != self._layouts:
             self._schedule, self._layouts = self._build(crossings), layouts
@@ -134,18 +122,14 @@ class Pipeline:
                 stage.calls, stage.loss_of = (), None
 
     def forward(self, calls: Sequence[NetworkCall], borders: Sequence[Sequence[Border]]) -> list[Any] | None:
-        """Run forward alone.
-
-        Args:
-            calls: What the network is called with, for each micro-batch.
-            borders: What crosses each border, for each micro-batch: they may differ in size.
+        """Run forward alone, for micro-batches that may differ in size, with the borders of each.
 
         Returns:
-            What the last piece returns for each micro-batch; None where that piece is not.
+            The last piece's result for each micro-batch; None where that piece is not.
         """
         outputs: list[Any] = []
         sending: list[dist.Work] = []
-        kept: list[Tensor] = []  # alive until it is sent
+        kept: list[Tensor] = []  # keeps payloads alive until they are sent
         for stage in self.stages:
             stage.calls, outputs, waiting = calls, [], []
             for number, of_this in enumerate(borders):
@@ -154,8 +138,8 @@ class Pipeline:
                 outputs.append(stage.compute(number, payload))
                 if stage.leaving is not None:
                     waiting += [part.detach() for part in send(stage.leaving, outputs.pop())]
-                # With several stages on a rank, bytes go both ways between two ranks, and NCCL takes them strictly in
-                # turn: first all that comes, then all that goes.
+                # With several stages on a rank, bytes cross both ways between two ranks, and NCCL takes them strictly
+                # in turn: this rank first receives everything, then sends.
                 if len(self.stages) == 1 or number == len(borders) - 1:
                     sending += [self._send(stage.index, part) for part in waiting]
                     kept, waiting = kept + waiting, []
@@ -179,7 +163,7 @@ class Pipeline:
         return work
 
     def _cross(self, borders: Sequence[Border]) -> list[Crossing]:
-        """Tell every stage what arrives and leaves."""
+        """Set what arrives at every stage and what leaves it."""
         crossings = []
         for piece, border in zip(self.pieces, borders, strict=False):
             assert piece.split is not None
@@ -205,7 +189,7 @@ class Pipeline:
                     group=self.mesh.pipeline,
                 )
             )
-        # Losses are divided by the number of micro-batches before backward; torch shall not scale a second time.
+        # Losses are divided by the number of micro-batches already, so torch must not scale gradients.
         settings: dict[str, Any] = {"loss_fn": _already_a_loss, "scale_grads": False}
         if self._schedule_name == "interleaved_1f1b":
             return ScheduleInterleaved1F1B(stages, self.micro_batches, **settings)  # type: ignore[arg-type]
@@ -214,5 +198,5 @@ class Pipeline:
 
 
 def _already_a_loss(output: Tensor, target: Tensor) -> Tensor:
-    """The last stage returns the loss itself: only there are the micro-batch and its output at hand together."""
+    """The last stage returns the loss itself, because it has the micro-batch and its output."""
     return output

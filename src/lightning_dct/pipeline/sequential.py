@@ -1,4 +1,4 @@
-"""A Sequential whose later children may be given more than what the previous one returns."""
+"""A Sequential whose children can take keywords beside the previous child's result."""
 
 from __future__ import annotations
 
@@ -11,23 +11,18 @@ from torch.utils._pytree import tree_flatten
 
 
 class NetworkCall(NamedTuple):
-    """What a network is called with.
-
-    Attributes:
-        input: What its first child is given: tensors, in any nesting.
-        context: What else its children are given, by keyword: tensors without gradients, in any nesting.
-    """
+    """The arguments of a network: the first child's input, and the keywords, which have no gradients. Any nesting."""
 
     input: Any
     context: dict[str, Any]
 
 
 class SplitSequential(nn.Sequential):
-    """A ``torch.nn.Sequential`` that hands keyword arguments to those of its children that name them.
+    """A ``torch.nn.Sequential`` that passes keyword arguments to the children that name them.
 
-    One activation goes from child to child, as in any Sequential. What further is needed of the batch, such as the
-    tokens a decoder reads beside what the encoder returns, is given by keyword, and each child gets those keywords that
-    its ``forward`` names after its first parameter (all of them where it takes ``**keywords``)::
+    One activation goes from child to child, as in any Sequential. What else children need of the batch, such as a
+    decoder's tokens, is given by keyword. Each child gets the keywords that its ``forward`` names after its first
+    parameter (all of them if it takes ``**keywords``)::
 
         class Decoder(nn.Module):
             def forward(self, memory, target_in): ...
@@ -36,19 +31,14 @@ class SplitSequential(nn.Sequential):
         logits = network(source, target_in=target_in)
 
     Under :class:`~lightning_dct.DCTPipelineStrategy` keywords do not cross between stages: every rank takes them from
-    the batch, which it reads as well. So they must follow from the batch alone, and have no gradient.
+    the batch, which it reads too. So they must follow from the batch alone, and have no gradient.
 
     Raises:
-        TypeError: In a call: a child needs a keyword that is not given, or no child takes one that is.
+        TypeError: In a call: a required keyword is missing, or no child takes a given one.
     """
 
     def forward(self, input: Any, **context: Any) -> Any:
-        """Run the children one after the other.
-
-        Args:
-            input: What the first is given.
-            **context: What else they are given.
-        """
+        """Run the children on ``input``, one after the other, with the keywords that each one names."""
         check_context(self, context)
         for child in self:
             input = child(input, **context_of(child, context))
@@ -56,11 +46,7 @@ class SplitSequential(nn.Sequential):
 
 
 def check_context(network: nn.Sequential, context: Mapping[str, Any]) -> None:
-    """See that a network's children take the keywords that are given, and are given what they need.
-
-    Raises:
-        TypeError: With the child and the keyword.
-    """
+    """Check that children take all given keywords, and that no required one is missing (TypeError)."""
     if context and not isinstance(network, SplitSequential):
         raise TypeError(
             f"The network is called with {', '.join(context)} as keywords, and it is a {type(network).__name__}, which"
@@ -85,18 +71,14 @@ def check_context(network: nn.Sequential, context: Mapping[str, Any]) -> None:
 
 
 def context_of(module: nn.Module, context: Mapping[str, Any]) -> dict[str, Any]:
-    """Those keywords of a call that a module's forward takes."""
+    """The keywords of a call that a module's forward takes."""
     names = _keywords(module)
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in _parameters(module))
     return {name: value for name, value in context.items() if takes_all or name in names}
 
 
 def check_no_gradients(context: Mapping[str, Any]) -> None:
-    """Refuse keywords that a pipeline could not send gradients back for.
-
-    Raises:
-        ValueError: With the keyword.
-    """
+    """Refuse keywords that require a gradient (ValueError)."""
     for name, value in context.items():
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_flatten(value)[0]):
             raise ValueError(
@@ -107,7 +89,7 @@ def check_no_gradients(context: Mapping[str, Any]) -> None:
 
 
 def _keywords(module: nn.Module) -> dict[str, inspect.Parameter]:
-    """The parameters of a module's forward that can be given by keyword, but for the first, by name."""
+    """The parameters of a module's forward that can be given by keyword, except the first, by name."""
     module = _uncompiled(module)
     if isinstance(module, SplitSequential):
         return {name: parameter for child in module for name, parameter in _keywords(child).items()}
@@ -123,5 +105,5 @@ def _parameters(module: nn.Module) -> list[inspect.Parameter]:
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:
-    """What torch.compile has wrapped: the wrapper's own forward names nothing."""
+    """The module inside torch.compile's wrapper, whose own forward names nothing."""
     return getattr(module, "_orig_mod", module)

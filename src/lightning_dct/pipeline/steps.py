@@ -1,7 +1,7 @@
 """Runs the user's ``*_step`` around a network whose output comes from elsewhere, and keeps what it logs.
 
-A step is ordinary code that calls the network once. To learn what it would call it with, the network's forward is
-exchanged for one that stops the step there; to compute a loss, for one that returns what the last stage has made.
+A step is ordinary code that calls the network once. To capture the arguments, the network's forward is replaced by one
+that stops the step there. To compute a loss, it is replaced by one that returns the last stage's output.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from lightning_dct.pipeline.sequential import NetworkCall, check_context, check_
 
 @dataclass
 class LogCall:
-    """One call of ``self.log``, fit to be sent to another rank.
+    """One call of ``self.log``, which can be sent to another rank.
 
     Attributes:
         name: The key.
-        value: The value, on the CPU; of a torchmetrics metric, what its ``forward`` returned last, or None.
-        metric: The name in the model of the metric that was logged; None where a value was.
+        value: The value, on the CPU; for a torchmetrics metric, the last result of its ``forward``, or None.
+        metric: The name of a logged metric in the model, else None.
         settings: The other arguments.
     """
 
@@ -39,7 +39,7 @@ class LogCall:
 
 
 class _Reached(BaseException):
-    """Carries what the network is called with out of the step; no ``except Exception`` in user code stops it."""
+    """Carries the network's arguments out of the step, past any ``except Exception`` in user code."""
 
     def __init__(self, call: NetworkCall) -> None:
         self.call = call
@@ -48,12 +48,12 @@ class _Reached(BaseException):
 def capture_call(
     module: pl.LightningModule, network: nn.Sequential, step: str, arguments: Sequence[Any]
 ) -> NetworkCall:
-    """What ``step`` would call the network with. The step runs up to that call, and what it logs is dropped.
+    """The arguments with which ``step`` calls the network. The step runs up to that call, without logging.
 
     Raises:
         RuntimeError: The step never calls the network.
-        TypeError: It calls it with keywords that the network's children do not take, or without some that they need.
-        ValueError: It calls it with a keyword that requires a gradient.
+        TypeError: The children do not take a given keyword, or a required one is missing.
+        ValueError: A keyword requires a gradient.
     """
 
     def reach(input: Any, **context: Any) -> Any:
@@ -76,13 +76,10 @@ def capture_call(
 def run_step(
     module: pl.LightningModule, network: nn.Sequential, step: str, arguments: Sequence[Any], output: Any
 ) -> tuple[Any, list[LogCall]]:
-    """Run ``step`` with a network that returns ``output``.
-
-    Returns:
-        What the step returns, and what it has logged.
+    """Run ``step`` with a network that returns ``output``, and give its result and logs.
 
     Raises:
-        RuntimeError: The step calls the network twice, or not at all.
+        RuntimeError: The step does not call the network once.
     """
     calls: list[LogCall] = []
     times_called = 0
@@ -98,17 +95,13 @@ def run_step(
     if times_called != 1:
         raise RuntimeError(
             f"`{step}` has called the Sequential that is cut into stages {times_called} times. Under"
-            " `DCTPipelineStrategy` every step calls it once: join what you call it with into one batch."
+            " `DCTPipelineStrategy` every step calls it once: join the inputs into one batch."
         )
     return result, calls
 
 
 def loss_in(result: Any) -> Tensor:
-    """The loss among what ``training_step`` has returned.
-
-    Raises:
-        RuntimeError: There is none that could be differentiated.
-    """
+    """The loss in the result of ``training_step`` (RuntimeError if there is none that can be differentiated)."""
     loss = result.get("loss") if isinstance(result, dict) else result
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise RuntimeError(
@@ -120,10 +113,10 @@ def loss_in(result: Any) -> Tensor:
 
 
 def combine(micro_batches: Sequence[Sequence[LogCall]]) -> list[LogCall]:
-    """What is logged for a batch, of what was logged for each of its micro-batches.
+    """The logs of a batch, from those of its micro-batches.
 
-    Values are combined as they would be over the batches of an epoch: by ``reduce_fx``, which is the mean unless the
-    user says otherwise, weighted by ``batch_size`` where it was given.
+    Values are combined as over the batches of an epoch: by ``reduce_fx``, the mean by default, weighted by
+    ``batch_size`` if it was given.
     """
     by_name: dict[str, list[LogCall]] = {}
     for call in (call for calls in micro_batches for call in calls):
@@ -146,15 +139,10 @@ def replay(module: pl.LightningModule, calls: Sequence[LogCall]) -> None:
 
 
 def split_batch(batch: Any, parts: int) -> list[Any]:
-    """Cut a batch along dimension 0 of its tensors.
-
-    Args:
-        batch: Tensors in any nesting of dicts, lists and tuples. What is no tensor, or has no dimensions, goes with
-            every part.
-        parts: How many.
+    """Cut a nested batch along dimension 0 of its tensors; every part gets scalars and other objects.
 
     Raises:
-        ValueError: Some tensor cannot be cut into equal parts.
+        ValueError: A tensor cannot be cut into equal parts.
     """
     leaves, structure = tree_flatten(batch)
     for leaf in leaves:
@@ -169,18 +157,18 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
 
 
 def split_ragged(value: Any, parts: int) -> list[Any]:
-    """Cut what a network is called with into at most ``parts`` parts along dimension 0, of about equal size."""
+    """Cut a network's arguments along dimension 0 into at most ``parts`` parts of about equal size."""
     leaves, structure = tree_flatten(value)
     lengths = {leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else None for leaf in leaves}
     length = lengths.pop() if len(lengths) == 1 else None
-    if not length:  # not a batch of rows: it goes in one piece
+    if not length:  # not a batch of rows
         return [value]
     cut = [leaf.tensor_split(min(parts, length)) for leaf in leaves]
     return [tree_unflatten([leaf[part] for leaf in cut], structure) for part in range(min(parts, length))]
 
 
 def join(outputs: Sequence[Any]) -> Any:
-    """Undo :func:`split_ragged` for what the network returns."""
+    """Undo :func:`split_ragged` for the network's results."""
     if len(outputs) == 1:
         return outputs[0]
     structure = tree_flatten(outputs[0])[1]
@@ -191,7 +179,7 @@ def join(outputs: Sequence[Any]) -> Any:
 
 @contextmanager
 def _exchanged(module: nn.Module, method: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """A hack, the one Lightning uses for DDP: an attribute of the instance hides the method of the class."""
+    """A hack that Lightning uses for DDP: an attribute of the instance hides the method of the class."""
     setattr(module, method, replacement)
     try:
         yield
@@ -234,7 +222,7 @@ def _name_of(module: pl.LightningModule, metric: Metric) -> str:
         if child is metric:
             return name
     raise ValueError(
-        "A torchmetrics metric was logged that is no attribute of the LightningModule: other ranks could not find it."
+        "A torchmetrics metric was logged that is no attribute of the LightningModule, so other ranks cannot find it."
         " Assign it in `__init__`, or log `metric.compute()`."
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -37,39 +38,38 @@ from lightning_dct.strategy import DCTStrategy
 
 
 class DCTPipelineStrategy(DCTStrategy):
-    """Pipeline-parallel training with compressed activations between stages, and compressed updates beside.
+    """Pipeline-parallel training with compressed activations between stages and compressed updates between replicas.
 
     The model's network is one ``torch.nn.Sequential`` with split points (:func:`~lightning_dct.subspace`) among its
     children. They cut it into pieces, which run on the ranks of a pipeline under a schedule of
     ``torch.distributed.pipelining``. Steps are written as for one process: they call the network once, and compute
-    the loss from what it returns. World size / ``stages`` pipelines share the data, and synchronise the gradients of
-    each stage as :class:`~lightning_dct.DCTStrategy` does (with one pipeline there is nothing to synchronise, and
-    gradients are used as they are).
+    the loss from its output. World size / ``stages`` pipelines share the data, and synchronise each stage as
+    :class:`~lightning_dct.DCTStrategy` does. With one pipeline there is nothing to synchronise.
 
     Example::
 
         network = SplitSequential(embedding, block, *subspace(256, rank=32, num_tokens=1000), block, head)
         trainer = Trainer(strategy=DCTPipelineStrategy(stages=2, micro_batches=4), devices=2)
 
-    What pieces need beside the activation that crosses, they are given by keyword, if the network is a
-    :class:`~lightning_dct.SplitSequential`. Keywords do not cross: every rank takes them from the batch.
+    A :class:`~lightning_dct.SplitSequential` gives pieces what else they need by keyword. Keywords do not cross: every
+    rank takes them from the batch.
 
     What differs from training in one process:
 
-    * ``training_step`` sees one micro-batch at a time; the loss of a batch is the mean over its micro-batches, and
-      what is logged is combined as ``self.log(reduce_fx=..., batch_size=...)`` says. Of what ``training_step``
-      returns, the loss alone reaches callbacks.
-    * Steps run on the ranks of the last stage. What they log, and what evaluation steps return, reaches all ranks.
-      torchmetrics metrics come out alike everywhere; other state that steps keep in ``self`` exists there only.
-      Everywhere a step runs up to its call of the network, to find what the network is given.
-    * During ``fit`` a rank has the parameters of its own pieces; those of others have shapes but no memory. When fit
-      is over, every rank has the whole model.
+    * ``training_step`` sees one micro-batch at a time. The loss of a batch is the mean over its micro-batches, and logs
+      are combined by ``self.log(reduce_fx=..., batch_size=...)``. Callbacks get only the loss of what
+      ``training_step`` returns.
+    * Steps run to their end on the ranks of the last stage. All ranks get what they log and what evaluation steps
+      return. torchmetrics metrics have the same value everywhere; other state that steps keep in ``self`` exists on the
+      last stage only. On every rank a step runs up to its call of the network, to capture the arguments.
+    * During ``fit`` a rank has the parameters of its own pieces; those of others have shapes but no memory. After fit
+      every rank has the whole model.
 
     Args:
         accelerator: As for DDPStrategy.
-        stages: Ranks in a pipeline, at least 2.
-        micro_batches: Into how many parts, along dimension 0, a training batch is cut.
-        schedule: ``"gpipe"`` and ``"1f1b"`` take one piece a rank, ``"interleaved_1f1b"`` two or more.
+        stages: Ranks per pipeline, at least 2.
+        micro_batches: Parts of a training batch, along dimension 0.
+        schedule: ``"gpipe"`` and ``"1f1b"`` take one piece per rank, ``"interleaved_1f1b"`` two or more.
         **settings: Everything DCTStrategy takes, by keyword.
 
     Raises:
@@ -104,7 +104,7 @@ class DCTPipelineStrategy(DCTStrategy):
         self.stages = stages
         self.micro_batches = micro_batches
         self.schedule = schedule
-        # All that follows is set up once the processes are there.
+        # Set up when the processes are there.
         self.mesh: PipelineMesh | None = None
         self._placement: Placement | None = None
         self._runner: Runner | None = None
@@ -115,43 +115,39 @@ class DCTPipelineStrategy(DCTStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """All ranks of a pipeline read the same data; each pipeline has its own."""
+        """All ranks of a pipeline read the same data."""
         return {"num_replicas": self.world_size // self.stages, "rank": self.global_rank // self.stages}
 
     def connect(self, model: pl.LightningModule) -> None:
-        """Refuse what cannot work, before any process waits for another.
-
-        Raises:
-            ValueError: With the reason and the remedy.
-        """
-        # Any: Lightning sets `callbacks` where type checkers do not see it. Stand-ins for a module may have no Trainer.
+        """Refuse what cannot work (ValueError), before any process waits for another."""
+        # Any: type checkers do not see `callbacks`. Stand-ins for a module may have no Trainer.
         trainer: Any = getattr(model, "_trainer", None)
         check_training(model, self.precision_plugin, [] if trainer is None else trainer.callbacks)
         super().connect(model)
 
     def setup_environment(self) -> None:
-        """Bring the processes up and make the mesh."""
+        """Start the processes and make the mesh."""
         super().setup_environment()
         if self.mesh is None:
             mine = {"stages": self.stages, "micro_batches": self.micro_batches, "schedule": self.schedule}
-            # Before groups are made, which hangs when ranks make others.
+            # Before groups are made, which hangs when ranks make different ones.
             check_agreement({**mine, **vars(self.config)}, nn.Module(), None)
             self.mesh = PipelineMesh.create(self.stages, self.root_device.type, self._timeout)
             if self.mesh.width == 1:
-                # Nobody to exchange gradients with: none is held back.
+                # There is no other pipeline, so no entry is deferred.
                 self.config = replace(self.config, density=1.0, density_per_parameter={})
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Cut the model, keep this rank's pieces, and wrap them."""
         module, mesh = self._module, self._placed
-        # All of them: once it is cut, a rank can compare its own pieces only.
+        # Before the cut, after which a rank can compare its own pieces only.
         check_agreement({}, module, None)
         placement = self._placement = Placement(module, mesh, self.schedule == "interleaved_1f1b")
         check_no_tables(self.sharded_tables())
         if trainer.state.fn == TrainerFn.FITTING:
             placement.check_parameters()
             super().setup(trainer)
-            # A hack: Lightning leaves clipping to the precision plugin, which knows this rank's gradients only.
+            # A hack: Lightning clips in the precision plugin, which knows this rank's gradients only.
             self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         else:
             assert self.accelerator is not None
@@ -168,7 +164,7 @@ class DCTPipelineStrategy(DCTStrategy):
         self._runner = Runner(module, placement.network, pipeline, self._metrics)
 
     def model_to_device(self) -> None:
-        """Move this rank's pieces to its device, and free the others where training shall need the memory."""
+        """Move this rank's pieces to its device, and free the others for training."""
         assert self._placement is not None
         if self._module.trainer.state.fn == TrainerFn.FITTING:
             self._placement.spread_out()
@@ -176,7 +172,7 @@ class DCTPipelineStrategy(DCTStrategy):
             super().model_to_device()
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Make the optimizers of all parameters, in the same order on every rank, and keep state for this rank's."""
+        """Make the optimizers of all parameters, in the same order on every rank, with state for this rank's."""
         super().setup_optimizers(trainer)
         gathering.drop_foreign_state(self.optimizers)
 
@@ -188,7 +184,7 @@ class DCTPipelineStrategy(DCTStrategy):
         return super()._setup_model(model)
 
     def teardown(self) -> None:
-        """Undo the wrapping; after a fit that went well, give every rank the whole model again."""
+        """Undo the wrapping, and give every rank the whole model unless fit has failed."""
         detach(self._metrics)
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         self._ddp_kwargs.pop("process_group", None)
@@ -200,7 +196,6 @@ class DCTPipelineStrategy(DCTStrategy):
         failed = self._module.trainer.state.status == TrainerStatus.INTERRUPTED
         with spread.without_foreign():
             super().teardown()
-        # From now on the ranks hold the same, or have failed.
         vars(self._module).pop("_ddp_params_and_buffers_to_ignore", None)
         if not failed:
             spread.make_whole()
@@ -208,12 +203,7 @@ class DCTPipelineStrategy(DCTStrategy):
     # ---------------------------------------------------------------------------------------------- running steps
 
     def training_step(self, *arguments: Any) -> Tensor:
-        """Run a batch through the pipeline, forward and backward, and return its loss on every rank.
-
-        Raises:
-            ValueError: The batch cannot be cut into micro-batches.
-            RuntimeError: ``training_step`` does not call the network once, or returns no loss.
-        """
+        """Run a batch through the pipeline, forward and backward, and return its loss on every rank."""
         assert self._runner is not None
         with set_aside(self._own_parameters) as gradients:
             loss = self._runner.train(*arguments)
@@ -223,21 +213,20 @@ class DCTPipelineStrategy(DCTStrategy):
 
     def validation_step(self, *arguments: Any) -> Any:
         """Run a batch through the stages, and the step on the last."""
-        assert self._runner is not None
-        with self.precision_plugin.val_step_context():
-            return self._runner.evaluate("validation_step", *arguments)
+        return self._evaluate("validation_step", self.precision_plugin.val_step_context(), arguments)
 
     def test_step(self, *arguments: Any) -> Any:
         """Run a batch through the stages, and the step on the last."""
-        assert self._runner is not None
-        with self.precision_plugin.test_step_context():
-            return self._runner.evaluate("test_step", *arguments)
+        return self._evaluate("test_step", self.precision_plugin.test_step_context(), arguments)
 
     def predict_step(self, *arguments: Any) -> Any:
         """Run a batch through the stages, and the step on the last."""
+        return self._evaluate("predict_step", self.precision_plugin.predict_step_context(), arguments)
+
+    def _evaluate(self, step: str, precision: AbstractContextManager[Any], arguments: tuple[Any, ...]) -> Any:
         assert self._runner is not None
-        with self.precision_plugin.predict_step_context():
-            return self._runner.evaluate("predict_step", *arguments)
+        with precision:
+            return self._runner.evaluate(step, *arguments)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip by the norm of all stages' gradients."""
@@ -245,18 +234,18 @@ class DCTPipelineStrategy(DCTStrategy):
         clip_grad_norm(parameters, clip_val, self._placed.pipeline)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Combine over the pipelines: the ranks of one hold the same value, which shall count once."""
+        """Combine over the pipelines: the ranks of one hold the same value, which counts once."""
         return super().reduce(tensor, self._placed.data_parallel if group is None else group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks, or any, have decided for something."""
+        """Whether all ranks, or any, decided for something."""
         votes = self._placed.count(decision)
         return votes == self.world_size if all else votes > 0
 
     # -------------------------------------------------------------------------------------------------- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole model's state on rank 0, as a single process would have it; elsewhere this rank's part."""
+        """The whole model's state on rank 0, as of a single process; elsewhere this rank's part."""
         state = super().lightning_module_state_dict()
         if self._spread is None:
             return state
@@ -264,7 +253,7 @@ class DCTPipelineStrategy(DCTStrategy):
         return gathering.merge_state_dicts(state, parts[1:])
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of all parameters on rank 0, as a single process would have it; elsewhere this rank's part."""
+        """The state of all parameters on rank 0, as of a single process; elsewhere this rank's part."""
         state = super().optimizer_state(optimizer)
         if self._spread is None:
             return state

@@ -1,0 +1,67 @@
+"""Gradients of rows: they leave autograd at the pooled rows, come in from all ranks, and end in ``weight.grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dct.kernels import add_rows
+
+
+def deliver(weight: Tensor, pooled: Tensor, send_gradient: Callable[[Tensor], None]) -> Tensor:
+    """Make ``pooled`` a part of the graph whose gradient goes to ``send_gradient`` and nowhere else.
+
+    Args:
+        weight: What is trained; the exchange sets its gradient.
+        pooled: Any shape.
+        send_gradient: Receives the gradient of ``pooled``.
+    """
+    return _Deliver.apply(weight, pooled, send_gradient)
+
+
+def when_backward_ends(finish: Callable[[], None]) -> None:
+    """Call ``finish`` after the rest of this backward, as DistributedDataParallel ends its own synchronisation."""
+    torch.autograd.Variable._execution_engine.queue_callback(finish)
+
+
+class CollectedGradients:
+    """The gradients of this rank's rows that have arrived since a backward last ended.
+
+    Attributes:
+        parts: Places among this rank's rows (int64 ``[k]``) and gradients (``[k, dim]``), in order of arrival.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, places: Tensor, gradient: Tensor) -> None:
+        """Note the gradient of a rank's mean loss at ``places``; a row may come more than once."""
+        self.parts.append((places, gradient))
+
+    def deliver(self, weight: Tensor, world_size: int) -> None:
+        """Add the mean over ``world_size`` ranks to ``weight.grad`` as a sparse tensor, and empty ``parts``."""
+        distinct, inverse = torch.unique(torch.cat([places for places, _ in self.parts]), return_inverse=True)
+        summed = self.parts[0][1].new_zeros(distinct.numel(), weight.shape[1])
+        for part, (_, gradient) in zip(inverse.split([len(p) for p, _ in self.parts]), self.parts, strict=True):
+            add_rows(summed, part, gradient)
+        self.parts = []
+        mean = summed.div_(world_size).to(weight.dtype)
+        gradient = torch.sparse_coo_tensor(
+            distinct.unsqueeze(0), mean, weight.shape, is_coalesced=True, check_invariants=False
+        )
+        weight.grad = gradient if weight.grad is None else (weight.grad + gradient).coalesce()
+
+
+class _Deliver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, pooled: Tensor, send_gradient: Callable[[Tensor], None]) -> Tensor:
+        ctx.send_gradient = send_gradient
+        return pooled.view_as(pooled)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.send_gradient(gradient)
+        return None, None, None

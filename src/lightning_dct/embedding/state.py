@@ -1,0 +1,182 @@
+"""The state of sharded tables on one rank: its rows, and what it remembers of the rows that cross between ranks."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from lightning_dct.activations import CompressedModule, SplitPoint
+from lightning_dct.embedding.exchange import Exchange
+from lightning_dct.embedding.gradients import CollectedGradients
+from lightning_dct.embedding.initial import initial_rows
+from lightning_dct.embedding.placement import Int64Array, Placement, place_tables
+from lightning_dct.embedding.rows import RememberedRows
+from lightning_dct.traffic import Traffic
+
+# Rows that are filled or copied at a time, so that no second copy of a table ever exists.
+ROWS_AT_A_TIME = 1 << 16
+
+
+class TableState(CompressedModule):
+    """What look-ups, evaluation and checkpoints use of :class:`~lightning_dct.ShardedEmbeddingBags`.
+
+    The subclass sets the settings. :meth:`materialize` sets the rest.
+
+    Attributes:
+        weight: This rank's rows of all tables, ``[owned rows, embedding_dim]``.
+        placement: Which rank owns which rows.
+        exchange_group: The collectives between the ranks.
+        peers: The other ranks.
+        remembered_dtype: fp64 for fp64 rows, else fp32.
+        splits: With ``exchange="values"``, a mask for each rank's batch. They are no part of the model's state.
+        held: By owner, the rows of others that this rank uses.
+        mirrors: By user, what the others hold of this rank's rows.
+        collected: Gradients that have arrived for this rank's rows.
+        saved_in_shards: Whether ``state_dict`` leaves the rows out. A strategy that saves them in shards sets this.
+        evaluation_traffic: Counts exact rows that are read outside training.
+        evaluated_with: All such modules of a model, where there are several. A strategy sets this.
+    """
+
+    weight: Tensor
+    table_rows: list[int]
+    embedding_dim: int
+    density: float
+    value_format: str
+    guard: bool
+    cache_rows: int
+    exchange: str
+    split: dict[str, Any]
+    expected_lookups: list[float] | None
+    seed: int
+    initial_bounds: np.typing.NDArray[np.float32]
+    placement: Placement
+    exchange_group: Exchange
+    peers: list[int]
+    remembered_dtype: torch.dtype
+    held: dict[int, RememberedRows]
+    mirrors: dict[int, RememberedRows]
+    collected: CollectedGradients
+
+    def __init__(self, refresh_every: int, warmup_steps: int, warmup_schedule: str) -> None:
+        super().__init__(refresh_every, warmup_steps, warmup_schedule)
+        self.weight = nn.parameter.UninitializedParameter()
+        self.splits: list[SplitPoint] = []
+        self.saved_in_shards = False
+        self.evaluation_traffic = Traffic()
+        self.evaluated_with: tuple[TableState, ...] = ()
+
+    @property
+    def is_materialized(self) -> bool:
+        """Whether this rank's rows exist."""
+        return not isinstance(self.weight, nn.parameter.UninitializedParameter)
+
+    def materialize(self) -> None:
+        """Make this rank's rows, once: a collective call where a process group is up."""
+        if self.is_materialized:
+            return
+        if not torch.sparse.check_sparse_tensor_invariants.is_enabled():
+            # This is the default. Setting it keeps torch's sparse optimizers from warning.
+            torch.sparse.check_sparse_tensor_invariants.disable()
+        self.exchange_group = Exchange.among_all(self.weight.device)
+        rank, world_size = self.exchange_group.rank, self.exchange_group.world_size
+        self.placement = place_tables(self.table_rows, world_size, self.expected_lookups)
+        self.peers = [peer for peer in range(world_size) if peer != rank]
+        cast(nn.parameter.UninitializedParameter, self.weight).materialize(
+            (self.placement.owned_rows[rank], self.embedding_dim)
+        )
+        self.remembered_dtype = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
+        with torch.no_grad():
+            for low in range(0, len(self.weight), ROWS_AT_A_TIME):
+                places = np.arange(low, min(low + ROWS_AT_A_TIME, len(self.weight)))
+                self.weight[low : low + ROWS_AT_A_TIME] = self.initial(rank, places).to(self.weight)
+        self.splits = [SplitPoint(**{**self.split, "seed": self.seed + peer}) for peer in range(world_size)]
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all copies, residuals and thresholds, as before the first step."""
+
+        def remembered(owner: int, with_residual: bool) -> RememberedRows:
+            return RememberedRows(
+                self.cache_rows,
+                self.placement.owned_rows[owner],
+                self.embedding_dim,
+                len(self.table_rows),
+                lambda places: self.initial(owner, places),
+                with_residual,
+                self.remembered_dtype,
+                self.weight.device,
+            )
+
+        self.held = {peer: remembered(peer, True) for peer in self.peers}
+        self.mirrors = {peer: remembered(self.exchange_group.rank, False) for peer in self.peers}
+        self.collected = CollectedGradients()
+        self.refresh_requested = True
+
+    @property
+    def remembered(self) -> tuple[RememberedRows, ...]:
+        """The rows of all directions; none before :meth:`materialize`."""
+        return (*self.held.values(), *self.mirrors.values()) if self.is_materialized else ()
+
+    def initial(self, owner: int, places: Int64Array) -> Tensor:
+        """The initial values of an owner's rows, fp32 ``[n, embedding_dim]``."""
+        tables, rows = self.placement.rows_of(owner, places)
+        return initial_rows(self.seed, tables, rows, self.initial_bounds, self.embedding_dim)
+
+    def own_rows(self, places: Int64Array) -> Tensor:
+        """A copy of this rank's rows at some places, ``[n, embedding_dim]``, without a gradient."""
+        return self.weight.detach().index_select(0, torch.from_numpy(places).to(self.weight.device))
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch training on or off, for masks of values too."""
+        for split in self.splits:
+            split.train(mode)
+        return super().train(mode)
+
+    def advance(self, completed_steps: int) -> None:
+        """Tell the module how many optimizer steps are completed."""
+        super().advance(completed_steps)
+        for split in self.splits:
+            split.advance(completed_steps)
+
+    def thresholds_in_use(self) -> list[float]:
+        """The thresholds of both directions."""
+        if self.exchange == "values":
+            return [threshold for split in self.splits for threshold in split.thresholds_in_use()]
+        return [float(value) for rows in self.remembered for value in rows.thresholds if value]
+
+    def residual_norm(self) -> float:
+        """Euclidean norm of the gradients this rank has not sent yet."""
+        # Mirrors have no residual, so they add nothing.
+        return sum(float(rows.residual.norm(dtype=torch.float64)) ** 2 for rows in self.remembered) ** 0.5
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Move what is remembered together with the rows."""
+        super()._apply(fn, recurse)
+        device = self.weight.device
+        if self.is_materialized and self.exchange_group.device != device:
+            self.exchange_group.device = device
+            for rows in self.remembered:
+                rows.move(device)
+            self.collected.parts = [(places.to(device), part.to(device)) for places, part in self.collected.parts]
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.saved_in_shards:
+            del destination[f"{prefix}weight"]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+        key = f"{prefix}weight"
+        if self.saved_in_shards:
+            whole = state_dict.get(key)
+            own = self.weight.detach()
+            if whole is not None and len(whole) == sum(self.table_rows):
+                # Saved by a single process without shards: all tables, one after the other.
+                tables, rows = self.placement.rows_of(self.exchange_group.rank, np.arange(len(own)))
+                own = whole[np.cumsum([0, *self.table_rows])[tables] + rows]
+            state_dict[key] = own
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
