@@ -114,7 +114,9 @@ def test_table_without_rich(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 
 def test_every_logger_gets_one_dict_a_logged_step() -> None:
     memory = Memory({}, guard=True, undoable=False)
-    synchronizer = SimpleNamespace(memory=memory, thresholds=Thresholds(), norm=memory.norm, flush=lambda: None)
+    synchronizer = SimpleNamespace(
+        memory=memory, thresholds=Thresholds(), norm=lambda: math.hypot(*memory.norms().values()), flush=lambda: None
+    )
     for name, threshold in (("a", 0.5), ("b", 0.25), ("c", 4.0)):
         synchronizer.thresholds.set(name, 1, threshold)
     monitor, trainer = CompressionMonitor(), FakeTrainer(Traffic(), synchronizer=synchronizer)
@@ -168,7 +170,9 @@ def test_a_single_process_logs_no_ratio() -> None:
 
 def test_table_at_the_end_covers_this_fit_only(capsys: pytest.CaptureFixture[str]) -> None:
     memory = Memory({}, guard=True, undoable=False)
-    synchronizer = SimpleNamespace(memory=memory, thresholds=Thresholds(), norm=memory.norm, flush=lambda: None)
+    synchronizer = SimpleNamespace(
+        memory=memory, thresholds=Thresholds(), norm=lambda: math.hypot(*memory.norms().values()), flush=lambda: None
+    )
     monitor, trainer = CompressionMonitor(), FakeTrainer(Traffic(), synchronizer=synchronizer)
     trainer.strategy.traffic.add(steps=1000, bytes_sent=10**9, bytes_dense=10**9)
     monitor.on_train_start(trainer, MODULE)  # type: ignore[arg-type]

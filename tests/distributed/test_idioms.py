@@ -295,7 +295,8 @@ def thresholds_of(trainer: Trainer) -> dict[str, float]:
 
 
 def train_adversaries() -> Run:
-    strategy = DCTStrategy(compress="gradients", density=0.1, refresh_every=6, guard=False, find_unused_parameters=True)
+    settings: dict[str, Any] = {"min_tensor_size": 128, "refresh_every": 6, "find_unused_parameters": True}
+    strategy = DCTStrategy(compress="gradients", density=0.1, guard=False, **settings)
     return fit(strategy, Adversaries(), 12, watch=Watch(look=thresholds_of))
 
 
@@ -403,14 +404,22 @@ def train_with_overrides(overrides: dict[str, float], compile_it: bool) -> Run:
 def test_density_overrides(ranks: Any) -> None:
     """Oracle: ceil(density x size) of each tensor, worked out by hand."""
     runs = ranks(2).run(train_with_overrides, {"*.first.*": 0.25, "*second*": 0.1}, False)
-    assert runs[0].state["thresholds"]["targets"] == {"model.first.weight": 240, "model.second.weight": 20}
+    assert runs[0].state["thresholds"]["targets"] == {
+        "model.first.weight": 240,
+        "model.first.bias": 6,
+        "model.second.weight": 20,
+    }
     assert_replicas_equal(runs)
 
 
 def test_density_overrides_name_the_parameters_of_a_compiled_submodule_plainly(ranks: Any) -> None:
     """Oracle: the same pattern and targets as without torch.compile."""
     runs = ranks(2).run(train_with_overrides, {"model.first.*": 0.25}, True)
-    assert runs[0].state["thresholds"]["targets"] == {"model.first.weight": 240, "model.second.weight": 4}
+    assert runs[0].state["thresholds"]["targets"] == {
+        "model.first.weight": 240,
+        "model.first.bias": 6,
+        "model.second.weight": 4,
+    }
 
 
 def train_unfrozen_with_override() -> Run:

@@ -48,9 +48,8 @@ class Memory(Logger):
 
 def train(batches: int, settings: dict[str, Any], strategy: dict[str, Any]) -> Any:
     memory = Memory()
-    run = fit(
-        DCTStrategy(compress="gradients", **{"density": 0.05, **strategy}), Module(), batches, logger=memory, **settings
-    )
+    own = {"density": 0.05, "min_tensor_size": 128, **strategy}
+    run = fit(DCTStrategy(compress="gradients", **own), Module(), batches, logger=memory, **settings)
     return run, [(step, row) for step, row in memory.rows if any(key.startswith("dct/") for key in row)]
 
 

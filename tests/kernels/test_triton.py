@@ -15,7 +15,7 @@ import torch
 @pytest.mark.skipif(torch.cuda.is_available(), reason="those tests run the kernels on the GPU themselves")
 def test_the_kernels_keep_their_contracts_in_the_interpreter() -> None:
     pytest.importorskip("triton", reason="there is no triton for this platform")
-    tests = Path(__file__).with_name("test_room.py")
+    tests = Path(__file__).with_name("test_buffered.py")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-rp", "-k", "triton", str(tests)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
