@@ -58,7 +58,7 @@ def in_order(names: Sequence[str], round: int) -> list[str]:
 
 @contextmanager
 def some_hosts(
-    count: int, megabits: float | None, delay: float, has_links: bool
+    count: int, megabits: float | None, has_links: bool, delay: float = 0.0
 ) -> Iterator[list[Host] | list[LoopbackHost]]:
     """Hosts with links, or what stands in for them."""
     if has_links:
@@ -115,7 +115,7 @@ class Benchmark:
         count = self._options.hosts
         environment = {"OMP_NUM_THREADS": str(self.threads), "NUMBA_NUM_THREADS": str(self.threads)}
         delay = self._options.delay / 1000
-        with tempfile.TemporaryDirectory() as folder, some_hosts(count, megabits, delay, self._has_links) as hosts:
+        with tempfile.TemporaryDirectory() as folder, some_hosts(count, megabits, self._has_links, delay) as hosts:
             os.chmod(folder, 0o777)  # the hosts' processes may be another user's
             name = link_name(megabits)
             if self._has_links and name not in self.carried:

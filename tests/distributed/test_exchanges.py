@@ -84,7 +84,7 @@ def test_idiom_trains(ranks: Any, world_size: int, exchange: str, name: str) -> 
 
 def count_bytes(exchange: str) -> tuple[Run, dict[str, float]]:
     model = nn.Sequential(nn.Linear(200, 100), nn.Linear(100, 50))
-    strategy = DCTStrategy(compress="gradients", density=0.05, exchange=exchange)
+    strategy = DCTStrategy(compress="gradients", density=0.05, exchange=exchange, min_tensor_size=128)
     run = fit(strategy, Module(model), loader(3, 200, 50))
     parameters = dict(model.named_parameters())
     layout = NodeLayout(tuple((0, local) for local in range(dist.get_world_size())))

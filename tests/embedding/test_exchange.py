@@ -46,7 +46,7 @@ def exchanged() -> tuple[list[list[int]], int, list[list[int]], int]:
     exchange = Exchange(dist.group.WORLD, CPU)
     announcing, sending = Traffic(), Traffic()
     told = np.array([[100 * rank + peer, -1, 2**31 - 1] for peer in range(world_size)])
-    heard = exchange.announce(told, announcing)
+    heard = exchange.announce(told, announcing, least=-1)
     sizes = [payload(peer, rank).numel() for peer in range(world_size)]
     parts = exchange.start([payload(rank, peer) for peer in range(world_size)], sizes, sending).wait()
     return heard.tolist(), announcing.totals.bytes_sent, [p.tolist() for p in parts], sending.totals.bytes_sent

@@ -23,7 +23,7 @@ def look(trainer: Trainer) -> list[TensorFigures]:
 
 def train(exchange: str) -> Any:
     return fit(
-        DCTStrategy(compress="gradients", density=0.1, value_format="bf16", exchange=exchange),
+        DCTStrategy(compress="gradients", density=0.1, value_format="bf16", exchange=exchange, min_tensor_size=128),
         Module(),
         4,
         watch=Watch(look=look),
