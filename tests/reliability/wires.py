@@ -26,7 +26,7 @@ from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.pipeline.crossing import as_bytes, as_floats
 from lightning_dct.wire import BITS_PER_VALUE, PayloadError, PayloadLayout, pack, unpack
 from lightning_dct.wire.on_device import SideBySide, unpack_on_device
-from lightning_dct.wire.positions import Bitmap, PositionCode
+from lightning_dct.wire.positions import PositionCode
 
 # Memory around what is decoded into, to see whether anything is written there.
 GUARD = 64
@@ -114,9 +114,9 @@ def _gradients() -> list[Message]:
 def _positions() -> list[Message]:
     found = []
     for universe, count in ((1000, 10), (1000, 1), (64, 30), (5, 5), (100_000, 50)):
-        for name, code in (("sparse", PositionCode(universe, count)), ("bitmap", Bitmap(universe))):
+        for name, code in (("sparse", PositionCode(universe, count)), ("bitmap", PositionCode(universe, universe))):
 
-            def decode(data: Tensor, code: Bitmap = code, universe: int = universe, count: int = count) -> None:
+            def decode(data: Tensor, code: PositionCode = code, universe: int = universe, count: int = count) -> None:
                 positions = code.decode(data, count)
                 _check_positions(positions, universe, count)
                 assert positions.numel() == count

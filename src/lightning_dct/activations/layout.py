@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.activations.settings import SplitSettings
-from lightning_dct.wire.positions import Bitmap, shortest_code
+from lightning_dct.wire.positions import PositionCode
 from lightning_dct.wire.rows import row_scales_num_bytes, row_values_num_bytes
 
 HEADER_BYTES = 12
@@ -81,9 +81,9 @@ class ActivationLayout:
         return min(self.numel // max(self.row_length, 1), self.capacity)
 
     @cached_property
-    def position_code(self) -> Bitmap | None:
+    def position_code(self) -> PositionCode | None:
         """How positions are written; None when everything is sent."""
-        return None if self.sends_everything else shortest_code(self.numel, self.capacity)
+        return None if self.sends_everything else PositionCode(self.numel, self.capacity)
 
     @cached_property
     def forward_positions_bytes(self) -> int:

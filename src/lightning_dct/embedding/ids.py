@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_dct.embedding.placement import Int64Array
 from lightning_dct.wire import PayloadError
 from lightning_dct.wire.bits import num_bytes, pack_bits, unpack_bits
-from lightning_dct.wire.positions import shortest_code
+from lightning_dct.wire.positions import PositionCode
 
 # Groups are made anew every so many requests, and before that whenever the number of requests has doubled.
 REGROUP_EVERY = 64
@@ -69,7 +69,7 @@ class RequestCode:
         ]
         for part, size in zip(parts, self._all_sizes, strict=True):
             if 0 < part.size < size:
-                bits.append(shortest_code(size, part.size).encode_bits(torch.from_numpy(part)))
+                bits.append(PositionCode(size, part.size).encode_bits(torch.from_numpy(part)))
         return pack_bits(torch.cat(bits))
 
     def decode(self, data: Tensor, most: int) -> Int64Array:
@@ -94,7 +94,7 @@ class RequestCode:
         for group, (count, size) in enumerate(zip(counts, self._all_sizes, strict=True)):
             places = np.arange(count, dtype=np.int64)
             if 0 < count < size:
-                code = shortest_code(size, count)
+                code = PositionCode(size, count)
                 part = bits[start : start + code.num_bits]
                 start += code.num_bits
                 if part.numel() < code.num_bits:

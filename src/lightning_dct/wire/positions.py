@@ -29,57 +29,14 @@ from lightning_dct.wire.bits import nonzero_indices, num_bytes, pack_bits, unpac
 
 
 @dataclass(frozen=True)
-class Bitmap:
-    """One flag for each position below ``universe``: the shortest code for more than a quarter of them.
+class PositionCode:
+    """The shorter code for up to ``capacity`` positions below ``universe``.
 
-    All codes take positions of shape ``[count]``, int64, ascending and distinct. A subclass is another code.
+    The size of a message depends on the capacity and not on how many positions the message holds, because collectives
+    need equal sizes from all ranks. Positions have shape ``[count]``, int64, ascending and distinct.
     """
 
     universe: int
-
-    @cached_property
-    def num_bits(self) -> int:
-        """Size of every message, in bits."""
-        return self.universe
-
-    @cached_property
-    def num_bytes(self) -> int:
-        """Size of every message, in bytes."""
-        return num_bytes(self.num_bits)
-
-    def encode_bits(self, positions: Tensor) -> Tensor:
-        """The message before it is packed: shape ``[num_bits]``, uint8 of zeros and ones."""
-        flags = torch.zeros(self.universe, dtype=torch.uint8, device=positions.device)
-        flags[positions] = 1
-        return flags
-
-    def decode_bits(self, bits: Tensor, count: int) -> Tensor:
-        """Read ``count`` positions from an unpacked message (shape ``[num_bits]``, uint8): int64, ascending.
-
-        Raises:
-            ValueError: The message does not hold ``count`` ascending positions below ``universe``.
-        """
-        return _find(bits, count)
-
-    def encode(self, positions: Tensor) -> Tensor:
-        """The message: shape ``[num_bytes]``, uint8."""
-        return pack_bits(self.encode_bits(positions))
-
-    def decode(self, message: Tensor, count: int) -> Tensor:
-        """Read a packed message, shape ``[num_bytes]``; see :meth:`decode_bits`."""
-        if message.numel() != self.num_bytes:
-            raise ValueError(f"the positions take {self.num_bytes} bytes, but {message.numel()} have arrived")
-        return self.decode_bits(unpack_bits(message, self.num_bits), count)
-
-
-@dataclass(frozen=True)
-class PositionCode(Bitmap):
-    """The Elias-Fano code for up to ``capacity`` positions below ``universe``.
-
-    The size of a message depends on the capacity and not on how many positions the message holds, because collectives
-    need equal sizes from all ranks.
-    """
-
     capacity: int
 
     @cached_property
@@ -112,6 +69,11 @@ class PositionCode(Bitmap):
         return self.num_flags + self.low_bits * self.capacity
 
     @cached_property
+    def num_bytes(self) -> int:
+        """Size of every message, in bytes."""
+        return num_bytes(self.num_bits)
+
+    @cached_property
     def _low_dtype(self) -> torch.dtype:
         """The narrowest dtype that holds the low bits, because the code walks over them once for each bit."""
         for dtype in (torch.uint8, torch.int16, torch.int32):
@@ -124,10 +86,11 @@ class PositionCode(Bitmap):
 
     def encode_bits(self, positions: Tensor) -> Tensor:
         """The flags, then the low bits as ``low_bits`` planes of ``capacity``: shape ``[num_bits]``, uint8."""
-        if self.is_bitmap:
-            return super().encode_bits(positions)
         count, device = positions.numel(), positions.device
         bits = torch.zeros(self.num_bits, dtype=torch.uint8, device=device)
+        if self.is_bitmap:
+            bits[positions] = 1
+            return bits
         bits[(positions >> self.low_bits) + torch.arange(count, device=device)] = 1
         planes = bits[self.num_flags :].view(self.low_bits, self.capacity)
         low = (positions & ((1 << self.low_bits) - 1)).to(self._low_dtype)
@@ -136,8 +99,14 @@ class PositionCode(Bitmap):
         return bits
 
     def decode_bits(self, bits: Tensor, count: int) -> Tensor:
-        """See :meth:`Bitmap.decode_bits`."""
-        flags = _find(bits[: self.num_flags], count)
+        """Read ``count`` positions from an unpacked message (shape ``[num_bits]``, uint8): int64, ascending.
+
+        Raises:
+            ValueError: The message does not hold ``count`` ascending positions below ``universe``.
+        """
+        flags = nonzero_indices(bits[: self.num_flags])
+        if flags.numel() != count:
+            raise ValueError(f"{flags.numel()} positions are marked, but the header says {count}")
         if self.is_bitmap:
             return flags
         planes = bits[self.num_flags :].view(self.low_bits, self.capacity)[:, :count].to(self._low_dtype)
@@ -149,15 +118,12 @@ class PositionCode(Bitmap):
             raise ValueError(f"positions are not ascending below {self.universe}")
         return positions
 
+    def encode(self, positions: Tensor) -> Tensor:
+        """The message: shape ``[num_bytes]``, uint8."""
+        return pack_bits(self.encode_bits(positions))
 
-def shortest_code(universe: int, capacity: int) -> Bitmap:
-    """The code that writes up to ``capacity`` positions below ``universe`` in fewer bits."""
-    bitmap, sparse = Bitmap(universe), PositionCode(universe, capacity)
-    return sparse if sparse.num_bits < bitmap.num_bits else bitmap
-
-
-def _find(flags: Tensor, count: int) -> Tensor:
-    found = nonzero_indices(flags)
-    if found.numel() != count:
-        raise ValueError(f"{found.numel()} positions are marked, but the header says {count}")
-    return found
+    def decode(self, message: Tensor, count: int) -> Tensor:
+        """Read a packed message, shape ``[num_bytes]``; see :meth:`decode_bits`."""
+        if message.numel() != self.num_bytes:
+            raise ValueError(f"the positions take {self.num_bytes} bytes, but {message.numel()} have arrived")
+        return self.decode_bits(unpack_bits(message, self.num_bits), count)
