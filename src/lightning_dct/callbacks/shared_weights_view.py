@@ -23,14 +23,15 @@ class SharedWeightsView(InternalCallback):
 
     def __init__(self, opens: bool) -> None:
         self.opens = opens
-        self._is_wanted = False
+        # A method only where a callback reads weights then: opening the view takes time in every step.
+        self.on_train_batch_end: Any = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Find out whether a callback reads weights when a batch ends: opening the view takes time in every step."""
+        """Find out whether a callback reads weights when a batch ends."""
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        self._is_wanted = any(_reads_weights(callback) for callback in callbacks)
+        self.on_train_batch_end = self._change if any(_reads_weights(callback) for callback in callbacks) else None
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _change(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Open or close the view."""
         updates: Any = getattr(trainer.strategy, "updates", None)
         if updates is not None:
@@ -39,14 +40,7 @@ class SharedWeightsView(InternalCallback):
             else:
                 updates.weights.hide()
 
-    on_train_epoch_end = on_train_epoch_start
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Open or close the view."""
-        if self._is_wanted:
-            self.on_train_epoch_start(trainer, pl_module)
+    on_train_epoch_start = on_train_epoch_end = _change
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Open the view. The strategy closes it after all hooks of the validation; after training it stays open."""

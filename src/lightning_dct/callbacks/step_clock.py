@@ -61,11 +61,10 @@ class StepClock:
         self._seen += 1
         if self._before is not None and self._seen > self._skipped:
             then, before = self._before
-            since = totals - before
-            self.steps += since.steps
+            self.steps += totals.steps - before.steps
             self._total += now - then
-            self._compressing += since.seconds
-            self._waiting += since.seconds_waiting
+            self._compressing += totals.seconds - before.seconds
+            self._waiting += totals.seconds_waiting - before.seconds_waiting
         self._before = now, totals
 
     def pause(self) -> None:
