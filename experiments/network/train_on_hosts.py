@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/,
 from rich.console import Console
 from rich.table import Table
 
-from lightning_dct.callbacks.compression_monitor import format_bytes
+from lightning_dct.tables import format_bytes
 from network.hosts import HEADER_BYTES, make_hosts, why_not
 from network.ledger import OTHER, SET_UP, STEPS, Sent, read_ledgers
 from network.running import HostFailedError, run_on, torchrun

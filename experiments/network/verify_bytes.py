@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dct  # noqa: F401  (registers the strategies with Lightning)
 from lightning_dct import DCTStrategy
-from lightning_dct.callbacks.compression_monitor import format_bytes
+from lightning_dct.tables import format_bytes
 from network.hosts import HEADER_BYTES, make_hosts, sent_by_interface, why_not
 from peers import CountedDDPStrategy
 

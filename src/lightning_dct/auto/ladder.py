@@ -118,9 +118,10 @@ def describe(config: DCTConfig) -> str:
     return f"updates {every}, {100 * config.density:g}%"
 
 
-def table_of(options: Sequence[Option], taken: DCTConfig, steps: float) -> tuple[list[str], list[list[str]]]:
-    """The heads of the columns, and a row for each option; see :func:`choose`."""
-    rows = [
+def table_of(options: Sequence[Option], taken: DCTConfig, steps: float) -> list[list[str]]:
+    """The heads of the columns, then a row for each option; see :func:`choose`."""
+    rows = [["settings", "ms a step", "bytes a step", "delay, steps", ""]]
+    return rows + [
         [
             describe(option.config),
             f"{1e3 * option.seconds:,.1f}",
@@ -130,4 +131,3 @@ def table_of(options: Sequence[Option], taken: DCTConfig, steps: float) -> tuple
         ]
         for option in options
     ]
-    return ["settings", "ms a step", "bytes a step", "delay, steps", ""], rows

@@ -11,10 +11,10 @@ from lightning_dct.config import DCTConfig
 from lightning_dct.forecast.bytes_sent import dense_step
 from lightning_dct.forecast.forecast import make_forecast
 from lightning_dct.forecast.link import MeasuredLink
-from lightning_dct.forecast.quantities import rate_text
 from lightning_dct.forecast.speed import Speed
 from lightning_dct.forecast.workload import Workload
 from lightning_dct.gradients.exchanges.nodes import NodeLayout
+from lightning_dct.tables import rate_text
 from lightning_dct.traffic import FP32_BYTES
 
 

@@ -7,8 +7,8 @@ import math
 from lightning_dct.callbacks.step_clock import StepCosts
 from lightning_dct.config import DCTConfig
 from lightning_dct.forecast.link import MeasuredLink
-from lightning_dct.forecast.quantities import rate_text
 from lightning_dct.kernels import faster_kernel_missing
+from lightning_dct.tables import rate_text
 
 SHORTEST_RUN = 10
 """Delays that a run should last; shorter ones end before what is lost at the start is caught up."""

@@ -27,9 +27,9 @@ from lightning_dct.callbacks.run_advice import RunAdvice
 from lightning_dct.callbacks.step_clock import StepClock, StepCosts
 from lightning_dct.config import DCTConfig, check_density, check_positive
 from lightning_dct.forecast.link import measure_link
-from lightning_dct.forecast.report import plain_table
 from lightning_dct.forecast.workload import Workload, workload_of
 from lightning_dct.gradients.exchanges.nodes import NodeLayout, find_layout
+from lightning_dct.tables import plain_table
 
 WINDOW = 10
 """Steps that are looked at together, or as many more as make whole rounds."""
@@ -256,8 +256,7 @@ class AutoSettings(RunAdvice):
         reason = reason_for(choice.option, longest, choice.is_within, choice.is_shortest)
         told = f"After {strategy.traffic.totals.steps:,} steps DCTStrategy {reason} ({why})."
         self.decisions.append(told)
-        table = plain_table(*table_of(options, choice.option.config, self._steps))
-        rank_zero_info("\n".join([told, *table]))
+        rank_zero_info(f"{told}\n{plain_table(table_of(options, choice.option.config, self._steps))}")
         is_new = before is None or before.config != choice.option.config
         if strategy.config != choice.option.config:
             strategy.change_settings(choice.option.config)

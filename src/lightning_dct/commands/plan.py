@@ -9,23 +9,25 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_dct import auto, forecast
-from lightning_dct.config import VALUE_FORMATS, DCTConfig, check_density
+from lightning_dct.config import VALUE_FORMATS, DCTConfig
 from lightning_dct.forecast.forecast import layout_of
 from lightning_dct.forecast.link import measure_link
-from lightning_dct.forecast.quantities import parse_count, parse_rate
-from lightning_dct.forecast.report import plain_table, print_forecast
+from lightning_dct.forecast.report import describe
 from lightning_dct.gradients.exchanges.nodes import find_layout
 from lightning_dct.gradients.plan import real_numel
+from lightning_dct.tables import plain_table
 
-T = TypeVar("T")
+MOST_PARAMETERS = 10**15
+"""More than any model has; beyond it sizes in bytes no longer fit the numbers that tensors count with."""
+_FACTORS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,13 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--link",
-        type=_of(parse_rate),
+        type=parse_rate,
         help="rate of the link of each node, which its ranks share (on one node: of each rank), as 1Gbit or 1.2GB",
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--parameters", type=_of(parse_count), help="this many, in one large tensor: 25000000, 100M, 1.3B"
-    )
+    what.add_argument("--parameters", type=parse_count, help="this many, in one large tensor: 25000000, 100M, 1.3B")
     what.add_argument("--module", metavar="PACKAGE.MODULE:CLASS", help="a LightningModule or nn.Module: its tensors")
     parser.add_argument(
         "--arguments",
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"steps from one exchange of updates to the next (default: {defaults.local_steps})",
     )
     parser.add_argument(
-        "--density", type=_of(_density), default=defaults.density, help="share of entries sent (default: %(default)s)"
+        "--density", type=float, default=defaults.density, help="share of entries sent (default: %(default)s)"
     )
     parser.add_argument(
         "--value-format", choices=VALUE_FORMATS, default=defaults.value_format, help="(default: %(default)s)"
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     sizes = [real_numel(workload.parameters[name]) for bucket in workload.buckets for name in bucket]
     speed = forecast.measure_speed(config.density, config.value_format, sizes)
-    print_forecast(forecast.make_forecast(config, workload, layout, arguments.link, speed))
+    print(describe(forecast.make_forecast(config, workload, layout, arguments.link, speed)))
     return 0
 
 
@@ -129,7 +129,7 @@ def _print_measured(arguments: argparse.Namespace) -> int:
     choice = auto.choose(options, (1 + arguments.target_overhead) * measured.compute, arguments.steps)
     if group.rank() == 0:
         print(f"{group.size()} ranks on {len(layout.nodes)} node(s), {workload.entries:,} parameters; {measured}.")
-        print(*plain_table(*auto.table_of(options, choice.option.config, arguments.steps)), sep="\n")
+        print(plain_table(auto.table_of(options, choice.option.config, arguments.steps)))
         print("Nothing of DDP's all-reduce is taken to be hidden behind backward; a run measures how much is.")
     dist.destroy_process_group()
     return 0
@@ -171,19 +171,31 @@ def parse_arguments(words: list[str]) -> dict[str, Any]:
     return found
 
 
-def _density(text: str) -> float:
-    density = float(text)
-    check_density("density", density)
-    return density
+def parse_rate(text: str) -> float:
+    """The rate of a link in bits a second, of a number and its unit in bits or bytes.
+
+    Example:
+        >>> parse_rate("100Mbit/s"), parse_rate("1.5GB")
+        (100000000.0, 12000000000.0)
+    """
+    match = re.fullmatch(r"(\d*\.?\d+(?:e\d+)?) ?([kMGT]?)(bit|B)(?:/s)?", text)
+    rate = float(match[1]) * _FACTORS[match[2]] * (8 if match[3] == "B" else 1) if match else 0.0
+    if not 0 < rate < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: write a number and its unit, as 1Gbit, 100Mbit or 1.2GB")
+    return rate
 
 
-def _of(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """A parser whose error argparse shows beside the name of the option."""
+def parse_count(text: str) -> int:
+    """A number of parameters.
 
-    def checked(text: str) -> T:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return checked
+    Example:
+        >>> parse_count("1.3B"), parse_count("25_000_000")
+        (1300000000, 25000000)
+    """
+    match = re.fullmatch(r"([\d_]*\.?\d+(?:e\d+)?) ?([kMGBT]?)", text)
+    number = float(match[1]) * _FACTORS[match[2]] if match else 0.0
+    if not 1 <= number <= MOST_PARAMETERS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: write a number of parameters as 25000000, 100M or 1.3B, {MOST_PARAMETERS:.0e} at most"
+        )
+    return round(number)

@@ -44,11 +44,12 @@ def run(arguments: argparse.Namespace) -> int:
     if not reading.runs:
         print("Nothing to show: no run could be read.", file=sys.stderr)
         return 1
-    names = logged_names(reading.runs)
+    logged = [run.series for run in reading.runs]
+    names = logged_names(logged)
     if arguments.metric is not None and arguments.metric not in names:
         print(f"--metric {arguments.metric}: logged were {', '.join(sorted(names))}", file=sys.stderr)
         return 1
-    quality = arguments.metric or find_quality(reading.runs)
+    quality = arguments.metric or find_quality(logged)
     try:
         write_page(arguments.output, make_page(reading, quality, arguments.title))
     except OSError as error:

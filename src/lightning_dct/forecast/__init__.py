@@ -4,7 +4,6 @@
     bytes_sent    what each rank hands to the collectives in a step, by exchange, to the byte
     speed         how fast this machine compresses, measured for a moment
     forecast      bytes over the rate of a link, residuals, and what ``exchange="auto"`` takes
-    quantities    "1Gbit" and "100M" as numbers
     report        all that as text
 
 Sizes come from the plans, the shards and the traffic formulas that a run uses. Only the order of collectives is said

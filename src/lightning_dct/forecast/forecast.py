@@ -42,7 +42,7 @@ class Row:
 
     @property
     def seconds(self) -> float:
-        """Both, one after the other."""
+        """Link and compressing, one after the other."""
         return self.link_seconds + self.compressing_seconds
 
     @property
@@ -54,11 +54,6 @@ class Row:
     def most_between(self) -> int:
         """Bytes to other nodes of the rank that sends most there."""
         return max(sent.between for sent in self.step.sent) // self.local_steps
-
-    @property
-    def most_held(self) -> int:
-        """Bytes of residuals on the rank that has most."""
-        return max(self.step.residual_bytes)
 
 
 @dataclass(frozen=True)
