@@ -31,12 +31,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmark.job import DONE, Job
 from benchmark.machine import describe_machine, warn_if_busy
-from benchmark.plots import plot_losses, plot_steps
+from benchmark.plots import plot_steps
 from benchmark.results import Run, names_in, read_runs, summarise, write_report
 from benchmark.synchronisations import DDP, NOTHING, SYNCHRONISATIONS
 from benchmark.tables import link_name, print_table, tabulate_steps, write_markdown
 from network.hosts import Host, give_to_invoking_user, make_hosts, why_not
-from network.link import measure_megabits
 from network.loopback import LoopbackHost
 from network.running import HostFailedError, run_on, torchrun
 
@@ -57,12 +56,10 @@ def in_order(names: Sequence[str], round: int) -> list[str]:
 
 
 @contextmanager
-def some_hosts(
-    count: int, megabits: float | None, has_links: bool, delay: float = 0.0
-) -> Iterator[list[Host] | list[LoopbackHost]]:
+def some_hosts(count: int, megabits: float | None, has_links: bool) -> Iterator[list[Host] | list[LoopbackHost]]:
     """Hosts with links, or what stands in for them."""
     if has_links:
-        with make_hosts(count, megabits, delay) as hosts:
+        with make_hosts(count, megabits) as hosts:
             yield hosts
     else:
         yield [LoopbackHost() for _ in range(count)]
@@ -83,7 +80,6 @@ class Benchmark:
         self.threads = max(1, (os.cpu_count() or 1) // self.ranks)
         self.runs: list[Run] = []
         self.scored: list[Run] = []
-        self.carried: dict[str, float] = {}
 
     def run(self, console: Console) -> None:
         """Everything, beginning with the round that is scored."""
@@ -114,12 +110,8 @@ class Benchmark:
     ) -> list[Run]:
         count = self._options.hosts
         environment = {"OMP_NUM_THREADS": str(self.threads), "NUMBA_NUM_THREADS": str(self.threads)}
-        delay = self._options.delay / 1000
-        with tempfile.TemporaryDirectory() as folder, some_hosts(count, megabits, self._has_links, delay) as hosts:
+        with tempfile.TemporaryDirectory() as folder, some_hosts(count, megabits, self._has_links) as hosts:
             os.chmod(folder, 0o777)  # the hosts' processes may be another user's
-            name = link_name(megabits)
-            if self._has_links and name not in self.carried:
-                self.carried[name] = measure_megabits(hosts, megabits)
             job = Job(
                 synchronisations=in_order(self._names, round),
                 warm_up_steps=WARM_UP_STEPS,
@@ -161,11 +153,6 @@ def notes_on(
         f" ({machine['processor']}), torch {machine['torch']}; {options.batch_size} rows a rank; medians (and ranges)"
         f" over {options.rounds} rounds; up to {options.steps} steps a run, fewer where they are slow.",
     ]
-    notes += [
-        f"Links, {name}{f', {options.delay:g} ms each way' * bool(options.delay)}: a plain TCP transfer went at"
-        f" {measured:,.0f} Mbit/s."
-        for name, measured in benchmark.carried.items()
-    ]
     first_rate = [run for run in benchmark.runs if run.megabits == benchmark.runs[0].megabits]
     selecting = {name: summarise(first_rate, name).selecting_ms for name in names_in(first_rate) if name[:3] == "DCT"}
     if selecting:
@@ -191,7 +178,6 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, default=2, help="how many hosts")
     parser.add_argument("--ranks-per-host", type=int, default=1, help="of which each has so many")
     parser.add_argument("--rates", type=float, nargs="+", default=[1000, 100], help="of the links, in Mbit/s")
-    parser.add_argument("--delay", type=float, default=0.0, help="that frames travel each way, in milliseconds")
     parser.add_argument("--rounds", type=int, default=3, help="how often everything is measured")
     parser.add_argument("--steps", type=int, default=30, help="most steps measured in a run")
     parser.add_argument("--quality-steps", type=int, default=100, help="steps of the scored round; 0 leaves it out")
@@ -212,8 +198,6 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
     ):
         if getattr(options, name) < least:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least {least}")
-    if options.delay < 0:
-        parser.error(f"--delay {options.delay}: must not be below 0")
     if min(options.rates) <= 0:
         parser.error(f"--rates {min(options.rates)}: must be above 0")
     return options
@@ -252,11 +236,9 @@ def main(words: Sequence[str]) -> int:
     write_report(folder / "steps.json", about, benchmark.runs, benchmark.scored)
     write_markdown(folder / "steps.md", title, heads, rows, notes)
     plot_steps(folder / "steps.png", benchmark.runs)
-    if benchmark.scored:
-        plot_losses(folder / "losses.png", benchmark.runs, benchmark.scored)
-    for path in (folder, *folder.glob("steps.*"), *folder.glob("losses.png")):
+    for path in (folder, *folder.glob("steps.*")):
         give_to_invoking_user(path)
-    console.print(f"Written: {folder}/steps.md, steps.json and plots")
+    console.print(f"Written: {folder}/steps.md, steps.json and steps.png")
     return 0
 
 

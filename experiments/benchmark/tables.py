@@ -42,7 +42,7 @@ def tabulate_steps(runs: Sequence[Run], scored: Sequence[Run]) -> tuple[list[str
     heads = ["synchronisation"]
     for link in links:
         heads += [f"ms a step, {link_name(link, has_links)}", "times none", "faster than DDP"]
-    heads += ["kB a step", "fewer than DDP", "ms compressing"]
+    heads += ["kB a step", "off by", "fewer than DDP", "ms compressing"]
     if scored:
         heads.append("loss")
     rows = []
@@ -58,6 +58,7 @@ def tabulate_steps(runs: Sequence[Run], scored: Sequence[Run]) -> tuple[list[str
         everywhere = summarise([run for run in runs if run.megabits == links[0]], name)
         cells += [
             _median(everywhere.sent_bytes, "{:,.1f}", 1e-3),
+            _median(everywhere.off_by, "{:+.1%}"),
             _median(everywhere.fewer_than_ddp, "{:,.1f}x"),
             "-" if name == NOTHING else _median(everywhere.compressing_ms, "{:.1f}"),
         ]
