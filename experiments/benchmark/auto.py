@@ -25,10 +25,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
-from rich.console import Console
 
 from benchmark.machine import describe_machine, warn_if_busy
-from benchmark.tables import link_name, print_table, write_markdown
+from benchmark.tables import link_name, publish
 from benchmark.task import NextBytes, next_bytes_data
 from lightning_dct import DCTStrategy
 from network.hosts import give_to_invoking_user, make_hosts, why_not
@@ -196,10 +195,7 @@ def main(words: list[str]) -> int:
         f"{options.hosts} hosts, one thread each, {machine['cores']} cores ({machine['processor']}); one run each."
     ]
     notes += [busy] if (busy := warn_if_busy(machine["load"])) else []
-    options.output.mkdir(parents=True, exist_ok=True)
-    print_table(Console(width=160), "Time to DDP's loss", heads, rows)
-    print(*notes, sep="\n")
-    write_markdown(options.output / "auto.md", "Time to DDP's loss", heads, rows, notes)
+    publish(options.output / "auto.md", "Time to DDP's loss", heads, rows, notes)
     (options.output / "auto.json").write_text(json.dumps(figures | {"machine": machine}, indent=1))
     for path in (options.output, *options.output.glob("auto.*")):
         give_to_invoking_user(path)

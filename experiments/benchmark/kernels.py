@@ -21,11 +21,9 @@ from time import perf_counter
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/, where `benchmark` is
 
 import torch
-from rich.console import Console
-from rich.progress import track
 
 from benchmark.machine import describe_machine, warn_if_busy
-from benchmark.tables import print_table, write_markdown
+from benchmark.tables import publish
 from lightning_dct.kernels import available_kernels, select, sum_entries
 from lightning_dct.kernels.buffered import Segments, buffer_capacity, buffer_kernel
 from lightning_dct.threshold import kth_magnitude
@@ -137,7 +135,7 @@ def time_in_turn(
     """
     torch.set_num_threads(threads)
     milliseconds: dict[str, list[float]] = {name: [] for name in actions}
-    for round in track(range(WARM_UP_ROUNDS + rounds), f"{threads} thread(s)", transient=True):
+    for round in range(WARM_UP_ROUNDS + rounds):
         for name, action in actions.items():
             reset()
             _wait_for(device)
@@ -218,20 +216,10 @@ def main(words: Sequence[str]) -> None:
     notes += compare_kernels(timed)
     if busy := warn_if_busy(machine["load"]):
         notes.append(busy)
-    # A terminal has a width; a file has room for the whole table.
-    console = Console(width=None if sys.stdout.isatty() else 160)
     heads, rows = tabulate_kernels(timed)
-    title = "Kernels beside the floor of memory"
-    print_table(console, title, heads, rows)
-    for note in notes:
-        console.print(f"- {note}", markup=False)
-
-    folder = options.output
-    folder.mkdir(parents=True, exist_ok=True)
+    publish(options.output / "kernels.md", "Kernels beside the floor of memory", heads, rows, notes)
     report = {"machine": machine, "notes": notes, "timed": [asdict(one) for one in timed]}
-    (folder / "kernels.json").write_text(json.dumps(report, indent=1) + "\n")
-    write_markdown(folder / "kernels.md", title, heads, rows, notes)
-    console.print(f"Written: {folder}/kernels.md and kernels.json")
+    (options.output / "kernels.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 def _wait_for(device: torch.device) -> None:

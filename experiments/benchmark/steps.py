@@ -18,7 +18,7 @@ import random
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from socket import socket
@@ -26,15 +26,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/, where `benchmark` is
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-from benchmark.job import DONE, Job
+from benchmark.job import Job
 from benchmark.machine import describe_machine, warn_if_busy
 from benchmark.plots import plot_steps
 from benchmark.results import Run, names_in, read_runs, summarise, write_report
 from benchmark.synchronisations import DDP, NOTHING, SYNCHRONISATIONS
-from benchmark.tables import link_name, print_table, tabulate_steps, write_markdown
+from benchmark.tables import link_name, publish, tabulate_steps
 from network.hosts import Host, give_to_invoking_user, make_hosts, why_not
 from network.loopback import LoopbackHost
 from network.running import HostFailedError, run_on, torchrun
@@ -81,33 +78,18 @@ class Benchmark:
         self.runs: list[Run] = []
         self.scored: list[Run] = []
 
-    def run(self, console: Console) -> None:
+    def run(self) -> None:
         """Everything, beginning with the round that is scored."""
         options = self._options
-        rates = options.rates if self._has_links else [None]
-        total = len(self._names) * (options.rounds * len(rates) + bool(options.quality_steps))
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console) as progress:
-            task = progress.add_task("starting", total=total)
+        if options.quality_steps:
+            self.scored = self._round(None, 0, options.quality_steps, True)
+            print("Losses on held-out text: done", flush=True)
+        for round in range(options.rounds):
+            for rate in options.rates if self._has_links else [None]:
+                self.runs += self._round(rate, round, options.steps, False)
+                print(f"{link_name(rate, self._has_links)}: round {round + 1} of {options.rounds} is done", flush=True)
 
-            def show(line: str) -> None:
-                if line.startswith(DONE):
-                    progress.advance(task)
-
-            if options.quality_steps:
-                progress.update(task, description="loss on held-out text")
-                self.scored = self._round(None, 0, options.quality_steps, True, show)
-                console.log("Losses on held-out text: done")
-            for round in range(options.rounds):
-                for rate in rates:
-                    place = link_name(rate, self._has_links)
-                    progress.update(task, description=f"{place}, round {round + 1} of {options.rounds}")
-                    self.runs += self._round(rate, round, options.steps, False, show)
-                    console.log(f"{place}: round {round + 1} of {options.rounds} is done")
-
-    def _round(
-        self, megabits: float | None, round: int, steps: int, score: bool, show: Callable[[str], None]
-    ) -> list[Run]:
+    def _round(self, megabits: float | None, round: int, steps: int, score: bool) -> list[Run]:
         count = self._options.hosts
         environment = {"OMP_NUM_THREADS": str(self.threads), "NUMBA_NUM_THREADS": str(self.threads)}
         with tempfile.TemporaryDirectory() as folder, some_hosts(count, megabits, self._has_links) as hosts:
@@ -126,7 +108,7 @@ class Benchmark:
             words = [str(WORKER), str(job.write())]
             port = PORT if self._has_links else free_port()
             commands = torchrun(count, hosts[0].address, port, words, self._options.ranks_per_host)
-            run_on(hosts, commands, environment, show)
+            run_on(hosts, commands, environment, lambda line: None)
             return read_runs(Path(folder), self.ranks, megabits, round)
 
 
@@ -208,37 +190,25 @@ def main(words: Sequence[str]) -> int:
     options = parse_options(words)
     names = [name for name in SYNCHRONISATIONS if name in (NOTHING, DDP) or any(part in name for part in options.only)]
     reason = "--loopback was given" if options.loopback else why_not()
-    # A terminal has a width; a file has room for the whole table.
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    if reason:
-        console.print(LOOPBACK.format(reason=reason).replace("were", "are", 1), style="yellow")
     machine = describe_machine()
-    if busy := warn_if_busy(machine["load"]):
-        console.print(busy, style="yellow")
     # Hosts are to be removed when this is told to stop, as after ctrl-C.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     benchmark = Benchmark(options, names, has_links=reason is None)
     try:
-        benchmark.run(console)
+        benchmark.run()
     except HostFailedError as error:
         print(error, file=sys.stderr)
         return 1
     title = f"One training step, {options.hosts} hosts"
     heads, rows = tabulate_steps(benchmark.runs, benchmark.scored)
     notes = notes_on(benchmark, options, machine, reason)
-    print_table(console, title, heads, rows)
-    for note in notes:
-        console.print(f"- {note}", markup=False)
-
     folder = options.output
-    folder.mkdir(parents=True, exist_ok=True)
+    publish(folder / "steps.md", title, heads, rows, notes)
     about = {"machine": machine, "notes": notes, "options": {**vars(options), "output": str(folder)}}
     write_report(folder / "steps.json", about, benchmark.runs, benchmark.scored)
-    write_markdown(folder / "steps.md", title, heads, rows, notes)
     plot_steps(folder / "steps.png", benchmark.runs)
     for path in (folder, *folder.glob("steps.*")):
         give_to_invoking_user(path)
-    console.print(f"Written: {folder}/steps.md, steps.json and steps.png")
     return 0
 
 

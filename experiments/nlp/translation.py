@@ -31,15 +31,7 @@ class TranslationModule(TokenModule):
 
     Args:
         num_layers: Number of blocks in the encoder, and again in the decoder.
-        width: Size of the hidden state.
-        num_heads: Attention heads.
-        dropout: Fraction of activations dropped while training.
         tie_weights: Use the decoder's token embedding as its output matrix.
-        learning_rate: AdamW's peak learning rate.
-        betas: AdamW's two decay rates.
-        weight_decay: AdamW's decay, on matrices only.
-        warmup_steps: Optimizer steps over which the learning rate rises linearly.
-        final_learning_rate_fraction: Where the cosine ends, as a fraction of the peak.
         translate_examples: Test sentences to translate, over all ranks; 0 for none.
         vocabulary_size: Number of tokens; read from the data module when None.
         source_length: Tokens a source; read from the data module when None.

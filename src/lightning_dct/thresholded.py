@@ -46,6 +46,8 @@ class ThresholdedStrategy(CheckpointedStrategy):
     """
 
     registered_names: ClassVar[dict[str, dict[str, Any]]]
+    # What the same replicas do without compression, in advice.
+    dense_rival: ClassVar[str] = "DDP"
     _timeout: timedelta | None
 
     def __init__(self, config: DCTConfig, lifelines: bool | int, **kwargs: Any) -> None:

@@ -59,7 +59,6 @@ def test_a_module_of_real_tensor_sizes(capsys: pytest.CaptureFixture[str]) -> No
     printed = plan(capsys, *words, "--arguments", "vocab_size=1000")
     sizes = [parameter.numel() for parameter in LightningTransformer(1000).parameters()]
     assert printed.startswith(f"{sum(sizes):,} parameters in {len(sizes)} tensors")
-    assert plan(capsys, *words, "--arguments", '{"vocab_size": 1000}') == printed
 
 
 def test_a_link_faster_than_compressing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,8 +99,6 @@ def test_misuse(capsys: pytest.CaptureFixture[str], words: list[str], told: str)
         (["torch.nn:Lin"], "`--module torch.nn:Lin` cannot be made: .*'Lin'"),
         (["torch.nn:Linear"], r"`--module torch.nn:Linear` cannot be made: TypeError.*in_features.*`--arguments "),
         (["torch.nn:Linear", "--arguments", "3"], "`--arguments 3`: write KEY=VALUE pairs"),
-        (["torch.nn:Linear", "--arguments", "{3"], "`--arguments` is not JSON"),
-        (["torch.nn:Linear", "--arguments", '{"a": ' + 10**5 * "["], "`--arguments` is not JSON"),
         (["torch.nn:LazyLinear", "--arguments", "out_features=3"], "size of parameter 'weight' is not known"),
         (["torch.nn:ReLU"], "ReLU has no parameter whose gradient is synchronised"),
         (["collections:Counter"], "`--module collections:Counter` gives a Counter, not a torch.nn.Module"),

@@ -54,14 +54,6 @@ def test_help_says_how_to_begin_and_what_there_is(tmp_path: Path) -> None:
     assert "  density: 0.2\n" in printed
 
 
-def test_an_unknown_setting_is_explained_beside_what_hydra_prints(tmp_path: Path) -> None:
-    """As a user sees it: Hydra prints its error and exits."""
-    completed = start(tmp_path, "experiment=lm", "strategy.densty=0.1")
-    assert completed.returncode == 1
-    assert "Could not override 'strategy.densty'" in completed.stderr
-    assert "Did you mean density? Settings of strategy: " in completed.stderr
-
-
 def test_dlrm_with_ddp(ranks: Any, tmp_path: Path) -> None:
     printed = train_on_ranks(ranks, tmp_path, *SMALL_CLICKS, "strategy=ddp", "trainer.max_steps=30")
     assert printed.count("compression ratio, against dense fp32") == 1

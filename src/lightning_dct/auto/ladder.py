@@ -1,4 +1,4 @@
-"""What may be chosen, from what loses nothing to what loses most, and the rule that chooses: pure functions.
+"""The settings to choose from, from what loses nothing to what loses most, and the rule that chooses.
 
     DDP in fp32, DDP in bf16, then updates at 1 bit: every step at 30%, ever more local steps, and a lower density
 
@@ -57,6 +57,16 @@ class Choice:
     is_within: bool
     is_shortest: bool = False
 
+    def reason(self, longest: float) -> str:
+        """The decision in a sentence; ``longest`` is the seconds that a step may take."""
+        limit = f"{1e3 * longest:,.1f} ms that a step may take"
+        if self.is_within:
+            why = f"it loses least of what stays within the {limit}"
+        else:
+            why = f"it is the fastest, and nothing stays within the {limit}"
+            why += ", as delays of more than a tenth of the run are out of the question" if self.is_shortest else ""
+        return f"takes {describe(self.option.config)}: predicted at {1e3 * self.option.seconds:,.1f} ms a step, {why}"
+
 
 def choose(options: Sequence[Option], longest: float, steps: float) -> Choice:
     """The first whose step is short enough; where there is none, the fastest that the run is long enough for.
@@ -80,12 +90,7 @@ def dense(base: DCTConfig, value_format: ValueFormat = "fp32") -> DCTConfig:
 
 
 def rungs(base: DCTConfig, min_density: float = 0.0) -> list[DCTConfig]:
-    """Updates, from what loses least to what loses most.
-
-    Args:
-        base: All other settings.
-        min_density: The least share of entries that an exchange may send.
-    """
+    """Updates, from what loses least to what loses most; an exchange sends at least ``min_density`` of the entries."""
     found = [replace(base, local_steps=steps, density=max(density, min_density)) for steps, density in ROUNDS]
     return [one for index, one in enumerate(found) if one not in found[:index]]
 

@@ -1,4 +1,4 @@
-"""What a run is told about itself: before it begins, and when it is over. Pure functions that make sentences."""
+"""Advice for a run, before it begins and when it is over: pure functions that make sentences."""
 
 from __future__ import annotations
 
@@ -22,14 +22,7 @@ def steps_of_delay(config: DCTConfig) -> float:
 
 
 def notes_at_start(config: DCTConfig, world_size: int, steps: float, device_type: str) -> list[str]:
-    """What a user should know before the run has taken its time.
-
-    Args:
-        config: The settings.
-        world_size: Ranks.
-        steps: Optimizer steps the run will have; infinite where that is not known.
-        device_type: Where gradients are.
-    """
+    """What a user should know before a run of so many optimizer steps, infinite where that is not known, has begun."""
     if world_size == 1:
         return ["One process (`devices=1`) has nobody to send to: nothing is compressed. Give `devices=2` or more."]
     notes = []
@@ -46,26 +39,10 @@ def notes_at_start(config: DCTConfig, world_size: int, steps: float, device_type
     return notes
 
 
-def kept_note(config: DCTConfig, density: float) -> str | None:
-    """Why fewer entries were sent than the settings have room for; None where there is nothing to explain.
-
-    Args:
-        config: The settings.
-        density: Entries sent over entries due.
-    """
-    shorter_rounds = config.compress == "updates" and config.round_length > 1 and config.warmup_steps > 0
-    if config.density_per_parameter or shorter_rounds or not density < (1 - MUCH) * config.density:
-        return None
-    return (
-        f"{100 * density:.3g}% were sent, and density={config.density:g} has room for {100 * config.density:.3g}%: an"
-        " entry goes when it reaches its tensor's threshold. Thresholds are selected every `refresh_every` steps and"
-        " follow slowly between; while what there is to send shrinks, as early in training, fewer entries reach them."
-        " Bytes are the same."
-    )
-
-
-def closing_line(config: DCTConfig, costs: StepCosts, link: MeasuredLink, dense_bytes: int, device_type: str) -> str:
-    """What a step took, what plain DDP would have taken, and which setting would be better.
+def closing_line(
+    config: DCTConfig, costs: StepCosts, link: MeasuredLink, dense_bytes: int, device_type: str, dense: str = "DDP"
+) -> str:
+    """What a step took, what the dense exchange would have taken, and which setting would be better.
 
     Args:
         config: The settings.
@@ -73,23 +50,25 @@ def closing_line(config: DCTConfig, costs: StepCosts, link: MeasuredLink, dense_
         link: As it was timed before the run.
         dense_bytes: Of all gradients in fp32.
         device_type: Where they are.
+        dense: The dense exchange: ``DDP``, or ``HSDP`` where replicas are sharded.
     """
     ddp, rest = link.all_reduce_seconds(dense_bytes), costs.total - costs.synchronising
     rate = "" if link.bits_per_second is None else f" ({rate_text(float(f'{link.bits_per_second:.2g}'))})"
     return (
         f"A step took {_ms(costs.total)}: {_ms(costs.compressing)} compressing, {_ms(costs.waiting)} waiting for the"
-        f" network and other ranks. DDP's all-reduce takes {_ms(ddp)} on this link as timed at the start{rate}, and its"
-        f" step {_ms(max(rest, ddp))} to {_ms(rest + ddp)}, as much of it as backward hides."
-        f" {_better(config, costs, ddp, device_type)}"
+        f" network and other ranks. {dense}'s all-reduce takes {_ms(ddp)} on this link as timed at the start{rate}, and"
+        f" its step {_ms(max(rest, ddp))} to {_ms(rest + ddp)}, as much of it as backward hides."
+        f" {_better(config, costs, ddp, device_type, dense)}"
     )
 
 
-def _better(config: DCTConfig, costs: StepCosts, ddp: float, device_type: str) -> str:
-    """Which setting would be better."""
+def _better(config: DCTConfig, costs: StepCosts, ddp: float, device_type: str, dense: str) -> str:
     rarer = f"local_steps={2 * config.round_length}" if config.compress == "updates" else None
     if costs.synchronising >= ddp:
-        told = "Compressing costs more than it saves here: strategy='ddp' is faster on this link"
-        return f"{told}, or {rarer}, which halves the cost." if rarer and costs.synchronising < 2 * ddp else f"{told}."
+        name = "strategy='ddp'" if dense == "DDP" else dense
+        advice = f"Compressing costs more than it saves here: {name} is faster on this link"
+        halved = rarer and costs.synchronising < 2 * ddp
+        return f"{advice}, or {rarer}, which halves the cost." if halved else f"{advice}."
     if costs.synchronising < MUCH * costs.total:
         share = 100 * costs.synchronising / costs.total
         return f"Synchronising is {share:.2g}% of a step: no setting would make it much faster."

@@ -8,21 +8,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_dct.auto import (
-    Measured,
-    Option,
-    agreed,
-    choose,
-    dense,
-    describe,
-    measure_speeds,
-    predict_dense,
-    predict_updates,
-    rungs,
-    table_of,
-)
-from lightning_dct.auto.ladder import check_left_out
-from lightning_dct.auto.predicting import reason_for
+from lightning_dct.auto.ladder import Option, check_left_out, choose, dense, describe, rungs, table_of
+from lightning_dct.auto.predicting import Measured, agreed, measure_speeds, predict_dense, predict_updates
 from lightning_dct.callbacks.run_advice import RunAdvice
 from lightning_dct.callbacks.step_clock import StepClock, StepCosts
 from lightning_dct.config import DCTConfig, check_density, check_positive
@@ -158,9 +145,9 @@ class AutoSettings(RunAdvice):
 
     def state_dict(self) -> dict[str, Any]:
         """What was decided; the same on every rank."""
+        names = ("compress", "local_steps", "density", "value_format")
         chosen = self.chosen and {
-            **{name: getattr(self.chosen.config, name) for name in ("compress", "local_steps", "density")},
-            "value_format": self.chosen.config.value_format,
+            **{name: getattr(self.chosen.config, name) for name in names},
             "seconds": self.chosen.seconds,
             "num_bytes": self.chosen.num_bytes,
         }
@@ -176,10 +163,8 @@ class AutoSettings(RunAdvice):
         saved, self.chosen = dict(state_dict["chosen"] or {}), None
         if saved:
             seconds, num_bytes = saved.pop("seconds"), saved.pop("num_bytes")
-            if saved["compress"] == "gradients":
-                config = dense(self.base, saved["value_format"])
-            else:
-                config = replace(self.base, **saved)
+            is_dense = saved["compress"] == "gradients"
+            config = dense(self.base, saved["value_format"]) if is_dense else replace(self.base, **saved)
             self.chosen = Option(config, seconds, num_bytes)
         self._is_settled, self._world_size = state_dict["is_settled"], state_dict["world_size"]
         self.decisions = list(state_dict["decisions"])
@@ -253,8 +238,7 @@ class AutoSettings(RunAdvice):
             options = options + predict_updates(measured, configs, speeds)
             choice = choose(options, longest, self._steps)
         before, self.chosen = self.chosen, choice.option
-        reason = reason_for(choice.option, longest, choice.is_within, choice.is_shortest)
-        told = f"After {strategy.traffic.totals.steps:,} steps DCTStrategy {reason} ({why})."
+        told = f"After {strategy.traffic.totals.steps:,} steps DCTStrategy {choice.reason(longest)} ({why})."
         self.decisions.append(told)
         rank_zero_info(f"{told}\n{plain_table(table_of(options, choice.option.config, self._steps))}")
         is_new = before is None or before.config != choice.option.config

@@ -1,4 +1,4 @@
-"""Tells a run about itself: what does not fit before it begins, and at the end what its steps took and could take."""
+"""Advice for a run: what does not fit before it begins, and at the end what its steps took and could take."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_dct.callbacks.advice import closing_line, kept_note, notes_at_start
+from lightning_dct.callbacks.advice import closing_line, notes_at_start
 from lightning_dct.callbacks.requirements import InternalCallback, require_dct
 from lightning_dct.callbacks.step_clock import StepClock
 from lightning_dct.forecast.link import MeasuredLink, measure_link
@@ -18,8 +18,8 @@ from lightning_dct.traffic import FP32_BYTES, TrafficTotals
 class RunAdvice(InternalCallback):
     """Sentences at the beginning of fit and at its end; ``DCTStrategy`` adds this callback.
 
-    Before the first step all ranks time all-reduces of up to 1 MiB for a moment, so that the end can say what plain DDP
-    would have taken on the same link. Nothing is said of runs of a few steps.
+    Before the first step all ranks time all-reduces of up to 1 MiB for a moment, so that the end can say how long the
+    dense all-reduce would have taken on the same link. It says nothing about runs of a few steps.
     """
 
     def __init__(self) -> None:
@@ -28,11 +28,7 @@ class RunAdvice(InternalCallback):
         self._before = TrafficTotals()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse strategies that compress nothing.
-
-        Raises:
-            MisconfigurationException: The Trainer's strategy is not one of this package's.
-        """
+        """Refuse strategies that are not this package's."""
         require_dct(trainer, self)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -49,7 +45,7 @@ class RunAdvice(InternalCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Take note of the time."""
+        """Note the time."""
         strategy: Any = trainer.strategy
         self._clock.after_step(strategy.traffic.totals)
 
@@ -62,13 +58,12 @@ class RunAdvice(InternalCallback):
         self._clock.pause()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say what the run came to, where enough was measured."""
+        """Print the closing line, where enough was measured."""
         strategy: Any = trainer.strategy
         costs = self._clock.costs
         if not trainer.is_global_zero or self._link is None or costs is None:
             return
-        config, synchronizer = strategy.config, strategy.synchronizer
-        if note := kept_note(config, (strategy.traffic.totals - self._before).density):
-            print(note)
-        dense_bytes = FP32_BYTES * sum(real_numel(p) for p in synchronizer.parameter_names if p.requires_grad)
-        print(closing_line(config, costs, self._link, dense_bytes, strategy.root_device.type), flush=True)
+        names = strategy.synchronizer.parameter_names
+        dense_bytes = FP32_BYTES * sum(real_numel(p) for p in names if p.requires_grad)
+        device = strategy.root_device.type
+        print(closing_line(strategy.config, costs, self._link, dense_bytes, device, strategy.dense_rival), flush=True)

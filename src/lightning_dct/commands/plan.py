@@ -16,7 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_dct import auto, forecast
+from lightning_dct import forecast
+from lightning_dct.auto.ladder import choose, rungs, table_of
+from lightning_dct.auto.predicting import Measured, measure_speeds, predict_dense, predict_updates
 from lightning_dct.config import VALUE_FORMATS, DCTConfig
 from lightning_dct.forecast.forecast import layout_of
 from lightning_dct.forecast.link import measure_link
@@ -50,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="KEY=VALUE",
-        help="arguments of the module's constructor: pairs, with values in JSON where possible, or one JSON object",
+        help="arguments of the module's constructor, with values in JSON where possible",
     )
     parser.add_argument(
         "--compress", choices=("updates", "gradients"), default=defaults.compress, help="(default: %(default)s)"
@@ -122,14 +124,14 @@ def _print_measured(arguments: argparse.Namespace) -> int:
     dist.init_process_group("gloo")
     group, device = dist.distributed_c10d._get_default_group(), torch.device("cpu")
     layout = find_layout((int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"])), group)
-    measured = auto.Measured(1e-3 * arguments.compute_ms, measure_link(group, device), layout, workload)
-    configs = auto.rungs(base)
-    speeds = auto.measure_speeds(configs, workload, group, device)
-    options = [*auto.predict_dense(measured, base), *auto.predict_updates(measured, configs, speeds)]
-    choice = auto.choose(options, (1 + arguments.target_overhead) * measured.compute, arguments.steps)
+    measured = Measured(1e-3 * arguments.compute_ms, measure_link(group, device), layout, workload)
+    configs = rungs(base)
+    speeds = measure_speeds(configs, workload, group, device)
+    options = [*predict_dense(measured, base), *predict_updates(measured, configs, speeds)]
+    choice = choose(options, (1 + arguments.target_overhead) * measured.compute, arguments.steps)
     if group.rank() == 0:
         print(f"{group.size()} ranks on {len(layout.nodes)} node(s), {workload.entries:,} parameters; {measured}.")
-        print(plain_table(auto.table_of(options, choice.option.config, arguments.steps)))
+        print(plain_table(table_of(options, choice.option.config, arguments.steps)))
         print("Nothing of DDP's all-reduce is taken to be hidden behind backward; a run measures how much is.")
     dist.destroy_process_group()
     return 0
@@ -153,17 +155,11 @@ def parse_arguments(words: list[str]) -> dict[str, Any]:
         >>> parse_arguments(["width=512", "name=small", "betas=[0.9, 0.95]"])
         {'width': 512, 'name': 'small', 'betas': [0.9, 0.95]}
     """
-    if len(words) == 1 and words[0].lstrip().startswith("{"):
-        try:
-            whole: dict[str, Any] = json.loads(words[0])
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"`--arguments` is not JSON: {error}") from error
-        return whole
     found = {}
     for word in words:
         key, separator, value = word.partition("=")
         if not separator or not key.isidentifier():
-            raise ValueError(f"`--arguments {word}`: write KEY=VALUE pairs, as width=512, or one JSON object")
+            raise ValueError(f"`--arguments {word}`: write KEY=VALUE pairs, as width=512")
         try:
             found[key] = json.loads(value)
         except (json.JSONDecodeError, RecursionError):

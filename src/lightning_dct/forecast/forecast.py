@@ -105,15 +105,10 @@ def layout_of(world_size: int, nodes: int) -> NodeLayout:
 def make_forecast(
     config: DCTConfig, workload: Workload, layout: NodeLayout, link: float, speed: Speed, latency: float = 0.0
 ) -> Forecast:
-    """Reckon all exchanges.
+    """Compute all exchanges.
 
-    Args:
-        config: The settings.
-        workload: What is synchronised.
-        layout: Where the ranks run, two of them or more, as many on every node.
-        link: Bits a second; see :class:`Forecast`.
-        speed: What compressing costs, at the settings' density and value format.
-        latency: Seconds that an all-reduce of nothing takes, which is two rounds of messages.
+    The arguments are those of :class:`Forecast`: two ranks or more, as many on every node, and a speed at the settings'
+    density and value format. ``latency`` is the seconds that an all-reduce of nothing takes, two rounds of messages.
     """
     world_size, local = len(layout.places), ranks_per_node(layout)
     dense = dense_step(workload, layout)
@@ -136,13 +131,9 @@ def make_forecast(
 
 
 def link_seconds(step: Step, layout: NodeLayout, link: float) -> float:
-    """How long the busiest node's link is busy, and what moves inside that node.
+    """How long the busiest node's link is busy, and the exchange inside that node.
 
-    Args:
-        step: Bytes of each rank.
-        layout: Where the ranks run.
-        link: Bits a second of each node's link, which its ranks share. Inside a node bytes are taken to move as much
-            faster as ``exchange="auto"`` takes them to.
+    The ranks of a node share its link. Like ``exchange="auto"``, this assumes that bytes inside a node move faster.
     """
     local = ranks_per_node(layout)
     nodes = [step.sent[first : first + local] for first in range(0, len(step.sent), local)]
