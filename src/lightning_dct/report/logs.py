@@ -1,4 +1,4 @@
-"""Reads one run from a log: Lightning's ``metrics.csv``, an offline W&B run, or ``result.json`` of the experiments."""
+"""Reads one run from a log: Lightning's ``metrics.csv``, or an offline W&B run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import yaml
 from lightning_dct.report.run import Run, Series
 
 CSV_FILE = "metrics.csv"
-RESULT_FILE = "result.json"
 HYDRA_CONFIG = Path(".hydra") / "config.yaml"
 STEP_KEYS = ("trainer/global_step", "_step")
 """The axis of a W&B row: the optimizer step that ``WandbLogger`` adds, else W&B's own count of rows."""
@@ -26,53 +25,38 @@ MOST_CHARACTERS = 200_000
 
 _HIDDEN = ("paths.", "hydra.", "logger.", "wandb_version", "_wandb", "callbacks.progress_bar.", "run.")
 """Beginnings of names that say where a run has written, not what it was."""
-_BYTES = {
-    "dct/dp/bytes_sent": "bytes_sent_per_step",
-    "dct/dp/bytes_dense": "bytes_dense_per_step",
-    "dct/mp/bytes_sent": "split_bytes_per_step",
-    "dct/mp/bytes_dense": "split_bytes_dense_per_step",
-}
-"""Each byte counter that ``CompressionMonitor`` logs, and its figure in ``result.json``."""
-
 Points = dict[str, list[tuple[int, float]]]
 
 
 def read_run(home: Path, log: Path) -> Run:
-    """Read a run, and what lies in its folder: settings, the command line, the time of a step.
+    """Read a run, and its settings and command line, which lie in its folder.
 
     Args:
         home: The folder of the run.
-        log: ``metrics.csv``, a ``.wandb`` file, or ``result.json``.
+        log: ``metrics.csv``, or a ``.wandb`` file.
 
     Raises:
         ValueError: The log holds no values.
         ModuleNotFoundError: It is a W&B log, and W&B is not installed.
     """
-    readers = {".wandb": _read_wandb, ".json": _read_result}
-    run = readers.get(log.suffix, _read_csv)(log)
+    run = _read_wandb(log) if log.suffix == ".wandb" else _read_csv(log)
     if not run.series:
         raise ValueError(f"{log}: no values in it")
     problems = list(run.problems)
-    changes: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for file, name, read in (
         (log.with_name("hparams.yaml"), "settings", _read_settings),
         # Hydra's configuration contains the hyperparameters that a logger keeps.
         (home / HYDRA_CONFIG, "settings", _read_settings),
         (home / ".hydra" / "overrides.yaml", "overrides", _read_yaml),
-        (home / RESULT_FILE, "result", _read_result),
     ):
         try:
-            if file.exists() and file != log:
-                changes[name] = read(file)
+            if file.exists():
+                found[name] = read(file)
         except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
             problems.append(f"{file}: left out, {' '.join(str(error).split())}")
-    if (end := changes.pop("result", None)) is not None:
-        # A log ends with the last step that is a multiple of the logging interval; result.json knows the end.
-        later = {name: {**run.series.get(name, {}), **end.series[name]} for name in _BYTES if name in end.series}
-        changes |= {"series": {**run.series, **later}, "steps": end.steps}
-        changes["milliseconds_per_step"] = end.milliseconds_per_step
-    changes["overrides"] = tuple(changes.get("overrides") or ())
-    return replace(run, **changes, problems=tuple(problems))
+    found["overrides"] = tuple(found.get("overrides") or ())
+    return replace(run, **found, problems=tuple(problems))
 
 
 def _series(points: Points) -> dict[str, Series]:
@@ -158,27 +142,6 @@ def to_number(value: Any) -> float | None:
     # JSON has no word for NaN and infinity; W&B writes them as text.
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number or value in ("NaN", "Infinity", "-Infinity") else None
-
-
-def _read_result(file: Path) -> Run:
-    """Read what ``experiments/train.py`` leaves: validations, and bytes after the last step."""
-    try:
-        result = json.loads(file.read_text(encoding="utf-8"))
-        steps = int(result["steps"])
-        points: Points = {
-            name: [(steps - 1, round(float(result[figure]) * steps))]
-            for name, figure in _BYTES.items()
-            if result.get(figure) is not None and steps
-        }
-        for found in [*result.get("validations", []), {"step": steps, **result["metrics"]}]:
-            for name, value in found.items():
-                if name != "step" and value is not None:
-                    points.setdefault(name, []).append((int(found["step"]) - 1, float(value)))
-        milliseconds = result.get("milliseconds_per_step")
-        milliseconds = None if milliseconds is None else float(milliseconds)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{file}: no result of experiments/train.py") from error
-    return Run(file.parent.name, file, _series(points), steps=steps, milliseconds_per_step=milliseconds)
 
 
 class _TextLoader(yaml.BaseLoader):

@@ -114,7 +114,6 @@ def _totals(run: Run, quality: str) -> dict[str, str]:
         "ratio": ratio(dense, sent),
         "inside the model: sent": size(inside_sent),
         "ratio there": ratio(inside_dense, inside_sent),
-        "ms a step": _number(run.milliseconds_per_step),
         "ms compressing": _number(statistics.median(compressing) if compressing else None),
         "time, min:s": UNKNOWN if run.seconds is None else f"{minutes}:{seconds:02d}",
     }

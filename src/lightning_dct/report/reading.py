@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lightning_dct.report.logs import CSV_FILE, HYDRA_CONFIG, RESULT_FILE, read_run
+from lightning_dct.report.logs import CSV_FILE, HYDRA_CONFIG, read_run
 from lightning_dct.report.run import Run
 
 _SAYS_NOTHING = re.compile(r"\d+|\d{4}-\d\d-\d\d[-_T\d.:]*|version_\d+|(offline-)?run-.*|csv|wandb|lightning_logs")
 """Folder names that say when a run was made, not what it is."""
 _NO_DIFFERENCE = ("logger=", "hydra.", "paths.", "callbacks.progress_bar")
-_KINDS = (".csv", ".wandb", ".json")
-"""Of several logs of one run the first kind is read."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +67,13 @@ def find_runs(path: Path) -> list[tuple[Path, Path]]:
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such folder")
     start = path.resolve()
-    logs = [start] if start.is_file() else [*start.rglob(CSV_FILE), *start.rglob("*.wandb"), *start.rglob(RESULT_FILE)]
-    found = [(_home_of(log), log) for log in logs]
-    first = {home: min(_KINDS.index(log.suffix) for other, log in found if other == home) for home, _ in found}
-    runs = [
-        (home, log)
-        for home, log in found
-        if _KINDS.index(log.suffix) == first[home] and (log.suffix != ".json" or (home / HYDRA_CONFIG).exists())
-    ]
+    logs = [start] if start.is_file() else [*start.rglob(CSV_FILE), *start.rglob("*.wandb")]
+    with_csv = {_home_of(log) for log in logs if log.name == CSV_FILE}
+    # Of one run that two loggers have logged the CSV is read.
+    runs = [(_home_of(log), log) for log in logs if log.name == CSV_FILE or _home_of(log) not in with_csv]
     if not runs:
         raise FileNotFoundError(
-            f"{path}: no run in it or below: neither {CSV_FILE} (CSVLogger), nor *.wandb (offline W&B), nor"
-            f" {RESULT_FILE} beside .hydra/ (experiments/train.py)"
+            f"{path}: no run in it or below: neither {CSV_FILE} (CSVLogger) nor *.wandb (offline W&B)"
         )
     # version_10 comes after version_9.
     return sorted(runs, key=lambda run: [(p.isdecimal(), int(p) if p.isdecimal() else 0, p) for p in _parts(run[1])])
@@ -91,7 +84,7 @@ def _parts(file: Path) -> list[str]:
 
 
 def _home_of(log: Path) -> Path:
-    """The folder of ``experiments/train.py`` that contains a log; the log's own if another program has logged."""
+    """The folder of Hydra's job that contains a log; the log's own if there is no such job."""
     return next((folder for folder in [*log.parents][:3] if (folder / HYDRA_CONFIG).exists()), log.parent)
 
 

@@ -23,9 +23,7 @@ class Run:
         source: The file it was read from.
         series: What was logged, by name; none of them empty.
         settings: Dotted names, and values as text.
-        overrides: The command line of ``experiments/train.py``.
-        steps: Optimizer steps done, if ``result.json`` says so.
-        milliseconds_per_step: Median wall time of a training step, if it was measured.
+        overrides: Hydra's overrides on its command line.
         seconds: Wall time from the start to the last log, if it was logged.
         problems: What could not be read, each with the file's name.
     """
@@ -35,16 +33,12 @@ class Run:
     series: Mapping[str, Series]
     settings: Mapping[str, str] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
-    steps: int | None = None
-    milliseconds_per_step: float | None = None
     seconds: float | None = None
     problems: tuple[str, ...] = ()
 
     @property
     def steps_done(self) -> int:
-        """Optimizer steps done, as ``result.json`` says, else as far as the log tells."""
-        if self.steps is not None:
-            return self.steps
+        """Optimizer steps done, as far as the log tells."""
         # Training logs before the step counts, a test after the last one.
         return max(max(series) + (stage_of(name) not in ("val", "test")) for name, series in self.series.items())
 
