@@ -169,17 +169,9 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--loopback", action="store_true", help="make no hosts, as where there is no root")
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmark"), help="folder for tables and plots")
     options = parser.parse_args(words)
-    for name, least in (
-        ("hosts", 2),
-        ("ranks_per_host", 1),
-        ("rounds", 1),
-        ("steps", 1),
-        ("quality_steps", 0),
-        ("batch_size", 1),
-        ("width", 1),
-    ):
-        if getattr(options, name) < least:
-            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least {least}")
+    for name in ("hosts", "ranks_per_host", "rounds", "steps", "batch_size", "width"):
+        if getattr(options, name) < 1 + (name == "hosts"):
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: give more")
     if min(options.rates) <= 0:
         parser.error(f"--rates {min(options.rates)}: must be above 0")
     return options

@@ -14,12 +14,6 @@ from nlp.translation_data import BOS, EOS
 from nlp.translation_model import EncoderDecoder, check_pieces, translate_greedily
 from streams import rank_and_world_size, rank_rows
 
-SHOWN_EXAMPLES = 3
-"""Translations printed at the end of a test."""
-
-SHOWN_FROM = 15
-"""Characters a source needs to be among them: single words show little."""
-
 
 class TranslationModule(TokenModule):
     """The translation model as Lightning trains it.
@@ -73,7 +67,6 @@ class TranslationModule(TokenModule):
         check_pieces((split or {}).get("pieces", 1))
         self.save_hyperparameters()
         self.chrf = nn.ModuleDict({"chrf": CHRFScore(n_word_order=0), "copied_chrf": CHRFScore(n_word_order=0)})
-        self._shown: list[tuple[str, str, str]] = []
         self.build_when_sized()
 
     def make_network(self, pieces: int, split: dict[str, Any]) -> nn.Module:
@@ -128,9 +121,6 @@ class TranslationModule(TokenModule):
         translations = decode(self.translate(source))
         self.chrf["chrf"].update(translations, [[reference] for reference in references])
         self.chrf["copied_chrf"].update(sources, [[reference] for reference in references])
-        examples = zip(sources, translations, references, strict=True)
-        self._shown += [example for example in examples if len(example[0]) >= SHOWN_FROM]
-        del self._shown[SHOWN_EXAMPLES:]
 
     def on_test_epoch_end(self) -> None:
         super().on_test_epoch_end()
@@ -139,10 +129,3 @@ class TranslationModule(TokenModule):
         for name, metric in self.chrf.items():
             self.log(f"test/{name}", metric.compute(), sync_dist=True)
             metric.reset()
-        # Of the ranks of a pipeline only the last translates, and it is not the one that `self.print` prints on.
-        if rank_and_world_size(self.trainer)[0] == 0:
-            for source, translation, reference in self._shown:
-                print(
-                    f"  source       {source}\n  translation  {translation}\n  reference    {reference}\n", flush=True
-                )
-        self._shown.clear()
