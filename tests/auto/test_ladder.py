@@ -8,8 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dct import DCTConfig, DCTStrategy
-from lightning_dct.auto.ladder import Option, choose, dense, describe, rungs, table_of
-from lightning_dct.auto.predicting import Measured, predict_dense, predict_updates
+from lightning_dct.auto import (
+    Measured,
+    Option,
+    choose,
+    dense,
+    describe,
+    predict_dense,
+    predict_updates,
+    rungs,
+    table_of,
+)
 from lightning_dct.forecast import Speed, one_tensor
 from lightning_dct.forecast.forecast import layout_of
 from lightning_dct.forecast.link import MeasuredLink

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_dct import DCTConfig
 from lightning_dct.callbacks import step_clock
-from lightning_dct.callbacks.advice import closing_line, notes_at_start, steps_of_delay
+from lightning_dct.callbacks.run_advice import closing_line, notes_at_start, steps_of_delay
 from lightning_dct.callbacks.step_clock import FEWEST, SKIPPED, StepClock, StepCosts
 from lightning_dct.forecast.link import MeasuredLink
 from lightning_dct.kernels import _is_installed

@@ -8,8 +8,20 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_dct.auto.ladder import Option, check_left_out, choose, dense, describe, rungs, table_of
-from lightning_dct.auto.predicting import Measured, agreed, measure_speeds, predict_dense, predict_updates
+from lightning_dct.auto import (
+    Measured,
+    Option,
+    agreed,
+    check_left_out,
+    choose,
+    dense,
+    describe,
+    measure_speeds,
+    predict_dense,
+    predict_updates,
+    rungs,
+    table_of,
+)
 from lightning_dct.callbacks.run_advice import RunAdvice
 from lightning_dct.callbacks.step_clock import StepClock, StepCosts
 from lightning_dct.config import DCTConfig, check_density, check_positive

@@ -17,8 +17,15 @@ import torch
 import torch.distributed as dist
 
 from lightning_dct import forecast
-from lightning_dct.auto.ladder import choose, rungs, table_of
-from lightning_dct.auto.predicting import Measured, measure_speeds, predict_dense, predict_updates
+from lightning_dct.auto import (
+    Measured,
+    choose,
+    measure_speeds,
+    predict_dense,
+    predict_updates,
+    rungs,
+    table_of,
+)
 from lightning_dct.config import VALUE_FORMATS, DCTConfig
 from lightning_dct.forecast.forecast import layout_of
 from lightning_dct.forecast.link import measure_link
