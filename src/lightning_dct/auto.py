@@ -30,7 +30,7 @@ from lightning_dct.tables import rate_text
 from lightning_dct.traffic import FP32_BYTES
 
 SECONDS = 0.05
-"""For how long compressing is timed, for each density, beside what that takes a few times at least."""
+"""How long compressing is timed for each density; it is done a few times at least."""
 ROUNDS = ((1, 0.3), (2, 0.3), (4, 0.3), (8, 0.3), (16, 0.1), (32, 0.1), (80, 0.1), (100, 0.1))
 """Local steps and densities."""
 CHOSEN = ("compress", "local_steps", "delay", "density", "density_per_parameter", "value_format")
@@ -62,7 +62,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen.
+    """A decision.
 
     Attributes:
         option: The settings.
@@ -157,7 +157,7 @@ def table_of(options: Sequence[Option], taken: DCTConfig, steps: float) -> list[
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run is, the same on every rank.
+    """Measurements of a run, the same on every rank.
 
     Attributes:
         compute: Seconds of a step without synchronisation.

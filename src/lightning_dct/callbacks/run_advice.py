@@ -18,9 +18,9 @@ from lightning_dct.tables import rate_text
 from lightning_dct.traffic import FP32_BYTES, TrafficTotals
 
 SHORTEST_RUN = 10
-"""Delays that a run should last; shorter ones end before what is lost at the start is caught up."""
+"""Delays that a run should last; a shorter one ends before it has caught up with its start."""
 MUCH = 0.1
-"""The share of a step from which on it is worth saying how to make it smaller."""
+"""The share of a step from which on advice is worth it."""
 
 
 class RunAdvice(InternalCallback):
@@ -78,12 +78,12 @@ class RunAdvice(InternalCallback):
 
 
 def steps_of_delay(config: DCTConfig) -> float:
-    """About how many optimizer steps pass until an entry that is held back is sent."""
+    """Optimizer steps until an unsent entry is sent, about."""
     return config.round_length / config.density
 
 
 def notes_at_start(config: DCTConfig, world_size: int, steps: float, device_type: str) -> list[str]:
-    """What a user should know before a run of so many optimizer steps, infinite where that is not known, has begun."""
+    """Notes for the start of a run of so many optimizer steps, infinite if that is not known."""
     if world_size == 1:
         return ["One process (`devices=1`) has nobody to send to: nothing is compressed. Give `devices=2` or more."]
     notes = []
@@ -91,7 +91,7 @@ def notes_at_start(config: DCTConfig, world_size: int, steps: float, device_type
     if delay > 1 and steps < SHORTEST_RUN * delay:
         remedy = "raise `density`, or lower `local_steps`" if config.round_length > 1 else "raise `density`"
         notes.append(
-            f"This run is short: {steps:,.0f} optimizer steps. What is held back waits for about local_steps / density"
+            f"This run is short: {steps:,.0f} optimizer steps. An unsent entry waits for about local_steps / density"
             f" = {config.round_length} / {config.density:g} = {math.ceil(delay):,} of them, and a run should have"
             f" {math.ceil(SHORTEST_RUN * delay):,} or more. Train for longer, or {remedy}."
         )
@@ -103,7 +103,7 @@ def notes_at_start(config: DCTConfig, world_size: int, steps: float, device_type
 def closing_line(
     config: DCTConfig, costs: StepCosts, link: MeasuredLink, dense_bytes: int, device_type: str, dense: str = "DDP"
 ) -> str:
-    """What a step took, what the dense exchange would have taken, and which setting would be better.
+    """The time of a step, that of a step with the dense exchange, and the setting that would be better.
 
     Args:
         config: The settings.

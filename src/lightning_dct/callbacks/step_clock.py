@@ -1,4 +1,4 @@
-"""What a step of a run costs: its time, and what compressing and waiting take of that."""
+"""The costs of a step of a run: its time, and the shares of compressing and waiting."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_dct.traffic import TrafficTotals
 SKIPPED = 3
 """First steps that are left out: they compile, allocate, and let DistributedDataParallel rebuild its buckets."""
 FEWEST = 10
-"""Steps below which nothing is said."""
+"""With fewer steps there are no means."""
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Step:
 
 
 def ranks_per_node(layout: NodeLayout) -> int:
-    """How many ranks share a node where bytes inside are told from bytes between nodes, else 1."""
+    """Ranks on a node if bytes inside nodes are counted apart from bytes between them, else 1."""
     return layout.ranks_per_node if layout.obstacle is None else 1
 
 

@@ -14,7 +14,7 @@ from lightning_dct.gradients.exchanges.nodes import NodeLayout
 
 DENSE = "ddp"
 MOST_RANKS = 10_000
-"""What a plan is made for at most: every rank's bytes are counted one by one."""
+"""Limit of a plan, which counts the bytes of every rank."""
 COLLECTIVES = {"all_gather": 1, "sharded": 2, "by_node": 3}
 """One after the other, for each bucket."""
 
@@ -30,7 +30,7 @@ class Row:
         ratio: Bytes of the dense fp32 all-reduce over bytes sent, by the rank that sends most; between nodes for
             ``by_node``. What a run logs.
         link_seconds: How long the busiest node's link is busy in a step.
-        compressing_seconds: What a rank spends compressing in a step.
+        compressing_seconds: How long a rank compresses in a step.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run would send.
+    """The exchanges of a run.
 
     Attributes:
         config: The settings.

@@ -26,14 +26,14 @@ LEAST_ROUNDS = 3
 
 @dataclass(frozen=True)
 class Speed:
-    """What a gradient costs, entry by entry of the whole tensor, at one density and value format.
+    """The cost of each entry of a tensor, sent or not, at one density and value format.
 
     Attributes:
         compress: Seconds an entry: add, compare, compact, pack.
         clear: Seconds an entry for a result to be added to.
         add: Seconds an entry and sender: unpack and add.
         how: On what it was measured.
-        move: Seconds an entry to see how far it has moved, and to move it; of updates, beside the others.
+        move: Seconds an entry to see how far it has moved, and to move it; for updates only.
     """
 
     compress: float

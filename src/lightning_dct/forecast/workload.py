@@ -1,4 +1,4 @@
-"""What is synchronised in a step: tensors without contents, and the buckets DistributedDataParallel puts them into."""
+"""The tensors that are synchronised in a step, and the buckets of DistributedDataParallel."""
 
 from __future__ import annotations
 
