@@ -103,13 +103,7 @@ def make_hosts(count: int, megabits: float | None = None) -> Iterator[list[Host]
 
 
 def limit_rate(namespace: list[str], interface: str, megabits: float) -> None:
-    """Let an interface send no faster than this, by a token bucket.
-
-    Args:
-        namespace: ``["-netns", name]`` for an interface that is not in our own.
-        interface: Its name.
-        megabits: 10^6 bits a second.
-    """
+    """Let an interface send no faster than this, by a token bucket; ``["-netns", name]`` is another's namespace."""
     burst = max(int(megabits * 1e6 / 8 * _BURST_SECONDS), _SMALLEST_BURST)
     # A packet larger than the bucket would be cut up here, one frame after the other, at a cost of its own.
     largest = min(burst, _LARGEST_PACKET)

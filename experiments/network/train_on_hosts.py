@@ -35,14 +35,7 @@ LAUNCHERS_OWN = ("trainer.num_nodes", "trainer.devices")
 
 
 def commands_for(count: int, master: str, overrides: list[str], folder: Path, skip: int) -> list[list[str]]:
-    """What to run on each host.
-
-    Args:
-        count: How many hosts.
-        master: The address of the first.
-        overrides: Of Hydra, as given.
-        folder: Where ledgers go.
-        skip: The first steps that the ledgers leave out.
+    """The command for each host; ledgers go to the folder and leave out the first steps.
 
     Raises:
         ValueError: An override is the launcher's own.
