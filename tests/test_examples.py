@@ -26,8 +26,8 @@ def run_example(ranks: Any, folder: Path, name: str, *arguments: str, world_size
 def table_of(output: str) -> dict[str, str]:
     """The rows of the table at the end of fit, which is there once."""
     assert output.count("Synchronisation, rank 0") == 1, output
-    rows = (re.split("[│|]", line.strip())[1:-1] for line in output.splitlines() if line.strip().startswith(("│", "|")))
-    return {row[0].strip(): row[1].strip() for row in rows if len(row) == 2}
+    rows = re.findall(r"^(\S.*?) {2,}(\S.*)$", output.partition("Synchronisation, rank 0\n")[2], re.MULTILINE)
+    return dict(rows)
 
 
 ON_CPU = ("--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.enable_progress_bar=false")
