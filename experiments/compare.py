@@ -20,16 +20,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
-from comparison.collect import collect
-from comparison.picture import draw
-from comparison.plan import Strategy, folder_name, plan_run, require_distinct, setting_name
-from comparison.progress import Progress
-from comparison.runs import Entry, Run, Runner
-from comparison.screen import show
+from comparison.runs import (
+    Entry,
+    Run,
+    Runner,
+    Strategy,
+    collect,
+    folder_name,
+    plan_run,
+    require_distinct,
+    setting_name,
+)
 from comparison.sweep import Axis, choose, combinations
-from comparison.table import write_markdown, write_runs
+from comparison.table import draw, to_markdown, write_runs
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -45,7 +48,6 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.error("--collect takes runs as they are: leave out overrides, --seeds, --sweep and --collect-only")
     if arguments.strategy and not arguments.overrides:
         parser.error("say what all runs share, as in experiment=lm")
-    console = Console()
     try:
         if arguments.collect:
             entries, common, problems = collect(arguments.collect)
@@ -54,21 +56,24 @@ def main(words: Sequence[str] | None = None) -> int:
             common, seeds = take_seeds(arguments.overrides, arguments.seeds)
             strategies = [Strategy.parse(text) for text in arguments.strategy]
             axes = [Axis.parse(text) for text in arguments.sweep]
-            require_distinct(strategies, common, [axis.setting for axis in axes])
+            require_distinct(strategies, common, {"seed": "--seeds", **{axis.setting: "--sweep" for axis in axes}})
             output = arguments.output or Path("outputs/compare") / folder_name(common, common)
-            count = len(strategies) * (len(combinations(axes)) + len(seeds) - 1)
-            with Progress(console, count) as progress:
-                runner = Runner(progress, arguments.collect_only)
-                entries = [compare(runner, common, strategy, axes, seeds, output) for strategy in strategies]
-            # Of what failed its first line: the rest is what a run printed last, and has been shown.
-            problems = [failure.partition("\n")[0] for failure in runner.failures]
-            problems += [f"{name}: missing" for name in runner.missing]
+            runner = Runner(arguments.collect_only)
+            entries = [compare(runner, common, strategy, axes, seeds, output) for strategy in strategies]
+            problems = runner.problems
     except ValueError as error:
         parser.error(str(error))
     except KeyboardInterrupt:
-        console.print("Stopped. The same command goes on from here.")
+        print("Stopped. The same command goes on from here.")
         return 128 + signal.SIGINT
-    report(console, entries, " ".join(common), problems, output)
+    if any(entry.runs for entry in entries):
+        table = to_markdown(entries, " ".join(common), problems)
+        print(table)
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "table.md").write_text(table)
+        write_runs(output / "table.csv", entries)
+        draw(output / "quality.png", entries, " ".join(common))
+        print(f"Written to {output}: table.md, table.csv, quality.png")
     return 1 if problems else 0
 
 
@@ -91,38 +96,16 @@ def compare(
 
     trials = {swept: get(swept, seeds[0]) for swept in combinations(axes)}
     found = tuple(run for run in trials.values() if run is not None)
-    choice = None
+    swept, chosen, note = (), None, ""
     if axes:
         results = {swept: None if run is None else run.result for swept, run in trials.items()}
         try:
-            choice = choose(axes, results, seeds[0])
+            swept, chosen, note = choose(axes, results, seeds[0])
         except ValueError as error:
-            runner.skip(f"{strategy.label}: {error}", len(seeds) - 1)
+            runner.problems.append(f"{strategy.label}: {error}")
             return Entry(strategy.label, (), found)
-    swept = choice.swept if choice else ()
     runs = [trials[swept], *(get(swept, seed) for seed in seeds[1:])]
-    return Entry(strategy.label, tuple(run for run in runs if run is not None), found, choice)
-
-
-def report(console: Console, entries: Sequence[Entry], title: str, problems: Sequence[str], output: Path) -> None:
-    """Print a comparison, and write its table, its runs and its picture.
-
-    Args:
-        console: Where it is printed.
-        entries: The sides of the comparison, the baseline first.
-        title: What was compared.
-        problems: What failed or is missing.
-        output: The folder it is written to.
-    """
-    if any(entry.runs for entry in entries):
-        show(console, entries, title)
-        output.mkdir(parents=True, exist_ok=True)
-        write_markdown(output / "table.md", entries, title, problems)
-        write_runs(output / "table.csv", entries)
-        draw(output / "quality.png", entries, title)
-        console.print(f"Written to {output}: table.md, table.csv, quality.png", markup=False, highlight=False)
-    for problem in problems:
-        console.print(problem, style="red", markup=False, highlight=False)
+    return Entry(strategy.label, tuple(run for run in runs if run is not None), found, chosen, note)
 
 
 def take_seeds(overrides: Sequence[str], seeds: Sequence[int] | None) -> tuple[list[str], list[int]]:

@@ -27,11 +27,12 @@ _ONE_BUCKET_MEGABYTES = 1000
 
 
 class _CountedHook:
-    """What every hook here needs: the group, its size and the counter."""
+    """What every hook here needs: the group, its size, the counter, and the dtype in which gradients travel."""
 
-    def __init__(self, traffic: Traffic, group: dist.ProcessGroup) -> None:
+    def __init__(self, traffic: Traffic, group: dist.ProcessGroup, dtype: torch.dtype | None = None) -> None:
         self.traffic = traffic
         self.group = group
+        self.dtype = dtype
         self.world_size = group.size()
         # Callbacks of collectives run in threads of gloo, beside backward.
         self._counting = Lock()
@@ -85,30 +86,16 @@ class _PowerSGDCount(_CountedHook):
         return [uncompressed, left, right]
 
 
-def counted_fp32_hook(state: _CountedHook, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average gradients as they are."""
-    buffer = bucket.buffer()
-    state.count(bucket, [(buffer.numel(), buffer.element_size())])
-    return default_hooks.allreduce_hook(state.group, bucket)
+def counted_hook(state: _CountedHook, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average gradients as they are, or rounded to two bytes; torch's hook for bfloat16 is refused off CUDA.
 
-
-def counted_fp16_hook(state: _CountedHook, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average gradients rounded to half precision."""
-    return _average_rounded(state, bucket, torch.float16)
-
-
-def counted_bf16_hook(state: _CountedHook, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average gradients rounded to bfloat16; torch's hook of that kind is refused off CUDA."""
-    return _average_rounded(state, bucket, torch.bfloat16)
-
-
-def _average_rounded(
-    state: _CountedHook, bucket: dist.GradBucket, dtype: torch.dtype
-) -> torch.futures.Future[torch.Tensor]:
-    """What torch's hooks for two-byte gradients do: round, divide, sum over the ranks, and widen again."""
+    What torch's hooks for two-byte gradients do: round, divide, sum over the ranks, and widen again.
+    """
     started = perf_counter()
-    buffer = bucket.buffer()
-    state.count(bucket, [(buffer.numel(), dtype.itemsize)])
+    buffer, dtype = bucket.buffer(), state.dtype
+    state.count(bucket, [(buffer.numel(), (dtype or buffer.dtype).itemsize)])
+    if dtype is None:
+        return default_hooks.allreduce_hook(state.group, bucket)
     rounded = buffer.to(dtype).div_(state.world_size)
     state.count_time(started)
 
@@ -212,5 +199,5 @@ class CountedDDPStrategy(DDPStrategy):
                 synchronizer = TopKSynchronizer(self.model.module, self.density, group, self.traffic)
                 self.model.register_comm_hook(None, synchronizer.hook)
             case _:
-                hooks = {"fp32": counted_fp32_hook, "fp16": counted_fp16_hook, "bf16": counted_bf16_hook}
-                self.model.register_comm_hook(_CountedHook(self.traffic, group), hooks[self.synchronisation])
+                dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.synchronisation)
+                self.model.register_comm_hook(_CountedHook(self.traffic, group, dtype), counted_hook)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from rich.console import Console
-from rich.table import Table
+
+from lightning_dct.tables import plain_table
 
 BEST_PREFIX = "best_"
 """Metrics named ``<stage>/best_<metric>`` are what a perfect model would reach."""
@@ -130,26 +130,27 @@ class Result:
         unfinished.write_text(json.dumps(_finite(asdict(self)), indent=2) + "\n")
         unfinished.replace(file)
 
-    def print(self, console: Console | None = None) -> None:
+    def print(self) -> None:
         """Print as a table."""
-        table = Table(title="Result")
-        table.add_column("figure")
-        table.add_column("value", justify="right")
+        rows = [("figure", "value")]
         for name, value in self.metrics.items():
             best = self.best_known.get(name)
-            table.add_row(name, f"{value:.4f}" + (f" (best known {best:.4f})" if best is not None else ""))
-        table.add_section()
-        table.add_row("compression ratio, against dense fp32", _text(self.compression_ratio, "{:.1f}x"))
-        table.add_row("bytes sent a step, each rank", _text(self.bytes_sent_per_step, "{:,.0f}"))
-        table.add_row("bytes of dense fp32 a step, each rank", _text(self.bytes_dense_per_step, "{:,.0f}"))
+            rows.append((name, f"{value:.4f}" + (f" (best known {best:.4f})" if best is not None else "")))
+        rows += [
+            ("compression ratio, against dense fp32", _text(self.compression_ratio, "{:.1f}x")),
+            ("bytes sent a step, each rank", _text(self.bytes_sent_per_step, "{:,.0f}")),
+            ("bytes of dense fp32 a step, each rank", _text(self.bytes_dense_per_step, "{:,.0f}")),
+        ]
         if self.split_ratio is not None:
-            table.add_row("inside the model: compression ratio, all ranks", _text(self.split_ratio, "{:.1f}x"))
-            table.add_row("inside the model: bytes sent a step, this rank", _text(self.split_bytes_per_step, "{:,.0f}"))
-        table.add_row("ms a training step, median", _text(self.milliseconds_per_step, "{:.1f}"))
-        table.add_row("training steps", f"{self.steps:,}")
-        table.add_row("processes", str(self.world_size))
-        table.add_row("trainable parameters", f"{self.trainable_parameters:,}")
-        (console or Console()).print(table)
+            rows.append(("inside the model: compression ratio, all ranks", _text(self.split_ratio, "{:.1f}x")))
+            rows.append(("inside the model: bytes sent a step, this rank", _text(self.split_bytes_per_step, "{:,.0f}")))
+        rows += [
+            ("ms a training step, median", _text(self.milliseconds_per_step, "{:.1f}")),
+            ("training steps", f"{self.steps:,}"),
+            ("processes", str(self.world_size)),
+            ("trainable parameters", f"{self.trainable_parameters:,}"),
+        ]
+        print(f"\nResult\n{plain_table(rows)}", flush=True)
 
 
 def _text(value: float | None, pattern: str) -> str:

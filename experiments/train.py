@@ -17,7 +17,6 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import LearningRateMonitor
@@ -29,7 +28,6 @@ from jobs import run_job_of_sweep
 from lightning_dct import CompressionRatio
 from lightning_dct.traffic import Traffic
 from reporting import Result, StepTimer, ValidationHistory, split_best_known
-from unknown_settings import explain_unknown_setting
 
 
 def instantiate_group(group: DictConfig | None) -> list[Any]:
@@ -138,9 +136,4 @@ if __name__ == "__main__":
     if {"--help", "-h"}.intersection(sys.argv) and not any(word.startswith("experiment=") for word in sys.argv):
         # Hydra shows a configuration, and without an experiment there is none.
         sys.argv.append("experiment=lm")
-    try:
-        main()
-    except (SystemExit, HydraException) as ending:
-        if explanation := explain_unknown_setting(ending):
-            print(explanation, file=sys.stderr)
-        raise
+    main()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +49,13 @@ def _part(part: str, sent: int, ratio: float) -> dict[str, float]:
     return {f"dct/{part}/{name}": value for name, value in figures.items()}
 
 
-def write_train_run(folder: Path, rows: list[dict[str, Any]] | None, overrides: list[str], **result: Any) -> Path:
-    """Write what ``experiments/train.py`` leaves; no log without rows, no ``result.json`` without figures."""
+def write_train_run(folder: Path, rows: list[dict[str, Any]], overrides: list[str]) -> Path:
+    """Write what ``experiments/train.py`` leaves."""
     (folder / ".hydra").mkdir(parents=True)
     (folder / ".hydra" / "config.yaml").write_text(
         f"strategy:\n  _target_: lightning_dct.DCTStrategy\n  density: {overrides[0].partition('=')[2]}\n"
         "seed: 0\npaths:\n  output_dir: somewhere\n"
     )
     (folder / ".hydra" / "overrides.yaml").write_text("".join(f"- {word}\n" for word in overrides))
-    if rows is not None:
-        write_csv(folder / "csv", rows, "width: 128\n")
-    if result:
-        (folder / "result.json").write_text(json.dumps(result))
+    write_csv(folder / "csv", rows, "width: 128\n")
     return folder

@@ -186,7 +186,6 @@ LONE = torch.tensor([1.0])
         ),
         (r"thresholds has values without targets", {"thresholds": {"values": {"a": 1.0}, "targets": {}}}),
         (r"weights\['a'\]", {"weights": {"a": torch.zeros(2, dtype=torch.int64)}}),
-        (r"optimizers\[0\]\['state'\]\[0\]\['step'\]", {"optimizers": [{"state": {0: {"step": {1}}}}]}),
         (r"optimizers is not a list", {"optimizers": {}}),
         (r"exchange_clocks\['a'\]", {"exchange_clocks": {"a": -1}}),
         (r"in_flight\['a'\]", {"in_flight": {"a": 1}}),

@@ -3,7 +3,7 @@
 Makes hosts out of network namespaces (Linux, as root). On links without a limit every fixed setting trains the
 perceptron of ``steps.py`` until its loss, a mean over 20 steps and all ranks, is DDP's after ``--steps``. On each link
 some steps of it are timed then, and steps times pace is its time to that loss. ``target_overhead`` trains until there
-on every link, its measuring in the time. With ``--fall`` the link falls to 20 Mbit/s in the middle of one more run.
+on every link, its measuring in the time.
 """
 
 from __future__ import annotations
@@ -25,20 +25,18 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
-from rich.console import Console
 
 from benchmark.machine import describe_machine, warn_if_busy
-from benchmark.tables import link_name, print_table, write_markdown
+from benchmark.tables import link_name, publish
 from benchmark.task import NextBytes, next_bytes_data
 from lightning_dct import DCTStrategy
-from network.hosts import INTERFACE, Host, give_to_invoking_user, limit_rate, make_hosts, why_not
+from network.hosts import give_to_invoking_user, make_hosts, why_not
 from network.running import run_on, torchrun
 
 PORT = 29400
 SMOOTHING, EVERY = 20, 10
 DDP, AUTO = "DDP", "target_overhead=0.05"
 ROUNDS = ((1, 0.2), (2, 0.2), (4, 0.2), (8, 0.2), (16, 0.1), (32, 0.1), (80, 0.1))
-FALLEN = 20.0
 SKIPPED = 5
 
 
@@ -115,7 +113,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
-def run(options: argparse.Namespace, megabits: float | None, fall_at: int = 0, **job: Any) -> dict[str, Any]:
+def run(options: argparse.Namespace, megabits: float | None, **job: Any) -> dict[str, Any]:
     """Train on hosts of their own, and have what the first rank tells."""
     job = {"loss": None, "seconds": None, "width": options.width, "batch_size": options.batch_size, **job}
     with tempfile.TemporaryDirectory() as folder, make_hosts(options.hosts, megabits) as hosts:
@@ -126,8 +124,6 @@ def run(options: argparse.Namespace, megabits: float | None, fall_at: int = 0, *
         def show(line: str) -> None:
             if line.startswith(("step", "After", "updates", "plain")):
                 print("   ", line.strip(), flush=True)
-            if fall_at and line.startswith(f"step {fall_at} "):
-                fall(hosts)
 
         words = [str(Path(__file__).resolve()), "--job", str(file)]
         threads = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
@@ -135,13 +131,6 @@ def run(options: argparse.Namespace, megabits: float | None, fall_at: int = 0, *
         told: dict[str, Any] = json.loads((Path(folder) / "told.json").read_text())
     print(f"  {link_name(megabits)}, {job['name']}: {told}", flush=True)
     return told
-
-
-def fall(hosts: list[Host]) -> None:
-    """Let the links carry little from now on."""
-    for index, host in enumerate(hosts):
-        limit_rate(["-netns", host.namespace], INTERFACE, FALLEN)
-        limit_rate([], f"{host.namespace.rpartition('-')[0]}p{index}", FALLEN)
 
 
 def compare(options: argparse.Namespace) -> tuple[list[str], list[list[str]], dict[str, Any]]:
@@ -178,23 +167,6 @@ def compare(options: argparse.Namespace) -> tuple[list[str], list[list[str]], di
     return heads, rows, figures
 
 
-def plot(file: Path, figures: dict[str, Any]) -> None:
-    """One curve for each fixed setting, and auto's."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(7, 4.5))
-    rates = list(figures["times"])
-    for name in (name for name, steps in figures["needed"].items() if steps):
-        axis.plot(rates, [figures["times"][rate][name] for rate in rates], marker=".", label=name, alpha=0.6)
-    axis.plot(rates, [figures["auto"][rate]["seconds"] for rate in rates], "k--o", label=AUTO)
-    axis.set(xscale="log", yscale="log", xlabel="link, Mbit/s", ylabel=f"seconds to a loss of {figures['goal']:.3f}")
-    axis.legend(fontsize="small")
-    figure.savefig(file, bbox_inches="tight", dpi=150)
-
-
 def main(words: list[str]) -> int:
     """Train as a rank, or measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -205,8 +177,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=20.0, help="for which each pace is timed")
     parser.add_argument("--width", type=int, default=512, help="of the hidden layers; 512 makes 1.6 million parameters")
     parser.add_argument("--batch-size", type=int, default=128, help="rows a rank")
-    parser.add_argument("--fall", action="store_true", help="only: one run whose link falls in its middle")
-    parser.add_argument("--output", type=Path, default=Path("outputs/benchmark"), help="folder for table and plot")
+    parser.add_argument("--output", type=Path, default=Path("outputs/benchmark"), help="folder for the table")
     options = parser.parse_args(words)
     if options.job:
         warnings.simplefilter("ignore")
@@ -219,20 +190,13 @@ def main(words: list[str]) -> int:
         print(f"This needs hosts, and {reason}.", file=sys.stderr)
         return 2
     machine = describe_machine()
-    if options.fall:
-        run(options, options.rates[-1], options.steps // 2, name=AUTO, steps=options.steps)
-        return 0
     heads, rows, figures = compare(options)
     notes = [
         f"{options.hosts} hosts, one thread each, {machine['cores']} cores ({machine['processor']}); one run each."
     ]
     notes += [busy] if (busy := warn_if_busy(machine["load"])) else []
-    options.output.mkdir(parents=True, exist_ok=True)
-    print_table(Console(width=160), "Time to DDP's loss", heads, rows)
-    print(*notes, sep="\n")
-    write_markdown(options.output / "auto.md", "Time to DDP's loss", heads, rows, notes)
+    publish(options.output / "auto.md", "Time to DDP's loss", heads, rows, notes)
     (options.output / "auto.json").write_text(json.dumps(figures | {"machine": machine}, indent=1))
-    plot(options.output / "auto.png", figures)
     for path in (options.output, *options.output.glob("auto.*")):
         give_to_invoking_user(path)
     return 0

@@ -6,9 +6,6 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-DONE = "benchmark: done with "
-"""How a line of the first rank begins that tells of a finished run."""
-
 
 @dataclass(frozen=True)
 class Job:

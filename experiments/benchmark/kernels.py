@@ -2,8 +2,8 @@
 
 The floor is ``torch.add(gradient, residual, out=residual)``: no residual can be kept with less. Beside it stand the
 kernels that are installed, alone and with taking what is sent out of the residual; ``torch.topk`` and
-``torch.kthvalue`` on magnitudes made beforehand; the wire; and what a SplitPoint does with activations, beside the
-layers of a transformer that make them. Everything is measured in turn, and again in the next round.
+``torch.kthvalue`` on magnitudes made beforehand; and the wire. Everything is measured in turn, and again in the next
+round.
 """
 
 from __future__ import annotations
@@ -21,16 +21,9 @@ from time import perf_counter
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/, where `benchmark` is
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from torch import nn
 
 from benchmark.machine import describe_machine, warn_if_busy
-from benchmark.plots import plot_kernels
-from benchmark.tables import print_table, write_markdown
-from lightning_dct import SplitPoint
-from lightning_dct.activations.codec import decode_backward, decode_forward, encode_backward
-from lightning_dct.activations.layout import ActivationLayout
+from benchmark.tables import publish
 from lightning_dct.kernels import available_kernels, select, sum_entries
 from lightning_dct.kernels.buffered import Segments, buffer_capacity, buffer_kernel
 from lightning_dct.threshold import kth_magnitude
@@ -38,11 +31,6 @@ from lightning_dct.wire import PayloadLayout, pack, unpack
 
 FLOOR = "torch.add: the floor of memory"
 SELECT = "select: "
-STAGE = "two layers, 768-3072-768, both ways"
-# 16 sequences of 128 tokens.
-ACTIVATIONS_SHAPE, HIDDEN = (2048, 768), 3072
-SPLIT_DENSITY = 0.05
-SPLIT = "split point: "
 WARM_UP_ROUNDS = 1
 # Written before each kernel, so that gradient and residual come from memory: more than caches hold.
 OTHER_DATA_BYTES = 1 << 28
@@ -129,48 +117,6 @@ class Gradients:
         sum_entries(self.residual, [(0, self.gradient.numel())], sent, 0.5, kernel)
 
 
-class Activations:
-    """Activations that cross a split point, and what is timed on them.
-
-    Args:
-        device: Where they lie.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        torch.manual_seed(0)
-        self._split = SplitPoint(density=SPLIT_DENSITY).to(device)
-        self._stage = nn.Sequential(
-            nn.Linear(ACTIVATIONS_SHAPE[1], HIDDEN), nn.GELU(), nn.Linear(HIDDEN, ACTIVATIONS_SHAPE[1])
-        ).to(device)
-        self._inputs = torch.randn(ACTIVATIONS_SHAPE, device=device, requires_grad=True)
-        self._gradient = torch.randn(ACTIVATIONS_SHAPE, device=device)
-        self._activations = self._stage(self._inputs).detach()
-        self._encoded = self._split.encode_forward(self._activations)
-        self._payload = encode_backward(self.layout, self._gradient, self._encoded.positions)
-
-    @property
-    def layout(self) -> ActivationLayout:
-        """Of what crosses."""
-        return self._split.layout(ACTIVATIONS_SHAPE)
-
-    def actions(self) -> dict[str, Callable[[], object]]:
-        """What to time, by name."""
-        encoded = self._encoded
-        return {
-            f"{SPLIT}select, encode": lambda: self._split.encode_forward(self._activations),
-            f"{SPLIT}decode": lambda: decode_forward(self.layout, encoded.positions_payload, encoded.values_payload),
-            f"{SPLIT}encode gradient": lambda: encode_backward(self.layout, self._gradient, encoded.positions),
-            f"{SPLIT}decode gradient": lambda: decode_backward(self.layout, self._payload, encoded.positions),
-            STAGE: lambda: self._stage(self._inputs).backward(self._gradient),
-        }
-
-    def ratios(self) -> tuple[float, float]:
-        """Bytes of the tensor in fp32 over bytes that cross: forward, backward."""
-        layout = self.layout
-        forward = layout.forward_positions_bytes + layout.forward_values_bytes
-        return layout.dense_bytes / forward, layout.dense_bytes / layout.backward_bytes
-
-
 def time_in_turn(
     actions: dict[str, Callable[[], object]],
     rounds: int,
@@ -189,7 +135,7 @@ def time_in_turn(
     """
     torch.set_num_threads(threads)
     milliseconds: dict[str, list[float]] = {name: [] for name in actions}
-    for round in track(range(WARM_UP_ROUNDS + rounds), f"{threads} thread(s)", transient=True):
+    for round in range(WARM_UP_ROUNDS + rounds):
         for name, action in actions.items():
             reset()
             _wait_for(device)
@@ -217,24 +163,21 @@ def tabulate_kernels(timed: Sequence[Timed]) -> tuple[list[str], list[list[str]]
         row = [name]
         for count in counts:
             mine, floor = statistics.median(times[name, count]), statistics.median(times[FLOOR, count])
-            beside_floor = "-" if name.startswith((SPLIT, STAGE)) else f"{mine / floor:.2f}x"
-            row += [f"{mine:.2f}", f"{min(times[name, count]):.2f}", beside_floor]
+            row += [f"{mine:.2f}", f"{min(times[name, count]):.2f}", f"{mine / floor:.2f}x"]
         rows.append(row)
     return heads, rows
 
 
 def compare_kernels(timed: Sequence[Timed]) -> list[str]:
-    """Say what else the medians are to be held to: the selection that rivals make, the step around a split point."""
+    """Say what else the medians are to be held to: the selection that rivals make."""
     medians = {(one.name, one.threads): statistics.median(one.milliseconds) for one in timed}
     notes = []
     for count in dict.fromkeys(one.threads for one in timed):
         mine = {name: median for (name, threads), median in medians.items() if threads == count}
         fastest = min((name for name in mine if name.startswith(SELECT)), key=mine.__getitem__)
-        split = sum(median for name, median in mine.items() if name.startswith(SPLIT))
         notes.append(
             f"{count} thread{'s' * (count > 1)}: torch.topk takes {mine['torch.topk'] / mine[fastest]:.0f} times as"
-            f" long as {fastest}; a split point takes {split:.1f} ms both ways, {100 * split / mine[STAGE]:.1f}% of the"
-            f" {mine[STAGE]:.0f} ms of two layers before it."
+            f" long as {fastest}."
         )
     return notes
 
@@ -247,7 +190,7 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=20, help="how often everything is measured")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="one table column for each number")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu, or cuda")
-    parser.add_argument("--output", type=Path, default=Path("outputs/benchmark"), help="folder for tables and plots")
+    parser.add_argument("--output", type=Path, default=Path("outputs/benchmark"), help="folder for the table")
     options = parser.parse_args(words)
     if not 0 < options.density < 1:
         parser.error(f"--density {options.density}: must lie between 0 and 1")
@@ -258,41 +201,25 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
 
 
 def main(words: Sequence[str]) -> None:
-    """Measure, print the table, write it and the plot."""
+    """Measure, print the table and write it."""
     options = parse_options(words)
     machine = describe_machine()
-    gradients, activations = Gradients(options.entries, options.density, options.device), Activations(options.device)
+    gradients = Gradients(options.entries, options.density, options.device)
     timed = []
     for threads in options.threads:
         timed += time_in_turn(gradients.actions(), options.rounds, threads, gradients.reset, options.device)
-        timed += time_in_turn(activations.actions(), options.rounds, threads, lambda: None, options.device)
-
-    forward, backward = activations.ratios()
     where = machine["gpu"] if options.device.type == "cuda" else machine["processor"]
     notes = [
         f"{options.entries:,} entries, fp32, {100 * options.density:g}% sent, on {where}, torch {machine['torch']};"
         f" {options.rounds} rounds.",
-        f"A split point at {100 * SPLIT_DENSITY:g}%, bf16, on activations {list(ACTIVATIONS_SHAPE)}: forward"
-        f" {forward:.1f}x, backward {backward:.1f}x fewer bytes than fp32.",
     ]
     notes += compare_kernels(timed)
     if busy := warn_if_busy(machine["load"]):
         notes.append(busy)
-    # A terminal has a width; a file has room for the whole table.
-    console = Console(width=None if sys.stdout.isatty() else 160)
     heads, rows = tabulate_kernels(timed)
-    title = "Kernels beside the floor of memory"
-    print_table(console, title, heads, rows)
-    for note in notes:
-        console.print(f"- {note}", markup=False)
-
-    folder = options.output
-    folder.mkdir(parents=True, exist_ok=True)
+    publish(options.output / "kernels.md", "Kernels beside the floor of memory", heads, rows, notes)
     report = {"machine": machine, "notes": notes, "timed": [asdict(one) for one in timed]}
-    (folder / "kernels.json").write_text(json.dumps(report, indent=1) + "\n")
-    write_markdown(folder / "kernels.md", title, heads, rows, notes)
-    plot_kernels(folder / "kernels.png", [(one.name, one.threads, one.milliseconds) for one in timed])
-    console.print(f"Written: {folder}/kernels.md, kernels.json and kernels.png")
+    (options.output / "kernels.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 def _wait_for(device: torch.device) -> None:

@@ -16,15 +16,11 @@ from benchmark.synchronisations import NOTHING
 from benchmark.tables import link_name
 
 OURS, FLOOR, OTHERS = "tab:orange", "tab:green", "tab:gray"
-# Losses are means over this many steps.
-SMOOTHING = 10
 
 
 def colour(name: str) -> str:
-    """The colour of a synchronisation or a kernel: ours, the floor, or the rest."""
-    if name == NOTHING or name.startswith("torch.add"):
-        return FLOOR
-    return OURS if name.startswith(("DCT", "select", "pack", "unpack", "split")) else OTHERS
+    """The colour of a synchronisation: ours, the floor, or the rest."""
+    return FLOOR if name == NOTHING else OURS if name.startswith("DCT") else OTHERS
 
 
 def plot_steps(file: Path, runs: Sequence[Run]) -> None:
@@ -41,51 +37,6 @@ def plot_steps(file: Path, runs: Sequence[Run]) -> None:
     sent = {name: [run.sent_bytes / 1e3 for run in first if run.synchronisation == name] for name in names}
     draw_bars(axes[-1], names, [Figure.of(sent[name]) for name in names], scale="log")
     axes[-1].set_xlabel("kB a step and host, at the interface" if has_links else "kB a step, counted")
-    save(figure, file)
-
-
-def plot_losses(file: Path, runs: Sequence[Run], scored: Sequence[Run]) -> None:
-    """Draw the training loss over time: the losses of the scored runs, at the pace measured on each kind of link."""
-    links = list(dict.fromkeys(run.megabits for run in runs))
-    has_links = runs[0].interface_bytes is not None
-    by_name = {run.synchronisation: run for run in scored}
-    figure, axes = plt.subplots(1, len(links), figsize=(6 * len(links), 4), sharey=True, squeeze=False)
-    for link, axis in zip(links, axes[0], strict=True):
-        for run in (by_name[name] for name in names_in(scored)):
-            pace = summarise([other for other in runs if other.megabits == link], run.synchronisation).step_ms
-            if pace is None:
-                continue
-            window = min(SMOOTHING, len(run.losses))
-            means = [sum(run.losses[i : i + window]) / window for i in range(len(run.losses) - window + 1)]
-            seconds = [(i + window) * pace.median / 1e3 for i in range(len(means))]
-            ours = run.synchronisation.startswith("DCT")
-            axis.plot(seconds, means, label=run.synchronisation, linestyle="-" if ours else "--")
-        axis.set_xscale("log")
-        axis.set_xlabel(f"seconds, {link_name(link, has_links)}")
-    axes[0][0].set_ylabel("training loss, nats a byte")
-    axes[0][-1].legend(fontsize="x-small")
-    save(figure, file)
-
-
-def plot_kernels(file: Path, timed: Sequence[tuple[str, int, list[float]]]) -> None:
-    """Draw bars: the time of each kernel, one panel for each number of threads.
-
-    Args:
-        file: Where the plot goes.
-        timed: Name, threads and the milliseconds of each round. The first name is the floor, drawn as a line too.
-    """
-    counts = list(dict.fromkeys(threads for _, threads, _ in timed))
-    names = list(dict.fromkeys(name for name, _, _ in timed))
-    figure, axes = plt.subplots(
-        1, len(counts), figsize=(7 * len(counts), 0.4 * len(names) + 1.5), sharey=True, squeeze=False
-    )
-    for count, axis in zip(counts, axes[0], strict=True):
-        found = {name: Figure.of(times) for name, threads, times in timed if threads == count}
-        draw_bars(axis, names, [found[name] for name in names], scale="log")
-        floor = found[names[0]]
-        if floor is not None:
-            axis.axvline(floor.median, color=FLOOR, linestyle=":")
-        axis.set_xlabel(f"ms, {count} thread{'s' * (count > 1)}")
     save(figure, file)
 
 

@@ -23,7 +23,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/, where `benchmark` is
 
 import matplotlib.pyplot as plt
-from rich.console import Console
 
 from benchmark.job import Job
 from benchmark.machine import describe_machine, warn_if_busy
@@ -31,7 +30,7 @@ from benchmark.plots import draw_bars, save
 from benchmark.recommenders import DENSE, MESSAGES, NUM_TABLES, RECOMMENDERS
 from benchmark.results import MILLISECONDS, Figure, Run, read_runs
 from benchmark.steps import LOOPBACK, PORT, RUN_SECONDS, WORKER, free_port, in_order, some_hosts
-from benchmark.tables import link_name, print_table, with_range, write_markdown
+from benchmark.tables import link_name, publish, with_range
 from network.hosts import give_to_invoking_user, why_not
 from network.running import run_on, torchrun
 
@@ -39,7 +38,7 @@ WARM_UP_STEPS = 3
 _TIMES = ("exchange_seconds", "cpu_seconds")
 
 
-def measure(options: argparse.Namespace, names: list[str], has_links: bool, console: Console) -> list[Run]:
+def measure(options: argparse.Namespace, names: list[str], has_links: bool) -> list[Run]:
     """All names at one size: each round and rate, in another order each time."""
     runs: list[Run] = []
     for round, rate in product(range(options.rounds), options.rates if has_links else [None]):
@@ -61,7 +60,7 @@ def measure(options: argparse.Namespace, names: list[str], has_links: bool, cons
             commands = torchrun(options.hosts, hosts[0].address, port, [str(WORKER), str(job.write())])
             run_on(hosts, commands, {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}, lambda line: None)
             runs += read_runs(Path(folder), options.hosts, rate, round)
-        console.log(f"{link_name(rate, has_links)}: round {round + 1} of {options.rounds} is done")
+        print(f"{link_name(rate, has_links)}: round {round + 1} of {options.rounds} is done", flush=True)
     return runs
 
 
@@ -126,10 +125,9 @@ def main(words: Sequence[str]) -> int:
     options = parse_options(words)
     names = [name for name in RECOMMENDERS if name == DENSE or any(part in name for part in options.only)]
     reason = "--loopback was given" if options.loopback else why_not()
-    console = Console(width=None if sys.stdout.isatty() else 200)
     machine = describe_machine()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    runs = measure(options, names, reason is None, console)
+    runs = measure(options, names, reason is None)
     heads, rows = tabulate(runs, names)
     title = f"One step of a DLRM, {options.hosts} hosts, {options.batch_size} rows a rank, dim {options.dim}"
     notes = [
@@ -138,14 +136,10 @@ def main(words: Sequence[str]) -> int:
         *([LOOPBACK.format(reason=reason)] if reason else []),
         *([busy] if (busy := warn_if_busy(machine["load"])) else []),
     ]
-    print_table(console, title, heads, rows)
-    for note in notes:
-        console.print(f"- {note}", markup=False)
     folder, stem = options.output, f"hosts{options.hosts}-batch{options.batch_size}-dim{options.dim}"
-    folder.mkdir(parents=True, exist_ok=True)
+    publish(folder / f"{stem}.md", title, heads, rows, notes)
     about = {"machine": machine, "notes": notes, "runs": [asdict(run) for run in runs]}
     (folder / f"{stem}.json").write_text(dumps(about, indent=1) + "\n")
-    write_markdown(folder / f"{stem}.md", title, heads, rows, notes)
     draw(folder / f"{stem}.png", runs, names)
     for path in (folder, *folder.glob(f"{stem}.*")):
         give_to_invoking_user(path)

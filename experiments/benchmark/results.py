@@ -131,6 +131,7 @@ class Summary:
         fewer_than_ddp: Those of DDP in fp32 over these, likewise.
         compressing_ms: Milliseconds spent compressing, a step.
         selecting_ms: The same in the first step of a run.
+        off_by: Bytes at the interface over those counted, less 1.
     """
 
     step_ms: Figure | None
@@ -140,6 +141,7 @@ class Summary:
     fewer_than_ddp: Figure | None
     compressing_ms: Figure | None
     selecting_ms: Figure | None
+    off_by: Figure | None
 
 
 def summarise(runs: Sequence[Run], synchronisation: str) -> Summary:
@@ -165,6 +167,11 @@ def summarise(runs: Sequence[Run], synchronisation: str) -> Summary:
         fewer_than_ddp=Figure.of(theirs.sent_bytes / run.sent_bytes for run, theirs in beside_ddp if run.counted_bytes),
         compressing_ms=Figure.of(run.compressing_ms for run in mine.values()),
         selecting_ms=Figure.of(MILLISECONDS * run.selecting_seconds for run in mine.values()),
+        off_by=Figure.of(
+            run.interface_bytes / run.counted_bytes - 1
+            for run in mine.values()
+            if run.interface_bytes is not None and run.counted_bytes
+        ),
     )
 
 

@@ -18,7 +18,7 @@ import random
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from socket import socket
@@ -26,17 +26,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/, where `benchmark` is
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-from benchmark.job import DONE, Job
+from benchmark.job import Job
 from benchmark.machine import describe_machine, warn_if_busy
-from benchmark.plots import plot_losses, plot_steps
+from benchmark.plots import plot_steps
 from benchmark.results import Run, names_in, read_runs, summarise, write_report
 from benchmark.synchronisations import DDP, NOTHING, SYNCHRONISATIONS
-from benchmark.tables import link_name, print_table, tabulate_steps, write_markdown
+from benchmark.tables import link_name, publish, tabulate_steps
 from network.hosts import Host, give_to_invoking_user, make_hosts, why_not
-from network.link import measure_megabits
 from network.loopback import LoopbackHost
 from network.running import HostFailedError, run_on, torchrun
 
@@ -57,12 +53,10 @@ def in_order(names: Sequence[str], round: int) -> list[str]:
 
 
 @contextmanager
-def some_hosts(
-    count: int, megabits: float | None, has_links: bool, delay: float = 0.0
-) -> Iterator[list[Host] | list[LoopbackHost]]:
+def some_hosts(count: int, megabits: float | None, has_links: bool) -> Iterator[list[Host] | list[LoopbackHost]]:
     """Hosts with links, or what stands in for them."""
     if has_links:
-        with make_hosts(count, megabits, delay) as hosts:
+        with make_hosts(count, megabits) as hosts:
             yield hosts
     else:
         yield [LoopbackHost() for _ in range(count)]
@@ -83,43 +77,23 @@ class Benchmark:
         self.threads = max(1, (os.cpu_count() or 1) // self.ranks)
         self.runs: list[Run] = []
         self.scored: list[Run] = []
-        self.carried: dict[str, float] = {}
 
-    def run(self, console: Console) -> None:
+    def run(self) -> None:
         """Everything, beginning with the round that is scored."""
         options = self._options
-        rates = options.rates if self._has_links else [None]
-        total = len(self._names) * (options.rounds * len(rates) + bool(options.quality_steps))
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console) as progress:
-            task = progress.add_task("starting", total=total)
+        if options.quality_steps:
+            self.scored = self._round(None, 0, options.quality_steps, True)
+            print("Losses on held-out text: done", flush=True)
+        for round in range(options.rounds):
+            for rate in options.rates if self._has_links else [None]:
+                self.runs += self._round(rate, round, options.steps, False)
+                print(f"{link_name(rate, self._has_links)}: round {round + 1} of {options.rounds} is done", flush=True)
 
-            def show(line: str) -> None:
-                if line.startswith(DONE):
-                    progress.advance(task)
-
-            if options.quality_steps:
-                progress.update(task, description="loss on held-out text")
-                self.scored = self._round(None, 0, options.quality_steps, True, show)
-                console.log("Losses on held-out text: done")
-            for round in range(options.rounds):
-                for rate in rates:
-                    place = link_name(rate, self._has_links)
-                    progress.update(task, description=f"{place}, round {round + 1} of {options.rounds}")
-                    self.runs += self._round(rate, round, options.steps, False, show)
-                    console.log(f"{place}: round {round + 1} of {options.rounds} is done")
-
-    def _round(
-        self, megabits: float | None, round: int, steps: int, score: bool, show: Callable[[str], None]
-    ) -> list[Run]:
+    def _round(self, megabits: float | None, round: int, steps: int, score: bool) -> list[Run]:
         count = self._options.hosts
         environment = {"OMP_NUM_THREADS": str(self.threads), "NUMBA_NUM_THREADS": str(self.threads)}
-        delay = self._options.delay / 1000
-        with tempfile.TemporaryDirectory() as folder, some_hosts(count, megabits, self._has_links, delay) as hosts:
+        with tempfile.TemporaryDirectory() as folder, some_hosts(count, megabits, self._has_links) as hosts:
             os.chmod(folder, 0o777)  # the hosts' processes may be another user's
-            name = link_name(megabits)
-            if self._has_links and name not in self.carried:
-                self.carried[name] = measure_megabits(hosts, megabits)
             job = Job(
                 synchronisations=in_order(self._names, round),
                 warm_up_steps=WARM_UP_STEPS,
@@ -134,7 +108,7 @@ class Benchmark:
             words = [str(WORKER), str(job.write())]
             port = PORT if self._has_links else free_port()
             commands = torchrun(count, hosts[0].address, port, words, self._options.ranks_per_host)
-            run_on(hosts, commands, environment, show)
+            run_on(hosts, commands, environment, lambda line: None)
             return read_runs(Path(folder), self.ranks, megabits, round)
 
 
@@ -161,11 +135,6 @@ def notes_on(
         f" ({machine['processor']}), torch {machine['torch']}; {options.batch_size} rows a rank; medians (and ranges)"
         f" over {options.rounds} rounds; up to {options.steps} steps a run, fewer where they are slow.",
     ]
-    notes += [
-        f"Links, {name}{f', {options.delay:g} ms each way' * bool(options.delay)}: a plain TCP transfer went at"
-        f" {measured:,.0f} Mbit/s."
-        for name, measured in benchmark.carried.items()
-    ]
     first_rate = [run for run in benchmark.runs if run.megabits == benchmark.runs[0].megabits]
     selecting = {name: summarise(first_rate, name).selecting_ms for name in names_in(first_rate) if name[:3] == "DCT"}
     if selecting:
@@ -191,7 +160,6 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, default=2, help="how many hosts")
     parser.add_argument("--ranks-per-host", type=int, default=1, help="of which each has so many")
     parser.add_argument("--rates", type=float, nargs="+", default=[1000, 100], help="of the links, in Mbit/s")
-    parser.add_argument("--delay", type=float, default=0.0, help="that frames travel each way, in milliseconds")
     parser.add_argument("--rounds", type=int, default=3, help="how often everything is measured")
     parser.add_argument("--steps", type=int, default=30, help="most steps measured in a run")
     parser.add_argument("--quality-steps", type=int, default=100, help="steps of the scored round; 0 leaves it out")
@@ -201,19 +169,9 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--loopback", action="store_true", help="make no hosts, as where there is no root")
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmark"), help="folder for tables and plots")
     options = parser.parse_args(words)
-    for name, least in (
-        ("hosts", 2),
-        ("ranks_per_host", 1),
-        ("rounds", 1),
-        ("steps", 1),
-        ("quality_steps", 0),
-        ("batch_size", 1),
-        ("width", 1),
-    ):
-        if getattr(options, name) < least:
-            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least {least}")
-    if options.delay < 0:
-        parser.error(f"--delay {options.delay}: must not be below 0")
+    for name in ("hosts", "ranks_per_host", "rounds", "steps", "batch_size", "width"):
+        if getattr(options, name) < 1 + (name == "hosts"):
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: give more")
     if min(options.rates) <= 0:
         parser.error(f"--rates {min(options.rates)}: must be above 0")
     return options
@@ -224,39 +182,25 @@ def main(words: Sequence[str]) -> int:
     options = parse_options(words)
     names = [name for name in SYNCHRONISATIONS if name in (NOTHING, DDP) or any(part in name for part in options.only)]
     reason = "--loopback was given" if options.loopback else why_not()
-    # A terminal has a width; a file has room for the whole table.
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    if reason:
-        console.print(LOOPBACK.format(reason=reason).replace("were", "are", 1), style="yellow")
     machine = describe_machine()
-    if busy := warn_if_busy(machine["load"]):
-        console.print(busy, style="yellow")
     # Hosts are to be removed when this is told to stop, as after ctrl-C.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     benchmark = Benchmark(options, names, has_links=reason is None)
     try:
-        benchmark.run(console)
+        benchmark.run()
     except HostFailedError as error:
         print(error, file=sys.stderr)
         return 1
     title = f"One training step, {options.hosts} hosts"
     heads, rows = tabulate_steps(benchmark.runs, benchmark.scored)
     notes = notes_on(benchmark, options, machine, reason)
-    print_table(console, title, heads, rows)
-    for note in notes:
-        console.print(f"- {note}", markup=False)
-
     folder = options.output
-    folder.mkdir(parents=True, exist_ok=True)
+    publish(folder / "steps.md", title, heads, rows, notes)
     about = {"machine": machine, "notes": notes, "options": {**vars(options), "output": str(folder)}}
     write_report(folder / "steps.json", about, benchmark.runs, benchmark.scored)
-    write_markdown(folder / "steps.md", title, heads, rows, notes)
     plot_steps(folder / "steps.png", benchmark.runs)
-    if benchmark.scored:
-        plot_losses(folder / "losses.png", benchmark.runs, benchmark.scored)
-    for path in (folder, *folder.glob("steps.*"), *folder.glob("losses.png")):
+    for path in (folder, *folder.glob("steps.*")):
         give_to_invoking_user(path)
-    console.print(f"Written: {folder}/steps.md, steps.json and plots")
     return 0
 
 

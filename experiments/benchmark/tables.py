@@ -1,15 +1,13 @@
-"""The benchmark's tables: rows of text from figures, printed by rich and written as Markdown."""
+"""The benchmark's tables: rows of text from figures, printed and written as Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmark.results import Figure, Run, names_in, summarise
 from benchmark.synchronisations import NOTHING
+from comparison.table import markdown
 
 
 def link_name(megabits: float | None, has_links: bool = True) -> str:
@@ -42,7 +40,7 @@ def tabulate_steps(runs: Sequence[Run], scored: Sequence[Run]) -> tuple[list[str
     heads = ["synchronisation"]
     for link in links:
         heads += [f"ms a step, {link_name(link, has_links)}", "times none", "faster than DDP"]
-    heads += ["kB a step", "fewer than DDP", "ms compressing"]
+    heads += ["kB a step", "off by", "fewer than DDP", "ms compressing"]
     if scored:
         heads.append("loss")
     rows = []
@@ -58,6 +56,7 @@ def tabulate_steps(runs: Sequence[Run], scored: Sequence[Run]) -> tuple[list[str
         everywhere = summarise([run for run in runs if run.megabits == links[0]], name)
         cells += [
             _median(everywhere.sent_bytes, "{:,.1f}", 1e-3),
+            _median(everywhere.off_by, "{:+.1%}"),
             _median(everywhere.fewer_than_ddp, "{:,.1f}x"),
             "-" if name == NOTHING else _median(everywhere.compressing_ms, "{:.1f}"),
         ]
@@ -68,23 +67,12 @@ def tabulate_steps(runs: Sequence[Run], scored: Sequence[Run]) -> tuple[list[str
     return heads, rows
 
 
-def print_table(console: Console, title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table, its first column as text and the rest as figures."""
-    table = Table(title=title)
-    for column, head in enumerate(heads):
-        table.add_column(head, justify="right" if column else "left", no_wrap=not column)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-
-
-def write_markdown(
-    file: Path, title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str]
-) -> None:
-    """Write a table with notes below it."""
-    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    file.write_text("\n\n".join([f"**{title}**", table, "\n".join(f"- {note}" for note in notes)]) + "\n")
+def publish(file: Path, title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str]) -> None:
+    """Print a table with notes below it, and write it as Markdown."""
+    text = f"**{title}**\n\n{markdown([heads, *rows], notes)}"
+    print(text, flush=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
 
 
 def _median(figure: Figure | None, pattern: str, factor: float = 1.0) -> str:

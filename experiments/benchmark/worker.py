@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer, seed_everything
 
-from benchmark.job import DONE, Job
+from benchmark.job import Job
 from benchmark.recommenders import RECOMMENDERS, ClickSteps, click_batches
 from benchmark.results import Run
 from benchmark.stopwatch import Stopwatch
@@ -73,8 +73,6 @@ def main() -> None:
         runs.append(train(name, job))
         # DistributedDataParallel is part of a reference cycle, and gloo may abort a process that ends with one alive.
         gc.collect()
-        if rank == 0:
-            print(f"{DONE}{name}", flush=True)
     (Path(job.folder) / f"rank{rank}.json").write_text(json.dumps([asdict(run) for run in runs]))
     dist.destroy_process_group()
 

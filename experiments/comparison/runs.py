@@ -1,22 +1,73 @@
-"""Finished runs: read from where they lie when they are really those that are asked for, or else done now."""
+"""The runs of a comparison: what each one is, where it lies, and how it gets there if it is not there yet."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from comparison.plan import PlannedRun
-from comparison.progress import Progress
-from comparison.sweep import Choice
 from jobs import is_hydra_setting, run_alone, train_command
 
 RESULT = "result.json"
 OUTPUT = "output.txt"
 _LINES_SHOWN = 20
+# A label ends in a colon and a blank, and what comes after it starts with the name of a file.
+_LABELLED = re.compile(r"(?P<label>.+?):\s+(?P<settings>\w+(\s.*)?)", re.DOTALL)
+_READABLE_LENGTH = 100
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One side of a comparison.
+
+    Attributes:
+        label: What tables and pictures call it.
+        overrides: What it adds to the overrides of all runs, its file of ``conf/strategy`` first.
+    """
+
+    label: str
+    overrides: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Strategy:
+        """Read a file of ``conf/strategy`` and overrides, separated by blanks, with a label and a colon in front.
+
+        Example:
+            >>> Strategy.parse("DCT, 1%: dct strategy.density=0.01")
+            Strategy(label='DCT, 1%', overrides=('strategy=dct', 'strategy.density=0.01'))
+            >>> Strategy.parse("dct strategy.density=0.01").label
+            'dct density=0.01'
+        """
+        labelled = _LABELLED.fullmatch(text.strip())
+        words = (labelled["settings"] if labelled else text).split()
+        if not words or "=" in words[0]:
+            raise ValueError(f'--strategy "{text}" must name a file of conf/strategy first, as in "dct seed=1"')
+        overrides = (f"strategy={words[0]}", *words[1:])
+        return cls(labelled["label"].strip() if labelled else describe(overrides), overrides)
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run to do, or to find done already.
+
+    Attributes:
+        name: What a reader calls it.
+        swept: Overrides that a sweep adds; empty without one.
+        seed: Seeds model and data.
+        overrides: All of them, in the order in which Hydra gets them.
+        folder: Where it leaves everything it writes.
+    """
+
+    name: str
+    swept: tuple[str, ...]
+    seed: int
+    overrides: tuple[str, ...]
+    folder: Path
 
 
 @dataclass(frozen=True)
@@ -27,7 +78,7 @@ class Run:
         seed: What seeded it.
         swept: What a sweep had added to its overrides.
         folder: Where it lies.
-        result: What its ``result.json`` says.
+        result: The content of its ``result.json``.
     """
 
     seed: int
@@ -44,20 +95,81 @@ class Entry:
         label: What it is called.
         runs: The runs that are compared, one a seed.
         trials: Runs of a sweep, those among ``runs`` too.
-        choice: What a sweep has found; None without one.
+        chosen: The values that a sweep has chosen, by setting.
+        note: How a sweep has chosen them, in words.
     """
 
     label: str
     runs: tuple[Run, ...]
     trials: tuple[Run, ...] = ()
-    choice: Choice | None = None
+    chosen: Mapping[str, str] | None = None
+    note: str = ""
+
+
+def plan_run(common: Sequence[str], strategy: Strategy, swept: Sequence[str], seed: int, output: Path) -> PlannedRun:
+    """Describe one run.
+
+    Args:
+        common: Overrides of all runs.
+        strategy: The side of the comparison.
+        swept: Overrides that a sweep adds.
+        seed: Seeds model and data.
+        output: The folder of the comparison.
+    """
+    own = [*strategy.overrides, *swept, f"seed={seed}"]
+    overrides = (*common, *own)
+    name = ", ".join([strategy.label, *(describe([value]) for value in swept), f"seed {seed}"])
+    return PlannedRun(name, tuple(swept), seed, overrides, output / folder_name(own, overrides))
+
+
+def folder_name(shown: Sequence[str], all_overrides: Sequence[str]) -> str:
+    """A folder's name that people can read and that no two different runs share, as it ends in a digest."""
+    # No equals sign, which Hydra's command line gives a meaning.
+    readable = re.sub(r"[^A-Za-z0-9.]+", "-", describe(shown)).strip("-")[:_READABLE_LENGTH]
+    return f"{readable}-{hashlib.sha256(json.dumps(list(all_overrides)).encode()).hexdigest()[:8]}"
+
+
+def describe(overrides: Sequence[str]) -> str:
+    """Write overrides as short as a reader can do with.
+
+    Example:
+        >>> describe(["strategy=dct", "strategy.density=0.01", "model.learning_rate=0.003"])
+        'dct density=0.01 model.learning_rate=0.003'
+    """
+    return " ".join(re.sub(r"^(strategy=|[+~]*strategy\.)", "", word) for word in overrides)
+
+
+def setting_name(override: str) -> str:
+    """The setting that an override is about.
+
+    Example:
+        >>> setting_name("+model.learning_rate=0.1")
+        'model.learning_rate'
+    """
+    return override.partition("=")[0].lstrip("+~")
+
+
+def require_distinct(strategies: Sequence[Strategy], common: Sequence[str], varied: Mapping[str, str]) -> None:
+    """Refuse what could not be told apart in a table, or would be set twice.
+
+    Args:
+        strategies: The sides of the comparison.
+        common: Overrides of all runs.
+        varied: Settings that an option of the command line varies, with the name of that option.
+
+    Raises:
+        ValueError: Two strategies are the same or have the same label, or a setting is given in two places.
+    """
+    for distinct in ({strategy.label for strategy in strategies}, {strategy.overrides for strategy in strategies}):
+        if len(distinct) < len(strategies):
+            raise ValueError("two strategies are or are called the same: give each a label of its own")
+    for word in [*common, *(word for strategy in strategies for word in strategy.overrides)]:
+        if (name := setting_name(word)) in varied:
+            raise ValueError(f"{word}: {varied[name]} sets {name} already; use that")
 
 
 def read_result(planned: PlannedRun) -> Mapping[str, Any] | None:
-    """What a run has left.
-
-    Returns:
-        What ``result.json`` says; None when there is none yet.
+    """The content of a run's ``result.json``; None when there is none yet.
 
     Raises:
         ValueError: The file is that of a run with other overrides, or is no result at all.
@@ -67,66 +179,50 @@ def read_result(planned: PlannedRun) -> Mapping[str, Any] | None:
         return None
     try:
         result: Mapping[str, Any] = json.loads(file.read_text())
-        told = result["overrides"]
+        found = result["overrides"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is no result of a run; remove it and start again") from error
     expected = [override for override in planned.overrides if not is_hydra_setting(override)]
-    if told != expected:
+    if found != expected:
         raise ValueError(
-            f"{file} is the result of another run, with {' '.join(told)} where this one has {' '.join(expected)}; "
+            f"{file} is the result of another run, with {' '.join(found)} where this one has {' '.join(expected)}; "
             "move it away, or give another --output"
         )
     return result
 
 
 class Runner:
-    """Gets runs one after the other and remembers what went wrong.
+    """Gets runs one after the other, prints how far it is, and remembers what went wrong.
 
     Args:
-        progress: Told of every run.
         collect_only: Take what is there and start nothing.
 
     Attributes:
-        failures: What failed, in words: the first line what and where, then what it printed last.
-        missing: Names of runs that ``collect_only`` did not find.
+        problems: What failed or is missing, a line each.
     """
 
-    def __init__(self, progress: Progress, collect_only: bool = False) -> None:
-        self._progress = progress
+    def __init__(self, collect_only: bool = False) -> None:
         self._collect_only = collect_only
-        self.failures: list[str] = []
-        self.missing: list[str] = []
+        self.problems: list[str] = []
 
     def get(self, planned: PlannedRun) -> Run | None:
-        """Find a run done, or do it.
-
-        Returns:
-            The run; None when it has failed, or is not there and nothing shall be started.
-        """
+        """Find a run done, or do it; None when it has failed, or is not there and nothing shall be started."""
         try:
             result = read_result(planned)
-            if result is not None:
-                self._progress.found(planned.name)
-            elif self._collect_only:
-                self.missing.append(planned.name)
-                self._progress.passed(planned.name)
-            else:
-                result = self._do(planned)
+            if result is None and self._collect_only:
+                raise ValueError("missing")
+            result = result or self._do(planned)
         except (ValueError, OSError) as error:
-            self.failures.append(f"{planned.name}: {error}")
-            self._progress.failed(self.failures[-1])
+            # Of what failed the first line goes into the table: the rest is what the run printed last.
+            self.problems.append(f"{planned.name}: {str(error).partition(chr(10))[0]}")
+            print(f"failed   {planned.name}: {error}", flush=True)
             return None
-        return None if result is None else Run(planned.seed, planned.swept, planned.folder, result)
-
-    def skip(self, reason: str, count: int) -> None:
-        """Leave out runs that cannot be chosen, because what was to choose them has failed."""
-        self.failures.append(reason)
-        self._progress.failed(reason, count)
+        return Run(planned.seed, planned.swept, planned.folder, result)
 
     def _do(self, planned: PlannedRun) -> Mapping[str, Any]:
         planned.folder.mkdir(parents=True, exist_ok=True)
         log = planned.folder / OUTPUT
-        self._progress.starting(planned.name)
+        print(f"running  {planned.name}", flush=True)
         started = time.monotonic()
         with log.open("w") as output:
             status = run_alone(train_command(list(planned.overrides), planned.folder), output)
@@ -135,5 +231,41 @@ class Runner:
         if result is None:
             last = "\n".join(log.read_text(errors="replace").splitlines()[-_LINES_SHOWN:])
             raise ValueError(f"has failed with exit status {status}; see {log}\n{last}")
-        self._progress.finished(planned.name, time.monotonic() - started)
+        print(f"done     {planned.name}, in {time.monotonic() - started:.0f} s", flush=True)
         return result
+
+
+def collect(folders: Sequence[Path]) -> tuple[list[Entry], list[str], list[str]]:
+    """Find runs that were started elsewhere, as by ``train.py --multirun``.
+
+    Args:
+        folders: Of sweeps, or of single runs.
+
+    Returns:
+        A side for each set of overrides that differ in more than the seed, in the order of the jobs (so that the first
+        job's is the baseline); the overrides that all runs share; and what was started there and has left no result.
+
+    Raises:
+        ValueError: There is no run, or two runs of the same overrides and seed.
+    """
+    started = {file.parents[1] for folder in folders for file in folder.rglob(".hydra/overrides.yaml")}
+    files = [file for folder in folders for file in folder.rglob(RESULT)]
+    if not files:
+        raise ValueError(f"no {RESULT} below {', '.join(map(str, folders))}")
+    groups: dict[tuple[str, ...], list[Run]] = {}
+    # Job 10 comes behind job 9.
+    for file in sorted(files, key=lambda file: [part.zfill(9) for part in re.split(r"(\d+)", str(file))]):
+        result = json.loads(file.read_text())
+        settings = tuple(override for override in result["overrides"] if setting_name(override) != "seed")
+        runs = groups.setdefault(settings, [])
+        if any(run.seed == result["seed"] for run in runs):
+            raise ValueError(f"{file.parent} and another are the same run: {' '.join(result['overrides'])}")
+        runs.append(Run(result["seed"], (), file.parent, result))
+    common = [setting for setting in next(iter(groups)) if all(setting in settings for settings in groups)]
+    entries = []
+    for settings, runs in groups.items():
+        strategy = f"strategy={runs[0].result['choices']['strategy']}"
+        own = [setting for setting in settings if setting not in common and setting_name(setting) != "strategy"]
+        entries.append(Entry(describe([strategy, *own]), tuple(runs)))
+    problems = [f"{folder} has left no {RESULT}" for folder in sorted(started - {file.parent for file in files})]
+    return entries, common, problems

@@ -14,7 +14,8 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from comparison.quality import higher_is_better, main_metric, validation_quality
+from comparison.figures import main_metric
+from lightning_dct.report.quality import higher_is_better
 
 
 @dataclass(frozen=True)
@@ -56,33 +57,24 @@ class Axis:
             return cls(override.key_or_group, overrides, None)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What a sweep has found for one strategy.
-
-    Attributes:
-        swept: The overrides that won.
-        values: The values that won, by setting, as a table shows them: with a word at those that lie at an edge.
-        note: How they won, in words, for below the table.
-    """
-
-    swept: tuple[str, ...]
-    values: Mapping[str, str]
-    note: str
-
-
 def combinations(axes: Sequence[Axis]) -> list[tuple[str, ...]]:
     """Every combination of values; without any axis the one that sets nothing."""
     return list(itertools.product(*(axis.overrides for axis in axes)))
 
 
-def choose(axes: Sequence[Axis], trials: Mapping[tuple[str, ...], Mapping[str, Any] | None], seed: int) -> Choice:
+def choose(
+    axes: Sequence[Axis], trials: Mapping[tuple[str, ...], Mapping[str, Any] | None], seed: int
+) -> tuple[tuple[str, ...], dict[str, str], str]:
     """Take the best combination of values.
 
     Args:
         axes: The settings that were swept.
-        trials: For each combination what ``result.json`` says; None for a run that failed or is missing.
+        trials: For each combination the content of ``result.json``; None for a run that failed or is missing.
         seed: That of all these runs.
+
+    Returns:
+        The overrides that won; the values that won, by setting, with a word at those that lie at an edge; and how they
+        won, in words.
 
     Raises:
         ValueError: No run has a validation figure.
@@ -91,30 +83,25 @@ def choose(axes: Sequence[Axis], trials: Mapping[tuple[str, ...], Mapping[str, A
     if not results:
         raise ValueError("no value of the sweep has a result to go by, so the other seeds are left out")
     metric = main_metric(name for result in results.values() for name in result["metrics"])
-    qualities = {swept: validation_quality(result, metric) for swept, result in results.items()}
-    found = {swept: quality for swept, quality in qualities.items() if quality is not None}
+    found: dict[tuple[str, ...], float] = {
+        swept: quality
+        for swept, result in results.items()
+        if (quality := result["metrics"].get(f"val/{metric}")) is not None
+    }
     if not found:
         raise ValueError(f"no value of the sweep has a finite val/{metric}, so the other seeds are left out")
     best = (max if higher_is_better(metric) else min)(found, key=lambda swept: found[swept])
-    told = ", ".join(f"{quality:.4f} at {' '.join(swept)}" for swept, quality in found.items())
-    note = f"val/{metric} of seed {seed} is {told}"
+    figures = ", ".join(f"{quality:.4f} at {' '.join(swept)}" for swept, quality in found.items())
+    note = f"val/{metric} of seed {seed} is {figures}"
     if len(found) < len(trials):
         note += f"; {len(trials) - len(found)} of {len(trials)} values have none"
-    values = {axis.setting: override.partition("=")[2] for axis, override in zip(axes, best, strict=True)}
+    values = {}
     for axis, override in zip(axes, best, strict=True):
-        if (edge := _edge(axis, override)) is not None:
+        values[axis.setting] = override.partition("=")[2]
+        # Settings that are not numbers have no order, and so no edge.
+        value = None if axis.values is None else axis.values[axis.overrides.index(override)]
+        if value is not None and len(axis.values) > 1 and value in (min(axis.values), max(axis.values)):
             values[axis.setting] += " (edge)"
-            note += f"; the best lies at the edge of the sweep, for {edge} was not tried"
-    return Choice(best, values, note)
-
-
-def _edge(axis: Axis, override: str) -> str | None:
-    """What lies beyond the end of an axis that an override is; None in between and for what has no order."""
-    if axis.values is None or len(axis.values) < 2:
-        return None
-    value = axis.values[axis.overrides.index(override)]
-    if value == min(axis.values):
-        return f"{axis.setting} below {value:g}"
-    if value == max(axis.values):
-        return f"{axis.setting} above {value:g}"
-    return None
+            beyond = "below" if value == min(axis.values) else "above"
+            note += f"; the best lies at the edge of the sweep, for {axis.setting} {beyond} {value:g} was not tried"
+    return best, values, note

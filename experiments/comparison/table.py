@@ -1,4 +1,4 @@
-"""A comparison as tables: a row a strategy for the reader, and every figure of every run for a spreadsheet."""
+"""A comparison as a table for the reader, as every figure of every run for a spreadsheet, and as a picture."""
 
 from __future__ import annotations
 
@@ -7,35 +7,52 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from comparison.figures import Figure, Result, difference, metric_figure, result_figure
-from comparison.quality import COMPARED, best_validation, higher_is_better, main_metric, metric_of, reported_metrics
-from comparison.runs import Entry, Run
+import matplotlib
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt
+
+from comparison.figures import (
+    COMPARED,
+    Figure,
+    Result,
+    bytes_per_step,
+    difference,
+    main_metric,
+    metric_figure,
+    metric_of,
+    reported_metrics,
+    result_figure,
+)
+from comparison.runs import Entry
+from lightning_dct.report.quality import higher_is_better
 
 _NOTHING = "-"
 _FIGURES: tuple[tuple[str, str, Callable[[Result], float | None]], ...] = (
     ("gradient ratio", "{:,.1f}x", lambda result: result["compression_ratio"]),
-    ("gradient kB a step", "{:,.1f}", lambda result: _kilobytes(result["bytes_sent_per_step"])),
+    ("gradient kB a step", "{:,.1f}", lambda result: _thousands(result["bytes_sent_per_step"])),
     # Where a model is split, or its tables are: what crosses inside it.
     ("inside ratio", "{:,.1f}x", lambda result: result["split_ratio"]),
-    ("inside kB a step", "{:,.1f}", lambda result: _kilobytes(result["split_bytes_per_step"])),
+    ("inside kB a step", "{:,.1f}", lambda result: _thousands(result["split_bytes_per_step"])),
     ("ms a step", "{:,.1f}", lambda result: result["milliseconds_per_step"]),
 )
 
 
-def tabulate(entries: Sequence[Entry]) -> tuple[list[str], list[list[str]]]:
-    """Lay a comparison out as a table.
+def to_markdown(entries: Sequence[Entry], title: str, remarks: Sequence[str] = ()) -> str:
+    """The table with all it takes to read it.
 
     Args:
-        entries: Its sides, the baseline first.
-
-    Returns:
-        The heads of the columns, and a row for each side.
+        entries: The sides of the comparison, the baseline first.
+        title: What was compared.
+        remarks: Sentences for below it: what failed, for instance.
     """
-    results = [run.result for entry in entries for run in entry.runs]
-    columns: dict[str, list[str]] = {"seeds": [str(len(entry.runs)) for entry in entries]}
-    for setting in dict.fromkeys(setting for entry in entries if entry.choice for setting in entry.choice.values):
-        columns[setting] = [entry.choice.values[setting] if entry.choice else _NOTHING for entry in entries]
-    for name in reported_metrics(results):
+    columns: dict[str, list[str]] = {
+        "strategy": [entry.label for entry in entries],
+        "seeds": [str(len(entry.runs)) for entry in entries],
+    }
+    for setting in dict.fromkeys(setting for entry in entries for setting in entry.chosen or ()):
+        columns[setting] = [entry.chosen[setting] if entry.chosen else _NOTHING for entry in entries]
+    for name in reported_metrics(entries):
         columns[name] = [_text(metric_figure(entry.runs, name), "{:.4f}") for entry in entries]
         if metric_of(name) in COMPARED and len(entries) > 1:
             pattern = "{:+.4f}" if higher_is_better(name) else "{:+.1%}"
@@ -46,45 +63,30 @@ def tabulate(entries: Sequence[Entry]) -> tuple[list[str], list[list[str]]]:
         # A table need not say of a model that is whole that nothing crosses inside it.
         if any(figures) or not head.startswith("inside"):
             columns[head] = [_NOTHING if figure is None else pattern.format(figure.mean) for figure in figures]
-    rows = [[entry.label, *(column[row] for column in columns.values())] for row, entry in enumerate(entries)]
-    return ["strategy", *columns], rows
+    sweeps = [f"{entry.label}: {entry.note}." for entry in entries if entry.note]
+    return f"{title}\n\n" + markdown(
+        [[*columns], *(list(row) for row in zip(*columns.values(), strict=True))],
+        [*how_to_read(entries), *sweeps, *remarks],
+    )
 
 
-def write_markdown(file: Path, entries: Sequence[Entry], title: str, remarks: Sequence[str] = ()) -> None:
-    """Write the table with all it takes to read it.
-
-    Args:
-        file: Where it goes.
-        entries: The sides of the comparison, the baseline first.
-        title: What was compared.
-        remarks: Sentences for below it: what failed, for instance.
-    """
-    heads, rows = tabulate(entries)
-    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+def markdown(rows: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
+    """A table, its heads in the first row, with notes below it."""
+    lines = [rows[0], ["---", *["---:"] * (len(rows[0]) - 1)], *rows[1:]]
     table = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
-    text = [title, "", *table, "", *(f"- {note}" for note in [how_to_read(entries), *sweep_notes(entries), *remarks])]
-    file.write_text("\n".join(text) + "\n")
+    return "\n".join([*table, "", *(f"- {note}" for note in notes)]) + "\n"
 
 
-def sweep_notes(entries: Sequence[Entry]) -> list[str]:
-    """Say of each strategy how the swept settings were chosen; empty without a sweep."""
-    return [f"{entry.label}: {entry.choice.note}." for entry in entries if entry.choice]
-
-
-def how_to_read(entries: Sequence[Entry]) -> str:
-    """Say what the figures of the table are."""
-    seeds = sorted({run.seed for entry in entries for run in entry.runs})
-    processes = sorted({run.result["world_size"] for entry in entries for run in entry.runs})
-    counts = " or ".join(map(str, processes)) + (" process" if processes == [1] else " processes")
-    told = [
-        f"{counts}, seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}.",
-        "Ratio: bytes of the dense fp32 exchange over bytes sent. kB: what a rank sends a step.",
-    ]
+def how_to_read(entries: Sequence[Entry]) -> list[str]:
+    """Say what the figures of a table are."""
+    runs = [run for entry in entries for run in entry.runs]
+    seeds, processes = sorted({run.seed for run in runs}), sorted({run.result["world_size"] for run in runs})
+    notes = [f"{' or '.join(map(str, processes))} processes; seeds {', '.join(map(str, seeds))}."]
     if len(seeds) > 1:
-        told.insert(1, "Mean ± sample standard deviation over the seeds.")
+        notes.append("Mean ± sample standard deviation over the seeds.")
     if len(entries) > 1:
-        told.insert(-1, f"Against {entries[0].label}: seed by seed; losses in percent, scores as the bare difference.")
-    return " ".join(told)
+        notes.append(f"Against {entries[0].label}: seed by seed; losses in percent, scores as the bare difference.")
+    return [*notes, "Ratio: bytes of the dense fp32 exchange over bytes sent. kB: what a rank sends a step."]
 
 
 def write_runs(file: Path, entries: Sequence[Entry]) -> None:
@@ -93,30 +95,52 @@ def write_runs(file: Path, entries: Sequence[Entry]) -> None:
     for entry in entries:
         compared = {run.folder for run in entry.runs}
         for run in {run.folder: run for run in [*entry.trials, *entry.runs]}.values():
-            rows.append({"strategy": entry.label, "compared": run.folder in compared, **_all_figures(run)})
-    heads = list(dict.fromkeys(head for row in rows for head in row))
+            rows.append(
+                {
+                    "strategy": entry.label,
+                    "compared": run.folder in compared,
+                    "swept": " ".join(run.swept),
+                    **run.result["metrics"],
+                    **{f"best known {name}": value for name, value in run.result["best_known"].items()},
+                    **{name: value for name, value in run.result.items() if not isinstance(value, dict | list)},
+                    "overrides": " ".join(run.result["overrides"]),
+                    "folder": str(run.folder),
+                }
+            )
     with file.open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, heads)
+        writer = csv.DictWriter(stream, list(dict.fromkeys(head for row in rows for head in row)))
         writer.writeheader()
         writer.writerows(rows)
 
 
-def _all_figures(run: Run) -> dict[str, Any]:
-    result = run.result
-    metric = main_metric(result["metrics"])
-    return {
-        "swept": " ".join(run.swept),
-        "seed": run.seed,
-        **result["metrics"],
-        f"best val/{metric} of all validations": best_validation(result, metric),
-        **{f"best known {name}": value for name, value in result["best_known"].items()},
-        **{name: value for name, value in result.items() if not isinstance(value, dict | list)},
-        "overrides": " ".join(result["overrides"]),
-        "folder": str(run.folder),
-    }
+def draw(file: Path, entries: Sequence[Entry], title: str) -> None:
+    """Draw quality against bytes a step: the mean of each strategy with its spread, and the baseline as a line.
+
+    A strategy that sends nothing has no place on an axis of magnitudes; it is a dotted line.
+    """
+    names = reported_metrics(entries)
+    name = next(name for name in names if metric_of(name) == main_metric(names))
+    figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
+    for number, entry in enumerate(entries):
+        quality, sent = metric_figure(entry.runs, name), result_figure(entry.runs, bytes_per_step)
+        colour = f"C{(number - 1) % 10}" if number else "black"
+        if quality is not None and number == 0:
+            axis.axhline(quality.mean, color=colour, linewidth=1, linestyle="--")
+        if quality is not None and sent is not None and sent.mean > 0:
+            look = {"marker": "D", "capsize": 4, "linestyle": "none", "color": colour, "label": entry.label}
+            axis.errorbar(sent.mean, quality.mean, yerr=quality.deviation, **look)
+        elif quality is not None:
+            axis.axhline(quality.mean, color=colour, linestyle=":", label=f"{entry.label} (no bytes counted)")
+    axis.set(xscale="log", xlabel="bytes a rank sends a step")
+    axis.set_ylabel(f"{name} ({'higher' if higher_is_better(name) else 'lower'} is better)")
+    axis.set_title(title, fontsize="small", wrap=True)
+    axis.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", fontsize="small", ncols=2)
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
 
 
-def _kilobytes(count: float | None) -> float | None:
+def _thousands(count: float | None) -> float | None:
     return None if count is None else count / 1000
 
 

@@ -12,8 +12,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from network.delay import DelayedWire
-
 INTERFACE = "eth0"
 SUBNET = "10.213.7"
 HEADER_BYTES = 66  # of a packet: Ethernet 14, IPv4 20, TCP 20 and its time stamps 12
@@ -67,14 +65,13 @@ def why_not() -> str | None:
 
 
 @contextmanager
-def make_hosts(count: int, megabits: float | None = None, delay: float = 0.0) -> Iterator[list[Host]]:
+def make_hosts(count: int, megabits: float | None = None) -> Iterator[list[Host]]:
     """Make hosts that reach one another, and remove them afterwards.
 
     Args:
         count: How many, from 2 to 200.
         megabits: How fast each host's link is, in either direction, in 10^6 bits a second, headers included; None
-            for as fast as the machine copies memory. With a delay it limits what a host sends, not what it receives.
-        delay: Seconds that a frame travels; 0 for no longer than the machine takes.
+            for as fast as the machine copies memory.
 
     Raises:
         RuntimeError: This machine cannot make them; the message says why.
@@ -84,43 +81,29 @@ def make_hosts(count: int, megabits: float | None = None, delay: float = 0.0) ->
     bridge = f"dct{os.getpid() % 100000}"
     hosts = [Host(f"{bridge}-{index}", f"{SUBNET}.{index + 1}") for index in range(count)]
     outsides = [f"{bridge}p{index}" for index in range(count)]
-    wire = DelayedWire(outsides, delay) if delay else None
     try:
-        if wire is None:
-            _ip("link", "add", bridge, "type", "bridge")
-            _ip("link", "set", bridge, "up")
+        _ip("link", "add", bridge, "type", "bridge")
+        _ip("link", "set", bridge, "up")
         for outside, host in zip(outsides, hosts, strict=True):
             _ip("netns", "add", host.namespace)
-            if wire is None:
-                _ip("link", "add", outside, "type", "veth", "peer", "name", INTERFACE, "netns", host.namespace)
-                _ip("link", "set", outside, "master", bridge, "up")
-            else:
-                _ip("link", "set", outside, "netns", host.namespace, "name", INTERFACE)
+            _ip("link", "add", outside, "type", "veth", "peer", "name", INTERFACE, "netns", host.namespace)
+            _ip("link", "set", outside, "master", bridge, "up")
             inside = ("-netns", host.namespace)
             _ip(*inside, "address", "add", f"{host.address}/24", "dev", INTERFACE)
             _ip(*inside, "link", "set", INTERFACE, "up")
             _ip(*inside, "link", "set", "lo", "up")
             if megabits is not None:
                 limit_rate([*inside], INTERFACE, megabits)
-                if wire is None:
-                    limit_rate([], outside, megabits)
+                limit_rate([], outside, megabits)
         yield hosts
     finally:
-        if wire is not None:
-            wire.close()
         for host in hosts:
             subprocess.run(["ip", "netns", "delete", host.namespace], check=False, capture_output=True)
         subprocess.run(["ip", "link", "delete", bridge], check=False, capture_output=True)
 
 
 def limit_rate(namespace: list[str], interface: str, megabits: float) -> None:
-    """Let an interface send no faster than this, by a token bucket.
-
-    Args:
-        namespace: ``["-netns", name]`` for an interface that is not in our own.
-        interface: Its name.
-        megabits: 10^6 bits a second.
-    """
+    """Let an interface send no faster than this, by a token bucket; ``["-netns", name]`` is another's namespace."""
     burst = max(int(megabits * 1e6 / 8 * _BURST_SECONDS), _SMALLEST_BURST)
     # A packet larger than the bucket would be cut up here, one frame after the other, at a cost of its own.
     largest = min(burst, _LARGEST_PACKET)

@@ -17,18 +17,7 @@ LINES_KEPT = 80  # torchrun ends in some 30 of its own
 
 
 def torchrun(count: int, address: str, port: int, words: Sequence[str], per_host: int = 1) -> list[list[str]]:
-    """What starts a script under torchrun.
-
-    Args:
-        count: How many hosts.
-        address: The first one's.
-        port: Where its processes and the others' meet.
-        words: The script and its arguments.
-        per_host: Processes on each host.
-
-    Returns:
-        A command for each host.
-    """
+    """The command for each host that starts a script with its arguments under torchrun; they meet at the first one."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={count}", f"--nproc-per-node={per_host}"]
     meeting = [f"--master-addr={address}", f"--master-port={port}"]
     return [[*command, f"--node-rank={rank}", *meeting, *words] for rank in range(count)]
@@ -61,15 +50,9 @@ def run_on(
     environment: dict[str, str],
     show: Callable[[str], None],
 ) -> None:
-    """Run a command on each host, at the same time.
+    """Run a command on each host, at the same time, and call ``show`` with each line that the first host prints.
 
     Nothing that was started is left running, however this ends.
-
-    Args:
-        hosts: Where.
-        commands: What, for each host.
-        environment: Variables that all of them get.
-        show: Called with each line that the first host prints.
 
     Raises:
         HostFailedError: A command ended with an error.

@@ -23,10 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/, where `network` is
 
-from rich.console import Console
-from rich.table import Table
-
-from lightning_dct.callbacks.compression_monitor import format_bytes
+from lightning_dct.tables import format_bytes, plain_table
 from network.hosts import HEADER_BYTES, make_hosts, why_not
 from network.ledger import OTHER, SET_UP, STEPS, Sent, read_ledgers
 from network.running import HostFailedError, run_on, torchrun
@@ -38,14 +35,7 @@ LAUNCHERS_OWN = ("trainer.num_nodes", "trainer.devices")
 
 
 def commands_for(count: int, master: str, overrides: list[str], folder: Path, skip: int) -> list[list[str]]:
-    """What to run on each host.
-
-    Args:
-        count: How many hosts.
-        master: The address of the first.
-        overrides: Of Hydra, as given.
-        folder: Where ledgers go.
-        skip: The first steps that the ledgers leave out.
+    """The command for each host; ledgers go to the folder and leave out the first steps.
 
     Raises:
         ValueError: An override is the launcher's own.
@@ -59,25 +49,18 @@ def commands_for(count: int, master: str, overrides: list[str], folder: Path, sk
     return torchrun(count, master, PORT, [str(TRAIN), *settings])
 
 
-def tabulate(ledgers: list[dict[str, Sent]]) -> Table:
-    """Lay out what was counted beside what was sent.
-
-    Args:
-        ledgers: Of each host, what it sent in each part of the run.
-    """
-    table = Table(title=f"Bytes sent, {len(ledgers)} hosts", caption="interface: less headers, 66 bytes a packet")
-    for column in ("part", "host", "steps", "gradients", "inside", "evaluation", "interface", "not counted", "off by"):
-        table.add_column(column, justify="left" if column == "part" else "right", no_wrap=True)
+def tabulate(ledgers: list[dict[str, Sent]]) -> str:
+    """Lay out the bytes counted beside the bytes sent, of each host and in each part of the run."""
+    rows = [["part", "host", "steps", "gradients", "inside", "evaluation", "interface", "not counted", "off by"]]
     for part in (SET_UP, STEPS, OTHER):
-        table.add_section()
-        rows = [(str(host), ledger[part]) for host, ledger in enumerate(ledgers)]
-        total = sum((sent for _, sent in rows), Sent())
-        for host, sent in [*rows, ("all", replace(total, steps=rows[0][1].steps))]:
-            figures = [sent.gradients, sent.inside, sent.evaluation, without_headers(sent)]
+        hosts = [(str(host), ledger[part]) for host, ledger in enumerate(ledgers)]
+        total = sum((sent for _, sent in hosts), Sent())
+        for host, sent in [*hosts, ("all", replace(total, steps=hosts[0][1].steps))]:
             more = without_headers(sent) - sent.counted
+            figures = map(format_bytes, (sent.gradients, sent.inside, sent.evaluation, without_headers(sent), more))
             off = f"{100 * more / sent.counted:+.2f}%" if part == STEPS and sent.counted else "-"
-            table.add_row(part, host, str(sent.steps), *map(format_bytes, figures), format_bytes(more), off)
-    return table
+            rows.append([part, host, str(sent.steps), *figures, off])
+    return plain_table(rows)
 
 
 def conclude(ledgers: list[dict[str, Sent]]) -> str:
@@ -126,7 +109,7 @@ def main() -> int:
             print(error, file=sys.stderr)
             return 1
         ledgers = read_ledgers(Path(folder), arguments.hosts)
-    Console(width=120).print(tabulate(ledgers))
+    print(tabulate(ledgers))
     print(conclude(ledgers))
     return 0
 

@@ -17,9 +17,7 @@ class Block(nn.Module):
     """Attention, then a two-layer network, each on a normalised input and added to what came in.
 
     Args:
-        width: Size of the hidden state.
         num_heads: Attention heads; must divide ``width``.
-        dropout: Fraction of activations dropped while training.
         causal: Position ``t`` sees positions up to ``t`` only; otherwise all of them.
 
     Raises:
@@ -105,10 +103,7 @@ class TransformerLanguageModel(SplitSequential):
     Args:
         vocabulary_size: Number of distinct tokens.
         context_length: Longest sequence, in tokens.
-        num_layers: Number of blocks.
-        width: Size of the hidden state.
         num_heads: Attention heads; must divide ``width``.
-        dropout: Fraction of activations dropped while training.
         tie_weights: Use the token embedding as the output matrix.
         pieces: Parts that can run on different ranks; 1 for a model without split points.
         split: What stands between two pieces, as :func:`~nlp.splits.make_split` takes it: ``kind`` and settings.

@@ -19,16 +19,8 @@ class LanguageModule(TokenModule):
 
     Args:
         num_layers: Number of transformer blocks.
-        width: Size of the hidden state.
-        num_heads: Attention heads.
-        dropout: Fraction of activations dropped while training.
         tie_weights: Use the token embedding as the output matrix.
-        learning_rate: AdamW's peak learning rate.
-        betas: AdamW's two decay rates.
-        weight_decay: Its decay, on matrices only.
         momentum: Train with SGD and this momentum instead of AdamW; None for AdamW.
-        warmup_steps: Optimizer steps over which the learning rate rises linearly.
-        final_learning_rate_fraction: Where the cosine ends, as a fraction of the peak.
         vocabulary_size: Number of tokens; read from the data module when None.
         context_length: Tokens a sequence; read from the data module when None.
         split: ``pieces`` to cut the network into (1, or None, for no cut), and what stands between every two, as

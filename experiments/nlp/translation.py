@@ -14,12 +14,6 @@ from nlp.translation_data import BOS, EOS
 from nlp.translation_model import EncoderDecoder, check_pieces, translate_greedily
 from streams import rank_and_world_size, rank_rows
 
-SHOWN_EXAMPLES = 3
-"""Translations printed at the end of a test."""
-
-SHOWN_FROM = 15
-"""Characters a source needs to be among them: single words show little."""
-
 
 class TranslationModule(TokenModule):
     """The translation model as Lightning trains it.
@@ -31,15 +25,7 @@ class TranslationModule(TokenModule):
 
     Args:
         num_layers: Number of blocks in the encoder, and again in the decoder.
-        width: Size of the hidden state.
-        num_heads: Attention heads.
-        dropout: Fraction of activations dropped while training.
         tie_weights: Use the decoder's token embedding as its output matrix.
-        learning_rate: AdamW's peak learning rate.
-        betas: AdamW's two decay rates.
-        weight_decay: AdamW's decay, on matrices only.
-        warmup_steps: Optimizer steps over which the learning rate rises linearly.
-        final_learning_rate_fraction: Where the cosine ends, as a fraction of the peak.
         translate_examples: Test sentences to translate, over all ranks; 0 for none.
         vocabulary_size: Number of tokens; read from the data module when None.
         source_length: Tokens a source; read from the data module when None.
@@ -81,7 +67,6 @@ class TranslationModule(TokenModule):
         check_pieces((split or {}).get("pieces", 1))
         self.save_hyperparameters()
         self.chrf = nn.ModuleDict({"chrf": CHRFScore(n_word_order=0), "copied_chrf": CHRFScore(n_word_order=0)})
-        self._shown: list[tuple[str, str, str]] = []
         self.build_when_sized()
 
     def make_network(self, pieces: int, split: dict[str, Any]) -> nn.Module:
@@ -136,9 +121,6 @@ class TranslationModule(TokenModule):
         translations = decode(self.translate(source))
         self.chrf["chrf"].update(translations, [[reference] for reference in references])
         self.chrf["copied_chrf"].update(sources, [[reference] for reference in references])
-        examples = zip(sources, translations, references, strict=True)
-        self._shown += [example for example in examples if len(example[0]) >= SHOWN_FROM]
-        del self._shown[SHOWN_EXAMPLES:]
 
     def on_test_epoch_end(self) -> None:
         super().on_test_epoch_end()
@@ -147,10 +129,3 @@ class TranslationModule(TokenModule):
         for name, metric in self.chrf.items():
             self.log(f"test/{name}", metric.compute(), sync_dist=True)
             metric.reset()
-        # Of the ranks of a pipeline only the last translates, and it is not the one that `self.print` prints on.
-        if rank_and_world_size(self.trainer)[0] == 0:
-            for source, translation, reference in self._shown:
-                print(
-                    f"  source       {source}\n  translation  {translation}\n  reference    {reference}\n", flush=True
-                )
-        self._shown.clear()

@@ -152,9 +152,7 @@ class EncoderDecoder(SplitSequential):
         source_length: Longest source, in tokens.
         target_length: Longest target, in tokens.
         num_layers: Number of blocks in the encoder, and again in the decoder.
-        width: Size of the hidden state.
         num_heads: Attention heads; must divide ``width``.
-        dropout: Fraction of activations dropped while training.
         tie_weights: Use the decoder's token embedding as its output matrix. The encoder has an embedding of its own,
             as it may lie on another machine.
         pieces: 2 with a split point between encoder and decoder, 1 without.

@@ -16,8 +16,6 @@ class AutoencoderModule(ScoredModule):
 
     Args:
         learning_rate: Of Adam, at the start.
-        side: Pixels of an image's edge.
-        width: Of the hidden layers.
         code: Size of the code.
         patience: Validations without progress before the rate is divided by 2.
     """

@@ -16,14 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import OmegaConf
-from rich.console import Console
 
-from comparison.plan import Strategy, plan_run, require_distinct, setting_name
-from comparison.progress import Progress
-from comparison.runs import Entry, Run, Runner
+from comparison.runs import Entry, Run, Runner, Strategy, plan_run, require_distinct
 from comparison.table import write_runs
-from zoo.picture import draw
-from zoo.table import Row, to_markdown
+from zoo.table import Row, draw, to_markdown
 
 MEMBERS = Path(__file__).parents[2] / "conf" / "experiment" / "zoo"
 _OPTIONS = {"experiment": "--only", "model.learning_rate": "--rates", "seed": "--seeds"}
@@ -37,39 +33,27 @@ def main(words: Sequence[str] | None = None) -> int:
     """
     parser = make_parser()
     arguments = parser.parse_intermixed_args(words)
-    console = Console()
+    runner = Runner(arguments.collect_only)
     try:
         strategies = [Strategy.parse(text) for text in arguments.strategy]
-        require_distinct(strategies, arguments.overrides, [])
-        require_options(arguments.overrides, strategies)
+        require_distinct(strategies, arguments.overrides, _OPTIONS)
         sides = [(member, rate) for member in arguments.only or member_names() for rate in arguments.rates]
-        with Progress(console, len(sides) * len(arguments.seeds) * len(strategies)) as progress:
-            runner = Runner(progress, arguments.collect_only)
-            rows = run_all(runner, sides, strategies, arguments.seeds, arguments.overrides, arguments.output)
+        rows = run_all(runner, sides, strategies, arguments.seeds, arguments.overrides, arguments.output)
     except ValueError as error:
         parser.error(str(error))
     except KeyboardInterrupt:
-        console.print("Stopped. The same command goes on from here.")
+        print("Stopped. The same command goes on from here.")
         return 128 + signal.SIGINT
-    problems = [failure.partition("\n")[0] for failure in runner.failures]
-    problems += [f"{name}: missing" for name in runner.missing]
-    report(console, rows, problems, arguments.output)
-    return 1 if problems else 0
-
-
-def require_options(overrides: Sequence[str], strategies: Sequence[Strategy]) -> None:
-    """Refuse overrides of what the options vary.
-
-    Args:
-        overrides: Of all runs.
-        strategies: The sides of the comparison.
-
-    Raises:
-        ValueError: Naming the first of them, and the option.
-    """
-    for word in [*overrides, *(word for strategy in strategies for word in strategy.overrides)]:
-        if (name := setting_name(word)) in _OPTIONS:
-            raise ValueError(f"{word}: {_OPTIONS[name]} sets {name} already; use that")
+    if complete := [row for row in rows if row.entries[0].runs]:
+        table, output = to_markdown(complete, runner.problems), arguments.output
+        print(table)
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "table.md").write_text(table)
+        named = [Entry(f"{row.name}: {entry.label}", entry.runs) for row in rows for entry in row.entries]
+        write_runs(output / "table.csv", named)
+        draw(output / "zoo.png", complete)
+        print(f"Written to {output}: table.md, table.csv, zoo.png")
+    return 1 if runner.problems else 0
 
 
 def run_all(
@@ -95,7 +79,8 @@ def run_all(
         for member, rate in sides:
             own = [f"experiment=zoo/{member}"]
             if rate != 1:
-                own.append(f"model.learning_rate={tuned_rate(member) * rate:.6g}")
+                tuned = float(OmegaConf.load(MEMBERS / f"{member}.yaml").model.learning_rate)
+                own.append(f"model.learning_rate={tuned * rate:.6g}")
             for strategy in strategies:
                 run = runner.get(plan_run(overrides, strategy, own, seed, output))
                 found.setdefault((member, rate, strategy), []).extend([run] if run else [])
@@ -105,37 +90,9 @@ def run_all(
     ]
 
 
-def report(console: Console, rows: Sequence[Row], problems: Sequence[str], output: Path) -> None:
-    """Print the table, and write it, its runs and the picture.
-
-    Args:
-        console: Where it is printed.
-        rows: A member each.
-        problems: What failed or is missing.
-        output: The folder that all is written to.
-    """
-    complete = [row for row in rows if row.entries[0].runs]
-    if complete:
-        output.mkdir(parents=True, exist_ok=True)
-        table = to_markdown(complete, problems)
-        console.print(table, markup=False, highlight=False, soft_wrap=True)
-        (output / "table.md").write_text(table)
-        named = [Entry(f"{row.name}: {entry.label}", entry.runs) for row in rows for entry in row.entries]
-        write_runs(output / "table.csv", named)
-        draw(output / "zoo.png", complete)
-        console.print(f"Written to {output}: table.md, table.csv, zoo.png", markup=False, highlight=False)
-    for problem in problems:
-        console.print(problem, style="red", markup=False, highlight=False)
-
-
 def member_names() -> list[str]:
     """The members, by name."""
     return sorted(file.stem for file in MEMBERS.glob("*.yaml"))
-
-
-def tuned_rate(member: str) -> float:
-    """The learning rate of a member that is best under ddp, as its file says."""
-    return float(OmegaConf.load(MEMBERS / f"{member}.yaml").model.learning_rate)
 
 
 def make_parser() -> argparse.ArgumentParser:

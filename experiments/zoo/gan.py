@@ -60,7 +60,6 @@ class GANModule(LightningModule):
     Args:
         learning_rate: Of both, at the start; a cosine takes it to 0.
         latent: Numbers that the generator makes a point of.
-        width: Of the hidden layers.
         penalty: Weight of the discriminator's squared gradient at real points (R1; Mescheder et al., 2018).
         window: Standard deviation of the Gaussians of the estimate.
         val_points: Generated for it.

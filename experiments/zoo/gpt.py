@@ -20,17 +20,7 @@ class GPTModule(ScoredModule):
     """A small GPT-2 under AdamW with warm-up and cosine; the Trainer clips its gradients.
 
     Args:
-        learning_rate: The peak of the learning rate.
-        vocabulary_size: Distinct tokens.
-        context_length: Tokens of a window.
-        width: Size of the hidden state.
-        num_layers: Blocks.
-        num_heads: Attention heads.
         dropout: Fraction of embeddings, attention weights and outputs dropped while training.
-        betas: AdamW's two decay rates.
-        weight_decay: Its decay, on matrices only.
-        warmup_steps: Optimizer steps over which the learning rate rises linearly.
-        final_learning_rate_fraction: Where the cosine ends, as a fraction of the peak.
     """
 
     def __init__(

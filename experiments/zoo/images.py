@@ -62,7 +62,6 @@ class ResidualModule(ImageModule):
     """A residual network under SGD with Nesterov's momentum and weight decay.
 
     Args:
-        learning_rate: The peak of the learning rate.
         schedule: ``cosine`` from the peak to 0; ``one_cycle`` up and down once, and the momentum the other way.
         channels: Of each block; all but the first halve the side.
         weight_decay: On every parameter.
@@ -134,17 +133,7 @@ class VisionTransformerModule(ImageModule):
     """A vision transformer (Dosovitskiy et al., 2020) under AdamW with warm-up and cosine.
 
     Args:
-        learning_rate: The peak of the learning rate.
-        side: Pixels of an image's edge.
         patch: Pixels of a patch's edge.
-        width: Size of the hidden state.
-        num_layers: Blocks.
-        num_heads: Attention heads.
-        dropout: Fraction of activations dropped while training.
-        betas: AdamW's two decay rates.
-        weight_decay: Its decay, on matrices only.
-        warmup_steps: Optimizer steps over which the learning rate rises linearly.
-        final_learning_rate_fraction: Where the cosine ends, as a fraction of the peak.
     """
 
     def __init__(

@@ -49,18 +49,9 @@ class LoRAModule(ScoredModule):
     """A language model of which only low-rank additions to the blocks' linear layers are trained, under AdamW.
 
     Args:
-        learning_rate: The peak of the learning rate.
         rank: Of the additions.
         scale: What the additions are multiplied by.
-        vocabulary_size: Distinct tokens.
-        context_length: Tokens of a window.
-        width: Size of the hidden state.
-        num_layers: Blocks.
         base_steps: Steps that the base is trained before.
-        betas: AdamW's two decay rates.
-        weight_decay: Its decay.
-        warmup_steps: Optimizer steps over which the learning rate rises linearly.
-        final_learning_rate_fraction: Where the cosine ends, as a fraction of the peak.
     """
 
     def __init__(

@@ -16,7 +16,6 @@ class LSTMModule(ScoredModule):
 
     Args:
         learning_rate: Of SGD, at the start; a cosine takes it down to a tenth.
-        vocabulary_size: Distinct tokens.
         width: Size of embeddings and of the hidden state.
         num_layers: LSTM layers.
     """

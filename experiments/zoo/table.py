@@ -1,13 +1,20 @@
-"""The zoo as a table: a row a member, and for each strategy the quality lost and the bytes saved."""
+"""The zoo as a table and a picture: a row a member, and for each strategy the quality lost and the bytes saved."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from comparison.figures import Figure, Result, difference, metric_figure, result_figure
-from comparison.quality import higher_is_better, main_metric
+import matplotlib
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt
+
+from comparison.figures import Figure, Result, difference, main_metric, metric_figure, result_figure
 from comparison.runs import Entry
+from comparison.table import how_to_read, markdown
+from lightning_dct.report.quality import higher_is_better
 
 ALLOWED = {"loss": 0.01, "accuracy": 0.005, "auc": 0.001}
 """What may be lost and still count as parity: of a loss a part of it, of scores the bare difference."""
@@ -48,7 +55,7 @@ class Row:
         gained = difference(entry, self.entries[0], f"val/{self.metric}")
         if gained is None or not higher_is_better(self.metric):
             return gained
-        return Figure(-gained.mean, gained.deviation, gained.count)
+        return Figure(-gained.mean, gained.deviation)
 
     def broken(self, entry: Entry) -> int:
         """How many runs have no finite metric where the baseline's of the same seed has one."""
@@ -80,34 +87,22 @@ def to_markdown(rows: Sequence[Row], remarks: Sequence[str] = ()) -> str:
     heads = ["member", "judged by", baseline]
     for label in others:
         heads += [f"{label}: lost", "fewer bytes"]
-    lines = [heads, ["---", "---", *["---:"] * (len(heads) - 2)]]
+    rows_of_text = [heads]
     for row in rows:
         quality = row.quality(row.entries[0])
         cells = [row.name, row.metric, quality.write("{:.4f}") if quality else "-"]
         for entry in row.entries[1:]:
             cells += [_lost(row, entry), _saved(entry)]
-        lines.append(cells)
-    table = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
-    notes = [*how_to_read(rows), *(verdict(rows, place) for place in range(1, len(others) + 1)), *remarks]
-    return "\n".join([*table, "", *(f"- {note}" for note in notes)]) + "\n"
-
-
-def how_to_read(rows: Sequence[Row]) -> list[str]:
-    """Say what the figures of the table are."""
-    runs = [run for row in rows for entry in row.entries for run in entry.runs]
-    seeds = sorted({run.seed for run in runs})
-    processes = sorted({run.result["world_size"] for run in runs})
-    told = [
-        f"{' or '.join(map(str, processes))} processes; seeds {', '.join(map(str, seeds))}; validation after training.",
-        "Lost: against the first strategy, seed by seed; of a loss in percent, of scores the bare difference. "
-        "Below 0 is better than it. Bold is more than may be lost: "
-        + ", ".join(f"{_UNITS[metric].format(bound).lstrip('+')} of {metric}" for metric, bound in ALLOWED.items())
-        + ".",
-        "Fewer bytes: of the dense fp32 exchange over those sent.",
+        rows_of_text.append(cells)
+    bounds = ", ".join(f"{_UNITS[metric].format(bound).lstrip('+')} of {metric}" for metric, bound in ALLOWED.items())
+    notes = [
+        "Validation after training. Lost: below 0 is better than the first strategy. Bold is more than may be lost:"
+        f" {bounds}.",
+        *how_to_read([entry for row in rows for entry in row.entries]),
+        *(verdict(rows, place) for place in range(1, len(others) + 1)),
+        *remarks,
     ]
-    if len(seeds) > 1:
-        told.append("Mean ± sample standard deviation over the seeds.")
-    return told
+    return markdown(rows_of_text, notes)
 
 
 def verdict(rows: Sequence[Row], place: int) -> str:
@@ -129,3 +124,36 @@ def _lost(row: Row, entry: Entry) -> str:
 def _saved(entry: Entry) -> str:
     ratio = result_figure(entry.runs, saved)
     return f"{ratio.mean:,.0f}x" if ratio else "-"
+
+
+def draw(file: Path, rows: Sequence[Row]) -> None:
+    """Draw quality lost, in units of what may be lost, and bytes saved, a row for each member."""
+    figure, (loss_axis, byte_axis) = plt.subplots(
+        1, 2, sharey=True, figsize=(10, 1.5 + 0.4 * len(rows)), layout="constrained"
+    )
+    labels = [entry.label for entry in rows[0].entries]
+    for place, label in enumerate(labels[1:], start=1):
+        look = {"color": f"C{place - 1}", "marker": "oDs^vPX"[(place - 1) % 7], "capsize": 3, "linestyle": "none"}
+        shift = 0.6 * (place - len(labels) / 2) / len(labels)
+        for number, row in enumerate(rows):
+            entry, bound = row.entries[place], ALLOWED[row.metric]
+            if lost := row.lost(entry):
+                deviation = None if lost.deviation is None else lost.deviation / bound
+                loss_axis.errorbar(lost.mean / bound, number + shift, xerr=deviation, **look)
+            if ratio := result_figure(entry.runs, saved):
+                byte_axis.errorbar(ratio.mean, number + shift, **look)
+        loss_axis.plot([], [], label=label, color=look["color"], marker=look["marker"], linestyle="none")
+    loss_axis.axvline(0, color="black", linewidth=1, label=labels[0])
+    loss_axis.axvline(1, color="black", linewidth=1, linestyle="--", label="what may be lost")
+    # Even where a run came out many times worse, the others can be told apart.
+    loss_axis.set_xscale("symlog", linthresh=2)
+    byte_axis.set_xscale("log")
+    loss_axis.set_yticks(range(len(rows)), [f"{row.name} ({row.metric})" for row in rows])
+    loss_axis.invert_yaxis()
+    loss_axis.set_xlabel("quality lost, 1 being what may be lost", fontsize="small")
+    byte_axis.set_xlabel("bytes of the dense exchange over bytes sent", fontsize="small")
+    for axis in (loss_axis, byte_axis):
+        axis.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=4, fontsize="small")
+    figure.savefig(file, dpi=150)
+    plt.close(figure)

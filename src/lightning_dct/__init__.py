@@ -17,12 +17,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_dct.__about__ import __version__
 from lightning_dct.activations import SplitPoint, subspace
-from lightning_dct.callbacks import (
-    AccordionSchedule,
-    CompressionMonitor,
-    ErrorAveraging,
-    ThresholdRefresh,
-)
+from lightning_dct.callbacks import CompressionMonitor, ThresholdRefresh
 from lightning_dct.config import DCTConfig
 from lightning_dct.embedding import RowWiseAdagrad, ShardedEmbeddingBags
 from lightning_dct.fsdp import DCTFSDPStrategy
@@ -32,7 +27,6 @@ from lightning_dct.state_file import CheckpointError
 from lightning_dct.strategy import DCTStrategy
 
 __all__ = [
-    "AccordionSchedule",
     "CheckpointError",
     "CompressionMonitor",
     "CompressionRatio",
@@ -40,7 +34,6 @@ __all__ = [
     "DCTFSDPStrategy",
     "DCTPipelineStrategy",
     "DCTStrategy",
-    "ErrorAveraging",
     "RowWiseAdagrad",
     "ShardedEmbeddingBags",
     "SplitPoint",

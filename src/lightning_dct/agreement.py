@@ -31,7 +31,7 @@ def check_agreement(settings: Mapping[str, Any], model: Module, group: dist.Proc
     everyone = _compare_settings({**settings, **module_settings(model)}, group, checksum)
     if any(theirs["checksum"] != checksum for theirs in everyone):
         # Only now are the descriptions worth sending. Every rank has seen the same checksums and does the same.
-        descriptions = _gather(parameters, group)
+        descriptions = gather_objects(parameters, group)
         for name in dict.fromkeys(name for description in descriptions for name in description):
             _compare(f"parameter {name}", [description.get(name, "missing") for description in descriptions])
         _compare("order of the parameters", [list(description) for description in descriptions])
@@ -72,13 +72,14 @@ def _compare_settings(
     settings: Mapping[str, Any], group: dist.ProcessGroup | None, checksum: int
 ) -> list[dict[str, Any]]:
     mine = {"version of lightning_dct": __version__, "version of torch": torch.__version__, **settings}
-    everyone = _gather({"mine": mine, "checksum": checksum}, group)
+    everyone = gather_objects({"mine": mine, "checksum": checksum}, group)
     for setting in dict.fromkeys(setting for theirs in everyone for setting in theirs["mine"]):
         _compare(setting, [theirs["mine"].get(setting) for theirs in everyone])
     return everyone
 
 
-def _gather(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+def gather_objects(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's object, by rank; a collective call if there are several ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         return [mine]
     everyone: list[Any] = [None] * dist.get_world_size(group)

@@ -147,7 +147,7 @@ class DCTStrategy(DDPStrategy):
         self._checkpoint_io = io
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Save Fabric's checkpoint from rank 0, and beside it what every rank has of its own."""
+        """Save Fabric's checkpoint from rank 0, and beside it the state of each rank."""
         path, save = self.broadcast((str(path), secrets.token_hex(4)))
         notes = []
         # Optimizers come to Fabric by any name or none: their states lie in the part of the first module.
@@ -197,7 +197,7 @@ class DCTStrategy(DDPStrategy):
 
 
 class _NothingToHoldBack(_BackwardSyncControl):
-    """Backward synchronises nothing, so there is nothing that accumulation would have to hold back."""
+    """Backward synchronises nothing, so accumulation has nothing to suspend."""
 
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
         """Change nothing."""

@@ -1,4 +1,4 @@
-"""Puts the states of ranks that hold shards together to those of whole replicas, to be cut anew for other ranks.
+"""Joins the states of ranks that hold shards to states of whole replicas, to be cut anew for other ranks.
 
 A state with ``shards`` in it is of pieces, whose shapes it says: consecutive ranks of a replica have consecutive rows
 of every parameter, and what is held back of them.

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_dct.agreement import gather_objects
 from lightning_dct.checkpoint import CHECKPOINT_KEY, NOTE_FIELDS, check_note, empty_state, read_state
 from lightning_dct.config import DCTConfig
 from lightning_dct.state_file import CheckpointError
@@ -25,12 +25,8 @@ def agreed_notes(notes: Any, path: str) -> list[dict[str, Any]]:
     Raises:
         CheckpointError: A rank's notes are damaged, or two ranks read different ones. Raised on every rank.
     """
-    everyone: list[Any] = [notes]
-    if dist.is_available() and dist.is_initialized():
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, notes)
     found = []
-    for theirs in everyone:
+    for theirs in gather_objects(notes):
         if not isinstance(theirs, list):
             raise CheckpointError(f"The field {CHECKPOINT_KEY} of {path!r} is not a list. Resume with what saved it.")
         for note in theirs:
@@ -74,9 +70,7 @@ def restore_state(
     except Exception as error:
         failure = error
     mine = None if failure is None else (isinstance(failure, FileNotFoundError), str(failure))
-    failures: list[tuple[bool, str] | None] = [None] * world_size
-    dist.all_gather_object(failures, mine)
-    failed = [theirs for theirs in failures if theirs is not None]
+    failed = [theirs for theirs in gather_objects(mine) if theirs is not None]
     if not failed:
         # Ranks save weights of their own only if updates are exchanged.
         return state if ("weights" in state) == (config.compress == "updates") else _of_other_kind(path, note, config)

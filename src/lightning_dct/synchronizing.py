@@ -50,13 +50,8 @@ def make_gradient_synchronizer(
 ) -> GradientSynchronizer:
     """The synchronizer of a wrapped model; its hook has still to be registered. All ranks call this together.
 
-    Args:
-        wrapped: The model.
-        precision: Lightning's precision plugin, with a ``scaler`` when it scales the loss.
-        config: The settings.
-        traffic: Where bytes and time are counted.
-        place: The number of this rank's node and its own number on that node.
-        timeout: Of process groups that the exchange makes.
+    ``precision`` is Lightning's plugin, with a ``scaler`` when it scales the loss. ``place`` is the number of this
+    rank's node and its own number on that node. ``timeout`` is that of process groups that the exchange makes.
 
     Raises:
         ValueError: The ranks cannot do the exchange that the settings ask for, or this one cannot run the kernel.
@@ -90,18 +85,10 @@ def make_update_synchronizer(
 ) -> UpdateSynchronizer:
     """The synchronizer of a model that is not wrapped. All ranks call this together; all get the first one's weights.
 
-    Args:
-        module: The model.
-        group: The ranks that take part; None for all.
-        config: The settings.
-        traffic: Where bytes and time are counted.
-        place: The number of this rank's node and its own number on that node.
-        timeout: Of process groups that the exchange makes.
-        optimizers: Gives all optimizers that step, the same in the same order on every rank.
-        average_buffers: Whether floating-point buffers are averaged.
-        weights: See :class:`~lightning_dct.updates.UpdateSynchronizer`.
-        inside: See there.
-        are_alike: Whether all ranks have the same weights already.
+    The arguments are those of :func:`make_gradient_synchronizer` and of
+    :class:`~lightning_dct.updates.UpdateSynchronizer`. ``optimizers`` gives all that step, in the same order on every
+    rank. ``average_buffers`` averages floating-point buffers. ``are_alike`` says that all ranks have the same
+    weights already.
 
     Raises:
         ValueError: The ranks cannot do the exchange that the settings ask for, or this one cannot run the kernel.
@@ -123,13 +110,7 @@ def make_update_synchronizer(
 
 
 def start_alike(module: Module, group: dist.ProcessGroup, ignored: Collection[str] = ()) -> None:
-    """Give all ranks the first one's weights and buffers, or what of them lies on it; a collective call.
-
-    Args:
-        module: The model.
-        group: The ranks.
-        ignored: Names of parameters and buffers that are left as they are.
-    """
+    """Give all ranks the first one's weights and buffers, except those that are ignored; a collective call."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if name not in ignored:
             own = as_real(local_of(tensor.detach()))

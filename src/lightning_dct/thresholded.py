@@ -46,6 +46,8 @@ class ThresholdedStrategy(CheckpointedStrategy):
     """
 
     registered_names: ClassVar[dict[str, dict[str, Any]]]
+    # What the same replicas do without compression, in advice.
+    dense_rival: ClassVar[str] = "DDP"
     _timeout: timedelta | None
 
     def __init__(self, config: DCTConfig, lifelines: bool | int, **kwargs: Any) -> None:
@@ -113,8 +115,8 @@ class ThresholdedStrategy(CheckpointedStrategy):
         tables = self.sharded_tables()
         if tables and getattr(self.precision_plugin, "scaler", None) is not None:
             raise MisconfigurationException(
-                "Sharded embedding tables do not work with a loss scaler: what they hold back would be scaled anew in"
-                " every step. Use `precision='bf16-mixed'` instead of `'16-mixed'`."
+                "Sharded embedding tables do not work with a loss scaler: their residuals would be scaled anew in every"
+                " step. Use `precision='bf16-mixed'` instead of `'16-mixed'`."
             )
         install_clipping(self.precision_plugin, tables)
         # Callbacks of the module have come in since `connect`.

@@ -89,11 +89,11 @@ def test_predictions_by_hand() -> None:
     exchange = 0.010 + 0.005 + every.num_bytes * 4e-9
     assert every.seconds == pytest.approx(0.1 + exchange)
     assert eighth.seconds == pytest.approx(0.1 + exchange / 8)
-    heads, rows = table_of([whole, every], every.config, 49)
+    heads, *rows = table_of([whole, every], every.config, 49)
     assert len(heads) == len(rows[0])
     assert rows[0][1] == "160.0"
     assert rows[1][-1] == "taken"
-    assert table_of([every], BASE, 33)[1][0][-1] == "too long for this run"
+    assert table_of([every], BASE, 33)[1][-1] == "too long for this run"
 
 
 def test_every_rung_is_faster_on_every_link() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_dct import DCTConfig
 from lightning_dct.callbacks import step_clock
-from lightning_dct.callbacks.advice import closing_line, kept_note, notes_at_start, steps_of_delay
+from lightning_dct.callbacks.run_advice import closing_line, notes_at_start, steps_of_delay
 from lightning_dct.callbacks.step_clock import FEWEST, SKIPPED, StepClock, StepCosts
 from lightning_dct.forecast.link import MeasuredLink
 from lightning_dct.kernels import _is_installed
@@ -60,16 +60,6 @@ def test_a_missing_kernel_is_named(without_numba: None) -> None:
     assert not notes_at_start(DCTConfig(kernel="torch"), 2, math.inf, "cpu")
 
 
-def test_fewer_entries_than_there_is_room_for_are_explained() -> None:
-    note = kept_note(GRADIENTS, 0.0207)
-    assert note is not None
-    assert note.startswith("2.07% were sent, and density=0.03 has room for 3%")
-    for density in (0.029, 0.2, math.nan):
-        assert kept_note(GRADIENTS, density) is None
-    assert kept_note(DCTConfig(), 0.03) is None  # the shorter rounds of warm-up send less
-    assert kept_note(DCTConfig(warmup_steps=0), 0.03) is not None
-
-
 @pytest.mark.parametrize(
     ("config", "costs", "told"),
     [
@@ -107,6 +97,9 @@ def test_the_end_says_what_ddp_would_have_taken() -> None:
         "DDP's all-reduce takes 18 ms on this link as timed at the start (1 Gbit/s), and its step 88 ms to 106 ms"
         in line
     )
+    sharded = closing_line(GRADIENTS, StepCosts(0.1, 0.02, 0.01), LINK, 2_000_000, "cuda", "HSDP")
+    assert "HSDP's all-reduce takes 18 ms" in sharded
+    assert sharded.endswith("HSDP is faster on this link.")
     # Where the all-reduce is longer than all else, backward cannot hide it.
     slow = MeasuredLink(2, 1_000_000, 1.0, 1e-6)
     assert "its step 1,000 ms to 1,088 ms" in closing_line(GRADIENTS, StepCosts(0.1, 0.01, 0.002), slow, 10**6, "cuda")

@@ -1,4 +1,3 @@
-import builtins
 import math
 import warnings
 from types import SimpleNamespace
@@ -9,8 +8,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_dct import CompressionMonitor
-from lightning_dct.callbacks.compression_monitor import format_bytes, print_table, summary_rows
+from lightning_dct.callbacks.compression_monitor import summary_rows
 from lightning_dct.gradients.memory import Memory
+from lightning_dct.tables import format_bytes
 from lightning_dct.threshold import Thresholds
 from lightning_dct.traffic import Traffic, TrafficTotals
 
@@ -86,30 +86,6 @@ def test_summary_of_a_single_process_claims_no_ratio() -> None:
     rows = dict(summary_rows(TrafficTotals(steps=1, entries=5, entries_sent=5), world_size=1))
     assert rows["compression ratio"] == "nothing was sent"
     assert rows["entries kept"] == "100% of 5"
-
-
-def test_table_with_rich(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table("A title", ROWS)
-    printed = capsys.readouterr().out
-    assert "A title" in printed
-    assert "─" in printed
-    assert all(name in printed and value in printed for name, value in ROWS)
-
-
-def test_table_without_rich(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    original = builtins.__import__
-
-    def without_rich(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.partition(".")[0] == "rich":
-            raise ImportError(name)
-        return original(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_rich)
-    print_table("A title", ROWS)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == ["", "A title"]
-    assert [line.split() for line in lines[2:]] == [f"{name} {value}".split() for name, value in ROWS]
-    assert len({line.index(value) for line, (_, value) in zip(lines[2:], ROWS, strict=True)}) == 1
 
 
 def test_every_logger_gets_one_dict_a_logged_step() -> None:
@@ -204,4 +180,4 @@ def test_warns_once_where_nothing_is_counted(capsys: pytest.CaptureFixture[str])
     messages = [str(warning.message) for warning in caught if "CompressionMonitor" in str(warning.message)]
     assert len(messages) == 1
     assert "SingleDeviceStrategy does not count its traffic. Use `Trainer(strategy='dct')`" in messages[0]
-    assert "Gradient synchronisation" not in capsys.readouterr().out
+    assert "Synchronisation" not in capsys.readouterr().out

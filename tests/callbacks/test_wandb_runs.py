@@ -15,7 +15,7 @@ from distributed.test_logging import Memory
 from distributed.training import Module, loader, rank, trainer_for
 from lightning_dct import CompressionMonitor, DCTPipelineStrategy, DCTStrategy, SplitPoint
 from lightning_dct.callbacks.wandb_runs import STEP, SUMMARIES, settings_of
-from lightning_dct.dashboard.contents import Curves, Panel, Trade, sections
+from lightning_dct.dashboard import Panel, sections
 from offline_runs import OfflineRun
 from peers import CountedDDPStrategy
 
@@ -145,30 +145,27 @@ def test_table_at_the_end(trained: Any) -> None:
     columns, rows = run.table("dct/summary")
     assert columns == ["table", "figure", "value"]
     figures = {(table, figure): value for table, figure, value in rows}
-    assert figures["Gradient synchronisation, rank 0", "optimizer steps synchronised"] == "12"
+    assert figures["Synchronisation, rank 0", "optimizer steps synchronised"] == "12"
     ratio = f"{state['traffic']['bytes_dense'] / state['traffic']['bytes_sent']:,.1f}x"
-    assert figures["Gradient synchronisation, rank 0", "compression ratio"] == ratio
+    assert figures["Synchronisation, rank 0", "compression ratio"] == ratio
     assert figures["Inside the model, rank 0", "exchanges"] == "12"
 
 
 def keys_of(panel: Panel) -> tuple[str, ...]:
-    if isinstance(panel, Curves):
-        return panel.keys
-    return (panel.across, panel.upwards) if isinstance(panel, Trade) else (panel.table,)
+    return panel.keys[:1] if panel.kind == "bars" else panel.keys
 
 
 def test_the_dashboard_shows_what_a_run_logs_and_all_of_it(trained: Any) -> None:
     run, _, _ = trained
-    panels = [panel for section in sections() for panel in section.panels]
+    panels = [panel for panels in sections().values() for panel in panels]
     history = {key.partition(".")[0] for row in run.history for key in row}
-    shown = {key for panel in panels if not isinstance(panel, Trade) for key in keys_of(panel)}
+    shown = {key for panel in panels if panel.kind != "trade" for key in keys_of(panel)}
     assert shown <= history
     assert {key for key in history if key.startswith("dct/")} <= shown
-    for panel in panels:
-        for key in keys_of(panel) if isinstance(panel, Trade) else ():
-            name, _, kind = key.partition(".")
-            found = run.state["summary"][name]
-            assert isinstance(found[kind] if kind else found, float), key
+    for key in (key for panel in panels if panel.kind == "trade" for key in panel.keys):
+        name, _, kind = key.partition(".")
+        found = run.state["summary"][name]
+        assert isinstance(found[kind] if kind else found, float), key
 
 
 @pytest.mark.parametrize(("setting", "error"), [(-1, ValueError), (2.5, TypeError)])

@@ -13,7 +13,7 @@ import pytest
 import wandb
 
 from lightning_dct.commands import main
-from lightning_dct.dashboard.contents import sections
+from lightning_dct.dashboard import sections
 
 KEY = "x" * 40
 
@@ -103,7 +103,7 @@ def test_pushes_all_sections_and_prints_where(logged_in: Server, capsys: pytest.
         capsys.readouterr().out == f"{logged_in.url}/me/runs?nw={view['name'].removeprefix('nw-').removesuffix('-v')}\n"
     )
     spec = json.loads(view["spec"])
-    assert names(spec) == [section.name for section in sections()]
+    assert names(spec) == list(sections())
     quality = spec["section"]["panelBankConfig"]["sections"][0]["panels"]
     assert [panel["config"].get("metrics") for panel in quality] == [["val_loss"], ["auc"], None]
     assert quality[2]["config"]["yAxis"] == "summary:auc"
@@ -136,7 +136,7 @@ def test_output_needs_no_network_and_no_login(
     assert one.read_text() == other.read_text()
     view = json.loads(one.read_text())
     assert (view["entity"], view["project"], view["displayName"]) == ("team", "runs", "lightning_dct")
-    assert names(view["spec"]) == [section.name for section in sections()]
+    assert names(view["spec"]) == list(sections())
     assert capsys.readouterr().out == f"{one}\n{other}\n"
 
 
@@ -164,7 +164,7 @@ def test_no_project(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("package", ["wandb", "wandb_workspaces"])
 def test_missing_extra(package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in [name for name in sys.modules if name.startswith(("lightning_dct.dashboard.", f"{package}."))]:
+    for name in [name for name in sys.modules if name.startswith(("wandb_workspaces", f"{package}."))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     assert main(["dashboard", "--project", "runs", "--output", "never-written.json"]) == 1

@@ -1,7 +1,6 @@
 """``lightning-dct plan`` from the command line: what it prints, and what it refuses."""
 
 import re
-import sys
 
 import pytest
 from lightning.pytorch.demos import LightningTransformer
@@ -24,10 +23,7 @@ def plan(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("with_rich", [True, False])
-def test_what_it_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, with_rich: bool) -> None:
-    if not with_rich:
-        monkeypatch.setitem(sys.modules, "rich", None)
+def test_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
     printed = plan(capsys, *ASKED)
     assert "30% of the entries, 1bit values, updates every 8 steps; 4 ranks on 4 nodes, 1 Gbit/s" in printed
     assert "ddp, fp32 all_gather sharded (auto)" in printed
@@ -63,7 +59,6 @@ def test_a_module_of_real_tensor_sizes(capsys: pytest.CaptureFixture[str]) -> No
     printed = plan(capsys, *words, "--arguments", "vocab_size=1000")
     sizes = [parameter.numel() for parameter in LightningTransformer(1000).parameters()]
     assert printed.startswith(f"{sum(sizes):,} parameters in {len(sizes)} tensors")
-    assert plan(capsys, *words, "--arguments", '{"vocab_size": 1000}') == printed
 
 
 def test_a_link_faster_than_compressing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,17 +69,17 @@ def test_a_link_faster_than_compressing(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--density", "1.5"], r"--density: `density` .* must be in \(0, 1\].* To send everything use 1.0"),
-        (["--density", "0"], r"--density: `density` .* must be in \(0, 1\]"),
+        (["--density", "1.5"], r"`density` .* must be in \(0, 1\].* To send everything use 1.0"),
+        (["--density", "0"], r"`density` .* must be in \(0, 1\]"),
         (["--value-format", "int3"], "--value-format: invalid choice: 'int3' .*'1bit'"),
-        (["--link", "1000"], "--link: '1000' .* a number and its unit, as 1Gbit"),
+        (["--link", "1000"], "--link: '1000': write a number and its unit, as 1Gbit"),
         (["--link", "1.2.3Gbit"], "--link: '1.2.3Gbit'"),
         (["--link", "1e400Gbit"], "--link: '1e400Gbit'"),
         (["--link", "1e308GB"], "--link: '1e308GB'"),
-        (["--parameters", "1e400"], "--parameters: '1e400' are more parameters than any model has"),
-        (["--parameters", "1e30"], "--parameters: '1e30' are more parameters than any model has"),
+        (["--parameters", "1e400"], "--parameters: '1e400': .* 1e\\+15 at most"),
+        (["--parameters", "1e30"], "--parameters: '1e30': .* 1e\\+15 at most"),
         (["--world-size", "100000000"], "`--world-size 100000000`: plans are made for 10,000 ranks at most"),
-        (["--parameters", "many"], "--parameters: 'many' .* 100M"),
+        (["--parameters", "many"], "--parameters: 'many': .* 100M"),
         (["--nodes", "3"], "`--nodes 3` does not divide `--world-size 4`.* Give 1, 2 or 4"),
         (["--world-size", "1"], "`--world-size 1`: .* Give 2 or more"),
         (["--arguments", "a=1"], "`--arguments` are for the constructor of a `--module`"),
@@ -100,13 +95,10 @@ def test_misuse(capsys: pytest.CaptureFixture[str], words: list[str], told: str)
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["nosuch:A"], "`--module nosuch:A`: nosuch cannot be imported here: ModuleNotFoundError"),
-        (["nosuch"], "`--module nosuch`: write it as package.module:Class"),
-        (["torch.nn:Lin"], "`--module torch.nn:Lin`: torch.nn has no class 'Lin'; its modules: .*"),
-        (["torch.nn:Linear"], r"`--module torch.nn:Linear` cannot be made: TypeError.*`--arguments .*Linear\(in_feat"),
+        (["nosuch:A"], "`--module nosuch:A` cannot be made: ModuleNotFoundError.* package.module:Class"),
+        (["torch.nn:Lin"], "`--module torch.nn:Lin` cannot be made: .*'Lin'"),
+        (["torch.nn:Linear"], r"`--module torch.nn:Linear` cannot be made: TypeError.*in_features.*`--arguments "),
         (["torch.nn:Linear", "--arguments", "3"], "`--arguments 3`: write KEY=VALUE pairs"),
-        (["torch.nn:Linear", "--arguments", "{3"], "`--arguments` is not JSON"),
-        (["torch.nn:Linear", "--arguments", '{"a": ' + 10**5 * "["], "`--arguments` is not JSON"),
         (["torch.nn:LazyLinear", "--arguments", "out_features=3"], "size of parameter 'weight' is not known"),
         (["torch.nn:ReLU"], "ReLU has no parameter whose gradient is synchronised"),
         (["collections:Counter"], "`--module collections:Counter` gives a Counter, not a torch.nn.Module"),

@@ -17,15 +17,12 @@ from benchmark import kernels, recommender, steps
 from benchmark.job import Job
 from benchmark.kernels import (
     FLOOR,
-    SPLIT,
-    STAGE,
     WARM_UP_ROUNDS,
     Timed,
     compare_kernels,
     tabulate_kernels,
     time_in_turn,
 )
-from benchmark.plots import plot_losses
 from benchmark.results import Run, of_all_ranks, read_runs, summarise
 from benchmark.steps import in_order, parse_options
 from benchmark.synchronisations import DDP, NOTHING, SYNCHRONISATIONS
@@ -84,20 +81,16 @@ def test_a_scored_run_tells_its_losses(ranks: Callable[[int], Ranks], tmp_path: 
     assert mine.score == others.score
     assert 0 < mine.score < mine.losses[0]
     assert mine.counted_bytes == others.counted_bytes > 0
-    plot_losses(tmp_path / "losses.png", [mine], [mine])
-    assert (tmp_path / "losses.png").stat().st_size > 0
     assert vars(Job.read(Job(**job).write())) == job
 
 
 @pytest.mark.usefixtures("settings_of_the_process")
-def test_kernels_are_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kernels_are_timed(tmp_path: Path) -> None:
     kernels.main(["--entries", "20000", "--rounds", "1", "--threads", "1", "--output", str(tmp_path)])
     report = json.loads((tmp_path / "kernels.json").read_text())
     names = [one["name"] for one in report["timed"]]
-    assert {FLOOR, "select: torch", "torch.topk", "pack, bf16", "split point: decode"} <= set(names)
+    assert {FLOOR, "select: torch", "torch.topk", "pack, bf16"} <= set(names)
     assert all(len(one["milliseconds"]) == 1 for one in report["timed"])
-    assert "fewer bytes than fp32" in " ".join(capsys.readouterr().out.split())
-    assert (tmp_path / "kernels.png").stat().st_size > 0
 
 
 def test_hosts_get_the_rate_that_is_asked_for() -> None:
@@ -161,7 +154,7 @@ def test_a_table_has_three_columns_for_each_kind_of_link() -> None:
     assert heads[1] == "ms a step, 1 Gbit/s"
     assert heads[4] == "ms a step, 100 Mbit/s"
     assert [row[0] for row in rows] == [NOTHING, DDP]
-    assert rows[1] == [DDP, "200", "1.00x", "1.0x", "200", "1.00x", "1.0x", "0.9", "1.0x", "50.0"]
+    assert rows[1] == [DDP, "200", "1.00x", "1.0x", "200", "1.00x", "1.0x", "0.9", "+12.5%", "1.0x", "50.0"]
     assert link_name(None) == "no limit"
 
 
@@ -181,11 +174,10 @@ def test_kernels_are_set_beside_the_floor_of_as_many_threads() -> None:
     assert rows[1] == ["x", "8.00", "6.00", "2.00x", "6.00", "6.00", "3.00x"]
 
 
-def test_kernels_are_held_to_topk_and_split_points_to_their_step() -> None:
-    times = {"select: a": 4.0, "select: b": 2.0, "torch.topk": 50.0, f"{SPLIT}encode": 1.0, f"{SPLIT}decode": 2.0}
-    (note,) = compare_kernels([Timed(name, 1, [time]) for name, time in {**times, STAGE: 60.0}.items()])
+def test_kernels_are_held_to_topk() -> None:
+    times = {"select: a": 4.0, "select: b": 2.0, "torch.topk": 50.0}
+    (note,) = compare_kernels([Timed(name, 1, [time]) for name, time in times.items()])
     assert "torch.topk takes 25 times as long as select: b" in note
-    assert "takes 3.0 ms both ways, 5.0% of the 60 ms" in note
 
 
 @pytest.mark.parametrize("options", [["--hosts", "1"], ["--rates", "0"], ["--rounds", "0"]])

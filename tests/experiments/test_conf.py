@@ -3,7 +3,6 @@ from pathlib import Path
 import hydra
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.errors import ConfigCompositionException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from omegaconf import DictConfig
@@ -11,7 +10,6 @@ from omegaconf import DictConfig
 from lightning_dct.thresholded import ThresholdedStrategy
 from loggers import logged_in_to_wandb
 from train import make_trainer
-from unknown_settings import explain_unknown_setting
 
 CONF = Path(__file__).parents[2] / "conf"
 EXPERIMENTS = sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
@@ -103,30 +101,3 @@ def test_wandb_is_offline_unless_logged_in(tmp_path: Path, monkeypatch: pytest.M
     assert not logged_in_to_wandb()
     monkeypatch.setenv("WANDB_API_KEY", "key")
     assert logged_in_to_wandb()
-
-
-@pytest.mark.parametrize(
-    ("override", "told"),
-    [
-        (
-            "strategy.densty=0.1",
-            "Did you mean density? Settings of strategy: ",
-        ),
-        ("trainer.max_step=3", "Did you mean max_steps"),
-        ("strtegy=ddp", "Did you mean strategy? Settings and groups: callbacks, "),
-        ("model.zzz=3", "Settings of model: betas, "),
-    ],
-)
-def test_an_unknown_setting_gets_the_nearest_name_and_all_others(override: str, told: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigCompositionException) as caught:
-        configuration(tmp_path, "experiment=lm", override)
-    explanation = explain_unknown_setting(caught.value)
-    assert explanation is not None
-    assert explanation.startswith(told)
-
-
-@pytest.mark.parametrize("override", ["strategy=dtc", "strategy.density.x=1"])
-def test_what_hydra_explains_itself_is_left_to_it(override: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigCompositionException) as caught:
-        configuration(tmp_path, "experiment=lm", override)
-    assert explain_unknown_setting(caught.value) is None

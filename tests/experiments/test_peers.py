@@ -17,9 +17,7 @@ from peers import (
     CountedDDPStrategy,
     _CountedHook,
     _PowerSGDCount,
-    counted_bf16_hook,
-    counted_fp16_hook,
-    counted_fp32_hook,
+    counted_hook,
     counted_powersgd_hook,
 )
 from top_k import TopKSynchronizer
@@ -60,11 +58,11 @@ def test_powersgd_is_counted_as_it_counts_itself(group: dist.ProcessGroup) -> No
     assert totals.entries_sent == DENSE_STEPS * entries + after
 
 
-@pytest.mark.parametrize(("hook", "ratio"), [(counted_fp32_hook, 1), (counted_fp16_hook, 2), (counted_bf16_hook, 2)])
-def test_a_dense_hook_is_counted_by_its_width(group: dist.ProcessGroup, hook: object, ratio: int) -> None:
-    state = _CountedHook(Traffic(), group)
+@pytest.mark.parametrize(("dtype", "ratio"), [(None, 1), (torch.float16, 2), (torch.bfloat16, 2)])
+def test_a_dense_hook_is_counted_by_its_width(group: dist.ProcessGroup, dtype: torch.dtype | None, ratio: int) -> None:
+    state = _CountedHook(Traffic(), group, dtype)
     state.world_size = 4  # The count is pure arithmetic: pretend that there are others.
-    run(state, hook)
+    run(state, counted_hook)
     entries = sum(parameter.numel() for parameter in network().parameters())
     totals = state.traffic.totals
     assert totals.steps == STEPS

@@ -35,7 +35,7 @@ def test_ranks_share_one_folder_and_one_result(tmp_path: Path) -> None:
     """Oracle: of each thing a run writes there is one, and what Hydra says of the run is rank 0's."""
     output = torchrun(tmp_path, *LM)
     assert output.count("compression ratio, against dense fp32") == 1
-    assert output.count("Gradient synchronisation, rank 0") == 1
+    assert output.count("Synchronisation, rank 0") == 1
     (run,) = tmp_path.glob("outputs/lm/*")
     figures = json.loads((run / "result.json").read_text())
     assert figures["world_size"] == 2

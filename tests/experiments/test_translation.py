@@ -97,10 +97,7 @@ def test_bad_settings_are_named() -> None:
         TranslationModule(split={"pieces": 4})
 
 
-def test_it_learns_to_read_numbers_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("nlp.translation.SHOWN_FROM", 1)
+def test_it_learns_to_read_numbers_out(tmp_path: Path) -> None:
     torch.manual_seed(0)
     data = make_data(tmp_path, batch_size=16, target_length=8)
     module = TranslationModule(1, 32, 2, warmup_steps=5, learning_rate=1e-2, translate_examples=12)
@@ -114,9 +111,6 @@ def test_it_learns_to_read_numbers_out(
     assert scores["test/loss"] < 0.2
     assert scores["test/chrf"] > 0.8
     assert scores["test/copied_chrf"] < 0.1
-    printed = capsys.readouterr().out
-    assert printed.count("translation  ") == 3
-    assert f"reference    {data.texts['test'][0].target}" in printed
     # A checkpoint knows the sizes.
     loaded = TranslationModule.load_from_checkpoint(tmp_path / "saved" / "end.ckpt").eval()
     source = next(iter(data.test_dataloader()))["source"]

@@ -5,7 +5,6 @@ import pytest
 
 from lightning_dct.report.logs import run_of_records
 from lightning_dct.report.reading import read_all
-from lightning_dct.report.run import Series
 
 wandb = pytest.importorskip("wandb")
 
@@ -29,15 +28,15 @@ def test_records_become_a_run(tmp_path):
     run = run_of_records(lines, tmp_path / "run-abc.wandb")
     assert (run.name, run.seconds, run.problems) == ("brave", 7.5, ())
     assert run.series.keys() == {"loss", "dct/dp/bytes_sent"}
-    assert run.series["dct/dp/bytes_sent"] == Series((49,), (100.0,))
-    assert run.series["loss"].steps == (49, 99)
-    assert math.isnan(run.series["loss"].values[1])
+    assert run.series["dct/dp/bytes_sent"] == {49: 100.0}
+    assert list(run.series["loss"]) == [49, 99]
+    assert math.isnan(run.series["loss"][99])
     assert run.settings == {"split.density": "0.2"}
 
 
 def test_malformed_records_are_counted(tmp_path):
     run = run_of_records(["{", "[]", row(loss=1.0), row(_step=0, loss=1.0)], tmp_path / "x.wandb")
-    assert run.series["loss"] == Series((0,), (1.0,))
+    assert run.series["loss"] == {0: 1.0}
     assert run.problems == (f"{tmp_path / 'x.wandb'}: 3 malformed records left out",)
 
 
@@ -52,7 +51,7 @@ def test_an_offline_run_is_read_whole_cut_off_or_not_at_all(tmp_path, monkeypatc
     (log,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     (run,) = read_all([str(tmp_path)]).runs
     assert run.name == "mine"
-    assert run.series["val/loss"] == Series(tuple(range(400)), tuple(4.0 - step / 100 for step in range(400)))
+    assert run.series["val/loss"] == {step: 4.0 - step / 100 for step in range(400)}
     assert run.settings == {"lr": "0.1"}
     assert run.problems == ()
 

@@ -12,8 +12,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from distributed.test_resume import SaveAndStop
 from distributed.training import Module, Run, assert_replicas_equal, fit, loader, perceptron, trainer_for
-from lightning_dct import DCTConfig, DCTStrategy, ErrorAveraging
+from lightning_dct import DCTConfig, DCTStrategy
 from lightning_dct.gradients.compression import name_broken_sender
+from methods import ErrorAveraging
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from lightning_dct.auto import (
     Measured,
     Option,
     agreed,
+    check_left_out,
     choose,
     dense,
     describe,
@@ -21,35 +22,32 @@ from lightning_dct.auto import (
     rungs,
     table_of,
 )
-from lightning_dct.auto.ladder import check_left_out
-from lightning_dct.auto.predicting import reason_for
 from lightning_dct.callbacks.run_advice import RunAdvice
 from lightning_dct.callbacks.step_clock import StepClock, StepCosts
 from lightning_dct.config import DCTConfig, check_density, check_positive
 from lightning_dct.forecast.link import measure_link
-from lightning_dct.forecast.report import plain_table
 from lightning_dct.forecast.workload import Workload, workload_of
 from lightning_dct.gradients.exchanges.nodes import NodeLayout, find_layout
+from lightning_dct.tables import plain_table
 
 WINDOW = 10
-"""Steps that are looked at together, or as many more as make whole rounds."""
+"""Steps that are timed together, or as many more as make whole rounds."""
 SPENT = 1.0
-"""Seconds that DDP may make a run wait while it is measured."""
+"""Seconds that a run may wait for DDP while steps are timed."""
 CHANGED = 1 / 3
 PATIENCE = 2
-"""Windows in a row that have to differ by that share before anything is measured again."""
+"""So many windows in a row must differ by that share before anything is measured again."""
 
 
 class AutoSettings(RunAdvice):
     """The least lossy settings whose step stays near that of a run without synchronisation; ``DCTStrategy`` adds this.
 
-    A run begins under DistributedDataParallel, whose steps lose nothing, and is timed for a window of them: compute,
-    and waiting. The link is timed before the first step and what compressing costs only where DDP takes too long. A
-    link on which DDP's all-reduce would make the run wait for more than a second is not tried: the run is then timed
-    under updates of so few bytes that they do not. From DDP a run goes over to updates when it has to and does not go
-    back, since by then each rank's optimizer has a state of its own.
+    The link is timed before the first step. A run begins under DistributedDataParallel, whose steps lose nothing, and a
+    window of steps is timed: compute, and waiting. Compressing is timed only if DDP takes too long. If DDP's all-reduce
+    would make the run wait for more than a second, the run begins with updates of few bytes instead. A run leaves DDP
+    when it has to. It does not return, because by then each rank's optimizer has its own state.
 
-    All ranks see the same numbers, those of the slowest, after the same steps. So they decide alike.
+    All ranks see the numbers of the slowest after the same steps, so they decide alike.
 
     Args:
         base: The settings that are not chosen.
@@ -95,7 +93,7 @@ class AutoSettings(RunAdvice):
         return self.settings
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Time the link, and leave DDP at once where it would make the run wait for too long."""
+        """Time the link, and leave DDP at once if the run would wait too long for it."""
         super().on_train_start(trainer, pl_module)
         self._forget()
         if self._link is None:
@@ -113,7 +111,7 @@ class AutoSettings(RunAdvice):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Look at the steps so far where there are enough of them, and choose where that is due."""
+        """Choose settings when that is due and enough steps have been timed."""
         strategy: Any = trainer.strategy
         if self._link is None or strategy.is_accumulating:
             return
@@ -135,7 +133,7 @@ class AutoSettings(RunAdvice):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Take note of the time."""
+        """Note the time."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         strategy: Any = trainer.strategy
         self._window.after_step(strategy.traffic.totals)
@@ -149,18 +147,18 @@ class AutoSettings(RunAdvice):
         self._pause()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say what was chosen, and what it took."""
+        """Print the decisions, and the predicted and the real time."""
         if not trainer.is_global_zero or self.chosen is None:
             return
         real = "" if self.real is None else f", real {1e3 * self.real:,.1f} ms"
-        told = f"{describe(self.chosen.config)}: predicted {1e3 * self.chosen.seconds:,.1f} ms a step{real}."
-        print("\n".join([*self.decisions, told]), flush=True)
+        last = f"{describe(self.chosen.config)}: predicted {1e3 * self.chosen.seconds:,.1f} ms a step{real}."
+        print("\n".join([*self.decisions, last]), flush=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was decided; the same on every rank."""
+        """The decisions; the same on every rank."""
+        names = ("compress", "local_steps", "density", "value_format")
         chosen = self.chosen and {
-            **{name: getattr(self.chosen.config, name) for name in ("compress", "local_steps", "density")},
-            "value_format": self.chosen.config.value_format,
+            **{name: getattr(self.chosen.config, name) for name in names},
             "seconds": self.chosen.seconds,
             "num_bytes": self.chosen.num_bytes,
         }
@@ -172,21 +170,19 @@ class AutoSettings(RunAdvice):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with what was decided."""
+        """Continue with saved decisions."""
         saved, self.chosen = dict(state_dict["chosen"] or {}), None
         if saved:
             seconds, num_bytes = saved.pop("seconds"), saved.pop("num_bytes")
-            if saved["compress"] == "gradients":
-                config = dense(self.base, saved["value_format"])
-            else:
-                config = replace(self.base, **saved)
+            is_dense = saved["compress"] == "gradients"
+            config = dense(self.base, saved["value_format"]) if is_dense else replace(self.base, **saved)
             self.chosen = Option(config, seconds, num_bytes)
         self._is_settled, self._world_size = state_dict["is_settled"], state_dict["world_size"]
         self.decisions = list(state_dict["decisions"])
         self._is_resumed = True
 
     def _forget(self) -> None:
-        """Begin to look at steps."""
+        """Begin to time steps anew."""
         self._window = StepClock(skipped=1, fewest=1)
         self._usual: StepCosts | None = None
         self._changed, self._patience = 0, PATIENCE
@@ -201,7 +197,7 @@ class AutoSettings(RunAdvice):
         return Measured(compute, self._link, self._layout, self._workload)
 
     def _agreed(self, strategy: Any) -> tuple[StepCosts, float, float]:
-        """What a step costs, what of it is compute, and for how long the run has waited; of the slowest rank."""
+        """The costs of a step, its compute, and how long the run has waited; of the slowest rank."""
         own = self._window.costs
         assert own is not None
         waited = (strategy.traffic.totals - self._before).seconds_waiting
@@ -211,7 +207,7 @@ class AutoSettings(RunAdvice):
         return StepCosts(total, compressing, waiting), compute, spent
 
     def _mark_end_of_warmup(self, strategy: Any) -> None:
-        """Steps of warm-up, which are not what is predicted, are not to be compared with others."""
+        """Steps of the warm-up take another time than is predicted: do not compare them with others."""
         is_warm = strategy.updates is None or strategy.traffic.totals.steps > self.base.warmup_steps
         if is_warm and not self._was_warm:
             self._usual = None
@@ -220,7 +216,7 @@ class AutoSettings(RunAdvice):
         self._was_warm = is_warm
 
     def _have_changed(self, costs: StepCosts) -> bool:
-        """Whether steps have taken another time than usual for so long that it is worth measuring again."""
+        """Whether steps have taken another time than usual for so long that measuring again is worth it."""
         usual = self._usual = self._usual or costs
         least = self.target_overhead * usual.total / 2
         differ = abs(costs.total - usual.total) > CHANGED * usual.total
@@ -229,7 +225,7 @@ class AutoSettings(RunAdvice):
         return self._changed >= self._patience
 
     def _leave_ddp(self, strategy: Any) -> None:
-        """Go on with updates that make the run wait for no more than a second in all while it is measured."""
+        """Continue with updates that make the run wait for at most a second while steps are timed."""
         self._choose(strategy, self._measured(0.0), [], SPENT / WINDOW, "until steps without DDP have been timed")
 
     def _decide(self, strategy: Any, costs: StepCosts, compute: float) -> None:
@@ -253,11 +249,9 @@ class AutoSettings(RunAdvice):
             options = options + predict_updates(measured, configs, speeds)
             choice = choose(options, longest, self._steps)
         before, self.chosen = self.chosen, choice.option
-        reason = reason_for(choice.option, longest, choice.is_within, choice.is_shortest)
-        told = f"After {strategy.traffic.totals.steps:,} steps DCTStrategy {reason} ({why})."
-        self.decisions.append(told)
-        table = plain_table(*table_of(options, choice.option.config, self._steps))
-        rank_zero_info("\n".join([told, *table]))
+        decision = f"After {strategy.traffic.totals.steps:,} steps DCTStrategy {choice.reason(longest)} ({why})."
+        self.decisions.append(decision)
+        rank_zero_info(f"{decision}\n{plain_table(table_of(options, choice.option.config, self._steps))}")
         is_new = before is None or before.config != choice.option.config
         if strategy.config != choice.option.config:
             strategy.change_settings(choice.option.config)

@@ -14,6 +14,7 @@ from lightning_dct.activations import CompressedModule, SplitPoint
 from lightning_dct.callbacks.wandb_runs import describe_run, settings_of, summary_media, tensor_media, wandb_loggers
 from lightning_dct.config import check_integer
 from lightning_dct.metrics import CompressionRatio
+from lightning_dct.tables import format_bytes, plain_table
 from lightning_dct.traffic import Traffic, TrafficTotals
 
 
@@ -133,7 +134,7 @@ class CompressionMonitor(pl.Callback):
         residuals = _residuals(trainer)
         if hasattr(trainer.strategy, "synchronizer"):
             rows.append(("norm of the residual", f"{residuals['dp'][1]:.4g}"))
-        tables = {"Gradient synchronisation, rank 0": rows}
+        tables = {"Synchronisation, rank 0": rows}
         if since["mp"].steps:
             rows = summary_rows(since["mp"], trainer.world_size)
             rows[1] = ("exchanges", f"{since['mp'].steps:,}")
@@ -143,7 +144,7 @@ class CompressionMonitor(pl.Callback):
             rows.append(("norm of the residual", f"{residuals['mp'][1]:.4g}"))
             tables["Inside the model, rank 0"] = rows
         for title, rows in tables.items():
-            print_table(title, rows)
+            print(f"\n{title}\n{plain_table(rows)}", flush=True)
         for logger in wandb_loggers(trainer):
             media = {**summary_media(tables), **self._tensors(trainer)}
             logger.log_metrics(media, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
@@ -196,33 +197,6 @@ def summary_rows(totals: TrafficTotals, world_size: int) -> list[tuple[str, str]
     if totals.bytes_inside_node:
         rows.append(("bytes sent inside the node, besides", format_bytes(totals.bytes_inside_node)))
     return rows
-
-
-def format_bytes(num_bytes: int) -> str:
-    """A byte count in decimal units, as network rates have."""
-    value = float(num_bytes)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if round(value, 2) < 1000 or unit == "TB":
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
-        value /= 1000
-    raise AssertionError
-
-
-def print_table(title: str, rows: list[tuple[str, str]]) -> None:
-    """Print a table of two columns, with rich if it is installed."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        width = max(len(name) for name, _ in rows)
-        print("\n".join([f"\n{title}", *(f"  {name:<{width}}  {value}" for name, value in rows)]), flush=True)
-        return
-    table = Table(title=title, show_header=False)
-    table.add_column(style="bold")
-    table.add_column(justify="right")
-    for name, value in rows:
-        table.add_row(name, value)
-    Console().print(table)
 
 
 def _totals_of(trainer: pl.Trainer) -> dict[str, TrafficTotals]:

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import callbacks
 
-from lightning_dct.gradients import GradientSynchronizer, Synchronizer
+from lightning_dct.gradients import Synchronizer
 
 # Lightning before 2.6 has only the first of them.
 AVERAGING = tuple(
@@ -40,13 +40,11 @@ class InternalCallback(pl.Callback):
                 setattr(cls, hook, None)
 
 
-def require_dct(trainer: pl.Trainer, callback: pl.Callback, replicas: bool = False, gradients: bool = False) -> None:
-    """Refuse strategies that a callback does not work with.
-
-    ``replicas`` refuses those whose ranks have only a part of the model, ``gradients`` those that exchange updates.
+def require_dct(trainer: pl.Trainer, callback: pl.Callback, gradients: bool = False) -> None:
+    """Refuse strategies that are not this package's, and, with ``gradients``, those that exchange updates.
 
     Raises:
-        MisconfigurationException: The strategy is not one of this package's, or does not fulfil this.
+        MisconfigurationException: With the remedy.
     """
     name, strategy = type(callback).__name__, trainer.strategy
     if not hasattr(strategy, "synchronizer"):
@@ -59,21 +57,9 @@ def require_dct(trainer: pl.Trainer, callback: pl.Callback, replicas: bool = Fal
             f"`{name}` acts on the residuals of gradients, and this strategy exchanges updates. Use"
             " `DCTStrategy(compress='gradients')`, or remove the callback."
         )
-    if replicas and getattr(strategy, "stages", 1) > 1:
-        raise MisconfigurationException(
-            f"`{name}` needs the gradients of the whole model, and each rank of a `{type(strategy).__name__}` has a"
-            " part of them. Use a `DCTStrategy`, or remove the callback."
-        )
 
 
 def synchronizer_of(trainer: pl.Trainer) -> Synchronizer:
     """The synchronizer of one of this package's strategies."""
     synchronizer: Synchronizer = trainer.strategy.synchronizer  # type: ignore[attr-defined]
-    return synchronizer
-
-
-def gradient_synchronizer_of(trainer: pl.Trainer) -> GradientSynchronizer:
-    """The same, if gradients are exchanged."""
-    synchronizer = synchronizer_of(trainer)
-    assert isinstance(synchronizer, GradientSynchronizer)
     return synchronizer

@@ -1,25 +1,33 @@
-"""Tells a run about itself: what does not fit before it begins, and at the end what its steps took and could take."""
+"""Advice for a run: what does not fit before it begins, and at the end what its steps took and could take."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_dct.callbacks.advice import closing_line, kept_note, notes_at_start
 from lightning_dct.callbacks.requirements import InternalCallback, require_dct
-from lightning_dct.callbacks.step_clock import StepClock
+from lightning_dct.callbacks.step_clock import StepClock, StepCosts
+from lightning_dct.config import DCTConfig
 from lightning_dct.forecast.link import MeasuredLink, measure_link
 from lightning_dct.gradients.plan import real_numel
+from lightning_dct.kernels import faster_kernel_missing
+from lightning_dct.tables import rate_text
 from lightning_dct.traffic import FP32_BYTES, TrafficTotals
+
+SHORTEST_RUN = 10
+"""Delays that a run should last; a shorter one ends before it has caught up with its start."""
+MUCH = 0.1
+"""The share of a step from which on advice is worth it."""
 
 
 class RunAdvice(InternalCallback):
     """Sentences at the beginning of fit and at its end; ``DCTStrategy`` adds this callback.
 
-    Before the first step all ranks time all-reduces of up to 1 MiB for a moment, so that the end can say what plain DDP
-    would have taken on the same link. Nothing is said of runs of a few steps.
+    Before the first step all ranks time all-reduces of up to 1 MiB for a moment, so that the end can say how long the
+    dense all-reduce would have taken on the same link. It says nothing about runs of a few steps.
     """
 
     def __init__(self) -> None:
@@ -28,11 +36,7 @@ class RunAdvice(InternalCallback):
         self._before = TrafficTotals()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse strategies that compress nothing.
-
-        Raises:
-            MisconfigurationException: The Trainer's strategy is not one of this package's.
-        """
+        """Refuse strategies that are not this package's."""
         require_dct(trainer, self)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -49,7 +53,7 @@ class RunAdvice(InternalCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Take note of the time."""
+        """Note the time."""
         strategy: Any = trainer.strategy
         self._clock.after_step(strategy.traffic.totals)
 
@@ -62,13 +66,82 @@ class RunAdvice(InternalCallback):
         self._clock.pause()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say what the run came to, where enough was measured."""
+        """Print the closing line, where enough was measured."""
         strategy: Any = trainer.strategy
         costs = self._clock.costs
         if not trainer.is_global_zero or self._link is None or costs is None:
             return
-        config, synchronizer = strategy.config, strategy.synchronizer
-        if note := kept_note(config, (strategy.traffic.totals - self._before).density):
-            print(note)
-        dense_bytes = FP32_BYTES * sum(real_numel(p) for p in synchronizer.parameter_names if p.requires_grad)
-        print(closing_line(config, costs, self._link, dense_bytes, strategy.root_device.type), flush=True)
+        names = strategy.synchronizer.parameter_names
+        dense_bytes = FP32_BYTES * sum(real_numel(p) for p in names if p.requires_grad)
+        device = strategy.root_device.type
+        print(closing_line(strategy.config, costs, self._link, dense_bytes, device, strategy.dense_rival), flush=True)
+
+
+def steps_of_delay(config: DCTConfig) -> float:
+    """Optimizer steps until an unsent entry is sent, about."""
+    return config.round_length / config.density
+
+
+def notes_at_start(config: DCTConfig, world_size: int, steps: float, device_type: str) -> list[str]:
+    """Notes for the start of a run of so many optimizer steps, infinite if that is not known."""
+    if world_size == 1:
+        return ["One process (`devices=1`) has nobody to send to: nothing is compressed. Give `devices=2` or more."]
+    notes = []
+    delay = steps_of_delay(config)
+    if delay > 1 and steps < SHORTEST_RUN * delay:
+        remedy = "raise `density`, or lower `local_steps`" if config.round_length > 1 else "raise `density`"
+        notes.append(
+            f"This run is short: {steps:,.0f} optimizer steps. An unsent entry waits for about local_steps / density"
+            f" = {config.round_length} / {config.density:g} = {math.ceil(delay):,} of them, and a run should have"
+            f" {math.ceil(SHORTEST_RUN * delay):,} or more. Train for longer, or {remedy}."
+        )
+    if config.kernel == "auto" and (missing := faster_kernel_missing(device_type)):
+        notes.append(missing)
+    return notes
+
+
+def closing_line(
+    config: DCTConfig, costs: StepCosts, link: MeasuredLink, dense_bytes: int, device_type: str, dense: str = "DDP"
+) -> str:
+    """The time of a step, that of a step with the dense exchange, and the setting that would be better.
+
+    Args:
+        config: The settings.
+        costs: Of a step of the run.
+        link: As it was timed before the run.
+        dense_bytes: Of all gradients in fp32.
+        device_type: Where they are.
+        dense: The dense exchange: ``DDP``, or ``HSDP`` where replicas are sharded.
+    """
+    ddp, rest = link.all_reduce_seconds(dense_bytes), costs.total - costs.synchronising
+    rate = "" if link.bits_per_second is None else f" ({rate_text(float(f'{link.bits_per_second:.2g}'))})"
+    return (
+        f"A step took {_ms(costs.total)}: {_ms(costs.compressing)} compressing, {_ms(costs.waiting)} waiting for the"
+        f" network and other ranks. {dense}'s all-reduce takes {_ms(ddp)} on this link as timed at the start{rate}, and"
+        f" its step {_ms(max(rest, ddp))} to {_ms(rest + ddp)}, as much of it as backward hides."
+        f" {_better(config, costs, ddp, device_type, dense)}"
+    )
+
+
+def _better(config: DCTConfig, costs: StepCosts, ddp: float, device_type: str, dense: str) -> str:
+    rarer = f"local_steps={2 * config.round_length}" if config.compress == "updates" else None
+    if costs.synchronising >= ddp:
+        name = "strategy='ddp'" if dense == "DDP" else dense
+        advice = f"Compressing costs more than it saves here: {name} is faster on this link"
+        halved = rarer and costs.synchronising < 2 * ddp
+        return f"{advice}, or {rarer}, which halves the cost." if halved else f"{advice}."
+    if costs.synchronising < MUCH * costs.total:
+        share = 100 * costs.synchronising / costs.total
+        return f"Synchronising is {share:.2g}% of a step: no setting would make it much faster."
+    if costs.compressing > costs.waiting and (missing := faster_kernel_missing(device_type)):
+        return missing
+    if rarer and config.delay == 0 and costs.waiting > costs.compressing:
+        return f"delay={config.round_length} would hide the waiting behind training, {rarer} would halve both."
+    if rarer:
+        return f"{rarer} would halve both."
+    return "compress='updates' would exchange less often; a lower density sends fewer bytes."
+
+
+def _ms(seconds: float) -> str:
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"

@@ -1,4 +1,4 @@
-"""What a step of a run costs: its time, and what compressing and waiting take of that."""
+"""The costs of a step of a run: its time, and the shares of compressing and waiting."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_dct.traffic import TrafficTotals
 SKIPPED = 3
 """First steps that are left out: they compile, allocate, and let DistributedDataParallel rebuild its buckets."""
 FEWEST = 10
-"""Steps below which nothing is said."""
+"""With fewer steps there are no means."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,10 @@ class StepCosts:
 
 
 class StepClock:
-    """Adds up what steps cost, without what lies between them, as a validation.
-
-    Args:
-        skipped: First steps that are left out.
-        fewest: Steps below which there are no means.
+    """Adds up the costs of steps, except the first ``skipped``, without pauses between them such as a validation.
 
     Attributes:
-        steps: Steps that have been added up.
+        steps: Steps that have been added up; with less than ``fewest`` there are no means.
     """
 
     def __init__(self, skipped: int = SKIPPED, fewest: int = FEWEST) -> None:
@@ -52,11 +48,7 @@ class StepClock:
         self._total = self._compressing = self._waiting = 0.0
 
     def after_step(self, totals: TrafficTotals) -> None:
-        """Take note of the end of a step.
-
-        Args:
-            totals: What has been counted until now.
-        """
+        """Note the end of a step, with the totals until now."""
         now = perf_counter()
         self._seen += 1
         if self._before is not None and self._seen > self._skipped:
@@ -68,7 +60,7 @@ class StepClock:
         self._before = now, totals
 
     def pause(self) -> None:
-        """Leave out what goes on from the last step to the next."""
+        """Leave out the time from the last step to the next."""
         self._before = None
 
     def restart(self) -> None:

@@ -7,9 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from lightning_dct.dashboard.contents import QUALITY
-
-EXTRA = "pip install '.[experiments]' in a clone of lightning_dct"
+from lightning_dct.dashboard import QUALITY, make_workspace, push, to_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,24 +36,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Build the dashboard, and write it or save it in W&B."""
-    if not arguments.project:
-        return _refuse("which W&B project? Name it with `--project`, or set WANDB_PROJECT.")
+    entity, project, output = arguments.entity, arguments.project, arguments.output
     try:
-        from lightning_dct.dashboard.workspace import PushError, make_workspace, push, to_json
+        if not project:
+            raise ValueError("which W&B project? Name it with `--project`, or set WANDB_PROJECT.")
+        if output is None:
+            print(push(entity, project, arguments.name, arguments.quality))
+        else:
+            output.write_text(to_json(make_workspace(entity or "", project, arguments.name, arguments.quality)))
+            print(output)
     except ModuleNotFoundError as error:
-        return _refuse(f"the package {error.name!r} is missing: {EXTRA}")
-    if arguments.output is not None:
-        workspace = make_workspace(arguments.entity or "", arguments.project, arguments.name, arguments.quality)
-        arguments.output.write_text(to_json(workspace))
-        print(arguments.output)
+        reason = f"the package {error.name!r} is missing: pip install '.[experiments]' in a clone of lightning_dct"
+    except ValueError as error:
+        reason = str(error)
+    else:
         return 0
-    try:
-        print(push(arguments.entity, arguments.project, arguments.name, arguments.quality))
-    except PushError as error:
-        return _refuse(str(error))
-    return 0
-
-
-def _refuse(reason: str) -> int:
     print(f"lightning-dct dashboard: {reason}", file=sys.stderr)
     return 1

@@ -9,23 +9,34 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_dct import auto, forecast
-from lightning_dct.config import VALUE_FORMATS, DCTConfig, check_density
+from lightning_dct import forecast
+from lightning_dct.auto import (
+    Measured,
+    choose,
+    measure_speeds,
+    predict_dense,
+    predict_updates,
+    rungs,
+    table_of,
+)
+from lightning_dct.config import VALUE_FORMATS, DCTConfig
 from lightning_dct.forecast.forecast import layout_of
 from lightning_dct.forecast.link import measure_link
-from lightning_dct.forecast.quantities import parse_count, parse_rate
-from lightning_dct.forecast.report import plain_table, print_forecast
+from lightning_dct.forecast.report import describe
 from lightning_dct.gradients.exchanges.nodes import find_layout
 from lightning_dct.gradients.plan import real_numel
+from lightning_dct.tables import plain_table
 
-T = TypeVar("T")
+MOST_PARAMETERS = 10**15
+"""More than any model has; beyond it sizes in bytes no longer fit the numbers that tensors count with."""
+_FACTORS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,20 +48,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--link",
-        type=_of(parse_rate),
+        type=parse_rate,
         help="rate of the link of each node, which its ranks share (on one node: of each rank), as 1Gbit or 1.2GB",
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--parameters", type=_of(parse_count), help="this many, in one large tensor: 25000000, 100M, 1.3B"
-    )
+    what.add_argument("--parameters", type=parse_count, help="this many, in one large tensor: 25000000, 100M, 1.3B")
     what.add_argument("--module", metavar="PACKAGE.MODULE:CLASS", help="a LightningModule or nn.Module: its tensors")
     parser.add_argument(
         "--arguments",
         nargs="+",
         default=[],
         metavar="KEY=VALUE",
-        help="arguments of the module's constructor: pairs, with values in JSON where possible, or one JSON object",
+        help="arguments of the module's constructor, with values in JSON where possible",
     )
     parser.add_argument(
         "--compress", choices=("updates", "gradients"), default=defaults.compress, help="(default: %(default)s)"
@@ -61,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"steps from one exchange of updates to the next (default: {defaults.local_steps})",
     )
     parser.add_argument(
-        "--density", type=_of(_density), default=defaults.density, help="share of entries sent (default: %(default)s)"
+        "--density", type=float, default=defaults.density, help="share of entries sent (default: %(default)s)"
     )
     parser.add_argument(
         "--value-format", choices=VALUE_FORMATS, default=defaults.value_format, help="(default: %(default)s)"
@@ -104,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     sizes = [real_numel(workload.parameters[name]) for bucket in workload.buckets for name in bucket]
     speed = forecast.measure_speed(config.density, config.value_format, sizes)
-    print_forecast(forecast.make_forecast(config, workload, layout, arguments.link, speed))
+    print(describe(forecast.make_forecast(config, workload, layout, arguments.link, speed)))
     return 0
 
 
@@ -122,14 +131,14 @@ def _print_measured(arguments: argparse.Namespace) -> int:
     dist.init_process_group("gloo")
     group, device = dist.distributed_c10d._get_default_group(), torch.device("cpu")
     layout = find_layout((int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"])), group)
-    measured = auto.Measured(1e-3 * arguments.compute_ms, measure_link(group, device), layout, workload)
-    configs = auto.rungs(base)
-    speeds = auto.measure_speeds(configs, workload, group, device)
-    options = [*auto.predict_dense(measured, base), *auto.predict_updates(measured, configs, speeds)]
-    choice = auto.choose(options, (1 + arguments.target_overhead) * measured.compute, arguments.steps)
+    measured = Measured(1e-3 * arguments.compute_ms, measure_link(group, device), layout, workload)
+    configs = rungs(base)
+    speeds = measure_speeds(configs, workload, group, device)
+    options = [*predict_dense(measured, base), *predict_updates(measured, configs, speeds)]
+    choice = choose(options, (1 + arguments.target_overhead) * measured.compute, arguments.steps)
     if group.rank() == 0:
         print(f"{group.size()} ranks on {len(layout.nodes)} node(s), {workload.entries:,} parameters; {measured}.")
-        print(*plain_table(*auto.table_of(options, choice.option.config, arguments.steps)), sep="\n")
+        print(plain_table(table_of(options, choice.option.config, arguments.steps)))
         print("Nothing of DDP's all-reduce is taken to be hidden behind backward; a run measures how much is.")
     dist.destroy_process_group()
     return 0
@@ -153,17 +162,11 @@ def parse_arguments(words: list[str]) -> dict[str, Any]:
         >>> parse_arguments(["width=512", "name=small", "betas=[0.9, 0.95]"])
         {'width': 512, 'name': 'small', 'betas': [0.9, 0.95]}
     """
-    if len(words) == 1 and words[0].lstrip().startswith("{"):
-        try:
-            whole: dict[str, Any] = json.loads(words[0])
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"`--arguments` is not JSON: {error}") from error
-        return whole
     found = {}
     for word in words:
         key, separator, value = word.partition("=")
         if not separator or not key.isidentifier():
-            raise ValueError(f"`--arguments {word}`: write KEY=VALUE pairs, as width=512, or one JSON object")
+            raise ValueError(f"`--arguments {word}`: write KEY=VALUE pairs, as width=512")
         try:
             found[key] = json.loads(value)
         except (json.JSONDecodeError, RecursionError):
@@ -171,19 +174,31 @@ def parse_arguments(words: list[str]) -> dict[str, Any]:
     return found
 
 
-def _density(text: str) -> float:
-    density = float(text)
-    check_density("density", density)
-    return density
+def parse_rate(text: str) -> float:
+    """The rate of a link in bits a second, of a number and its unit in bits or bytes.
+
+    Example:
+        >>> parse_rate("100Mbit/s"), parse_rate("1.5GB")
+        (100000000.0, 12000000000.0)
+    """
+    match = re.fullmatch(r"(\d*\.?\d+(?:e\d+)?) ?([kMGT]?)(bit|B)(?:/s)?", text)
+    rate = float(match[1]) * _FACTORS[match[2]] * (8 if match[3] == "B" else 1) if match else 0.0
+    if not 0 < rate < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: write a number and its unit, as 1Gbit, 100Mbit or 1.2GB")
+    return rate
 
 
-def _of(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """A parser whose error argparse shows beside the name of the option."""
+def parse_count(text: str) -> int:
+    """A number of parameters.
 
-    def checked(text: str) -> T:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return checked
+    Example:
+        >>> parse_count("1.3B"), parse_count("25_000_000")
+        (1300000000, 25000000)
+    """
+    match = re.fullmatch(r"([\d_]*\.?\d+(?:e\d+)?) ?([kMGBT]?)", text)
+    number = float(match[1]) * _FACTORS[match[2]] if match else 0.0
+    if not 1 <= number <= MOST_PARAMETERS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: write a number of parameters as 25000000, 100M or 1.3B, {MOST_PARAMETERS:.0e} at most"
+        )
+    return round(number)

@@ -10,8 +10,8 @@ from lightning_dct.report.quality import find_quality, logged_names
 from lightning_dct.report.reading import read_all
 
 _EPILOG = """\
-A RUN_DIR holds the metrics.csv of Lightning's CSVLogger, an offline W&B run, or what experiments/train.py leaves;
-a folder with several runs below it stands for all of them. The page needs no network and no other file. What
+A RUN_DIR holds the metrics.csv of Lightning's CSVLogger or an offline W&B run; a folder with several runs below it
+stands for all of them. The page needs no network and no other file. What
 cannot be read is reported here and on the page.
 
 exit status: 0 when every RUN_DIR gave its runs, 1 otherwise"""
@@ -44,11 +44,12 @@ def run(arguments: argparse.Namespace) -> int:
     if not reading.runs:
         print("Nothing to show: no run could be read.", file=sys.stderr)
         return 1
-    names = logged_names(reading.runs)
+    logged = [run.series for run in reading.runs]
+    names = logged_names(logged)
     if arguments.metric is not None and arguments.metric not in names:
         print(f"--metric {arguments.metric}: logged were {', '.join(sorted(names))}", file=sys.stderr)
         return 1
-    quality = arguments.metric or find_quality(reading.runs)
+    quality = arguments.metric or find_quality(logged)
     try:
         write_page(arguments.output, make_page(reading, quality, arguments.title))
     except OSError as error:

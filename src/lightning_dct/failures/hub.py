@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_dct.failures.sockets import accept, listen, pair, read_lines, write_line
@@ -30,12 +31,7 @@ STRANGERS = 16
 
 
 class Hub:
-    """The end of all lifelines. It runs in a thread until rank 0 has left.
-
-    Args:
-        world_size: Number of ranks.
-        who: The name of rank 0 in messages.
-        port: The port to listen on; 0 for any free port.
+    """The end of all lifelines. It runs in a thread until rank 0, which messages call ``who``, has left.
 
     Attributes:
         port: The port it listens on.
@@ -63,7 +59,8 @@ class Hub:
         # For each signal: how many stop points each rank had passed when it was asked.
         self._passed: dict[int, dict[int, int]] = {}
         self.own, end = pair()
-        self._add_member(self._connected(end), 0, who)
+        self._members[0] = self._connected(end)
+        self._members[0].rank, self._members[0].who = 0, who
         self._thread = threading.Thread(target=self._run, name="lightning_dct hub", daemon=True)
         self._thread.start()
 
@@ -153,7 +150,8 @@ class Hub:
         ):
             raise ValueError("a stranger")
         self._nameless.remove(caller)
-        self._add_member(caller, rank, str(message["who"]))
+        caller.rank, caller.who = rank, str(message["who"])
+        self._members[rank] = caller
         self._send(caller, {"welcome": True})
         if len(self._members) == self._world_size:
             self._selector.unregister(self._listener)
@@ -190,10 +188,6 @@ class Hub:
         self._selector.register(connection, selectors.EVENT_READ, caller)
         return caller
 
-    def _add_member(self, caller: _Caller, rank: int, who: str) -> None:
-        caller.rank, caller.who = rank, who
-        self._members[rank] = caller
-
     def _drop(self, caller: _Caller) -> None:
         self._selector.unregister(caller.connection)
         caller.connection.close()
@@ -207,11 +201,11 @@ class Hub:
             self._send(member, message)
 
 
+@dataclass(eq=False)
 class _Caller:
     """One connection, and its rank once that is known."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.buffer = bytearray()
-        self.rank: int | None = None
-        self.who = ""
+    connection: socket.socket
+    buffer: bytearray = field(default_factory=bytearray)
+    rank: int | None = None
+    who: str = ""

@@ -1,14 +1,13 @@
-"""What a run would send and how long that would take, before there is a run: the room behind ``lightning-dct plan``.
+"""Bytes and time of a run before it starts: the code behind ``lightning-dct plan``.
 
     workload      what is synchronised: tensors, and the buckets that DistributedDataParallel puts them into
     bytes_sent    what each rank hands to the collectives in a step, by exchange, to the byte
     speed         how fast this machine compresses, measured for a moment
     forecast      bytes over the rate of a link, residuals, and what ``exchange="auto"`` takes
-    quantities    "1Gbit" and "100M" as numbers
     report        all that as text
 
-Sizes come from the plans, the shards and the traffic formulas that a run uses. Only the order of collectives is said
-again here; tests hold it to the counters of runs.
+Sizes come from the plans, the shards and the traffic formulas that a run uses. Only the order of collectives is
+repeated here; tests compare it with the counters of runs.
 """
 
 from lightning_dct.forecast.forecast import Forecast, Row, make_forecast

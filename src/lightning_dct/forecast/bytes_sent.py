@@ -62,7 +62,7 @@ class Step:
 
 
 def ranks_per_node(layout: NodeLayout) -> int:
-    """How many ranks share a node where bytes inside are told from bytes between nodes, else 1."""
+    """Ranks on a node if bytes inside nodes are counted apart from bytes between them, else 1."""
     return layout.ranks_per_node if layout.obstacle is None else 1
 
 
@@ -77,14 +77,7 @@ def dense_step(workload: Workload, layout: NodeLayout) -> Step:
 
 
 def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout: NodeLayout) -> Step:
-    """One of the compressed exchanges.
-
-    Args:
-        exchange: ``"all_gather"``, ``"sharded"`` or ``"by_node"``; the latter wants a layout without an obstacle.
-        config: The settings.
-        workload: What is synchronised.
-        layout: Where the ranks run, two of them or more.
-    """
+    """One of the compressed exchanges of two or more ranks; ``"by_node"`` needs a layout without an obstacle."""
     world_size, local = len(layout.places), ranks_per_node(layout)
     if exchange == "all_gather":
         link_traversals, owners = all_gather_link_traversals(world_size), 0

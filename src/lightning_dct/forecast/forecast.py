@@ -14,7 +14,7 @@ from lightning_dct.gradients.exchanges.nodes import NodeLayout
 
 DENSE = "ddp"
 MOST_RANKS = 10_000
-"""What a plan is made for at most: every rank's bytes are counted one by one."""
+"""Limit of a plan, which counts the bytes of every rank."""
 COLLECTIVES = {"all_gather": 1, "sharded": 2, "by_node": 3}
 """One after the other, for each bucket."""
 
@@ -30,7 +30,7 @@ class Row:
         ratio: Bytes of the dense fp32 all-reduce over bytes sent, by the rank that sends most; between nodes for
             ``by_node``. What a run logs.
         link_seconds: How long the busiest node's link is busy in a step.
-        compressing_seconds: What a rank spends compressing in a step.
+        compressing_seconds: How long a rank compresses in a step.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Row:
 
     @property
     def seconds(self) -> float:
-        """Both, one after the other."""
+        """Link and compressing, one after the other."""
         return self.link_seconds + self.compressing_seconds
 
     @property
@@ -55,15 +55,10 @@ class Row:
         """Bytes to other nodes of the rank that sends most there."""
         return max(sent.between for sent in self.step.sent) // self.local_steps
 
-    @property
-    def most_held(self) -> int:
-        """Bytes of residuals on the rank that has most."""
-        return max(self.step.residual_bytes)
-
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run would send.
+    """The exchanges of a run.
 
     Attributes:
         config: The settings.
@@ -110,15 +105,10 @@ def layout_of(world_size: int, nodes: int) -> NodeLayout:
 def make_forecast(
     config: DCTConfig, workload: Workload, layout: NodeLayout, link: float, speed: Speed, latency: float = 0.0
 ) -> Forecast:
-    """Reckon all exchanges.
+    """Compute all exchanges.
 
-    Args:
-        config: The settings.
-        workload: What is synchronised.
-        layout: Where the ranks run, two of them or more, as many on every node.
-        link: Bits a second; see :class:`Forecast`.
-        speed: What compressing costs, at the settings' density and value format.
-        latency: Seconds that an all-reduce of nothing takes, which is two rounds of messages.
+    The arguments are those of :class:`Forecast`: two ranks or more, as many on every node, and a speed at the settings'
+    density and value format. ``latency`` is the seconds that an all-reduce of nothing takes, two rounds of messages.
     """
     world_size, local = len(layout.places), ranks_per_node(layout)
     dense = dense_step(workload, layout)
@@ -141,13 +131,9 @@ def make_forecast(
 
 
 def link_seconds(step: Step, layout: NodeLayout, link: float) -> float:
-    """How long the busiest node's link is busy, and what moves inside that node.
+    """How long the busiest node's link is busy, and the exchange inside that node.
 
-    Args:
-        step: Bytes of each rank.
-        layout: Where the ranks run.
-        link: Bits a second of each node's link, which its ranks share. Inside a node bytes are taken to move as much
-            faster as ``exchange="auto"`` takes them to.
+    The ranks of a node share its link. Like ``exchange="auto"``, this assumes that bytes inside a node move faster.
     """
     local = ranks_per_node(layout)
     nodes = [step.sent[first : first + local] for first in range(0, len(step.sent), local)]

@@ -1,4 +1,4 @@
-"""How fast the ranks of a run all-reduce, timed for a moment before it trains: what plain DDP would wait for."""
+"""How fast the ranks of a run all-reduce, timed for a moment before it trains: plain DDP would wait for that."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ROUNDS = 2
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """What an all-reduce took.
+    """The time of all-reduces.
 
     Attributes:
         world_size: Ranks that took part.
         num_bytes: Of the largest tensor that was timed.
-        seconds: What that took on the slowest rank, at best.
-        seconds_per_byte: What a further byte takes, from that tensor and the one before; latency is not in it.
+        seconds: Its least time on the slowest rank.
+        seconds_per_byte: Time of a further byte, from that tensor and the one before, without latency.
     """
 
     world_size: int
@@ -35,12 +35,12 @@ class MeasuredLink:
     seconds_per_byte: float
 
     def all_reduce_seconds(self, num_bytes: int) -> float:
-        """What an all-reduce of another size takes."""
+        """The time of an all-reduce of another size."""
         return max(0.0, self.seconds + (num_bytes - self.num_bytes) * self.seconds_per_byte)
 
     @property
     def latency(self) -> float:
-        """What an all-reduce of nothing takes."""
+        """The time of an all-reduce of nothing."""
         return self.all_reduce_seconds(0)
 
     @property

@@ -1,48 +1,53 @@
-"""A forecast as a table and sentences, with rich where it is installed."""
+"""A forecast as a table and sentences."""
 
 from __future__ import annotations
 
 import torch
 
-from lightning_dct.callbacks.compression_monitor import format_bytes
-from lightning_dct.config import DCTConfig
 from lightning_dct.forecast.bytes_sent import ranks_per_node
-from lightning_dct.forecast.forecast import DENSE, Forecast, Row
-from lightning_dct.forecast.quantities import rate_text
+from lightning_dct.forecast.forecast import DENSE, Forecast
 from lightning_dct.gradients.exchanges.auto import INSIDE_IS_FASTER
 from lightning_dct.kernels import faster_kernel_missing
+from lightning_dct.tables import format_bytes, plain_table, rate_text
 
 
-def title_of(forecast: Forecast) -> str:
-    """What was reckoned, in one line."""
-    tensors = sum(len(bucket) for bucket in forecast.workload.buckets)
-    config = forecast.config
+def describe(forecast: Forecast) -> str:
+    """All that there is to print."""
+    notes = "\n".join(f"- {note}" for note in _notes(forecast))
+    return f"{_title(forecast)}\n\n{plain_table(_table(forecast))}\n\n{notes}"
+
+
+def _title(forecast: Forecast) -> str:
+    """What was computed, in one line."""
+    config, layout = forecast.config, forecast.layout
+    what = "gradients" if config.compress == "gradients" else f"updates every {_many(config.round_length, 'step')}"
     return (
-        f"{forecast.workload.entries:,} parameters in {_many(tensors, 'tensor')}, {100 * config.density:g}% of the"
-        f" entries, {config.value_format} values, {_how_often(config)}; {_where(forecast)}"
+        f"{forecast.workload.entries:,} parameters in {_many(sum(map(len, forecast.workload.buckets)), 'tensor')},"
+        f" {100 * config.density:g}% of the entries, {config.value_format} values, {what};"
+        f" {_many(len(layout.places), 'rank')} on {_many(len(layout.nodes), 'node')}, {rate_text(forecast.link)} from"
+        f" each {'rank' if len(layout.nodes) == 1 else 'node'}"
     )
 
 
-def _how_often(config: DCTConfig) -> str:
-    return "gradients" if config.compress == "gradients" else f"updates every {_many(config.round_length, 'step')}"
-
-
-def table_of(forecast: Forecast) -> tuple[list[str], list[list[str]]]:
-    """The heads of the columns, one for each exchange, and the rows."""
+def _table(forecast: Forecast) -> list[list[str]]:
+    """A column for each exchange."""
+    names = {DENSE: "ddp, fp32", forecast.choice.name: f"{forecast.choice.name} (auto)"}
     columns = forecast.rows
-    rows = [["bytes a step and rank", *(f"{row.most_sent:,}" for row in columns)]]
+    rows = [
+        ["a step", *(names.get(row.name, row.name) for row in columns)],
+        ["bytes a step and rank", *(f"{row.most_sent:,}" for row in columns)],
+        ["compression ratio", *(f"{row.ratio:,.1f}x" for row in columns)],
+        ["ms on the link", *(f"{1e3 * row.link_seconds:,.1f}" for row in columns)],
+        ["ms compressing", *(f"{1e3 * row.compressing_seconds:,.1f}" for row in columns)],
+        ["ms together", *(f"{1e3 * row.seconds:,.1f}" for row in columns)],
+        ["residuals on a rank", *(format_bytes(max(row.step.residual_bytes)) for row in columns)],
+    ]
     if ranks_per_node(forecast.layout) > 1:
-        rows.append(["of them to other nodes", *(f"{row.most_between:,}" for row in columns)])
-    rows.append(["compression ratio", *(f"{row.ratio:,.1f}x" for row in columns)])
-    rows.append(["ms on the link", *(_milliseconds(row.link_seconds) for row in columns)])
-    rows.append(["ms compressing", *(_milliseconds(row.compressing_seconds) for row in columns)])
-    rows.append(["ms together", *(_milliseconds(row.seconds) for row in columns)])
-    rows.append(["residuals on a rank", *(format_bytes(row.most_held) for row in columns)])
-    return ["a step", *(_name(row, forecast) for row in columns)], rows
+        rows.insert(2, ["of them to other nodes", *(f"{row.most_between:,}" for row in columns)])
+    return rows
 
 
-def notes_of(forecast: Forecast) -> list[str]:
-    """What is to be said beside the table."""
+def _notes(forecast: Forecast) -> list[str]:
     chosen, dense = forecast.row(forecast.choice.name), forecast.row(DENSE)
     notes = [f'exchange="auto" takes {chosen.name!r}: {forecast.choice.reason}.']
     if chosen.seconds < dense.seconds:
@@ -60,9 +65,9 @@ def notes_of(forecast: Forecast) -> list[str]:
         notes.append(missing)
     if ranks_per_node(forecast.layout) > 1:
         notes.append(
-            "The ranks of a node share its link; bytes inside a node are taken to move"
-            f" {INSIDE_IS_FASTER} times as fast as a rank's share of it, as `auto` takes them to. A run counts bytes"
-            " between and inside nodes apart with 'by_node' only, and its ratio is then that of the bytes between."
+            "The ranks of a node share its link. Like `auto`, this assumes that bytes inside a node move"
+            f" {INSIDE_IS_FASTER} times as fast as a rank's share of it. A run counts bytes between and inside nodes"
+            " apart with 'by_node' only, and its ratio is then that of the bytes between."
         )
     else:
         notes.append("Sizes are those that a run counts, headers and padding included, by the rank that sends most.")
@@ -72,63 +77,8 @@ def notes_of(forecast: Forecast) -> list[str]:
             " step on of a model that uses its parameters in the order of their definition; another order shifts the"
             " bytes by a few headers."
         )
-    notes += [
-        f"Not counted: {count:,} parameters, because {why}." for why, count in forecast.workload.not_counted.items()
-    ]
-    return notes
-
-
-def print_forecast(forecast: Forecast) -> None:
-    """Print it all."""
-    title, (heads, rows), notes = title_of(forecast), table_of(forecast), notes_of(forecast)
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        print("\n".join([title, "", *plain_table(heads, rows), "", *(f"- {note}" for note in notes)]))
-        return
-    console = Console(highlight=False)
-    console.print(title, markup=False)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    styles = ["bold" if row.name == forecast.choice.name else None for row in forecast.rows]
-    for head, style in zip(heads, [None, *styles], strict=True):
-        table.add_column(head, justify="left" if head == heads[0] else "right", style=style, overflow="fold")
-    for cells in rows:
-        table.add_row(*cells)
-    console.print(table)
-    for note in notes:
-        console.print(f"- {note}", markup=False)
-
-
-def plain_table(heads: list[str], rows: list[list[str]]) -> list[str]:
-    """The lines of a table without rich.
-
-    Example:
-        >>> plain_table(["what", "bytes"], [["ddp", "1,000"]])
-        ['what  bytes', 'ddp   1,000']
-    """
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    return [
-        "  ".join([cells[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True))])
-        for cells in [heads, *rows]
-    ]
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:,.1f}"
-
-
-def _name(row: Row, forecast: Forecast) -> str:
-    if row.name == DENSE:
-        return "ddp, fp32"
-    return f"{row.name} (auto)" if row.name == forecast.choice.name else row.name
-
-
-def _where(forecast: Forecast) -> str:
-    ranks, nodes = len(forecast.layout.places), len(forecast.layout.nodes)
-    owner = "each rank" if nodes == 1 else "each node"
-    return f"{_many(ranks, 'rank')} on {_many(nodes, 'node')}, {rate_text(forecast.link)} from {owner}"
+    skipped = forecast.workload.not_counted.items()
+    return notes + [f"Not counted: {count:,} parameters, because {why}." for why, count in skipped]
 
 
 def _many(count: int, what: str) -> str:

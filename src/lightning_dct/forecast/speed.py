@@ -26,14 +26,14 @@ LEAST_ROUNDS = 3
 
 @dataclass(frozen=True)
 class Speed:
-    """What a gradient costs, entry by entry of the whole tensor, at one density and value format.
+    """The cost of each entry of a tensor, sent or not, at one density and value format.
 
     Attributes:
         compress: Seconds an entry: add, compare, compact, pack.
         clear: Seconds an entry for a result to be added to.
         add: Seconds an entry and sender: unpack and add.
         how: On what it was measured.
-        move: Seconds an entry to see how far it has moved, and to move it; of updates, beside the others.
+        move: Seconds an entry to see how far it has moved, and to move it; for updates only.
     """
 
     compress: float
@@ -43,14 +43,7 @@ class Speed:
     move: float = 0.0
 
     def seconds(self, exchange: str, entries: int, world_size: int, ranks_per_node: int) -> float:
-        """What a rank spends compressing and decompressing in a step.
-
-        Args:
-            exchange: One of the compressed ones.
-            entries: Entries of the buckets that are compressed.
-            world_size: Ranks.
-            ranks_per_node: For ``"by_node"``.
-        """
+        """How long a rank compresses and decompresses in a step, in which so many entries are compressed."""
         if exchange == "all_gather":
             per_entry = self.compress + self.clear + world_size * self.add
         elif exchange == "sharded":
@@ -70,16 +63,16 @@ def measure_speed(
     seconds: float = 1.0,
     device: torch.device | None = None,
 ) -> Speed:
-    """Time the code that a run uses.
+    """Time the code that a run uses, with the settings of that run.
 
     Args:
-        density: Share of the entries that is sent.
-        value_format: How they are written.
+        density: See :class:`~lightning_dct.DCTConfig`.
+        value_format: See there.
         sizes: Entries of each tensor. Some millions at most are timed, the first ones.
-        min_tensor_size: Smaller tensors go whole.
-        seconds: For how long; everything is done a few times at least. The fastest time counts: what others do on the
-            machine only ever adds to it.
-        device: Where; a GPU unless given, where there is one.
+        min_tensor_size: See there.
+        seconds: For how long; everything is done a few times at least. The fastest time counts: other processes on the
+            machine only ever add to it.
+        device: By default a GPU if there is one.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bounds = [min(bound, MEASURED_ENTRIES) for bound in accumulate(sizes, initial=0)]

@@ -1,9 +1,8 @@
-"""What is synchronised in a step: tensors without contents, and the buckets DistributedDataParallel puts them into."""
+"""The tensors that are synchronised in a step, and the buckets of DistributedDataParallel."""
 
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -114,46 +113,25 @@ def load_module(path: str, keywords: Mapping[str, Any]) -> nn.Module:
     Raises:
         ValueError: It cannot be imported or made; the message names the option and says why.
     """
-    package, separator, name = path.partition(":")
-    if not (separator and package and name):
-        raise ValueError(f"`--module {path}`: write it as package.module:Class")
+    package, _, name = path.partition(":")
     try:
-        imported = importlib.import_module(package)
-    # Whatever a user's module raises when it is imported is reported as its own.
+        made_by = getattr(importlib.import_module(package), name)
+        try:
+            with torch.device("meta"):
+                module = _configured(made_by(**keywords))
+        except (NotImplementedError, RuntimeError):
+            # It looks at numbers while it is made.
+            module = _configured(made_by(**keywords))
+    # Whatever a user's module raises is reported as its own.
     except Exception as error:
         raise ValueError(
-            f"`--module {path}`: {package} cannot be imported here: {type(error).__name__}: {error}. Run this in the"
-            " folder from which training starts, in the environment it uses"
-        ) from error
-    made_by = getattr(imported, name, None)
-    if not callable(made_by):
-        modules = [found for found, value in vars(imported).items() if _is_module_class(value)]
-        raise ValueError(
-            f"`--module {path}`: {package} has no class {name!r}; its modules: {', '.join(modules[:8]) or 'none'}"
-        )
-    try:
-        module = _make(made_by, keywords)
-    except Exception as error:
-        raise ValueError(
-            f"`--module {path}` cannot be made: {type(error).__name__}: {error}. Give its constructor what it needs, as"
-            f" in `--arguments width=512 layers=4`; its signature is {_signature(made_by)}"
+            f"`--module {path}` cannot be made: {type(error).__name__}: {error}. Write it as package.module:Class, run"
+            " this in the folder and the environment from which training starts, and give the constructor what it"
+            " needs, as in `--arguments width=512 layers=4`"
         ) from error
     if not isinstance(module, nn.Module):
         raise ValueError(f"`--module {path}` gives a {type(module).__name__}, not a torch.nn.Module")
     return module
-
-
-def _is_module_class(value: Any) -> bool:
-    return inspect.isclass(value) and issubclass(value, nn.Module)
-
-
-def _make(made_by: Any, keywords: Mapping[str, Any]) -> Any:
-    try:
-        with torch.device("meta"):
-            return _configured(made_by(**keywords))
-    except (NotImplementedError, RuntimeError):
-        # It looks at numbers while it is made.
-        return _configured(made_by(**keywords))
 
 
 def _configured(module: Any) -> Any:
@@ -161,10 +139,3 @@ def _configured(module: Any) -> Any:
     if callable(configure):
         configure()
     return module
-
-
-def _signature(made_by: Any) -> str:
-    try:
-        return f"{made_by.__name__}{inspect.signature(made_by)}"
-    except (TypeError, ValueError):
-        return "not known"

@@ -68,6 +68,7 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
 
     strategy_name = "dct_fsdp"
     registered_names = {"dct_fsdp": {}}
+    dense_rival = "HSDP"
 
     def __init__(
         self,

@@ -9,10 +9,9 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from lightning_dct.config import DCTConfig
-from lightning_dct.gradients.collectives import add_up
 from lightning_dct.gradients.exchanges import Exchange
 from lightning_dct.gradients.exchanges.base import Pending, complete, send_sparse, unused_tensors
-from lightning_dct.gradients.plan import BucketPlan, real_dtype, real_numel
+from lightning_dct.gradients.plan import BucketPlan, real_numel
 from lightning_dct.gradients.synchronizer import Synchronizer
 from lightning_dct.traffic import FP32_BYTES, all_reduce_bytes, bytes_between_nodes
 
@@ -77,29 +76,6 @@ class GradientSynchronizer(Synchronizer):
         """See :meth:`Synchronizer.check_idle`."""
         if self._pending:
             raise RuntimeError("A synchronisation is under way: change its settings before backward or after it.")
-
-    def average_residuals(self) -> None:
-        """Give every rank the mean of all ranks' residuals; a collective call between two optimizer steps.
-
-        Where ranks own the same pieces, as ranks of different nodes do, it averages the residuals of their sums.
-
-        Raises:
-            RuntimeError: A synchronisation is under way.
-        """
-        self.check_idle()
-        link = self.exchange.co_owners
-        for parameter, name in self.parameter_names.items():
-            size, device = real_numel(parameter), parameter.device
-            plan = self.plans.of((name,), (size,), real_dtype(parameter))
-            if plan.is_dense or not parameter.requires_grad:
-                continue
-            if link is None:
-                residuals = [self.memory.residuals.of(name, size, plan.residual_dtype, device)]
-            else:
-                residuals = self.memory.owned_by_name(name, plan.residual_dtype, device)
-            for residual in residuals:
-                add_up(residual, link or self.exchange.everyone)
-                residual.div_((link or self.exchange.everyone).size)
 
     def _begin(self) -> None:
         self.request_refresh_when_due()

@@ -141,11 +141,6 @@ class Memory:
                 if not owned:
                     self._done_with.append(key)
 
-    def owned_by_name(self, name: str, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-        """The residuals of this rank's pieces of the sums of one tensor, to be written in place."""
-        pieces = {label: self._pieces[label] for label in self._labels.get(name, ())}
-        return [self.owned.of(label, piece.stop - piece.start, dtype, device) for label, piece in pieces.items()]
-
     def norms(self) -> dict[str, float]:
         """Euclidean norm of the residuals of each parameter, those of its own gradients and of sums together."""
         squares = {name: norm**2 for name, norm in self.residuals.norms().items()}

@@ -1,222 +1,206 @@
-"""What is drawn: every chart as lines of plain numbers, and which runs have no line in it."""
+"""The charts of a report, drawn by matplotlib as SVG elements of the page.
+
+The page decides colours and fonts, so light and dark themes need one drawing only: matplotlib draws with colours that
+stand for roles, and they become CSS variables.
+"""
 
 from __future__ import annotations
 
-import math
+import io
+import logging
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from html import escape
+from typing import Any
 
-from lightning_dct.report.numbers import text_of
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, Formatter, LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
+
 from lightning_dct.report.quality import higher_is_better
-from lightning_dct.report.run import Run, Series, against, averaged, counted_bytes
-
-Point = tuple[float, float]
+from lightning_dct.report.run import Run, Series, bytes_at
 
 MOST_POINTS = 150
-"""The most points of a noisy series; more are averaged."""
+"""The most points of a line; more are averaged."""
+COLOURS = 8
+"""How many runs have a colour of their own; further ones also have dashes."""
+DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5), (6, 2, 1.5, 2))
+"""The dashes of lines that repeat a colour, in points: drawn, left out, ..."""
 
 _LOGARITHMIC_FROM = 20.0
 """Ratio of the largest to the smallest value from which an axis is logarithmic."""
+_SIZE = (5.0, 3.0)  # inches; 5 are 360 units, about as wide as a telephone; the style sheet relies on this
+_INK, _MUTED, _GRID = "#000001", "#000002", "#000003"
+_ROLES = {_INK: "var(--ink)", _MUTED: "var(--muted)", _GRID: "var(--grid)"}
+_ROLES |= {f"#0001{index:02x}": f"var(--run-{index})" for index in range(COLOURS)}
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "font.size": 11.0,
+    "axes.edgecolor": _MUTED,
+    "axes.labelcolor": _INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": _MUTED,
+    "ytick.color": _MUTED,
+    "xtick.labelcolor": _INK,
+    "ytick.labelcolor": _INK,
+    "grid.color": _GRID,
+}
+_TICKS: dict[str, Any] = {"bytes": EngFormatter("B"), "ratio": "{x:,g}x", "share": "{x:.4%}", "steps": "{x:,.0f}"}
+Line = tuple[np.ndarray, np.ndarray]
+"""Where a line goes: from left to right, and upwards; NaN leaves a gap."""
 
 
-@dataclass(frozen=True)
-class Line:
-    """One run in a chart: its index on the page, and points from left to right, where NaN leaves a gap."""
+def make_sections(runs: Sequence[Run], training_loss: str | None, quality: str | None) -> dict[str, list[str]]:
+    """All charts to which a run contributes, as HTML, by the title of their section.
 
-    run: int
-    points: tuple[Point, ...]
-
-
-@dataclass(frozen=True)
-class Chart:
-    """One chart.
-
-    Attributes:
-        key: Its name in the page's source.
-        x_unit: ``steps`` or ``bytes``.
-        y_unit: ``number``, for which differences count, or an amount: ``amount``, ``bytes``, ``ratio``, ``share``,
-            ``milliseconds``.
-        lines: One for each run that has points.
-        remarks: Which lines are missing, and why; what was averaged.
+    Args:
+        runs: One or several.
+        training_loss: Its logged name, if there is one.
+        quality: The same of the quality metric.
     """
 
-    key: str
-    title: str
-    x_label: str
-    y_label: str
-    x_unit: str
-    y_unit: str
-    x_logarithmic: bool
-    y_logarithmic: bool
-    lines: tuple[Line, ...]
-    remarks: tuple[str, ...]
+    def found(name: str) -> list[Series | None]:
+        return [run.series.get(name) for run in runs]
 
-
-@dataclass(frozen=True)
-class Section:
-    """At least one chart under a heading, with an introduction."""
-
-    title: str
-    introduction: str
-    charts: tuple[Chart, ...]
-
-
-def make_sections(runs: Sequence[Run], training_loss: str | None, quality: str | None) -> list[Section]:
-    """All charts to which a run contributes, given the logged names of training loss and quality."""
-    sections = [
-        Section("Loss and quality", _QUALITY_TEXT, _charts(_quality_charts(runs, training_loss, quality))),
-        Section("Traffic", _TRAFFIC_TEXT, _charts(_traffic_charts(runs))),
-        Section("Data parallelism", _DATA_PARALLELISM_TEXT, _charts(_part_charts(runs, "dp"))),
-        Section("Inside the model", _INSIDE_TEXT, _charts(_part_charts(runs, "mp"))),
+    sections: dict[str, list[str]] = {"Loss and quality": []}
+    sent = [run.counted_bytes("bytes_sent") for run in runs]
+    for name in (training_loss, quality):
+        if name is not None:
+            way = {True: ", higher is better", False: ", lower is better", None: ""}[higher_is_better(name)]
+            sections["Loss and quality"] += [
+                chart(f"{name} against steps{way}", name, "number", runs, found(name)),
+                chart(f"{name} against bytes sent{way}", name, "number", runs, found(name), sent),
+            ]
+    sections["Traffic"] = [
+        chart("Bytes sent until each step", "bytes sent", "bytes", runs, sent),
+        chart("Compression ratio, all traffic", "ratio", "ratio", runs, found("dct/compression_ratio")),
+        chart("Time spent compressing", "ms a step", "amount", runs, found("dct/overhead_ms")),
     ]
-    return [section for section in sections if section.charts]
-
-
-_QUALITY_TEXT = (
-    "The same values twice: against optimizer steps, and against the bytes that rank 0 had sent until then. Bytes are"
-    " interpolated linearly between two logged steps."
-)
-_TRAFFIC_TEXT = (
-    "Bytes are those of rank 0, since training began. A ratio is bytes of the dense fp32 exchange over bytes sent,"
-    " positions, headers and padding included."
-)
-_DATA_PARALLELISM_TEXT = (
-    "The exchange of updates or gradients: the share of entries that is sent, the threshold, and the residual."
-)
-_INSIDE_TEXT = "The same for traffic inside a split model: activations, embedding rows, and their gradients."
-
-
-def _charts(charts: Sequence[Chart | None]) -> tuple[Chart, ...]:
-    return tuple(chart for chart in charts if chart is not None)
-
-
-def _quality_charts(runs: Sequence[Run], training_loss: str | None, quality: str | None) -> list[Chart | None]:
-    charts: list[Chart | None] = []
-    for key, name in (("training", training_loss), ("quality", quality)):
-        if name is None:
-            continue
-        way = {True: ", higher is better", False: ", lower is better", None: ""}[higher_is_better(name)]
-        most = MOST_POINTS if key == "training" else None
-        found = [run.series.get(name) for run in runs]
-        charts.append(over_steps(f"{key}-steps", f"{name} against steps{way}", name, "number", runs, found, most=most))
-        charts.append(over_bytes(f"{key}-bytes", f"{name} against bytes sent{way}", name, runs, found, most=most))
-    return charts
-
-
-def _traffic_charts(runs: Sequence[Run]) -> list[Chart | None]:
-    sent = [counted_bytes(run.series, "bytes_sent") for run in runs]
-    ratio = [run.series.get("dct/compression_ratio") for run in runs]
-    overhead = [run.series.get("dct/overhead_ms") for run in runs]
-    return [
-        over_steps("sent", "Bytes sent until each step", "bytes sent", "bytes", runs, sent),
-        over_steps("ratio", "Compression ratio, all traffic", "ratio", "ratio", runs, ratio, most=MOST_POINTS),
-        over_steps(
-            "overhead", "Time spent compressing", "ms a step", "milliseconds", runs, overhead, most=MOST_POINTS
-        ),
-    ]  # fmt: skip
-
-
-def _part_charts(runs: Sequence[Run], part: str) -> list[Chart | None]:
-    def chart(name: str, title: str, label: str, unit: str) -> Chart | None:
-        found = [run.series.get(f"dct/{part}/{name}") for run in runs]
-        return over_steps(f"{part}-{name.replace('_', '-')}", title, label, unit, runs, found, most=MOST_POINTS)
-
-    return [
-        chart("compression_ratio", "Compression ratio", "ratio", "ratio"),
-        chart("density", "Density: share of entries sent", "density", "share"),
-        chart("threshold", "Threshold, median over tensors", "threshold", "amount"),
-        chart("residual_norm", "Norm of the residual", "norm", "amount"),
-    ]
-
-
-def over_steps(
-    key: str, title: str, y_label: str, y_unit: str, runs: Sequence[Run], found: Sequence[Series | None], *,
-    most: int | None = None,
-) -> Chart | None:  # fmt: skip
-    """A chart of what each run has ``found`` (None: nothing) against steps; lines average to ``most`` points."""
-    points = [
-        [] if series is None else list(zip(map(float, series.steps), series.values, strict=True)) for series in found
-    ]
-    missing = [(run.name, "not logged") for run, series in zip(runs, found, strict=True) if series is None]
-    return _chart(key, title, "optimizer steps", "steps", y_label, y_unit, runs, points, missing, most)
-
-
-def over_bytes(
-    key: str, title: str, y_label: str, runs: Sequence[Run], found: Sequence[Series | None], *, most: int | None = None
-) -> Chart | None:
-    """The same against the bytes sent until then; a run whose bytes are not known has no line."""
-    points: list[list[Point]] = []
-    missing = []
-    for run, series in zip(runs, found, strict=True):
-        counter = counted_bytes(run.series, "bytes_sent")
-        if series is None or counter is None:
-            points.append([])
-            missing.append((run.name, "not logged" if series is None else "its bytes were not logged"))
-            continue
-        known = [(count, value) for count, value in against(series, counter) if count > 0]
-        points.append(known)
-        if not known:
-            missing.append(
-                (run.name, "no bytes were sent" if not max(counter.values) else "its bytes are not known there")
+    for part, title in (("dp", "Data parallelism"), ("mp", "Inside the model")):
+        sections[title] = [
+            chart(f"{title}: {words}", name.replace("_", " "), unit, runs, found(f"dct/{part}/{name}"))
+            for name, unit, words in (
+                ("compression_ratio", "ratio", "compression ratio"),
+                ("density", "share", "share of entries sent"),
+                ("threshold", "amount", "threshold, median over tensors"),
+                ("residual_norm", "amount", "norm of the residual"),
             )
-    return _chart(key, title, "bytes sent by rank 0", "bytes", y_label, "number", runs, points, missing, most)
+        ]
+    return {title: charts for title, drawn in sections.items() if (charts := [one for one in drawn if one])}
 
 
-def _chart(
-    key: str, title: str, x_label: str, x_unit: str, y_label: str, y_unit: str, runs: Sequence[Run],
-    points: list[list[Point]], missing: list[tuple[str, str]], most: int | None,
-) -> Chart | None:  # fmt: skip
-    remarks = []
-    if most is not None and any(len(line) > most for line in points):
-        remarks.append(f"Each point is a mean of neighbours, {most} at most a run.")
-        points = [averaged(line, most) for line in points]
-    x_logarithmic = x_unit == "bytes" and wants_logarithm([line[-1][0] for line in points if line])
-    y_logarithmic = y_unit != "number" and wants_logarithm([y for line in points for _, y in line])
-    finite = [[y for _, y in line if math.isfinite(y)] for line in points]
-    missing += [
-        (run.name, "no finite value") for run, line, ys in zip(runs, points, finite, strict=True) if line and not ys
-    ]
-    if y_logarithmic:
-        for run, ys in zip(runs, finite, strict=True):
-            if ys and not any(y > 0 for y in ys):
-                missing.append((run.name, "zero throughout, which a logarithmic axis does not have"))
-        points = [[(x, y if y > 0 else math.nan) for x, y in line] for line in points]
-    lines = tuple(
-        Line(index, tuple(line)) for index, line in enumerate(points) if any(math.isfinite(y) for _, y in line)
-    )
+def chart(
+    title: str, y_label: str, unit: str, runs: Sequence[Run], found: Sequence[Series | None],
+    counters: Sequence[Series | None] | None = None,
+) -> str:  # fmt: skip
+    """A chart as a ``<figure>``; empty if no run has a finite value.
+
+    Args:
+        title: Above the chart.
+        y_label: What goes upwards.
+        unit: Of that: ``number``, for which differences count, or an amount: ``amount``, ``bytes``, ``ratio``,
+            ``share``.
+        runs: One or several.
+        found: What each run has logged, or None.
+        counters: Bytes of each run, where they and not steps go to the right.
+    """
+    lines = lines_of(found, counters)
     if not lines:
-        return None
-    reasons = dict.fromkeys(reason for _, reason in missing)
-    for reason in reasons:
-        names = ", ".join(name for name, why in missing if why == reason)
-        remarks.append(f"Not shown: {names} ({reason}).")
-    return Chart(key, title, x_label, y_label, x_unit, y_unit, x_logarithmic, y_logarithmic, lines, tuple(remarks))
+        return ""
+    remarks = []
+    if missing := [run.name for index, run in enumerate(runs) if index not in lines]:
+        remarks.append(
+            f"Not shown: {', '.join(missing)} (not logged{' with bytes' if counters else ''}, or not finite)."
+        )
+    if any(series is not None and len(series) > MOST_POINTS for series in found):
+        remarks.append(f"Each point is a mean of neighbours, {MOST_POINTS} at most a run.")
+    drawing = draw(title, y_label, unit, lines, "bytes" if counters else "steps")
+    notes = "".join(f'<p class="remarks">{escape(remark)}</p>' for remark in remarks)
+    return f"<figure><figcaption>{escape(title)}</figcaption>{drawing}{notes}</figure>"
 
 
-def wants_logarithm(values: Sequence[float]) -> bool:
+def lines_of(found: Sequence[Series | None], counters: Sequence[Series | None] | None = None) -> dict[int, Line]:
+    """The line of each run that has one, by its index; see :func:`chart`."""
+    lines = {}
+    for index, series in enumerate(found):
+        if series is None or (counters is not None and counters[index] is None):
+            continue
+        counter = None if counters is None else counters[index]
+        across = np.array([*series] if counter is None else bytes_at(counter, [*series]), dtype=float)
+        upwards = np.array([*series.values()], dtype=float)
+        known = np.isfinite(across) & (across > 0 if counter is not None else True)
+        if not known.any():
+            continue
+        groups = -(-known.sum() // -(-known.sum() // MOST_POINTS))
+        x, y = (np.array([part.mean() for part in np.array_split(v[known], groups)]) for v in (across, upwards))
+        if np.isfinite(y).any():
+            lines[index] = x, y
+    return lines
+
+
+def draw(title: str, y_label: str, unit: str, lines: dict[int, Line], x_unit: str) -> str:
+    """Draw lines as an ``<svg>`` element of an HTML page."""
+    # Its warnings about fonts do not concern text that stays text.
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
+    key = re.sub(r"\W+", "-", title.lower())
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": key}):
+        figure = Figure(figsize=_SIZE, layout="constrained")
+        axes = figure.add_subplot()
+        for place, (run, (x, y)) in enumerate(lines.items()):
+            axes.plot(
+                x,
+                y,
+                color=f"#0001{run % COLOURS:02x}",
+                linestyle=(0, DASHES[run // COLOURS % len(DASHES)] or None),
+                # If lines coincide, the lower one is seen at the edges.
+                linewidth=2.4 - 1.1 * place / len(lines),
+                marker="o" if len(x) <= 40 else None,
+                markersize=3,
+                gid=f"run-{run}",
+            )
+        axes.set_xlabel("bytes sent by rank 0" if x_unit == "bytes" else "optimizer steps")
+        axes.set_ylabel(y_label)
+        axes.grid(True)
+        _set_axis(axes, "x", x_unit, [x[-1:] for x, _ in lines.values()], x_unit == "bytes")
+        _set_axis(axes, "y", unit, [y for _, y in lines.values()], unit != "number")
+        file = io.StringIO()
+        no_metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(file, format="svg", transparent=True, metadata=no_metadata)
+    svg = re.sub(r"<style.*?</style>", "", file.getvalue()[file.getvalue().index("<svg") :], flags=re.DOTALL)
+    # Unique names, as a page has several charts, and its own font and size.
+    svg = re.sub(r'(?<= id=")|(?<=href="#)|(?<=url\(#)', f"{key}-", svg)
+    svg = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", svg)
+    svg = re.sub("|".join(_ROLES), lambda colour: _ROLES[colour[0]], svg)
+    return re.sub(r'<svg.*?(viewBox="[^"]*").*?>', rf'<svg \1 role="img" aria-label="{escape(title)}">', svg, count=1,
+                  flags=re.DOTALL)  # fmt: skip
+
+
+def _set_axis(axes: Axes, which: str, unit: str, values: Sequence[np.ndarray], may_be_logarithmic: bool) -> None:
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    if may_be_logarithmic and wants_logarithm(np.concatenate(values)):
+        (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+        axis.set_major_locator(LogLocator(numticks=6))
+        axis.set_minor_formatter(NullFormatter())
+    else:
+        axis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10], integer=unit == "steps"))
+        if unit != "number":
+            # Amounts start at zero; a line that does not change must not look as if it did.
+            high = axis.get_data_interval()[1]
+            (axes.set_xlim if which == "x" else axes.set_ylim)(0, 1.05 * high if high > 0 else 1)
+    ticks = _TICKS.get(unit, "{x:g}")
+    axis.set_major_formatter(ticks if isinstance(ticks, Formatter) else StrMethodFormatter(ticks))
+
+
+def wants_logarithm(values: np.ndarray) -> bool:
     """Whether values lie so far apart that only a logarithmic axis shows them all. A negative value forbids one.
 
     Example:
-        >>> wants_logarithm([1.0, 131.0]), wants_logarithm([1.0, 2.0]), wants_logarithm([-1.0, 131.0])
-        (True, False, False)
+        >>> wants_logarithm(np.array([1.0, 131.0])), wants_logarithm(np.array([-1.0, 131.0]))
+        (True, False)
     """
-    finite = [value for value in values if math.isfinite(value)]
-    positive = [value for value in finite if value > 0]
-    return bool(positive) and min(finite) >= 0 and max(positive) >= _LOGARITHMIC_FROM * min(positive)
-
-
-def describe(chart: Chart, names: Sequence[str]) -> str:
-    """A chart in words, for readers who do not see it: where each line begins and ends."""
-
-    def words(point: Point) -> str:
-        x, y = point
-        at = f"step {x:,.0f}" if chart.x_unit == "steps" else text_of("bytes", x)
-        return f"{text_of(chart.y_unit, y)} at {at}"
-
-    parts = []
-    for line in chart.lines:
-        points = [point for point in line.points if math.isfinite(point[1])]
-        last = words(points[-1])
-        where = last if len(points) == 1 else f"from {words(points[0])} to {last}"
-        parts.append(f"{names[line.run]}: {where}")
-    return ". ".join([chart.title, *parts]) + "."
+    finite = values[np.isfinite(values)]
+    positive = finite[finite > 0]
+    return bool(positive.size and finite.min() >= 0 and positive.max() >= _LOGARITHMIC_FROM * positive.min())

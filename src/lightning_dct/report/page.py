@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import statistics
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
@@ -10,46 +12,42 @@ from pathlib import Path
 from string import Template
 
 from lightning_dct.__about__ import __version__
-from lightning_dct.report.charts import Section, make_sections
-from lightning_dct.report.figures import COLOURS, DASHES, draw
-from lightning_dct.report.numbers import UNKNOWN
-from lightning_dct.report.quality import find_training_loss
+from lightning_dct.report.charts import COLOURS, DASHES, make_sections
+from lightning_dct.report.quality import find_training_loss, higher_is_better, words_of
 from lightning_dct.report.reading import Reading
 from lightning_dct.report.run import Run
-from lightning_dct.report.settings import differing
-from lightning_dct.report.totals import totals_table
+from lightning_dct.tables import format_bytes
 
+UNKNOWN = "-"
+"""The text of a figure that is not known."""
 _DOCTYPE = b"<!doctype html"
-
-_TOTALS_TEXT = (
-    "Bytes are those of rank 0, until the last time they were logged. A ratio is dense fp32 bytes over bytes sent,"
-    " whatever the dtype of training. Milliseconds are medians. What was not logged is a dash."
-)
 
 
 def make_page(reading: Reading, quality: str | None, title: str) -> str:
     """The HTML of at least one run, where ``quality`` is the logged name of the quality metric."""
     runs = reading.runs
-    sections = make_sections(runs, find_training_loss(runs), quality)
+    sections = make_sections(runs, find_training_loss(run.series for run in runs), quality)
     heads, rows = totals_table(runs, quality)
+    count = "One run" if len(runs) == 1 else f"{len(runs)} runs"
+    judged = f"quality is <b>{escape(quality)}</b>" if quality else "no metric of a validation or test was logged"
     return Template(_resource("page.html")).substitute(
         title=escape(title),
         style=_resource("page.css"),
         run_styles="\n".join(
-            f"body:has(#show-{index}:not(:checked)) g.run-{index} {{ display: none; }}" for index in range(len(runs))
+            f'body:has(#show-{index}:not(:checked)) g[id$="-run-{index}"] {{ display: none; }}'
+            for index in range(len(runs))
         ),
-        summary=_summary(reading, quality),
+        summary=f"{count}; {judged}.",
         problems=_problems(reading.problems),
-        totals_text=_TOTALS_TEXT,
         totals=_table("numbers", "Totals", "run", heads, [(_named(runs, i), row) for i, row in enumerate(rows)]),
-        notes=_notes(runs),
         key="\n".join(
             f'<label><input type="checkbox" id="show-{index}" checked> {_named(runs, index)}</label>'
             for index in range(len(runs))
         ),
-        sections="\n".join(_section(section, [run.name for run in runs]) for section in sections),
+        sections="\n".join(_section(title, charts) for title, charts in sections.items()),
         settings=_settings(runs),
-        footer=_footer(runs),
+        sources="".join(f"<li>{escape(run.name)}: {escape(str(run.source))}</li>" for run in runs),
+        version=escape(__version__),
     )
 
 
@@ -76,15 +74,57 @@ def write_page(file: Path, page: str) -> None:
     unfinished.replace(file)
 
 
+def totals_table(runs: Sequence[Run], quality: str | None) -> tuple[list[str], list[list[str]]]:
+    """The heads of the columns, and for each run as many cells; a column without any figure is left out."""
+    rows = [_totals(run, quality or "quality") for run in runs]
+    heads = [head for head in rows[0] if any(row[head] != UNKNOWN for row in rows)]
+    return heads, [[row[head] for head in heads] for row in rows]
+
+
+def _totals(run: Run, quality: str) -> dict[str, str]:
+    def last(series: dict[int, float] | None) -> float | None:
+        return None if series is None else [*series.values()][-1]
+
+    def ratio(dense: float | None, sent: float | None) -> str:
+        return UNKNOWN if dense is None or sent is None else f"{dense / sent:,.1f}x" if sent else "nothing sent"
+
+    def size(num_bytes: float | None) -> str:
+        return UNKNOWN if num_bytes is None else format_bytes(num_bytes)
+
+    measured = {step: value for step, value in run.series.get(quality, {}).items() if math.isfinite(value)}
+    way, best = higher_is_better(quality), UNKNOWN
+    if measured and way is not None:
+        step = (max if way else min)(measured, key=measured.__getitem__)
+        best = f"{_number(measured[step])} at {step:,}"
+    test = next((name for name in run.series if words_of(name) == ["test", *words_of(quality)[1:]]), "")
+    compressing = [value for value in run.series.get("dct/overhead_ms", {}).values() if math.isfinite(value)]
+    sent, dense, inside_sent, inside_dense = (
+        last(run.counted_bytes(f"bytes_{kind}", parts))
+        for parts in (("dp", "mp"), ("mp",))
+        for kind in ("sent", "dense")
+    )
+    minutes, seconds = divmod(round(run.seconds or 0), 60)
+    return {
+        f"{quality}, last": _number(last(run.series.get(quality))),
+        f"{quality}, best": best,
+        "the same on test": UNKNOWN if test == quality else _number(last(run.series.get(test))),
+        "steps": f"{run.steps_done:,}",
+        "bytes sent": size(sent),
+        "dense fp32 bytes": size(dense),
+        "ratio": ratio(dense, sent),
+        "inside the model: sent": size(inside_sent),
+        "ratio there": ratio(inside_dense, inside_sent),
+        "ms compressing": _number(statistics.median(compressing) if compressing else None),
+        "time, min:s": UNKNOWN if run.seconds is None else f"{minutes}:{seconds:02d}",
+    }
+
+
+def _number(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:.4g}" if not abs(value) >= 1000 else f"{value:,.0f}"
+
+
 def _resource(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-def _summary(reading: Reading, quality: str | None) -> str:
-    count = len(reading.runs)
-    runs = "One run" if count == 1 else f"{count} runs"
-    judged = f"quality is <b>{escape(quality)}</b>" if quality else "no metric of a validation or test was logged"
-    return f"{runs}; {judged}."
 
 
 def _problems(problems: Sequence[str]) -> str:
@@ -98,22 +138,15 @@ def _problems(problems: Sequence[str]) -> str:
     )
 
 
-def _notes(runs: Sequence[Run]) -> str:
-    items = "".join(f"<li>{escape(run.name)}: {escape(note)}.</li>" for run in runs for note in run.notes)
-    return f'<ul class="quiet">{items}</ul>' if items else ""
-
-
-def _swatch(index: int) -> str:
-    dashes = " ".join(str(length) for length in DASHES[index // COLOURS % len(DASHES)])
-    dash_array = f' stroke-dasharray="{dashes}"' if dashes else ""
-    return (
-        '<svg class="swatch" viewBox="0 0 26 10" aria-hidden="true"><line x1="1" y1="5" x2="25" y2="5"'
-        f' style="stroke: var(--run-{index % COLOURS}); stroke-width: 3"{dash_array}/></svg>'
-    )
-
-
 def _named(runs: Sequence[Run], index: int) -> str:
-    return f'<span class="run">{_swatch(index)}<span>{_breakable(runs[index].name)}</span></span>'
+    """A run's name, with its line as the charts have it."""
+    dashes = " ".join(str(length) for length in DASHES[index // COLOURS % len(DASHES)])
+    return (
+        '<span class="run"><svg class="swatch" viewBox="0 0 26 10" aria-hidden="true">'
+        '<line x1="1" y1="5" x2="25" y2="5"'
+        f' style="stroke: var(--run-{index % COLOURS}); stroke-width: 3; stroke-dasharray: {dashes or "none"}"/></svg>'
+        f"<span>{_breakable(runs[index].name)}</span></span>"
+    )
 
 
 def _breakable(name: str) -> str:
@@ -121,41 +154,28 @@ def _breakable(name: str) -> str:
     return re.sub(r"(?<=[/=_,])|(?<=\.)(?!\d)", "<wbr>", escape(name))
 
 
-def _section(section: Section, names: Sequence[str]) -> str:
+def _section(title: str, charts: Sequence[str]) -> str:
     # An even number of charts stands in pairs: the same values against steps and against bytes.
-    pairs = " pairs" if len(section.charts) % 2 == 0 else ""
-    identity = section.title.lower().replace(" ", "-")
-    charts = "\n".join(
-        f"<figure><figcaption>{escape(chart.title)}</figcaption>{draw(chart, names)}"
-        + "".join(f'<p class="remarks">{escape(remark)}</p>' for remark in chart.remarks)
-        + "</figure>"
-        for chart in section.charts
-    )
-    return (
-        f'<section aria-labelledby="{identity}"><h2 id="{identity}">{escape(section.title)}</h2>'
-        f'<p class="quiet">{escape(section.introduction)}</p><div class="charts{pairs}">\n{charts}\n</div></section>'
-    )
+    pairs = " pairs" if len(charts) % 2 == 0 else ""
+    drawn = "\n".join(charts)
+    return f'<section aria-label="{title}"><h2>{title}</h2><div class="charts{pairs}">\n{drawn}\n</div></section>'
 
 
 def _settings(runs: Sequence[Run]) -> str:
-    differ, same = differing([run.settings for run in runs])
-    without = [run.name for run in runs if not run.settings]
+    """First the settings whose values differ or that only some runs have, then the others."""
+    known = [run.settings for run in runs if run.settings]
+    names = list(dict.fromkeys(name for settings in known for name in settings))
+    differ = [name for name in names if len({settings.get(name) for settings in known}) > 1]
     parts = []
-    if without:
+    if without := [run.name for run in runs if not run.settings]:
         parts.append(f"<p>No settings were found for: {escape(', '.join(without))}.</p>")
     if differ:
-        parts.append("<h3>What differs between the runs</h3>")
-        heads = [run.name for run in runs]
         cells = [(_breakable(name), [run.settings.get(name, UNKNOWN) for run in runs]) for name in differ]
-        parts.append(_table("settings", "Settings that differ", "setting", heads, cells))
-    elif len(runs) > 1 and same:
-        parts.append("<p>All that are known are the same in all runs.</p>")
-    if same:
-        value = {name: next(run.settings[name] for run in runs if name in run.settings) for name in same}
-        table = _table(
-            "settings", "Settings that are the same", "setting", ["value"], [(_breakable(n), [value[n]]) for n in same]
-        )
-        heading = f"{len(same)} settings that are the same" if len(runs) > 1 else f"{len(same)} settings"
+        parts.append("<h3>What differs between the runs</h3>")
+        parts.append(_table("settings", "Settings that differ", "setting", [run.name for run in runs], cells))
+    if same := [(_breakable(name), [known[0][name]]) for name in names if name not in set(differ)]:
+        table = _table("settings", "Settings that are the same", "setting", ["value"], same)
+        heading = f"{len(same)} settings{' that are the same' if len(runs) > 1 else ''}"
         parts.append(f"<details{'' if differ else ' open'}><summary>{heading}</summary>{table}</details>")
     return "\n".join(parts)
 
@@ -171,8 +191,3 @@ def _table(kind: str, label: str, first: str, heads: Sequence[str], rows: Sequen
         f'<div class="scroll" role="region" aria-label="{escape(label)}" tabindex="0"><table class="{kind}">'
         f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
     )
-
-
-def _footer(runs: Sequence[Run]) -> str:
-    items = "".join(f"<li>{escape(run.name)}: {escape(run.kind)}, {escape(str(run.source))}</li>" for run in runs)
-    return f"<p>Read from</p><ul>{items}</ul><p>Made by lightning-dct {escape(__version__)}.</p>"

@@ -1,20 +1,19 @@
-"""Reads every run that a command line names, under distinct names; reports what it cannot read."""
+"""Finds and reads every run that a command line names, under distinct names; reports what it cannot read."""
 
 from __future__ import annotations
 
+import csv
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lightning_dct.report.folders import find_runs
-from lightning_dct.report.logs import read_run
-from lightning_dct.report.run import Run, UnreadableRun
+from lightning_dct.report.logs import CSV_FILE, HYDRA_CONFIG, read_run
+from lightning_dct.report.run import Run
 
 _SAYS_NOTHING = re.compile(r"\d+|\d{4}-\d\d-\d\d[-_T\d.:]*|version_\d+|(offline-)?run-.*|csv|wandb|lightning_logs")
 """Folder names that say when a run was made, not what it is."""
-
 _NO_DIFFERENCE = ("logger=", "hydra.", "paths.", "callbacks.progress_bar")
 
 
@@ -33,9 +32,7 @@ class Reading:
 
 def read_all(words: Sequence[str]) -> Reading:
     """Read all runs of words such as ``RUN_DIR`` or ``NAME=RUN_DIR``; a folder stands for all runs below it."""
-    runs: list[Run] = []
-    folders: list[Path] = []
-    given: list[str] = []
+    runs: list[tuple[str, Path, Run]] = []
     unreadable: list[str] = []
     seen: set[Path] = set()
     for word in words:
@@ -45,66 +42,85 @@ def read_all(words: Sequence[str]) -> Reading:
         except OSError as error:
             unreadable.append(str(error))
             continue
-        fresh = [files for files in found if files.log not in seen]
-        seen |= {files.log for files in fresh}
-        for files in fresh:
+        for home, log in found:
             try:
-                runs.append(read_run(files))
-            except (UnreadableRun, OSError, ModuleNotFoundError) as error:
+                if log not in seen:
+                    given = f"{name}/{home.name}" if name and len(found) > 1 else name
+                    runs.append((given, home, read_run(home, log)))
+            except (ValueError, OSError, ModuleNotFoundError, RecursionError, csv.Error) as error:
                 unreadable.append(str(error))
-                continue
-            except RecursionError:
-                unreadable.append(f"{files.log}: its values, or those beside it, are nested too deep")
-                continue
-            folders.append(files.folder)
-            given.append("" if not name else name if len(found) == 1 else f"{name}/{files.folder.name}")
-    names = distinct_names(runs, folders)
-    runs = [replace(run, name=mine or made) for run, mine, made in zip(runs, given, names, strict=True)]
-    return Reading(tuple(_numbered(runs)), tuple(unreadable))
+        seen |= {log for _, log in found}
+    return Reading(tuple(_named(runs)), tuple(unreadable))
+
+
+def find_runs(path: Path) -> list[tuple[Path, Path]]:
+    """Find all runs in a folder and below, or the run of a log file.
+
+    Links are followed at ``path`` (``wandb/latest-run``), and not below.
+
+    Returns:
+        The folder and the log of each run, in the order of the folders' names.
+
+    Raises:
+        FileNotFoundError: There is no such file or folder, or no run in it.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such folder")
+    start = path.resolve()
+    logs = [start] if start.is_file() else [*start.rglob(CSV_FILE), *start.rglob("*.wandb")]
+    with_csv = {_home_of(log) for log in logs if log.name == CSV_FILE}
+    # Of one run that two loggers have logged the CSV is read.
+    runs = [(_home_of(log), log) for log in logs if log.name == CSV_FILE or _home_of(log) not in with_csv]
+    if not runs:
+        raise FileNotFoundError(
+            f"{path}: no run in it or below: neither {CSV_FILE} (CSVLogger) nor *.wandb (offline W&B)"
+        )
+    # version_10 comes after version_9.
+    return sorted(runs, key=lambda run: [(p.isdecimal(), int(p) if p.isdecimal() else 0, p) for p in _parts(run[1])])
+
+
+def _parts(file: Path) -> list[str]:
+    return re.split(r"(\d+)", str(file))
+
+
+def _home_of(log: Path) -> Path:
+    """The folder of Hydra's job that contains a log; the log's own if there is no such job."""
+    return next((folder for folder in [*log.parents][:3] if (folder / HYDRA_CONFIG).exists()), log.parent)
 
 
 def split_name(word: str) -> tuple[str, Path]:
     """Split ``NAME=RUN_DIR``, where both may contain equals signs: the folder is one that exists.
 
     Example:
-        >>> split_name("dense=outputs/a")
-        ('dense', PosixPath('outputs/a'))
+        >>> split_name("dense=/")
+        ('dense', PosixPath('/'))
     """
-    if Path(word).expanduser().exists() or "=" not in word:
-        return "", Path(word).expanduser()
-    signs = [index for index, character in enumerate(word) if character == "="]
-    at = next((sign for sign in signs if word[sign + 1 :] and _path_after(word, sign).exists()), signs[0])
-    return word[:at], _path_after(word, at)
+    if Path(word).exists():
+        return "", Path(word)
+    signs = (index for index, character in enumerate(word) if character == "=")
+    return next(
+        ((word[:sign], Path(word[sign + 1 :])) for sign in signs if Path(word[sign + 1 :]).exists()), ("", Path(word))
+    )
 
 
-def _path_after(word: str, sign: int) -> Path:
-    return Path(word[sign + 1 :]).expanduser()
+def _named(runs: Sequence[tuple[str, Path, Run]]) -> list[Run]:
+    """Name runs as given, else after their folders, or, where these are dates or numbers, after what only they set.
 
-
-def distinct_names(runs: Sequence[Run], folders: Sequence[Path]) -> list[str]:
-    """Name runs after their folders, or, where these are dates or numbers, after what their command lines set.
-
-    Equal names get the name of the folder above in front.
+    Equal names get the name of the folder above in front; those that are still equal get numbers.
     """
-    named = [not _SAYS_NOTHING.fullmatch(folder.name) for folder in folders]
-    others = [run for run, has_name in zip(runs, named, strict=True) if run.overrides and not has_name]
-    shared = set.intersection(*(set(run.overrides) for run in others)) if len(others) > 1 else set()
+    unnamed = [run for _, home, run in runs if run.overrides and _SAYS_NOTHING.fullmatch(home.name)]
+    shared = set.intersection(*(set(run.overrides) for run in unnamed)) if len(unnamed) > 1 else set()
     names = []
-    for run, folder, has_name in zip(runs, folders, named, strict=True):
-        own = [word for word in run.overrides if word not in shared and not word.startswith(_NO_DIFFERENCE)]
-        names.append(folder.name if has_name else " ".join(own) or run.name)
+    for _, home, run in runs:
+        own = " ".join(word for word in run.overrides if word not in shared and not word.startswith(_NO_DIFFERENCE))
+        names.append((own or run.name) if _SAYS_NOTHING.fullmatch(home.name) else home.name)
     often = Counter(names)
-    return [
-        f"{folder.parent.name}/{name}" if often[name] > 1 else name for name, folder in zip(names, folders, strict=True)
+    names = [
+        given or (f"{home.parent.name}/{name}" if often[name] > 1 else name)
+        for name, (given, home, _) in zip(names, runs, strict=True)
     ]
-
-
-def _numbered(runs: Sequence[Run]) -> list[Run]:
-    """Number runs that still have the same name."""
-    often = Counter(run.name for run in runs)
-    so_far: Counter[str] = Counter()
-    result = []
-    for run in runs:
-        so_far[run.name] += 1
-        result.append(replace(run, name=f"{run.name} ({so_far[run.name]})") if often[run.name] > 1 else run)
+    often, so_far, result = Counter(names), Counter[str](), []
+    for name, (_, _, run) in zip(names, runs, strict=True):
+        so_far[name] += 1
+        result.append(replace(run, name=f"{name} ({so_far[name]})" if often[name] > 1 else name))
     return result

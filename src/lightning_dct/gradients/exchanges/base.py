@@ -48,14 +48,12 @@ class Exchange(ABC):
         link_traversals: See :func:`~lightning_dct.gradients.plan.plan_bucket`.
         rounds: Collectives that a bucket takes, one after the other.
         pieces: What this rank owns of the model, by label.
-        co_owners: Ranks that own the same pieces of other sums; None where there is one sum, or none is owned.
     """
 
     everyone: Link
     link_traversals: float
     rounds = 1
     pieces: Mapping[str, Piece] = {}
-    co_owners: Link | None = None
 
     @abstractmethod
     def send(self, bucket: Bucket, memory: Memory) -> Flow:

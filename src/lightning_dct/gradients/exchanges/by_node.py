@@ -48,7 +48,6 @@ class ByNode(Exchange):
         self.pieces = owned_by(pieces, inside.rank)
         self.link_traversals = by_node_link_traversals(between.size, inside.size)
         self._inside, self._between = inside, between
-        self.co_owners = between
         self._defer_unused = defer_unused
         self._made = [inside.group, between.group]
         self._shards = Shards(pieces, inside.size)

@@ -21,7 +21,8 @@ from distributed.training import (
     fit,
     trainer_for,
 )
-from lightning_dct import AccordionSchedule, DCTPipelineStrategy, DCTStrategy
+from lightning_dct import DCTPipelineStrategy, DCTStrategy
+from methods import AccordionSchedule
 
 LOW, HIGH, THRESHOLD = 0.05, 0.5, 0.3
 

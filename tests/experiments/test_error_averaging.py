@@ -25,8 +25,9 @@ from distributed.training import (
     local_gradients,
     trainer_for,
 )
-from lightning_dct import DCTStrategy, ErrorAveraging
+from lightning_dct import DCTStrategy
 from lightning_dct.reference import Memory
+from methods import ErrorAveraging
 
 
 def case_of(exchange: str) -> Case:
@@ -38,17 +39,15 @@ def train(exchange: str, accumulate: int) -> Run:
     return run_case(case_of(exchange), accumulate, callbacks=[ErrorAveraging(every_n_steps=5)])
 
 
-@pytest.mark.parametrize(
-    ("world_size", "exchange", "accumulate"), [(3, "all_gather", 2), (3, "sharded", 1), (4, "by_node", 1)]
-)
+@pytest.mark.parametrize(("world_size", "exchange", "accumulate"), [(3, "all_gather", 2), (3, "sharded", 1)])
 def test_matches_the_reference(ranks: Any, world_size: int, exchange: str, accumulate: int) -> None:
     """Oracle: lightning_dct.reference. The last bits differ: the backend chooses the order of a sum of three."""
-    case, averager = case_of(exchange), "node" if exchange == "by_node" else "rank"
+    case = case_of(exchange)
 
     def average(step: int, memories: list[Memory]) -> None:
         for memory in memories if step % 5 == 0 else []:
             for _, _, start in list(memory):
-                some = [held for (sender, _, first), held in memory.items() if (sender, first) == (averager, start)]
+                some = [held for (sender, _, first), held in memory.items() if (sender, first) == ("rank", start)]
                 mean = sum(torch.as_tensor(held.residual) for held in some) / len(some)
                 for held in some:
                     held.residual = mean

@@ -1,0 +1,237 @@
+"""A run that sets itself: the settings to choose from, the rule, and how long a step takes with each.
+
+    DDP in fp32, DDP in bf16, then updates at 1 bit: every step at 30%, ever more local steps, and a lower density
+
+The order is from what loses nothing to what loses most, as in ``docs/tuning.md``: up to 8 local steps at 30% no loss
+beyond 1% was seen on what was tried there, from 80 at 10% on it was. Every rung costs less time than the one before, in
+compressing as on the link. Times follow the model of ``lightning-dct plan``.
+:class:`~lightning_dct.callbacks.AutoSettings` chooses while a run trains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_dct.config import DCTConfig, ValueFormat
+from lightning_dct.forecast.bytes_sent import dense_step
+from lightning_dct.forecast.forecast import make_forecast
+from lightning_dct.forecast.link import MeasuredLink
+from lightning_dct.forecast.speed import Speed, measure_speed
+from lightning_dct.forecast.workload import Workload
+from lightning_dct.gradients.exchanges.nodes import NodeLayout
+from lightning_dct.gradients.plan import real_numel
+from lightning_dct.tables import rate_text
+from lightning_dct.traffic import FP32_BYTES
+
+SECONDS = 0.05
+"""How long compressing is timed for each density; it is done a few times at least."""
+ROUNDS = ((1, 0.3), (2, 0.3), (4, 0.3), (8, 0.3), (16, 0.1), (32, 0.1), (80, 0.1), (100, 0.1))
+"""Local steps and densities."""
+CHOSEN = ("compress", "local_steps", "delay", "density", "density_per_parameter", "value_format")
+"""Settings that are chosen, so that nobody else may give them."""
+OF_BOTH = ("refresh_every", "min_tensor_size", "guard", "exchange", "kernel", "missing_state")
+LONGEST_DELAY = 0.1
+"""The share of a run that an entry may wait."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """Settings, and what they cost.
+
+    Attributes:
+        config: The settings.
+        seconds: Of a step, predicted.
+        num_bytes: That the rank that sends most sends in a step.
+    """
+
+    config: DCTConfig
+    seconds: float
+    num_bytes: int
+
+    @property
+    def delay(self) -> float:
+        """Optimizer steps that an entry waits, about."""
+        return 0.0 if self.config.compress == "gradients" else self.config.round_length / self.config.density
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A decision.
+
+    Attributes:
+        option: The settings.
+        is_within: Whether their step takes no longer than was asked for.
+        is_shortest: Whether the length of the run forbids what is faster.
+    """
+
+    option: Option
+    is_within: bool
+    is_shortest: bool = False
+
+    def reason(self, longest: float) -> str:
+        """The decision in a sentence; ``longest`` is the seconds that a step may take."""
+        limit = f"{1e3 * longest:,.1f} ms that a step may take"
+        if self.is_within:
+            why = f"it loses least of what stays within the {limit}"
+        else:
+            why = f"it is the fastest, and nothing stays within the {limit}"
+            why += ", as delays of more than a tenth of the run are out of the question" if self.is_shortest else ""
+        return f"takes {describe(self.option.config)}: predicted at {1e3 * self.option.seconds:,.1f} ms a step, {why}"
+
+
+def choose(options: Sequence[Option], longest: float, steps: float) -> Choice:
+    """The first whose step is short enough; where there is none, the fastest that the run is long enough for.
+
+    Args:
+        options: From what loses least to what loses most, one of them or more.
+        longest: Seconds that a step may take.
+        steps: Optimizer steps of the whole run; infinite where that is not known.
+    """
+    allowed = [option for option in options if option.delay <= LONGEST_DELAY * steps] or [options[0]]
+    for option in allowed:
+        if option.seconds <= longest:
+            return Choice(option, is_within=True)
+    return Choice(min(allowed, key=lambda option: option.seconds), False, is_shortest=len(allowed) < len(options))
+
+
+def dense(base: DCTConfig, value_format: ValueFormat = "fp32") -> DCTConfig:
+    """What DistributedDataParallel does: the mean of all gradients in every step, in fp32 or in bf16."""
+    shared: dict[str, Any] = {name: getattr(base, name) for name in OF_BOTH}
+    return DCTConfig(compress="gradients", density=1.0, value_format=value_format, **shared)
+
+
+def rungs(base: DCTConfig, min_density: float = 0.0) -> list[DCTConfig]:
+    """Updates, from what loses least to what loses most; an exchange sends at least ``min_density`` of the entries."""
+    found = [replace(base, local_steps=steps, density=max(density, min_density)) for steps, density in ROUNDS]
+    return [one for index, one in enumerate(found) if one not in found[:index]]
+
+
+def check_left_out(base: DCTConfig) -> None:
+    """Refuse settings that would be overridden.
+
+    Raises:
+        ValueError: With their names and the remedy.
+    """
+    defaults = {one.name: getattr(DCTConfig(), one.name) for one in fields(base)}
+    given = [f"{name}={getattr(base, name)!r}" for name in CHOSEN if getattr(base, name) != defaults[name]]
+    if given:
+        raise ValueError(
+            f"`target_overhead` chooses what was given as {', '.join(given)}. Leave these out, or leave out"
+            " `target_overhead`. `min_density` is a lower bound on what it may choose."
+        )
+
+
+def describe(config: DCTConfig) -> str:
+    """Settings in a few words.
+
+    Example:
+        >>> describe(dense(DCTConfig())), describe(DCTConfig())
+        ('plain DDP', 'updates every 8 steps, 30%')
+    """
+    if config.compress == "gradients":
+        return "DDP in bf16" if config.halves else "plain DDP"
+    every = "every step" if config.round_length == 1 else f"every {config.round_length} steps"
+    return f"updates {every}, {100 * config.density:g}%"
+
+
+def table_of(options: Sequence[Option], taken: DCTConfig, steps: float) -> list[list[str]]:
+    """The heads of the columns, then a row for each option; see :func:`choose`."""
+    rows = [["settings", "ms a step", "bytes a step", "delay, steps", ""]]
+    return rows + [
+        [
+            describe(option.config),
+            f"{1e3 * option.seconds:,.1f}",
+            f"{option.num_bytes:,}",
+            f"{option.delay:,.0f}",
+            "taken" if option.config == taken else "too long for this run" if option.delay > steps / 10 else "",
+        ]
+        for option in options
+    ]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measurements of a run, the same on every rank.
+
+    Attributes:
+        compute: Seconds of a step without synchronisation.
+        link: Between the ranks as they are placed.
+        layout: Where they are.
+        workload: What is synchronised.
+    """
+
+    compute: float
+    link: MeasuredLink
+    layout: NodeLayout
+    workload: Workload
+
+    def all_reduce_seconds(self, config: DCTConfig) -> float:
+        """How long the all-reduce of all gradients takes on the link."""
+        return self.link.all_reduce_seconds((2 if config.halves else FP32_BYTES) * self.workload.entries)
+
+    def __str__(self) -> str:
+        rate = "no limit that shows" if (bits := self.link.bits_per_second) is None else rate_text(float(f"{bits:.2g}"))
+        return f"link: {rate}, {1e3 * self.link.latency:.2g} ms an all-reduce of nothing"
+
+
+def agreed(numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """The largest that any rank has, of each number; a collective call. Its bytes belong to no step."""
+    largest = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    return [float(number) for number in largest]
+
+
+def measure_speeds(
+    configs: Sequence[DCTConfig], workload: Workload, group: dist.ProcessGroup, device: torch.device
+) -> dict[float, Speed]:
+    """The cost of compressing on the slowest rank while all of them compress, by density; a collective call.
+
+    The settings have one value format. The largest bucket of the workload is what is timed.
+    """
+    speeds = {}
+    for config in {config.density: config for config in configs}.values():
+        buckets = workload.buckets_under(config)
+        sizes = max(([real_numel(workload.parameters[name]) for name in bucket] for bucket in buckets), key=sum)
+        own = measure_speed(config.density, config.value_format, sizes, config.min_tensor_size, SECONDS, device)
+        compress, clear, add, move = agreed([own.compress, own.clear, own.add, own.move], group, device)
+        speeds[config.density] = Speed(compress, clear, add, own.how, move)
+    return speeds
+
+
+def predict_dense(measured: Measured, base: DCTConfig, now: tuple[DCTConfig, float] | None = None) -> list[Option]:
+    """DDP in fp32 and in bf16.
+
+    Args:
+        measured: The run.
+        base: The settings that nobody chooses.
+        now: Which of the two the run has at the moment, and the seconds a step waits for it: backward hides the rest.
+            Without it nothing is taken to be hidden.
+    """
+    hidden = 0.0 if now is None else measured.all_reduce_seconds(now[0]) - now[1]
+    sent = dense_step(measured.workload, measured.layout).sent[0].total
+    return [
+        Option(
+            config,
+            measured.compute + max(0.0, measured.all_reduce_seconds(config) - hidden),
+            sent // (2 if config.halves else 1),
+        )
+        for config in (dense(base), dense(base, "bf16"))
+    ]
+
+
+def predict_updates(measured: Measured, configs: Sequence[DCTConfig], speeds: Mapping[float, Speed]) -> list[Option]:
+    """Updates, once warm-up is over; ``speeds`` is the cost of compressing by density."""
+    options, rate = [], measured.link.bits_per_second or math.inf
+    for config in configs:
+        forecast = make_forecast(
+            config, measured.workload, measured.layout, rate, speeds[config.density], measured.link.latency
+        )
+        row = forecast.row(forecast.choice.name if config.exchange == "auto" else config.exchange)
+        options.append(Option(config, measured.compute + row.seconds, row.most_sent))
+    return options

@@ -1,0 +1,163 @@
+"""A W&B dashboard for runs with ``CompressionMonitor``, kept as code: its panels, and the workspace made of them.
+
+:class:`~lightning_dct.CompressionMonitor` logs every key here except those of quality, which the user names. A test
+compares them with a run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from lightning_dct.callbacks.wandb_runs import CONFIG_KEY, STEP
+
+QUALITY = ("train/loss", "val/loss")
+"""Keys of the model's quality, as the experiments of this repository log them."""
+GROUPS = ("strategy", "density", "value_format")
+"""Settings by which runs are grouped, outermost first."""
+RATIO, TENSORS = "dct/compression_ratio", "dct/dp/tensors"
+
+
+class Panel(NamedTuple):
+    """What one panel shows.
+
+    Attributes:
+        title: Above it.
+        keys: Logged keys. Of ``trade`` the horizontal and the vertical one; of ``bars`` a table and its column.
+        kind: ``curves`` over steps, ``log`` for such on a logarithmic axis, ``trade`` for a point a run, ``bars``, or
+            ``table``.
+    """
+
+    title: str
+    keys: tuple[str, ...]
+    kind: str = "curves"
+
+
+def sections(quality: Sequence[str] = QUALITY) -> dict[str, list[Panel]]:
+    """All panels by section, from top to bottom.
+
+    Args:
+        quality: Keys of the model's quality. Each gets a panel; the last one is also drawn against the ratio.
+    """
+    return {
+        "Quality": [
+            *(Panel(key, (key,)) for key in quality),
+            *(Panel(f"{key} against compression ratio", (f"{RATIO}.mean", key), "trade") for key in quality[-1:]),
+        ],
+        "Bytes": [
+            Panel("data parallelism: bytes sent, rank 0", ("dct/dp/bytes_sent",)),
+            Panel("data parallelism: sent, and dense fp32", ("dct/dp/bytes_sent", "dct/dp/bytes_dense"), "log"),
+            Panel("", ("dct/summary",), "table"),
+        ],
+        "Compression ratio": [
+            Panel("all traffic, against dense fp32", (RATIO,), "log"),
+            Panel("data parallelism, against dense fp32", ("dct/dp/compression_ratio",), "log"),
+        ],
+        "Thresholds and densities per tensor": [
+            Panel("threshold, median of all tensors", ("dct/dp/threshold",), "log"),
+            Panel("thresholds of all tensors, log10", ("dct/dp/log10_threshold",)),
+            Panel("threshold", (TENSORS, "threshold"), "bars"),
+            Panel("density: entries sent over entries due", ("dct/dp/density",)),
+            Panel("densities of all tensors, log10", ("dct/dp/log10_density",)),
+            Panel("density", (TENSORS, "density"), "bars"),
+            Panel("", (TENSORS,), "table"),
+        ],
+        "Residual norms": [
+            Panel("norm over all tensors, rank 0", ("dct/dp/residual_norm",)),
+            Panel("norms of all tensors, log10", ("dct/dp/log10_residual_norm",)),
+            Panel("residual norm", (TENSORS, "residual_norm"), "bars"),
+        ],
+        "Compression time": [Panel("ms a step", ("dct/overhead_ms",))],
+        "Split points": [
+            Panel("compression ratio, against dense fp32", ("dct/mp/compression_ratio",), "log"),
+            Panel("bytes sent, and dense fp32", ("dct/mp/bytes_sent", "dct/mp/bytes_dense"), "log"),
+            Panel("density: entries sent over entries due", ("dct/mp/density",)),
+            Panel("threshold, median", ("dct/mp/threshold",), "log"),
+            Panel("all thresholds, log10", ("dct/mp/log10_threshold",)),
+            Panel("norm of the residual, rank 0", ("dct/mp/residual_norm",)),
+            Panel("forwards with more entries than a payload holds", ("dct/mp/overflows",)),
+        ],
+    }
+
+
+def make_workspace(entity: str, project: str, name: str, quality: Sequence[str] = QUALITY) -> Any:
+    """The dashboard as a workspace of ``wandb-workspaces``, not saved; the same arguments make the same one."""
+    from wandb_workspaces import workspaces
+
+    made = []
+    for row, (title, panels) in enumerate(sections(quality).items()):
+        shown = [_make(panel) for panel in panels]
+        for column, panel in enumerate(shown):
+            # Random by default: then a file under version control would change in every line.
+            panel._id = f"lightningdct{row}{column}"
+        layout = workspaces.SectionLayoutSettings(columns=3, rows=-(-len(shown) // 3))
+        made.append(workspaces.Section(name=title, panels=shown, is_open=True, layout_settings=layout))
+    return workspaces.Workspace(
+        entity=entity,
+        project=project,
+        name=name,
+        sections=made,
+        settings=workspaces.WorkspaceSettings(x_axis=STEP),
+        runset_settings=workspaces.RunsetSettings(
+            groupby=[workspaces.Config(f"{CONFIG_KEY}.{setting}") for setting in GROUPS]
+        ),
+    )
+
+
+def to_json(workspace: Any) -> str:
+    """A workspace as W&B stores it."""
+    # Private: the package has no public way to a specification without sending it.
+    view = workspace._to_model().model_dump(by_alias=True, exclude_none=True)
+    stored = {key: view[key] for key in ("entity", "project", "displayName", "spec")}
+    return json.dumps(stored, indent=2) + "\n"
+
+
+def push(entity: str | None, project: str, name: str, quality: Sequence[str]) -> str:
+    """Save the dashboard as a new view of a project, by default of the user's default entity; return the view's URL.
+
+    Raises:
+        ValueError: No user is logged in, W&B cannot be reached, or there is no such project.
+    """
+    import wandb
+    from wandb.errors import AuthenticationError, CommError, UsageError
+
+    try:
+        api = wandb.Api()
+        owner = entity or api.default_entity
+    except (AuthenticationError, UsageError) as error:
+        raise ValueError(
+            f"cannot log in to W&B: {error} Run `wandb login`, or set WANDB_API_KEY, and WANDB_BASE_URL for your own"
+            " server. `--output FILE` needs no login."
+        ) from error
+    if not owner:
+        raise ValueError("you have no default entity in W&B. Name the owner of the project: `--entity NAME`.")
+    try:
+        # Reading anything of a project asks W&B for it.
+        _ = api.project(project, owner).id
+        url: str = make_workspace(owner, project, name, quality).save().url
+    except (CommError, ValueError) as error:
+        raise ValueError(
+            f"W&B has no project {project!r} of the entity {owner!r}, or you may not write to it ({error}). Check"
+            f" `--project` and `--entity`, or log a run there first: `WandbLogger(project={project!r})`."
+        ) from error
+    return url
+
+
+def _make(panel: Panel) -> Any:
+    from wandb_workspaces.reports.v2 import interface as panels
+
+    match panel.kind:
+        case "trade":
+            across, upwards = map(panels.SummaryMetric, panel.keys)
+            return panels.ScatterPlot(title=panel.title, x=across, y=upwards, log_x=True)
+        case "bars":
+            return panels.CustomChart(
+                query={"summaryTable": {"tableKey": panel.keys[0]}},
+                chart_name="wandb/bar/v0",
+                chart_fields={"label": "tensor", "value": panel.keys[1]},
+                chart_strings={"title": panel.title},
+            )
+        case "table":
+            return panels.WeavePanelSummaryTable(table_name=panel.keys[0])
+    return panels.LinePlot(title=panel.title, x=STEP, y=list(panel.keys), log_y=panel.kind == "log" or None)
