@@ -15,6 +15,8 @@ from benchmark.results import Figure, Run, names_in, summarise
 from benchmark.synchronisations import NOTHING
 from benchmark.tables import link_name
 
+# Steps over which a loss is averaged.
+SMOOTHING = 10
 OURS, FLOOR, OTHERS = "tab:orange", "tab:green", "tab:gray"
 
 
@@ -37,6 +39,29 @@ def plot_steps(file: Path, runs: Sequence[Run]) -> None:
     sent = {name: [run.sent_bytes / 1e3 for run in first if run.synchronisation == name] for name in names}
     draw_bars(axes[-1], names, [Figure.of(sent[name]) for name in names], scale="log")
     axes[-1].set_xlabel("kB a step and host, at the interface" if has_links else "kB a step, counted")
+    save(figure, file)
+
+
+def plot_losses(file: Path, runs: Sequence[Run], scored: Sequence[Run]) -> None:
+    """Draw the training loss over time: the losses of the scored runs, at the pace measured on each kind of link."""
+    links = list(dict.fromkeys(run.megabits for run in runs))
+    has_links = runs[0].interface_bytes is not None
+    by_name = {run.synchronisation: run for run in scored}
+    figure, axes = plt.subplots(1, len(links), figsize=(6 * len(links), 4), sharey=True, squeeze=False)
+    for link, axis in zip(links, axes[0], strict=True):
+        for run in (by_name[name] for name in names_in(scored)):
+            pace = summarise([other for other in runs if other.megabits == link], run.synchronisation).step_ms
+            if pace is None:
+                continue
+            window = min(SMOOTHING, len(run.losses))
+            means = [sum(run.losses[i : i + window]) / window for i in range(len(run.losses) - window + 1)]
+            seconds = [(i + window) * pace.median / 1e3 for i in range(len(means))]
+            ours = run.synchronisation.startswith("DCT")
+            axis.plot(seconds, means, label=run.synchronisation, linestyle="-" if ours else "--")
+        axis.set_xscale("log")
+        axis.set_xlabel(f"seconds, {link_name(link, has_links)}")
+    axes[0][0].set_ylabel("training loss, nats a byte")
+    axes[0][-1].legend(fontsize="x-small")
     save(figure, file)
 
 

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/,
 
 from benchmark.job import Job
 from benchmark.machine import describe_machine, warn_if_busy
-from benchmark.plots import plot_steps
+from benchmark.plots import plot_losses, plot_steps
 from benchmark.results import Run, names_in, read_runs, summarise, write_report
 from benchmark.synchronisations import DDP, NOTHING, SYNCHRONISATIONS
 from benchmark.tables import link_name, publish, tabulate_steps
@@ -53,10 +53,12 @@ def in_order(names: Sequence[str], round: int) -> list[str]:
 
 
 @contextmanager
-def some_hosts(count: int, megabits: float | None, has_links: bool) -> Iterator[list[Host] | list[LoopbackHost]]:
+def some_hosts(
+    count: int, megabits: float | None, delay: float, has_links: bool
+) -> Iterator[list[Host] | list[LoopbackHost]]:
     """Hosts with links, or what stands in for them."""
     if has_links:
-        with make_hosts(count, megabits) as hosts:
+        with make_hosts(count, megabits, delay) as hosts:
             yield hosts
     else:
         yield [LoopbackHost() for _ in range(count)]
@@ -92,7 +94,10 @@ class Benchmark:
     def _round(self, megabits: float | None, round: int, steps: int, score: bool) -> list[Run]:
         count = self._options.hosts
         environment = {"OMP_NUM_THREADS": str(self.threads), "NUMBA_NUM_THREADS": str(self.threads)}
-        with tempfile.TemporaryDirectory() as folder, some_hosts(count, megabits, self._has_links) as hosts:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            some_hosts(count, megabits, self._options.delay / 1000, self._has_links) as hosts,
+        ):
             os.chmod(folder, 0o777)  # the hosts' processes may be another user's
             job = Job(
                 synchronisations=in_order(self._names, round),
@@ -160,6 +165,7 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, default=2, help="how many hosts")
     parser.add_argument("--ranks-per-host", type=int, default=1, help="of which each has so many")
     parser.add_argument("--rates", type=float, nargs="+", default=[1000, 100], help="of the links, in Mbit/s")
+    parser.add_argument("--delay", type=float, default=0.0, help="that frames travel each way, in milliseconds")
     parser.add_argument("--rounds", type=int, default=3, help="how often everything is measured")
     parser.add_argument("--steps", type=int, default=30, help="most steps measured in a run")
     parser.add_argument("--quality-steps", type=int, default=100, help="steps of the scored round; 0 leaves it out")
@@ -199,7 +205,9 @@ def main(words: Sequence[str]) -> int:
     about = {"machine": machine, "notes": notes, "options": {**vars(options), "output": str(folder)}}
     write_report(folder / "steps.json", about, benchmark.runs, benchmark.scored)
     plot_steps(folder / "steps.png", benchmark.runs)
-    for path in (folder, *folder.glob("steps.*")):
+    if benchmark.scored:
+        plot_losses(folder / "losses.png", benchmark.runs, benchmark.scored)
+    for path in (folder, *folder.glob("steps.*"), *folder.glob("losses.png")):
         give_to_invoking_user(path)
     return 0
 

@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from network.delay import DelayedWire
+
 INTERFACE = "eth0"
 SUBNET = "10.213.7"
 HEADER_BYTES = 66  # of a packet: Ethernet 14, IPv4 20, TCP 20 and its time stamps 12
@@ -65,13 +67,14 @@ def why_not() -> str | None:
 
 
 @contextmanager
-def make_hosts(count: int, megabits: float | None = None) -> Iterator[list[Host]]:
+def make_hosts(count: int, megabits: float | None = None, delay: float = 0.0) -> Iterator[list[Host]]:
     """Make hosts that reach one another, and remove them afterwards.
 
     Args:
         count: How many, from 2 to 200.
         megabits: How fast each host's link is, in either direction, in 10^6 bits a second, headers included; None
-            for as fast as the machine copies memory.
+            for as fast as the machine copies memory. With a delay it limits what a host sends, not what it receives.
+        delay: Seconds that a frame travels; 0 for no longer than the machine takes.
 
     Raises:
         RuntimeError: This machine cannot make them; the message says why.
@@ -81,22 +84,30 @@ def make_hosts(count: int, megabits: float | None = None) -> Iterator[list[Host]
     bridge = f"dct{os.getpid() % 100000}"
     hosts = [Host(f"{bridge}-{index}", f"{SUBNET}.{index + 1}") for index in range(count)]
     outsides = [f"{bridge}p{index}" for index in range(count)]
+    wire = DelayedWire(outsides, delay) if delay else None
     try:
-        _ip("link", "add", bridge, "type", "bridge")
-        _ip("link", "set", bridge, "up")
+        if wire is None:
+            _ip("link", "add", bridge, "type", "bridge")
+            _ip("link", "set", bridge, "up")
         for outside, host in zip(outsides, hosts, strict=True):
             _ip("netns", "add", host.namespace)
-            _ip("link", "add", outside, "type", "veth", "peer", "name", INTERFACE, "netns", host.namespace)
-            _ip("link", "set", outside, "master", bridge, "up")
+            if wire is None:
+                _ip("link", "add", outside, "type", "veth", "peer", "name", INTERFACE, "netns", host.namespace)
+                _ip("link", "set", outside, "master", bridge, "up")
+            else:
+                _ip("link", "set", outside, "netns", host.namespace, "name", INTERFACE)
             inside = ("-netns", host.namespace)
             _ip(*inside, "address", "add", f"{host.address}/24", "dev", INTERFACE)
             _ip(*inside, "link", "set", INTERFACE, "up")
             _ip(*inside, "link", "set", "lo", "up")
             if megabits is not None:
                 limit_rate([*inside], INTERFACE, megabits)
-                limit_rate([], outside, megabits)
+                if wire is None:
+                    limit_rate([], outside, megabits)
         yield hosts
     finally:
+        if wire is not None:
+            wire.close()
         for host in hosts:
             subprocess.run(["ip", "netns", "delete", host.namespace], check=False, capture_output=True)
         subprocess.run(["ip", "link", "delete", bridge], check=False, capture_output=True)
