@@ -140,6 +140,7 @@ def notes_on(
         f" ({machine['processor']}), torch {machine['torch']}; {options.batch_size} rows a rank; medians (and ranges)"
         f" over {options.rounds} rounds; up to {options.steps} steps a run, fewer where they are slow.",
     ]
+    notes += [f"Frames travel {options.delay:g} ms each way."] if options.delay else []
     first_rate = [run for run in benchmark.runs if run.megabits == benchmark.runs[0].megabits]
     selecting = {name: summarise(first_rate, name).selecting_ms for name in names_in(first_rate) if name[:3] == "DCT"}
     if selecting:
