@@ -30,7 +30,7 @@ def meet(monkeypatch: pytest.MonkeyPatch, ranks: list[Rank]) -> None:
             for settings, module in ranks
         ]
 
-    monkeypatch.setattr(agreement, "_gather", gather)
+    monkeypatch.setattr(agreement, "gather_objects", gather)
 
 
 def test_ranks_that_agree(monkeypatch: pytest.MonkeyPatch) -> None:
