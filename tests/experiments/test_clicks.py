@@ -1,13 +1,8 @@
-import json
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from torchmetrics.functional import auroc
 
-from distributed.scripts import train_on_ranks
 from dlrm.data import FIRST_ROW, MISSING_ID, NUM_DENSE, ClickTeacher, SyntheticClicks
 from dlrm.model import DLRM, ThresholdedTables
 from streams import TrainingStream, batches_to_cover, rank_rows
@@ -208,11 +203,3 @@ def test_thresholded_tables_send_the_largest_pooled_entries_of_each_and_their_gr
     assert sum(mask.traffic.totals.bytes_sent for mask in tables.masks) == 2 * (8 * words + left_over)
     with torch.no_grad():
         assert int((tables.request(ids).pooled() != 0).sum()) == 6
-
-
-def test_two_ranks_train_with_the_papers_exchange(ranks: Any, tmp_path: Path) -> None:
-    small = ("trainer.max_steps=4", "trainer.val_check_interval=4", "data.batch_size=16", "data.eval_rows=64")
-    exchange = ("model.tables=thresholded", "model.exchange.value_format=bf16", "data.eval_batch_size=32")
-    train_on_ranks(ranks, tmp_path, "experiment=dlrm", "logger=none", *small, *exchange)
-    (result,) = tmp_path.glob("outputs/*/*/result.json")
-    assert 10 < json.loads(result.read_text())["split_ratio"] < 40
