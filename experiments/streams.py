@@ -8,6 +8,7 @@ processes can be compared. The loaders here are plain iterables: Lightning wraps
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,20 @@ def rank_and_world_size(trainer: Any) -> tuple[int, int]:
     # Strategies of a single process have none.
     share = getattr(trainer, "distributed_sampler_kwargs", None)
     return (trainer.global_rank, trainer.world_size) if share is None else (share["rank"], share["num_replicas"])
+
+
+def shuffled(places: npt.NDArray[np.int64], size: int, seed: int) -> npt.NDArray[np.int64]:
+    """The rows at some places of an endless order, in which each ``size`` places in a row hold every row once."""
+    epochs, within = np.divmod(places, size)
+    rows = np.empty_like(places)
+    for epoch in np.unique(epochs).tolist():
+        rows[epochs == epoch] = _order(size, seed, epoch)[within[epochs == epoch]]
+    return rows
+
+
+@lru_cache(maxsize=2)
+def _order(size: int, seed: int, epoch: int) -> npt.NDArray[np.uint32]:
+    return np.random.default_rng((seed, epoch)).permutation(np.arange(size, dtype=np.uint32))
 
 
 class TrainingStream:

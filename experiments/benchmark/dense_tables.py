@@ -64,7 +64,7 @@ class DenseLookup:
         self._module, self._samples = module, len(ids)
         exchange, world = module.exchange_group, range(module.placement.world_size)
         with module.traffic.timed():
-            self._tables = [torch.from_numpy(module.placement.tables_on(rank)) for rank in world]
+            self._tables = [torch.tensor(module.placement.first_rank).eq(rank).nonzero().squeeze(1) for rank in world]
             mine = self._tables[exchange.rank].numpy()
             asked = [ids[:, tables].reshape(-1).view(torch.uint8) for tables in self._tables]
         heard = exchange.start(asked, [8 * len(ids) * mine.size for _ in world], module.traffic).wait()

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dct import ShardedEmbeddingBags
+from lightning_dct import ShardedEmbeddingBags, SplitPoint
+from lightning_dct.traffic import Traffic
 
 
 def fully_connected(sizes: Sequence[int], *, activate_last: bool) -> nn.Sequential:
@@ -37,6 +38,52 @@ def fully_connected(sizes: Sequence[int], *, activate_last: bool) -> nn.Sequenti
     return nn.Sequential(*layers if activate_last else layers[:-1])
 
 
+class ThresholdedTables(nn.Module):
+    """The paper's exchange (Gupta et al., KDD 2021, section 3.2), to compare changes with.
+
+    Of a batch's pooled embeddings only each table's largest entries cross, and the others are zero for the model;
+    gradients come back under the same mask. Here rows cross as they are, and the rank that uses them masks what it has
+    pooled: the same model, but each threshold sees one rank's batch. What is counted is what would cross of all
+    tables, without ids.
+
+    Args:
+        table_rows: Rows of each table.
+        embedding_dim: Size of an embedding.
+        density: Share of a table's pooled entries that crosses.
+        value_format: Of pooled embeddings and of their gradients, as :class:`lightning_dct.SplitPoint` takes it.
+        refresh_every: Optimizer steps between two exact selections of the thresholds.
+        **settings: As :class:`lightning_dct.ShardedEmbeddingBags` takes them.
+    """
+
+    def __init__(
+        self,
+        table_rows: Sequence[int],
+        embedding_dim: int,
+        density: float,
+        value_format: Any = "bf16",
+        refresh_every: int = 1000,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        self.rows = ShardedEmbeddingBags(table_rows, embedding_dim, density=1.0, value_format="fp32", **settings)
+        formats = {"forward_format": value_format, "backward_format": value_format}
+        self.masks = nn.ModuleList(
+            SplitPoint(density, refresh_every=refresh_every, **formats, seed=table) for table in range(len(table_rows))
+        )
+        self._not_reported = Traffic()
+
+    def request(self, ids: Tensor) -> ThresholdedTables:
+        """Start the exchange of rows for ids ``[batch, tables]``."""
+        self.rows.traffic = self._not_reported  # the strategy gives it the counter of the masks
+        self._lookup = self.rows.request(ids)
+        return self
+
+    def pooled(self) -> Tensor:
+        """Wait for the rows; pool and mask them: ``[batch, tables, dim]``."""
+        parts = self._lookup.pooled().unbind(1)
+        return torch.stack([mask(part) for mask, part in zip(self.masks, parts, strict=True)], dim=1)
+
+
 class DLRM(nn.Module):
     """The reference model, one embedding bag (sum) a categorical feature.
 
@@ -48,6 +95,7 @@ class DLRM(nn.Module):
         top_sizes: Hidden widths of the top network.
         exchange: Settings of ``ShardedEmbeddingBags`` to spread the tables over the ranks; None keeps whole tables on
             every rank.
+        thresholded: The settings are for :class:`ThresholdedTables` instead.
     """
 
     def __init__(
@@ -58,12 +106,14 @@ class DLRM(nn.Module):
         bottom_sizes: Sequence[int] = (64, 32),
         top_sizes: Sequence[int] = (64, 32),
         exchange: Mapping[str, Any] | None = None,
+        thresholded: bool = False,
     ) -> None:
         super().__init__()
         self.bottom = fully_connected([num_dense, *bottom_sizes, embedding_dim], activate_last=True)
         self.tables: nn.Module
         if exchange is not None:
-            self.tables = ShardedEmbeddingBags(table_rows, embedding_dim, **exchange)
+            kind = ThresholdedTables if thresholded else ShardedEmbeddingBags
+            self.tables = kind(table_rows, embedding_dim, **exchange)
         else:
             self.tables = nn.ModuleList(nn.EmbeddingBag(rows, embedding_dim, mode="sum") for rows in table_rows)
             for table in self.tables:

@@ -7,7 +7,6 @@ is counted (how often a user or a film is rated) is counted over the training pa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from streams import (
     batches_to_cover,
     rank_and_world_size,
     rank_rows,
+    shuffled,
 )
 
 POSITIVE_FROM = 4
@@ -189,33 +189,15 @@ class MovieLens(LightningDataModule):
             "label": torch.from_numpy(clicks.label[numbers]),
         }
 
-    def _shuffled(self) -> Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]:
-        """Map places in the endless training order to rating numbers, keeping the two epochs a batch may touch."""
-        training = self.parts["train"]
-        epochs: dict[int, npt.NDArray[np.int64]] = {}
-
-        def numbers(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-            epoch, offset = places // len(training), places % len(training)
-            needed = np.unique(epoch).tolist()
-            for old in [kept for kept in epochs if kept not in needed]:
-                del epochs[old]
-            for new in needed:
-                if new not in epochs:
-                    epochs[new] = np.random.default_rng([self.seed, new]).permutation(training)
-            return np.array([epochs[e][o] for e, o in zip(epoch.tolist(), offset.tolist(), strict=True)])
-
-        return numbers
-
     def train_dataloader(self) -> TrainingStream:
         rank, world_size = rank_and_world_size(self.trainer)
-        numbers = self._shuffled()
+        training = self.parts["train"]
 
         def make_batch(batch: int) -> Batch:
             places = rank_rows(batch, batch_size=self.batch_size, rank=rank, world_size=world_size)
-            return self.rows(numbers(places))
+            return self.rows(training[shuffled(places, len(training), self.seed)])
 
-        rows_per_batch = self.batch_size * world_size
-        return TrainingStream(make_batch, -(-len(self.parts["train"]) // rows_per_batch))
+        return TrainingStream(make_batch, -(-len(training) // (self.batch_size * world_size)))
 
     def _evaluation(self, part: str) -> EvaluationRange:
         rank, world_size = rank_and_world_size(self.trainer)

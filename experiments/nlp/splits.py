@@ -1,28 +1,46 @@
-"""What may stand between two pieces of a transformer, by name: ``model.split.kind``."""
+"""What may stand between two pieces of a transformer, by name: ``model.split.kind``.
+
+Beside the subspace, the four families of Bian et al., *Does Compressing Activations Help Model Parallel Training?*,
+MLSys 2024: ``top_k``, ``random``, ``quantised``, and a learned code, ``autoencoder``.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lightning_dct import SplitPoint, subspace
-from lightning_dct.activations.layout import entries_at
+from lightning_dct.activations import ActivationLayout
+from lightning_dct.activations.noise import mixed_seed
 from lightning_dct.activations.subspace import Anchored
-from nlp.comparators import RandomSplit, autoencoder
+from lightning_dct.threshold import entries_at
 
-# What a kind settles itself, in place of what the configuration says.
-SETTLED: dict[str, dict[str, Any]] = {
-    "subspace": {},
-    "bottleneck": {},
-    "threshold": {},
-    "top_k": {"refresh_every": 1, "guard": False},
-    "quantised": {"density": 1.0},
-    "random": {},
-    "autoencoder": {},
+
+class RandomSplit(SplitPoint):
+    """Sends entries drawn by lot, others in each step. They are not scaled up, as in Bian et al.
+
+    Positions cross, though the receiver could draw the same lots.
+    """
+
+    def select(self, layout: ActivationLayout, activations: Tensor) -> Tensor | None:
+        """This step's lots, ascending, int64; None for all."""
+        if layout.sends_everything:
+            return None
+        lots = torch.Generator().manual_seed(mixed_seed(self.seed, self.completed_steps))
+        chosen = torch.randperm(layout.numel, generator=lots)[: layout.capacity]
+        return chosen.sort().values.to(activations.device)
+
+
+KINDS: dict[str, Any] = {
+    "threshold": SplitPoint,
+    "top_k": lambda **settings: SplitPoint(**{**settings, "refresh_every": 1}),
+    "quantised": lambda **settings: SplitPoint(**{**settings, "density": 1.0}),
+    "random": RandomSplit,
 }
-# Settings of thresholds, with the values that switch them off: codes do without.
-OF_THRESHOLDS: dict[str, Any] = {"exploration": 0.0, "select_by": "magnitude", "warmup_steps": 0}
+"""Kinds of one module; the others have three."""
+CODES = ("subspace", "bottleneck", "autoencoder")
 
 
 def make_split(width: int, num_tokens: int, kind: str = "subspace", **settings: Any) -> dict[str, nn.Module]:
@@ -31,35 +49,30 @@ def make_split(width: int, num_tokens: int, kind: str = "subspace", **settings: 
     Args:
         width: Size of the hidden state, the last dimension of what crosses.
         num_tokens: Size of the vocabulary.
-        kind: A key of ``SETTLED``: ``"subspace"`` is :func:`lightning_dct.subspace`, ``"bottleneck"`` the same without
-            what the receiver knows of the tokens; for the others see :mod:`nlp.comparators`.
-        **settings: As ``lightning_dct.SplitPoint`` takes them. Of a subspace, a bottleneck and an autoencoder
-            ``density`` is the width of what crosses over that of the model.
+        kind: A key of ``KINDS`` or one of ``CODES``: ``"subspace"`` is :func:`lightning_dct.subspace`,
+            ``"bottleneck"`` the same without what the receiver knows of the tokens, and ``"autoencoder"`` a bottleneck
+            whose two matrices are trained with the model.
+        **settings: As ``lightning_dct.SplitPoint`` takes them. Of codes ``density`` is the width of what crosses over
+            that of the model.
 
     Returns:
         One module, under the name ``""``; of codes three, in their order.
 
     Raises:
-        ValueError: There is no such kind, or a setting is on that it does not have.
+        ValueError: There is no such kind.
     """
-    if kind not in SETTLED:
-        raise ValueError(f"model.split.kind={kind}: choose one of {', '.join(SETTLED)}")
-    settings |= SETTLED[kind]
-    if kind in ("threshold", "top_k", "quantised"):
-        return {"": SplitPoint(**settings)}
-    if kind == "random":
-        return {"": RandomSplit(**settings)}
+    if kind in KINDS:
+        return {"": KINDS[kind](**settings)}
+    if kind not in CODES:
+        raise ValueError(f"model.split.kind={kind}: choose one of {', '.join((*CODES, *KINDS))}")
     # There is nothing to refresh, whatever is said about when.
     settings.pop("refresh_every", None)
-    for name, off in OF_THRESHOLDS.items():
-        if settings.pop(name, off) != off:
-            raise ValueError(f"model.split.{name} is about thresholds: leave it at {off} with model.split.kind={kind}")
     rank = entries_at(settings.pop("density"), width)
+    encoder, point, decoder = subspace(width, rank, num_tokens if kind == "subspace" else None, **settings)
     if kind == "autoencoder":
-        modules = autoencoder(width, rank, **settings)
-    else:
-        modules = subspace(width, rank, num_tokens if kind == "subspace" else None, **settings)
-    return dict(zip(("_encoder", "", "_decoder"), modules, strict=True))
+        encoder.requires_grad_()
+        decoder.requires_grad_()
+    return {"_encoder": encoder, "": point, "_decoder": decoder}
 
 
 def reads_tokens(network: nn.Sequential) -> bool:

@@ -180,5 +180,4 @@ _OPTIONAL_PARTS: dict[str, Check] = {
     "owned": each(each(_residual, _count)),
     "split_traffic": _totals,
     "modules": each(each(_anything)),
-    "split_points": each(each(_anything)),
 }

@@ -99,26 +99,28 @@ def keep_largest(values: Tensor, k: int) -> tuple[Tensor, float]:
     return keep, float(smallest)
 
 
-def nudge(threshold: float, count: int, target: int, size: int) -> float:
-    """The guard: moves a threshold, which ``count`` of ``size`` entries reached, towards one that ``target`` reach."""
+def entries_at(density: float, size: int) -> int:
+    """The entries that a density means, of ``size``: rounded up, except for a rounding error of the product."""
+    return min(math.ceil(density * size * (1 - 1e-12)), size)
+
+
+def nudge(threshold: float, count: int, target: int, size: int, aim: float = GUARD_AIM) -> float:
+    """The guard: moves a threshold, which ``count`` of ``size`` entries reached, towards ``aim * target`` of them."""
     exponent = GUARD_GAIN * math.sqrt(target / size)
     # Half an entry keeps the ratio finite and gentle for tensors of which only one or two entries are sent.
-    factor = ((count + 0.5) / (GUARD_AIM * target + 0.5)) ** exponent
+    factor = ((count + 0.5) / (aim * target + 0.5)) ** exponent
     factor = min(max(factor, 1 / GUARD_LARGEST_FACTOR), GUARD_LARGEST_FACTOR)
     return max(threshold * factor, SMALLEST_THRESHOLD)
 
 
-def nudge_all(
-    thresholds: Tensor, counts: Tensor, targets: int | Tensor, sizes: int | Tensor, aim: float = GUARD_AIM
-) -> Tensor:
+def nudge_all(thresholds: Tensor, counts: Tensor, targets: Tensor, sizes: Tensor) -> Tensor:
     """The guard for many thresholds at once, without waiting for a GPU; the formula of :func:`nudge`.
 
-    ``thresholds`` (fp32 or fp64, positive) and ``counts`` have shape ``[groups]``; ``targets`` and ``sizes`` are one
-    number or have that shape in the thresholds' dtype. The guard steers to ``aim * targets``. The result is like
-    ``thresholds``.
+    ``thresholds`` (fp32 or fp64, positive), ``counts``, ``targets`` and ``sizes`` have shape ``[thresholds]``, the last
+    two in the thresholds' dtype. The result is like ``thresholds``.
     """
     exponents = GUARD_GAIN * (targets / sizes) ** 0.5
-    factors = ((counts.to(thresholds.dtype) + 0.5) / (aim * targets + 0.5)) ** exponents
+    factors = ((counts.to(thresholds.dtype) + 0.5) / (GUARD_AIM * targets + 0.5)) ** exponents
     factors.clamp_(1 / GUARD_LARGEST_FACTOR, GUARD_LARGEST_FACTOR)
     return (thresholds * factors).clamp_(SMALLEST_THRESHOLD, torch.finfo(thresholds.dtype).max)
 

@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_dct.activations import Split
+from lightning_dct.activations import SplitPoint
 from lightning_dct.agreement import check_modules_agree
 from lightning_dct.callbacks import (
     CompressionMonitor,
@@ -111,7 +111,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
         modules = self.compressed_modules()
         for name, module in modules.items():
             module.name, module.traffic = name, self.split_traffic
-        self._splits = any(isinstance(module, Split) for module in modules.values())
+        self._splits = any(isinstance(module, SplitPoint) for module in modules.values())
         tables = self.sharded_tables()
         if tables and getattr(self.precision_plugin, "scaler", None) is not None:
             raise MisconfigurationException(

@@ -1,5 +1,4 @@
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,14 +10,12 @@ from torch import Tensor
 from lightning_dct.activations import (
     ActivationLayout,
     SplitPoint,
-    SplitSettings,
-    activation_layout,
     decode_backward,
     decode_forward,
     encode_backward,
     encode_forward,
 )
-from lightning_dct.activations.settings import ROW_FORMATS
+from lightning_dct.activations.split_point import ROW_FORMATS
 from lightning_dct.wire import PayloadError
 from lightning_dct.wire.rows import LEVELS
 from rows_by_loop import scales_by_loop
@@ -30,18 +27,10 @@ numbers = st.floats(width=16, allow_nan=False, allow_infinity=False) | st.sample
 
 @st.composite
 def layouts(draw: st.DrawFn) -> ActivationLayout:
-    shape = draw(shapes)
-    settings: dict[str, Any] = {"scope": draw(st.sampled_from(["tensor", "sample"]))}
-    if shape and draw(st.booleans()):
-        dim = draw(st.integers(-len(shape), len(shape) - 1))
-        if shape[dim]:
-            divisors = [n for n in range(1, shape[dim] + 1) if shape[dim] % n == 0]
-            settings = {"scope": "group", "group_dim": dim, "groups": draw(st.sampled_from([None, *divisors]))}
-    settings["forward_format"] = draw(st.sampled_from(ROW_FORMATS))
-    settings["backward_format"] = draw(st.sampled_from(ROW_FORMATS))
-    settings["exploration"] = draw(st.sampled_from([0.0, 0.0, 0.1]))
     density = draw(st.sampled_from([0.01, 0.1, 0.3, 0.5, 0.9, 1.0]))
-    return activation_layout(SplitSettings(density=density, **settings), shape, density)
+    formats = [draw(st.sampled_from(ROW_FORMATS)) for _ in range(2)]
+    split = SplitPoint(density, forward_format=formats[0], backward_format=formats[1])  # type: ignore[arg-type]
+    return split.layout(draw(shapes))
 
 
 @st.composite
@@ -81,9 +70,8 @@ def decoded_by_loop(dense: Tensor, positions: Tensor | None, row_length: int, va
 def test_round_trip_by_loop(case: tuple[ActivationLayout, Tensor, Tensor | None]) -> None:
     layout, dense, positions = case
     encoded = encode_forward(layout, dense, positions)
-    assert encoded.positions_payload.shape == (layout.forward_positions_bytes,)
-    assert encoded.values_payload.shape == (layout.forward_values_bytes,)
-    received, places = decode_forward(layout, encoded.positions_payload, encoded.values_payload)
+    assert encoded.shape == (layout.forward_bytes,)
+    received, places = decode_forward(layout, encoded)
     assert received.shape == layout.shape
     assert received.reshape(-1).tolist() == decoded_by_loop(dense, positions, layout.row_length, layout.forward_format)
     assert (places is None) == (positions is None)
@@ -93,30 +81,12 @@ def test_round_trip_by_loop(case: tuple[ActivationLayout, Tensor, Tensor | None]
     gradient = dense.flip(0) if dense.dim() else dense * 2
     payload = encode_backward(layout, gradient, places)
     assert payload.shape == (layout.backward_bytes,)
-    assert 0 <= 4 * layout.wire_floats - payload.numel() < 4
-    returned = decode_backward(layout, payload, encoded.positions)
+    assert 0 <= 4 * layout.on_the_wire[0] - payload.numel() < 4
+    assert 4 * layout.on_the_wire[0] + layout.on_the_wire[1] >= encoded.numel()
+    returned = decode_backward(layout, payload, positions)
     assert returned.shape == layout.shape
     expected = decoded_by_loop(gradient, positions, layout.row_length, layout.backward_format)
     assert returned.reshape(-1).tolist() == expected
-
-
-@pytest.mark.parametrize("value_format", ROW_FORMATS)
-def test_positions_may_be_filled_up_with_places_beyond_the_tensor(value_format: str) -> None:
-    """As they are on a GPU, where their number is not known without waiting."""
-    torch.manual_seed(0)
-    settings = SplitSettings(density=0.3, forward_format=value_format, backward_format=value_format)
-    layout = activation_layout(settings, (8, 10), 0.3)
-    dense = torch.randn(8, 10)
-    positions = torch.tensor([0, 7, 31, 32, 33])
-    filled = torch.cat([positions, torch.full((layout.capacity - 5,), layout.numel)])
-    plain, padded = (encode_forward(layout, dense, places, seed=3) for places in (positions, filled))
-    for ours, theirs in zip(padded, plain, strict=True):
-        assert torch.equal(ours, theirs)
-    backward = encode_backward(layout, dense, filled, seed=3)
-    assert torch.equal(
-        decode_backward(layout, backward, filled),
-        decode_backward(layout, encode_backward(layout, dense, positions, seed=3), positions),
-    )
 
 
 @pytest.mark.parametrize("value_format", ROW_FORMATS)
@@ -147,19 +117,18 @@ def test_largest_half_precision_numbers_stay_finite() -> None:
 def test_sizes_for_a_transformer() -> None:
     """[2048, 768] at 5%: what DESIGN.md promises and more."""
     for value_format, forward, backward in [("bf16", 28.7, 39.9), ("int8", 44.2, 77.9), ("int4", 61.1, 152.0)]:
-        settings = SplitSettings(density=0.05, forward_format=value_format, backward_format=value_format)  # type: ignore[arg-type]
-        layout = activation_layout(settings, (2048, 768), 0.05)
-        sent = layout.forward_positions_bytes + layout.forward_values_bytes
-        assert layout.dense_bytes / sent > forward
-        assert layout.dense_bytes / layout.backward_bytes > backward
+        split = SplitPoint(0.05, forward_format=value_format, backward_format=value_format)  # type: ignore[arg-type]
+        layout = split.layout((2048, 768))
+        assert 4 * layout.numel / layout.forward_bytes > forward
+        assert 4 * layout.numel / layout.backward_bytes > backward
 
 
 def test_everything_needs_no_positions_and_few_entries_few_scales() -> None:
-    everything = activation_layout(SplitSettings(density=1.0, forward_format="int4"), (64, 16), 1.0)
-    assert (everything.forward_positions_bytes, everything.forward_values_bytes) == (12, 4 + 64 + 8 * 64)
-    few = activation_layout(SplitSettings(density=0.01, forward_format="int4"), (64, 16), 0.01)
-    assert few.forward_values_bytes == 4 + 11 + 6
-    assert activation_layout(SplitSettings(density=0.5), (64, 16), 0.5).forward_positions_bytes == 12 + 64 * 16 // 8
+    everything = SplitPoint(density=1.0, forward_format="int4").layout((64, 16))
+    assert everything.forward_bytes == 12 + 4 + 64 + 8 * 64
+    few = SplitPoint(density=0.01, forward_format="int4").layout((64, 16))
+    assert few.forward_bytes - few.values_begin == 4 + 11 + 6
+    assert SplitPoint(density=0.5).layout((64, 16)).values_begin == 12 + 64 * 16 // 8
 
 
 # Payloads that cannot be what another rank meant to send.
@@ -171,15 +140,12 @@ def test_corrupt_payloads_end_in_an_error_or_the_right_shape(
     case: tuple[ActivationLayout, Tensor, Tensor | None], data: st.DataObject
 ) -> None:
     layout, dense, positions = case
-    encoded = encode_forward(layout, dense, positions)
-    corrupt = [encoded.positions_payload.clone(), encoded.values_payload.clone()]
+    corrupt = encode_forward(layout, dense, positions)
     for _ in range(data.draw(st.integers(1, 4))):
-        payload = corrupt[data.draw(st.integers(0, 1))]
-        if payload.numel():
-            at = data.draw(st.integers(0, payload.numel() - 1))
-            payload[at] ^= 1 << data.draw(st.integers(0, 7))
+        at = data.draw(st.integers(0, corrupt.numel() - 1))
+        corrupt[at] ^= 1 << data.draw(st.integers(0, 7))
     try:
-        received, places = decode_forward(layout, *corrupt)
+        received, places = decode_forward(layout, corrupt)
     except PayloadError:
         return
     assert received.shape == layout.shape
@@ -190,20 +156,18 @@ def test_corrupt_payloads_end_in_an_error_or_the_right_shape(
 
 @pytest.mark.parametrize("change", [-1, 1])
 def test_wrong_lengths_are_named(change: int) -> None:
-    layout = activation_layout(SplitSettings(density=0.1), (10, 10), 0.1)
-    encoded = encode_forward(layout, torch.randn(10, 10), torch.arange(5))
+    layout = SplitPoint(density=0.1).layout((10, 10))
+    positions = torch.arange(5)
+    encoded = encode_forward(layout, torch.randn(10, 10), positions)
+    gradient = encode_backward(layout, torch.randn(10, 10), positions)
 
     def resized(payload: Tensor) -> Tensor:
         return torch.cat([payload, payload[:1]]) if change > 0 else payload[:-1]
 
-    with pytest.raises(PayloadError, match="positions payload has"):
-        decode_forward(layout, resized(encoded.positions_payload), encoded.values_payload)
-    with pytest.raises(PayloadError, match="values payload has"):
-        decode_forward(layout, encoded.positions_payload, resized(encoded.values_payload))
-    with pytest.raises(PayloadError, match="values payload has"):
-        decode_backward(
-            layout, resized(encode_backward(layout, torch.randn(10, 10), encoded.positions)), encoded.positions
-        )
+    with pytest.raises(PayloadError, match="payload has"):
+        decode_forward(layout, resized(encoded))
+    with pytest.raises(PayloadError, match="payload has"):
+        decode_backward(layout, resized(gradient), positions)
 
 
 @pytest.mark.parametrize(
@@ -211,25 +175,15 @@ def test_wrong_lengths_are_named(change: int) -> None:
     [
         (0, 0xDC, "begins with 0xdc"),
         (1, 9, "layout version 9"),
-        (2, 1, "in its header"),
+        (2, 1, "value format has code 1"),
         (4, 200, "claims 200 entries"),
         (4, 4, "positions are marked, but the header says 4"),
-        (8, 77, "another shape, other settings or another stage"),
+        (8, 77, "other tensor sizes"),
     ],
 )
 def test_wrong_headers_are_named(at: int, value: int, message: str) -> None:
-    layout = activation_layout(SplitSettings(density=0.1), (10, 10), 0.1)
+    layout = SplitPoint(density=0.1).layout((10, 10))
     encoded = encode_forward(layout, torch.randn(10, 10), torch.arange(5))
-    encoded.positions_payload[at] = value
+    encoded[at] = value
     with pytest.raises(PayloadError, match=message):
-        decode_forward(layout, encoded.positions_payload, encoded.values_payload)
-
-
-def test_another_stage_of_warmup_is_another_layout() -> None:
-    sender, receiver = (SplitPoint(density=0.1, warmup_steps=32) for _ in range(2))
-    sender.advance(5)
-    receiver.advance(6)
-    encoded = sender.encode_forward(torch.randn(10, 10))
-    layout = receiver.layout((10, 10))
-    with pytest.raises(PayloadError):
-        decode_forward(layout, encoded.positions_payload, encoded.values_payload)
+        decode_forward(layout, encoded)

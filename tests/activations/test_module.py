@@ -7,12 +7,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_dct.activations.module import CompressedModule
-from lightning_dct.warmup import WARMUP_STAGES, warmup_density, warmup_stage
 from strategies_for_hypothesis import examples
 
 
-def module(refresh_every: int = 10, warmup_steps: int = 0, schedule: str = "exponential") -> CompressedModule:
-    return CompressedModule(refresh_every, warmup_steps, schedule)
+def module(refresh_every: int = 10) -> CompressedModule:
+    return CompressedModule(refresh_every)
 
 
 def selected_at(compressed: CompressedModule, steps: list[int]) -> list[int]:
@@ -26,16 +25,10 @@ def selected_at(compressed: CompressedModule, steps: list[int]) -> list[int]:
     return found
 
 
-@given(refresh_every=st.integers(1, 40), warmup_steps=st.integers(0, 120))
-@examples(100)
-def test_refreshes_at_the_first_step_at_new_stages_and_in_time(refresh_every: int, warmup_steps: int) -> None:
-    expected, last = [], None
-    for step in range(150):
-        new_stage = step > 0 and warmup_stage(step, warmup_steps) != warmup_stage(step - 1, warmup_steps)
-        if last is None or new_stage or step - last >= refresh_every:
-            expected.append(step)
-            last = step
-    compressed = module(refresh_every, warmup_steps)
+@pytest.mark.parametrize("refresh_every", [1, 7, 40])
+def test_refreshes_at_the_first_step_and_in_time(refresh_every: int) -> None:
+    expected = list(range(0, 150, refresh_every))
+    compressed = module(refresh_every)
     assert selected_at(compressed, list(range(150))) == expected
     assert compressed.traffic.totals.refreshes == len(expected)
 
@@ -66,30 +59,18 @@ def test_a_refresh_waits_for_a_training_forward() -> None:
     assert selected_at(compressed, [7, 8]) == [7]
 
 
-@given(warmup_steps=st.integers(0, 80), step=st.integers(0, 100), schedule=st.sampled_from(["exponential", "linear"]))
+@given(refresh_every=st.integers(1, 20), cut=st.integers(2, 59) | st.just(0))
 @examples(100)
-def test_density_follows_the_clock(warmup_steps: int, step: int, schedule: str) -> None:
-    compressed = module(10, warmup_steps, schedule)
-    assert compressed.annealed(0.1) == (1.0 if warmup_steps else pytest.approx(0.1))
-    compressed.advance(step)
-    assert compressed.annealed(0.1) == warmup_density(0.1, warmup_stage(step, warmup_steps), schedule)
-    compressed.advance(warmup_steps)
-    assert compressed.annealed(0.1) == warmup_density(0.1, WARMUP_STAGES, schedule) == pytest.approx(0.1)
-
-
-@given(refresh_every=st.integers(1, 20), warmup_steps=st.integers(0, 60), cut=st.integers(2, 59) | st.just(0))
-@examples(100)
-def test_the_clock_travels_with_the_model(refresh_every: int, warmup_steps: int, cut: int) -> None:
-    straight = nn.Sequential(module(refresh_every, warmup_steps))
+def test_the_clock_travels_with_the_model(refresh_every: int, cut: int) -> None:
+    straight = nn.Sequential(module(refresh_every))
     expected = selected_at(straight[0], list(range(60)))
-    first, second = (nn.Sequential(module(refresh_every, warmup_steps)) for _ in range(2))
+    first, second = (nn.Sequential(module(refresh_every)) for _ in range(2))
     before = selected_at(first[0], list(range(cut)))
     saved = first.state_dict()
     assert list(saved) == ["0._extra_state"]
     selected_at(first[0], [cut, 1000])  # a saved state stays as it was
     second.load_state_dict(saved)
     assert before + selected_at(second[0], list(range(cut, 60))) == expected
-    assert second[0].annealed(0.2) == straight[0].annealed(0.2)
 
 
 def test_a_model_saved_after_its_first_step_goes_on_with_its_thresholds() -> None:
@@ -116,21 +97,6 @@ def test_a_module_without_memory() -> None:
     compressed.load_compression_state([{}])
     assert compressed.name == "CompressedModule"
     assert not list(compressed.parameters())
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
-        ((0, 0, "linear"), ValueError, "`refresh_every`"),
-        ((2.5, 0, "linear"), TypeError, "`refresh_every`"),
-        ((1, -1, "linear"), ValueError, "`warmup_steps`"),
-        ((1, True, "linear"), TypeError, "`warmup_steps`"),
-        ((1, 0, "cosine"), ValueError, "`warmup_schedule`.*'exponential'.*'linear'"),
-    ],
-)
-def test_settings_out_of_range(settings: tuple[Any, ...], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        CompressedModule(*settings)
 
 
 def test_state_dict_survives_torchs_weights_only(tmp_path: Any) -> None:

@@ -1,6 +1,4 @@
 import math
-from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,7 +9,6 @@ from torch import Tensor
 
 from lightning_dct.embedding import changes as changes_module
 from lightning_dct.embedding.changes import Message, Sent, message_about, read_changes
-from lightning_dct.kernels import reference, select
 from lightning_dct.reference import Settings, send_rows
 from lightning_dct.threshold import SMALLEST_THRESHOLD, nudge
 from lightning_dct.wire import PayloadError
@@ -21,9 +18,9 @@ NUM_TABLES = 4
 Case = tuple[Message, Tensor, Settings]
 
 
-def compress_changes(accumulated: Tensor, message: Message, thresholds: np.ndarray, guard: bool) -> Sent:
+def compress_changes(accumulated: Tensor, message: Message, thresholds: np.ndarray) -> Sent:
     """All of it added to nothing."""
-    return changes_module.compress_changes(torch.zeros_like(accumulated), accumulated, message, thresholds, guard)
+    return changes_module.compress_changes(torch.zeros_like(accumulated), accumulated, message, thresholds)
 
 
 # Mostly comparable numbers, with ties and zeros; now and then very large and very small ones.
@@ -53,17 +50,17 @@ def some_thresholds(data: st.DataObject) -> np.ndarray:
     return np.array(data.draw(drawn), dtype=np.float64)
 
 
-@given(case=changes() | changes(broken_numbers), data=st.data(), guard=st.booleans())
+@given(case=changes() | changes(broken_numbers), data=st.data())
 @examples(250)
-def test_equals_the_reference(case: Case, data: st.DataObject, guard: bool) -> None:
+def test_equals_the_reference(case: Case, data: st.DataObject) -> None:
     """What is sent and the next thresholds, bit for bit; and what is left is what was there, less what is sent."""
     message, accumulated, settings = case
     ours, before = some_thresholds(data), accumulated.clone()
     theirs = ours.copy()
-    sent = compress_changes(accumulated, message, ours, guard)
+    sent = compress_changes(accumulated, message, ours)
     thresholds = theirs[message.tables].tolist()
     parts = list(accumulated.reshape(-1).split(message.layout.tensor_sizes))
-    expected = send_rows(parts, thresholds, replace(settings, guard=guard))
+    expected = send_rows(parts, thresholds, settings)
     theirs[message.tables] = thresholds
     assert ours.tolist() == theirs.tolist()
     assert np.isfinite(ours).all()
@@ -82,28 +79,11 @@ def test_equals_the_reference(case: Case, data: st.DataObject, guard: bool) -> N
     assert torch.equal(values.nan_to_num(7.0), sent.received.nan_to_num(7.0))
 
 
-@given(case=changes(broken_numbers), data=st.data(), scale=st.sampled_from([1.0, -1.0]))
-@examples(80)
-def test_all_tables_at_once_are_chosen_from_as_the_kernels_do(case: Case, data: st.DataObject, scale: float) -> None:
-    """Bit for bit; rows hold what was there before where a sum is infinite or NaN."""
-    message, addend, _ = case
-    ends = np.cumsum((0, *message.layout.tensor_sizes)).tolist()
-    segments = list(pairwise(ends))
-    limits = [max(limit, SMALLEST_THRESHOLD) for limit in some_thresholds(data).tolist()][: len(segments)]
-    rows = torch.linspace(-1, 1, addend.numel(), dtype=addend.dtype)
-    ours, theirs, as_bits = rows.clone(), rows.clone(), {torch.float32: torch.int32, torch.float64: torch.int64}
-    one = reference.select_adjacent(addend.flatten(), ours, segments, limits, scale)
-    other = select(addend.flatten(), theirs, segments, limits, scale, kernel="torch")
-    assert (one.positions.tolist(), one.counts) == (other.positions.tolist(), other.counts)
-    for mine, yours in ((ours, theirs), (one.values.nan_to_num(7), other.values.nan_to_num(7))):
-        assert torch.equal(mine.view(as_bits[mine.dtype]), yours.view(as_bits[mine.dtype]))
-
-
 def test_broken_entries_select_no_threshold() -> None:
     message = message_about(np.zeros(2, dtype=np.int64), 5, 0.1, "fp32")
     thresholds = np.array([0.5])
     accumulated = torch.tensor([[math.nan] * 3 + [7.0, 8.0], [9.0] * 5])
-    assert compress_changes(accumulated, message, thresholds, guard=True).positions.tolist() == [0]
+    assert compress_changes(accumulated, message, thresholds).positions.tolist() == [0]
     assert thresholds[0] == nudge(0.5, 3, 1, 10)
 
 
@@ -120,7 +100,7 @@ def test_the_size_follows_from_the_rows(value_format: str, density: float) -> No
     generator = torch.Generator().manual_seed(0)
     for scale in (0.0, 1e-20, 1.0, 1e20):
         accumulated = scale * torch.randn(29, 4, generator=generator)
-        sent = compress_changes(accumulated, message, np.zeros(NUM_TABLES), guard=True)
+        sent = compress_changes(accumulated, message, np.zeros(NUM_TABLES))
         assert sent.payload.numel() == message.layout.num_bytes
         assert sent.positions.numel() == (sum(rooms[density]) if scale else 0)
 
@@ -134,7 +114,7 @@ def test_nothing_lost_over_many_steps(value_format: str) -> None:
     for step in range(100):
         change = torch.randn(6, 4, generator=generator, dtype=torch.float64) if step < 20 else torch.zeros(6, 4)
         held, added = held + change, added + change
-        sent = compress_changes(held, message, thresholds, guard=True)
+        sent = compress_changes(held, message, thresholds)
         held.view(-1)[sent.positions] = sent.left
         positions, values = read_changes(sent.payload, message)
         arrived.view(-1)[positions] += values
@@ -145,7 +125,7 @@ def test_nothing_lost_over_many_steps(value_format: str) -> None:
 def test_where_everything_goes_zeros_stay() -> None:
     """1bit would read them as the mean magnitude of the others."""
     message = message_about(np.zeros(1, dtype=np.int64), 4, 1.0, "1bit")
-    sent = compress_changes(torch.tensor([[1.0, 0.0, -0.0, -3.0]]), message, np.zeros(1), guard=True)
+    sent = compress_changes(torch.tensor([[1.0, 0.0, -0.0, -3.0]]), message, np.zeros(1))
     assert sent.positions.tolist() == [0, 3]
     assert sent.received.tolist() == [2.0, -2.0]
 
@@ -153,7 +133,7 @@ def test_where_everything_goes_zeros_stay() -> None:
 def test_the_largest_by_their_own_tables_threshold_go() -> None:
     message = message_about(np.array([0, 1], dtype=np.int64), 4, 0.5, "fp32")
     accumulated = torch.tensor([[100.0, 130.0, -110.0, 120.0], [0.3, -0.01, 0.2, 0.1]])
-    sent = compress_changes(accumulated, message, np.array([100.0, 0.1]), guard=False)
+    sent = compress_changes(accumulated, message, np.array([100.0, 0.1]))
     assert sent.positions.tolist() == [1, 3, 4, 6]  # 1.3, 1.2 and 3, 2 times their thresholds
 
 
@@ -162,7 +142,7 @@ def test_the_largest_go_whatever_the_threshold(dtype: torch.dtype) -> None:
     """Over the smallest threshold their ratio is beyond fp32."""
     message = message_about(np.zeros(1, dtype=np.int64), 4, 0.25, "fp32")
     accumulated = torch.tensor([[4.0, 1e30, 5.0, 3e38]], dtype=dtype)
-    sent = compress_changes(accumulated, message, np.array([SMALLEST_THRESHOLD]), guard=False)
+    sent = compress_changes(accumulated, message, np.array([SMALLEST_THRESHOLD]))
     assert sent.positions.tolist() == [3]
 
 
@@ -181,7 +161,7 @@ def unpacked(message: Message, sent: Sent, payload: Tensor) -> None:
 @examples(80)
 def test_corrupt_messages(case: Case, data: st.DataObject) -> None:
     message, accumulated, _ = case
-    sent = compress_changes(accumulated, message, np.zeros(NUM_TABLES), guard=False)
+    sent = compress_changes(accumulated, message, np.zeros(NUM_TABLES))
     flips = st.tuples(st.integers(0, sent.payload.numel() - 1), st.integers(1, 255))
     corrupt = sent.payload.clone()
     for place, flip in data.draw(st.lists(flips, min_size=1, max_size=3)):
@@ -195,7 +175,7 @@ def test_corrupt_messages(case: Case, data: st.DataObject) -> None:
 def test_a_message_about_other_rows_is_refused() -> None:
     message = message_about(np.array([0, 0, 1], dtype=np.int64), 2, 0.5, "int8")
     other = message_about(np.array([0, 1, 1], dtype=np.int64), 2, 0.5, "int8")
-    sent = compress_changes(torch.ones(3, 2), message, np.zeros(2), guard=False)
+    sent = compress_changes(torch.ones(3, 2), message, np.zeros(2))
     assert message.layout.num_bytes == other.layout.num_bytes
     with pytest.raises(PayloadError, match="other tensor sizes"):
         read_changes(sent.payload, other)
@@ -204,18 +184,7 @@ def test_a_message_about_other_rows_is_refused() -> None:
 def test_no_rows() -> None:
     message = message_about(np.empty(0, dtype=np.int64), 4, 0.05, "int4")
     assert message.tables == []
-    sent = compress_changes(torch.empty(0, 4), message, np.ones(2), guard=True)
+    sent = compress_changes(torch.empty(0, 4), message, np.ones(2))
     assert sent.payload.numel() == message.layout.num_bytes
     positions, values = read_changes(sent.payload, message)
     assert positions.numel() == values.numel() == 0
-
-
-def test_the_annealed_density_sends_everything_first() -> None:
-    thresholds = np.zeros(1)
-    rows = np.zeros(5, dtype=np.int64)
-    accumulated = torch.arange(1.0, 21.0).view(5, 4)
-    for density, threshold in ((1.0, 0.0), (0.5, 11.0), (1.0, 0.0), (0.25, 16.0)):
-        message = message_about(rows, 4, density, "fp32")
-        sent = compress_changes(accumulated, message, thresholds, guard=False)
-        assert sent.positions.numel() == message.layout.capacity == 20 * density
-        assert thresholds[0] == threshold

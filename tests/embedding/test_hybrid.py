@@ -58,15 +58,6 @@ def test_any_number_of_ranks_trains_the_same_model(ranks, optimizer, settings):
         assert difference(together(ranks(world_size).run(run, 6, EVERYTHING, optimizer, settings)), alone) < 2e-5
 
 
-@pytest.mark.parametrize("split", [{"density": 1.0, "forward_format": "fp32", "backward_format": "fp32"}])
-def test_everything_sent_as_values_trains_the_same_model(ranks, split):
-    exchange = {"exchange": "values", "split": split}
-    alone = together(ranks(1).run(run, 6, exchange, "sgd", {}))
-    assert difference(alone, together(ranks(1).run(run, 6, EVERYTHING, "sgd", {}))) < 1e-6
-    for world_size in (2, 3, 4):
-        assert difference(together(ranks(world_size).run(run, 6, exchange, "sgd", {})), alone) < 2e-5
-
-
 def test_accumulated_gradients_train_the_same_model(ranks):
     settings = {"accumulate_grad_batches": 2}
     alone = together(ranks(1).run(run, 6, EVERYTHING, "sgd", settings))

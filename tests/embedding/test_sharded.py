@@ -6,8 +6,8 @@ from embedding.training import train_sharded
 from lightning_dct.config import VALUE_FORMATS
 
 SETTINGS = [
-    {"density": 1.0, "value_format": "fp32", "refresh_every": 1, "guard": False},
-    *({"density": 0.1, "value_format": form, "refresh_every": 3, "guard": True} for form in VALUE_FORMATS),
+    {"density": 1.0, "value_format": "fp32", "refresh_every": 1},
+    *({"density": 0.1, "value_format": form, "refresh_every": 3} for form in VALUE_FORMATS),
 ]
 
 

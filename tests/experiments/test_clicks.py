@@ -4,7 +4,7 @@ import torch
 from torchmetrics.functional import auroc
 
 from dlrm.data import FIRST_ROW, MISSING_ID, NUM_DENSE, ClickTeacher, SyntheticClicks
-from dlrm.model import DLRM
+from dlrm.model import DLRM, ThresholdedTables
 from streams import TrainingStream, batches_to_cover, rank_rows
 
 TABLES = [50, 2000, 3, 10, 400]
@@ -180,3 +180,26 @@ def test_the_model_is_the_reference_architecture() -> None:
     interactions = model.interact(vectors)
     expected = [vectors[0, i] @ vectors[0, j] for i in range(6) for j in range(i)]
     torch.testing.assert_close(interactions[0], torch.stack(expected))
+
+
+def test_thresholded_tables_send_the_largest_pooled_entries_of_each_and_their_gradients() -> None:
+    """Oracle: whole rows, masked by sorting; what is counted is the masks' payloads, both ways, without ids."""
+    tables = ThresholdedTables([50, 7], 4, density=0.25, value_format="fp32", seed=1)
+    tables.rows.materialize()
+    ids = torch.tensor([[3, 1], [9, 2], [4, 2]])
+    pooled = tables.request(ids).pooled()
+    pooled.sum().backward()
+    places = torch.stack([ids[:, 0], 50 + ids[:, 1]], dim=1)
+    rows = tables.rows.weight.detach()[places]
+    expected = torch.zeros(57, 4)
+    for table in range(2):
+        part = rows[:, table].flatten()
+        kept = part.abs() >= part.abs().sort(descending=True).values[2]
+        assert torch.equal(pooled[:, table].flatten(), part * kept)
+        expected.index_add_(0, places[:, table], kept.view(3, 4).float())
+    assert torch.equal(tables.rows.weight.grad.to_dense(), expected)
+    layout = tables.masks[0].layout((3, 4))
+    words, left_over = layout.on_the_wire
+    assert sum(mask.traffic.totals.bytes_sent for mask in tables.masks) == 2 * (8 * words + left_over)
+    with torch.no_grad():
+        assert int((tables.request(ids).pooled() != 0).sum()) == 6

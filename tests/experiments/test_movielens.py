@@ -12,6 +12,7 @@ import torch
 from dlrm import movielens_files
 from dlrm.movielens import MovieLens
 from dlrm.movielens_files import BadLineError, read_films, read_ratings, read_users
+from streams import shuffled
 
 GENRES = movielens_files._GENRES
 USERS = [(1, 24, "M", "technician", "85711"), (2, 53, "F", "other", "94043"), (3, 23, "M", "writer", "T8H1N")]
@@ -85,9 +86,8 @@ def test_epochs_follow_each_other_without_a_seam(tmp_path: Path) -> None:
     data = MovieLens(str(write_recbole(tmp_path)), batch_size=8)
     data.setup()
     training = data.parts["train"]
-    numbers = data._shuffled()
     places = np.arange(3 * len(training))
-    seen = np.concatenate([numbers(part) for part in np.array_split(places, 20)])
+    seen = np.concatenate([training[shuffled(part, 57, data.seed)] for part in np.array_split(places, 20)])
     for epoch in range(3):
         np.testing.assert_array_equal(np.sort(seen[epoch * 57 : (epoch + 1) * 57]), np.sort(training))
     assert not np.array_equal(seen[:57], seen[57:114])

@@ -135,10 +135,10 @@ def test_dlrm_with_dct_is_hybrid(tmp_path: Path) -> None:
     assert (logged["config"]["task_name"], logged["config"]["seed"]) == ("dlrm", 0)
 
 
-def test_dlrm_with_the_exchange_of_values(ranks: Any, tmp_path: Path) -> None:
-    settings = ("strategy=dct", "model.exchange.exchange=values", "+model.exchange.split.density=0.3")
+def test_dlrm_with_the_papers_exchange(ranks: Any, tmp_path: Path) -> None:
+    settings = ("strategy=dct", "model.tables=thresholded", "model.exchange.value_format=bf16")
     train_on_ranks(ranks, tmp_path, *SMALL_CLICKS, *settings, "trainer.max_steps=10", "logger=none")
-    assert 1 < result(tmp_path)["split_ratio"] < 20
+    assert 10 < result(tmp_path)["split_ratio"] < 40
 
 
 @pytest.mark.parametrize(

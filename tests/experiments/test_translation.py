@@ -152,7 +152,7 @@ def test_the_command_trains_encoder_and_decoder_on_two_stages(ranks: Any, tmp_pa
         ranks, tmp_path, "experiment=translation", "strategy=dct_pipeline", "trainer.max_steps=6",
         "trainer.val_check_interval=3", *(f"data.{setting}={file}" for setting, file in files.items()),
         "data.vocabulary_size=300", "data.batch_size=8", "data.eval_batch_size=8", "model.width=32",
-        "model.num_layers=1", "model.split.warmup_steps=0",
+        "model.num_layers=1",
     )  # fmt: skip
     assert "before the ``update`` method" not in printed
     figures = result(tmp_path)

@@ -14,7 +14,6 @@ from torchmetrics import MeanMetric
 
 from distributed.training import Noise, trainer_for
 from lightning_dct import DCTPipelineStrategy, SplitPoint, SplitSequential, subspace
-from lightning_dct.activations import Split
 from lightning_dct.activations.subspace import Anchored
 
 DENSE: dict[str, Any] = {"density": 1.0, "forward_format": "fp32", "backward_format": "fp32"}
@@ -41,11 +40,9 @@ def crossing(kind: str = "threshold", **settings: Any) -> tuple[nn.Module, ...]:
     if kind == "subspace":
         return subspace(24, **settings)
     # Not for processes that are started without the experiments on their path.
-    from nlp.comparators import RandomSplit, autoencoder
+    from nlp.splits import make_split
 
-    if kind == "autoencoder":
-        return autoencoder(24, **settings)
-    return (RandomSplit(**settings),)
+    return tuple(make_split(24, 2, kind, **settings).values())
 
 
 class SplitModule(LightningModule):
@@ -170,7 +167,7 @@ def outcome(trainer: Trainer, module: SplitModule, watch: Losses) -> Outcome:
         {name: parameter.detach().clone() for name, parameter in module.named_parameters()},
         {name: float(value) for name, value in trainer.callback_metrics.items()},
         trainer.strategy.split_traffic.totals,
-        {name: child.thresholds.tolist() for name, child in module.named_modules() if isinstance(child, SplitPoint)},
+        {name: child.thresholds_in_use() for name, child in module.named_modules() if isinstance(child, SplitPoint)},
         trainer.strategy.synchronizer.residuals.state_dict(),
     )
 
@@ -197,7 +194,7 @@ def train_alone(
     copies = [module] + [copy.deepcopy(module) for _ in range(width - 1)]
     for other in copies[1:]:
         for name, child in other.network.named_children():
-            if not isinstance(child, Split):
+            if not isinstance(child, SplitPoint):
                 other.network._modules[name] = module.network._modules[name]
     stepping = optimizer(module.parameters(), **(optimizer_settings or {"lr": 0.1}))
     data = [Noise(count, 40, 8, BATCH_SIZE, pipeline) for pipeline in range(width)]
@@ -207,7 +204,7 @@ def train_alone(
     for index in range(count):
         for pipeline, one in enumerate(copies):
             for child in one.network:
-                if isinstance(child, Split):
+                if isinstance(child, SplitPoint):
                     child.advance(index // accumulate)
             parts = zip(*(tensor.chunk(MICRO_BATCHES) for tensor in data[pipeline][index]), strict=True)
             values = []

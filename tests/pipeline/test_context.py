@@ -12,7 +12,7 @@ from lightning_dct import DCTPipelineStrategy, SplitPoint, SplitSequential, subs
 from pipeline.split_models import BATCH_SIZE, SplitModule, batches, replica, strategy_for, train, train_alone, worst
 from pipeline.test_trainer import EVALUATED, expected_validation, ragged
 
-INT8 = {"density": 0.2, "forward_format": "int8", "warmup_steps": 4, "refresh_every": 2}
+INT8 = {"density": 0.2, "forward_format": "int8", "refresh_every": 2}
 
 
 class Start(nn.Module):

@@ -10,10 +10,9 @@ from torch import nn
 
 from lightning_dct import SplitPoint, clipping
 from lightning_dct.clipping import clip_grad_norm
-from lightning_dct.pipeline.borders import Border, trace_borders
-from lightning_dct.pipeline.crossing import as_bytes, as_floats
+from lightning_dct.pipeline.borders import Border, as_bytes, as_floats, trace_borders
 from lightning_dct.pipeline.delivery import deliver, set_aside
-from lightning_dct.pipeline.partition import cut, materialise, release
+from lightning_dct.pipeline.placement import cut, materialise, release
 from lightning_dct.pipeline.sequential import NetworkCall
 from lightning_dct.pipeline.steps import LogCall, combine, join, split_batch, split_ragged
 from pipeline.split_models import network

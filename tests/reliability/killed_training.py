@@ -81,7 +81,7 @@ def tables() -> Any:
 
 
 def pipeline() -> Any:
-    split = {"density": 0.2, "forward_format": "int8", "warmup_steps": 8, "refresh_every": 3}
+    split = {"density": 0.2, "forward_format": "int8", "refresh_every": 3}
     strategy = DCTPipelineStrategy(stages=2, micro_batches=4, density=0.2, min_tensor_size=1, refresh_every=4)
     noise = Noise(BATCHES, 40, 8, 8, replica(2))
     return strategy, SplitModule(2, split, torch.optim.Adam, lr=0.01), noise.__getitem__, {}

@@ -193,7 +193,6 @@ def example_state() -> dict[str, Any]:
     fields = ("world_size", "table_rows", "block_rows", "first_rank")
     tables = {
         "placement": {name: getattr(placement, name) for name in fields},
-        "splits": [],
         "held": {1: held.state_dict()},
         "mirrors": {1: mirror.state_dict()},
         "collected": [(torch.tensor([2, 5]), torch.randn(2, DIM))],

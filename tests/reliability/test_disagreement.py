@@ -51,7 +51,7 @@ def tables_on_one_rank_only() -> str:
 
 def another_split_point() -> str:
     module = Module()
-    module.model.split = SplitPoint(density=0.1, scope="sample" if rank() else "tensor")
+    module.model.split = SplitPoint(density=0.1, forward_format="int8" if rank() else "int4")
     return message_of(lambda: fit(DCTStrategy(), module, 3))
 
 
@@ -69,7 +69,7 @@ def stages_of_another_width() -> str:
         (rows_of_another_density, "`tables.density` (rank 0: 0.1, rank 1: 0.2)"),
         (a_smaller_cache, "`tables.cache_rows` (rank 0: 100, rank 1: 99)"),
         (tables_on_one_rank_only, "`more."),
-        (another_split_point, "`model.split.scope` (rank 0: 'tensor', rank 1: 'sample')"),
+        (another_split_point, "`model.split.forward_format` (rank 0: 'int4', rank 1: 'int8')"),
         (stages_of_another_width, "`parameter network.0.weight` (rank 0: '[24, 40] float32 trained'"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

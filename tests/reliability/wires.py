@@ -12,18 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_dct.activations import ActivationLayout, SplitPoint
 from lightning_dct.activations.codec import decode_backward, decode_forward, encode_backward, encode_forward
-from lightning_dct.activations.layout import ActivationLayout, activation_layout
-from lightning_dct.activations.settings import ROW_FORMATS, SplitSettings
+from lightning_dct.activations.split_point import ROW_FORMATS
 from lightning_dct.embedding.changes import Message as Changes
 from lightning_dct.embedding.changes import message_about, read_changes
 from lightning_dct.embedding.exchange import check_announced
 from lightning_dct.embedding.ids import RequestCode
-from lightning_dct.embedding.values import read_request
 from lightning_dct.gradients.awaited import Awaited
 from lightning_dct.gradients.compression import decompress
 from lightning_dct.gradients.plan import BucketPlan
-from lightning_dct.pipeline.crossing import as_bytes, as_floats
+from lightning_dct.pipeline.borders import as_bytes, as_floats
 from lightning_dct.wire import BITS_PER_VALUE, PayloadError, PayloadLayout, pack, unpack
 from lightning_dct.wire.on_device import SideBySide, unpack_on_device
 from lightning_dct.wire.positions import PositionCode
@@ -50,7 +49,7 @@ class Message(NamedTuple):
 def messages(seed: int) -> list[Message]:
     """Valid messages of every kind, several of each."""
     torch.manual_seed(seed)
-    found = [*_gradients(), *_positions(), *_changes(), *_requests(), *_values_requests(), *_announcements()]
+    found = [*_gradients(), *_positions(), *_changes(), *_requests(), *_announcements()]
     return found + _activations()
 
 
@@ -157,28 +156,6 @@ def _requests() -> list[Message]:
     return found
 
 
-def _values_requests() -> list[Message]:
-    found = []
-    for rows, bags, counted in ((200, 30, False), (70_000, 12, True), (5, 8, True)):
-        counts = np.random.default_rng(bags).integers(0, 4, bags) if counted else np.ones(bags, dtype=np.int64)
-        lookups = int(counts.sum())
-        width = ((rows - 1).bit_length() + 7) // 8
-        places = np.random.default_rng(rows).integers(0, rows, lookups).astype("<u8")
-        ids = places[:, None].view(np.uint8)[:, :width].reshape(-1)
-        data = ids.tobytes() + (counts.astype("<u4").tobytes() if counted else b"")
-
-        def decode(data: Tensor, lookups: int = lookups, bags: int = bags, rows: int = rows) -> None:
-            places, within = read_request(data.numpy(), lookups, bags, rows)
-            assert places.size == within.size == lookups
-            assert places.min() >= 0
-            assert places.max() < rows
-            assert within.min() >= 0
-            assert within.max() < bags
-
-        found.append(Message("rows of tables, ids of values", data, decode))
-    return found
-
-
 def _announcements() -> list[Message]:
     def decode(data: Tensor) -> None:
         if data.numel() != 24:
@@ -193,21 +170,20 @@ def _announcements() -> list[Message]:
 def _activations() -> list[Message]:
     found = []
     for forward_format in ROW_FORMATS:
-        for settings in (
-            SplitSettings(density=0.1, forward_format=forward_format, backward_format="int8"),
-            SplitSettings(density=0.4, scope="group", forward_format=forward_format, backward_format="int4"),
-            SplitSettings(density=1.0, forward_format=forward_format),
+        for split in (
+            SplitPoint(density=0.1, forward_format=forward_format, backward_format="int8"),
+            SplitPoint(density=0.4, forward_format=forward_format, backward_format="int4"),
+            SplitPoint(density=1.0, forward_format=forward_format),
         ):
-            layout = activation_layout(settings, (6, 5, 8), settings.density)
+            layout = split.layout((6, 5, 8))
             positions = None if layout.sends_everything else _some(layout.capacity, layout.numel)
             encoded = encode_forward(layout, torch.randn(layout.shape), positions, seed=1)
-            cut = layout.forward_positions_bytes
 
-            def forward(data: Tensor, layout: ActivationLayout = layout, cut: int = cut) -> None:
-                # As the pipeline has it: values cross as numbers of four bytes.
-                values = as_floats(data[cut:], -(-max(data.numel() - cut, 0) // 4))
-                payload = as_bytes(values, max(data.numel() - cut, 0))
-                activations, read = decode_forward(layout, data[:cut], payload)
+            def forward(data: Tensor, layout: ActivationLayout = layout) -> None:
+                # As the pipeline has it: a part crosses as numbers of four bytes.
+                cut = min(4 * layout.on_the_wire[0], data.numel())
+                words = as_floats(data[:cut], -(-cut // 4))
+                activations, read = decode_forward(layout, torch.cat([as_bytes(words, cut), data[cut:]]))
                 assert activations.shape == layout.shape
                 if read is not None:
                     _check_positions(read, layout.numel, layout.capacity)
@@ -217,6 +193,6 @@ def _activations() -> list[Message]:
                 assert gradient.shape == layout.shape
 
             gradient = encode_backward(layout, torch.randn(layout.shape), positions, seed=1)
-            found.append(Message("stages, forward", _bytes(encoded.positions_payload, encoded.values_payload), forward))
+            found.append(Message("stages, forward", _bytes(encoded), forward))
             found.append(Message("stages, backward", _bytes(gradient), backward))
     return found

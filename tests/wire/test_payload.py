@@ -105,7 +105,7 @@ def test_every_change_of_a_header_byte_is_found(offset: int) -> None:
     [
         (0, 0, "begins with 0x0 where 0xdc was expected"),
         (1, 9, "layout version 9, this rank reads 2: install the same lightning_dct"),
-        (2, 3, "code 3, this rank's `value_format` is 'bf16': use the same settings"),
+        (2, 3, "code 3, this rank's `value_format` has code 1: use the same settings"),
         (3, 1, "fourth byte is 0x1"),
         (4, 11, "claims 11 entries, its layout holds at most 10"),
         (4, 3, "positions are corrupt: 4 positions are marked, but the header says 3"),

@@ -38,7 +38,7 @@ def round_trip(
     if value_format not in LEVELS or not num_rows:
         return decoded, torch.empty(0)
     # A step of one in every row shows the scale.
-    ones = {"int8": 1, "int4": 9 | 9 << 4, "int2": 3 | 3 << 2 | 3 << 4 | 3 << 6}[value_format]
+    ones = {"int8": 1, "int4": 9 | 9 << 4}[value_format]
     data = torch.full((num_rows,), ones, dtype=torch.uint8)
     return decoded, decode_rows(data, num_rows, torch.arange(num_rows), scale_bytes, value_format)[:num_rows]
 
@@ -48,9 +48,7 @@ def as_rows(case: list[tuple[int, float]]) -> tuple[Tensor, Tensor]:
     return torch.tensor([value for _, value in case], dtype=torch.float32), rows
 
 
-@pytest.mark.parametrize(
-    ("value_format", "num_bytes"), [("fp32", 52), ("bf16", 26), ("int8", 13), ("int4", 7), ("int2", 4)]
-)
+@pytest.mark.parametrize(("value_format", "num_bytes"), [("fp32", 52), ("bf16", 26), ("int8", 13), ("int4", 7)])
 def test_size(value_format: str, num_bytes: int) -> None:
     assert row_values_num_bytes(value_format, 13) == num_bytes == math.ceil(13 * ROW_BITS_PER_VALUE[value_format] / 8)
 
@@ -174,12 +172,6 @@ def test_int4_bytes() -> None:
     assert scale_bytes.tolist() == [*torch.tensor([1.0]).view(torch.uint8).tolist(), 254]
     assert data.tolist() == [15 | 1 << 4, 9]
     assert decode_rows(torch.tensor([0xF0], dtype=torch.uint8), 2, None, scale_bytes, "int4").tolist() == [-8.0, 7.0]
-
-
-def test_int2_bytes() -> None:
-    data, scale_bytes = encode_rows(torch.tensor([5.0, -5.0, 1.0, 0.0, 3.0]), None, 1, "int2")
-    assert data.tolist() == [3 | 1 << 2 | 2 << 4 | 2 << 6, 3]
-    assert decode_rows(data, 5, None, scale_bytes, "int2").tolist() == [5.0, -5.0, 0.0, 0.0, 5.0]
 
 
 def test_scales_are_rounded_up_by_an_eleventh_at_most_and_reach_down_31_octaves() -> None:

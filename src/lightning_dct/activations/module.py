@@ -7,31 +7,24 @@ from typing import Any
 
 from torch import nn
 
-from lightning_dct.config import check_choice, check_integer
+from lightning_dct.config import check_integer
 from lightning_dct.traffic import Traffic
-from lightning_dct.warmup import WARMUP_SCHEDULES, warmup_density, warmup_stage
 
 
 class CompressedModule(nn.Module):
     """A module that compresses what crosses from rank to rank, with thresholds of its own.
 
     :class:`~lightning_dct.ThresholdRefresh` (which ``DCTStrategy`` adds) calls :meth:`advance` before every training
-    batch. In your own loop, call it yourself: without it there is no warm-up, and thresholds are selected only once.
+    batch. In your own loop, call it yourself: without it thresholds are selected only once.
 
     Args:
         refresh_every: Optimizer steps between two exact selections of the thresholds.
-        warmup_steps: Optimizer steps over which the density falls from 1.0 to its target.
-        warmup_schedule: ``"exponential"`` or ``"linear"``.
     """
 
-    def __init__(self, refresh_every: int, warmup_steps: int, warmup_schedule: str) -> None:
+    def __init__(self, refresh_every: int) -> None:
         super().__init__()
         check_integer("refresh_every", refresh_every, minimum=1)
-        check_integer("warmup_steps", warmup_steps, minimum=0)
-        check_choice("warmup_schedule", warmup_schedule, WARMUP_SCHEDULES)
         self.refresh_every = refresh_every
-        self.warmup_steps = warmup_steps
-        self.warmup_schedule = warmup_schedule
         # Its name in the model, for messages; the strategy sets it.
         self.name = type(self).__name__
         # Counts bytes and time; a strategy puts its own counter here.
@@ -42,10 +35,9 @@ class CompressedModule(nn.Module):
 
     def advance(self, completed_steps: int) -> None:
         """Set the number of completed optimizer steps, the same on every rank, before the next batch."""
-        changed = self._stage(completed_steps) != self._stage(self.completed_steps)
         restarted = completed_steps < self.completed_steps  # another fit
         self.completed_steps = completed_steps
-        if changed or restarted or completed_steps - self.refreshed_at >= self.refresh_every:
+        if restarted or completed_steps - self.refreshed_at >= self.refresh_every:
             self.request_refresh()
 
     def request_refresh(self) -> None:
@@ -58,10 +50,6 @@ class CompressedModule(nn.Module):
         self.refreshed_at = self.completed_steps
         self.traffic.add(refreshes=1)
 
-    def annealed(self, density: float) -> float:
-        """``density`` at this step of warm-up."""
-        return warmup_density(density, self._stage(self.completed_steps), self.warmup_schedule)
-
     def thresholds_in_use(self) -> list[float]:
         """All thresholds selected so far, in no particular order, for logging."""
         return []
@@ -72,7 +60,7 @@ class CompressedModule(nn.Module):
 
     def agreed_settings(self) -> dict[str, Any]:
         """The settings that must be the same on every rank, by name."""
-        return {name: getattr(self, name) for name in ("refresh_every", "warmup_steps", "warmup_schedule")}
+        return {"refresh_every": self.refresh_every}
 
     def compression_state(self) -> dict[str, Any]:
         """This rank's state beside the model's: plain numbers, dicts and CPU tensors."""
@@ -83,17 +71,10 @@ class CompressedModule(nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """The clock, which travels with the model's ``state_dict``."""
-        return {
-            "completed_steps": self.completed_steps,
-            "refreshed_at": self.refreshed_at,
-            "refresh_requested": self.refresh_requested,
-        }
+        return {name: getattr(self, name) for name in ("completed_steps", "refreshed_at", "refresh_requested")}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Continue the clock."""
         self.completed_steps = int(state["completed_steps"])
         self.refreshed_at = int(state["refreshed_at"])
         self.refresh_requested = bool(state["refresh_requested"])
-
-    def _stage(self, step: int) -> int:
-        return warmup_stage(step, self.warmup_steps)

@@ -17,7 +17,6 @@ SECOND = 0x846CA68B - (1 << 32)
 # So many numbers at a time stay in a CPU's cache: twice as fast.
 CHUNK = 1 << 15
 
-EXPLORATION = 0
 FORWARD_ROUNDING = 1
 BACKWARD_ROUNDING = 2
 

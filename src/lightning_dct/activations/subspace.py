@@ -2,42 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from lightning_dct.activations.layout import ActivationLayout
-from lightning_dct.activations.settings import RowFormat
-from lightning_dct.activations.split_point import SplitPoint
+from lightning_dct.activations.split_point import RowFormat, SplitPoint
 from lightning_dct.config import check_integer
 
 
-class CodePoint(SplitPoint):
-    """A split point that sends every entry of codes, and counts them against the activations that they stand for.
-
-    Args:
-        width: Entries per token before encoding.
-        **settings: ``forward_format``, ``backward_format``, ``compress_evaluation`` and ``seed`` of
-            :class:`~lightning_dct.activations.SplitSettings`.
-    """
-
-    def __init__(self, width: int, **settings: Any) -> None:
-        super().__init__(density=1.0, **settings)
-        self.width = width
-
-    def entries_due(self, layout: ActivationLayout) -> int:
-        """Entries of the activations, not of their codes."""
-        return layout.numel // max(layout.row_length, 1) * self.width
-
-
 class Anchored(nn.Module):
-    """The receiving end where tokens are known: ``U c + A[token]``, with the fixed basis ``U`` and a learned ``A``.
-
-    Args:
-        basis: ``U``, the layer from codes back to the whole width.
-        num_tokens: Rows of ``A``: one more than the largest token id.
-    """
+    """The receiving end where tokens are known: ``U c + A[token]``, with the fixed basis ``U`` and a learned ``A``."""
 
     def __init__(self, basis: nn.Linear, num_tokens: int) -> None:
         super().__init__()
@@ -68,9 +41,8 @@ def subspace(
     *,
     forward_format: RowFormat = "int8",
     backward_format: RowFormat = "int4",
-    compress_evaluation: bool = True,
     seed: int = 0,
-) -> tuple[nn.Linear, CodePoint, nn.Module]:
+) -> tuple[nn.Linear, SplitPoint, nn.Module]:
     """Three modules in place of one :class:`~lightning_dct.SplitPoint` between two stages.
 
     ::
@@ -94,9 +66,8 @@ def subspace(
         rank: Numbers per token that cross, each way; at most ``width``.
         num_tokens: Number of different tokens. None where the network's input is not a sequence of tokens: then the
             receiver learns a mean instead of ``A[token]``, and the network needs no ``tokens=``.
-        forward_format: Of the coordinates, as in :class:`~lightning_dct.activations.SplitSettings`.
+        forward_format: Of the coordinates, as for :class:`~lightning_dct.SplitPoint`.
         backward_format: Of their gradients.
-        compress_evaluation: Whether evaluation rounds too.
         seed: For the basis and for rounding, the same on every rank.
 
     Raises:
@@ -115,13 +86,8 @@ def subspace(
             f"`rank` is {rank} and the activations have a `width` of {width}: a subspace cannot have more dimensions."
             f" Choose a `rank` below {width}; a fifth of the width is a good start."
         )
-    point = CodePoint(
-        width,
-        forward_format=forward_format,
-        backward_format=backward_format,
-        compress_evaluation=compress_evaluation,
-        seed=seed,
-    )
+    point = SplitPoint(1.0, forward_format=forward_format, backward_format=backward_format, seed=seed)
+    point.width = width
     # Frozen parameters instead of buffers, which DistributedDataParallel would send in every step.
     into = nn.Linear(width, rank, bias=False).requires_grad_(False)
     back = nn.Linear(rank, width, bias=num_tokens is None)

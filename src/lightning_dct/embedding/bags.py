@@ -14,20 +14,14 @@ from lightning_dct.embedding.placement import Int64Array
 
 @dataclass(frozen=True)
 class Bags:
-    """Flattened look-ups.
+    """Flattened look-ups."""
 
-    Attributes:
-        tables: Shape ``[lookups]``: the table of each.
-        rows: Shape ``[lookups]``: the row in it.
-        bags: Shape ``[lookups]``, int64 on the model's device: the bag of each, ``sample * tables + table``; None when
-            every bag has one look-up, in this order.
-        divisors: Shape ``[bags, 1]``, int64: the divisor of each bag's sum; None for plain sums.
-    """
-
-    tables: Int64Array
-    rows: Int64Array
+    tables: Int64Array  # shape `[lookups]`: the table of each
+    rows: Int64Array  # shape `[lookups]`: the row in it
+    # Shape `[lookups]`, int64 on the model's device: the bag of each, `sample * tables + table`; None when every bag
+    # has one look-up, in this order.
     bags: Tensor | None
-    divisors: Tensor | None
+    divisors: Tensor | None  # shape `[bags, 1]`, int64: the divisor of each bag's sum; None for plain sums
     num_samples: int
     num_tables: int
 

@@ -17,34 +17,23 @@ from lightning_dct.embedding.placement import Int64Array
 
 
 class Admission(NamedTuple):
-    """What a request has changed.
+    """What a request has changed."""
 
-    Attributes:
-        slots: Shape ``[k]``: the slot of each wanted row.
-        new: Shape ``[k]``, bool: whether the row was missing before.
-        evicted: Shape ``[e]``: the evicted rows.
-        evicted_slots: Shape ``[e]``: their former slots; new rows may be there now.
-    """
-
-    slots: Int64Array
-    new: np.typing.NDArray[np.bool_]
-    evicted: Int64Array
-    evicted_slots: Int64Array
+    slots: Int64Array  # shape `[k]`: the slot of each wanted row
+    new: np.typing.NDArray[np.bool_]  # shape `[k]`, bool: whether the row was missing before
+    evicted: Int64Array  # shape `[e]`: the evicted rows
+    evicted_slots: Int64Array  # shape `[e]`: their former slots; new rows may be there now
 
 
 # Of multiplicative hashing: 2 ** 64 over the golden ratio, odd (Knuth, The Art of Computer Programming, vol. 3, 6.4).
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _SMALLEST_BITS = 6
-# The arrays of a cache's state.
-CACHE_ARRAYS = ("rows", "slots", "row_at", "last_used", "counts")
+# The arrays of a cache's state, by slot.
+CACHE_ARRAYS = ("row_at", "last_used", "counts")
 
 
 class RowCache:
-    """Rows, their slots, and when each was last requested.
-
-    Args:
-        capacity: Most rows to keep. A larger request keeps all its rows until the next one.
-    """
+    """At most ``capacity`` rows, or those of one larger request; their slots, and when each was last requested."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -123,8 +112,7 @@ class RowCache:
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, as integers and tensors."""
-        rows, slots = self.contents()
-        arrays = (rows, slots, self._row_at, self._last_used, self._counts)
+        arrays = (self._row_at, self._last_used, self._counts)
         return {
             "requests": self.requests,
             **{name: torch.from_numpy(array.copy()) for name, array in zip(CACHE_ARRAYS, arrays, strict=True)},
@@ -133,7 +121,7 @@ class RowCache:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
         self.requests = int(state["requests"])
-        self._row_at, self._last_used, self._counts = (state[name].numpy().copy() for name in CACHE_ARRAYS[2:])
+        self._row_at, self._last_used, self._counts = (state[name].numpy().copy() for name in CACHE_ARRAYS)
         self._derive()
 
     def _oldest(self, number: int) -> Int64Array:
@@ -158,10 +146,8 @@ class SlotIndex:
 
     The table holds slots alone. The row at a slot decides whether it is the right one, so an eviction deletes nothing:
     the stale entry leads to a slot with another row, and the search continues. When the table is half full it is built
-    anew without stale entries, so the cost of an insertion does not depend on the number of rows.
-
-    Args:
-        row_at: Shape ``[slots]``: the row in each slot, -1 where it is free.
+    anew without stale entries, so the cost of an insertion does not depend on the number of rows. ``row_at``, shape
+    ``[slots]``, has the row in each slot, -1 where it is free.
     """
 
     def __init__(self, row_at: Int64Array) -> None:

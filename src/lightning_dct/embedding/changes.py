@@ -20,10 +20,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_dct.activations.layout import entries_at
 from lightning_dct.embedding.placement import Int64Array
-from lightning_dct.kernels import select_adjacent
-from lightning_dct.threshold import GUARD_RESELECT, SMALLEST_THRESHOLD, keep_largest, kth_magnitude, nudge
+from lightning_dct.kernels import select
+from lightning_dct.threshold import GUARD_RESELECT, SMALLEST_THRESHOLD, entries_at, keep_largest, kth_magnitude, nudge
 from lightning_dct.wire import PayloadLayout, pack, unpack
 from lightning_dct.wire.bits import nonzero_indices
 
@@ -32,46 +31,25 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class Message(NamedTuple):
-    """The form of all messages about the same rows.
+    """The form of all messages about the same rows, of ``dim`` entries each."""
 
-    Attributes:
-        layout: The payload's shape, with one tensor for each table that has rows in it.
-        tables: Those tables, ascending.
-        num_rows: Number of rows.
-        dim: Entries per row.
-    """
-
-    layout: PayloadLayout
-    tables: list[int]
+    layout: PayloadLayout  # with one tensor for each table that has rows in it
+    tables: list[int]  # those tables, ascending
     num_rows: int
     dim: int
 
 
 class Sent(NamedTuple):
-    """A message and what it leaves.
+    """A message and what it leaves."""
 
-    Attributes:
-        payload: Shape ``[message.layout.num_bytes]``, uint8.
-        positions: Shape ``[count]``, int64: positions in the flattened rows.
-        received: Shape ``[count]``, fp32: the values as the receiver reads them.
-        left: Shape ``[count]``: what is still to be sent there.
-    """
-
-    payload: Tensor
-    positions: Tensor
-    received: Tensor
-    left: Tensor
+    payload: Tensor  # shape `[message.layout.num_bytes]`, uint8
+    positions: Tensor  # shape `[count]`, int64: positions in the flattened rows
+    received: Tensor  # shape `[count]`, fp32: the values as the receiver reads them
+    left: Tensor  # shape `[count]`: what is still to be sent there
 
 
 def message_about(row_tables: Int64Array, dim: int, density: float, value_format: str) -> Message:
-    """The form of a message about rows.
-
-    Args:
-        row_tables: Shape ``[k]``, ascending: the table of each row.
-        dim: Entries per row.
-        density: Share of the entries that a message may hold.
-        value_format: See :mod:`lightning_dct.wire.values`.
-    """
+    """The form of a message about rows; ``row_tables``, shape ``[k]``, ascending, has the table of each."""
     counts = np.bincount(row_tables)
     tables = np.flatnonzero(counts)
     sizes = tuple((counts[tables] * dim).tolist())
@@ -80,7 +58,7 @@ def message_about(row_tables: Int64Array, dim: int, density: float, value_format
 
 
 def compress_changes(
-    rows: Tensor, addend: Tensor, message: Message, thresholds: Float64Array, guard: bool, scale: float = 1.0
+    rows: Tensor, addend: Tensor, message: Message, thresholds: Float64Array, scale: float = 1.0
 ) -> Sent:
     """Add to rows, and select and pack what is sent of the sums.
 
@@ -92,8 +70,7 @@ def compress_changes(
         addend: Shape ``[k, dim]``. Not changed.
         message: The form of the message.
         thresholds: One for each table of the module; 0 where none was selected yet, or where everything is sent.
-            Changed in place.
-        guard: Move the thresholds towards their targets by the counts of this message.
+            Changed in place: the guard moves them towards their targets by the counts of this message.
         scale: 1 or -1.
     """
     layout, flat, added = message.layout, rows.view(-1), addend.reshape(-1)
@@ -105,7 +82,7 @@ def compress_changes(
         elif thresholds[table] == 0:
             thresholds[table] = kth_magnitude(flat[start:stop] + scale * added[start:stop], target)
     limits = np.maximum(thresholds[message.tables], SMALLEST_THRESHOLD)
-    positions, values, reached = select_adjacent(added, flat, segments, limits.tolist(), scale)
+    positions, values, reached = select(added, flat, segments, limits.tolist(), scale)
     finite = np.ones(len(segments), dtype=np.bool_)
     broken = values.isfinite().logical_not_()
     some_broken = bool(broken.any())
@@ -123,8 +100,7 @@ def compress_changes(
         excess = (values.to(torch.float64) / over).nan_to_num_(nan=math.inf)
         kept = nonzero_indices(keep_largest(excess, layout.capacity)[0])
         positions, values = positions.index_select(0, kept), values.index_select(0, kept)
-    if guard:
-        _guard(message, thresholds, reached, finite, flat)
+    _guard(message, thresholds, reached, finite, flat)
     payload, received = pack(layout, positions, values, flat.new_empty(0, dtype=torch.uint8))
     return Sent(payload, positions, received, values - received.to(values.dtype))
 

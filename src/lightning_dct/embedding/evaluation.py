@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dct.activations import SplitPoint
 from lightning_dct.embedding.bags import Bags
 from lightning_dct.embedding.lookup import DistinctRows
 from lightning_dct.embedding.placement import Int64Array
@@ -40,13 +39,7 @@ class ExactReader:
 
     def pooled(self) -> Tensor:
         """The pooled rows, ``[samples, tables, dim]``."""
-        pooled = self._rows.bags.pool(self._distinct[self._rows.inverse])
-        if self._module.exchange == "changes":
-            return pooled
-        # A model trained on masked embeddings is worse without the mask. The thresholds are this batch's own.
-        split = SplitPoint(**self._module.split).eval()
-        split.completed_steps = self._module.completed_steps
-        return split(pooled)
+        return self._rows.bags.pool(self._distinct[self._rows.inverse])
 
 
 def serve_until_all_finish(modules: Sequence[TableState]) -> None:

@@ -31,12 +31,7 @@ class Incoming(NamedTuple):
 
 
 class Exchange:
-    """All-to-all between the ranks of one group.
-
-    Args:
-        group: The ranks that take part; None for a single process.
-        device: Where payloads live.
-    """
+    """All-to-all between the ranks of one group (None for a single process), with payloads on a device."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.group = group
@@ -61,16 +56,10 @@ class Exchange:
     def announce(self, numbers: Int64Array, traffic: Traffic, least: int = 0) -> Int64Array:
         """Send each rank some numbers, such as the sizes of what follows.
 
-        Args:
-            numbers: Shape ``[world size, n]``, each below 2**31: one row per receiver.
-            traffic: Where the bytes are counted.
-            least: The smallest valid number.
-
-        Returns:
-            Shape ``[world size, n]``: one row per sender.
+        ``numbers``, each below 2**31, has a row per receiver, shape ``[world size, n]``; the result one per sender.
 
         Raises:
-            PayloadError: A rank sends a smaller number.
+            PayloadError: A rank sends a number below ``least``.
         """
         if self.group is None:
             return numbers
@@ -83,13 +72,7 @@ class Exchange:
         return announced
 
     def start(self, payloads: Sequence[Tensor], sizes: Sequence[int], traffic: Traffic) -> Incoming:
-        """Begin to send each rank its payload.
-
-        Args:
-            payloads: What goes to each rank, uint8; empty for this one.
-            sizes: How many bytes each rank will send.
-            traffic: Where the bytes are counted.
-        """
+        """Begin to send each rank its payload, uint8, empty for this one; each rank will send ``sizes`` bytes."""
         if self.group is None:
             return Incoming(None, list(payloads))
         sent = torch.cat(list(payloads))

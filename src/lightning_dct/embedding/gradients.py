@@ -12,13 +12,7 @@ from lightning_dct.kernels import add_rows
 
 
 def deliver(weight: Tensor, pooled: Tensor, send_gradient: Callable[[Tensor], None]) -> Tensor:
-    """Make ``pooled`` a part of the graph whose gradient goes to ``send_gradient`` and nowhere else.
-
-    Args:
-        weight: What is trained; the exchange sets its gradient.
-        pooled: Any shape.
-        send_gradient: Receives the gradient of ``pooled``.
-    """
+    """Make ``pooled`` a part of the graph whose gradient goes to ``send_gradient``; that sets the one of ``weight``."""
     return _Deliver.apply(weight, pooled, send_gradient)
 
 

@@ -34,11 +34,7 @@ HALVE_EVERY = 1024
 
 
 class RequestCode:
-    """Writes and reads ascending distinct places below ``universe``.
-
-    Args:
-        universe: Rows the owner has.
-    """
+    """Writes and reads ascending distinct places below ``universe``, the owner's rows."""
 
     def __init__(self, universe: int) -> None:
         self.universe = universe

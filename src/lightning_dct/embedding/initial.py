@@ -24,14 +24,9 @@ def initial_rows(
     bounds: npt.NDArray[np.float32],
     dim: int,
 ) -> Tensor:
-    """Rows uniform on ``[-bound, bound)``, fp32 ``[n, dim]``, the same on every rank.
+    """Rows uniform on ``[-bound, bound)`` of their table, fp32 ``[n, dim]``, the same on every rank.
 
-    Args:
-        seed: Any integer.
-        tables: Shape ``[n]``: the table of each row.
-        rows: Shape ``[n]``: the row in its table.
-        bounds: Shape ``[tables]``: each table's bound.
-        dim: Entries per row.
+    ``tables`` and ``rows``, shape ``[n]``, name them; ``bounds`` has shape ``[tables]``.
     """
     state = np.full(1, seed % 2**64, dtype=np.uint64)
     for counter in (tables[:, None], rows[:, None], np.arange(dim)[None, :]):

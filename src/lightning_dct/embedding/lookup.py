@@ -8,7 +8,7 @@
       G += dL/dR            ---------  G where |G| >= tau  ---->   the sum over all ranks is E's gradient
       G -= sent
 
-Nothing is zeroed and nothing is lost, unlike in the paper's exchange of values (:mod:`.values`).
+Nothing is zeroed and nothing is lost, unlike in the paper, where pooled embeddings cross and the small ones are zeroed.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class ChangesLookup:
         asked, mirror = self._asked[peer], module.mirrors[peer]
         now = module.own_rows(asked.places).to(module.remembered_dtype)
         known = mirror.copies.index_select(0, asked.slots)
-        sent = compress_changes(now, known, self._theirs[peer], mirror.thresholds, module.guard, scale=-1)
+        sent = compress_changes(now, known, self._theirs[peer], mirror.thresholds, scale=-1)
         add_entries(mirror.copies, asked.slots, sent.positions, sent.received)
         module.traffic.add(entries_sent=sent.positions.numel(), entries=now.numel())
         return sent.payload
@@ -189,7 +189,7 @@ class ChangesLookup:
         module = self._module
         held, slots = self._held(owner)
         rows = held.residual.index_select(0, slots)
-        sent = compress_changes(rows, gradient, self._mine[owner], held.thresholds, module.guard)
+        sent = compress_changes(rows, gradient, self._mine[owner], held.thresholds)
         flat = rows.view(-1)
         left = torch.where(sent.left.isfinite(), sent.left, flat.index_select(0, sent.positions))
         held.residual.index_copy_(0, slots, flat.index_copy_(0, sent.positions, left).view_as(rows))
@@ -209,7 +209,7 @@ class ChangesLookup:
     def _message(self, owner: int, places: Int64Array) -> Message:
         module = self._module
         tables = module.placement.tables_of(owner, places)
-        return message_about(tables, module.embedding_dim, module.annealed(module.density), module.value_format)
+        return message_about(tables, module.embedding_dim, module.density, module.value_format)
 
     def _read(self, peer: int, payload: Tensor, message: Message) -> tuple[Tensor, Tensor]:
         with reading(f"Embedding rows from rank {peer} of the process group"):

@@ -39,19 +39,12 @@ class RowRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where every row lives, the same on every rank.
+    """Where every row lives, the same on every rank."""
 
-    Attributes:
-        world_size: Number of ranks.
-        table_rows: Rows of each table.
-        block_rows: Rows per block of each table; all rows where the table is not cut.
-        first_rank: Owner of each table's first block.
-    """
-
-    world_size: int
-    table_rows: tuple[int, ...]
-    block_rows: tuple[int, ...]
-    first_rank: tuple[int, ...]
+    world_size: int  # number of ranks
+    table_rows: tuple[int, ...]  # rows of each table
+    block_rows: tuple[int, ...]  # rows per block of each table; all rows where the table is not cut
+    first_rank: tuple[int, ...]  # owner of each table's first block
 
     def ranges(self, rank: int) -> list[RowRange]:
         """The rows a rank owns, by ascending place."""
@@ -89,10 +82,6 @@ class Placement:
         owner = (first[tables] + block) % self.world_size
         place = self._bases[owner, tables] + block // self.world_size * sizes[tables] + within
         return owner, place.astype(np.int64, copy=False)
-
-    def tables_on(self, rank: int) -> Int64Array:
-        """The tables a rank owns rows of, ascending."""
-        return np.flatnonzero(np.diff(self._bases[rank]))
 
     def tables_of(self, rank: int, places: Int64Array) -> Int64Array:
         """Which table each of a rank's places belongs to, shape ``[n]``."""

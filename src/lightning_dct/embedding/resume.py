@@ -22,7 +22,6 @@ def memory_of(module: TableState) -> dict[str, Any]:
     """Copies, residuals, thresholds and collected gradients, as plain numbers, dicts and CPU tensors."""
     return {
         "placement": _fields(module.placement),
-        "splits": [{**split.state_dict()} for split in module.splits] if module.exchange == "values" else [],
         "held": {peer: rows.state_dict() for peer, rows in module.held.items()},
         "mirrors": {peer: rows.state_dict() for peer, rows in module.mirrors.items()},
         "collected": [(places.cpu(), gradient.cpu()) for places, gradient in module.collected.parts],
@@ -44,8 +43,6 @@ def restore_memory(module: TableState, states: Sequence[Mapping[str, Any]]) -> N
         for saved, rows in (("held", module.held), ("mirrors", module.mirrors)):
             for peer, state in states[0][saved].items():
                 rows[peer].load_state_dict(state)
-        for split, state in zip(module.splits, states[0]["splits"], strict=False):
-            split.load_state_dict(state)
         device = module.weight.device
         module.collected.parts = [(places.to(device), part.to(device)) for places, part in states[0]["collected"]]
         return
@@ -54,8 +51,8 @@ def restore_memory(module: TableState, states: Sequence[Mapping[str, Any]]) -> N
         old = Placement(**state["placement"])
         pieces = [(old_rank, places.numpy(), gradient) for places, gradient in state["collected"]]
         for owner, rows in state["held"].items():
-            cached, slots = rows["cache"]["rows"].numpy(), rows["cache"]["slots"].numpy()
-            pieces.append((owner, cached, rows["residual"][slots]))
+            row_at = rows["cache"]["row_at"]
+            pieces.append((owner, row_at[row_at >= 0].numpy(), rows["residual"][row_at >= 0]))
         for owner, places, gradient in pieces:
             owners, now = module.placement.locate(*old.rows_of(owner, places))
             mine = torch.from_numpy(np.flatnonzero(owners == module.exchange_group.rank))
@@ -108,54 +105,37 @@ def _faults(state: Mapping[str, Any], saved: Placement, dim: int) -> Iterator[st
     for places, gradient in state["collected"]:
         if not _is_places(places, max(saved.owned_rows)) or gradient.shape != (places.numel(), dim):
             yield "the collected gradients"
-    if not all(isinstance(split, Mapping) for split in state["splits"]):
-        yield "the masks' thresholds"
 
 
 def _faults_of_rows(
     rows: Mapping[str, Any], universe: int, dim: int, tables: int, with_residual: bool
 ) -> Iterator[str]:
-    cache, code = rows["cache"], rows["code"]
+    cache, code, thresholds = rows["cache"], rows["code"], rows["thresholds"]
     if not all(isinstance(cache[name], Tensor) and cache[name].dtype == torch.int64 for name in CACHE_ARRAYS):
         yield "the cache"
         return
-    slots, row_at = cache["slots"], cache["row_at"]
-    used = row_at.numel()
-    sound = (
-        _is_places(cache["rows"], universe)
-        and _is_ascending(cache["rows"])
-        and slots.shape == cache["rows"].shape
-        and (slots.numel() == 0 or (int(slots.min()) >= 0 and int(slots.max()) < used))
-        and torch.equal(row_at[slots], cache["rows"])
-        and int((row_at >= 0).sum()) == slots.numel()
-        and cache["last_used"].shape == cache["counts"].shape == row_at.shape
-        and int(cache["requests"]) >= 0
-    )
-    if not sound:
-        yield "the cache"
-    groups = code["groups"]
-    if not (
-        _is_places(code["rows"], universe)
-        and _is_ascending(code["rows"])
-        and _is_places(groups, MOST_GROUPS)
-        and groups.shape == code["rows"].shape
-    ):
-        yield "the groups of rows"
-    thresholds, residual = rows["thresholds"], rows["residual"]
-    if not (
-        thresholds.shape == (tables,)
+    row_at = cache["row_at"]
+    held = row_at[row_at >= 0]
+    widths = {"copies": dim, "residual": dim if with_residual else 0}
+    sound = {
+        "the cache": _is_places(held, universe)
+        and held.unique().numel() == held.numel()
+        and row_at.shape == cache["last_used"].shape == cache["counts"].shape
+        and int(cache["requests"]) >= 0,
+        "the groups of rows": _is_places(code["rows"], universe)
+        and bool((code["rows"].diff() > 0).all())
+        and _is_places(code["groups"], MOST_GROUPS)
+        and code["groups"].shape == code["rows"].shape,
+        "the thresholds": thresholds.shape == (tables,)
         and thresholds.dtype.is_floating_point
-        and bool(((thresholds >= 0) & thresholds.isfinite()).all())
-    ):
-        yield "the thresholds"
-    if rows["copies"].shape != (used, dim) or not rows["copies"].is_floating_point():
-        yield "the copies"
-    if not (
-        residual.shape == (used, dim if with_residual else 0)
-        and residual.is_floating_point()
-        and bool(residual.isfinite().all())
-    ):
-        yield "the residuals"
+        and bool(((thresholds >= 0) & thresholds.isfinite()).all()),
+        "the copies or residuals": all(
+            rows[name].shape == (row_at.numel(), width) and rows[name].is_floating_point()
+            for name, width in widths.items()
+        )
+        and bool(rows["residual"].isfinite().all()),
+    }
+    yield from (part for part, is_sound in sound.items() if not is_sound)
 
 
 def _is_places(places: Tensor, universe: int) -> bool:
@@ -163,10 +143,6 @@ def _is_places(places: Tensor, universe: int) -> bool:
     if places.dtype != torch.int64 or places.ndim != 1:
         return False
     return places.numel() == 0 or (int(places.min()) >= 0 and int(places.max()) < universe)
-
-
-def _is_ascending(places: Tensor) -> bool:
-    return bool((places[1:] > places[:-1]).all())
 
 
 def _fields(placement: Placement) -> dict[str, Any]:

@@ -66,11 +66,7 @@ def write_index_checksum(folder: str) -> None:
 
 
 class RowReader(FileSystemReader):
-    """The reader for ``torch.distributed.checkpoint.load``.
-
-    Args:
-        folder: A path, or an address that fsspec reads from.
-    """
+    """The reader for ``torch.distributed.checkpoint.load``, of wherever fsspec reads from."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(folder)

@@ -20,15 +20,8 @@ class RememberedRows:
     The rank that uses rows and the rank that owns them each have one for the other. Both hold the same copies to the
     last bit, because both start a row from its initial value and add what was sent.
 
-    Args:
-        capacity: Most rows to remember.
-        universe: Rows of the owner.
-        dim: Entries per row.
-        num_tables: Tables, each with a threshold of its own.
-        initial: Gives the initial values of rows by their places, shape ``[n, dim]``.
-        with_residual: Whether to keep residuals.
-        dtype: Of copies and residuals.
-        device: Of copies and residuals.
+    At most ``capacity`` of the owner's ``universe`` of rows are remembered. ``initial`` gives the initial values of
+    rows by their places, shape ``[n, dim]``. Each table has a threshold of its own.
     """
 
     def __init__(

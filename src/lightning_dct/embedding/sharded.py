@@ -16,7 +16,6 @@ from lightning_dct.embedding.evaluation import ExactReader, serve_until_all_fini
 from lightning_dct.embedding.lookup import ChangesLookup
 from lightning_dct.embedding.resume import memory_of, restore_memory
 from lightning_dct.embedding.state import TableState
-from lightning_dct.embedding.values import ValuesLookup
 
 Pooling = Literal["sum", "mean"]
 
@@ -50,14 +49,8 @@ class ShardedEmbeddingBags(TableState):
         density: Share of the requested rows' entries that each direction sends in a step, in (0, 1].
         value_format: ``"fp32"``, ``"bf16"``, ``"int8"``, ``"int4"`` or ``"1bit"``, with one scale per table and
             message. The rounding error is sent later.
-        refresh_every: Optimizer steps between two exact selections of the thresholds.
-        warmup_steps: Optimizer steps over which the density falls from 1.0 to its target.
-        warmup_schedule: ``"exponential"`` or ``"linear"``.
-        guard: Move the thresholds a little in every step to keep the number of entries near its target.
-        exchange: ``"changes"``, or ``"values"`` for the paper's method, as a baseline. It sends masked pooled
-            embeddings, and evaluation sees masked embeddings too. Of the settings above only the last four apply.
-        split: With ``exchange="values"``, the settings of a :class:`~lightning_dct.SplitPoint`; ``select_by`` must be
-            ``"magnitude"``.
+        refresh_every: Optimizer steps between two exact selections of the thresholds. In between, a guard moves them a
+            little in every step, to keep the number of entries near its target.
         cache_rows: Most rows of each other rank to remember. An evicted row sends its residual first. A row takes
             ``8 * embedding_dim`` bytes here and ``4 * embedding_dim`` on its owner.
         expected_lookups: Look-ups per sample of each table, to balance the ranks; one each when None.
@@ -78,17 +71,12 @@ class ShardedEmbeddingBags(TableState):
         density: float = 0.05,
         value_format: str = "1bit",
         refresh_every: int = 1000,
-        warmup_steps: int = 0,
-        warmup_schedule: str = "exponential",
-        guard: bool = True,
-        exchange: Literal["changes", "values"] = "changes",
-        split: Mapping[str, Any] | None = None,
         cache_rows: int = 1 << 18,
         expected_lookups: Sequence[float] | None = None,
         initial_bound: float | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__(refresh_every, warmup_steps, warmup_schedule)
+        super().__init__(refresh_every)
         if not table_rows:
             raise ValueError("`table_rows` is empty: give the number of rows of each table.")
         for table, rows in enumerate(table_rows):
@@ -106,34 +94,12 @@ class ShardedEmbeddingBags(TableState):
         check_density("density", density)
         check_choice("value_format", value_format, VALUE_FORMATS)
         check_integer("cache_rows", cache_rows, minimum=1)
-        check_choice("exchange", exchange, ("changes", "values"))
-        if split is not None and exchange != "values":
-            raise ValueError("`split` says how values are masked: use it with `exchange='values'`, or leave it out.")
-        select_by = (split or {}).get("select_by", "magnitude")
-        if select_by != "magnitude":
-            raise ValueError(
-                f"`split` has select_by={select_by!r}: the rank that uses rows masks them in evaluation, and it does"
-                " not know the owners' gradient means. Leave `select_by` out, use exchange='changes', or put a"
-                " `SplitPoint` behind tables that are not sharded."
-            )
         self.table_rows = [int(rows) for rows in table_rows]
         self.embedding_dim = embedding_dim
         self.pooling = pooling
         self.density = density
         self.value_format = value_format
-        self.guard = guard
         self.cache_rows = cache_rows
-        self.exchange = exchange
-        self.split = {
-            "density": 0.2,
-            "scope": "group",
-            "forward_format": "int4",
-            "backward_format": "int4",
-            "refresh_every": refresh_every,
-            "warmup_steps": warmup_steps,
-            "warmup_schedule": warmup_schedule,
-            **(split or {}),
-        }
         self.expected_lookups = None if expected_lookups is None else list(expected_lookups)
         self.seed = seed
         bounds = [1 / math.sqrt(rows) if initial_bound is None else initial_bound for rows in self.table_rows]
@@ -162,7 +128,7 @@ class ShardedEmbeddingBags(TableState):
         """
         return self.request(ids, offsets).pooled()
 
-    def request(self, ids: Tensor, offsets: Tensor | None = None) -> ChangesLookup | ValuesLookup | ExactReader:
+    def request(self, ids: Tensor, offsets: Tensor | None = None) -> ChangesLookup | ExactReader:
         """Start the exchange of rows; ``pooled()`` of the result waits for them. Arguments as for :meth:`forward`."""
         if not self.is_materialized:
             raise RuntimeError(
@@ -172,8 +138,6 @@ class ShardedEmbeddingBags(TableState):
         bags = read_bags(ids, offsets, self.table_rows, self.pooling)
         if not (self.training and torch.is_grad_enabled()):
             return ExactReader(self, bags)
-        if self.exchange == "values":
-            return ValuesLookup(self, bags)
         if self.refresh_requested:
             for rows in self.remembered:
                 rows.thresholds[:] = 0
@@ -187,11 +151,10 @@ class ShardedEmbeddingBags(TableState):
 
     def agreed_settings(self) -> dict[str, Any]:
         """The settings that must be the same on every rank, by name."""
-        names = ("table_rows", "embedding_dim", "pooling", "density", "value_format", "guard", "exchange", "split")
-        more = ("cache_rows", "expected_lookups", "seed")
+        names = ("table_rows", "embedding_dim", "pooling", "density", "value_format", "cache_rows", "expected_lookups")
         return {
             **super().agreed_settings(),
-            **{name: getattr(self, name) for name in (*names, *more)},
+            **{name: getattr(self, name) for name in (*names, "seed")},
             "initial_bound": self.initial_bounds.tolist(),
         }
 

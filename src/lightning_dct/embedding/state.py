@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from lightning_dct.activations import CompressedModule, SplitPoint
+from lightning_dct.activations import CompressedModule
 from lightning_dct.embedding.exchange import Exchange
 from lightning_dct.embedding.gradients import CollectedGradients
 from lightning_dct.embedding.initial import initial_rows
@@ -25,48 +25,33 @@ class TableState(CompressedModule):
     """What look-ups, evaluation and checkpoints use of :class:`~lightning_dct.ShardedEmbeddingBags`.
 
     The subclass sets the settings. :meth:`materialize` sets the rest.
-
-    Attributes:
-        weight: This rank's rows of all tables, ``[owned rows, embedding_dim]``.
-        placement: Which rank owns which rows.
-        exchange_group: The collectives between the ranks.
-        peers: The other ranks.
-        remembered_dtype: fp64 for fp64 rows, else fp32.
-        splits: With ``exchange="values"``, a mask for each rank's batch. They are no part of the model's state.
-        held: By owner, the rows of others that this rank uses.
-        mirrors: By user, what the others hold of this rank's rows.
-        collected: Gradients that have arrived for this rank's rows.
-        saved_in_shards: Whether ``state_dict`` leaves the rows out. A strategy that saves them in shards sets this.
-        evaluation_traffic: Counts exact rows that are read outside training.
-        evaluated_with: All such modules of a model, where there are several. A strategy sets this.
     """
 
-    weight: Tensor
+    weight: Tensor  # this rank's rows of all tables, [owned rows, embedding_dim]
     table_rows: list[int]
     embedding_dim: int
     density: float
     value_format: str
-    guard: bool
     cache_rows: int
-    exchange: str
-    split: dict[str, Any]
     expected_lookups: list[float] | None
     seed: int
     initial_bounds: np.typing.NDArray[np.float32]
     placement: Placement
     exchange_group: Exchange
-    peers: list[int]
-    remembered_dtype: torch.dtype
-    held: dict[int, RememberedRows]
-    mirrors: dict[int, RememberedRows]
-    collected: CollectedGradients
+    peers: list[int]  # the other ranks
+    remembered_dtype: torch.dtype  # fp64 for fp64 rows, else fp32
+    held: dict[int, RememberedRows]  # by owner, the rows of others that this rank uses
+    mirrors: dict[int, RememberedRows]  # by user, what the others hold of this rank's rows
+    collected: CollectedGradients  # that have arrived for this rank's rows
 
-    def __init__(self, refresh_every: int, warmup_steps: int, warmup_schedule: str) -> None:
-        super().__init__(refresh_every, warmup_steps, warmup_schedule)
+    def __init__(self, refresh_every: int) -> None:
+        super().__init__(refresh_every)
         self.weight = nn.parameter.UninitializedParameter()
-        self.splits: list[SplitPoint] = []
+        # Whether `state_dict` leaves the rows out. A strategy that saves them in shards sets this.
         self.saved_in_shards = False
+        # Counts exact rows that are read outside training.
         self.evaluation_traffic = Traffic()
+        # All such modules of a model, where there are several. A strategy sets this.
         self.evaluated_with: tuple[TableState, ...] = ()
 
     @property
@@ -93,7 +78,6 @@ class TableState(CompressedModule):
             for low in range(0, len(self.weight), ROWS_AT_A_TIME):
                 places = np.arange(low, min(low + ROWS_AT_A_TIME, len(self.weight)))
                 self.weight[low : low + ROWS_AT_A_TIME] = self.initial(rank, places).to(self.weight)
-        self.splits = [SplitPoint(**{**self.split, "seed": self.seed + peer}) for peer in range(world_size)]
         self.forget()
 
     def forget(self) -> None:
@@ -130,22 +114,8 @@ class TableState(CompressedModule):
         """A copy of this rank's rows at some places, ``[n, embedding_dim]``, without a gradient."""
         return self.weight.detach().index_select(0, torch.from_numpy(places).to(self.weight.device))
 
-    def train(self, mode: bool = True) -> Self:
-        """Switch training on or off, for masks of values too."""
-        for split in self.splits:
-            split.train(mode)
-        return super().train(mode)
-
-    def advance(self, completed_steps: int) -> None:
-        """Tell the module how many optimizer steps are completed."""
-        super().advance(completed_steps)
-        for split in self.splits:
-            split.advance(completed_steps)
-
     def thresholds_in_use(self) -> list[float]:
         """The thresholds of both directions."""
-        if self.exchange == "values":
-            return [threshold for split in self.splits for threshold in split.thresholds_in_use()]
         return [float(value) for rows in self.remembered for value in rows.thresholds if value]
 
     def residual_norm(self) -> float:

@@ -39,7 +39,6 @@ __all__ = [
     "check_kernel",
     "fastest_kernel",
     "select",
-    "select_adjacent",
     "sum_entries",
 ]
 
@@ -61,22 +60,6 @@ def select(
         ValueError: The kernel is not installed or does not work on this device.
     """
     chosen: Kernel = _implementation(kernel, gradient.device.type).select
-    return chosen(gradient, residual, segments, thresholds, gradient_scale)
-
-
-def select_adjacent(
-    gradient: Tensor,
-    residual: Tensor,
-    segments: Sequence[tuple[int, int]],
-    thresholds: Sequence[float],
-    gradient_scale: float,
-) -> Selection:
-    """:func:`select` for many small segments that cover the tensor: without numba all of them at once.
-
-    Arguments as for :func:`select`, but ``gradient_scale`` is 1 or -1.
-    """
-    has_numba = fastest_kernel(gradient.device.type) == "numba"
-    chosen: Kernel = select if has_numba else import_module("lightning_dct.kernels.reference").select_adjacent
     return chosen(gradient, residual, segments, thresholds, gradient_scale)
 
 

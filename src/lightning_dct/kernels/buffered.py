@@ -33,19 +33,12 @@ BLOCK = 2048
 
 
 class BufferedSelection(NamedTuple):
-    """What was picked: ``R`` slots of ``T`` segments, one segment's after the other's.
+    """What was picked: ``R`` slots of ``T`` segments, one segment's after the other's."""
 
-    Attributes:
-        positions: Shape ``[R]``, int64: indices into the flattened bucket; anything in a slot that was not filled.
-        values: Shape ``[R]``, the residual's dtype: gradient plus residual there; likewise.
-        counts: Shape ``[T]``, int64: picked entries of each segment, possibly more than it has slots.
-        broken: Shape ``[T]``, bool: whether the segment has infinite or NaN sums.
-    """
-
-    positions: Tensor
-    values: Tensor
-    counts: Tensor
-    broken: Tensor
+    positions: Tensor  # shape `[R]`, int64: indices into the flattened bucket; anything in a slot that was not filled
+    values: Tensor  # shape `[R]`, the residual's dtype: gradient plus residual there; likewise
+    counts: Tensor  # shape `[T]`, int64: picked entries of each segment, possibly more than it has slots
+    broken: Tensor  # shape `[T]`, bool: whether the segment has infinite or NaN sums
 
 
 class Blocks(NamedTuple):

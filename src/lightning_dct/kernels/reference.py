@@ -26,25 +26,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dct.wire.bits import nonzero_indices
-
 CHUNK = 1 << 17
 # On a GPU one piece is best: a chunk costs a kernel launch, and memory is fast.
 GPU_CHUNK = 1 << 62
 
 
 class Selection(NamedTuple):
-    """The entries whose magnitude reaches the threshold of their tensor.
+    """The entries whose magnitude reaches the threshold of their tensor."""
 
-    Attributes:
-        positions: Shape ``[count]``, int64: ascending indices into the flattened bucket.
-        values: Shape ``[count]``, the residual's dtype: gradient plus residual there, not necessarily finite.
-        counts: For each segment, how many of them lie in it.
-    """
-
-    positions: Tensor
-    values: Tensor
-    counts: list[int]
+    positions: Tensor  # shape `[count]`, int64: ascending indices into the flattened bucket
+    values: Tensor  # shape `[count]`, the residual's dtype: gradient plus residual there, not necessarily finite
+    counts: list[int]  # for each segment, how many of them lie in it
 
 
 Kernel = Callable[[Tensor, Tensor, Sequence[tuple[int, int]], Sequence[float], float], Selection]
@@ -89,28 +81,6 @@ def select(
     if not positions:
         return nothing(residual, counts)
     return Selection(torch.cat(positions), torch.cat(values), counts)
-
-
-def select_adjacent(
-    gradient: Tensor,
-    residual: Tensor,
-    segments: Sequence[tuple[int, int]],
-    thresholds: Sequence[float],
-    gradient_scale: float,
-) -> Selection:
-    """:func:`select` where segments cover the tensor and the scale is 1 or -1, in operations on all of it together."""
-    sizes = torch.tensor([stop - start for start, stop in segments], dtype=torch.int64, device=residual.device)
-    before = residual.clone()
-    residual.add_(gradient.to(residual.dtype), alpha=gradient_scale)
-    limit = torch.tensor(thresholds, dtype=residual.dtype, device=residual.device).repeat_interleave(sizes)
-    # "Not below" instead of "at or above": it is true for NaN.
-    positions = nonzero_indices((residual.abs() < limit).logical_not_())
-    values = residual.index_select(0, positions)
-    broken = positions[values.isfinite().logical_not_()]
-    residual[broken] = before[broken]
-    # Positions ascend, so the place where a segment ends among them gives its count.
-    counts = torch.searchsorted(positions, sizes.cumsum(0)).diff(prepend=sizes.new_zeros(1))
-    return Selection(positions, values, counts.tolist())
 
 
 def sum_entries(

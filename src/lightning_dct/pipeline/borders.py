@@ -1,4 +1,10 @@
-"""What crosses each border between two pieces: shape and dtype, traced on fake tensors."""
+"""What crosses each border between two pieces: its shape, traced on fake tensors, and the two ends that compress it.
+
+A payload crosses as two tensors. *words*, fp32 ``[words]``, are bytes viewed as fp32, because
+torch.distributed.pipelining returns gradients for floating-point tensors only, of the same shape and dtype. Many read
+as NaN, and nothing computes with them between the two autograd functions here. Their number is what the gradient takes.
+*left_over*, uint8, has the bytes that do not fit, and no gradient.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_map
 
-from lightning_dct.pipeline.partition import Piece
+from lightning_dct.activations import SplitPoint, decode_backward, decode_forward, encode_backward
+from lightning_dct.pipeline.placement import Piece
 from lightning_dct.pipeline.sequential import NetworkCall, context_of
 
 
@@ -75,3 +83,84 @@ def signature(value: Any) -> tuple[Any, ...]:
 
 def _describe(value: Any) -> str:
     return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+class Crossing:
+    """A border at this step, and the split point that compresses what crosses."""
+
+    def __init__(self, split: SplitPoint, border: Border) -> None:
+        self.split = split
+        self.border = border
+        self.layout = split.layout(border.shape)
+
+    def empty(self, device: torch.device | str, requires_grad: bool = False) -> tuple[Tensor, Tensor]:
+        """Tensors for words, of which the gradient may be wanted, and for the bytes that are left over."""
+        words, num_bytes = self.layout.on_the_wire
+        left_over = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return torch.empty(words, device=device, requires_grad=requires_grad), left_over
+
+
+def send(crossing: Crossing, activation: Tensor) -> tuple[Tensor, Tensor]:
+    """Encode an activation for the next piece: words, fp32, and what is left over, uint8."""
+    return _Send.apply(activation, crossing)
+
+
+def receive(crossing: Crossing, words: Tensor, left_over: Tensor) -> Tensor:
+    """Decode what the previous piece has sent; zero where it has sent nothing."""
+    return _Receive.apply(words, left_over, crossing)
+
+
+def as_floats(payload: Tensor, num_floats: int) -> Tensor:
+    """View bytes as ``num_floats`` fp32 numbers, padded with zeros. They may be NaN: do no arithmetic with them."""
+    padded = payload.new_zeros(4 * num_floats)
+    padded[: payload.numel()] = payload
+    return padded.view(torch.float32)
+
+
+def as_bytes(floats: Tensor, num_bytes: int) -> Tensor:
+    """Undo :func:`as_floats`."""
+    return floats.detach().contiguous().view(torch.uint8)[:num_bytes]
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, activation: Tensor, crossing: Crossing) -> tuple[Tensor, Tensor]:
+        split, layout = crossing.split, crossing.layout
+        words, num_bytes = layout.on_the_wire
+        with split.timed():
+            payload, kept = split.encode(layout, activation)
+            sent, left_over = as_floats(payload[: 4 * words], words), payload.new_zeros(num_bytes)
+            left_over[: max(payload.numel() - 4 * words, 0)] = payload[4 * words :]
+        ctx.crossing, ctx.kept = crossing, kept
+        ctx.mark_non_differentiable(left_over)
+        split.count(layout, 4 * words + num_bytes, kept)
+        return sent, left_over
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        crossing: Crossing = ctx.crossing
+        with crossing.split.timed():
+            payload = as_bytes(grad_outputs[0], crossing.layout.backward_bytes)
+            return decode_backward(crossing.layout, payload, ctx.kept, crossing.border.dtype), None
+
+
+class _Receive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, words: Tensor, left_over: Tensor, crossing: Crossing) -> Tensor:
+        layout = crossing.layout
+        with crossing.split.timed():
+            payload = torch.cat([as_bytes(words, 4 * words.numel()), left_over])[: layout.forward_bytes]
+            activation, ctx.kept = decode_forward(layout, payload, crossing.border.dtype)
+        ctx.crossing, ctx.seed = crossing, crossing.split.rounding_seed
+        return activation
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        crossing: Crossing = ctx.crossing
+        with crossing.split.timed():
+            payload = encode_backward(crossing.layout, grad_outputs[0], ctx.kept, ctx.seed)
+            words = as_floats(payload, crossing.layout.on_the_wire[0])
+        crossing.split.count(crossing.layout, 4 * words.numel(), ctx.kept)
+        return words, None, None

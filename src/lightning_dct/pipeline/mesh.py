@@ -30,25 +30,15 @@ def check_world(world_size: int, stages: int) -> None:
 
 @dataclass(frozen=True)
 class PipelineMesh:
-    """One rank's place in the mesh, and the groups it belongs to.
+    """One rank's place in the mesh, and the groups it belongs to."""
 
-    Attributes:
-        stages: Ranks in a pipeline.
-        width: Pipelines, each with its own part of the data.
-        stage: This rank's stage, from 0.
-        replica: This rank's pipeline, from 0.
-        device_mesh: ``[width, stages]``, with dimensions ``"data_parallel"`` and ``"pipeline"``.
-        control: The pipeline's ranks, for logs and checkpoints, on the CPU.
-        everyone: All ranks, on the CPU.
-    """
-
-    stages: int
-    width: int
-    stage: int
-    replica: int
-    device_mesh: DeviceMesh
-    control: dist.ProcessGroup
-    everyone: dist.ProcessGroup
+    stages: int  # ranks in a pipeline
+    width: int  # pipelines, each with its own part of the data
+    stage: int  # this rank's stage, from 0
+    replica: int  # this rank's pipeline, from 0
+    device_mesh: DeviceMesh  # `[width, stages]`, with dimensions `"data_parallel"` and `"pipeline"`
+    control: dist.ProcessGroup  # the pipeline's ranks, for logs and checkpoints, on the CPU
+    everyone: dist.ProcessGroup  # all ranks, on the CPU
 
     @classmethod
     def create(cls, stages: int, device_type: str, timeout: timedelta | None) -> PipelineMesh:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -49,25 +48,3 @@ def attach(module: nn.Module, gather: LastStageGather) -> list[Metric]:
     for metric in found:
         metric.dist_sync_fn = gather
     return found
-
-
-def detach(metrics: Iterable[Metric]) -> None:
-    """Undo :func:`attach`."""
-    for metric in metrics:
-        metric.dist_sync_fn = None
-
-
-def update_counts(metrics: Iterable[Metric]) -> list[int]:
-    """The number of updates of each since its reset."""
-    return [metric._update_count for metric in metrics]
-
-
-def note_updates(metrics: Iterable[Metric], counts: Iterable[int]) -> None:
-    """Set the update counts of this rank's metrics to those of the last stage.
-
-    Without it they would warn about computing without data, and return cached values.
-    """
-    for metric, count in zip(metrics, counts, strict=True):
-        if metric._update_count != count:
-            # A hack: torchmetrics has no public way.
-            metric._update_count, metric._computed = count, None

@@ -1,40 +1,50 @@
-"""Which pieces of a model this rank runs, and how the model is spread over the ranks and made whole again."""
+"""Cuts the model at its split points, and places the pieces on the ranks of a pipeline.
+
+Every rank keeps the whole module tree, with the same names and the same order of parameters. Parameters and buffers of
+other ranks' pieces are on the meta device, where they have shapes but no memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dct.activations import Split
-from lightning_dct.pipeline import partition
-from lightning_dct.pipeline.gathering import to_cpu
+from lightning_dct.activations import SplitPoint
 from lightning_dct.pipeline.mesh import PipelineMesh
+from lightning_dct.pipeline.sequential import SplitSequential
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The modules between two split points, by the names of these children of the Sequential."""
+
+    index: int
+    names: tuple[str, ...]
+    modules: SplitSequential  # beside the model's own tree
+    split: SplitPoint | None  # that ends it
 
 
 class Placement:
     """The pieces of a model on the ranks of a mesh; piece ``i`` lives on stage ``i % stages``.
 
-    Args:
-        model: The whole model.
-        mesh: This rank's place.
-        interleaved: Whether a rank runs more than one piece.
-
-    Raises:
-        ValueError: The model cannot be cut into pieces for so many ranks.
+    With ``interleaved`` a rank runs more than one. A model that cannot be cut for so many ranks is a ValueError.
     """
 
     def __init__(self, model: nn.Module, mesh: PipelineMesh, interleaved: bool) -> None:
         self.model = model
         self.mesh = mesh
-        name, self.network = partition.find_pipeline(model)
+        name, self.network = find_pipeline(model)
         self._prefix = f"{name}." if name else ""
-        self.pieces = partition.cut(self.network)
-        partition.check_pieces(self.pieces, mesh.stages, interleaved)
+        self.pieces = cut(self.network)
+        check_pieces(self.pieces, mesh.stages, interleaved)
         self.own = self.pieces[mesh.stage :: mesh.stages]
         self.foreign = [piece for piece in self.pieces if piece.index % mesh.stages != mesh.stage]
         # Whether other ranks' pieces have no memory here.
@@ -43,8 +53,7 @@ class Placement:
     @property
     def not_synchronised(self) -> list[str]:
         """All names of the tensors that DistributedDataParallel must ignore."""
-        # Other ranks' pieces, and split points: each replica has its own thresholds.
-        ignored = self._names(self.foreign) + tuple(f"{name}." for name in self.split_points)
+        ignored = self._names(self.foreign)
         parameters = self.model.named_parameters(remove_duplicate=False)
         buffers = self.model.named_buffers(remove_duplicate=False)
         return [name for name, _ in chain(parameters, buffers) if name.startswith(ignored)]
@@ -56,53 +65,43 @@ class Placement:
         return list(found.values())
 
     @property
-    def split_points(self) -> dict[str, Split]:
+    def split_points(self) -> dict[str, SplitPoint]:
         """All split points of the network, by name: every rank has them, because they set the size of payloads."""
         children = self.network.named_children()
-        return {self._prefix + name: child for name, child in children if isinstance(child, Split)}
+        return {self._prefix + name: child for name, child in children if isinstance(child, SplitPoint)}
 
     @property
-    def own_split_points(self) -> dict[str, Split]:
+    def own_split_points(self) -> dict[str, SplitPoint]:
         """The split points at the end of this rank's pieces, whose thresholds it selects."""
         own = {id(piece.split) for piece in self.own}
         return {name: split for name, split in self.split_points.items() if id(split) in own}
-
-    @property
-    def thresholds(self) -> dict[str, Any]:
-        """The state of this rank's split points, on the CPU."""
-        return {name: to_cpu(split.state_dict()) for name, split in self.own_split_points.items()}
 
     def own_part(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The part of the model's state that this rank trains and selects."""
         own = self._names(self.own) + tuple(f"{name}." for name in self.own_split_points)
         return {name: value for name, value in state.items() if name.startswith(own)}
 
-    def take_over(self, saved: dict[str, Any]) -> None:
-        """Load the thresholds of a saved compression state, and drop residuals of other ranks' pieces from it."""
+    def drop_foreign(self, saved: dict[str, Any]) -> None:
+        """Drop residuals of other ranks' pieces from a state that another number of stages has saved."""
         foreign = self._names(self.foreign)
-        # If another number of stages saved it, it has some.
         saved["residuals"] = {name: r for name, r in saved["residuals"].items() if not name.startswith(foreign)}
-        for name, split in self.own_split_points.items():
-            # Lightning's file has the thresholds of the first replica only.
-            if name in saved.get("split_points", {}):
-                split.load_state_dict(saved["split_points"][name])
 
     def check_parameters(self) -> None:
         """Refuse parameters that no rank, or more than one, would train (ValueError)."""
-        partition.check_parameters(self.model, self.network, self.pieces, self.mesh.stages)
+        check_parameters(self.model, self.network, self.pieces, self.mesh.stages)
 
     def spread_out(self) -> None:
         """Free the pieces of other ranks."""
-        partition.release(self.foreign)
+        release(self.foreign)
         self.spread = True
 
     def without_foreign(self) -> AbstractContextManager[None]:
         """A context in which the model has only this rank's pieces, so that it can be moved."""
-        return partition.hidden(self.network, self.foreign)
+        return hidden(self.network, self.foreign)
 
     def make_whole(self) -> None:
         """Copy every piece, on the CPU, from the rank that has trained it to the others of the pipeline."""
-        partition.materialise(self.foreign)
+        materialise(self.foreign)
         for piece in self.pieces:
             owner = piece.index % self.mesh.stages
             for tensor in _tensors_of(piece.modules):
@@ -116,19 +115,138 @@ class Placement:
         tensors = _tensors_of(self.model)
         if any(tensor.is_meta for tensor in tensors):  # after a failed fit each rank has only what it runs
             return
-        box = [{name: to_cpu(split.state_dict()) for name, split in self.split_points.items()}]
+        box = [{name: split.state_dict() for name, split in self.split_points.items()}]
         dist.broadcast_object_list(box, src=0, group=self.mesh.everyone)
         for name, split in self.split_points.items():
-            split.load_state_dict(box[0][name])  # its buffers may have other sizes here
-        for tensor in _tensors_of(self.model, self.split_points.values()):
+            split.load_state_dict(box[0][name])
+        for tensor in tensors:
             dist.broadcast(tensor, src=0, group=self.mesh.everyone)
 
-    def _names(self, pieces: list[partition.Piece]) -> tuple[str, ...]:
+    def _names(self, pieces: list[Piece]) -> tuple[str, ...]:
         return tuple(f"{self._prefix}{name}." for piece in pieces for name in piece.names)
 
 
-def _tensors_of(module: nn.Module, less: Iterable[nn.Module] = ()) -> list[Tensor]:
-    """A module's parameters and buffers, each once, except those of ``less``."""
-    skipped = {id(tensor) for other in less for tensor in [*other.parameters(), *other.buffers()]}
-    found = {id(tensor): tensor.detach() for tensor in [*module.parameters(), *module.buffers()]}
-    return [tensor for key, tensor in found.items() if key not in skipped]
+def find_pipeline(module: nn.Module) -> tuple[str, nn.Sequential]:
+    """Find the name of the one Sequential with split points, and it (ValueError if there is not exactly one)."""
+    found = [
+        (name, child)
+        for name, child in module.named_modules()
+        if isinstance(child, nn.Sequential) and any(isinstance(part, SplitPoint) for part in child)
+    ]
+    if len(found) != 1:
+        have = "none has" if not found else f"{', '.join(repr(name) for name, _ in found)} have"
+        raise ValueError(
+            "`DCTPipelineStrategy` cuts the one `torch.nn.Sequential` of the model that has `SplitPoint` modules among"
+            f" its children; here {have}. Build the network as one Sequential with a SplitPoint between every two"
+            " stages."
+        )
+    return found[0]
+
+
+def cut(pipeline: nn.Sequential) -> list[Piece]:
+    """Cut a Sequential at its split points (ValueError if a piece has no modules)."""
+    pieces: list[Piece] = []
+    children: OrderedDict[str, nn.Module] = OrderedDict()
+    for name, child in [*pipeline.named_children(), ("", None)]:
+        if child is not None and not isinstance(child, SplitPoint):
+            children[name] = child
+            continue
+        if not children:
+            raise ValueError(
+                f"Piece {len(pieces)} of the pipeline is empty: a `SplitPoint` must stand between two modules of the"
+                " Sequential, not at its beginning or end or beside another one."
+            )
+        pieces.append(Piece(len(pieces), tuple(children), SplitSequential(children), child))
+        children = OrderedDict()
+    return pieces
+
+
+def check_pieces(pieces: Sequence[Piece], stages: int, interleaved: bool) -> None:
+    """Refuse a number of pieces that does not fit the stages (ValueError)."""
+    count = len(pieces)
+    fits = count % stages == 0 and count > stages if interleaved else count == stages
+    if not fits:
+        needed = (
+            f"a multiple of `stages` above it ({2 * stages} pieces, which {2 * stages - 1} split points make)"
+            if interleaved
+            else f"as many pieces as stages ({stages - 1} split points)"
+        )
+        schedule = "'interleaved_1f1b'" if interleaved else "'gpipe' and '1f1b'"
+        raise ValueError(
+            f"The model's SplitPoint modules cut it into {count} pieces, and `stages={stages}`: the schedule"
+            f" {schedule} takes {needed}. Change the split points, `stages` or `schedule`."
+        )
+
+
+def check_parameters(module: nn.Module, pipeline: nn.Sequential, pieces: Sequence[Piece], stages: int) -> None:
+    """Refuse a trainable parameter outside the Sequential or on two stages, and a stage without any (ValueError)."""
+    inside = {id(parameter) for parameter in pipeline.parameters()}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and id(parameter) not in inside:
+            raise ValueError(
+                f"The parameter {name!r} lies outside the Sequential that `DCTPipelineStrategy` cuts into stages, so"
+                " no stage could train it. Move its module into the Sequential, or freeze it."
+            )
+    owners: dict[int, int] = {}
+    for piece in pieces:
+        for name, parameter in piece.modules.named_parameters():
+            stage = piece.index % stages
+            if owners.setdefault(id(parameter), stage) != stage:
+                raise ValueError(
+                    f"The parameter {name!r} of piece {piece.index} is also used on stage {owners[id(parameter)]}:"
+                    " stages on different ranks cannot share a parameter. Untie the weights, or put both uses into"
+                    " one piece."
+                )
+    for stage in range(stages):
+        trained = [p for piece in pieces[stage::stages] for p in piece.modules.parameters() if p.requires_grad]
+        if not trained:
+            raise ValueError(
+                f"Stage {stage} of the pipeline has no trainable parameter. Move a SplitPoint, so that every stage"
+                " has some, or use fewer stages."
+            )
+
+
+def release(pieces: Iterable[Piece]) -> None:
+    """Move the parameters and buffers of some pieces to the meta device."""
+    _replace(pieces, lambda tensor: tensor.to("meta"))
+
+
+def materialise(pieces: Iterable[Piece]) -> None:
+    """Give released pieces uninitialised memory on the CPU."""
+    _replace(pieces, lambda tensor: torch.empty_like(tensor, device="cpu"))
+
+
+@contextmanager
+def hidden(pipeline: nn.Sequential, pieces: Iterable[Piece]) -> Iterator[None]:
+    """Keep some pieces out of the model, because meta tensors cannot be moved to another device."""
+    names = [name for piece in pieces for name in piece.names]
+    children = {name: pipeline._modules[name] for name in names}
+    try:
+        pipeline._modules.update({name: nn.Identity() for name in names})
+        yield
+    finally:
+        pipeline._modules.update(children)
+
+
+def _replace(pieces: Iterable[Piece], convert: Callable[[Tensor], Tensor]) -> None:
+    """Replace all tensors of some pieces; shared tensors stay shared."""
+    converted: dict[int, Tensor] = {}
+    originals: list[Tensor] = []  # kept alive, so that no two of them have the same id
+    for piece in pieces:
+        for module in piece.modules.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is None:
+                        continue
+                    if id(tensor) not in converted:
+                        originals.append(tensor)
+                        new = convert(tensor.detach())
+                        if isinstance(tensor, nn.Parameter):
+                            new = nn.Parameter(new, tensor.requires_grad)
+                        converted[id(tensor)] = new
+                    tensors[name] = converted[id(tensor)]  # type: ignore[assignment]
+
+
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    """A module's parameters and buffers, each once."""
+    return list({id(tensor): tensor.detach() for tensor in [*module.parameters(), *module.buffers()]}.values())

@@ -15,7 +15,6 @@ from torchmetrics import Metric
 from lightning_dct.pipeline import steps
 from lightning_dct.pipeline.borders import Border, signature, trace_borders
 from lightning_dct.pipeline.gathering import to_cpu
-from lightning_dct.pipeline.metrics import note_updates, update_counts
 from lightning_dct.pipeline.schedule import Pipeline
 from lightning_dct.pipeline.sequential import NetworkCall
 
@@ -36,14 +35,7 @@ _DIFFERENT = {
 
 
 class Runner:
-    """The steps of one model on one rank, during a Trainer's run.
-
-    Args:
-        module: The user's model.
-        network: The Sequential in it that is cut into pieces.
-        pipeline: Runs the pieces.
-        metrics: The model's metrics, which the steps of the last stage update.
-    """
+    """The steps of a user's module on one rank, during a Trainer's run; ``network`` in it is cut into pieces."""
 
     def __init__(
         self, module: pl.LightningModule, network: nn.Sequential, pipeline: Pipeline, metrics: Sequence[Metric]
@@ -117,9 +109,13 @@ class Runner:
 
     def _share(self, result: tuple[Any, list[steps.LogCall]] | None) -> Any:
         """Broadcast the last stage's result and logs (None elsewhere), and repeat the logs and counts of metrics."""
-        mine = None if result is None else (*result, update_counts(self._metrics))
+        mine = None if result is None else (*result, [metric._update_count for metric in self._metrics])
         shared, logs, counts = self._mesh.share(mine, self._mesh.stages - 1)
-        note_updates(self._metrics, counts)
+        for metric, count in zip(self._metrics, counts, strict=True):
+            if metric._update_count != count:
+                # A hack, as torchmetrics has no public way: else metrics would warn about computing without data, and
+                # return cached values.
+                metric._update_count, metric._computed = count, None
         steps.replay(self._module, logs)
         return shared
 

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from lightning_dct.pipeline.borders import Border
-from lightning_dct.pipeline.crossing import Crossing, receive, send
+from lightning_dct.pipeline.borders import Border, Crossing, receive, send
 from lightning_dct.pipeline.mesh import PipelineMesh
-from lightning_dct.pipeline.partition import Piece
+from lightning_dct.pipeline.placement import Piece
 from lightning_dct.pipeline.sequential import NetworkCall, context_of
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b"]
@@ -64,16 +63,7 @@ class Stage(nn.Module):
 
 
 class Pipeline:
-    """The pieces that one rank runs, and their schedule.
-
-    Args:
-        pieces: All pieces of the pipeline.
-        mesh: This rank's place.
-        schedule: One of ``SCHEDULES``.
-        micro_batches: Micro-batches per training batch.
-        device: The pieces' device.
-        precision: Opens the context of forward (autocast).
-    """
+    """The pieces that one rank runs, of all pieces, and their schedule; ``precision`` opens the context of forward."""
 
     def __init__(
         self,
@@ -97,16 +87,13 @@ class Pipeline:
     def train(self, calls: Sequence[NetworkCall], borders: Sequence[Border], loss_of: LossOf) -> None:
         """Run forward and backward of all micro-batches, which adds gradients to the parameters' ``.grad``.
 
-        Args:
-            calls: The network's call for each micro-batch: the first piece takes the input, and every piece takes the
-                keywords that it names.
-            borders: What crosses each border, the same for every micro-batch.
-            loss_of: Computes a micro-batch's loss, where the last piece is.
+        The first piece takes the input of each of the network's ``calls``, and every piece the keywords that it names.
+        The ``borders`` are the same for every micro-batch. ``loss_of`` is used where the last piece is.
         """
         crossings = self._cross(borders)
-        # A new density changes the size of payloads. Every rank knows the layouts of all borders, so all rebuild in the
+        # Other shapes make payloads of other sizes. Every rank knows the layouts of all borders, so all rebuild in the
         # same step.
-        layouts = tuple(crossing.sizes for crossing in crossings)
+        layouts = tuple(crossing.layout for crossing in crossings)
         if layouts != self._layouts:
             self._schedule, self._layouts = self._build(crossings), layouts
         for stage in self.stages:
@@ -149,12 +136,10 @@ class Pipeline:
         return outputs if self.stages[-1].leaving is None else None
 
     def _receive(self, index: int, crossing: Crossing) -> tuple[Tensor, Tensor]:
-        words, num_bytes = crossing.sizes
-        values = torch.empty(words, device=self.device)
-        positions = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        for part in (values, positions):
+        payload = crossing.empty(self.device)
+        for part in payload:
             dist.recv(part, src=self.mesh.rank_of((index - 1) % self.mesh.stages), group=self.mesh.pipeline)
-        return values, positions
+        return payload
 
     def _send(self, index: int, part: Tensor) -> dist.Work:
         target = self.mesh.rank_of((index + 1) % self.mesh.stages)
@@ -184,8 +169,8 @@ class Pipeline:
                     len(self.pieces),
                     self.device,
                     # Static shapes: torch then never runs a stage to find them.
-                    input_args=() if stage.arriving is None else crossings[stage.index - 1].payload(),
-                    output_args=loss if stage.leaving is None else crossings[stage.index].payload(),
+                    input_args=() if stage.arriving is None else stage.arriving.empty("meta", requires_grad=True),
+                    output_args=loss if stage.leaving is None else stage.leaving.empty("meta", requires_grad=True),
                     group=self.mesh.pipeline,
                 )
             )

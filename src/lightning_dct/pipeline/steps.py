@@ -23,19 +23,12 @@ from lightning_dct.pipeline.sequential import NetworkCall, check_context, check_
 
 @dataclass
 class LogCall:
-    """One call of ``self.log``, which can be sent to another rank.
+    """One call of ``self.log``, which can be sent to another rank."""
 
-    Attributes:
-        name: The key.
-        value: The value, on the CPU; for a torchmetrics metric, the last result of its ``forward``, or None.
-        metric: The name of a logged metric in the model, else None.
-        settings: The other arguments.
-    """
-
-    name: str
-    value: Any
-    metric: str | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
+    name: str  # the key
+    value: Any  # the value, on the CPU; for a torchmetrics metric, the last result of its `forward`, or None
+    metric: str | None = None  # the name of a logged metric in the model, else None
+    settings: dict[str, Any] = field(default_factory=dict)  # the other arguments
 
 
 class _Reached(BaseException):

@@ -30,7 +30,7 @@ from lightning_dct.pipeline.checks import (
 )
 from lightning_dct.pipeline.delivery import deliver, set_aside, through_ddp
 from lightning_dct.pipeline.mesh import PipelineMesh
-from lightning_dct.pipeline.metrics import LastStageGather, attach, detach
+from lightning_dct.pipeline.metrics import LastStageGather, attach
 from lightning_dct.pipeline.placement import Placement
 from lightning_dct.pipeline.runner import Runner
 from lightning_dct.pipeline.schedule import SCHEDULES, Pipeline, ScheduleName
@@ -185,7 +185,8 @@ class DCTPipelineStrategy(DCTStrategy):
 
     def teardown(self) -> None:
         """Undo the wrapping, and give every rank the whole model unless fit has failed."""
-        detach(self._metrics)
+        for metric in self._metrics:
+            metric.dist_sync_fn = None
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         self._ddp_kwargs.pop("process_group", None)
         self._runner, self._metrics, self._own_parameters = None, [], []
@@ -276,14 +277,10 @@ class DCTPipelineStrategy(DCTStrategy):
         ]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
 
-    def _state(self) -> dict[str, Any]:
-        thresholds = {} if self._placement is None else self._placement.thresholds
-        return {**super()._state(), "split_points": thresholds}
-
     def _restore(self, synchronizer: Synchronizer) -> None:
         if self._saved_state is not None:
             assert self._placement is not None
-            self._placement.take_over(self._saved_state)
+            self._placement.drop_foreign(self._saved_state)
         super()._restore(synchronizer)
 
     # ------------------------------------------------------------------------------------------------- small things

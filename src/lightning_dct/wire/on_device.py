@@ -27,36 +27,23 @@ SLOTS = 8
 
 
 class Slots(NamedTuple):
-    """Entries in the slots of some payloads; each payload's first slots are in use.
+    """Entries in the slots of some payloads; each payload's first slots are in use."""
 
-    Attributes:
-        positions: Shape ``[slots]``, int64: ascending indices, counted through all payloads; anything in unused slots.
-        values: Shape ``[slots]``, floating point; zero in unused slots.
-        in_use: Shape ``[slots]``, bool.
-        counts: Shape ``[payloads]``, whole numbers: how many slots of each are in use.
-    """
-
+    # Shape `[slots]`, int64: ascending indices, counted through all payloads; anything in unused slots.
     positions: Tensor
-    values: Tensor
-    in_use: Tensor
-    counts: Tensor
+    values: Tensor  # shape `[slots]`, floating point; zero in unused slots
+    in_use: Tensor  # shape `[slots]`, bool
+    counts: Tensor  # shape `[payloads]`, whole numbers: how many slots of each are in use
 
 
 class Arrived(NamedTuple):
-    """The contents of the payloads of ``n`` senders.
+    """The contents of the payloads of ``n`` senders."""
 
-    Attributes:
-        positions: Shape ``[n, slots]``, int64: indices, counted through all payloads; any of them in unused slots.
-        values: Shape ``[n, slots]``, fp32; zero in unused slots.
-        in_use: Shape ``[n, slots]``, bool.
-        dense: Shape ``[n, dense bytes]``, uint8: the tensors sent dense, one after the other.
-        valid: Shape ``[n, payloads]``, bool: whether the bytes are a payload of their layout. The others mean nothing.
-    """
-
-    positions: Tensor
-    values: Tensor
-    in_use: Tensor
-    dense: Tensor
+    positions: Tensor  # shape `[n, slots]`, int64: indices, counted through all payloads; any of them in unused slots
+    values: Tensor  # shape `[n, slots]`, fp32; zero in unused slots
+    in_use: Tensor  # shape `[n, slots]`, bool
+    dense: Tensor  # shape `[n, dense bytes]`, uint8: the tensors sent dense, one after the other
+    # Shape `[n, payloads]`, bool: whether the bytes are a payload of their layout. The others mean nothing.
     valid: Tensor
 
 

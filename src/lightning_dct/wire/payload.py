@@ -44,19 +44,12 @@ class PayloadError(ValueError):
 
 @dataclass(frozen=True)
 class PayloadLayout:
-    """The shape of one bucket's payloads, the same on every rank.
+    """The shape of one bucket's payloads, the same on every rank."""
 
-    Attributes:
-        tensor_sizes: Entries of each tensor of the bucket, in the bucket's order.
-        capacities: Most entries that may be sent of each tensor; 0 for a tensor sent dense.
-        value_format: How entries are written.
-        dense_bytes: Bytes of all tensors sent dense.
-    """
-
-    tensor_sizes: tuple[int, ...]
-    capacities: tuple[int, ...]
-    value_format: str
-    dense_bytes: int = 0
+    tensor_sizes: tuple[int, ...]  # entries of each tensor of the bucket, in the bucket's order
+    capacities: tuple[int, ...]  # most entries that may be sent of each tensor; 0 for a tensor sent dense
+    value_format: str  # how entries are written
+    dense_bytes: int = 0  # bytes of all tensors sent dense
 
     @cached_property
     def capacity(self) -> int:
@@ -102,17 +95,11 @@ class PayloadLayout:
 
 
 class Unpacked(NamedTuple):
-    """The contents of one payload.
+    """The contents of one payload."""
 
-    Attributes:
-        positions: Shape ``[count]``, int64: indices into the flattened bucket, ascending.
-        values: Shape ``[count]``, fp32.
-        dense: Shape ``[dense_bytes]``, uint8: the tensors sent dense, one after the other.
-    """
-
-    positions: Tensor
-    values: Tensor
-    dense: Tensor
+    positions: Tensor  # shape `[count]`, int64: indices into the flattened bucket, ascending
+    values: Tensor  # shape `[count]`, fp32
+    dense: Tensor  # shape `[dense_bytes]`, uint8: the tensors sent dense, one after the other
 
 
 def pack(layout: PayloadLayout, positions: Tensor, values: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,10 +114,9 @@ def pack(layout: PayloadLayout, positions: Tensor, values: Tensor, dense: Tensor
     device, count = positions.device, positions.numel()
     tensor_index = layout.tensor_index(positions)
     data, scales = encode_values(values, tensor_index, layout.num_scales, layout.value_format)
-    header = HEADER.pack(MAGIC, VERSION, FORMAT_CODES[layout.value_format], 0, count, layout.fingerprint)
     payload = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
     parts = payload.split(layout.part_sizes)
-    parts[0].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+    parts[0].copy_(write_header(MAGIC, FORMAT_CODES[layout.value_format], count, layout.fingerprint))
     parts[1].copy_(scales.view(torch.uint8))
     parts[2].copy_(layout.position_code.encode(positions))
     parts[3][: data.numel()].copy_(data)
@@ -147,7 +133,7 @@ def unpack(layout: PayloadLayout, payload: Tensor) -> Unpacked:
     if payload.numel() != layout.num_bytes:
         raise PayloadError(f"the payload has {payload.numel()} bytes, the layout says {layout.num_bytes}")
     header, scales, positions_data, values_data, dense = payload.split(layout.part_sizes)
-    count = _check_header(layout, bytes(header.tolist()))
+    count = read_header(header, MAGIC, FORMAT_CODES[layout.value_format], layout.fingerprint, layout.capacity)
     try:
         positions = layout.position_code.decode(positions_data, count)
     except ValueError as error:
@@ -156,26 +142,37 @@ def unpack(layout: PayloadLayout, payload: Tensor) -> Unpacked:
     return Unpacked(positions, decode_values(values_data, count, index, scales, layout.value_format), dense)
 
 
-def _check_header(layout: PayloadLayout, header: bytes) -> int:
-    magic, version, format_code, reserved, count, fingerprint = HEADER.unpack(header)
-    if magic != MAGIC:
-        raise PayloadError(f"the payload begins with {magic:#x} where {MAGIC:#x} was expected")
+def write_header(magic: int, format_code: int, count: int, fingerprint: int) -> Tensor:
+    """The header of a payload with ``count`` entries: shape ``[12]``, uint8."""
+    header = HEADER.pack(magic, VERSION, format_code, 0, count, fingerprint)
+    return torch.frombuffer(bytearray(header), dtype=torch.uint8)
+
+
+def read_header(data: Tensor, magic: int, format_code: int, fingerprint: int, capacity: int) -> int:
+    """Check the header of a payload, and return its number of entries.
+
+    Raises:
+        PayloadError: The payload was made for something else, or is corrupt.
+    """
+    found, version, code, reserved, count, made_for = HEADER.unpack(bytes(data.tolist()))
+    if found != magic:
+        raise PayloadError(f"the payload begins with {found:#x} where {magic:#x} was expected")
     if version != VERSION:
         raise PayloadError(
             f"the payload has layout version {version}, this rank reads {VERSION}: install the same lightning_dct"
             " on every host"
         )
-    if format_code != FORMAT_CODES[layout.value_format]:
+    if code != format_code:
         raise PayloadError(
-            f"the payload's value format has code {format_code}, this rank's `value_format` is"
-            f" {layout.value_format!r}: use the same settings on every rank"
+            f"the payload's value format has code {code}, this rank's `value_format` has code {format_code}: use the"
+            " same settings on every rank"
         )
-    if fingerprint != layout.fingerprint:
+    if made_for != fingerprint:
         raise PayloadError(
             "the payload was made for other tensor sizes or densities: use the same model and settings on every rank"
         )
-    if count > layout.capacity:
-        raise PayloadError(f"the payload claims {count} entries, its layout holds at most {layout.capacity}")
+    if count > capacity:
+        raise PayloadError(f"the payload claims {count} entries, its layout holds at most {capacity}")
     if reserved:
         raise PayloadError(f"the payload's fourth byte is {reserved:#x}, this version writes zero")
     return int(count)

@@ -1,4 +1,4 @@
-"""Values in rows, in 32, 16, 8, 4 or 2 bits: one scale a row for the low-bit formats, optional stochastic rounding.
+"""Values in rows, in 32, 16, 8 or 4 bits: one scale a row for the low-bit formats, optional stochastic rounding.
 
 =======  ====  ==================================================================================================
 format   bits  an entry ``v`` of row ``r`` is read back as
@@ -7,7 +7,6 @@ fp32     32    ``v`` as a 32-bit float
 bf16     16    ``v`` as a bfloat16, rounded to nearest
 int8     8     ``scale_r * round(v / scale_r)``, with ``scale_r = max |v| / 127`` over what the row sends
 int4     4     ``scale_r * round(v / scale_r)``, with ``scale_r = max |v| / 7`` over what the row sends
-int2     2     ``scale_r * round(v / scale_r)``, with ``scale_r = max |v|`` over what the row sends: -1, 0 or 1 of it
 =======  ====  ==================================================================================================
 
 Activations have no residual to keep rounding errors, so ``round`` can be stochastic: up with the probability that makes
@@ -27,10 +26,10 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_dct.wire.values import decode_values, encode_values
+from lightning_dct.wire.values import decode_values, encode_values, pack_nibbles, unpack_nibbles
 
-ROW_BITS_PER_VALUE: dict[str, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "int2": 2}
-LEVELS: dict[str, int] = {"int8": 127, "int4": 7, "int2": 1}
+ROW_BITS_PER_VALUE: dict[str, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
+LEVELS: dict[str, int] = {"int8": 127, "int4": 7}
 LARGEST_SCALE_BYTES = 4
 STEPS_PER_OCTAVE = 8
 LARGEST_CODE, BROKEN_CODE = 254, 255
@@ -56,7 +55,7 @@ def encode_rows(
         row_of: Shape ``[count]``, int64 below ``num_rows``: the row of each value; only formats with scales use it.
             None for ``num_rows`` rows of equal length, one after the other.
         num_rows: How many rows there are; a row may be empty.
-        value_format: One of ``fp32``, ``bf16``, ``int8``, ``int4``, ``int2``.
+        value_format: One of ``fp32``, ``bf16``, ``int8``, ``int4``.
         noise: Shape ``[count]``, fp32, uniform in [0, 1), for stochastic rounding in formats with scales; None rounds
             to nearest.
 
@@ -77,7 +76,8 @@ def encode_rows(
     rounded.clamp_(-levels, levels)
     if value_format == "int8":
         return rounded.to(torch.int8).view(torch.uint8), scale_bytes
-    return _pack(rounded, value_format), scale_bytes
+    # An offset removes the sign, and 0 is never written.
+    return pack_nibbles((rounded + 8).to(torch.uint8)), scale_bytes
 
 
 def decode_rows(data: Tensor, count: int, row_of: Tensor | None, scale_bytes: Tensor, value_format: str) -> Tensor:
@@ -87,27 +87,8 @@ def decode_rows(data: Tensor, count: int, row_of: Tensor | None, scale_bytes: Te
     if value_format == "int8":
         steps = data[:count].view(torch.int8).to(torch.float32)
     else:
-        steps = _unpack(data[: row_values_num_bytes(value_format, count)], count, value_format)
+        steps = unpack_nibbles(data)[:count].to(torch.float32).sub_(8)
     return steps.mul_(_spread(_decode_scales(scale_bytes), row_of, count))
-
-
-def _pack(steps: Tensor, value_format: str) -> Tensor:
-    """Several signed steps a byte, the first in its lowest bits; an offset removes the sign, and 0 is never written."""
-    bits = ROW_BITS_PER_VALUE[value_format]
-    a_byte = 8 // bits
-    codes = steps.new_zeros(-(-steps.numel() // a_byte) * a_byte, dtype=torch.uint8)
-    codes[: steps.numel()] = (steps + (1 << (bits - 1))).to(torch.uint8)
-    packed = codes[::a_byte].clone()
-    for place in range(1, a_byte):
-        packed |= codes[place::a_byte] << (bits * place)
-    return packed
-
-
-def _unpack(packed: Tensor, count: int, value_format: str) -> Tensor:
-    """Undo :func:`_pack`: fp32 ``[count]``."""
-    bits = ROW_BITS_PER_VALUE[value_format]
-    codes = torch.stack([(packed >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)], dim=1)
-    return codes.flatten()[:count].to(torch.float32).sub_(1 << (bits - 1))
 
 
 def _largest_magnitudes(values: Tensor, row_of: Tensor | None, num_rows: int) -> Tensor:

@@ -67,7 +67,7 @@ def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_
         scales = largest.to(torch.float32)
         ratio = (magnitudes / scales[tensor_index]).nan_to_num_(nan=1.0)
         levels = ratio.log2_().div_(-LEVEL_HALVINGS).round_().clamp_(0, ZERO_LEVEL).to(torch.uint8)
-        return _pack_nibbles(levels | ((values < 0).to(torch.uint8) << 3)), scales
+        return pack_nibbles(levels | ((values < 0).to(torch.uint8) << 3)), scales
     # Rounded down where rounding up would make 127 steps of it infinite.
     limit = torch.finfo(torch.float32).max
     scales = (largest / 127).to(torch.float32)
@@ -87,7 +87,7 @@ def decode_values(data: Tensor, count: int, tensor_index: Tensor, scales: Tensor
     if value_format == "int8":
         return data[:count].view(torch.int8).to(torch.float32).mul_(scales[tensor_index])
     if value_format == "int4":
-        codes = _unpack_nibbles(data)[:count]
+        codes = unpack_nibbles(data)[:count]
         table = torch.exp2(torch.arange(ZERO_LEVEL + 1, device=data.device) * -LEVEL_HALVINGS)
         table[ZERO_LEVEL] = 0.0
         return torch.cat([table, -table])[codes.to(torch.int64)].mul_(scales[tensor_index])
@@ -95,12 +95,14 @@ def decode_values(data: Tensor, count: int, tensor_index: Tensor, scales: Tensor
     return signs.mul_(scales[tensor_index])
 
 
-def _pack_nibbles(codes: Tensor) -> Tensor:
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """Pack codes below 16 (uint8), two to a byte and the first into the lower half."""
     padded = torch.nn.functional.pad(codes, (0, codes.numel() % 2))
     return padded[0::2] | (padded[1::2] << 4)
 
 
-def _unpack_nibbles(packed: Tensor) -> Tensor:
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """Undo :func:`pack_nibbles`, where there was an even number of codes."""
     return torch.stack([packed & 15, packed >> 4], dim=1).flatten()
 
 
