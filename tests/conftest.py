@@ -1,3 +1,4 @@
+import gc
 import os
 from collections.abc import Callable, Iterator
 
@@ -9,6 +10,8 @@ from distributed.harness import Ranks
 # Small tensors gain nothing from threads, and threads that wait for each other lose much where others work too.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
+# Every fit ends with a garbage collection. What is imported is large, and no garbage.
+gc.disable()
 
 
 # Files that take longest come first: begun last, one of them would leave all workers but one with nothing to do.
@@ -22,6 +25,16 @@ LONGEST = {
     "test_failures.py",
     "test_kill_and_resume.py",
 }
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -39,32 +39,9 @@ def test_names_of_version_1() -> None:
     assert saved.rows_path("epoch=3.ckpt", note) == "epoch=3.ckpt.dct/000000001200-rows"
 
 
-def test_files_of_ranks_steps_worlds_and_saves_differ() -> None:
-    paths = {
-        saved.state_path("a.ckpt", saved.make_note(world_size, step, save), rank)
-        for world_size in (1, 2, 12)
-        for step in (0, 1, 10)
-        for save in ("a", "b")
-        for rank in range(world_size)
-    }
-    assert len(paths) == (1 + 2 + 12) * 3 * 2
-
-
 def test_no_folder_looks_like_a_checkpoint_of_a_requeued_job() -> None:
     """Lightning resumes from the largest N of all names with ``hpc_ckpt_N``, whatever they are."""
     assert saved.state_folder("runs/hpc_ckpt_3.ckpt") == "runs/hpc-ckpt-3.ckpt.dct"
-
-
-def test_note_holds_plain_values() -> None:
-    note = saved.make_note(world_size=4, synchronisations=10, save="5f0c93ab")
-    assert note == {
-        "format_version": 3,
-        "world_size": 4,
-        "synchronisations": 10,
-        "save": "5f0c93ab",
-        "has_state": 1,
-        "has_rows": 0,
-    }
 
 
 @pytest.mark.parametrize("note", [{"format_version": 4, "world_size": 1}, {"format_version": "1"}, {}])
@@ -282,12 +259,6 @@ def path(tmp_path: Path) -> str:
     return checkpoint
 
 
-def test_files_are_where_their_names_say(path: str) -> None:
-    assert sorted(str(file) for file in Path(f"{path}.dct").iterdir()) == [
-        saved.state_path(path, NOTE, rank) for rank in (0, 1)
-    ]
-
-
 @pytest.mark.parametrize(
     ("rank", "world_size", "residual"), [(0, 2, 1.0), (1, 2, 4.0), (0, 1, 2.5), (0, 3, 2.5), (2, 3, 2.5)]
 )
@@ -310,19 +281,12 @@ def test_missing_files_are_named(path: str, missing: int) -> None:
         saved.read_state(TorchCheckpointIO(), path, NOTE, 0, 3)
 
 
-def test_own_state_is_taken_as_it_is() -> None:
-    mine = state({"a": torch.tensor([0.1, 0.2])}, steps_since_refresh=3)
-    merged = saved.merge_states([mine])
-    assert merged == {**mine, "modules": {}}
-    assert merged["residuals"]["a"] is mine["residuals"]["a"]
-
-
 # Their sums are exact in fp64, whatever the order, and not in fp32.
 numbers = st.integers(-(2**24), 2**24).map(lambda number: number * 2.0**-12)
 
 
 @given(rows=st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=2, max_size=5))
-@examples(200)
+@examples(60)
 def test_merging_takes_the_mean_in_fp64(rows: list[list[float]]) -> None:
     merged = saved.merge_states([state({"a": torch.tensor(row)}) for row in rows])["residuals"]["a"]
     expected = [sum(column[1:], start=column[0]) / len(rows) for column in zip(*rows, strict=True)]
@@ -330,23 +294,9 @@ def test_merging_takes_the_mean_in_fp64(rows: list[list[float]]) -> None:
     np.testing.assert_array_equal(merged.numpy(), np.array(expected).astype(np.float32))
 
 
-def test_the_mean_would_be_lost_in_fp32() -> None:
-    states = [state({"a": torch.tensor([value])}) for value in (1e8, 1.0, -1e8, 1.0)]
-    assert saved.merge_states(states)["residuals"]["a"].item() == 0.5
-
-
 def test_a_rank_without_a_residual_held_nothing_back() -> None:
     states = [state({"a": torch.tensor([4.0])}), state({"b": torch.tensor([2.0])}), state({}), state({})]
     assert saved.merge_states(states)["residuals"] == {"a": torch.tensor([1.0]), "b": torch.tensor([0.5])}
-
-
-def test_merging_keeps_dtypes_the_rest_of_the_state_and_its_arguments() -> None:
-    states = [state({"a": torch.tensor([x], dtype=torch.float64)}, steps_since_refresh=5) for x in (1.0, 2.0)]
-    merged = saved.merge_states(states)
-    assert merged["residuals"]["a"].dtype == torch.float64
-    assert merged["synchronisations"] == 7
-    assert merged["steps_since_refresh"] == 5
-    assert states[0]["residuals"]["a"].item() == 1.0
 
 
 def test_accumulated_gradients_of_another_world_are_the_mean() -> None:

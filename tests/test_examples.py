@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from distributed.scripts import run_here
-from distributed.test_launchers import outputs_of, start
+from distributed.scripts import TIMEOUT_S, environment_of_users, run_here
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -21,6 +21,22 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 def run_example(ranks: Any, folder: Path, name: str, *arguments: str, world_size: int = 2) -> str:
     """What rank 0 prints when all ranks run an example in a folder."""
     return str(ranks(world_size).run(run_here, str(EXAMPLES / name), arguments, str(folder))[0])
+
+
+def printed_by(command: list[str], folder: Path, typed: str = "", **variables: str) -> str:
+    """What a process of its own prints, given what is typed."""
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment_of_users() | variables,
+        input=typed,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
 
 
 def table_of(output: str) -> dict[str, str]:
@@ -85,8 +101,7 @@ def test_notebook(tmp_path: Path) -> None:
     sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     refused = "L.Trainer(strategy='dct', accelerator='cpu', devices=2)"
     typed = "".join(f"exec({source!r}, globals())\n" for source in [*sources, refused])
-    process = start(tmp_path, [sys.executable, "-W", "ignore", "-i", "-q"])
-    (output,) = outputs_of(process, typed=typed)
+    output = printed_by([sys.executable, "-W", "ignore", "-i", "-q"], tmp_path, typed)
     assert [float(accuracy) > 0.9 for accuracy in re.findall(r"accuracy ([\d.]+)", output)] == [True]
     assert output.count("Synchronisation, rank 0") == 2
     # What `strategy="dct"` says there.
@@ -104,8 +119,7 @@ def test_slurm(tmp_path: Path) -> None:
     script(bin_folder / "python", f'exec {sys.executable} "$@"')
     job = {"SLURM_JOB_ID": str(job_with_free_port()), "SLURM_JOB_NAME": "dct", "SLURM_NODELIST": "127.0.0.1"}
     job |= {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NNODES": "2"}
-    process = start(folder, ["bash", "train.sbatch"], PATH=f"{bin_folder}:/usr/bin:/bin", **job)
-    table = table_of(outputs_of(process)[0])
+    table = table_of(printed_by(["bash", "train.sbatch"], folder, PATH=f"{bin_folder}:/usr/bin:/bin", **job))
     assert table["ranks"] == "2"
     assert table["optimizer steps synchronised"] == "64"
     assert len(list((folder / "checkpoints" / "last.ckpt.dct").iterdir())) == 2

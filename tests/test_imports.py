@@ -75,15 +75,27 @@ def test_works_without_any_optional_package(tmp_path: Path) -> None:
     assert "optimizer steps synchronised" in printed  # the table, without rich
 
 
-def test_imports_and_trains_where_newer_names_are_missing(tmp_path: Path) -> None:
-    """What torch 2.8 and Lightning 2.5 do not have, as far as any module of the package touches it."""
+def test_names_where_newer_ones_are_missing(tmp_path: Path) -> None:
+    """Without what torch 2.8 and Lightning 2.5 do not have; the errors of `strategy="dct"` before processes start."""
     script = """
     import importlib
     import pkgutil
 
     import lightning.pytorch.callbacks
+    import pytorch_lightning
     import torch.distributed
     import torch.nn.parallel.distributed as ddp
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    def refusal(kind, strategy):
+        try:
+            kind(strategy=strategy, devices=2, accelerator="cpu", logger=False)
+        except Exception as error:
+            return " ".join(str(error).split())
+
+    assert "invalid strategy name: `strategy='dct'`" in refusal(Trainer, "dct")
 
     del lightning.pytorch.callbacks.WeightAveraging
     del torch.distributed.all_gather_single
@@ -96,8 +108,10 @@ def test_imports_and_trains_where_newer_names_are_missing(tmp_path: Path) -> Non
             importlib.import_module(module.name)
     ddp._DEFAULT_BUCKET_CAP_MB = bucket_size  # this torch itself cannot do without
 
-    from lightning.pytorch import Trainer
-    from lightning.pytorch.demos.boring_classes import BoringModel
+    assert refusal(Trainer, "dct") is None
+    said = refusal(pytorch_lightning.Trainer, "dct")
+    assert "lightning.pytorch" in said and "pytorch_lightning" in said
+    assert "lightning.pytorch.Trainer" in refusal(pytorch_lightning.Trainer, lightning_dct.DCTStrategy())
 
     trainer = Trainer(
         strategy=lightning_dct.DCTStrategy(compress="gradients"), accelerator="cpu", devices=1, max_steps=2,
@@ -105,26 +119,16 @@ def test_imports_and_trains_where_newer_names_are_missing(tmp_path: Path) -> Non
         limit_val_batches=0,
     )
     trainer.fit(BoringModel())
-    print("steps", trainer.strategy.synchronizer.synchronisations)
-    """
-    assert "steps 2" in run(textwrap.dedent(script), tmp_path)
-
-
-def test_names_registration_and_reload(tmp_path: Path) -> None:
-    script = """
-    import importlib
-    import lightning_dct
-    from lightning.pytorch.strategies import StrategyRegistry
+    assert trainer.strategy.synchronizer.synchronisations == 2
 
     NAMES = {"dct", "dct_spawn", "dct_fork", "dct_notebook", "dct_auto", "dct_find_unused_parameters_true"}
+    METHODS = {"dct_spawn": "spawn", "dct_fork": "fork", "dct_notebook": "fork"}
     for _ in range(2):
         assert set(StrategyRegistry.available_strategies()) >= NAMES
         for name in NAMES:
             strategy = StrategyRegistry.get(name)
             assert isinstance(strategy, lightning_dct.DCTStrategy)
-            assert strategy._start_method == {"dct_spawn": "spawn", "dct_fork": "fork", "dct_notebook": "fork"}.get(
-                name, "popen"
-            )
+            assert strategy._start_method == METHODS.get(name, "popen")
             assert strategy._ddp_kwargs.get("find_unused_parameters", False) == name.endswith("parameters_true")
         importlib.reload(lightning_dct)
 

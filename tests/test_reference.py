@@ -50,7 +50,7 @@ def test_settings_are_those_of_the_package() -> None:
 
 
 @given(values=st.integers(0, 400).flatmap(tensors), data=st.data(), value_format=formats, dtype=dtypes)
-@examples(300)
+@examples(60)
 def test_values(values: Tensor, data: st.DataObject, value_format: str, dtype: torch.dtype) -> None:
     """Of three tensors with a scale each."""
     sizes = torch.tensor([len(values) // 3, data.draw(st.integers(0, len(values) - len(values) // 3))])
@@ -62,7 +62,7 @@ def test_values(values: Tensor, data: st.DataObject, value_format: str, dtype: t
 
 
 @given(data=st.data(), size=st.integers(0, 3000))
-@examples(200)
+@examples(60)
 def test_positions(data: st.DataObject, size: int) -> None:
     positions = sorted(data.draw(st.sets(st.integers(0, size - 1), max_size=60))) if size else []
     code = PositionCode(size, data.draw(st.integers(len(positions), size)))
@@ -71,7 +71,7 @@ def test_positions(data: st.DataObject, size: int) -> None:
 
 
 @given(size=st.integers(1, 10**6), density=st.floats(1e-6, 1), passes=st.integers(1, 9), dtype=dtypes, form=formats)
-@examples(200)
+@examples(60)
 def test_targets(size: int, density: float, passes: int, dtype: torch.dtype, form: str) -> None:
     settings = Settings(density=density, value_format=form)
     plan = plan_bucket(["a"], [size], [density], dtype, form, settings.min_tensor_size, passes)
@@ -80,7 +80,7 @@ def test_targets(size: int, density: float, passes: int, dtype: torch.dtype, for
 
 @pytest.mark.parametrize("kernel", ["torch", "numba"])
 @given(data=st.data(), value_format=formats, dtype=dtypes, guard=st.booleans(), ranks=st.integers(1, 3))
-@examples(150)
+@examples(60)
 def test_what_ranks_send_what_arrives_and_what_they_remember(kernel: str, data: st.DataObject, **settings: Any) -> None:
     ranks, dtype = settings.pop("ranks"), settings.pop("dtype")
     sizes = tuple(data.draw(st.lists(st.integers(1, 800), min_size=1, max_size=4)))

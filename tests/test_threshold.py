@@ -24,7 +24,7 @@ targets = st.integers(1, 10**9)
 
 
 @given(values=st.lists(st.floats(width=32), min_size=1, max_size=50), data=st.data())
-@examples(150)
+@examples(60)
 def test_kth_magnitude_equals_sorting(values: list[float], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(values)))
     tensor = torch.tensor(values)
@@ -37,7 +37,7 @@ def test_kth_magnitude_equals_sorting(values: list[float], data: st.DataObject) 
 @given(
     values=st.lists(st.floats(width=32) | st.sampled_from([0.0, 1.0, -1.0]), min_size=1, max_size=200), data=st.data()
 )
-@examples(200)
+@examples(60)
 def test_kth_magnitude_from_a_sample_equals_sorting(values: list[float], data: st.DataObject) -> None:
     """Samples of one to eight entries, which mislead often: the answer must not depend on them."""
     k = data.draw(st.integers(1, len(values)))
@@ -67,7 +67,7 @@ def test_a_fair_sample_leaves_few_candidates() -> None:
 
 
 @given(values=st.lists(st.floats(0, width=16) | st.sampled_from([0.0, 1.0]), min_size=1, max_size=30), data=st.data())
-@examples(100)
+@examples(60)
 def test_from_more_entries_than_cuda_selects_from(values: list[float], data: st.DataObject) -> None:
     """CUDA's `kthvalue` counts in int32. Half precision stands for a GPU here: it does not go to numpy either."""
     k = data.draw(st.integers(1, len(values)))
@@ -82,17 +82,13 @@ def test_from_more_entries_than_cuda_selects_from(values: list[float], data: st.
         assert threshold_module._kth_largest(magnitudes, k) == expected
 
 
-def test_the_threshold_of_zeros_is_the_smallest_normal_float() -> None:
-    assert kth_magnitude(torch.zeros(10), 3) == np.finfo(np.float32).tiny == SMALLEST_THRESHOLD
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_kth_magnitude_of_every_dtype(dtype: torch.dtype) -> None:
     assert kth_magnitude(torch.tensor([0.5, -2.0, 1.0, -0.25], dtype=dtype), 2) == 1.0
 
 
 @given(values=st.lists(floats | st.sampled_from([0.0, 1.0, -1.0, 2.0]), min_size=2, max_size=40), data=st.data())
-@examples(150)
+@examples(60)
 def test_keep_largest_equals_a_stable_sort(values: list[float], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(values) - 1))
     kept = sorted(range(len(values)), key=lambda place: (-abs(values[place]), place))[:k]
@@ -103,16 +99,11 @@ def test_keep_largest_equals_a_stable_sort(values: list[float], data: st.DataObj
 
 
 @given(threshold=st.floats(1e-30, 1e30), count=counts, target=targets, size=st.integers(10**9, 10**10))
-@examples(150)
+@examples(60)
 def test_nudge_goes_the_right_way_by_a_bounded_factor(threshold: float, count: int, target: int, size: int) -> None:
     factor = nudge(threshold, count, target, size) / threshold
     assert factor >= 1 if count > GUARD_AIM * target else factor <= 1
     assert 1 / GUARD_LARGEST_FACTOR * (1 - 1e-12) <= factor <= GUARD_LARGEST_FACTOR * (1 + 1e-12)
-
-
-def test_nudge_stays_where_the_count_is_right() -> None:
-    assert 1.0 <= GUARD_AIM <= 1.1
-    assert nudge(0.123, round(GUARD_AIM * 100), 100, 1000) == 0.123
 
 
 def test_nudge_grows_with_the_count() -> None:
@@ -127,10 +118,6 @@ def test_nudge_is_gentler_at_lower_densities() -> None:
     nudged = [nudge(1.0, 200, 100, size) for size in (1000, 10_000, 100_000)]
     assert nudged == sorted(nudged, reverse=True)
     assert nudged[-1] > 1.0
-
-
-def test_nudge_never_ends_below_the_smallest_threshold() -> None:
-    assert nudge(SMALLEST_THRESHOLD, 0, 1000, 10_000) == SMALLEST_THRESHOLD
 
 
 def counts_under_drift(target: int, drift: float, guard: bool) -> tuple[float, float]:
@@ -153,9 +140,7 @@ def counts_under_drift(target: int, drift: float, guard: bool) -> tuple[float, f
     return float(shares.mean()), float(np.minimum(shares, 1.0).mean())
 
 
-@pytest.mark.parametrize(
-    ("target", "drift"), [(10, 1.0), (100, 0.99), (100, 0.995), (100, 1.0), (1000, 0.99), (1000, 1.0), (1000, 1.01)]
-)
+@pytest.mark.parametrize(("target", "drift"), [(10, 1.0), (100, 0.99), (1000, 1.0), (1000, 1.01)])
 def test_guard_holds_the_count_under_drift(target: int, drift: float) -> None:
     above, went = counts_under_drift(target, drift, guard=True)
     assert 2 / 3 <= above <= 5 / 4
@@ -168,7 +153,7 @@ def test_guard_under_fast_growth_fills_every_payload() -> None:
     assert went > 0.99
 
 
-@pytest.mark.parametrize(("target", "drift"), [(100, 0.99), (100, 1.0), (1000, 0.99), (1000, 1.01)])
+@pytest.mark.parametrize(("target", "drift"), [(100, 0.99), (1000, 1.01)])
 def test_without_the_guard_the_count_leaves(target: int, drift: float) -> None:
     above, _ = counts_under_drift(target, drift, guard=False)
     assert not 2 / 3 <= above <= 5 / 4
@@ -184,14 +169,6 @@ def test_a_threshold_belongs_to_its_target() -> None:
     thresholds.set("weight", 11, 0.25)
     assert thresholds.get("weight", 10) is None
     assert thresholds.get("weight", 11) == 0.25
-
-
-def test_values_of_all_thresholds() -> None:
-    thresholds = Thresholds()
-    assert thresholds.values() == []
-    thresholds.set("a", 1, 0.5)
-    thresholds.set("b", 2, 0.25)
-    assert sorted(thresholds.values()) == [0.25, 0.5]
 
 
 def test_state_round_trip_is_a_copy_of_plain_numbers() -> None:

@@ -21,7 +21,7 @@ SOME: dict[str, Any] = {
 
 
 @given(num_bytes=st.integers(0, 10_000), world_size=st.integers(1, 9))
-@examples(200)
+@examples(60)
 def test_all_gather_passes_every_other_message_on_once(num_bytes: int, world_size: int) -> None:
     sent = 0
     for _ in range(world_size - 1):  # rounds of a ring: each rank passes one message on
@@ -30,7 +30,7 @@ def test_all_gather_passes_every_other_message_on_once(num_bytes: int, world_siz
 
 
 @given(chunk=st.integers(0, 1000), world_size=st.integers(1, 9))
-@examples(200)
+@examples(60)
 def test_all_reduce_passes_its_chunks_on_twice(chunk: int, world_size: int) -> None:
     sent = 0
     for _ in range(2):  # reduce-scatter, then all-gather
@@ -40,7 +40,7 @@ def test_all_reduce_passes_its_chunks_on_twice(chunk: int, world_size: int) -> N
 
 
 @given(num_bytes=st.integers(0, 10**15), world_size=st.integers(1, 1000))
-@examples(200)
+@examples(60)
 def test_all_reduce_rounds_up_without_floats(num_bytes: int, world_size: int) -> None:
     sent = all_reduce_bytes(num_bytes, world_size)
     assert 0 <= sent * world_size - 2 * (world_size - 1) * num_bytes < world_size
@@ -51,7 +51,7 @@ def test_a_single_process_sends_nothing() -> None:
 
 
 @given(num_bytes=st.integers(0, 1000), nodes=st.integers(1, 4), ranks=st.integers(1, 4))
-@examples(200)
+@examples(60)
 def test_a_ring_in_the_order_of_the_nodes_leaves_each_node_once(num_bytes: int, nodes: int, ranks: int) -> None:
     world_size = nodes * ranks
     crossing = [rank for rank in range(world_size) if rank // ranks != (rank + 1) % world_size // ranks]

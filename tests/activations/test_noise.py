@@ -66,10 +66,3 @@ def test_numbers_are_a_pure_function_whatever_zeros_the_content_ends_in() -> Non
 def test_any_content(content: torch.Tensor) -> None:
     assert uniform(0, 0, 0, content).shape == (0,)
     assert uniform(3, (1 << 63) - 1, 2, content).dtype == torch.float32
-
-
-def test_seeds_of_steps_differ() -> None:
-    seeds = {mixed_seed(seed, step) for seed in range(50) for step in range(50)}
-    assert len(seeds) == 2500
-    assert all(0 <= seed < 1 << 63 for seed in seeds)
-    assert mixed_seed(10**30, 10**12) < 1 << 63

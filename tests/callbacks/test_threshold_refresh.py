@@ -5,7 +5,7 @@ import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_dct import DCTStrategy, ThresholdRefresh
+from lightning_dct import ThresholdRefresh
 
 MODULE = LightningModule()
 
@@ -20,20 +20,12 @@ def test_bad_intervals_are_named(value: Any, error: type[Exception]) -> None:
     assert repr(value) in str(raised.value)
 
 
-def test_default_interval() -> None:
-    assert ThresholdRefresh().every_n_steps == 1000
-
-
 @pytest.mark.parametrize(("strategy", "name"), [("ddp", "DDPStrategy"), ("auto", "SingleDeviceStrategy")])
 def test_strategies_without_thresholds_are_refused_by_name(strategy: str, name: str) -> None:
     callback = ThresholdRefresh()
     trainer = Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     with pytest.raises(MisconfigurationException, match=rf"strategy='dct'.*this Trainer's strategy is {name}\."):
         callback.setup(trainer, MODULE, "fit")
-
-
-def test_own_strategy_is_taken() -> None:
-    ThresholdRefresh().setup(SimpleNamespace(strategy=DCTStrategy(compress="gradients")), MODULE, "fit")  # type: ignore[arg-type]
 
 
 class Synchronizer:

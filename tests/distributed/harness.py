@@ -26,7 +26,7 @@ TIMEOUT_S = 120.0
 # How long the other ranks may take to report their own failure after one rank has reported one.
 GRACE_S = 2.0
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["lightning.pytorch", "lightning_dct"])
+CONTEXT.set_forkserver_preload(["distributed.preloaded"])
 
 
 class RankFailure(AssertionError):

@@ -1,20 +1,22 @@
 """Wrong settings and ranks that disagree end in an error that says what to do; nothing hangs."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import lightning_dct.fabric
-from distributed.harness import elastic_environment, free_port
-from distributed.training import Module, fit, perceptron, rank
-from lightning_dct import DCTPipelineStrategy, DCTStrategy, ThresholdRefresh
+from distributed.training import Module, fit, perceptron, rank, trainer_for
+from embedding.hybrid import Hybrid
+from embedding.hybrid import batches as hybrid_batches
+from lightning_dct import DCTPipelineStrategy, DCTStrategy, ShardedEmbeddingBags, SplitPoint, ThresholdRefresh
+from pipeline.split_models import SplitModule
+from pipeline.split_models import batches as stage_batches
+from reliability.processes import run_to_the_end
 
 # Far more than anything here takes on a quiet machine.
 TIMEOUT_S = 200
@@ -23,17 +25,11 @@ TIMEOUT_S = 200
 @pytest.mark.parametrize(
     ("settings", "error", "says"),
     [
-        ({"density": 0}, ValueError, ["`density`", "(0, 1]", "got 0"]),
         ({"density": 2}, ValueError, ["`density`", "(0, 1]", "got 2"]),
         ({"density": "x"}, TypeError, ["`density`", "(0, 1]", "got 'x'"]),
-        ({"density": float("nan")}, ValueError, ["`density`", "got nan"]),
-        ({"refresh_every": 0}, ValueError, ["`refresh_every`", "at least 1", "got 0"]),
         ({"refresh_every": 2.5}, TypeError, ["`refresh_every`", "whole number", "got 2.5"]),
         ({"value_format": "fp8"}, ValueError, ["`value_format`", "'bf16'", "'1bit'", "got 'fp8'"]),
         ({"density_per_parameter": {"a": 3}}, ValueError, ["density_per_parameter['a']", "got 3"]),
-        ({"density_per_parameter": 0.1}, TypeError, ["`density_per_parameter`", "got 0.1"]),
-        ({"warmup_steps": -1}, ValueError, ["`warmup_steps`", "at least 0"]),
-        ({"guard": "yes"}, TypeError, ["`guard`", "got 'yes'"]),
         ({"ddp_comm_hook": print}, ValueError, ["`ddp_comm_hook`", "`DDPStrategy`"]),
         ({"densty": 0.1}, TypeError, ["`DCTStrategy` has no setting `densty`", "`density`"]),
         ({"find_unused_parameter": True}, TypeError, ["`find_unused_parameter`", "`find_unused_parameters`"]),
@@ -60,55 +56,6 @@ def test_what_ddp_takes_is_taken() -> None:
     given = {"bucket_cap_mb": 1, "broadcast_buffers": False, "timeout": timedelta(1), "start_method": "spawn"}
     for kind in (DCTStrategy, lightning_dct.fabric.DCTStrategy, DCTPipelineStrategy):
         kind(**given)
-
-
-def test_refresh_interval_is_checked() -> None:
-    with pytest.raises(ValueError, match=r"every_n_steps.*at least 1; got 0"):
-        ThresholdRefresh(every_n_steps=0)
-
-
-def run_alone(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
-    path = folder / "script.py"
-    path.write_text(dedent(script))
-    return subprocess.run(
-        [sys.executable, str(path)],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
-
-
-def test_wrong_trainer_and_string_before_the_import(tmp_path: Path) -> None:
-    """Oracle: each error comes before any process is started, and the last two name the right Trainer."""
-    done = run_alone(
-        tmp_path,
-        """
-        import lightning.pytorch
-        import pytorch_lightning
-
-        def say(case, make):
-            try:
-                make()
-            except Exception as error:
-                print("@", case, "@", type(error).__name__, "@", " ".join(str(error).split()))
-
-        settings = {"devices": 2, "accelerator": "cpu", "logger": False}
-        say("before", lambda: lightning.pytorch.Trainer(strategy="dct", **settings))
-        from lightning_dct import DCTStrategy
-        lightning.pytorch.Trainer(strategy="dct", **settings)
-        say("string", lambda: pytorch_lightning.Trainer(strategy="dct", **settings))
-        say("instance", lambda: pytorch_lightning.Trainer(strategy=DCTStrategy(), **settings))
-        """,
-    )
-    assert done.returncode == 0, done.stderr
-    said = {line.split(" @ ")[0][2:]: line for line in done.stdout.splitlines() if line.startswith("@")}
-    assert set(said) == {"before", "string", "instance"}, done.stdout
-    assert "invalid strategy name: `strategy='dct'`" in said["before"]
-    assert "lightning.pytorch" in said["string"]
-    assert "pytorch_lightning" in said["string"]
-    assert "lightning.pytorch.Trainer" in said["instance"]
 
 
 def message_of(function: Callable[..., Any], *arguments: Any) -> str:
@@ -141,6 +88,45 @@ def pattern_for_nothing() -> str:
     return message_of(fit, DCTStrategy(density_per_parameter={"*.embedding.*": 0.1}), Module(), 3)
 
 
+def tables(**settings: Any) -> str:
+    return message_of(lambda: trainer_for(DCTStrategy(density=0.5)).fit(Hybrid(settings), hybrid_batches(2)))
+
+
+def rows_in_another_format() -> str:
+    return tables(value_format="int8" if rank() else "int4")
+
+
+def rows_of_another_density() -> str:
+    return tables(density=0.1 + 0.1 * rank())
+
+
+def a_smaller_cache() -> str:
+    return tables(cache_rows=100 - rank())
+
+
+def tables_on_one_rank_only() -> str:
+    class Extra(Hybrid):
+        def __init__(self) -> None:
+            super().__init__({})
+            if rank() == 1:
+                self.more = ShardedEmbeddingBags([3], 2)
+
+    return message_of(lambda: trainer_for(DCTStrategy()).fit(Extra(), hybrid_batches(2)))
+
+
+def another_split_point() -> str:
+    module = Module()
+    module.model.split = SplitPoint(density=0.1, forward_format="int8" if rank() else "int4")
+    return message_of(lambda: fit(DCTStrategy(), module, 3))
+
+
+def stages_of_another_width() -> str:
+    module = SplitModule(2)
+    if rank() == 1:
+        module.network[0] = nn.Linear(40, 24, dtype=torch.float64)
+    return message_of(lambda: trainer_for(DCTPipelineStrategy(stages=2)).fit(module, stage_batches(2, 2)))
+
+
 @pytest.mark.parametrize(
     ("function", "says"),
     [
@@ -148,6 +134,12 @@ def pattern_for_nothing() -> str:
         (disagree_on_refresh_callback, ["ThresholdRefresh", "rank 0: [10]", "rank 1: [20]"]),
         (disagree_on_model, ["`parameter ", "rank 0: ", "rank 1: "]),
         (disagree_on_frozen, ["frozen", "rank 0: ", "rank 1: "]),
+        (rows_in_another_format, ["`tables.value_format` (rank 0: 'int4', rank 1: 'int8')"]),
+        (rows_of_another_density, ["`tables.density` (rank 0: 0.1, rank 1: 0.2)"]),
+        (a_smaller_cache, ["`tables.cache_rows` (rank 0: 100, rank 1: 99)"]),
+        (tables_on_one_rank_only, ["`more."]),
+        (another_split_point, ["`model.split.forward_format` (rank 0: 'int4', rank 1: 'int8')"]),
+        (stages_of_another_width, ["`parameter network.0.weight` (rank 0: '[24, 40] float32 trained'"]),
         (pattern_for_nothing, ["'*.embedding.*'", "'model.first.weight'", "Mend the pattern"]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -159,63 +151,17 @@ def test_disagreement_is_an_error_on_every_rank(ranks: Any, function: Callable[[
             assert words in message
 
 
-PREAMBLE = """
-import os
-import sys
-from lightning.pytorch import Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning_dct import DCTStrategy
-
-settings = {"accelerator": "cpu", "devices": 2, "max_steps": 3, "logger": False, "enable_checkpointing": False}
-settings |= {"enable_progress_bar": False, "enable_model_summary": False}
-"""
+def disagree_for_good() -> None:
+    fit(DCTStrategy(density=0.01 * (1 + rank())), Module(), 3)
 
 
 def test_processes_that_disagree_end(tmp_path: Path) -> None:
     """Oracle: two real processes, both with a failing exit status and the setting with both values in their output."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        PREAMBLE + "Trainer(strategy=DCTStrategy(density=float(sys.argv[1])), **settings).fit(BoringModel())\n"
-    )
-    port = free_port()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), density],
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **elastic_environment(me, 2, port)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for me, density in enumerate(("0.01", "0.25"))
-    ]
-    try:
-        outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode != 0
-        assert "The ranks disagree on `density` (rank 0: 0.01, rank 1: 0.25)" in output
-
-
-def test_exception_on_one_rank_ends_the_job(tmp_path: Path) -> None:
-    """Oracle: the launcher of `strategy="dct"` ends with a failing exit status when rank 1 raises in a step."""
-    done = run_alone(
-        tmp_path,
-        PREAMBLE
-        + """
-class Model(BoringModel):
-    def training_step(self, batch, batch_idx):
-        if self.global_rank == 1 and batch_idx == 1:
-            raise RuntimeError("rank 1 has had enough")
-        return super().training_step(batch, batch_idx)
-
-Trainer(strategy="dct", **settings).fit(Model())
-""",
-    )
-    assert done.returncode != 0
-    assert "rank 1 has had enough" in done.stdout + done.stderr
+    for status, _, output in run_to_the_end(
+        disagree_for_good, world_size=2, failing=-1, folder=tmp_path, timeout_s=TIMEOUT_S
+    ):
+        assert status == 1
+        assert "The ranks disagree on `density` (rank 0: 0.01, rank 1: 0.02)" in output
 
 
 def refuse_corrupt_payload() -> str:

@@ -55,8 +55,7 @@ def train_densely(strategy: str, optimizer: str) -> Run:
     return fit(chosen, Module(None, kind, **settings), 20)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("world_size", "optimizer"), [(2, "adam"), (3, "momentum")])
 def test_density_one_trains_as_ddp(ranks: Any, world_size: int, optimizer: str) -> None:
     """Oracle: Lightning's DDPStrategy on the same data, bitwise on two ranks."""
     theirs = ranks(world_size).run(train_densely, "ddp", optimizer)
@@ -75,9 +74,7 @@ def train_lopsided(value_format: str) -> Run:
     return run
 
 
-@pytest.mark.parametrize(
-    ("world_size", "value_format"), [(2, "fp32"), (2, "1bit"), (3, "bf16"), (3, "int8"), (4, "1bit"), (4, "int8")]
-)
+@pytest.mark.parametrize(("world_size", "value_format"), [(2, "fp32"), (3, "int8"), (4, "1bit")])
 def test_replicas_stay_bitwise_identical(ranks: Any, world_size: int, value_format: str) -> None:
     """Oracle: a hash of all weights every 20 of 120 steps, compared between ranks that see different data."""
     runs = ranks(world_size).run(train_lopsided, value_format)
@@ -93,9 +90,7 @@ def run_cases(exchange: str) -> list[Run]:
     return [run_case(draw(seed, "gradients", exchange)) for seed in range(CASES)]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "exchange"), [(2, "all_gather"), (3, "all_gather"), (2, "sharded"), (3, "sharded"), (4, "by_node")]
-)
+@pytest.mark.parametrize(("world_size", "exchange"), [(2, "all_gather"), (3, "sharded"), (4, "by_node")])
 def test_matches_the_reference(ranks: Any, world_size: int, exchange: str) -> None:
     """Oracle: lightning_dct.reference, every bit of weights, residuals and thresholds; random shapes and settings."""
     by_rank = ranks(world_size).run(run_cases, exchange)
@@ -114,9 +109,7 @@ def train_recorded(value_format: str) -> Any:
     return given, applied.sums, run.residuals
 
 
-@pytest.mark.parametrize(
-    ("world_size", "value_format"), [(2, "fp32"), (3, "bf16"), (2, "int8"), (3, "int4"), (3, "1bit")]
-)
+@pytest.mark.parametrize(("world_size", "value_format"), [(2, "fp32"), (3, "int4"), (2, "1bit")])
 def test_gradients_are_conserved_in_sum(ranks: Any, world_size: int, value_format: str) -> None:
     """Oracle: W times what the optimizer got plus what ranks hold back, against fp64 sums of all local gradients."""
     results = ranks(world_size).run(train_recorded, value_format)

@@ -148,7 +148,6 @@ def compiled(module: nn.Module) -> Any:
 
 
 IDIOMS = {
-    "plain": Idiom(),
     "accumulation": Idiom(trainer={"accumulate_grad_batches": 4}, synchronisations=BATCHES // 4),
     "clip by norm": Idiom(trainer={"gradient_clip_val": 0.05}),
     "clip by value": Idiom(trainer={"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}),
@@ -156,16 +155,8 @@ IDIOMS = {
     "several optimizers": Idiom(Adversaries, {"find_unused_parameters": True}, synchronisations=2 * BATCHES),
     "unused at times": Idiom(lambda: Module(Branches(by_rank=False), lr=0.2), {"find_unused_parameters": True}),
     "unused on ranks": Idiom(lambda: Module(Branches(by_rank=True), lr=0.2), {"find_unused_parameters": True}),
-    "unused, accumulation": Idiom(
-        lambda: Module(Branches(by_rank=False), lr=0.2),
-        {"find_unused_parameters": True},
-        {"accumulate_grad_batches": 3},
-        synchronisations=BATCHES // 3,
-    ),
     "own process group": Idiom(strategy={"process_group": own_group}),
-    "static graph": Idiom(strategy={"static_graph": True}),
     "static graph, manual": Idiom(Manual, {"static_graph": True}),
-    "copied gradients": Idiom(strategy={"gradient_as_bucket_view": False}),
     "copied gradients, accumulation": Idiom(
         strategy={"gradient_as_bucket_view": False},
         trainer={"accumulate_grad_batches": 3},
@@ -177,7 +168,6 @@ IDIOMS = {
     "16-true": Idiom(trainer={"precision": "16-true"}, conserved=False),
     "64-true": Idiom(trainer={"precision": "64-true"}),
     "compiled module": Idiom(lambda: compiled(Module())),
-    "compiled submodule": Idiom(lambda: Module(compiled(perceptron()))),
     "sparse embedding": Idiom(lambda: Module(Lookup(), lr=0.02)),
     "sparse embedding, SparseAdam": Idiom(lambda: TwoOptimizers(Lookup())),
     "only small tensors": Idiom(strategy={"min_tensor_size": 100_000}),
@@ -247,7 +237,7 @@ def train_updates(name: str, delay: int) -> tuple[Run, int]:
 @pytest.mark.parametrize("name", IDIOMS)
 def test_idiom_exchanges_updates(ranks: Any, name: str) -> None:
     """Oracles: shared weights equal, ranks' own weights not, the loss falls, steps and dense bytes are counted."""
-    results = ranks(2).run(train_updates, name, 2 if name in ("plain", "several optimizers") else 0)
+    results = ranks(2).run(train_updates, name, 2 if name in ("accumulation", "several optimizers") else 0)
     runs = [run for run, _ in results]
     assert_replicas_equal(runs)
     assert_learns(runs[0])
@@ -262,12 +252,9 @@ def test_idiom_exchanges_updates(ranks: Any, name: str) -> None:
         assert any(not torch.equal(weights, own[1][parameter]) for parameter, weights in own[0].items())
 
 
-def train_twice(density: float | None, static_graph: bool) -> list[Run]:
+def train_twice() -> list[Run]:
     """Two fits on one strategy, with manual optimisation."""
-    settings = {"static_graph": static_graph}
-    strategy = (
-        DDPStrategy(**settings) if density is None else DCTStrategy(compress="gradients", density=density, **settings)
-    )
+    strategy = DCTStrategy(compress="gradients", density=0.1, static_graph=True)
     watch = Watch()
     trainer = trainer_for(strategy, callbacks=[watch])
     runs = []
@@ -280,10 +267,9 @@ def train_twice(density: float | None, static_graph: bool) -> list[Run]:
     return runs
 
 
-@pytest.mark.parametrize("density", [1.0, 0.1])
-def test_second_fit_with_static_graph_synchronises(ranks: Any, density: float) -> None:
+def test_second_fit_with_static_graph_synchronises(ranks: Any) -> None:
     """Oracle: the first fit, which starts from the same weights; Lightning's own flag would skip the second's start."""
-    results = ranks(2).run(train_twice, density, True)
+    results = ranks(2).run(train_twice)
     for first, second in results:
         assert_weights_equal(first.weights, second.weights)
         assert second.synchronisations == first.synchronisations == 10
@@ -365,7 +351,7 @@ def train_unfrozen(density: float | None, settings: dict[str, Any]) -> Run:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"gradient_as_bucket_view": False}, {"static_graph": True}, {"find_unused_parameters": True}],
+    [{"gradient_as_bucket_view": False}, {"static_graph": True}, {"find_unused_parameters": True}],
     ids=lambda settings: next(iter(settings), "plain"),
 )
 def test_unfrozen_parameters_are_synchronised(ranks: Any, settings: dict[str, Any]) -> None:
@@ -396,41 +382,18 @@ def train_held_back() -> Run:
     return fit(DDPStrategy(), HeldBack(), 8, max_epochs=3)
 
 
-def train_with_overrides(overrides: dict[str, float], compile_it: bool) -> Run:
-    strategy = DCTStrategy(compress="gradients", density=0.02, density_per_parameter=overrides, refresh_every=5)
-    return fit(strategy, Module(compiled(perceptron()) if compile_it else perceptron()), 10)
+def train_with_overrides() -> dict[str, int]:
+    """Of a compiled submodule, whose first layer is frozen as yet."""
+    overrides = {"model.first.*": 0.25, "*second*": 0.1}
+    strategy = DCTStrategy(compress="gradients", density=0.02, density_per_parameter=overrides)
+    run = fit(strategy, Module(compiled(perceptron())), 4, callbacks=[Unfreeze()], max_epochs=2)
+    return run.state["thresholds"]["targets"]
 
 
 def test_density_overrides(ranks: Any) -> None:
     """Oracle: ceil(density x size) of each tensor, worked out by hand."""
-    runs = ranks(2).run(train_with_overrides, {"*.first.*": 0.25, "*second*": 0.1}, False)
-    assert runs[0].state["thresholds"]["targets"] == {
-        "model.first.weight": 240,
-        "model.first.bias": 6,
-        "model.second.weight": 20,
-    }
-    assert_replicas_equal(runs)
-
-
-def test_density_overrides_name_the_parameters_of_a_compiled_submodule_plainly(ranks: Any) -> None:
-    """Oracle: the same pattern and targets as without torch.compile."""
-    runs = ranks(2).run(train_with_overrides, {"model.first.*": 0.25}, True)
-    assert runs[0].state["thresholds"]["targets"] == {
-        "model.first.weight": 240,
-        "model.first.bias": 6,
-        "model.second.weight": 4,
-    }
-
-
-def train_unfrozen_with_override() -> Run:
-    strategy = DCTStrategy(compress="gradients", density=0.1, density_per_parameter={"model.first.*": 0.25})
-    return fit(strategy, Module(), 4, callbacks=[Unfreeze()], max_epochs=2)
-
-
-def test_density_overrides_may_name_a_parameter_that_is_still_frozen(ranks: Any) -> None:
-    """Oracle: the target of the unfrozen layer, ceil(0.25 x 960)."""
-    runs = ranks(2).run(train_unfrozen_with_override)
-    assert runs[0].state["thresholds"]["targets"]["model.first.weight"] == 240
+    expected = {"model.first.weight": 240, "model.first.bias": 6, "model.second.weight": 20}
+    assert ranks(2).run(train_with_overrides) == [expected] * 2
 
 
 class Evaluated(Module):
@@ -500,32 +463,22 @@ def test_sync_batchnorm_is_applied_as_by_ddp(ranks: Any) -> None:
     assert ours[0].startswith("SyncBatchNorm")
 
 
-def find_learning_rate(folder: Path) -> Run:
-    finder = LearningRateFinder(num_training_steps=10, max_lr=0.1, attr_name="lr")
+def train_and_find(folder: Path, find: bool) -> Run:
     module = Module()
     module.lr = 0.1
-    return fit(
-        DCTStrategy(compress="gradients", density=0.1, refresh_every=4),
-        module,
-        12,
-        callbacks=[finder],
-        default_root_dir=str(folder),
-    )
+    finder = LearningRateFinder(num_training_steps=10, max_lr=0.1, attr_name="lr")
+    strategy = DCTStrategy(compress="gradients", density=0.1, refresh_every=4)
+    return fit(strategy, module, 12, callbacks=[finder] * find, default_root_dir=str(folder))
 
 
 def test_learning_rate_finder_leaves_no_trace(ranks: Any, tmp_path: Path) -> None:
     """Oracle: the same run without the finder, bitwise; its trial steps are restored from a checkpoint."""
-    plain = ranks(2).run(train_idiom_plainly)
-    found = ranks(2).run(find_learning_rate, tmp_path)
+    plain, found = (ranks(2).run(train_and_find, tmp_path, find) for find in (False, True))
     for expected, run in zip(plain, found, strict=True):
         assert run.synchronisations == 12
         assert run.hashes[-12:] == expected.hashes
         assert_weights_equal(expected.residuals, run.residuals)
     assert not list(tmp_path.iterdir())
-
-
-def train_idiom_plainly() -> Run:
-    return fit(DCTStrategy(compress="gradients", density=0.1, refresh_every=4), Module(), 12)
 
 
 def train_alone(density: float | None) -> Run:

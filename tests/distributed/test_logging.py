@@ -53,8 +53,7 @@ def train(batches: int, settings: dict[str, Any], strategy: dict[str, Any]) -> A
     return run, [(step, row) for step, row in memory.rows if any(key.startswith("dct/") for key in row)]
 
 
-@pytest.mark.parametrize("value_format", ["fp32", "bf16", "int8", "1bit"])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("world_size", "value_format"), [(2, "bf16"), (3, "int8"), (3, "1bit")])
 def test_logged_bytes_are_the_payloads(ranks: Any, world_size: int, value_format: str) -> None:
     """Oracle: PayloadLayout.num_bytes to each other rank, and a ring all-reduce of all entries in fp32."""
     results = ranks(world_size).run(train, 12, {"log_every_n_steps": 4}, {"value_format": value_format})
@@ -80,7 +79,6 @@ def test_logged_bytes_are_the_payloads(ranks: Any, world_size: int, value_format
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [
-        ({"log_every_n_steps": 1}, list(range(12))),
         ({"log_every_n_steps": 5}, [4, 9]),
         ({"log_every_n_steps": 2, "accumulate_grad_batches": 3}, [1, 3]),
         ({"log_every_n_steps": 1, "accumulate_grad_batches": 4}, [0, 1, 2]),
@@ -140,7 +138,7 @@ def tensorboard_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {key: [(event.step, event.value) for event in events.Scalars(key)] for key in events.Tags()["scalars"]}
 
 
-@pytest.mark.parametrize("names", [["csv"], ["tensorboard"], ["wandb"], ["csv", "tensorboard", "wandb"], []], ids=str)
+@pytest.mark.parametrize("names", [["csv", "tensorboard", "wandb"], []], ids=str)
 def test_loggers_get_every_key(ranks: Any, tmp_path: Path, names: list[str]) -> None:
     """Oracle: the files that the loggers have written."""
     run = ranks(2).run(train_with_loggers, tmp_path, names)[0]

@@ -84,8 +84,6 @@ def train(value_format: str, overflows: bool, scale: float, settings: dict[str, 
     ("value_format", "settings"),
     [
         ("fp32", {}),
-        ("bf16", {"bucket_cap_mb": 0.0005}),
-        ("int8", {}),
         ("1bit", {}),
         ("bf16", {"guard": False}),
         ("bf16", {"bucket_cap_mb": 0.0005, "exchange": "sharded"}),
@@ -167,7 +165,7 @@ def train_unscaled(value_format: str) -> Run:
     return fit(strategy, Overflowing(True), 12, watch=Watch(look=residuals_of))
 
 
-@pytest.mark.parametrize("value_format", ["fp32", "bf16", "int8", "1bit"])
+@pytest.mark.parametrize("value_format", ["bf16", "int8"])
 def test_without_a_scaler_nonfinite_gradients_arrive_and_stay_out_of_residuals(ranks: Any, value_format: str) -> None:
     """Oracle: as with DDP every rank's weights break, and at the very entry; residuals stay finite throughout."""
     runs = ranks(2).run(train_unscaled, value_format)

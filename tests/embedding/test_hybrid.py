@@ -1,7 +1,6 @@
 """Hybrid parallelism through a Trainer: any number of ranks trains the same model, and checkpoints carry it all."""
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from distributed.training import trainer_for
 from embedding.hybrid import (
     ALL_GRADIENTS,
     EVERYTHING,
-    GLOBAL_BATCH,
     TABLE_ROWS,
     Batches,
     Hybrid,
@@ -42,8 +40,6 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize(
     ("optimizer", "settings"),
     [
-        ("sgd", {}),
-        ("adagrad", {}),
         ("row-wise adagrad", {}),
         ("sgd", {"gradient_clip_val": 0.05}),
         ("adagrad", {"gradient_clip_val": 0.003, "gradient_clip_algorithm": "value"}),
@@ -54,7 +50,7 @@ def test_any_number_of_ranks_trains_the_same_model(ranks, optimizer, settings):
     assert len(alone) == sum(TABLE_ROWS) + 4
     start = together(ranks(1).run(run, 0, EVERYTHING, optimizer, settings))
     assert difference(alone, start) > 1e-3
-    for world_size in (2, 3, 4):
+    for world_size in (2, 3):
         assert difference(together(ranks(world_size).run(run, 6, EVERYTHING, optimizer, settings)), alone) < 2e-5
 
 
@@ -66,7 +62,7 @@ def test_accumulated_gradients_train_the_same_model(ranks):
 
 @pytest.mark.parametrize(
     ("world_size", "optimizer", "exchange"),
-    [(2, "sgd", FEW), (2, "adagrad", SMALL_CACHE), (3, "adagrad", FEW), (3, "sgd", SMALL_CACHE)],
+    [(2, "adagrad", SMALL_CACHE), (3, "sgd", FEW)],
 )
 def test_resumed_run_equals_the_uninterrupted_one(ranks, tmp_path, world_size, optimizer, exchange):
     gradients = {"strategy": {"density": 0.2, "value_format": "bf16", "min_tensor_size": 1}}
@@ -78,7 +74,7 @@ def test_resumed_run_equals_the_uninterrupted_one(ranks, tmp_path, world_size, o
     assert difference(straight, resumed) == 0.0
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(1, 3), (2, 1), (2, 2), (2, 3), (2, 4), (3, 2)])
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 3), (2, 4), (3, 2)])
 def test_checkpoint_loads_at_another_number_of_ranks(ranks, tmp_path, saved, loaded):
     path = str(tmp_path / "x.ckpt")
     before = together(ranks(saved).run(run, 4, FEW, "adagrad", {"save_to": path}))
@@ -134,7 +130,7 @@ def collected_after(path):
     return seen
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_residuals_of_another_world_are_not_lost(ranks, tmp_path, world_size):
     path = str(tmp_path / "x.ckpt")
     given: dict = {}
@@ -162,7 +158,7 @@ def predict_unequally(numbers):
     return whole(module), [Batches.batch(index) for index in range(number)], predicted
 
 
-@pytest.mark.parametrize("numbers", [[3, 1], [1, 4], [2, 5, 1]])
+@pytest.mark.parametrize("numbers", [[1, 4], [2, 5, 1]])
 def test_unequal_numbers_of_batches_do_not_hang_and_rows_are_exact(ranks, numbers):
     answers = ranks(len(numbers)).run(predict_unequally, numbers, timeout_s=60)
     weights = together([part for part, _, _ in answers])
@@ -204,8 +200,8 @@ def predict_with_two_modules(numbers):
     return trainer.predict(module, DataLoader(ids_of_two_modules(numbers[int(os.environ["RANK"])]), batch_size=None))
 
 
-@pytest.mark.parametrize("numbers", [[1, 3], [2, 1, 4]])
-def test_two_modules_and_unequal_numbers_of_batches(ranks, numbers):
+def test_two_modules_and_unequal_numbers_of_batches(ranks):
+    numbers = [2, 1, 4]
     alone = TwoModules()
     alone.first.materialize()
     alone.second.materialize()
@@ -270,9 +266,10 @@ def conserve(exchange):
     return computed, received, held, copies, mirrors, evictions
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("value_format", ["fp32", "int8", "int4", "1bit"])
-@pytest.mark.parametrize("cache_rows", [1000, 20])
+@pytest.mark.parametrize(
+    ("world_size", "value_format", "cache_rows"),
+    [(2, "fp32", 20), (3, "int8", 1000), (3, "int4", 20), (2, "1bit", 1000)],
+)
 def test_nothing_is_lost(ranks, world_size, value_format, cache_rows):
     exchange = {"density": 0.1, "value_format": value_format, "refresh_every": 7, "cache_rows": cache_rows}
     answers = ranks(world_size).run(conserve, exchange)
@@ -319,15 +316,3 @@ def test_weights_alone_carry_the_rows(ranks, tmp_path):
     before = together(ranks(2).run(save_weights_only, path))
     assert difference(before, together([weights for weights, _ in ranks(3).run(load, path)])) == 0.0
     assert "tables.weight" not in torch.load(path, weights_only=True)["state_dict"]
-
-
-def test_missing_rows_are_named(ranks, tmp_path: Path):
-    path = str(tmp_path / "x.ckpt")
-    ranks(2).run(save_weights_only, path)
-    (tmp_path / "x.ckpt.dct").rename(tmp_path / "elsewhere")
-    with pytest.raises(RankFailure, match="embedding rows should be in"):
-        ranks(2).run(load, path)
-
-
-def test_a_batch_is_shared_evenly():
-    assert GLOBAL_BATCH % 2 == GLOBAL_BATCH % 3 == GLOBAL_BATCH % 4 == 0

@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from lightning_dct.embedding.ids import HALVE_EVERY, REGROUP_EVERY, RequestCode
 from lightning_dct.embedding.rows import RememberedRows
@@ -45,7 +44,7 @@ wanted_places = st.one_of(
 
 
 @given(code=learnt(), wanted=wanted_places)
-@examples(100)
+@examples(60)
 def test_round_trip(code: RequestCode, wanted: list[int]) -> None:
     data = code.encode(places_of(wanted))
     assert data.dtype == torch.uint8
@@ -53,7 +52,7 @@ def test_round_trip(code: RequestCode, wanted: list[int]) -> None:
 
 
 @given(code=learnt(), wanted=wanted_places)
-@examples(100)
+@examples(60)
 def test_size_is_that_of_its_groups(code: RequestCode, wanted: list[int]) -> None:
     """The counts' bits, then for each group that is neither absent nor complete the shorter of two codes."""
     state = code.state_dict()
@@ -134,33 +133,8 @@ def test_both_ends_regroup_and_halve_at_the_same_request() -> None:
     assert user.cache.counts()[0] == HALVE_EVERY // 2 + 2 * REGROUP_EVERY
 
 
-def decodes_sanely(code: RequestCode, data: Tensor) -> None:
-    """Either the request is refused, or what it says can be looked up."""
-    try:
-        places = code.decode(data, MOST)
-    except PayloadError:
-        return
-    assert places.dtype == np.int64
-    assert places.tolist() == sorted(set(places.tolist()))
-    assert all(0 <= place < code.universe for place in places.tolist())
-    assert places.size <= MOST
-
-
 @given(code=learnt(), wanted=wanted_places, data=st.data())
-@examples(100)
-def test_corrupt_bytes_are_refused_or_name_rows_that_exist(
-    code: RequestCode, wanted: list[int], data: st.DataObject
-) -> None:
-    message = code.encode(places_of(wanted))
-    for offset, value in data.draw(
-        st.lists(st.tuples(st.integers(0, message.numel() - 1), st.integers(0, 255)), min_size=1, max_size=3)
-    ):
-        message[offset] = value
-    decodes_sanely(code, message)
-
-
-@given(code=learnt(), wanted=wanted_places, data=st.data())
-@examples(100)
+@examples(60)
 def test_cut_and_lengthened_requests_are_refused(code: RequestCode, wanted: list[int], data: st.DataObject) -> None:
     message = code.encode(places_of(wanted))
     shorter = message[: data.draw(st.integers(0, message.numel() - 1))]
@@ -168,18 +142,6 @@ def test_cut_and_lengthened_requests_are_refused(code: RequestCode, wanted: list
     for other in (shorter, longer):
         with pytest.raises(PayloadError):
             code.decode(other, MOST)
-
-
-@given(code=learnt(), noise=st.binary(max_size=60))
-@examples(100)
-def test_noise_is_refused_or_names_rows_that_exist(code: RequestCode, noise: bytes) -> None:
-    decodes_sanely(code, torch.tensor(list(noise), dtype=torch.uint8))
-
-
-@given(universe=st.integers(0, 20), noise=st.binary(max_size=4))
-@examples(100)
-def test_noise_about_few_rows(universe: int, noise: bytes) -> None:
-    decodes_sanely(RequestCode(universe), torch.tensor(list(noise), dtype=torch.uint8))
 
 
 def test_a_row_asked_for_twice_is_refused() -> None:

@@ -51,14 +51,6 @@ def test_against_a_loop(steps: list[list[int]], rate: float, eps: float) -> None
         assert torch.equal(parameter[untouched], before[untouched])
 
 
-def test_one_number_of_state_a_row() -> None:
-    parameter = weight()
-    optimizer = RowWiseAdagrad([parameter])
-    parameter.grad = sparse([1, 1], 0)
-    optimizer.step()
-    assert {name: value.shape for name, value in optimizer.state[parameter].items()} == {"sum": (ROWS,)}
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_dense_gradients_get_torchs_adagrad(dtype: torch.dtype) -> None:
     ours, theirs = weight(dtype), weight(dtype)
@@ -103,16 +95,6 @@ def test_a_row_that_arrives_without_a_gradient_stays() -> None:
     parameter.grad = sparse([0, 3], 0, scale=0.0)
     RowWiseAdagrad([parameter], lr=1.0).step()
     assert torch.equal(parameter, before)
-
-
-def test_sparse_vectors() -> None:
-    """One entry a row: ordinary Adagrad of the entries named."""
-    ours, theirs = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
-    ours.grad = torch.tensor([0.0, 0.0, 1.5, 0.0]).to_sparse() + torch.tensor([-3.0, 0.0, 0.0, 0.0]).to_sparse()
-    theirs.grad = ours.grad.to_dense()
-    RowWiseAdagrad([ours], lr=0.1).step()
-    torch.optim.Adagrad([theirs], lr=0.1).step()
-    torch.testing.assert_close(ours, theirs)
 
 
 def test_groups_closures_and_parameters_without_a_gradient() -> None:

@@ -11,8 +11,9 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize(("kind", "pooling"), [("one-hot", "sum"), ("multi-hot", "sum"), ("multi-hot", "mean")])
+@pytest.mark.parametrize(
+    ("world_size", "kind", "pooling"), [(2, "one-hot", "sum"), (3, "multi-hot", "sum"), (4, "multi-hot", "mean")]
+)
 def test_the_same_as_the_reference(ranks, world_size, kind, pooling):
     for by_settings in ranks(world_size).run(train_all, kind, pooling):
         for found in by_settings:

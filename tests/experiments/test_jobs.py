@@ -92,8 +92,8 @@ def test_whoever_ends_a_sweep_ends_its_job(number: signal.Signals, tmp_path: Pat
         [sys.executable, "-c", script],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(EXPERIMENTS)},
-        # Shells let what they start in the background ignore Ctrl-C, and what that starts in turn.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        # Shells let what they start in the background ignore Ctrl-C, nohup SIGHUP, and what that starts in turn.
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     )
     while not (tmp_path / "job").exists():
         assert process.poll() is None

@@ -129,13 +129,6 @@ def test_a_bad_line_is_named_grouplens(tmp_path: Path, file: str, bad: str, prob
         MovieLens(str(tmp_path)).setup()
 
 
-def test_a_missing_companion_is_named(tmp_path: Path) -> None:
-    write_recbole(tmp_path)
-    (tmp_path / "ml-100k.user").unlink()
-    with pytest.raises(FileNotFoundError, match=r"ml-100k\.user is missing"):
-        MovieLens(str(tmp_path)).prepare_data()
-
-
 def archive() -> bytes:
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as writer:

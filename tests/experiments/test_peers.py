@@ -79,11 +79,6 @@ def test_bad_settings_are_named(setting: str, value: object) -> None:
         CountedDDPStrategy(**{setting: value})
 
 
-def test_powersgd_asks_for_one_bucket() -> None:
-    assert CountedDDPStrategy("powersgd")._ddp_kwargs["bucket_cap_mb"] == 1000
-    assert "bucket_cap_mb" not in CountedDDPStrategy("fp16")._ddp_kwargs
-
-
 def train_two_steps(synchronisation: str, settings: dict[str, float]) -> dict[str, object]:
     """On every rank: what the weights, the residual and the counts are after two steps on the rank's own data."""
     strategy = CountedDDPStrategy(synchronisation, **settings)

@@ -1,15 +1,13 @@
 """Runs train.py in two processes: those of the command a user runs, or where starting proves nothing, kept ones."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import wandb
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -39,15 +37,8 @@ def result(folder: Path) -> dict:
     return json.loads(files[0].read_text())
 
 
-def start(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(TRAIN), *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
-
-
 def test_help_says_how_to_begin_and_what_there_is(tmp_path: Path) -> None:
-    completed = start(tmp_path, "--help")
-    assert completed.returncode == 0
-    printed = completed.stdout
+    printed = run_here(str(TRAIN), ("--help",), str(tmp_path))
     assert "python experiments/train.py experiment=lm" in printed
     strategies = "dct, dct_auto, dct_fsdp, dct_pipeline, ddp, ddp_bf16, ddp_fp16, hsdp, none, powersgd, top_k"
     assert f"strategy: {strategies}" in printed
@@ -105,22 +96,37 @@ def test_lm_with_powersgd_counts_what_it_sends(ranks: Any, tmp_path: Path) -> No
     assert figures["milliseconds_per_step"] is None  # All of the steps are among those skipped.
 
 
-def test_dlrm_with_dct_is_hybrid(tmp_path: Path) -> None:
-    """As a user starts it: Lightning's launcher adds the second process."""
-    settings = ("strategy=dct", "strategy.density=0.01", "strategy.min_tensor_size=1", "trainer.accelerator=cpu")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "PL_"))}
-    completed = subprocess.run(
-        [
-            *(sys.executable, str(TRAIN), *SMALL_CLICKS, *settings),
-            *("trainer.max_steps=25", "trainer.log_every_n_steps=5", "logger=wandb"),
-        ],
-        cwd=tmp_path,
-        env={**environment, "NETRC": str(tmp_path / "netrc")},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert completed.returncode == 0, completed.stdout + completed.stderr
+def test_ranks_that_torchrun_starts_share_one_folder_and_one_result(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: of each thing a run writes there is one, and what Hydra says of the run is rank 0's."""
+    size = ("data.context_length=16", "data.eval_batch_size=512", "model.width=16", "model.num_layers=1")
+    overrides = ("experiment=lm", *size, "trainer.max_steps=4", "trainer.val_check_interval=4")
+    output = train_on_ranks(ranks, tmp_path, *overrides)
+    assert output.count("compression ratio, against dense fp32") == 1
+    assert output.count("Synchronisation, rank 0") == 1
+    (run,) = tmp_path.glob("outputs/lm/*")
+    figures = json.loads((run / "result.json").read_text())
+    assert figures["world_size"] == 2
+    assert figures["steps"] == 4
+    assert figures["overrides"] == [*overrides, "trainer.devices=2", "trainer.accelerator=cpu"]
+    assert [file.name for file in tmp_path.rglob("result.json")] == ["result.json"]
+    assert [file.name for file in tmp_path.rglob("metrics.csv")] == ["metrics.csv"]
+    assert [file.name for file in tmp_path.rglob("*.ckpt")] == ["latest.ckpt"]
+    # The checkpoint has the compression state of both ranks beside it.
+    assert len(list((run / "checkpoints" / "latest.ckpt.dct").rglob("*.pt"))) == 2
+    hydra = (run / ".hydra" / "hydra.yaml").read_text()
+    assert "name: train\n" in hydra
+    assert "train_ddp_process" not in hydra
+
+
+def train_with_wandb(arguments: tuple[str, ...], folder: str) -> None:
+    run_here(str(TRAIN), arguments, folder)
+    wandb.finish()  # as where the process ends
+
+
+def test_dlrm_with_dct_is_hybrid(ranks: Any, tmp_path: Path) -> None:
+    settings = ("strategy=dct", "strategy.density=0.01", "strategy.min_tensor_size=1", "logger=wandb")
+    settings += ("trainer.max_steps=25", "trainer.log_every_n_steps=5", "trainer.devices=2", "trainer.accelerator=cpu")
+    ranks(2).run(train_with_wandb, (*SMALL_CLICKS, *settings), str(tmp_path))
     figures = result(tmp_path)
     assert figures["compression_ratio"] > 5
     assert figures["bytes_sent_per_step"] < figures["bytes_dense_per_step"] / 5

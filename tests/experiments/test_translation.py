@@ -159,19 +159,3 @@ def test_the_command_trains_encoder_and_decoder_on_two_stages(ranks: Any, tmp_pa
     assert figures["steps"] == 6
     assert figures["split_ratio"] > 8
     assert {"val/loss", "test/loss", "test/chrf", "test/copied_chrf"} <= set(figures["metrics"])
-
-
-def test_the_command_trains_two_processes(ranks: Any, tmp_path: Path) -> None:
-    files = write_lines(tmp_path)
-    printed = train_on_ranks(
-        ranks, tmp_path, "experiment=translation", "strategy=dct", "trainer.max_steps=6",
-        "trainer.val_check_interval=3", *(f"data.{setting}={file}" for setting, file in files.items()),
-        "data.vocabulary_size=300", "data.batch_size=4", "data.eval_batch_size=8", "model.width=32",
-        "model.num_layers=1",
-    )  # fmt: skip
-    assert printed.count("Parallel text: kept 400 of 400 pairs") == 1
-    figures = result(tmp_path)
-    assert figures["world_size"] == 2
-    assert figures["steps"] == 6
-    assert figures["compression_ratio"] > 2
-    assert {"val/loss", "test/loss", "test/chrf", "test/copied_chrf"} <= set(figures["metrics"])

@@ -58,7 +58,6 @@ SMALL_DIGITS = ("data.train_images=256", "data.val_images=64")
     ("member", "steps", "overrides"),
     [
         ("residual_one_cycle", 3, SMALL_DIGITS),
-        ("vision_transformer", 3, SMALL_DIGITS),
         ("gan", 6, ("data.train_points=1024", "data.val_points=256")),
         ("gpt_muon", 6, ("model.num_layers=1", "+trainer.limit_val_batches=1")),
         ("lora", 3, ("model.base_steps=2", "+trainer.limit_val_batches=1")),

@@ -17,11 +17,8 @@ SIZES = {"a": 14_003, "b": 50, "c": 700, "d": 120}
 BUCKETS = (("d", "c", "b"), ("a",))
 # Ranks, exchange, nodes.
 EXCHANGES = [
-    (2, "all_gather", 2),
     (3, "all_gather", 3),
-    (2, "sharded", 2),
     (5, "sharded", 5),
-    (4, "by_node", 2),
     (6, "by_node", 3),
     (6, "by_node", 2),
 ]
@@ -37,9 +34,7 @@ def workload() -> Workload:
     return InBuckets({name: nn.Parameter(torch.empty(n, device="meta")) for name, n in SIZES.items()}, {})
 
 
-@pytest.mark.parametrize(
-    ("density", "value_format"), [(0.01, "1bit"), (0.2, "int4"), (0.2, "int8"), (0.2, "bf16"), (1.0, "fp32")]
-)
+@pytest.mark.parametrize(("density", "value_format"), [(0.01, "1bit"), (0.2, "int4"), (1.0, "fp32")])
 @pytest.mark.parametrize(("world_size", "exchange", "nodes"), EXCHANGES)
 def test_bytes_and_residuals_are_those_of_synchronisers(
     world_size: int, exchange: str, nodes: int, density: float, value_format: str

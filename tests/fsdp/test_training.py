@@ -153,15 +153,13 @@ KINDS = {"manual": TwoOptimizers, "tied": Tied, "compiled": Compiled, "attention
 
 
 def learn(kind: str, compress: str, strategy: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any]:
-    return train(fsdp(compress=compress, **strategy), KINDS[kind](), 30, **trainer)
+    return train(fsdp(compress=compress, **strategy), KINDS[kind](), 20, **trainer)
 
 
 @pytest.mark.parametrize(
     ("kind", "compress", "strategy", "trainer"),
     [
         ("manual", "updates", {}, {}),
-        ("manual", "gradients", {}, {}),
-        ("tied", "updates", {"unit": 50}, {}),
         ("tied", "gradients", {"unit": 50}, {}),
         ("compiled", "updates", {}, {}),
         ("attention", "gradients", {"unit": nn.Linear}, {"precision": "bf16-mixed"}),
@@ -174,7 +172,7 @@ def test_learns(ranks: Any, compress: str, kind: str, strategy: dict[str, Any], 
     """And ends with the same weights on every rank."""
     runs = ranks(4).run(learn, kind, compress, strategy, trainer)
     losses = torch.tensor([run["losses"] for run in runs]).mean(0)
-    assert losses[-10:].mean() < 0.9 * losses[:10].mean(), losses
+    assert losses[-5:].mean() < 0.9 * losses[:5].mean(), losses
     for run in runs:
         for name, weights in run["weights"].items():
             if "model.2" not in name or compress == "updates":

@@ -48,15 +48,3 @@ def test_figures_are_those_of_the_state(ranks: Any, exchange: str) -> None:
             assert figures[name].residual_norm == pytest.approx(norm, rel=1e-5)
         assert figures["model.first.weight"].residual_norm > 0
     assert cut == (exchange == "sharded")
-
-
-def test_a_tensor_that_has_taken_no_part_is_left_out(ranks: Any) -> None:
-    for seen in ranks(2).run(train_without_second):
-        assert "model.second.weight" not in [figure.name for figure in seen]
-        assert "model.first.weight" in [figure.name for figure in seen]
-
-
-def train_without_second() -> list[TensorFigures]:
-    module = Module()
-    module.model.second.requires_grad_(False)
-    return fit(DCTStrategy(compress="gradients", density=0.1), module, 1, watch=Watch(look=look)).seen[-1]

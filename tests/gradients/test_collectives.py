@@ -28,15 +28,6 @@ def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-def test_all_gather_stacks_the_payloads(group: dist.ProcessGroup) -> None:
-    traffic, payload = Traffic(), torch.arange(13, dtype=torch.uint8)
-    work, gathered = all_gather_payload(payload, Link(group, traffic))
-    work.wait()
-    assert gathered.shape == (1, 13)
-    assert torch.equal(gathered[0], payload)
-    assert traffic.totals.bytes_sent == 0  # nobody to send to
-
-
 def test_all_gather_by_its_older_name(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch before 2.13 has only that; the bytes are the same."""
     payload = torch.arange(13, dtype=torch.uint8)
@@ -48,22 +39,6 @@ def test_all_gather_by_its_older_name(group: dist.ProcessGroup, monkeypatch: pyt
         work.wait()
     assert torch.equal(gathered[1], expected[1])
     assert old.totals == new.totals
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_all_reduce_averages_in_place(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-    buffer = torch.tensor([1.0, -2.0], dtype=dtype)
-    all_reduce_mean(buffer, Link(group, Traffic())).wait()
-    assert buffer.tolist() == [1.0, -2.0]
-
-
-def test_all_reduce_of_sparse_gradients_counts_them_alike(group: dist.ProcessGroup) -> None:
-    traffic = Traffic()
-    gradient = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, 4), (5, 4), check_invariants=True)
-    all_reduce_mean_sparse(gradient, Link(group, traffic)).wait()
-    assert gradient.to_dense().sum() == 8.0
-    assert (traffic.totals.entries_sent, traffic.totals.entries) == (8, 8)
-    assert traffic.totals.bytes_sent == traffic.totals.bytes_dense == 0
 
 
 class GroupOf:

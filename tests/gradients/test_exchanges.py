@@ -21,7 +21,7 @@ SIZES = {"a": 1400, "b": 50, "c": 700, "d": 120}
 BUCKETS = [[["d", "c", "b", "a"]], [["c"], ["b", "a"], ["d"]], [["a", "d", "c"], ["b"]]]
 SETTINGS: dict[str, Any] = {"density": 0.2, "min_tensor_size": 60}
 # Ranks, exchange, ranks per node.
-EXCHANGES = [(2, "sharded", 1), (3, "sharded", 1), (4, "sharded", 1), (4, "by_node", 2), (6, "by_node", 2)]
+EXCHANGES = [(2, "all_gather", 1), (3, "sharded", 1), (4, "sharded", 1), (6, "by_node", 2)]
 EVERY_EXCHANGE = pytest.mark.parametrize(("world_size", "exchange", "ranks_per_node"), EXCHANGES)
 Gradients = list[dict[str, Tensor]]
 
@@ -87,12 +87,9 @@ def test_equals_the_reference(
             assert all(torch.equal(mean[name], expected) for mean in means)
 
 
-@pytest.mark.parametrize("value_format", FORMATS)
 @EVERY_EXCHANGE
-def test_nothing_is_lost_and_replicas_are_equal(
-    world_size: int, exchange: str, ranks_per_node: int, value_format: str
-) -> None:
-    ranks = ranks_of(world_size, exchange, ranks_per_node, value_format=value_format)
+def test_nothing_is_lost_and_replicas_are_equal(world_size: int, exchange: str, ranks_per_node: int) -> None:
+    ranks = ranks_of(world_size, exchange, ranks_per_node, value_format="1bit")
     held = ranks.held_back()
     for step in range(6):
         local = gradients(step, world_size)
@@ -109,29 +106,8 @@ def test_nothing_is_lost_and_replicas_are_equal(
 
 
 @EVERY_EXCHANGE
-def test_as_many_entries_arrive_as_were_asked_for(world_size: int, exchange: str, ranks_per_node: int) -> None:
-    """Sharded: a fifth of the sums; by node: a fifth of each node's."""
-    ranks = ranks_of(world_size, exchange, ranks_per_node, value_format="fp32", guard=False)
-    mean = ranks.step(gradients(0, world_size), BUCKETS[1])[0]
-    nodes = world_size // ranks_per_node if exchange == "by_node" else 1
-    for name in ("a", "c", "d"):
-        target = math.ceil(0.2 * SIZES[name])
-        assert nodes * target * 0.6 < int(mean[name].count_nonzero()) <= nodes * (target + 3)
-    entries = sum(synchronizer.traffic.totals.entries for synchronizer in ranks.synchronizers)
-    assert entries == sum(SIZES.values()) * (nodes if exchange == "by_node" else world_size)
-    assert 0.2 <= ranks.synchronizers[1].traffic.totals.density < 0.25
-
-
-@EVERY_EXCHANGE
-def test_whole_tensors_are_averaged(world_size: int, exchange: str, ranks_per_node: int) -> None:
-    local = gradients(0, world_size)
-    mean = ranks_of(world_size, exchange, ranks_per_node).step(local)[0]["b"]
-    torch.testing.assert_close(mean.double(), total(local)["b"] / world_size, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@EVERY_EXCHANGE
-def test_half_precision(world_size: int, exchange: str, ranks_per_node: int, dtype: torch.dtype) -> None:
+def test_half_precision(world_size: int, exchange: str, ranks_per_node: int) -> None:
+    dtype = torch.bfloat16
     ranks = ranks_of(world_size, exchange, ranks_per_node)
     due = {name: torch.zeros(size, dtype=torch.float64) for name, size in SIZES.items()}
     done = {name: torch.zeros(size, dtype=torch.float64) for name, size in SIZES.items()}
@@ -176,8 +152,8 @@ def test_a_resumed_run_continues_bit_for_bit(world_size: int, exchange: str, ran
         assert_same(*map(compressed, means))
 
 
-@pytest.mark.parametrize("new", [(1, "all_gather", 1), (3, "all_gather", 1), *EXCHANGES])
-@pytest.mark.parametrize("old", [(2, "all_gather", 1), *EXCHANGES])
+@pytest.mark.parametrize("new", [(1, "all_gather", 1), (3, "all_gather", 1), *EXCHANGES[2:]])
+@pytest.mark.parametrize("old", [(2, "all_gather", 1), (4, "sharded", 1), (4, "by_node", 2)])
 def test_what_is_held_back_survives_another_exchange_and_another_number_of_ranks(
     old: tuple[int, str, int], new: tuple[int, str, int]
 ) -> None:
@@ -217,8 +193,7 @@ def test_what_is_held_back_goes_out_at_density_one(world_size: int, exchange: st
         assert not after.held_back()[name].any()
 
 
-@pytest.mark.parametrize("broken", [math.nan, math.inf])
-@pytest.mark.parametrize("name", ["a", "b", "d"])
+@pytest.mark.parametrize(("broken", "name"), [(math.nan, "a"), (math.inf, "b"), (math.inf, "d")])
 @EVERY_EXCHANGE
 def test_nonfinite_gradients_arrive_and_are_not_held_back(
     world_size: int, exchange: str, ranks_per_node: int, name: str, broken: float
@@ -271,7 +246,7 @@ def test_leaving_another_exchange_is_undone_too() -> None:
         torch.testing.assert_close(mean[name].double() + held[name], due, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["a", "b", "d"])
+@pytest.mark.parametrize("name", ["a", "b"])
 @EVERY_EXCHANGE
 def test_what_is_held_back_of_an_unused_parameter_waits(
     world_size: int, exchange: str, ranks_per_node: int, name: str

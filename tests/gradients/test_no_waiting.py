@@ -131,8 +131,9 @@ def step(ranks: EmulatedRanks, dtype: torch.dtype, bucket_sizes: list[int]) -> N
 
 
 @pytest.mark.usefixtures("pretended_gpu")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("value_format", FORMATS)
+@pytest.mark.parametrize(
+    ("value_format", "dtype"), [*((name, torch.float32) for name in FORMATS), ("bf16", torch.bfloat16)]
+)
 @EVERY_EXCHANGE
 def test_nobody_waits_for_a_gpu(
     world_size: int, exchange: str, ranks_per_node: int, value_format: str, dtype: torch.dtype

@@ -27,27 +27,17 @@ def plan(sizes: list[int], densities: list[float] | float = 0.01, **settings: An
 
 
 @pytest.mark.parametrize(
-    ("density", "size", "target"), [(0.07, 100, 7), (0.29, 100, 29), (0.01, 700, 7), (0.1, 1000, 100)]
+    ("density", "size", "target"), [(0.07, 100, 7), (0.29, 100, 29), (1e-9, 1000, 1), (0.56, 10**9, 56 * 10**7)]
 )
 def test_no_entry_more_from_floating_point(density: float, size: int, target: int) -> None:
     assert plan([size], density).targets == (target,)
 
 
-@pytest.mark.parametrize("per_mille", [10, 70, 561, 670])
-@pytest.mark.parametrize("size", [10**6, 10**8, 10**9])
-def test_no_entry_more_from_floating_point_in_huge_tensors(size: int, per_mille: int) -> None:
-    assert plan([size], per_mille / 1000, value_format="1bit").targets == (size * per_mille // 1000,)
-
-
 @given(size=st.integers(200, 10**6), thousandths=st.integers(1, 100))
-@examples(150)
+@examples(60)
 def test_target_is_the_ceiling(size: int, thousandths: int) -> None:
     expected = math.ceil(Fraction(thousandths, 1000) * size)
     assert plan([size], thousandths / 1000, value_format="1bit").targets == (expected,)
-
-
-def test_at_least_one_entry_goes() -> None:
-    assert plan([1000], 1e-9).targets == (1,)
 
 
 def test_small_tensors_go_whole() -> None:
@@ -61,14 +51,9 @@ def test_full_density_goes_whole() -> None:
     assert plan([1000, 5], 1.0).is_dense
 
 
-def test_one_process_sends_everything() -> None:
-    assert plan([1000, 10**6], 0.001, link_traversals=1).is_dense
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("value_format", FORMATS)
-@pytest.mark.parametrize("world_size", [2, 3, 8, 64])
-@pytest.mark.parametrize("density", [0.001, 0.01, 0.1, 0.3, 0.7])
+@pytest.mark.parametrize(("density", "world_size"), [(0.001, 64), (0.01, 8), (0.1, 3), (0.1, 64), (0.3, 2), (0.7, 2)])
 def test_goes_whole_when_an_all_reduce_is_cheaper(
     density: float, world_size: int, value_format: str, dtype: torch.dtype
 ) -> None:
@@ -89,7 +74,7 @@ def test_both_decisions_occur() -> None:
 
 
 @given(data=st.data(), world_size=st.integers(1, 9), value_format=st.sampled_from(FORMATS))
-@examples(200)
+@examples(60)
 def test_a_tensors_neighbours_do_not_matter(data: st.DataObject, world_size: int, value_format: str) -> None:
     sizes = data.draw(st.lists(st.integers(1, 5000), min_size=1, max_size=6))
     densities = data.draw(st.lists(st.floats(1e-4, 1.0), min_size=len(sizes), max_size=len(sizes)))
@@ -113,8 +98,3 @@ def test_residuals_are_summed_in_at_least_fp32() -> None:
     dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
     expected = [torch.float32, torch.float32, torch.float32, torch.float64]
     assert [plan([10], dtype=dtype).residual_dtype for dtype in dtypes] == expected
-
-
-def test_sizes_and_densities_belong_together() -> None:
-    with pytest.raises(ValueError):
-        plan([10, 20], [0.5])

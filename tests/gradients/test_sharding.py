@@ -33,7 +33,7 @@ numbers_of_owners = st.integers(1, 9)
 
 
 @given(model=models, owners=numbers_of_owners)
-@examples(200)
+@examples(60)
 def test_every_entry_has_one_owner(model: BucketPlan, owners: int) -> None:
     pieces = share_out(model, owners)
     assert set(pieces) == set(model.names)
@@ -49,7 +49,7 @@ def test_every_entry_has_one_owner(model: BucketPlan, owners: int) -> None:
 
 
 @given(model=models, owners=numbers_of_owners)
-@examples(200)
+@examples(60)
 def test_shards_hold_the_bucket_once_and_send_what_it_would(model: BucketPlan, owners: int) -> None:
     shards = cut(model, share_out(model, owners), owners)
     seen = torch.zeros(sum(model.sizes))
@@ -74,7 +74,7 @@ def test_shards_hold_the_bucket_once_and_send_what_it_would(model: BucketPlan, o
 
 
 @given(model=models, owners=numbers_of_owners, data=st.data())
-@examples(100)
+@examples(60)
 def test_a_piece_is_the_same_in_any_bucket(model: BucketPlan, owners: int, data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(model.names))))[: data.draw(st.integers(1, len(model.names)))]
     bucket = BucketPlan(

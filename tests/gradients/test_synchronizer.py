@@ -71,19 +71,13 @@ def assert_same_bits(left: Any, right: Any) -> None:
         assert left == right
 
 
-def without_seconds(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{**state, "traffic": {**state["traffic"], "seconds": 0.0, "seconds_waiting": 0.0}} for state in states]
-
-
 # Conservation
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("value_format", FORMATS)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_sent_and_residual_equal_gradient_and_old_residual(
-    world_size: int, value_format: str, dtype: torch.dtype
-) -> None:
+def test_sent_and_residual_equal_gradient_and_old_residual(value_format: str, dtype: torch.dtype) -> None:
+    world_size = 3
     ranks = EmulatedRanks(SIZES, world_size, density=0.05, value_format=value_format)
     for step in range(6):
         before, local, buckets = ranks.residuals(), gradients(step, world_size, dtype), BUCKETS[step // 2]
@@ -111,35 +105,6 @@ def test_conservation_whatever_the_numbers(data: st.DataObject, value_format: st
             assert torch.equal(went["a"] + after["a"], local[rank]["a"] + before[rank]["a"])
 
 
-@pytest.mark.parametrize("value_format", FORMATS)
-def test_nothing_is_dropped_over_many_steps(value_format: str) -> None:
-    ranks = EmulatedRanks(SIZES, density=0.05, value_format=value_format)
-    due = {name: torch.zeros(size, dtype=torch.float64) for name, size in SIZES.items()}
-    done = {name: torch.zeros(size, dtype=torch.float64) for name, size in SIZES.items()}
-    for step in range(30):
-        local = gradients(step)
-        mean = ranks.step(local, BUCKETS[step // 10])[0]
-        for name in SIZES:
-            due[name] += (local[0][name].double() + local[1][name].double()) / 2
-            done[name] += mean[name].double()
-    held = ranks.residuals()
-    for name in SIZES:
-        total = done[name] + (held[0][name].double() + held[1][name].double()) / 2
-        torch.testing.assert_close(total, due[name], rtol=1e-4, atol=1e-4)
-
-
-def test_fp64_gradients_keep_fp64_residuals() -> None:
-    ranks = EmulatedRanks(SIZES, density=0.05, value_format="fp32")
-    local = gradients(0, dtype=torch.float64)
-    local[0]["a"][0] = 1e6 + 2.0**-30
-    mean = ranks.step(local)[0]["a"]
-    assert mean.dtype == torch.float64
-    residual = ranks.residuals()[0]["a"]
-    assert residual.dtype == torch.float64
-    assert residual[0] == 2.0**-30  # what fp32 lost
-    assert mean[0] * 2 == 1e6
-
-
 # Which entries go
 
 
@@ -154,28 +119,7 @@ def test_nothing_above_the_threshold_is_a_step_like_any_other() -> None:
     assert torch.equal(ranks.residuals()[1]["a"], local[1]["a"])
 
 
-def test_zeros_are_not_sent() -> None:
-    ranks = EmulatedRanks({"a": 300}, density=0.02)
-    ranks.step([{"a": torch.zeros(300)}] * 2)
-    assert [said.positions.numel() for said in sent(ranks, ["a"])] == [0, 0]
-
-
 # Thresholds
-
-
-@pytest.mark.parametrize("guard", [True, False])
-def test_count_under_drift(guard: bool) -> None:
-    """Gradients that shrink by 1% a step, on top of a residual: the guard holds the count near its target."""
-    sizes = {"a": 2000}
-    ranks = EmulatedRanks(sizes, density=0.01, guard=guard, value_format="1bit")
-    counts = []
-    for step in range(300):
-        local = gradients(step, sizes=sizes)
-        ranks.step([{"a": 0.99**step * rank["a"]} for rank in local])
-        counts.append(sent(ranks, ["a"])[0].positions.numel())
-    mean = sum(counts[150:]) / 150 / 20
-    assert max(counts) == 20
-    assert (2 / 3 <= mean <= 1) if guard else mean < 1 / 3
 
 
 def test_the_guard_outlives_200_steps_of_nothing() -> None:
@@ -214,8 +158,7 @@ def test_steps_since_refresh_and_refreshes() -> None:
 
 
 @pytest.mark.parametrize("value_format", FORMATS)
-@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", ["a", "b"])
+@pytest.mark.parametrize(("broken", "name"), [(math.nan, "a"), (math.inf, "a"), (-math.inf, "b")])
 def test_nonfinite_gradients_reach_the_mean_and_never_the_residual(value_format: str, broken: float, name: str) -> None:
     ranks = EmulatedRanks(SIZES, density=0.1, value_format=value_format, min_tensor_size=60)  # b is sent dense
     ranks.step(gradients(0), BUCKETS[0])
@@ -232,42 +175,6 @@ def test_nonfinite_gradients_reach_the_mean_and_never_the_residual(value_format:
     assert all(math.isfinite(t) for s in ranks.synchronizers for t in s.thresholds.values())
     mean = ranks.step(gradients(2), BUCKETS[0])[0]
     assert all(bool(values.isfinite().all()) for values in mean.values())
-
-
-@pytest.mark.parametrize("value_format", FORMATS)
-def test_a_tensor_full_of_nan(value_format: str) -> None:
-    ranks = EmulatedRanks(SIZES, density=0.1, value_format=value_format)
-    local = gradients(0)
-    local[0]["a"].fill_(math.nan)
-    means = ranks.step(local)
-    assert bool(means[1]["a"].isnan().any())
-    assert not ranks.residuals()[0]["a"].any()
-    ranks.request_refresh()
-    assert bool(ranks.step(gradients(1))[0]["a"].isfinite().all())
-
-
-def test_finite_entries_of_a_broken_tensor_wait_in_the_residual() -> None:
-    ranks = EmulatedRanks({"a": 300}, density=0.1)
-    ranks.step(gradients(0))
-    before, local = ranks.residuals(), gradients(1)
-    local[0]["a"][5] = math.inf
-    ranks.step(local)
-    due = local[0]["a"] + before[0]["a"]
-    due[5] = before[0]["a"][5]
-    assert torch.equal(ranks.residuals()[0]["a"], due)
-
-
-@pytest.mark.parametrize("value_format", FORMATS)
-@pytest.mark.parametrize(
-    ("dtype", "largest"),
-    [(torch.float32, torch.finfo(torch.float32).max), (torch.float64, 1e39), (torch.bfloat16, 3.3e38)],
-)
-def test_finite_gradients_too_large_to_be_written(value_format: str, dtype: torch.dtype, largest: float) -> None:
-    ranks = EmulatedRanks(SIZES, density=0.05, value_format=value_format)
-    local = gradients(0, dtype=dtype)
-    local[0]["a"][7] = largest
-    ranks.step(local)
-    assert all(bool(residual.isfinite().all()) for rank in ranks.residuals() for residual in rank.values())
 
 
 # Mixed precision
@@ -289,46 +196,6 @@ def test_scaled_gradients_train_as_unscaled_ones(value_format: str) -> None:
         assert_same_bits(*[[s.thresholds.state_dict() for s in ranks.synchronizers] for ranks in (plain, scaled)])
 
 
-def test_residuals_do_not_depend_on_a_changing_scale() -> None:
-    scale = [1024.0]
-    plain, scaled = EmulatedRanks(SIZES), EmulatedRanks(SIZES, loss_scale=lambda: scale[0])
-    for step in range(4):
-        scale[0] *= (2.0, 0.5, 4.0, 0.25)[step]
-        plain.step(gradients(step))
-        scaled.step([{name: g * scale[0] for name, g in rank.items()} for rank in gradients(step)])
-        assert_same_bits(plain.residuals(), scaled.residuals())
-
-
-@pytest.mark.parametrize("broken", [math.nan, math.inf])
-@pytest.mark.parametrize("name", ["a", "b"])
-@pytest.mark.parametrize("buckets", BUCKETS)
-def test_a_step_the_scaler_skips_is_undone(buckets: list[list[str]], name: str, broken: float) -> None:
-    ranks = EmulatedRanks(SIZES, density=0.1, min_tensor_size=60, loss_scale=lambda: 8.0)
-    for step in range(2):
-        ranks.step(gradients(step), buckets)
-    before, local = ranks.state_dicts(), gradients(2)
-    local[0][name][3] = broken
-    ranks.request_refresh()
-    means = ranks.step(local, buckets)
-    assert all(not bool(mean[name].isfinite().all()) for mean in means)
-    after = ranks.state_dicts()
-    for key in ("synchronisations", "steps_since_refresh", "thresholds", "residuals"):
-        assert_same_bits([state[key] for state in before], [state[key] for state in after])
-    assert after[0]["traffic"]["refreshes"] == before[0]["traffic"]["refreshes"]
-    assert after[0]["traffic"]["steps"] == 3  # the bytes went out all the same
-    ranks.step(gradients(3), buckets)
-    assert [s.steps_since_refresh for s in ranks.synchronizers] == [1, 1]  # the refresh that was due
-
-
-def test_an_undone_first_step_leaves_no_thresholds() -> None:
-    ranks = EmulatedRanks({"a": 300}, loss_scale=lambda: 1.0)
-    local = gradients(0)
-    local[1]["a"][0] = math.inf
-    ranks.step(local)
-    assert ranks.synchronizers[0].thresholds.values() == []
-    assert not ranks.residuals()[0]["a"].any()
-
-
 def test_fp16_means_that_overflow_are_undone_on_every_rank() -> None:
     """Each rank's share fits fp16, their mean with the residuals does not."""
     ranks = EmulatedRanks({"a": 300}, density=0.01, value_format="fp32", guard=False, loss_scale=lambda: 1.0)
@@ -346,22 +213,6 @@ def test_fp16_means_that_overflow_are_undone_on_every_rank() -> None:
 
 
 # Parameters without a gradient
-
-
-@pytest.mark.parametrize("name", ["a", "b"])
-def test_unused_parameters_keep_their_residual(name: str) -> None:
-    # b is sent dense. Unscaled gradients are too small for fp16: what rounding loses of them is its residual.
-    ranks = EmulatedRanks(SIZES, density=0.1, min_tensor_size=60, defer_unused=True, loss_scale=lambda: 2.0**16)
-    for step in range(2):
-        ranks.step(gradients(step, dtype=torch.float16))
-    before, local = ranks.residuals(), gradients(2, dtype=torch.float16)
-    assert before[0][name].any()
-    for rank in local:
-        rank[name].zero_()
-    means = ranks.step(local)
-    assert not means[0][name].any()
-    assert_same_bits([rank[name] for rank in ranks.residuals()], [rank[name] for rank in before])
-    assert means[0]["c"].any()
 
 
 def test_a_parameter_unused_on_one_rank_is_sent_by_the_other() -> None:
@@ -401,30 +252,6 @@ def test_whole_buckets_are_averaged_as_ddp_does(settings: dict[str, Any], dtype:
     assert ranks.synchronizers[0].traffic.totals.density == 1.0
 
 
-def test_whole_tensors_beside_compressed_ones() -> None:
-    ranks = EmulatedRanks(SIZES, density=0.1, min_tensor_size=60)
-    local = gradients(0)
-    mean = ranks.step(local)[0]["b"]
-    torch.testing.assert_close(mean, (local[0]["b"] + local[1]["b"]) / 2, rtol=1e-6, atol=0)
-    assert not ranks.residuals()[0]["b"].any()
-
-
-@pytest.mark.parametrize("loss_scale", [None, lambda: 4.0])
-def test_residuals_of_a_lower_density_go_out_with_a_whole_bucket(loss_scale: Any) -> None:
-    compressed = EmulatedRanks(SIZES, density=0.1)
-    compressed.step(gradients(0))
-    ranks = EmulatedRanks(SIZES, density=1.0, loss_scale=loss_scale)
-    for synchronizer, state in zip(ranks.synchronizers, compressed.state_dicts(), strict=True):
-        synchronizer.load_state_dict(state)
-    held, scale = compressed.residuals(), loss_scale() if loss_scale else 1.0
-    local = [{name: g * scale for name, g in rank.items()} for rank in gradients(1)]
-    mean = ranks.step(local)[0]
-    for name in SIZES:
-        expected = (local[0][name] + local[1][name] + scale * (held[0][name] + held[1][name])) / 2
-        torch.testing.assert_close(mean[name], expected, rtol=1e-5, atol=1e-5)
-    assert ranks.synchronizers[0].norm() == 0.0
-
-
 def test_sparse_gradients_go_uncompressed() -> None:
     ranks = EmulatedRanks({"table": 40, "a": 300}, density=0.1)
 
@@ -454,27 +281,6 @@ def test_bytes_and_entries_are_counted_where_they_leave() -> None:
 
 
 # State
-
-
-@pytest.mark.parametrize("value_format", FORMATS)
-def test_a_resumed_run_continues_bit_for_bit(value_format: str) -> None:
-    settings: dict[str, Any] = {"density": 0.05, "value_format": value_format, "min_tensor_size": 60}
-    unbroken, resumed = EmulatedRanks(SIZES, **settings), EmulatedRanks(SIZES, **settings)
-    for step in range(3):
-        unbroken.step(gradients(step), BUCKETS[step])
-    states = unbroken.state_dicts()
-    for synchronizer, state in zip(resumed.synchronizers, states, strict=True):
-        synchronizer.load_state_dict(state)
-    assert_same_bits(resumed.state_dicts(), states)
-    for step in range(3, 6):
-        means = [
-            ranks.step(gradients(step), buckets) for ranks, buckets in ((unbroken, BUCKETS[2]), (resumed, BUCKETS[0]))
-        ]
-        assert_same_bits(*means)
-    ends = [without_seconds(ranks.state_dicts()) for ranks in (unbroken, resumed)]
-    for one, other in zip(*ends, strict=True):
-        for key in ("synchronisations", "steps_since_refresh", "thresholds", "residuals"):
-            assert_same_bits(one[key], other[key])
 
 
 def test_state_loads_with_weights_only(tmp_path: Any) -> None:

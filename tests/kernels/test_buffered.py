@@ -118,17 +118,6 @@ def test_one_broken_entry_among_too_many_picks_is_never_lost(value: float) -> No
     assert buffered_selection.broken.tolist() == [True, False]
 
 
-def test_more_broken_entries_than_slots() -> None:
-    assert_equals_loop(torch.full((5000,), math.nan), torch.ones(5000), [(0, 5000)], [10], [0.5])
-
-
-def test_no_segments() -> None:
-    residual = torch.ones(10)
-    buffered_selection = select(torch.ones(10), residual, [], [], [], 1.0)
-    assert [part.numel() for part in buffered_selection] == [0, 0, 0, 0]
-    assert residual.tolist() == [1.0] * 10
-
-
 @given(data=st.data(), size=st.integers(1, 30), threshold=st.sampled_from([1e-38, 0.5, 1.0, 1e30]))
 @examples(60)
 def test_equals_the_loop_whatever_the_numbers(data: st.DataObject, size: int, threshold: float) -> None:

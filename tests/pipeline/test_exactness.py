@@ -25,14 +25,10 @@ CASES = [
     (2, 2, "1f1b", 2, BF16),
     (2, 2, "interleaved_1f1b", 4, INT4),
     (3, 3, "gpipe", 3, FP32),
-    (3, 3, "interleaved_1f1b", 6, MIXED),
     (4, 2, "1f1b", 2, INT8),
-    (4, 2, "interleaved_1f1b", 4, BF16),
     (4, 4, "1f1b", 4, MIXED),
     (2, 2, "gpipe", 2, RANDOM),
-    (2, 2, "interleaved_1f1b", 4, SUBSPACE),
-    (4, 2, "1f1b", 2, SUBSPACE),
-    (4, 4, "gpipe", 4, SUBSPACE),
+    (4, 2, "interleaved_1f1b", 4, SUBSPACE),
     (3, 3, "1f1b", 3, MEAN),
     (2, 2, "1f1b", 2, LEARNED),
 ]
@@ -70,7 +66,7 @@ def traffic_of(split: dict[str, Any]) -> Any:
     return train(2, "1f1b", 2, split, count=3).traffic
 
 
-@pytest.mark.parametrize("split", [BF16, MIXED, RANDOM, SUBSPACE, LEARNED])
+@pytest.mark.parametrize("split", [MIXED, RANDOM, SUBSPACE])
 def test_one_process_counts_what_a_pipeline_sends(ranks: Any, split: dict[str, Any]) -> None:
     """Oracle: the sum over the pipeline's two ranks."""
     module = SplitModule(2, split)
@@ -128,18 +124,3 @@ def test_gradients_of_each_stage_are_compressed(ranks: Any) -> None:
     assert [names for names, *_ in told] == [first, last, first, last]
     assert all(ratio > 3 and norm > 0 for _, ratio, norm, _ in told)
     assert len({total for *_, total in told}) == 1
-
-
-def train_in_bf16() -> tuple[list[float], str]:
-    run = train(2, "1f1b", 2, BF16, precision="bf16-mixed")
-    return run.losses, str(run.weights["network.0.weight"].dtype)
-
-
-def test_autocast(ranks: Any) -> None:
-    """Oracle: fp32 weights, and losses within bf16's precision of those of fp32."""
-    (losses, dtype), (other, _) = ranks(2).run(train_in_bf16)
-    expected, _ = train_alone(2, BF16)
-    assert losses == other
-    assert losses == pytest.approx(expected[0], rel=0.05)
-    assert losses != pytest.approx(expected[0], rel=1e-5)
-    assert dtype == "torch.float32"

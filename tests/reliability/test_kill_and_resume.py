@@ -9,12 +9,12 @@ from reliability.kill_and_resume import differences, survive
 from reliability.killed_training import WORLD_SIZES
 
 
-# Each kind takes eight starts of a process; kill_and_resume.py has them all.
+# Each kind takes six starts of a process or more; kill_and_resume.py has them all.
 @pytest.mark.parametrize("kind", ["sharded", "tables", "pipeline", "fsdp"])
 def test_killed_training_ends_as_if_undisturbed(tmp_path: Path, kind: str) -> None:
     """Oracle: the undisturbed run, every bit of what every rank holds at the end."""
-    survival = survive(kind, 2, 1, tmp_path)
-    assert survival.kills == 2
+    survival = survive(kind, 1, 1, tmp_path)
+    assert survival.kills == 1
     assert survival.unequal == []
     assert survival.difference == 0.0
     # A checkpoint is one file with one folder beside it, of its own save; nothing of killed saves is left there.

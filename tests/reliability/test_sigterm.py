@@ -3,8 +3,6 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,15 +13,13 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from distributed.scripts import TIMEOUT_S, Script
 from distributed.training import Module, Watch, assert_weights_equal, loader, rank, summary, trainer_for
 from lightning_dct import DCTStrategy
 from reliability.killed_training import BATCHES, Resumable
 
-SCRIPT = Path(__file__).with_name("terminated_training.py")
 STATUS = 128 + signal.SIGTERM
-TRIES = 5
-# Far more than any of it takes on a quiet machine.
-TIMEOUT_S = 150.0
+TRIES = 3
 
 
 class Signals(Callback):
@@ -121,25 +117,30 @@ def test_an_evaluation_ends(ranks: Any, tmp_path: Path) -> None:
     assert [end.status for end in ranks(2).run(evaluate, tmp_path)] == [STATUS, STATUS]
 
 
+SCRIPT = """
+    import sys
+    from pathlib import Path
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel
+    from lightning_dct import DCTStrategy
+
+    class Model(BoringModel):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if batch_idx == 5:
+                Path("training").touch()
+
+    settings = {"enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 0, "logger": False}
+    Trainer(strategy=DCTStrategy(density=0.1), accelerator="cpu", devices=2, max_epochs=-1, **settings).fit(Model())
+    """
+
+
 def test_processes_of_lightnings_launcher(tmp_path: Path) -> None:
     """The signal goes to rank 0 alone, as Docker sends it. Oracle: its status, the checkpoint, and both end."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(tmp_path)],
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    script = Script(tmp_path, SCRIPT)
     deadline = time.monotonic() + TIMEOUT_S
-    while not (tmp_path / "training").exists() and time.monotonic() < deadline and process.poll() is None:
+    while not (tmp_path / "training").exists() and time.monotonic() < deadline and script.is_running():
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT_S)  # until both have closed it
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == STATUS, output
+    script.send_signal(signal.SIGTERM)
+    status, output = script.end()
+    assert status == STATUS, output
     assert (tmp_path / "hpc_ckpt_1.ckpt").exists(), output

@@ -23,9 +23,7 @@ def run_cases(exchange: str) -> list[Run]:
     return [run_case(draw(seed, "updates", exchange)) for seed in range(CASES)]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "exchange"), [(2, "all_gather"), (3, "all_gather"), (2, "sharded"), (3, "sharded"), (4, "by_node")]
-)
+@pytest.mark.parametrize(("world_size", "exchange"), [(3, "all_gather"), (2, "sharded"), (4, "by_node")])
 def test_matches_the_reference(ranks: Any, world_size: int, exchange: str) -> None:
     """Oracle: lightning_dct.reference, every bit of both kinds of weights and of thresholds; random settings."""
     by_rank = ranks(world_size).run(run_cases, exchange)
@@ -43,7 +41,7 @@ def train_many_steps(settings: dict[str, Any]) -> Run:
     return fit(strategy, Module(None, torch.optim.AdamW, lr=0.01), 120, watch=Watch(every=20))
 
 
-@pytest.mark.parametrize(("world_size", "settings"), [(2, {}), (3, {"delay": 8}), (4, {"local_steps": 16})])
+@pytest.mark.parametrize(("world_size", "settings"), [(2, {}), (4, {"local_steps": 16, "delay": 8})])
 def test_shared_weights_stay_bitwise_identical(ranks: Any, world_size: int, settings: dict[str, Any]) -> None:
     """Oracle: what a callback of the user hashes when a batch ends, compared between ranks with different data."""
     runs = ranks(world_size).run(train_many_steps, settings)
@@ -59,7 +57,7 @@ def train_densely(strategy: str) -> Run:
     return fit(chosen, Module(None, torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True), 20)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [3])
 def test_density_one_in_every_step_trains_as_ddp(ranks: Any, world_size: int) -> None:
     """Oracle: Lightning's DDPStrategy. SGD with momentum is linear: the mean of its steps is the step of the mean."""
     theirs = ranks(world_size).run(train_densely, "ddp")

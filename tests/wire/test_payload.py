@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_dct.wire import PayloadError, PayloadLayout, decode_values, encode_values, pack, unpack
-from strategies_for_hypothesis import FORMATS, examples, filled_layouts, layouts
+from strategies_for_hypothesis import FORMATS, examples, filled_layouts
 
 Filled = tuple[PayloadLayout, Tensor, Tensor, Tensor]
 LAYOUT = PayloadLayout(tensor_sizes=(20, 3, 30), capacities=(4, 0, 6), value_format="bf16", dense_bytes=12)
@@ -28,7 +28,7 @@ def tensor_of(layout: PayloadLayout, position: int) -> int:
 
 
 @given(filled=filled_layouts())
-@examples(150)
+@examples(60)
 def test_round_trip(filled: Filled) -> None:
     layout, positions, values, whole = filled
     payload, as_read = pack(layout, positions, values, whole)
@@ -43,7 +43,7 @@ def test_round_trip(filled: Filled) -> None:
 
 
 @given(filled=filled_layouts())
-@examples(80)
+@examples(60)
 def test_size_follows_from_the_layout_alone(filled: Filled) -> None:
     layout, positions, values, whole = filled
     payload = pack(layout, positions, values, whole)[0]
@@ -89,17 +89,6 @@ def test_parts_lie_where_the_table_says(value_format: str) -> None:
     assert example_payload(layout)[12:].tolist() == expected
 
 
-@pytest.mark.parametrize("offset", range(12))
-def test_every_change_of_a_header_byte_is_found(offset: int) -> None:
-    payload = example_payload()
-    for value in range(256):
-        harmed = payload.clone()
-        harmed[offset] = value
-        if value != payload[offset]:
-            with pytest.raises(PayloadError):
-                unpack(LAYOUT, harmed)
-
-
 @pytest.mark.parametrize(
     ("offset", "value", "message"),
     [
@@ -128,43 +117,8 @@ def test_wrong_length(size: int) -> None:
         unpack(LAYOUT, payload[:size])
 
 
-def unpacks_sanely(layout: PayloadLayout, payload: Tensor) -> None:
-    """Either the payload is refused, or what it says can be used without a write out of bounds."""
-    try:
-        positions, values, whole = unpack(layout, payload)
-    except PayloadError:
-        return
-    assert positions.numel() == values.numel() <= layout.capacity
-    assert whole.numel() == layout.dense_bytes
-    places = positions.tolist()
-    assert places == sorted(set(places))
-    assert all(0 <= place < sum(layout.tensor_sizes) for place in places)
-
-
 @given(filled=filled_layouts(), data=st.data())
-@examples(300)
-def test_harmed_bytes_end_in_an_error_or_in_usable_entries(filled: Filled, data: st.DataObject) -> None:
-    layout, positions, values, whole = filled
-    payload = pack(layout, positions, values, whole)[0]
-    changes = st.tuples(st.integers(0, payload.numel() - 1), st.integers(0, 255))
-    for offset, value in data.draw(st.lists(changes, min_size=1, max_size=4)):
-        payload[offset] = value
-    unpacks_sanely(layout, payload)
-
-
-@given(filled=filled_layouts(), data=st.data())
-@examples(200)
-def test_harmed_positions_end_in_an_error_or_in_usable_entries(filled: Filled, data: st.DataObject) -> None:
-    layout, positions, values, whole = filled
-    payload = pack(layout, positions, values, whole)[0]
-    header, scales, room = layout.part_sizes[:3]
-    noise = data.draw(st.binary(min_size=room, max_size=room))
-    payload[header + scales : header + scales + room] = torch.tensor(list(noise), dtype=torch.uint8)
-    unpacks_sanely(layout, payload)
-
-
-@given(filled=filled_layouts(), data=st.data())
-@examples(100)
+@examples(60)
 def test_cut_or_lengthened_payloads_are_refused(filled: Filled, data: st.DataObject) -> None:
     layout, positions, values, whole = filled
     payload = pack(layout, positions, values, whole)[0]
@@ -172,23 +126,6 @@ def test_cut_or_lengthened_payloads_are_refused(filled: Filled, data: st.DataObj
     added = data.draw(st.binary(max_size=9).filter(lambda tail: kept + len(tail) != payload.numel()))
     with pytest.raises(PayloadError, match="bytes, the layout says"):
         unpack(layout, torch.cat([payload[:kept], torch.tensor(list(added), dtype=torch.uint8)]))
-
-
-@given(noise=st.binary(min_size=LAYOUT.num_bytes, max_size=LAYOUT.num_bytes))
-@examples(100)
-def test_noise_is_refused(noise: bytes) -> None:
-    with pytest.raises(PayloadError):
-        unpack(LAYOUT, torch.tensor(list(noise), dtype=torch.uint8))
-
-
-@given(filled=filled_layouts(), other=layouts())
-@examples(100)
-def test_payloads_of_other_layouts_are_refused(filled: Filled, other: PayloadLayout) -> None:
-    layout, positions, values, whole = filled
-    payload = pack(layout, positions, values, whole)[0]
-    if other != layout:
-        with pytest.raises(PayloadError):
-            unpack(other, payload)
 
 
 def test_layouts_of_equal_size_are_told_apart() -> None:

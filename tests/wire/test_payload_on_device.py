@@ -69,7 +69,7 @@ def assert_the_same(*filled: Filled) -> None:
 
 
 @given(filled=st.lists(filled_layouts(), min_size=1, max_size=4))
-@examples(150)
+@examples(60)
 def test_payloads_are_those_of_the_ordinary_way(filled: list[Filled]) -> None:
     """Of one owner and of several, some of whom own nothing."""
     value_format = filled[0][0].value_format
@@ -98,7 +98,7 @@ def test_infinite_and_nan_values(value_format: str, broken: float) -> None:
 
 
 @given(layout=layouts(), data=st.data())
-@examples(150)
+@examples(60)
 def test_whatever_the_bytes_nothing_is_read_out_of_bounds(layout: PayloadLayout, data: st.DataObject) -> None:
     random_bytes = data.draw(st.binary(min_size=layout.num_bytes, max_size=layout.num_bytes))
     payload = torch.tensor(list(random_bytes), dtype=torch.uint8)
@@ -112,7 +112,7 @@ def test_whatever_the_bytes_nothing_is_read_out_of_bounds(layout: PayloadLayout,
 
 
 @given(filled=filled_layouts(), data=st.data())
-@examples(150)
+@examples(60)
 def test_harmed_payloads_are_noticed_as_in_the_ordinary_way(
     filled: tuple[PayloadLayout, Tensor, Tensor, Tensor], data: st.DataObject
 ) -> None:

@@ -54,7 +54,7 @@ def test_size(value_format: str, num_bytes: int) -> None:
 
 
 @given(case=entries)
-@examples(100)
+@examples(60)
 def test_fp32_is_exact_and_bf16_is_nearest(case: list[tuple[int, float]]) -> None:
     values, rows = as_rows(case)
     assert torch.equal(round_trip(values, rows, "fp32")[0].view(torch.int32), values.view(torch.int32))
@@ -64,7 +64,7 @@ def test_fp32_is_exact_and_bf16_is_nearest(case: list[tuple[int, float]]) -> Non
 
 @pytest.mark.parametrize("value_format", LOW_BIT)
 @given(case=entries, seed=st.none() | st.integers(0, 99))
-@examples(100)
+@examples(60)
 def test_low_bits_by_loop(value_format: str, case: list[tuple[int, float]], seed: int | None) -> None:
     values, rows = as_rows(case)
     levels = LEVELS[value_format]
@@ -102,12 +102,6 @@ def test_stochastic_rounding_is_unbiased(value_format: str) -> None:
     assert mean[4] == 0.0
 
 
-def test_noise_of_the_ends_never_moves_whole_steps() -> None:
-    values = torch.arange(-7.0, 8.0)
-    for noise in (torch.zeros(15), torch.full((15,), 1 - 2.0**-24)):
-        assert torch.equal(round_trip(values, None, "int4", 1, noise)[0], values)
-
-
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("value_format", FORMATS)
 @pytest.mark.parametrize("equal_rows", [False, True])
@@ -129,14 +123,6 @@ def test_large_finite_values_stay_finite(value_format: str, largest: float) -> N
         decoded = round_trip(values, None, value_format, 1, noise)[0]
         assert bool(decoded.isfinite().all())
         assert decoded[0] == pytest.approx(largest, rel=0.16 if value_format == "int4" else 0.02)
-
-
-@pytest.mark.parametrize("value_format", LOW_BIT)
-def test_denormals_and_zeros(value_format: str) -> None:
-    values = torch.tensor([1e-40, -3e-40, 2.0**-149, 0.0, 0.0, 0.0])
-    decoded, scales = round_trip(values, None, value_format, 2)
-    assert (decoded[:3].double() - values[:3].double()).abs().max() <= 0.51 * scales[0].double()
-    assert not decoded[3:].any()
 
 
 @pytest.mark.parametrize("value_format", LOW_BIT)

@@ -59,7 +59,7 @@ ERRORS = {
 
 @pytest.mark.parametrize("value_format", ERRORS)
 @given(case=entries)
-@examples(100)
+@examples(60)
 def test_error(value_format: str, case: list[tuple[int, float]]) -> None:
     """What the formats promise; every bit of them is in test_reference.py."""
     values, index = as_tensors(case)
@@ -85,17 +85,6 @@ def test_int4_byte_by_byte() -> None:
     # Levels 0, 2, zero, 0, 6, zero (0.5 is a sixteenth) and 4, the sign in the fourth bit, two to a byte.
     assert data.tolist() == [0 | (10 << 4), 7 | (8 << 4), 6 | (7 << 4), 12]
     assert scales.tolist() == [8.0]
-
-
-@pytest.mark.parametrize("count", range(1, 6))
-def test_int4_reads_as_many_as_were_written(count: int) -> None:
-    values = [(-1.0) ** place for place in range(count)]
-    assert one_tensor(values, "int4").tolist() == values
-
-
-def test_zeros_alone() -> None:
-    for value_format in FORMATS:
-        assert not one_tensor([0.0, -0.0, 0.0], value_format).any()
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
@@ -139,8 +128,7 @@ def test_denormals(value_format: str) -> None:
 
 
 @pytest.mark.parametrize("value_format", FORMATS)
-@pytest.mark.parametrize("value", [0.75, -1e-3, 123.456])
-@pytest.mark.parametrize("count", [1, 2, 17])
+@pytest.mark.parametrize(("value", "count"), [(0.75, 1), (-1e-3, 2), (123.456, 17)])
 def test_equal_values_survive_in_every_format(value_format: str, value: float, count: int) -> None:
     rounding = 2.0**-8 if value_format == "bf16" else 2.0**-22
     assert one_tensor([value] * count, value_format).tolist() == pytest.approx([value] * count, rel=rounding)
