@@ -103,13 +103,11 @@ def test_what_ranks_send_what_arrives_and_what_they_remember(kernel: str, data: 
             assert same(residuals[rank], torch.cat([torch.as_tensor(one.residual) for one in held[rank]]))
             expected = {name: one.threshold for name, one in zip(names, held[rank], strict=True) if one.target}
             assert thresholds[rank].by_label() == expected
-        for keeps_length in (False, True):
+        for by_senders in (False, True):
             how = plan, 1 / ranks, Awaited(), kernel
-            got = decompress(
-                torch.stack(payloads), torch.empty(sum(sizes), dtype=dtype), *how, keeps_length=keeps_length
-            )
+            got = decompress(torch.stack(payloads), torch.empty(sum(sizes), dtype=dtype), *how, by_senders=by_senders)
             means = [
-                reference.weighted_sum([one[number] for one in sent], 1 / ranks, not target, keeps_length)
+                reference.weighted_sum([one[number] for one in sent], 1 / ranks, not target, by_senders)
                 for number, target in enumerate(targets)
             ]
             assert same(got, torch.cat(means))

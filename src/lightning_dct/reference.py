@@ -166,26 +166,23 @@ def send(news: Tensor, held: Held, target: int, settings: Settings) -> Tensor:
     return sent
 
 
-# 4. One exchange (gradients/exchanges/): the mean over ranks of what they send of a tensor, the same for all. That of
-#    updates is made about as long as what one rank sends: updates/synchronizer.py says why.
+# 4. One exchange (gradients/exchanges/): the mean over ranks of what they send of a tensor, the same for all. An entry
+#    of updates that n of W ranks send counts sqrt(W / n) times: see updates/synchronizer.py for the reason.
 
 Memory = defaultdict[tuple[str, int, int], Held]  # of one tensor: by the sender, its number, a piece's first entry
 
 
-def weighted_sum(sent: list[Tensor], weight: float, dense: bool, keeps_length: bool) -> Tensor:
+def weighted_sum(sent: list[Tensor], weight: float, dense: bool, by_senders: bool) -> Tensor:
     """``weight`` times the sum, in the order of the ranks. Of dense tensors torch rounds product and sum only once."""
-    total = torch.zeros_like(sent[0])
+    senders = torch.stack([one != 0 for one in sent]).double().sum(0).clamp(min=1)
+    total, factor = torch.zeros_like(sent[0]), (len(sent) / senders).sqrt().to(sent[0].dtype) if by_senders else 1.0
     for one in sent:
-        total = total.add(one, alpha=weight) if dense else total + one * weight
-    if keeps_length and not dense:
-        signs = torch.stack([(one > 0).double() - (one < 0).double() for one in sent])
-        agreement = max(float(signs.sum(0).square().sum()), count := float(signs.abs().sum()), 1.0)
-        total *= torch.tensor(math.sqrt(len(sent) * count / agreement), dtype=total.dtype)
+        total = total.add(one, alpha=weight) if dense else total + one * factor * weight
     return total
 
 
 def exchange(
-    tensors: list[Tensor], memory: Memory, settings: Settings, share: float = 1.0, keeps_length: bool = False
+    tensors: list[Tensor], memory: Memory, settings: Settings, share: float = 1.0, by_senders: bool = False
 ) -> tuple[Tensor, list[Tensor]]:
     """Exchange one tensor of all ranks; gives the mean, and what each rank has sent.
 
@@ -205,8 +202,8 @@ def exchange(
         sent = [send(one, memory[sender, number, start], room, settings) for number, one in enumerate(news)]
         sent_by_piece.append(sent if sender == "rank" else parts)
         if settings.exchange == "sharded":  # the owner sends of the sum, and holds back the rest
-            sent = [send(weighted_sum(sent, 1.0, not target, keeps_length), memory["owner", 0, start], room, settings)]
-        means.append(weighted_sum(sent, 1 / ranks, not target, keeps_length))
+            sent = [send(weighted_sum(sent, 1.0, not target, by_senders), memory["owner", 0, start], room, settings)]
+        means.append(weighted_sum(sent, 1 / ranks, not target, by_senders))
     return torch.cat(means), [torch.cat(parts) for parts in zip(*sent_by_piece, strict=True)]
 
 
@@ -222,7 +219,7 @@ def exchange_updates(
 ) -> list[Tensor]:
     """Exchange one tensor; gives what is to be added to ``S``, and then to each rank's ``w``."""
     moved = [w - shared for w in own]  # a = w - S
-    mean, sent = exchange(moved, memory, settings, share, keeps_length=True)  # m = f / W * sum of sent
+    mean, sent = exchange(moved, memory, settings, share, by_senders=True)  # m = 1 / sqrt(W n) * sum of sent
     for (sender, _, _), held in memory.items():
         held.residual = 0.0 if sender == "rank" else held.residual  # it stays in w
     lost = [a.sub(a - c, alpha=decay) for a, c in zip(moved, sent, strict=True)]  # c: what is sent
@@ -234,7 +231,7 @@ def train(
 ) -> tuple[list[Tensor], list[Memory]]:
     """Train ``weights[rank][tensor]`` in place; gives the shared weights, and what is remembered of each tensor.
 
-    ``local_step(rank, step)`` is a step of a rank's own optimizer. With a delay exchanges travel meanwhile.
+    ``local_step(rank, step)`` is a step of a rank's own optimizer. With a delay an exchange travels while the next run.
     """
     shared, memories = [w.clone() for w in weights[0]], [Memory(Held) for _ in weights[0]]
     travelling: list[list[Tensor]] = []
@@ -253,18 +250,17 @@ def train(
             local_step(rank, step - 1)
         if step == due:
             arrive()
-        # Weights move fastest at first. Then rounds are an eighth as long, send 1.25 eighths, and forget a little.
+        # Weights move fastest at first. Then rounds are an eighth as long, send an eighth as much, and forget a little.
         length, decay = settings.local_steps, 1.0
         if step <= settings.warmup_steps:
             length, decay = max(1, length // 8), settings.residual_decay
-        share = min(1.0, 1.25 * length / settings.local_steps)
         if step % length or travelling:
             continue
         for number, (w_shared, memory) in enumerate(zip(shared, memories, strict=True)):
             for held in memory.values() if refresh else ():
                 held.target = 0
             own = [rank_weights[number] for rank_weights in weights]
-            travelling.append(exchange_updates(own, w_shared, memory, settings, share, decay))
+            travelling.append(exchange_updates(own, w_shared, memory, settings, length / settings.local_steps, decay))
         due, since_refresh = step + min(settings.delay, length), 1 if refresh else since_refresh
         if not settings.delay:
             arrive()

@@ -44,9 +44,7 @@ class Rank:
             payloads = torch.stack([sent.payload, sent.payload if self.before is None else self.before])
             self.before = sent.payload
             how = payloads, gradient.clone(), self.plan, 0.5 / scale, self.awaited
-            # What lies behind the plan's tensors is nobody's.
-            length = self.plan.bounds[-1][1] if self.plan.sizes else 0
-            means = [decompress(*how, keeps_length=keeps_length)[:length].clone() for keeps_length in (False, True)]
+            means = [decompress(*how, by_senders=by_senders).clone() for by_senders in (False, True)]
             self.awaited.synchronize()
         return sent.payload, int(sent.num_entries), sent.selected, torch.cat(means)
 

@@ -37,7 +37,7 @@ def expected_sum(total: Tensor, segments: list[tuple[int, int]], entries: Entrie
     dense = [torch.zeros_like(total).index_copy_(0, where, values.to(total.dtype)) for where, values in entries]
     expected, sums = (
         total.clone(),
-        weighted_sum([torch.zeros_like(total), *dense], factor, dense=False, keeps_length=False),
+        weighted_sum([torch.zeros_like(total), *dense], factor, dense=False, by_senders=False),
     )
     for start, stop in segments:
         expected[start:stop] = sums[start:stop]

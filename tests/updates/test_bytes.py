@@ -13,7 +13,7 @@ from lightning_dct.forecast.forecast import layout_of
 from lightning_dct.forecast.workload import workload_of
 from lightning_dct.gradients.plan import real_dtype
 from lightning_dct.traffic import TrafficTotals
-from lightning_dct.updates.rounds import buckets_of, is_due, round_length, share_of_density
+from lightning_dct.updates.rounds import buckets_of, is_due, round_length
 
 STEPS = 17
 
@@ -39,7 +39,7 @@ def test_the_plan_says_what_is_counted(ranks: Any, world_size: int, settings: di
     warmup = min(config.warmup_steps, STEPS)
     for first, last in ((1, warmup), (warmup + 1, STEPS)):
         length = round_length(last, config.round_length, warmup)
-        now = replace(config, density=share_of_density(length, config.round_length) * config.density)
+        now = replace(config, density=length / config.round_length * config.density)
         sent = compressed_step(settings["exchange"], now, workload, layout).sent
         exchanges = sum(is_due(step, length) for step in range(first, last + 1))
         expected = [before + exchanges * one.total for before, one in zip(expected, sent, strict=True)]
@@ -53,7 +53,6 @@ def test_rounds_are_shorter_while_training_warms_up() -> None:
     assert [round_length(step, 80, 3) for step in range(1, 6)] == [10, 10, 10, 80, 80]
     assert [round_length(step, 5, 0) for step in range(1, 3)] == [5, 5]
     assert [step for step in range(1, 30) if is_due(step, 8)] == [8, 16, 24]
-    assert [share_of_density(length, 8) for length in (1, 8)] == [1.25 / 8, 1.0]
 
 
 def test_buckets_take_turns() -> None:

@@ -23,7 +23,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_dct.gradients.awaited import Awaited
-from lightning_dct.gradients.on_device import add_payloads, keep_length, send_largest
+from lightning_dct.gradients.on_device import add_payloads, send_largest, weights_by_senders
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.kernels import Selection, select, sum_entries
 from lightning_dct.threshold import GUARD_RESELECT, Observed, Thresholds, keep_largest, kth_magnitude
@@ -115,7 +115,7 @@ def decompress(
     awaited: Awaited,
     kernel: str = "auto",
     what: str = "Gradients",
-    keeps_length: bool = False,
+    by_senders: bool = False,
 ) -> Tensor:
     """Overwrite a bucket with the weighted sum of what all ranks sent.
 
@@ -130,7 +130,7 @@ def decompress(
         awaited: Reports later, for payloads on a GPU, whether they are valid.
         kernel: See :func:`~lightning_dct.kernels.sum_entries`.
         what: What was sent, for error messages.
-        keeps_length: Multiply each tensor so that it is as long as what a rank sent; see :func:`keep_length`.
+        by_senders: Multiply each entry by the square root of the number of ranks over the number that sent it.
 
     Raises:
         PayloadError: No rank with this plan can have sent such a payload; the message names the rank. On a GPU
@@ -140,7 +140,7 @@ def decompress(
     parts = plan.parts or (plan,)
     senders = [f"{what} from rank {rank}" for rank in range(payloads.shape[0] * len(parts))]
     if buffer.device.type in WITHOUT_WAITING:
-        valid = add_payloads(payloads, total, plan, factor, keeps_length)
+        valid = add_payloads(payloads, total, plan, factor, by_senders)
         awaited.when_known(valid.flatten(), partial(_check_valid, senders))
     else:
         sizes = [part.layout.num_bytes for part in parts]
@@ -151,18 +151,12 @@ def decompress(
             )
         own = payloads.split(sizes, dim=1)
         for index, (part, payloads_of_part) in enumerate(zip(parts, own, strict=True)):
-            _add_up(payloads_of_part, total, part, factor, kernel, senders[index :: len(parts)], keeps_length)
+            _add_up(payloads_of_part, total, part, factor, kernel, senders[index :: len(parts)], by_senders)
     return total if total is buffer else buffer.copy_(total)
 
 
 def _add_up(
-    payloads: Tensor,
-    total: Tensor,
-    plan: BucketPlan,
-    factor: float,
-    kernel: str,
-    senders: list[str],
-    keeps_length: bool,
+    payloads: Tensor, total: Tensor, plan: BucketPlan, factor: float, kernel: str, senders: list[str], by_senders: bool
 ) -> None:
     received = [_unpack(payload, plan, sender) for payload, sender in zip(payloads.unbind(), senders, strict=True)]
     dense_tensors = [dense.clone().view(plan.dtype) for _, _, dense in received]
@@ -171,9 +165,13 @@ def _add_up(
         if not math.isfinite(float(values.sum()) + float(dense.sum())):
             name_broken_sender(sender)
     entries = [(plan.to_bucket(positions), values) for positions, values, _ in received]
-    agreement = sum_entries(total, plan.bounds, entries, factor, kernel)
-    if keeps_length:
-        keep_length(total, plan, agreement, len(entries))
+    if by_senders and len(entries) > 1:
+        counts = torch.zeros(total.numel(), dtype=torch.int32)
+        for positions, values in entries:
+            counts.index_add_(0, positions, (values != 0).int())
+        weights = weights_by_senders(len(entries), total)
+        entries = [(positions, values * weights[counts[positions]]) for positions, values in entries]
+    sum_entries(total, [(0, total.numel())] if plan.starts is None else plan.bounds, entries, factor, kernel)
     for dense in dense_tensors:
         parts = dense.split([plan.sizes[index] for index in plan.dense])
         for index, part in zip(plan.dense, parts, strict=True):

@@ -36,7 +36,7 @@ class Memory:
 
     Attributes:
         what: What is exchanged, for messages.
-        keeps_length: Whether sums are made as long as what one rank has sent.
+        by_senders: Whether sums are weighted by how many ranks have sent an entry.
         gradient_scale: Factor that turns gradients as they arrive into unscaled ones.
         selected: Whether the synchronisation under way has selected any threshold.
         awaited: Numbers that GPUs have not delivered yet.
@@ -47,7 +47,7 @@ class Memory:
         self.residuals = Residuals()
         self.owned = Residuals()
         self.what = "Gradients"
-        self.keeps_length = False
+        self.by_senders = False
         self.gradient_scale = 1.0
         self.selected = False
         self.awaited = Awaited()
@@ -115,7 +115,7 @@ class Memory:
         self, payloads: Tensor, buffer: Tensor, plan: BucketPlan, factor: float, what: str | None = None
     ) -> Tensor:
         """See :func:`~lightning_dct.gradients.compression.decompress`."""
-        how = self.awaited, self._kernel, what or self.what, self.keeps_length
+        how = self.awaited, self._kernel, what or self.what, self.by_senders
         return decompress(payloads, buffer, plan, factor, *how)
 
     def send_out(self, buffer: Tensor, plan: BucketPlan, deferred: set[int], owned: bool) -> None:

@@ -24,13 +24,11 @@ from __future__ import annotations
 import math
 from itertools import accumulate
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.kernels.buffered import BufferedSelection, Segments, buffer_capacity, buffer_kernel
-from lightning_dct.kernels.reference import agreement_of
 from lightning_dct.threshold import GUARD_RESELECT, Thresholds, nudge_all
 from lightning_dct.wire import Arrived, SideBySide, Slots, pack_on_device, unpack_on_device
 
@@ -148,9 +146,7 @@ def send_largest(
     return payloads, entries.counts.sum()
 
 
-def add_payloads(
-    payloads: Tensor, total: Tensor, plan: BucketPlan, factor: float, keeps_length: bool = False
-) -> Tensor:
+def add_payloads(payloads: Tensor, total: Tensor, plan: BucketPlan, factor: float, by_senders: bool = False) -> Tensor:
     """Add up what all ranks sent; see :func:`~lightning_dct.gradients.compression.decompress`.
 
     Returns:
@@ -161,10 +157,13 @@ def add_payloads(
     torch._foreach_zero_([total] if plan.starts is None else [total[start:stop] for start, stop in plan.bounds])
     # This rounds product and sum as `sum_entries` does, in the order of the ranks: on a GPU it sorts first. Positions
     # lie within bounds, and to check that would wait.
-    values, indices = arrived.values.flatten(), on_device.in_bucket(arrived).flatten()
-    torch._index_put_impl_(total, [indices], values.to(total.dtype).mul(factor), accumulate=True, unsafe=True)
-    if keeps_length:
-        keep_length(total, plan, agreement_of(total.numel(), plan.bounds, indices, values), len(payloads))
+    values, indices = arrived.values, on_device.in_bucket(arrived)
+    if by_senders and len(payloads) > 1:
+        counts = torch.zeros(total.numel(), dtype=torch.int32, device=total.device)
+        counts.index_add_(0, indices.flatten(), (values != 0).int().flatten())
+        values = values * weights_by_senders(len(payloads), total)[counts[indices]]
+    values = values.to(total.dtype).mul(factor).flatten()
+    torch._index_put_impl_(total, [indices.flatten()], values, accumulate=True, unsafe=True)
     if on_device.dense:
         sums = arrived.dense.view(plan.dtype).to(total.dtype).mul(factor).sum(0)
         parts = [total[start:stop] for start, stop in on_device.dense]
@@ -172,26 +171,10 @@ def add_payloads(
     return arrived.valid
 
 
-def keep_length(mean: Tensor, plan: BucketPlan, agreement: Tensor, ranks: int) -> None:
-    """Make the mean of each compressed tensor about as long as what a rank has sent of it.
-
-    It is multiplied by ``sqrt(W K / D)``, where ``K`` counts the entries that all ranks together have sent, and ``D``
-    sums, over positions, the squares of ``ranks that sent + minus ranks that sent -``, but is at least ``K``. Where all
-    agree this is 1, and where nobody does, ``sqrt(W)``. Counts are whole numbers, so all ranks get the same bits.
-
-    Args:
-        mean: Shape ``[n]``. Changed in place.
-        plan: How each tensor was sent.
-        agreement: Shape ``[tensors, 2]``, int64: ``K`` and ``D``; see :func:`~lightning_dct.kernels.sum_entries`.
-        ranks: How many have sent, ``W``.
-    """
-    if ranks > 1 and plan.compressed:
-        sent, squares = agreement[list(plan.compressed)].unbind(1)
-        ratios = ranks * sent.double() / squares.maximum(sent).clamp_(min=1)
-        # On a CPU torch takes MKL for roots, and their last bit depends on the processor. numpy and CUDA are exact.
-        factors = torch.from_numpy(np.sqrt(ratios.numpy())) if ratios.device.type == "cpu" else ratios.sqrt()
-        parts = [mean[slice(*plan.bounds[index])] for index in plan.compressed]
-        torch._foreach_mul_(parts, factors.to(mean.dtype).unbind())
+def weights_by_senders(ranks: int, total: Tensor) -> Tensor:
+    """The weight of an entry by how many ranks have sent it: shape ``[ranks + 1]``, the total's dtype."""
+    senders = torch.arange(ranks + 1, dtype=torch.float64, device=total.device).clamp_(min=1)
+    return (ranks / senders).sqrt().to(total.dtype)
 
 
 def _largest_first(picked: BufferedSelection, segments: Segments) -> tuple[Tensor, Tensor]:

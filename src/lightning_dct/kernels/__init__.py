@@ -69,20 +69,15 @@ def sum_entries(
     entries: Sequence[tuple[Tensor, Tensor]],
     factor: float,
     kernel: str = "auto",
-) -> Tensor:
+) -> None:
     """Overwrite segments with ``factor`` times the sum of sparse vectors, added one after the other.
 
     Each product and each sum is rounded once, so all kernels give the same result. ``total`` has shape ``[n]``, fp32 or
     fp64, and keeps what lies outside the ``segments`` (ascending ranges). A vector is its positions (int64, ascending,
     distinct, within the segments) and its values (fp32 or the total's dtype). ``kernel`` and errors are as for
     :func:`select`.
-
-    Returns:
-        Shape ``[segments, 2]``, int64: how far the vectors agree. In each segment, how many entries of all vectors are
-        not zero, and the sum over positions of the square of ``positive entries - negative entries``.
     """
-    agreement: Tensor = _implementation(kernel, total.device.type).sum_entries(total, segments, entries, factor)
-    return agreement
+    _implementation(kernel, total.device.type).sum_entries(total, segments, entries, factor)
 
 
 def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:

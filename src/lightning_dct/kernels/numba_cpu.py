@@ -72,7 +72,7 @@ def select(
 
 def sum_entries(
     total: Tensor, segments: Sequence[tuple[int, int]], entries: Sequence[tuple[Tensor, Tensor]], factor: float
-) -> Tensor:
+) -> None:
     """See :func:`lightning_dct.kernels.sum_entries`. A block is cleared and filled while it is in the cache."""
     sums = total.numpy()
     positions = [part.numpy() for part, _ in entries]
@@ -81,18 +81,12 @@ def sum_entries(
     values_in_turn = np.concatenate([*(part.numpy() for _, part in entries), np.empty(0, np.float32)])
     weight = sums.dtype.type(factor)
 
-    agreement = np.zeros((len(segments), 2), np.int64)
-
-    def sum_pieces(pieces: list[_Piece]) -> NDArray[Any]:
+    def sum_pieces(pieces: list[_Piece]) -> None:
         first = [end + np.searchsorted(part, pieces[0].start) for end, part in zip(ends, positions, strict=False)]
-        cursors, found = np.array(first, np.int64), np.zeros((len(pieces), 2), np.int64)
-        _sum(sums, np.array(pieces, np.int64), positions_in_turn, values_in_turn, cursors, ends[1:], weight, found)
-        return found
+        cursors = np.array(first, np.int64)
+        _sum(sums, np.array(pieces, np.int64), positions_in_turn, values_in_turn, cursors, ends[1:], weight)
 
-    shares = list(_shares(segments, torch.get_num_threads()))
-    for share, found in zip(shares, _in_threads(sum_pieces, shares), strict=True):
-        np.add.at(agreement, [piece.segment for piece in share], found)
-    return torch.from_numpy(agreement)
+    _in_threads(sum_pieces, list(_shares(segments, torch.get_num_threads())))
 
 
 def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:
@@ -159,28 +153,18 @@ def _select(
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _sum(
-    sums: Any, pieces: Any, positions: Any, values: Any, cursors: Any, ends: Any, weight: Any, agreement: Any
-) -> None:
-    signs = np.empty(BLOCK, np.int32)
+def _sum(sums: Any, pieces: Any, positions: Any, values: Any, cursors: Any, ends: Any, weight: Any) -> None:
     for piece in range(pieces.shape[0]):
         stop = pieces[piece, 2]
         for start in range(pieces[piece, 1], stop, BLOCK):
             end = min(start + BLOCK, stop)
             sums[start:end] = 0
-            signs[:] = 0
             for sender in range(ends.shape[0]):
                 cursor = cursors[sender]
                 while cursor < ends[sender] and positions[cursor] < end:
-                    value = values[cursor]
-                    sums[positions[cursor]] += weight * value
-                    sign = np.int32(value > 0) - np.int32(value < 0)
-                    signs[positions[cursor] - start] += sign
-                    agreement[piece, 0] += sign * sign
+                    sums[positions[cursor]] += weight * values[cursor]
                     cursor += 1
                 cursors[sender] = cursor
-            for i in range(BLOCK):
-                agreement[piece, 1] += signs[i] * signs[i]
 
 
 @njit(nogil=True, cache=True)

@@ -85,28 +85,13 @@ def select(
 
 def sum_entries(
     total: Tensor, segments: Sequence[tuple[int, int]], entries: Sequence[tuple[Tensor, Tensor]], factor: float
-) -> Tensor:
+) -> None:
     """Overwrite segments with a weighted sum of sparse vectors; see :func:`lightning_dct.kernels.sum_entries`."""
     for start, stop in segments:
         total[start:stop].zero_()
     for positions, values in entries:
         # index_add_'s own factor may round product and sum together.
         total.index_add_(0, positions, values.to(total.dtype).mul(factor))
-    nothing_sent = torch.empty(0, dtype=torch.int64), torch.empty(0)
-    positions, values = (torch.cat(parts) for parts in zip(nothing_sent, *entries, strict=True))
-    return agreement_of(total.numel(), segments, positions, values)
-
-
-def agreement_of(size: int, segments: Sequence[tuple[int, int]], positions: Tensor, values: Tensor) -> Tensor:
-    """How far vectors agree, given one after the other: see :func:`lightning_dct.kernels.sum_entries`."""
-    # NaN is neither.
-    signs = values.gt(0).long() - values.lt(0).long()
-    sums = torch.zeros(size + 1, 2, dtype=torch.int64, device=values.device)
-    sums[1:].index_add_(0, positions, torch.stack([signs.abs(), signs], dim=1))
-    sums[:, 1].square_()
-    up_to = sums.cumsum(0)
-    edges = torch.tensor(segments, dtype=torch.int64).view(-1, 2).to(values.device)
-    return up_to[edges[:, 1]] - up_to[edges[:, 0]]
 
 
 def _pick(magnitudes: Tensor, threshold: float) -> tuple[Tensor, bool]:

@@ -15,15 +15,14 @@ LARGEST_BUCKET = 1 << 22
 SMALLEST_BUCKET = 1 << 16
 # GPT-2 at its largest rate: 1,000 steps without shorter rounds lost 7%.
 SHORTER_IN_WARMUP = 8
-# What is late in the warm-up costs most: of translation and GPT under Muon, 800 steps, half a percent of the loss.
-MORE_IN_WARMUP = 1.25
 
 
 def round_length(step: int, local_steps: int, warmup_steps: int) -> int:
     """Optimizer steps from one exchange to the next, about a step of training.
 
     Weights move fastest while training warms up, and those of ranks that drift apart then cannot be averaged any more
-    (Lin et al., *Don't Use Large Mini-Batches, Use Local SGD*, ICLR 2020). So rounds are shorter until then.
+    (Lin et al., *Don't Use Large Mini-Batches, Use Local SGD*, ICLR 2020). So rounds are shorter until then,
+    and send as much less: the delay, about length / density, is the same.
 
     Args:
         step: Steps so far, from 1 on.
@@ -31,16 +30,6 @@ def round_length(step: int, local_steps: int, warmup_steps: int) -> int:
         warmup_steps: Steps until then.
     """
     return max(1, local_steps // SHORTER_IN_WARMUP) if step <= warmup_steps else local_steps
-
-
-def share_of_density(length: int, local_steps: int) -> float:
-    """The share of the density that an exchange sends: a short round sends less, though more than in proportion.
-
-    Args:
-        length: Optimizer steps from one exchange to the next.
-        local_steps: The same once training has warmed up.
-    """
-    return min(1.0, MORE_IN_WARMUP * length / local_steps)
 
 
 def is_due(step: int, length: int, place: int = 0, places: int = 1) -> bool:

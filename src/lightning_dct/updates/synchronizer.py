@@ -3,17 +3,17 @@
     rank r         w_r <- user's optimizer (w_r)                      ``local_steps`` times
                    a_r  = w_r - S                                     moved, or not sent yet
                    c_r  = the entries of a_r that reach a threshold, in few bits
-    every rank     m    = f / W * sum over ranks of c_r               any exchange
+    every rank     m    = 1 / sqrt(W n) * sum over ranks of c_r       any exchange
                    S   += m,   w_r  = S + decay * (a_r - c_r)
 
 ``S`` are the shared weights. A rank replaces what it has sent by the mean of what all have sent, and keeps what it has
 not sent in its own weights: it trains on with that, as in *Step-Ahead Error Feedback* (Xu and Huang, AAAI 2021). So
 ``w_r - S`` is the residual. ``decay`` keeps the ranks from drifting apart while training warms up; then it is 1.
 
-``f`` makes ``m`` about as long as a rank's ``c_r``, tensor by tensor. It is 1 where all ranks agree. Where they do not,
-gradients are mostly noise, and noise makes those of one rank larger than their mean over all. So the steps of an
-optimizer that divides by the size of gradients, as Adam does, are too short, by ``sqrt(W)`` at most, and so is their
-mean. See :func:`~lightning_dct.gradients.on_device.keep_length` for how ``f`` is counted.
+``n`` is the number of ranks that have sent an entry. Where all have, ``m`` is their mean. The fewer there are, the less
+the ranks agree on where that entry should go. Then their gradients are mostly noise, and the steps of an optimizer that
+divides by the size of gradients, as Adam does, are too short by up to ``sqrt(W)``: noise makes the gradients of one
+rank larger than their mean over all. The square root makes up for that.
 
 Sources: SPARQ-SGD (Singh et al., arXiv 1910.14280) and DiLoCo (Douillard et al., arXiv 2311.08105) for compressed
 local steps, Streaming DiLoCo (Douillard et al., arXiv 2501.18512) for tensors that take turns,
@@ -37,7 +37,7 @@ from lightning_dct.gradients.exchanges.base import complete
 from lightning_dct.gradients.plan import local_of, real_dtype, real_numel
 from lightning_dct.gradients.synchronizer import Synchronizer
 from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes, bytes_between_nodes
-from lightning_dct.updates.rounds import buckets_of, is_due, round_length, share_of_density
+from lightning_dct.updates.rounds import buckets_of, is_due, round_length
 from lightning_dct.updates.shared_weights import SharedWeights, as_real
 from lightning_dct.updates.turns import Travelling, Turns, load_turns, save_turns
 
@@ -71,7 +71,7 @@ class UpdateSynchronizer(Synchronizer):
         inside: Link | None = None,
     ) -> None:
         super().__init__(config, parameter_names, exchange)
-        self.memory.what, self.memory.keeps_length = "Updates", True
+        self.memory.what, self.memory.by_senders = "Updates", True
         self.weights = weights or SharedWeights()
         self._average_over = [exchange.everyone] if inside is None else [inside, exchange.everyone]
         self._buffers = buffers
@@ -239,7 +239,7 @@ class UpdateSynchronizer(Synchronizer):
         """Start sending what some of the parameters that take turns have moved."""
         with self.traffic.timed("compress"):
             parameters, length = [self.weights.parameters[name] for name in names], self._length(turns)
-            share = share_of_density(length, self.config.round_length)
+            share = length / self.config.round_length
             plan = self._plan_of(parameters, self._sizes(names), real_dtype(parameters[0]), share)
             moved = torch.cat([self.weights.movement(name, plan.residual_dtype) for name in names])
             own = moved.clone()
