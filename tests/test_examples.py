@@ -55,8 +55,8 @@ CLI: dict[str, list[str]] = {
     "YAML": [f"--config={EXAMPLES / 'cli.yaml'}", "--trainer.strategy.density=0.1"],
 }
 # Of 32 x 512 and 512 x 2 weights a share, rounded up; of 512 and 2 biases too, 512 or all where settings say so. In the
-# first step an exchange sends 1.25 eighths of the density, with 4 local steps 1.25 quarters.
-ENTRIES_A_STEP = {"name": 768 + 48 + 24 + 2, "class path": 26 + 2 + 1 + 2, "YAML": 512 + 32 + 512 + 2}
+# first step an exchange sends an eighth of the density, with 4 local steps a quarter.
+ENTRIES_A_STEP = {"name": 615 + 39 + 20 + 2, "class path": 21 + 2 + 1 + 2, "YAML": 410 + 26 + 512 + 2}
 
 
 @pytest.mark.parametrize("case", CLI)

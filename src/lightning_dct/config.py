@@ -33,8 +33,7 @@ class DCTConfig:
         local_steps: Optimizer steps from one exchange of updates to the next, at least 1; 8 unless given. Gradients
             are exchanged in every step.
         warmup_steps: Optimizer steps in which updates are exchanged up to eight times as often, and each exchange sends
-            1.25 eighths of the density, unless that is 1: weights of different ranks must not drift apart while they
-            move fast.
+            as much less, unless a density is 1: weights of different ranks must not drift apart while they move fast.
         residual_decay: What remains of an update's residual after each exchange of the warm-up, in (0, 1]. Less than 1
             draws the ranks together, for learning rates that the batch of one rank alone cannot bear. After the
             warm-up nothing is forgotten.

@@ -47,7 +47,7 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         accelerator: As for DDPStrategy.
         compress: ``"updates"``, what weights have moved, or ``"gradients"``.
         local_steps: Optimizer steps from one exchange of updates to the next; 8 unless given.
-        warmup_steps: Optimizer steps in which updates are exchanged up to eight times as often, with fewer entries.
+        warmup_steps: Optimizer steps in which updates are exchanged up to eight times as often, each with as much less.
         residual_decay: What remains of an update's residual after each exchange of the warm-up, in (0, 1].
         delay: Optimizer steps that an exchange of updates may travel while training goes on, at most ``local_steps``.
         density: Share of each tensor's entries that an exchange sends, in (0, 1].
