@@ -54,7 +54,7 @@ def in_order(names: Sequence[str], round: int) -> list[str]:
 
 @contextmanager
 def some_hosts(
-    count: int, megabits: float | None, delay: float, has_links: bool
+    count: int, megabits: float | None, has_links: bool, delay: float = 0.0
 ) -> Iterator[list[Host] | list[LoopbackHost]]:
     """Hosts with links, or what stands in for them."""
     if has_links:
@@ -96,7 +96,7 @@ class Benchmark:
         environment = {"OMP_NUM_THREADS": str(self.threads), "NUMBA_NUM_THREADS": str(self.threads)}
         with (
             tempfile.TemporaryDirectory() as folder,
-            some_hosts(count, megabits, self._options.delay / 1000, self._has_links) as hosts,
+            some_hosts(count, megabits, self._has_links, self._options.delay / 1000) as hosts,
         ):
             os.chmod(folder, 0o777)  # the hosts' processes may be another user's
             job = Job(
