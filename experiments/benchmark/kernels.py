@@ -24,8 +24,8 @@ import torch
 
 from benchmark.machine import describe_machine, warn_if_busy
 from benchmark.tables import publish
-from lightning_dct.kernels import available_kernels, select, sum_entries
-from lightning_dct.kernels.buffered import Segments, buffer_capacity, buffer_kernel
+from lightning_dct.kernels import available_kernels, buffer_kernel, select, sum_entries
+from lightning_dct.kernels.buffered import Segments, buffer_capacity
 from lightning_dct.threshold import kth_magnitude
 from lightning_dct.wire import PayloadLayout, pack, unpack
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
@@ -12,9 +12,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_dct.callbacks.requirements import InternalCallback
-
-if TYPE_CHECKING:
-    from lightning_dct.strategy import DCTStrategy
+from lightning_dct.failures import Lifeline
 
 
 class FailureNotice(InternalCallback):
@@ -26,7 +24,8 @@ class FailureNotice(InternalCallback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Report it."""
-        lifeline = cast("DCTStrategy", trainer.strategy).lifeline
+        strategy: Any = trainer.strategy
+        lifeline: Lifeline | None = strategy.lifeline
         if lifeline is not None:
             lifeline.report(exception)
 

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from lightning_dct.gradients.plan import BucketPlan
-from lightning_dct.kernels.buffered import BufferedSelection, Segments, buffer_capacity, buffer_kernel
+from lightning_dct.kernels import buffer_kernel
+from lightning_dct.kernels.buffered import BufferedSelection, Segments, buffer_capacity
 from lightning_dct.threshold import GUARD_RESELECT, Thresholds, nudge_all
 from lightning_dct.wire import Arrived, SideBySide, Slots, pack_on_device, unpack_on_device
 

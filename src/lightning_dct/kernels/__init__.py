@@ -36,6 +36,7 @@ __all__ = [
     "Selection",
     "add_rows",
     "available_kernels",
+    "buffer_kernel",
     "check_kernel",
     "fastest_kernel",
     "select",
@@ -90,6 +91,13 @@ def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:
         import_module("lightning_dct.kernels.numba_cpu").add_rows(total, indices, rows)
     else:
         total.index_add_(0, indices, rows)
+
+
+def buffer_kernel(kernel: str, device_type: str) -> Any:
+    """What selects into a buffer, by the contract of :mod:`~lightning_dct.kernels.buffered`: triton, or else torch."""
+    name = fastest_kernel(device_type) if kernel == "auto" else kernel
+    module = "triton_cuda" if name == "triton" else "buffered"
+    return import_module(f"lightning_dct.kernels.{module}").select_into_buffer
 
 
 def available_kernels(device_type: str) -> list[str]:

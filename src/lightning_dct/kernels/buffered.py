@@ -15,16 +15,13 @@ then one threshold a segment.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from importlib import import_module
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from lightning_dct.kernels import fastest_kernel
 
 # Slots for each entry that may be sent. To sort them is the larger part of the cost after the selection.
 CAPACITY_FACTOR = 2
@@ -94,19 +91,6 @@ class Segments:
     def before(self, flags: Tensor) -> Tensor:
         """How many flags (shape ``[N]``, bool) are set before each entry and in all: shape ``[N + 1]``, int64."""
         return torch.cat([flags.new_zeros(1), flags]).cumsum(0)
-
-
-BufferKernel = Callable[[Tensor, Tensor, Segments, Tensor], BufferedSelection]
-
-
-def buffer_kernel(name: str, device_type: str) -> BufferKernel:
-    """The kernel of this name: triton, or else torch; ``"auto"`` takes the fastest installed for the device."""
-    if name == "auto":
-        name = fastest_kernel(device_type)
-    if name == "triton":
-        kernel: BufferKernel = import_module("lightning_dct.kernels.triton_cuda").select_into_buffer
-        return kernel
-    return select_into_buffer
 
 
 def select_into_buffer(gradient: Tensor, residual: Tensor, segments: Segments, numbers: Tensor) -> BufferedSelection:
