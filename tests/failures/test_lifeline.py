@@ -36,8 +36,9 @@ def places_of_signals() -> dict[int, int]:
     assert lifeline is not None
     chance = random.Random(rank())
     acted = {}
-    for place in range(20 * ROUNDS):
-        if place % 20 == 0 and chance.random() < 0.7:
+    # The places after the last signal are for ranks that are ahead: one that has left acts no more.
+    for place in range(80 * ROUNDS):
+        if place < 20 * ROUNDS and place % 20 == 0 and chance.random() < 0.7:
             lifeline.signalled(place)
         time.sleep(chance.random() * 3e-4)
         acted.update(dict.fromkeys(lifeline.passed(), place))
