@@ -57,7 +57,11 @@ class Option:
     @property
     def delay(self) -> float:
         """Optimizer steps that an entry waits, about."""
-        return 0.0 if self.config.compress == "gradients" else self.config.round_length / self.config.density
+        return 0.0 if self.config.compress == "gradients" else self.config.steps_of_delay
+
+    def fits(self, steps: float) -> bool:
+        """Whether a run of so many optimizer steps is long enough."""
+        return self.delay <= LONGEST_DELAY * steps
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ def choose(options: Sequence[Option], longest: float, steps: float) -> Choice:
         longest: Seconds that a step may take.
         steps: Optimizer steps of the whole run; infinite where that is not known.
     """
-    allowed = [option for option in options if option.delay <= LONGEST_DELAY * steps] or [options[0]]
+    allowed = [option for option in options if option.fits(steps)] or [options[0]]
     for option in allowed:
         if option.seconds <= longest:
             return Choice(option, is_within=True)
@@ -149,7 +153,7 @@ def table_of(options: Sequence[Option], taken: DCTConfig, steps: float) -> list[
             f"{1e3 * option.seconds:,.1f}",
             f"{option.num_bytes:,}",
             f"{option.delay:,.0f}",
-            "taken" if option.config == taken else "too long for this run" if option.delay > steps / 10 else "",
+            "taken" if option.config == taken else "" if option.fits(steps) else "too long for this run",
         ]
         for option in options
     ]

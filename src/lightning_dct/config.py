@@ -131,6 +131,11 @@ class DCTConfig:
         return self.local_steps
 
     @property
+    def steps_of_delay(self) -> float:
+        """Optimizer steps until an unsent entry is sent, about."""
+        return self.round_length / self.density
+
+    @property
     def halves(self) -> bool:
         """Whether gradients of which everything is sent travel in half as many bits, as with DDP's bf16 hook."""
         return self.compress == "gradients" and self.density == 1.0 and self.value_format == "bf16"

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_dct import DCTConfig
 from lightning_dct.callbacks import step_clock
-from lightning_dct.callbacks.run_advice import closing_line, notes_at_start, steps_of_delay
+from lightning_dct.callbacks.run_advice import closing_line, notes_at_start
 from lightning_dct.callbacks.step_clock import FEWEST, SKIPPED, StepClock, StepCosts
 from lightning_dct.forecast.link import MeasuredLink
 from lightning_dct.kernels import _is_installed
@@ -28,8 +28,8 @@ def without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_delay() -> None:
-    assert steps_of_delay(GRADIENTS) == pytest.approx(1 / 0.03)
-    assert steps_of_delay(UPDATES) == pytest.approx(40)
+    assert GRADIENTS.steps_of_delay == pytest.approx(1 / 0.03)
+    assert UPDATES.steps_of_delay == pytest.approx(40)
 
 
 def test_a_short_run_is_warned_of_at_the_start() -> None:

@@ -138,14 +138,6 @@ class AutoSettings(RunAdvice):
         strategy: Any = trainer.strategy
         self._window.after_step(strategy.traffic.totals)
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """A validation between two steps is part of neither."""
-        self._pause()
-
-    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
-        """Nor is a checkpoint."""
-        self._pause()
-
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the decisions, and the predicted and the real time."""
         if not trainer.is_global_zero or self.chosen is None:
@@ -189,7 +181,7 @@ class AutoSettings(RunAdvice):
         self._was_warm = True
 
     def _pause(self) -> None:
-        self._clock.pause()
+        super()._pause()
         self._window.pause()
 
     def _measured(self, compute: float) -> Measured:

@@ -84,17 +84,18 @@ class CompressionMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log when the Trainer logs."""
-        totals = _totals_of(trainer)
-        if not totals:
+        traffic: Traffic | None = getattr(trainer.strategy, "traffic", None)
+        if traffic is None:
             return
-        synchronised, self._steps_before = totals["dp"].steps > self._steps_before, totals["dp"].steps
+        steps = traffic.totals.steps
+        synchronised, self._steps_before = steps > self._steps_before, steps
         # Lightning's logging step holds for each micro-batch of an optimizer step: log after the last.
         if not synchronised or not trainer.is_global_zero or not trainer._logger_connector.should_update_logs:
             return
         if (synchronizer := getattr(trainer.strategy, "synchronizer", None)) is not None:
             # GPUs report late how many entries they have sent. The norm of the residual waits for them anyway.
             synchronizer.flush()
-            totals = _totals_of(trainer)
+        totals = _totals_of(trainer)
         recent = {part: now - self._at_last_log[part] for part, now in totals.items()}
         metrics = overall_metrics(recent["dp"], recent["mp"])
         for part, (thresholds, residual_norm) in _residuals(trainer).items():
@@ -204,8 +205,8 @@ def _totals_of(trainer: pl.Trainer) -> dict[str, TrafficTotals]:
     traffic: Traffic | None = getattr(trainer.strategy, "traffic", None)
     if traffic is None:
         return {}
-    inside: Traffic = getattr(trainer.strategy, "split_traffic", None) or Traffic()
-    return {"dp": traffic.totals, "mp": inside.totals}
+    inside: Traffic | None = getattr(trainer.strategy, "split_traffic", None)
+    return {"dp": traffic.totals, "mp": TrafficTotals() if inside is None else inside.totals}
 
 
 def _modules_of(trainer: pl.Trainer) -> list[CompressedModule]:

@@ -59,11 +59,11 @@ class RunAdvice(InternalCallback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A validation between two steps is part of neither."""
-        self._clock.pause()
+        self._pause()
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
         """Nor is a checkpoint."""
-        self._clock.pause()
+        self._pause()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the closing line, where enough was measured."""
@@ -76,10 +76,8 @@ class RunAdvice(InternalCallback):
         device = strategy.root_device.type
         print(closing_line(strategy.config, costs, self._link, dense_bytes, device, strategy.dense_rival), flush=True)
 
-
-def steps_of_delay(config: DCTConfig) -> float:
-    """Optimizer steps until an unsent entry is sent, about."""
-    return config.round_length / config.density
+    def _pause(self) -> None:
+        self._clock.pause()
 
 
 def notes_at_start(config: DCTConfig, world_size: int, steps: float, device_type: str) -> list[str]:
@@ -87,7 +85,7 @@ def notes_at_start(config: DCTConfig, world_size: int, steps: float, device_type
     if world_size == 1:
         return ["One process (`devices=1`) has nobody to send to: nothing is compressed. Give `devices=2` or more."]
     notes = []
-    delay = steps_of_delay(config)
+    delay = config.steps_of_delay
     if delay > 1 and steps < SHORTEST_RUN * delay:
         remedy = "raise `density`, or lower `local_steps`" if config.round_length > 1 else "raise `density`"
         notes.append(

@@ -95,7 +95,7 @@ def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:
 
 def buffer_kernel(kernel: str, device_type: str) -> Any:
     """What selects into a buffer, by the contract of :mod:`~lightning_dct.kernels.buffered`: triton, or else torch."""
-    name = fastest_kernel(device_type) if kernel == "auto" else kernel
+    name = _name(kernel, device_type)
     module = "triton_cuda" if name == "triton" else "buffered"
     return import_module(f"lightning_dct.kernels.{module}").select_into_buffer
 
@@ -134,8 +134,12 @@ def check_kernel(name: str, device_type: str) -> None:
         raise ValueError(f"`kernel={name!r}` needs the package {name}: `{_REMEDIES[name]}`, or use `kernel='auto'`.")
 
 
+def _name(kernel: str, device_type: str) -> str:
+    return fastest_kernel(device_type) if kernel == "auto" else kernel
+
+
 def _implementation(kernel: str, device_type: str) -> Any:
-    name = fastest_kernel(device_type) if kernel == "auto" else kernel
+    name = _name(kernel, device_type)
     check_kernel(name, device_type)
     # On a GPU triton serves the contract of `buffered`; torch serves these two.
     return import_module(f"lightning_dct.kernels.{'numba_cpu' if name == 'numba' else 'reference'}")
