@@ -32,13 +32,13 @@ def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     torch.set_num_threads(threads_before)
 
 
-def expected_sum(total: Tensor, segments: list[tuple[int, int]], entries: Entries, factor: float) -> Tensor:
+def expected_sum(
+    total: Tensor, segments: list[tuple[int, int]], entries: Entries, factor: float, by_senders: bool
+) -> Tensor:
     """The reference's, in the segments."""
     dense = [torch.zeros_like(total).index_copy_(0, where, values.to(total.dtype)) for where, values in entries]
-    expected, sums = (
-        total.clone(),
-        weighted_sum([torch.zeros_like(total), *dense], factor, dense=False, by_senders=False),
-    )
+    sums = weighted_sum(dense or [torch.zeros_like(total)], factor, dense=False, by_senders=by_senders)
+    expected = total.clone()
     for start, stop in segments:
         expected[start:stop] = sums[start:stop]
     return expected
@@ -67,14 +67,14 @@ def cases(draw: st.DrawFn) -> tuple[list[tuple[int, int]], Entries]:
 
 
 @examples(40)
-@given(case=cases(), factor=st.sampled_from([0.5, 1 / 3, 65536.0, 1e-3]), wide=st.booleans())
+@given(case=cases(), factor=st.sampled_from([0.5, 1 / 3, 65536.0, 1e-3]), wide=st.booleans(), by_senders=st.booleans())
 def test_equals_the_reference_to_the_last_bit(
-    case: tuple[list[tuple[int, int]], Entries], factor: float, wide: bool
+    case: tuple[list[tuple[int, int]], Entries], factor: float, wide: bool, by_senders: bool
 ) -> None:
     segments, entries = case
     total = torch.full((SIZE,), 7.0, dtype=torch.float64 if wide else torch.float32)
-    expected = expected_sum(total, segments, entries, factor)
-    sum_entries(total, segments, entries, factor, kernel=KernelUnderTest.name)
+    expected = expected_sum(total, segments, entries, factor, by_senders)
+    sum_entries(total, segments, entries, factor, KernelUnderTest.name, by_senders)
     assert np.array_equal(total.numpy(), expected.numpy(), equal_nan=True)
 
 

@@ -48,6 +48,8 @@ class Exchange:
         if not (dist.is_available() and dist.is_initialized()):
             return cls(None, device)
         group = cast(dist.ProcessGroup, dist.new_group())
+        # A rank that destroys the group at once would cut off others that still connect.
+        dist.all_gather_object([None] * group.size(), None, group=group)
         exchange = cls(group, device)
         # torch.distributed keeps a group, with its threads and connections, until somebody destroys it.
         weakref.finalize(exchange, _destroy, group).atexit = False

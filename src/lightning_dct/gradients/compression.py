@@ -23,7 +23,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_dct.gradients.awaited import Awaited
-from lightning_dct.gradients.on_device import add_payloads, send_largest, weights_by_senders
+from lightning_dct.gradients.on_device import add_payloads, send_largest
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.kernels import Selection, select, sum_entries
 from lightning_dct.threshold import GUARD_RESELECT, Observed, Thresholds, keep_largest, kth_magnitude
@@ -165,13 +165,8 @@ def _add_up(
         if not math.isfinite(float(values.sum()) + float(dense.sum())):
             name_broken_sender(sender)
     entries = [(plan.to_bucket(positions), values) for positions, values, _ in received]
-    if by_senders and len(entries) > 1:
-        counts = torch.zeros(total.numel(), dtype=torch.int32)
-        for positions, values in entries:
-            counts.index_add_(0, positions, (values != 0).int())
-        weights = weights_by_senders(len(entries), total)
-        entries = [(positions, values * weights[counts[positions]]) for positions, values in entries]
-    sum_entries(total, [(0, total.numel())] if plan.starts is None else plan.bounds, entries, factor, kernel)
+    segments = [(0, total.numel())] if plan.starts is None else plan.bounds
+    sum_entries(total, segments, entries, factor, kernel, by_senders and len(entries) > 1)
     for dense in dense_tensors:
         parts = dense.split([plan.sizes[index] for index in plan.dense])
         for index, part in zip(plan.dense, parts, strict=True):

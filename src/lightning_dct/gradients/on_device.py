@@ -30,6 +30,7 @@ from torch import Tensor
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.kernels import buffer_kernel
 from lightning_dct.kernels.buffered import BufferedSelection, Segments, buffer_capacity
+from lightning_dct.kernels.reference import weights_by_senders
 from lightning_dct.threshold import GUARD_RESELECT, Thresholds, nudge_all
 from lightning_dct.wire import Arrived, SideBySide, Slots, pack_on_device, unpack_on_device
 
@@ -170,12 +171,6 @@ def add_payloads(payloads: Tensor, total: Tensor, plan: BucketPlan, factor: floa
         parts = [total[start:stop] for start, stop in on_device.dense]
         torch._foreach_copy_(parts, sums.split([part.numel() for part in parts]))
     return arrived.valid
-
-
-def weights_by_senders(ranks: int, total: Tensor) -> Tensor:
-    """The weight of an entry by how many ranks have sent it: shape ``[ranks + 1]``, the total's dtype."""
-    senders = torch.arange(ranks + 1, dtype=torch.float64, device=total.device).clamp_(min=1)
-    return (ranks / senders).sqrt().to(total.dtype)
 
 
 def _largest_first(picked: BufferedSelection, segments: Segments) -> tuple[Tensor, Tensor]:

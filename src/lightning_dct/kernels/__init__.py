@@ -70,15 +70,17 @@ def sum_entries(
     entries: Sequence[tuple[Tensor, Tensor]],
     factor: float,
     kernel: str = "auto",
+    by_senders: bool = False,
 ) -> None:
     """Overwrite segments with ``factor`` times the sum of sparse vectors, added one after the other.
 
     Each product and each sum is rounded once, so all kernels give the same result. ``total`` has shape ``[n]``, fp32 or
     fp64, and keeps what lies outside the ``segments`` (ascending ranges). A vector is its positions (int64, ascending,
-    distinct, within the segments) and its values (fp32 or the total's dtype). ``kernel`` and errors are as for
-    :func:`select`.
+    distinct, within the segments) and its values (fp32 or the total's dtype). With ``by_senders`` a value is first
+    multiplied by the square root of the number of vectors over the number of those that are not zero there. ``kernel``
+    and errors are as for :func:`select`.
     """
-    _implementation(kernel, total.device.type).sum_entries(total, segments, entries, factor)
+    _implementation(kernel, total.device.type).sum_entries(total, segments, entries, factor, by_senders)
 
 
 def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:

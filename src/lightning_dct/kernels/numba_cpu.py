@@ -20,7 +20,7 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_dct.kernels.reference import Selection, nothing
+from lightning_dct.kernels.reference import Selection, nothing, weights_by_senders
 
 BLOCK = 1024
 # Below this many entries a second thread costs more than it saves.
@@ -71,20 +71,31 @@ def select(
 
 
 def sum_entries(
-    total: Tensor, segments: Sequence[tuple[int, int]], entries: Sequence[tuple[Tensor, Tensor]], factor: float
+    total: Tensor,
+    segments: Sequence[tuple[int, int]],
+    entries: Sequence[tuple[Tensor, Tensor]],
+    factor: float,
+    by_senders: bool = False,
 ) -> None:
     """See :func:`lightning_dct.kernels.sum_entries`. A block is cleared and filled while it is in the cache."""
+    if not entries:
+        for start, stop in segments:
+            total[start:stop].zero_()
+        return
     sums = total.numpy()
     positions = [part.numpy() for part, _ in entries]
     ends = np.cumsum([0, *map(len, positions)])
-    positions_in_turn = np.concatenate([*positions, np.empty(0, np.int64)])
-    values_in_turn = np.concatenate([*(part.numpy() for _, part in entries), np.empty(0, np.float32)])
+    values = [part.numpy() for _, part in entries]
+    positions_in_turn, values_in_turn = _scratch.arrays(int(ends[-1]), np.result_type(*values))
+    np.concatenate(positions, out=positions_in_turn[: ends[-1]])
+    np.concatenate(values, out=values_in_turn[: ends[-1]])
+    weights = weights_by_senders(len(entries), total).numpy() if by_senders else np.empty(0, sums.dtype)
     weight = sums.dtype.type(factor)
 
     def sum_pieces(pieces: list[_Piece]) -> None:
         first = [end + np.searchsorted(part, pieces[0].start) for end, part in zip(ends, positions, strict=False)]
-        cursors = np.array(first, np.int64)
-        _sum(sums, np.array(pieces, np.int64), positions_in_turn, values_in_turn, cursors, ends[1:], weight)
+        cursors, runs = np.array(first, np.int64), np.array(pieces, np.int64)
+        _sum(sums, runs, positions_in_turn, values_in_turn, cursors, ends[1:], weight, weights)
 
     _in_threads(sum_pieces, list(_shares(segments, torch.get_num_threads())))
 
@@ -141,28 +152,41 @@ def _select(
             flags[end - start :] = 0
             for word in range(words.shape[0]):
                 if words[word]:
-                    for i in range(8 * word, 8 * word + 8):
-                        if flags[i]:
-                            positions[total] = start + i
-                            values[total] = block[i]
-                            total += 1
-                            if not np.isfinite(block[i]):
-                                block[i] = old[i]
+                    # No branches: which of eight entries are picked, a processor cannot guess.
+                    for i in range(8 * word, min(8 * word + 8, end - start)):
+                        positions[total] = start + i
+                        values[total] = block[i]
+                        total += flags[i]
+                        if not np.isfinite(block[i]):
+                            block[i] = old[i]
         counts[piece] = total - before
     return total
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _sum(sums: Any, pieces: Any, positions: Any, values: Any, cursors: Any, ends: Any, weight: Any) -> None:
+def _sum(
+    sums: Any, pieces: Any, positions: Any, values: Any, cursors: Any, ends: Any, weight: Any, weights: Any
+) -> None:
+    senders = np.empty(BLOCK, np.int32)
     for piece in range(pieces.shape[0]):
         stop = pieces[piece, 2]
         for start in range(pieces[piece, 1], stop, BLOCK):
             end = min(start + BLOCK, stop)
             sums[start:end] = 0
+            if weights.size:
+                senders[:] = 0
+                for sender in range(ends.shape[0]):
+                    cursor = cursors[sender]
+                    while cursor < ends[sender] and positions[cursor] < end:
+                        senders[positions[cursor] - start] += values[cursor] != 0
+                        cursor += 1
             for sender in range(ends.shape[0]):
                 cursor = cursors[sender]
                 while cursor < ends[sender] and positions[cursor] < end:
-                    sums[positions[cursor]] += weight * values[cursor]
+                    value = values[cursor]
+                    if weights.size:
+                        value = weights[senders[positions[cursor] - start]] * value
+                    sums[positions[cursor]] += weight * value
                     cursor += 1
                 cursors[sender] = cursor
 

@@ -83,12 +83,28 @@ def select(
     return Selection(torch.cat(positions), torch.cat(values), counts)
 
 
+def weights_by_senders(ranks: int, total: Tensor) -> Tensor:
+    """The weight of an entry by how many ranks have sent it: shape ``[ranks + 1]``, the total's dtype."""
+    senders = torch.arange(ranks + 1, dtype=torch.float64, device=total.device).clamp_(min=1)
+    return (ranks / senders).sqrt().to(total.dtype)
+
+
 def sum_entries(
-    total: Tensor, segments: Sequence[tuple[int, int]], entries: Sequence[tuple[Tensor, Tensor]], factor: float
+    total: Tensor,
+    segments: Sequence[tuple[int, int]],
+    entries: Sequence[tuple[Tensor, Tensor]],
+    factor: float,
+    by_senders: bool = False,
 ) -> None:
     """Overwrite segments with a weighted sum of sparse vectors; see :func:`lightning_dct.kernels.sum_entries`."""
     for start, stop in segments:
         total[start:stop].zero_()
+    if by_senders:
+        counts = torch.zeros(total.numel(), dtype=torch.int32, device=total.device)
+        for positions, values in entries:
+            counts.index_add_(0, positions, (values != 0).int())
+        weights = weights_by_senders(len(entries), total)
+        entries = [(positions, values * weights[counts[positions]]) for positions, values in entries]
     for positions, values in entries:
         # index_add_'s own factor may round product and sum together.
         total.index_add_(0, positions, values.to(total.dtype).mul(factor))

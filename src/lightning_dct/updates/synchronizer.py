@@ -37,7 +37,7 @@ from lightning_dct.gradients.exchanges.base import complete
 from lightning_dct.gradients.plan import local_of, real_dtype, real_numel
 from lightning_dct.gradients.synchronizer import Synchronizer
 from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes, bytes_between_nodes
-from lightning_dct.updates.rounds import buckets_of, is_due, round_length
+from lightning_dct.updates.rounds import MOST_TRAVELLING, buckets_of, is_due, round_length
 from lightning_dct.updates.shared_weights import SharedWeights, as_real
 from lightning_dct.updates.turns import Travelling, Turns, load_turns, save_turns
 
@@ -124,8 +124,7 @@ class UpdateSynchronizer(Synchronizer):
             self.memory.begin(1.0, refresh=False)
             for bucket in sending:
                 turns.travelling.append(self._send(bucket, turns))
-                if not self.config.delay and len(turns.travelling) > 1:
-                    # One travels while the next is compressed. More of them would only take memory.
+                if not self.config.delay and len(turns.travelling) == MOST_TRAVELLING:
                     self._apply(turns, turns.travelling[:1])
             self.traffic.add(refreshes=int(self.memory.selected))
             if not self.config.delay:

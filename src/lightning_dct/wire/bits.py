@@ -30,6 +30,14 @@ def unpack_bits(packed: Tensor, num_bits: int) -> Tensor:
     return ((packed.unsqueeze(1) >> shifts) & 1).flatten()[:num_bits]
 
 
+def set_bits(bits: Tensor, indices: Tensor) -> None:
+    """Set flags (shape ``[n]``, uint8) at some indices (int64, shape ``[count]``), in place."""
+    if bits.device.type == "cpu":
+        bits.numpy()[indices.numpy()] = 1
+    else:
+        bits[indices] = 1
+
+
 def nonzero_indices(flags: Tensor) -> Tensor:
     """Where flags (shape ``[n]``, bool or uint8 of zeros and ones) are set: shape ``[count]``, int64, ascending."""
     if flags.device.type == "cpu":

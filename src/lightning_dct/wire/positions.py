@@ -25,7 +25,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightning_dct.wire.bits import nonzero_indices, num_bytes, pack_bits, unpack_bits
+from lightning_dct.wire.bits import nonzero_indices, num_bytes, pack_bits, set_bits, unpack_bits
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ class PositionCode:
         count, device = positions.numel(), positions.device
         bits = torch.zeros(self.num_bits, dtype=torch.uint8, device=device)
         if self.is_bitmap:
-            bits[positions] = 1
+            set_bits(bits, positions)
             return bits
-        bits[(positions >> self.low_bits) + torch.arange(count, device=device)] = 1
+        set_bits(bits, (positions >> self.low_bits) + torch.arange(count, device=device))
         planes = bits[self.num_flags :].view(self.low_bits, self.capacity)
         low = (positions & ((1 << self.low_bits) - 1)).to(self._low_dtype)
         for plane in range(self.low_bits):

@@ -65,14 +65,14 @@ def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_
     largest = magnitudes.new_zeros(num_tensors).scatter_reduce_(0, tensor_index, magnitudes, "amax")
     if value_format == "int4":
         scales = largest.to(torch.float32)
-        ratio = (magnitudes / scales[tensor_index]).nan_to_num_(nan=1.0)
+        ratio = (magnitudes / scales.index_select(0, tensor_index)).nan_to_num_(nan=1.0)
         levels = ratio.log2_().div_(-LEVEL_HALVINGS).round_().clamp_(0, ZERO_LEVEL).to(torch.uint8)
         return pack_nibbles(levels | ((values < 0).to(torch.uint8) << 3)), scales
     # Rounded down where rounding up would make 127 steps of it infinite.
     limit = torch.finfo(torch.float32).max
     scales = (largest / 127).to(torch.float32)
     scales = torch.where((127 * scales).isinf() & (largest <= limit), scales * (1 - 2**-23), scales)
-    steps = (values / scales[tensor_index]).nan_to_num_(nan=0.0)
+    steps = (values / scales.index_select(0, tensor_index)).nan_to_num_(nan=0.0)
     # An infinite value over its infinite scale is NaN: keep its sign instead.
     steps = torch.where(values.isinf(), values.sign(), steps).round_().clamp_(-127, 127)
     return steps.to(torch.int8).view(torch.uint8), scales
@@ -85,14 +85,14 @@ def decode_values(data: Tensor, count: int, tensor_index: Tensor, scales: Tensor
     if value_format == "bf16":
         return _viewed(data[: 2 * count], torch.bfloat16).to(torch.float32)
     if value_format == "int8":
-        return data[:count].view(torch.int8).to(torch.float32).mul_(scales[tensor_index])
+        return data[:count].view(torch.int8).to(torch.float32).mul_(scales.index_select(0, tensor_index))
     if value_format == "int4":
         codes = unpack_nibbles(data)[:count]
         table = torch.exp2(torch.arange(ZERO_LEVEL + 1, device=data.device) * -LEVEL_HALVINGS)
         table[ZERO_LEVEL] = 0.0
-        return torch.cat([table, -table])[codes.to(torch.int64)].mul_(scales[tensor_index])
+        return torch.cat([table, -table]).index_select(0, codes.int()).mul_(scales.index_select(0, tensor_index))
     signs = unpack_bits(data[: num_bytes(count)], count).to(torch.float32).mul_(2).sub_(1)
-    return signs.mul_(scales[tensor_index])
+    return signs.mul_(scales.index_select(0, tensor_index))
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:

@@ -72,6 +72,8 @@ def make_groups(
         dist.all_gather_object(everyone, wanted)
         wanted = sorted({ranks for theirs in everyone for ranks in theirs})
     own = _make_all(wanted, dist.get_backend(group), timeout)
+    # A rank that destroys a group at once, as after a fit of no steps, would cut off others that still connect.
+    dist.all_gather_object([None] * group.size(), None, group=group)
     if layout is None:
         return None
     rank = group.rank()
