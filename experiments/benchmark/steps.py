@@ -146,8 +146,8 @@ def notes_on(
     if selecting:
         told = ", ".join(f"{figure.median:.0f} ms ({name})" for name, figure in selecting.items() if figure)
         notes.append(
-            f"The first step of a run selects all thresholds, and so does one in `refresh_every` (1,000) later: {told}."
-            " No such step is among those measured."
+            f"The first exchange of a run selects all thresholds, and so does one after each `refresh_every` (1,000)"
+            f" steps: {told}. No such exchange is among those measured."
         )
     if benchmark.scored:
         notes.append(

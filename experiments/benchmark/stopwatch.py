@@ -6,6 +6,7 @@ from time import perf_counter
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
 
 from benchmark.job import Job
 from benchmark.results import Run
@@ -13,6 +14,12 @@ from lightning_dct.traffic import TrafficTotals
 from network.hosts import HEADER_BYTES, sent_by_interface
 
 FEWEST_STEPS = 3
+
+
+def round_length_of(strategy: Strategy) -> int:
+    """Steps from one exchange to the next."""
+    config = getattr(strategy, "config", None)
+    return 1 if config is None else int(config.round_length)
 
 
 class Stopwatch(Callback):
@@ -45,7 +52,9 @@ class Stopwatch(Callback):
         self._losses.append(float(outputs["loss"]))
         if trainer.global_step == 1:
             # The first step is like no other: its pace says nothing of the rest.
-            self._selecting_seconds, self._started = trainer.strategy.traffic.totals.seconds, perf_counter()
+            self._started = perf_counter()
+        if trainer.global_step == round_length_of(trainer.strategy):
+            self._selecting_seconds = trainer.strategy.traffic.totals.seconds
         if trainer.global_step == self._last_step:
             trainer.strategy.barrier()
             self._seconds = perf_counter() - self._started
@@ -79,8 +88,7 @@ class Stopwatch(Callback):
             return self._job.steps
         step_seconds = (perf_counter() - self._started) / (self._job.warm_up_steps - 1)
         fitting = min(max(int(self._job.seconds / step_seconds), FEWEST_STEPS), self._job.steps)
-        config = getattr(trainer.strategy, "config", None)
-        length = 1 if config is None else config.round_length
+        length = round_length_of(trainer.strategy)
         return trainer.strategy.broadcast(max(fitting // length, 1) * length)
 
     def _sent_so_far(self, trainer: Trainer) -> tuple[TrafficTotals, int, dict[str, float]]:

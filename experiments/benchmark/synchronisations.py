@@ -56,6 +56,7 @@ SYNCHRONISATIONS: dict[str, Callable[[int], Strategy]] = {
     "DCT, 0.1%, bf16": _gradients(0.001, "bf16"),
     "DCT, updates": _updates(),
     "DCT, updates, 64 steps, 10%": _updates(local_steps=64, density=0.1),
+    "DCT, updates, 64 steps, 10%, overlapped": _updates(local_steps=64, density=0.1, delay=64),
     "HSDP, fp32": lambda steps: HSDPStrategy(),
     "dct_fsdp, updates": lambda steps: DCTFSDPStrategy(warmup_steps=0),
 }

@@ -19,7 +19,7 @@ from lightning.pytorch import Trainer, seed_everything
 from benchmark.job import Job
 from benchmark.recommenders import RECOMMENDERS, ClickSteps, click_batches
 from benchmark.results import Run
-from benchmark.stopwatch import Stopwatch
+from benchmark.stopwatch import Stopwatch, round_length_of
 from benchmark.synchronisations import SYNCHRONISATIONS
 from benchmark.task import NextBytes, next_bytes_data
 
@@ -30,6 +30,9 @@ def train(name: str, job: Job) -> Run:
     if name in SYNCHRONISATIONS:
         strategy = SYNCHRONISATIONS[name](job.steps if job.score else 0)
         model, data = NextBytes(job.width), {"datamodule": next_bytes_data(job.batch_size)}
+        if not job.score:
+            # The first exchange of updates selects thresholds, which is for the warm-up.
+            job = replace(job, warm_up_steps=max(job.warm_up_steps, round_length_of(strategy)))
     else:
         make_strategy, make_tables, filling_steps = RECOMMENDERS[name]
         job = replace(job, warm_up_steps=job.warm_up_steps + filling_steps)
