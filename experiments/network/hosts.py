@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import secrets
 import shutil
 import signal
 import subprocess
@@ -81,7 +82,7 @@ def make_hosts(count: int, megabits: float | None = None, delay: float = 0.0) ->
     """
     if reason := why_not():
         raise RuntimeError(f"Cannot make hosts: {reason}.")
-    bridge = f"dct{os.getpid() % 100000}"
+    bridge = f"dct{secrets.token_hex(3)}"  # no other run's, on whatever container's account it runs
     hosts = [Host(f"{bridge}-{index}", f"{SUBNET}.{index + 1}") for index in range(count)]
     outsides = [f"{bridge}p{index}" for index in range(count)]
     wire = DelayedWire(outsides, delay) if delay else None

@@ -127,7 +127,7 @@ class Ranks:
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on, below those that kernels give away: only who chooses it so can take it meanwhile."""
+    """A TCP port nobody listens on, below all that kernels give away: nobody else takes it before it is bound."""
     while True:
         port = random.SystemRandom().randrange(10_000, 15_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
