@@ -4,15 +4,18 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
-from distributed.harness import Ranks
+from distributed.harness import Ranks, seed
 
 # Small tensors gain nothing from threads, and threads that wait for each other lose much where others work too.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 # Every fit ends with a garbage collection. What is imported is large, and no garbage.
 gc.disable()
-
+# The same examples in every run, however slow the machine.
+settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 # Files that take longest come first: begun last, one of them would leave all workers but one with nothing to do.
 LONGEST = {
@@ -39,6 +42,11 @@ def pytest_sessionfinish() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    seed()
 
 
 @pytest.fixture(scope="session")

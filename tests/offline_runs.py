@@ -36,4 +36,4 @@ class OfflineRun:
 
     def _inspect(self, *options: str) -> str:
         command = [str(Path(sys.executable).parent / "wandb"), "leet", "inspect", *options, str(self.file)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout

@@ -1,4 +1,4 @@
-"""What the property tests share: settings without deadline or chance, and layouts of payloads with their entries."""
+"""What the property tests share: how many examples they take, and layouts of payloads with their entries."""
 
 import torch
 from hypothesis import settings
@@ -13,8 +13,8 @@ floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
 def examples(count: int) -> settings:
-    """The same ``count`` examples in every run, however slow the machine."""
-    return settings(max_examples=count, deadline=None, derandomize=True)
+    """So many, the same in every run: see conftest.py."""
+    return settings(max_examples=count)
 
 
 @st.composite

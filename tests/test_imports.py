@@ -38,7 +38,7 @@ WITHOUT_OPTIONAL_PACKAGES = f"""
 
 def run(script: str, folder: Path) -> str:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], cwd=folder, capture_output=True, text=True, timeout=120
+        [sys.executable, "-W", "ignore", "-c", script], cwd=folder, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -47,7 +47,7 @@ def run(words: list[str], tmp_path: Path) -> str:
         env={**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout

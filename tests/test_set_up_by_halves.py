@@ -1,8 +1,9 @@
 """Strategies that are set up by halves, as Lightning's own tests do it: no module, or a stand-in for one."""
 
+import os
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch.distributed as dist
@@ -13,9 +14,9 @@ from lightning_dct import DCTPipelineStrategy, DCTStrategy
 
 
 @pytest.fixture
-def no_group_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    yield
+def no_group_afterwards() -> Iterator[None]:
+    with patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1"}):  # Lightning leaves the rest of the address there
+        yield
     dist.destroy_process_group()
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import pwd
+import secrets
 import shutil
 import signal
 import subprocess
@@ -26,7 +26,6 @@ _SMALLEST_BURST = 3200
 # The largest packet Linux makes for an interface to cut up.
 _LARGEST_PACKET = 65536
 _QUEUE_SECONDS = 0.05
-_sets = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,8 @@ def make_hosts(count: int, megabits: float | None = None, delay: float = 0.0) ->
     """
     if reason := why_not():
         raise RuntimeError(f"Cannot make hosts: {reason}.")
-    # The system takes a while to remove what was deleted, so each set of hosts has names of its own.
-    bridge = f"dct{os.getpid() % 100000}x{next(_sets) % 100}"
+    # No other run's, and no earlier set's: the system takes a while to remove what was deleted.
+    bridge = f"dct{secrets.token_hex(3)}"
     hosts = [Host(f"{bridge}-{index}", f"{SUBNET}.{index + 1}") for index in range(count)]
     outsides = [f"{bridge}p{index}" for index in range(count)]
     wire = DelayedWire(outsides, delay) if delay else None

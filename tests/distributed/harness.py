@@ -3,7 +3,7 @@
 ``Ranks(2).run(function, *arguments)`` runs ``function`` in two processes that form a gloo group and see the environment
 that ``torchrun`` gives, so that a Lightning Trainer takes them as its ranks. What it returns comes back as a list by
 rank. When a rank fails, dies or takes too long, all of them are killed, the test fails and says why, and the next
-``run`` starts new ones.
+``run`` starts new ones. Every function begins with the same seeds, whatever ran before it.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import sys
 import time
@@ -22,9 +23,14 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 120.0
+import numpy as np
+import torch
+import torch.distributed as dist
+
+# Far more than anything takes on a quiet machine; a busy one may have a tenth of its speed.
+TIMEOUT_S = 400.0
 # How long the other ranks may take to report their own failure after one rank has reported one.
-GRACE_S = 2.0
+GRACE_S = 10.0
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["distributed.preloaded"])
 
@@ -48,7 +54,44 @@ class Ranks:
             self._start()
         task = pickle.dumps((function.__module__, function.__qualname__, arguments))
         for pipe in self._pipes:
-            pipe.send_bytes(task)
+            with contextlib.suppress(OSError):  # it has died, and so it answers
+                pipe.send_bytes(task)
+        results, failures = self._answers(timeout_s)
+        if failures:
+            self.stop()
+            raise RankFailure(f"{function.__qualname__}{arguments}\n{self._told(failures)}")
+        return [results[rank] for rank in range(self.world_size)]
+
+    def stop(self) -> None:
+        """Kill the processes; the next ``run`` starts new ones."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        failures: dict[int, str] = {}
+        for _ in range(2):  # somebody may have taken the port before rank 0 has
+            port = free_port()
+            for rank in range(self.world_size):
+                ours, theirs = CONTEXT.Pipe()
+                arguments = (rank, self.world_size, port, theirs, self._log_path(rank))
+                process = CONTEXT.Process(target=_serve, args=arguments, daemon=True)
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(ours)
+            _, failures = self._answers(TIMEOUT_S)
+            if not failures:
+                return
+            self.stop()
+        raise RankFailure(f"the ranks have not started\n{self._told(failures)}")
+
+    def _answers(self, timeout_s: float) -> tuple[dict[int, Any], dict[int, str]]:
+        """By rank, what it answers, or how it has failed."""
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
         deadline = time.monotonic() + timeout_s
@@ -63,39 +106,17 @@ class Ranks:
                 rank = waiting.pop(pipe)
                 try:
                     succeeded, answer = pickle.loads(pipe.recv_bytes())
-                except EOFError:
+                except (EOFError, OSError):
                     succeeded, answer = False, f"the process died:\n{self._log(rank)}"
                 if succeeded:
                     results[rank] = answer
                 else:
                     failures[rank] = answer
                     deadline = min(deadline, time.monotonic() + GRACE_S)
-        if failures:
-            self.stop()
-            told = "\n".join(f"--- rank {rank} of {self.world_size}: {failures[rank]}" for rank in sorted(failures))
-            raise RankFailure(f"{function.__qualname__}{arguments}\n{told}")
-        return [results[rank] for rank in range(self.world_size)]
+        return results, failures
 
-    def stop(self) -> None:
-        """Kill the processes; the next ``run`` starts new ones."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
-        for pipe in self._pipes:
-            pipe.close()
-        self._processes, self._pipes = [], []
-
-    def _start(self) -> None:
-        port = free_port()
-        for rank in range(self.world_size):
-            ours, theirs = CONTEXT.Pipe()
-            arguments = (rank, self.world_size, port, theirs, self._log_path(rank))
-            process = CONTEXT.Process(target=_serve, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
+    def _told(self, failures: dict[int, str]) -> str:
+        return "\n".join(f"--- rank {rank} of {self.world_size}: {failures[rank]}" for rank in sorted(failures))
 
     def _log_path(self, rank: int) -> Path:
         return self._folder / f"rank-{rank}-of-{self.world_size}.log"
@@ -106,10 +127,19 @@ class Ranks:
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port nobody listens on, below all that kernels give away: nobody else takes it before it is bound."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 15_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def seed() -> None:
+    """What a test draws depends neither on the tests before it nor on chance."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 def elastic_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -133,17 +163,16 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, log_path: Pa
     os.dup2(log.fileno(), 2)
     sys.stdout = sys.stderr = log
     os.environ.update(elastic_environment(rank, world_size, port))
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     dist.init_process_group("gloo")
+    pipe.send_bytes(pickle.dumps((True, None)))  # it has started
     with contextlib.suppress(EOFError):  # the tests are over
         while True:
             module, name, arguments = pickle.loads(pipe.recv_bytes())
+            seed()
             try:
                 answer = True, getattr(importlib.import_module(module), name)(*arguments)
             except BaseException:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import lightning_dct.fabric
+from distributed.harness import TIMEOUT_S
 from distributed.training import Module, fit, perceptron, rank, trainer_for
 from embedding.hybrid import Hybrid
 from embedding.hybrid import batches as hybrid_batches
@@ -17,9 +18,6 @@ from lightning_dct import DCTPipelineStrategy, DCTStrategy, ShardedEmbeddingBags
 from pipeline.split_models import SplitModule
 from pipeline.split_models import batches as stage_batches
 from reliability.processes import run_to_the_end
-
-# Far more than anything here takes on a quiet machine.
-TIMEOUT_S = 200
 
 
 @pytest.mark.parametrize(
@@ -146,7 +144,7 @@ def stages_of_another_width() -> str:
 )
 def test_disagreement_is_an_error_on_every_rank(ranks: Any, function: Callable[[], str], says: list[str]) -> None:
     """Oracle: what differs and each rank's value; the harness fails a rank that waits for the other."""
-    for message in ranks(2).run(function, timeout_s=TIMEOUT_S):
+    for message in ranks(2).run(function):
         for words in says:
             assert words in message
 
@@ -182,6 +180,6 @@ def refuse_corrupt_payload() -> str:
 
 def test_corrupt_payload_is_an_error_on_every_rank(ranks: Any) -> None:
     """Oracle: an error that names the sender, on all ranks alike."""
-    for message in ranks(2).run(refuse_corrupt_payload, timeout_s=TIMEOUT_S):
+    for message in ranks(2).run(refuse_corrupt_payload):
         assert "Updates from rank 1" in message
         assert "use the same model and settings on every rank" in message

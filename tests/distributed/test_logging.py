@@ -4,6 +4,7 @@ import csv
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -107,21 +108,19 @@ def train_with_loggers(folder: Path, names: list[str]) -> Run:
         "tensorboard": lambda: TensorBoardLogger(folder, name="tensorboard", version=""),
         "wandb": lambda: WandbLogger(name="run", save_dir=folder, offline=True),
     }
-    os.environ["WANDB_MODE"] = "offline"
-    os.environ["WANDB_DIR"] = str(folder)
-    os.environ["WANDB_SILENT"] = "true"
     folder.mkdir(exist_ok=True)
-    run = fit(
-        DCTStrategy(compress="gradients", density=0.05),
-        Logging(),
-        12,
-        logger=[makers[name]() for name in names] or False,
-        log_every_n_steps=4,
-    )
-    if "wandb" in names and rank() == 0:
-        import wandb
+    with patch.dict(os.environ, {"WANDB_MODE": "offline", "WANDB_DIR": str(folder), "WANDB_SILENT": "true"}):
+        run = fit(
+            DCTStrategy(compress="gradients", density=0.05),
+            Logging(),
+            12,
+            logger=[makers[name]() for name in names] or False,
+            log_every_n_steps=4,
+        )
+        if "wandb" in names and rank() == 0:
+            import wandb
 
-        wandb.finish()
+            wandb.finish()
     return run
 
 

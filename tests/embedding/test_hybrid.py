@@ -160,7 +160,7 @@ def predict_unequally(numbers):
 
 @pytest.mark.parametrize("numbers", [[1, 4], [2, 5, 1]])
 def test_unequal_numbers_of_batches_do_not_hang_and_rows_are_exact(ranks, numbers):
-    answers = ranks(len(numbers)).run(predict_unequally, numbers, timeout_s=60)
+    answers = ranks(len(numbers)).run(predict_unequally, numbers)
     weights = together([part for part, _, _ in answers])
     module = Hybrid(FEW)
     for name, parameter in module.top.named_parameters():
@@ -205,9 +205,7 @@ def test_two_modules_and_unequal_numbers_of_batches(ranks):
     alone = TwoModules()
     alone.first.materialize()
     alone.second.materialize()
-    for predicted, number in zip(
-        ranks(len(numbers)).run(predict_with_two_modules, numbers, timeout_s=60), numbers, strict=True
-    ):
+    for predicted, number in zip(ranks(len(numbers)).run(predict_with_two_modules, numbers), numbers, strict=True):
         assert len(predicted) == number
         for ids, output in zip(ids_of_two_modules(number), predicted, strict=True):
             torch.testing.assert_close(output, alone.eval().predict_step(ids, 0), rtol=0, atol=0)

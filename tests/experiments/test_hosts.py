@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,15 +36,17 @@ def processes_on(host: Host) -> str:
     ).stdout.strip()
 
 
-def test_a_host_that_fails_is_named_and_the_others_are_stopped(hosts: list[Host]) -> None:
+def test_a_host_that_fails_is_named_and_the_others_are_stopped(hosts: list[Host], tmp_path: Path) -> None:
     # In a session of its own, as torchrun's workers are: a signal to the command does not reach it.
-    waits = ["sh", "-c", "echo first; setsid --fork sleep 300; sleep 300"]
+    waits = ["sh", "-c", f"echo first; setsid --fork sleep 300; touch '{tmp_path}/waits'; sleep 300"]
+    fails = ["sh", "-c", f"until test -e '{tmp_path}/waits'; do sleep 0.1; done; echo broken >&2; exit 3"]
     lines: list[str] = []
     with pytest.raises(HostFailedError, match=re.escape(f"Host 1 ({hosts[1].address}) ended with exit status 3")) as no:
-        run_on(hosts, [waits, ["sh", "-c", "sleep 1; echo broken >&2; exit 3"]], {}, lines.append)
+        run_on(hosts, [waits, fails], {}, lines.append)
     assert str(no.value).endswith("broken\n")
     assert lines == ["first\n"]
-    assert not any(processes_on(host) for host in hosts)
+    while any(processes_on(host) for host in hosts):  # Killed, but a busy machine has not got to it: see test_jobs.py.
+        time.sleep(0.05)
 
 
 def test_under_sudo_commands_are_the_users_own(hosts: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +71,7 @@ def test_hybrid_dlrm_sends_what_it_counts(hosts: list[Host], tmp_path: Path) -> 
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
     )
     assert completed.returncode == 0, completed.stdout + completed.stderr
     (more,) = re.findall(r"times what was counted: (-?[\d,]+) bytes more a step and host", completed.stdout)

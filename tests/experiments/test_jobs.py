@@ -51,7 +51,7 @@ def test_a_sweep_starts_the_ranks_of_each_job_once(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
     )
     printed = completed.stdout + completed.stderr
     assert completed.returncode != 0
@@ -87,7 +87,17 @@ def test_processes_that_outlive_a_run_are_ended(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_whoever_ends_a_sweep_ends_its_job(number: signal.Signals, tmp_path: Path) -> None:
-    script = "import jobs; jobs.run_alone(['sh', '-c', 'echo $$ > job.part; mv job.part job; exec sleep 300'])"
+    script = """if True:
+        import jobs, pathlib, subprocess
+
+        class Process(subprocess.Popen):
+            def wait(self, *arguments):
+                pathlib.Path("waits").touch()
+                return super().wait(*arguments)
+
+        jobs.subprocess.Popen = Process
+        jobs.run_alone(["sh", "-c", "echo $$ > job.part; mv job.part job; exec sleep 300"])
+        """
     process = subprocess.Popen(
         [sys.executable, "-c", script],
         cwd=tmp_path,
@@ -95,11 +105,12 @@ def test_whoever_ends_a_sweep_ends_its_job(number: signal.Signals, tmp_path: Pat
         # Shells let what they start in the background ignore Ctrl-C, nohup SIGHUP, and what that starts in turn.
         preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     )
-    while not (tmp_path / "job").exists():
+    # Started, and waited for: a signal within Popen itself, which may take its time, would leave the job behind.
+    while not ((tmp_path / "job").exists() and (tmp_path / "waits").exists()):
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(number)
-    assert process.wait(120) in (128 + number, -number)
+    assert process.wait(600) in (128 + number, -number)
     assert not is_running(int((tmp_path / "job").read_text()))
 
 

@@ -10,7 +10,7 @@ from lightning_dct.failures.hub import STRANGERS, Hub
 from lightning_dct.failures.sockets import connect, read_lines, write_line
 
 # Far more than anything here takes on a quiet machine.
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 
 
 def call(hub: Hub) -> socket.socket:
@@ -71,10 +71,18 @@ def job() -> Iterator[Callable[[int], tuple[Hub, list[Line]]]]:
         line.connection.close()
 
 
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub decides when all ranks have ended, and not before, however long a busy machine takes to tell it all."""
+    monkeypatch.setattr("lightning_dct.failures.hub.SETTLE_S", PATIENCE_S)
+
+
+@pytest.mark.usefixtures("unhurried")
 def test_the_dead_are_blamed_before_those_that_fail_of_it(job: Callable) -> None:
-    """Rank 1 fails first, but only because rank 2 has died."""
+    """Ranks 0 and 1 fail first, but only because rank 2 has died."""
     _, lines = job(3)
-    lines[1].say({"failed": "RuntimeError: connection closed by peer"})
+    for line in lines[:2]:
+        line.say({"failed": "RuntimeError: connection closed by peer"})
     lines[2].die()
     for line in lines[:2]:
         assert line.wait_for("verdict") == {"blamed": [2], "verdict": "Rank 2 has died"}
@@ -87,6 +95,7 @@ def test_who_fails_alone_is_blamed(job: Callable) -> None:
         assert line.wait_for("verdict") == {"blamed": [1], "verdict": "Rank 1 has failed: ValueError: no"}
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_nobody_is_blamed_when_all_fail(job: Callable) -> None:
     _, lines = job(3)
     lines[2].say({"left": True})

@@ -35,11 +35,18 @@ def places_of_signals() -> dict[int, int]:
     lifeline = Lifeline.open()
     assert lifeline is not None
     chance = random.Random(rank())
-    acted = {}
-    # The places after the last signal are for ranks that are ahead: one that has left acts no more.
-    for place in range(80 * ROUNDS):
-        if place < 20 * ROUNDS and place % 20 == 0 and chance.random() < 0.7:
+    sent, acted = [], {}
+    for place in range(20 * ROUNDS):
+        if place % 20 == 0 and chance.random() < 0.7:
+            sent.append(place)
             lifeline.signalled(place)
+        time.sleep(chance.random() * 3e-4)
+        acted.update(dict.fromkeys(lifeline.passed(), place))
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, sent)
+    # One that has left acts no more: all go on until the last signal of any has been acted on.
+    while acted.keys() != {signal for signals in by_rank for signal in signals}:
+        place += 1
         time.sleep(chance.random() * 3e-4)
         acted.update(dict.fromkeys(lifeline.passed(), place))
     lifeline.close()

@@ -13,7 +13,7 @@ from lightning_dct.failures.process_group import meet_in_fresh_store
 
 WORLD_SIZE = 3
 # Far more than any of it takes on a quiet machine.
-PATIENCE = timedelta(seconds=60)
+PATIENCE = timedelta(seconds=240)
 
 
 def start(rank: int, port: int, answer: Connection) -> None:
@@ -75,7 +75,7 @@ def test_ranks_that_do_not_come_are_named(
     monkeypatch.setenv("MASTER_PORT", str(agent.port))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with pytest.raises(RuntimeError, match=says):
-        meet_in_fresh_store(timedelta(seconds=0.5))
+        meet_in_fresh_store(timedelta(seconds=3))  # enough to connect to the store on a busy machine
 
 
 def test_nothing_happens_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

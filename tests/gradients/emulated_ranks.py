@@ -16,7 +16,7 @@ from lightning_dct.gradients.exchanges import AllGather, ByNode, Exchange, Shard
 from lightning_dct.gradients.exchanges.making import share_model
 from lightning_dct.traffic import Traffic
 
-TIMEOUT = 30.0
+TIMEOUT = 240.0
 Gradients = Mapping[str, Tensor]
 
 

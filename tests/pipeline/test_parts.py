@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -70,7 +70,6 @@ def test_delivered_gradients_arrive_scaled_and_once() -> None:
     assert torch.equal(parameters[1].grad, torch.full((2,), 0.5))
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 255), max_size=40), st.integers(0, 3))
 def test_bytes_viewed_as_floats_survive_copies(values: list[int], room: int) -> None:
     """Oracle: the bytes, after the copies and the accumulation that torch's stages make; NaN patterns included."""

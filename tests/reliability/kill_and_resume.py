@@ -28,7 +28,7 @@ from distributed.harness import CONTEXT, free_port
 from reliability.killed_training import BATCHES, KINDS, WORLD_SIZES, train
 
 # Generous: a machine may be paused for minutes.
-TIMEOUT_S = 280.0
+TIMEOUT_S = 600.0
 KILLS_A_RUN = 5
 
 

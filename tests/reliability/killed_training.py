@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -19,6 +20,7 @@ from distributed.training import Module, Noise, perceptron, trainer_for
 from embedding.hybrid import Batches, Hybrid
 from fsdp.training import Plain
 from lightning_dct import DCTFSDPStrategy, DCTPipelineStrategy, DCTStrategy
+from lightning_dct.failures import Lifeline
 from lightning_dct.fsdp.weights import plain
 from pipeline.split_models import SplitModule, replica
 
@@ -49,6 +51,17 @@ class Resumable:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self._first = state["position"]
+
+
+def signal_itself(number: int, lifeline: Lifeline) -> None:
+    """Send this process a signal that no rank has received yet, and wait until all ranks will act on it.
+
+    They train for a few milliseconds: on a busy machine the lifelines' threads might wake up when all is over.
+    """
+    os.kill(os.getpid(), number)
+    points = lifeline._stop_points
+    while number not in points._asked and not any(number in due for due in list(points._due.values())):
+        time.sleep(0.001)
 
 
 def replicas(**settings: Any) -> tuple[DCTStrategy, LightningModule, Any, dict[str, Any]]:

@@ -8,7 +8,7 @@ from reliability.failing import WAYS, train
 from reliability.processes import Ended, run_to_the_end
 
 # Far more than all of it takes on a quiet machine, and far less than a process group's timeout.
-TIMEOUT_S = 150
+TIMEOUT_S = 400
 GRACE_S = 1.5
 
 

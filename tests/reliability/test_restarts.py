@@ -19,7 +19,7 @@ def test_killed_rank_under_torchrun(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
     )
     output = done.stdout + done.stderr
     assert done.returncode == 0, output

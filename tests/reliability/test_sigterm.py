@@ -16,27 +16,36 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from distributed.scripts import TIMEOUT_S, Script
 from distributed.training import Module, Watch, assert_weights_equal, loader, rank, summary, trainer_for
 from lightning_dct import DCTStrategy
-from reliability.killed_training import BATCHES, Resumable
+from reliability.killed_training import BATCHES, Resumable, signal_itself
 
 STATUS = 128 + signal.SIGTERM
 TRIES = 3
 
 
 class Signals(Callback):
-    """Sends this process a signal some time after a batch has begun."""
+    """Sends this process a signal as a batch begins, or some time after that."""
 
-    def __init__(self, ranks: tuple[int, ...], at: int, delay_s: float = 0.0) -> None:
+    def __init__(self, ranks: tuple[int, ...], at: int, delay_s: float | None = None) -> None:
         self.ranks, self.at, self.delay_s = ranks, at, delay_s
+        self._sending: threading.Thread | None = None
 
     def _send(self) -> None:
-        time.sleep(self.delay_s)
+        time.sleep(self.delay_s or 0.0)
         os.kill(os.getpid(), signal.SIGTERM)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == self.at and rank() in self.ranks:
-            threading.Thread(target=self._send).start()
+            if self.delay_s is None:
+                signal_itself(signal.SIGTERM, trainer.strategy.lifeline)
+            else:
+                self._sending = threading.Thread(target=self._send)
+                self._sending.start()
 
     on_validation_batch_start = on_train_batch_start
+
+    def on_exception(self, *_: Any) -> None:
+        if self._sending is not None:
+            self._sending.join()  # a signal that comes when the run is over would end the process
 
 
 class Terminated(NamedTuple):
@@ -58,8 +67,8 @@ def fits(folder: Path, seed: int) -> list[Terminated]:
     chance = random.Random(seed)
     ended = []
     for _ in range(TRIES):
-        signals = Signals(chance.choice([(0,), (1,), (0, 1)]), chance.randrange(3), chance.random() * 0.02)
-        signals.delay_s *= 1 + rank()
+        signalled, at, delay_s = chance.choice([(0,), (1,), (0, 1)]), chance.randrange(3), chance.random() * 0.02
+        signals = Signals(signalled, at, delay_s * (1 + rank()))
         trainer = trainer_for(DCTStrategy(density=0.1), callbacks=[signals], default_root_dir=folder)
         ended.append(run(trainer, "fit", Module(), loader(100_000, 40, 8)))
     return ended

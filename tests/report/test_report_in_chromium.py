@@ -78,7 +78,7 @@ def test_it_is_whole_at_every_width_and_asks_for_nothing(page, dark, tmp_path):
         [CHROMIUM, *OPTIONS, *colours, f"--user-data-dir={tmp_path / 'profile'}", str(wrapper)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=True,
     )
     body = re.search(r"<body>(.*?)</body>", done.stdout, re.DOTALL)
