@@ -2,9 +2,10 @@
 
 A DLRM with 26 tables (Zipf ids) trains on hosts made of network namespaces, as in ``steps.py``: once with whole tables
 on every rank, with dense all-to-all exchanges of rows in several formats, with TorchRec where it can be imported, and
-with changes. All take turns within a round, and ratios are taken within it. kB are a host's; ids, rows and
-gradients are the tables' messages, *all* is what the interface has sent, headers left out: the networks' gradients
-too. *ms exchanging* is what the tables' exchange computes in a step, *CPU ms* all that a rank's threads do.
+with changes. All take turns within a round, and ratios are taken within it. kB are a host's; ids, rows, evicted (the
+residuals of rows that left a cache) and gradients are the tables' messages, *all* is what the interface has sent,
+headers left out: the networks' gradients too. *ms exchanging* is what the tables' exchange computes in a step, *CPU ms*
+all that a rank's threads do.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ REPLICATED, DENSE = "tables on every rank, DDP", "all-to-all, fp32 rows"
 NUM_TABLES, ZIPF_EXPONENT, LEARNING_RATE = 26, 1.1, 0.03
 BOTTOM, TOP = (256, 128), (256, 128)
 # What a module counts: bytes of its messages in the order in which a step sends them, and seconds.
-MESSAGES = ("ids", "rows", "gradients")
+MESSAGES = ("ids", "rows", "evicted", "gradients")
 # Our caches fill while these pass: look-ups of rows that were never seen are no part of a step that lasts.
 FILLING_STEPS = 40
 
@@ -84,12 +84,14 @@ class ClickSteps(LightningModule):
             self._ddp_params_and_buffers_to_ignore = [prefix + name for name, _ in tables.named_parameters()]
         if isinstance(tables, ShardedEmbeddingBags):
             exchange, turn = tables.exchange_group, 0
+            # Dense tables have no caches.
+            messages = [name for name in MESSAGES if name != "evicted" or not isinstance(tables, DenseTables)]
             start = exchange.start
 
             def counted(payloads: list[Tensor], sizes: list[int], traffic: Any) -> Any:
                 nonlocal turn
                 others = [payload.numel() for peer, payload in enumerate(payloads) if peer != exchange.rank]
-                self._sent[MESSAGES[turn % len(MESSAGES)]] += sum(others)
+                self._sent[messages[turn % len(messages)]] += sum(others)
                 turn += 1
                 return start(payloads, sizes, traffic)
 

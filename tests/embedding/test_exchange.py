@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dct import ShardedEmbeddingBags
-from lightning_dct.embedding.exchange import Exchange
+from lightning_dct.embedding.exchange import Exchange, Incoming
 from lightning_dct.traffic import Traffic, TrafficTotals
 
 CPU = torch.device("cpu")
@@ -98,3 +98,44 @@ def groups_before_with_and_after_tables() -> list[int]:
 def test_the_group_of_tables_ends_with_them(ranks: Any) -> None:
     for before, during, after in ranks(2).run(groups_before_with_and_after_tables):
         assert (during, after) == (before + 1, before)
+
+
+class WatchedWork:
+    """A message under way that notes when it is waited for."""
+
+    def __init__(self, work: dist.Work, wait: str, events: list[str]) -> None:
+        self._work, self._wait, self._events = work, wait, events
+
+    def wait(self) -> None:
+        self._events.append(self._wait)
+        self._work.wait()
+
+
+def events_of_a_step() -> tuple[list[str], int]:
+    tables = ShardedEmbeddingBags([400], 4, cache_rows=8)
+    tables.materialize()
+    exchange, start, events, evicted = tables.exchange_group, tables.exchange_group.start, [], 0
+    for step in range(3):  # the third request finds caches that are full
+        names, events = iter(["ids", "rows", "evicted", "gradients"]), []
+
+        def watched(payloads: Any, sizes: Any, traffic: Traffic, names: Any = names, events: Any = events) -> Incoming:
+            nonlocal evicted
+            name = next(names)
+            events.append(f"send {name}")
+            evicted = sum(payload.numel() for payload in payloads) if name == "evicted" else evicted
+            work, parts = start(payloads, sizes, traffic)
+            return Incoming(WatchedWork(work, f"wait for {name}", events), parts)  # type: ignore[arg-type]
+
+        exchange.start = watched  # type: ignore[method-assign]
+        pooled = tables(torch.arange(40).view(-1, 1) * 10 + step)
+        events.append("compute")
+        pooled.sum().backward()
+    return events, evicted
+
+
+def test_no_computation_waits_for_what_evicted_rows_have_left(ranks: Any) -> None:
+    before = ["send ids", "wait for ids", "send rows", "send evicted", "wait for rows", "compute"]
+    after = ["send gradients", "wait for gradients", "wait for evicted"]
+    for events, evicted in ranks(2).run(events_of_a_step):
+        assert events == before + after
+        assert evicted > 0

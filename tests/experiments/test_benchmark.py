@@ -201,3 +201,4 @@ def test_a_recommender_on_the_loopback(tmp_path: Path) -> None:
         crossed = [runs[name][part] for part in ("ids", "rows", "gradients")]
         assert crossed == [8 * looked_up, width * 4 * looked_up, width * 4 * looked_up]
     assert 0 < runs["changes, 5%, 1 bit"]["rows"] < runs["all-to-all, fp16 rows"]["rows"]
+    assert [run["evicted"] for run in runs.values()] == [0, 0, 0]  # the caches hold all rows

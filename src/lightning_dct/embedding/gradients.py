@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dct.embedding.exchange import Incoming
 from lightning_dct.kernels import add_rows
 
 
@@ -22,26 +24,40 @@ def when_backward_ends(finish: Callable[[], None]) -> None:
 
 
 class CollectedGradients:
-    """The gradients of this rank's rows that have arrived since a backward last ended.
+    """The gradients of this rank's rows that were sent since a backward last ended."""
 
-    Attributes:
-        parts: Places among this rank's rows (int64 ``[k]``) and gradients (``[k, dim]``), in order of arrival.
-    """
+    def __init__(self, parts: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
+        self._parts = list(parts)
+        self._under_way: list[dist.Work] = []
 
-    def __init__(self) -> None:
-        self.parts: list[tuple[Tensor, Tensor]] = []
+    @property
+    def parts(self) -> list[tuple[Tensor, Tensor]]:
+        """Places among this rank's rows (int64 ``[k]``) and gradients (``[k, dim]``), in the order of :meth:`add`."""
+        self.wait()
+        return self._parts
 
     def add(self, places: Tensor, gradient: Tensor) -> None:
         """Note the gradient of a rank's mean loss at ``places``; a row may come more than once."""
-        self.parts.append((places, gradient))
+        self._parts.append((places, gradient))
+
+    def expect(self, incoming: Incoming) -> None:
+        """Wait for these bytes before any gradient is read, because some that were added are views of them."""
+        if incoming.work is not None:
+            self._under_way.append(incoming.work)
+
+    def wait(self) -> None:
+        """Wait for what is expected."""
+        for work in self._under_way:
+            work.wait()
+        self._under_way = []
 
     def deliver(self, weight: Tensor, world_size: int) -> None:
-        """Add the mean over ``world_size`` ranks to ``weight.grad`` as a sparse tensor, and empty ``parts``."""
-        distinct, inverse = torch.unique(torch.cat([places for places, _ in self.parts]), return_inverse=True)
-        summed = self.parts[0][1].new_zeros(distinct.numel(), weight.shape[1])
-        for part, (_, gradient) in zip(inverse.split([len(p) for p, _ in self.parts]), self.parts, strict=True):
+        """Add the mean over ``world_size`` ranks to ``weight.grad`` as a sparse tensor, and forget the parts."""
+        parts, self._parts = self.parts, []
+        distinct, inverse = torch.unique(torch.cat([places for places, _ in parts]), return_inverse=True)
+        summed = parts[0][1].new_zeros(distinct.numel(), weight.shape[1])
+        for part, (_, gradient) in zip(inverse.split([len(p) for p, _ in parts]), parts, strict=True):
             add_rows(summed, part, gradient)
-        self.parts = []
         mean = summed.div_(world_size).to(weight.dtype)
         gradient = torch.sparse_coo_tensor(
             distinct.unsqueeze(0), mean, weight.shape, is_coalesced=True, check_invariants=False

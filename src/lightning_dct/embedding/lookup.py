@@ -7,6 +7,7 @@
       pool R; the rest of the model runs
       G += dL/dR            ---------  G where |G| >= tau  ---->   the sum over all ranks is E's gradient
       G -= sent
+      G of evicted rows     -------  behind the answers  -------   joins that sum
 
 Nothing is zeroed and nothing is lost, unlike in the paper, where pooled embeddings cross and the small ones are zeroed.
 """
@@ -60,11 +61,15 @@ class DistinctRows:
 
 
 class Asked(NamedTuple):
-    """What another rank requests: the rows' places ``[k]``, the slots of their mirrors, and the number of look-ups."""
+    """What another rank requests: the rows' places ``[k]``, the slots of their mirrors, and the number of look-ups.
+
+    ``evicted``, shape ``[e]``, has the places of the rows whose residuals follow, because that rank has evicted them.
+    """
 
     places: Int64Array
     slots: Tensor
     lookups: int
+    evicted: Int64Array
 
 
 class ChangesLookup:
@@ -77,15 +82,13 @@ class ChangesLookup:
         self._empty = torch.empty(0, dtype=torch.uint8, device=module.weight.device)
         with module.traffic.timed():
             self._rows = DistinctRows(bags, module)
-            payloads, numbers = self._requests()
+            payloads, flushed, numbers = self._requests()
         # Of each request: its bytes of ids, its look-ups, and the rows it has evicted.
-        id_bytes, lookups, evicted = module.exchange_group.announce(numbers, module.traffic).T.tolist()
-        row_bytes = module.embedding_dim * module.remembered_dtype.itemsize
-        sizes = [id_bytes[peer] + evicted[peer] * row_bytes for peer in ranks]
-        requests = module.exchange_group.start(payloads, sizes, module.traffic).wait()
+        announced = module.exchange_group.announce(numbers, module.traffic)
+        requests = module.exchange_group.start(payloads, announced[:, 0].tolist(), module.traffic).wait()
         with module.traffic.timed():
             self._asked = {
-                peer: self._read_request(peer, requests[peer], id_bytes[peer], lookups[peer]) for peer in self._peers
+                peer: self._read_request(peer, requests[peer], *announced[peer, 1:].tolist()) for peer in self._peers
             }
             self._count()
             # The messages with each owner and each user; both directions are about the same rows.
@@ -94,6 +97,7 @@ class ChangesLookup:
             answers = [self._answer(peer) if peer in self._peers else self._empty for peer in ranks]
             sizes = [self._mine[peer].layout.num_bytes if peer in self._peers else 0 for peer in ranks]
         self._incoming = module.exchange_group.start(answers, sizes, module.traffic)
+        self._flush(flushed)
 
     def pooled(self) -> Tensor:
         """Wait for the rows and pool them, ``[samples, tables, dim]``."""
@@ -129,6 +133,7 @@ class ChangesLookup:
 
         def finish() -> None:
             received = incoming.wait()
+            module.collected.wait()
             with module.traffic.timed():
                 own = torch.from_numpy(rows.wanted[self._rank]).to(gradient.device)
                 module.collected.add(own, rows.part(gradient, self._rank))
@@ -144,36 +149,51 @@ class ChangesLookup:
 
         when_backward_ends(finish)
 
-    def _requests(self) -> tuple[list[Tensor], Int64Array]:
+    def _requests(self) -> tuple[list[Tensor], list[Tensor], Int64Array]:
+        """The bytes of ids and the residuals of evicted rows, by owner, and the numbers to announce."""
         module, world_size = self._module, self._module.placement.world_size
         device = module.weight.device
         numbers = np.zeros((world_size, 3), dtype=np.int64)
-        payloads = [self._empty] * world_size
+        payloads, flushed = [self._empty] * world_size, [self._empty] * world_size
         self._slots: dict[int, Tensor] = {}
         for peer in self._peers:
             wanted = self._rows.wanted[peer]
-            ids = module.held[peer].code.encode(wanted).to(device)
-            admission, flushed = module.held[peer].admit(wanted)
+            payloads[peer] = module.held[peer].code.encode(wanted).to(device)
+            admission, residuals = module.held[peer].admit(wanted)
             self._slots[peer] = torch.from_numpy(admission.slots).to(device)
-            numbers[peer] = ids.numel(), self._rows.lookups[peer], len(flushed)
-            payloads[peer] = torch.cat([ids, flushed.reshape(-1).view(torch.uint8)])
-        return payloads, numbers
+            flushed[peer] = residuals.view(-1).view(torch.uint8)
+            numbers[peer] = payloads[peer].numel(), self._rows.lookups[peer], len(residuals)
+        return payloads, flushed, numbers
 
-    def _read_request(self, peer: int, request: Tensor, id_bytes: int, lookups: int) -> Asked:
+    def _read_request(self, peer: int, request: Tensor, lookups: int, evicted: int) -> Asked:
         module = self._module
         with reading(f"Rank {peer} of the process group"):
-            places = module.mirrors[peer].code.decode(request[:id_bytes], lookups)
+            places = module.mirrors[peer].code.decode(request, lookups)
         # This end computes which rows the other has evicted.
         admission, _ = module.mirrors[peer].admit(places)
-        flushed = request[id_bytes:].clone().view(module.remembered_dtype).view(-1, module.embedding_dim)
-        if len(flushed) != admission.evicted.size:
+        if evicted != admission.evicted.size:
             raise PayloadError(
-                f"Rank {peer} has evicted {len(flushed)} rows where {admission.evicted.size} were expected: the two"
+                f"Rank {peer} has evicted {evicted} rows where {admission.evicted.size} were expected: the two"
                 " ends' caches differ. Use the same `cache_rows` and the same checkpoint on every rank."
             )
-        if len(flushed):
-            module.collected.add(torch.from_numpy(admission.evicted).to(flushed.device), flushed)
-        return Asked(places, torch.from_numpy(admission.slots).to(module.weight.device), lookups)
+        slots = torch.from_numpy(admission.slots).to(module.weight.device)
+        return Asked(places, slots, lookups, admission.evicted)
+
+    def _flush(self, flushed: list[Tensor]) -> None:
+        """Start sending the residuals of evicted rows, which nobody needs before backward ends.
+
+        They leave after the answers, because those are waited for and residuals can be many times as long.
+        """
+        module, dim = self._module, self._module.embedding_dim
+        sizes = [0] * module.placement.world_size
+        for peer, asked in self._asked.items():
+            sizes[peer] = asked.evicted.size * dim * module.remembered_dtype.itemsize
+        incoming = module.exchange_group.start(flushed, sizes, module.traffic)
+        for peer, asked in self._asked.items():
+            if asked.evicted.size:
+                residuals = incoming.parts[peer].view(module.remembered_dtype).view(-1, dim)
+                module.collected.add(torch.from_numpy(asked.evicted).to(residuals.device), residuals)
+        module.collected.expect(incoming)
 
     def _answer(self, peer: int) -> Tensor:
         module = self._module

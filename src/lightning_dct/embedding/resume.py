@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.embedding.cache import CACHE_ARRAYS
+from lightning_dct.embedding.gradients import CollectedGradients
 from lightning_dct.embedding.placement import Placement
 from lightning_dct.embedding.state import TableState
 from lightning_dct.state_file import CheckpointError
@@ -44,7 +45,7 @@ def restore_memory(module: TableState, states: Sequence[Mapping[str, Any]]) -> N
             for peer, state in states[0][saved].items():
                 rows[peer].load_state_dict(state)
         device = module.weight.device
-        module.collected.parts = [(places.to(device), part.to(device)) for places, part in states[0]["collected"]]
+        module.collected = CollectedGradients((p.to(device), part.to(device)) for p, part in states[0]["collected"])
         return
     module.forget()
     for old_rank, state in enumerate(states):

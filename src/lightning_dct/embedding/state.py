@@ -131,7 +131,7 @@ class TableState(CompressedModule):
             self.exchange_group.device = device
             for rows in self.remembered:
                 rows.move(device)
-            self.collected.parts = [(places.to(device), part.to(device)) for places, part in self.collected.parts]
+            self.collected = CollectedGradients((p.to(device), part.to(device)) for p, part in self.collected.parts)
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
