@@ -11,6 +11,7 @@ import math
 import os
 import re
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,8 +31,11 @@ from lightning_dct.config import VALUE_FORMATS, DCTConfig
 from lightning_dct.forecast.forecast import layout_of
 from lightning_dct.forecast.link import measure_link
 from lightning_dct.forecast.report import describe
+from lightning_dct.forecast.shards import check_shards
+from lightning_dct.fsdp.wrapping import units_of
 from lightning_dct.gradients.exchanges.nodes import find_layout
 from lightning_dct.gradients.plan import real_numel
+from lightning_dct.synchronizing import parameter_names
 from lightning_dct.tables import plain_table
 
 MOST_PARAMETERS = 10**15
@@ -45,6 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world-size", type=int, help="number of ranks: processes of the whole job")
     parser.add_argument(
         "--nodes", type=int, help="number of machines, with equally many ranks on each (default: one rank on each)"
+    )
+    parser.add_argument(
+        "--shards",
+        type=int,
+        help="forecast `dct_fsdp`: ranks over which each replica is sharded (default of --nodes: one replica on each)",
     )
     parser.add_argument(
         "--link",
@@ -99,7 +108,11 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.world_size is None or arguments.link is None:
             raise ValueError("give `--world-size` and `--link`, or `--measure` under torchrun")
-        layout = layout_of(arguments.world_size, arguments.world_size if arguments.nodes is None else arguments.nodes)
+        world_size, nodes, shards = arguments.world_size, arguments.nodes, arguments.shards
+        layout = layout_of(world_size, world_size if nodes is None else nodes)
+        if shards is not None:
+            check_shards(shards, world_size)
+            layout = layout_of(world_size, world_size // shards) if nodes is None else layout
         config = DCTConfig(
             compress=arguments.compress,
             local_steps=arguments.local_steps,
@@ -108,12 +121,12 @@ def run(arguments: argparse.Namespace) -> int:
             min_tensor_size=arguments.min_tensor_size,
         )
         workload = _workload(arguments)
+        sizes = [real_numel(workload.parameters[name]) for bucket in workload.buckets for name in bucket]
+        speed = forecast.measure_speed(config.density, config.value_format, sizes)
+        print(describe(forecast.make_forecast(config, workload, layout, arguments.link, speed, shards=shards)))
     except ValueError as error:
         print(f"lightning-dct plan: error: {error}", file=sys.stderr)
         return 2
-    sizes = [real_numel(workload.parameters[name]) for bucket in workload.buckets for name in bucket]
-    speed = forecast.measure_speed(config.density, config.value_format, sizes)
-    print(describe(forecast.make_forecast(config, workload, layout, arguments.link, speed)))
     return 0
 
 
@@ -124,6 +137,8 @@ def _print_measured(arguments: argparse.Namespace) -> int:
             raise ValueError("`--measure` is for ranks: torchrun --nproc-per-node 2 -m lightning_dct plan --measure")
         if arguments.compute_ms is None or not 0 < arguments.compute_ms < math.inf:
             raise ValueError("`--measure` needs `--compute-ms`: what a step takes on one rank alone, as 120")
+        if arguments.shards is not None:
+            raise ValueError("`--shards` needs `--world-size` and `--link` instead of `--measure`")
         base, workload = DCTConfig(min_tensor_size=arguments.min_tensor_size), _workload(arguments)
     except ValueError as error:
         print(f"lightning-dct plan: error: {error}", file=sys.stderr)
@@ -152,7 +167,10 @@ def _workload(arguments: argparse.Namespace) -> forecast.Workload:
     if os.getcwd() not in sys.path:
         # `python script.py` finds modules in this folder, too.
         sys.path.insert(0, os.getcwd())
-    return forecast.workload_of(forecast.load_module(arguments.module, parse_arguments(arguments.arguments)))
+    module = forecast.load_module(arguments.module, parse_arguments(arguments.arguments))
+    names = parameter_names(module)
+    units = [[names[parameter] for parameter in own] for own in units_of(module).values()]
+    return replace(forecast.workload_of(module), units=units)
 
 
 def parse_arguments(words: list[str]) -> dict[str, Any]:

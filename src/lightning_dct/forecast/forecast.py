@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from lightning_dct.config import DCTConfig
-from lightning_dct.forecast.bytes_sent import COMPRESSED, Step, compressed_step, dense_step, ranks_per_node
+from lightning_dct.forecast.bytes_sent import COMPRESSED, Sent, Step, compressed_step, dense_step, ranks_per_node
+from lightning_dct.forecast.shards import fsdp_bytes, groups_of, step_of_all
 from lightning_dct.forecast.speed import Speed
 from lightning_dct.forecast.workload import Workload
 from lightning_dct.gradients.exchanges.auto import INSIDE_IS_FASTER, Choice
@@ -28,7 +30,7 @@ class Row:
         step: The bytes of one exchange, rank by rank.
         local_steps: Optimizer steps from one exchange to the next. All other figures are of a step.
         ratio: Bytes of the dense fp32 all-reduce over bytes sent, by the rank that sends most; between nodes for
-            ``by_node``. What a run logs.
+            ``by_node`` and ``dct_fsdp``. What a run logs.
         link_seconds: How long the busiest node's link is busy in a step.
         compressing_seconds: How long a rank compresses in a step.
     """
@@ -68,6 +70,7 @@ class Forecast:
         rows: The dense all-reduce, and each exchange that is possible.
         choice: What ``exchange="auto"`` takes.
         speed: What compressing costs here.
+        shards: Ranks per replica of ``dct_fsdp``, None for ``dct``.
     """
 
     config: DCTConfig
@@ -77,6 +80,7 @@ class Forecast:
     rows: tuple[Row, ...]
     choice: Choice
     speed: Speed
+    shards: int | None = None
 
     def row(self, name: str) -> Row:
         """The row of a name."""
@@ -103,31 +107,46 @@ def layout_of(world_size: int, nodes: int) -> NodeLayout:
 
 
 def make_forecast(
-    config: DCTConfig, workload: Workload, layout: NodeLayout, link: float, speed: Speed, latency: float = 0.0
+    config: DCTConfig,
+    workload: Workload,
+    layout: NodeLayout,
+    link: float,
+    speed: Speed,
+    latency: float = 0.0,
+    shards: int | None = None,
 ) -> Forecast:
     """Compute all exchanges.
 
     The arguments are those of :class:`Forecast`: two ranks or more, as many on every node, and a speed at the settings'
     density and value format. ``latency`` is the seconds that an all-reduce of nothing takes, two rounds of messages.
+
+    Raises:
+        ValueError: FSDP2 cannot shard a parameter.
     """
-    world_size, local = len(layout.places), ranks_per_node(layout)
-    dense = dense_step(workload, layout)
+    every, groups, fsdp = config.round_length, [(workload, layout)], Sent()
+    if shards is not None:
+        groups = groups_of(workload, layout, shards, by_unit=config.compress == "gradients")
+        fsdp = fsdp_bytes(workload, layout, shards)
+    # The first ranks of replicas hold the largest shards.
+    largest, peers = groups[0]
+    world_size, local = len(peers.places), ranks_per_node(peers)
+    dense = step_of_all(dense_step, groups, fsdp, 1)
     rows = [Row(DENSE, dense, 1, 1.0, link_seconds(dense, layout, link), 0.0)]
     for name in COMPRESSED:
-        if name == "by_node" and layout.obstacle is not None:
+        if name == "by_node" and any(ranks.obstacle is not None for _, ranks in groups):
             continue
-        step = compressed_step(name, config, workload, layout)
-        if name == "by_node":
-            ratio = dense.sent[0].between / max(sent.between for sent in step.sent)
+        step = step_of_all(partial(compressed_step, name, config), groups, fsdp, every)
+        if name == "by_node" or shards is not None:
+            ratio = (max(sent.between for sent in dense.sent) - fsdp.between) / max(sent.between for sent in step.sent)
         else:
             ratio = dense.sent[0].total / max(sent.total for sent in step.sent)
-        every, waits = config.round_length, COLLECTIVES[name] * len(workload.buckets_under(config)) * latency / 2
+        waits = COLLECTIVES[name] * len(largest.buckets_under(config)) * latency / 2
         busy, compressing = link_seconds(step, layout, link), speed.seconds(name, step.entries, world_size, local)
         if config.compress == "updates":
-            compressing += speed.move * workload.entries
+            compressing += speed.move * largest.entries
         rows.append(Row(name, step, every, ratio * every, (busy + waits) / every, compressing / every))
-    choice = choose_for_model(config, workload.parameters, layout)
-    return Forecast(config, workload, layout, link, tuple(rows), choice, speed)
+    choice = choose_for_model(config, largest.parameters, peers)
+    return Forecast(config, workload, layout, link, tuple(rows), choice, speed, shards)
 
 
 def link_seconds(step: Step, layout: NodeLayout, link: float) -> float:

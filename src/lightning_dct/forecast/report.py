@@ -21,17 +21,19 @@ def _title(forecast: Forecast) -> str:
     """What was computed, in one line."""
     config, layout = forecast.config, forecast.layout
     what = "gradients" if config.compress == "gradients" else f"updates every {_many(config.round_length, 'step')}"
+    replicas = "" if forecast.shards is None else f" in replicas of {_many(forecast.shards, 'shard')}"
     return (
         f"{forecast.workload.entries:,} parameters in {_many(sum(map(len, forecast.workload.buckets)), 'tensor')},"
         f" {100 * config.density:g}% of the entries, {config.value_format} values, {what};"
-        f" {_many(len(layout.places), 'rank')} on {_many(len(layout.nodes), 'node')}, {rate_text(forecast.link)} from"
-        f" each {'rank' if len(layout.nodes) == 1 else 'node'}"
+        f" {_many(len(layout.places), 'rank')}{replicas} on {_many(len(layout.nodes), 'node')},"
+        f" {rate_text(forecast.link)} from each {'rank' if len(layout.nodes) == 1 else 'node'}"
     )
 
 
 def _table(forecast: Forecast) -> list[list[str]]:
     """A column for each exchange."""
-    names = {DENSE: "ddp, fp32", forecast.choice.name: f"{forecast.choice.name} (auto)"}
+    dense = "ddp, fp32" if forecast.shards is None else "hsdp, fp32"
+    names = {DENSE: dense, forecast.choice.name: f"{forecast.choice.name} (auto)"}
     columns = forecast.rows
     rows = [
         ["a step", *(names.get(row.name, row.name) for row in columns)],
@@ -42,13 +44,15 @@ def _table(forecast: Forecast) -> list[list[str]]:
         ["ms together", *(f"{1e3 * row.seconds:,.1f}" for row in columns)],
         ["residuals on a rank", *(format_bytes(max(row.step.residual_bytes)) for row in columns)],
     ]
-    if ranks_per_node(forecast.layout) > 1:
-        rows.insert(2, ["of them to other nodes", *(f"{row.most_between:,}" for row in columns)])
+    if ranks_per_node(forecast.layout) > 1 or forecast.shards is not None:
+        where = "to other nodes" if len(forecast.layout.nodes) > 1 else "between replicas"
+        rows.insert(2, [f"of them {where}", *(f"{row.most_between:,}" for row in columns)])
     return rows
 
 
 def _notes(forecast: Forecast) -> list[str]:
     chosen, dense = forecast.row(forecast.choice.name), forecast.row(DENSE)
+    rival = "strategy='ddp'" if forecast.shards is None else "HSDP"
     notes = [f'exchange="auto" takes {chosen.name!r}: {forecast.choice.reason}.']
     if chosen.seconds < dense.seconds:
         notes.append(
@@ -58,12 +62,17 @@ def _notes(forecast: Forecast) -> list[str]:
     else:
         notes.append(
             f"On this link the dense all-reduce is faster ({1e3 * dense.seconds:,.1f} ms a step, against"
-            f" {1e3 * chosen.seconds:,.1f}): use strategy='ddp'."
+            f" {1e3 * chosen.seconds:,.1f}): use {rival}."
         )
     notes.append(f"Compressing: {forecast.speed.how}.")
     if not torch.cuda.is_available() and (missing := faster_kernel_missing("cpu")):
         notes.append(missing)
-    if ranks_per_node(forecast.layout) > 1:
+    if forecast.shards is not None:
+        notes.append(
+            "Sizes are those that a run counts, by the rank that sends most: shards may differ. FSDP's own bytes, two"
+            " gatherings of the weights and one reduction of the gradients in fp32, are not in the ratio."
+        )
+    elif ranks_per_node(forecast.layout) > 1:
         notes.append(
             "The ranks of a node share its link. Like `auto`, this assumes that bytes inside a node move"
             f" {INSIDE_IS_FASTER} times as fast as a rank's share of it. A run counts bytes between and inside nodes"
@@ -71,7 +80,7 @@ def _notes(forecast: Forecast) -> list[str]:
         )
     else:
         notes.append("Sizes are those that a run counts, headers and padding included, by the rank that sends most.")
-    if len(forecast.workload.buckets) > 1:
+    if len(forecast.workload.buckets) > 1 and forecast.shards is None:
         notes.append(
             f"{_many(len(forecast.workload.buckets), 'bucket')}, as DistributedDataParallel makes them from the second"
             " step on of a model that uses its parameters in the order of their definition; another order shifts the"

@@ -32,10 +32,14 @@ class Workload:
         parameters: By name in the model's order, frozen ones included, as exchanges want them. Only sizes, dtypes and
             ``requires_grad`` are asked for: they may be on the meta device.
         not_counted: Entries whose gradients travel in another way or as many as the data say, by the reason.
+        units: The names that FSDP gathers together, for the forecast of ``dct_fsdp``; none for one unit of all.
+        are_buckets: Whether units take the place of DistributedDataParallel's buckets.
     """
 
     parameters: Mapping[str, Tensor]
     not_counted: Mapping[str, int]
+    units: Sequence[Sequence[str]] = ()
+    are_buckets: bool = False
 
     @cached_property
     def buckets(self) -> tuple[tuple[str, ...], ...]:
@@ -44,6 +48,8 @@ class Workload:
         It fills them in the order in which gradients become ready. That is known when a model runs; here it is the
         reverse of the order in which parameters are defined, as it is for models that use them in that order.
         """
+        if self.are_buckets:
+            return tuple(map(tuple, self.units))
         trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad][::-1]
         assigned, _ = _compute_bucket_assignment_by_size([self.parameters[name] for name in trained], BUCKET_LIMITS)
         return tuple(tuple(trained[index] for index in indices) for indices in assigned)

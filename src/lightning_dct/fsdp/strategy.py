@@ -23,7 +23,7 @@ from lightning_dct.config import DCTConfig, check_integer, check_keywords
 from lightning_dct.fsdp.gradients import ShardGradientSynchronizer, count_inside
 from lightning_dct.fsdp.mesh import MeshStrategy
 from lightning_dct.fsdp.weights import ShardWeights, plain, take_over, with_local
-from lightning_dct.fsdp.wrapping import check_sharded, shard_of, sharded_modules
+from lightning_dct.fsdp.wrapping import UNIT, check_sharded, shard_of, sharded_modules
 from lightning_dct.gradients import Synchronizer
 from lightning_dct.gradients.collectives import Link
 from lightning_dct.gradients.plan import local_of
@@ -74,7 +74,7 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
         self,
         *,
         replicas: int | None = None,
-        unit: int | type | tuple[type, ...] = 1_000_000,
+        unit: int | type | tuple[type, ...] = UNIT,
         mp_policy: MixedPrecisionPolicy | None = None,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,

@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+UNIT = 1_000_000
+"""The default size of a unit, in entries."""
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 # They use the weights of their children without calling them.
 OPAQUE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -31,22 +33,36 @@ def wrap(model: pl.LightningModule, mesh: DeviceMesh, unit: int | type | tuple[t
     """
     if isinstance(model, FSDPModule) or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return
-    shared = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    for module in _inside_out(model):
-        own = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
-        is_unit = sum(p.numel() for p in own) >= unit if isinstance(unit, int) else isinstance(module, unit)
-        here = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
-        if own and is_unit and all(here[id(parameter)] == shared[id(parameter)] for parameter in own):
-            fully_shard(module, mesh=mesh, **settings)
-    if not model.automatic_optimization:
-        for child in _callable_children(model):
-            if any(not isinstance(parameter, DTensor) for parameter in child.parameters()):
-                fully_shard(child, mesh=mesh, **settings)
-        return
-    fully_shard(model, mesh=mesh, **settings)
-    for step in STEPS:
+    for module in units_of(model, unit):
+        fully_shard(module, mesh=mesh, **settings)
+    for step in STEPS if model.automatic_optimization else ():
         if is_overridden(step, model):
             register_fsdp_forward_method(model, step)
+
+
+def units_of(model: nn.Module, unit: int | type | tuple[type, ...] = UNIT) -> dict[nn.Module, list[Tensor]]:
+    """The modules that :func:`wrap` shards, inner ones first, and the parameters that each gathers."""
+    units: dict[nn.Module, list[Tensor]] = {}
+    taken: set[Tensor] = set()
+
+    def add(module: nn.Module) -> None:
+        units[module] = [parameter for parameter in module.parameters() if parameter not in taken]
+        taken.update(units[module])
+
+    shared = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
+    for module in _inside_out(model):
+        own = [parameter for parameter in module.parameters() if parameter not in taken]
+        is_unit = sum(p.numel() for p in own) >= unit if isinstance(unit, int) else isinstance(module, unit)
+        here = Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
+        if own and is_unit and all(here[parameter] == shared[parameter] for parameter in own):
+            add(module)
+    if getattr(model, "automatic_optimization", True):
+        add(model)
+        return units
+    for child in _callable_children(model):
+        if not taken.issuperset(child.parameters()):
+            add(child)
+    return units
 
 
 def check_sharded(model: nn.Module, mesh: DeviceMesh) -> None:

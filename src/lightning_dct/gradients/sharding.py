@@ -101,8 +101,8 @@ def cut(bucket: BucketPlan, pieces: Mapping[str, tuple[Piece, ...]], owners: int
     for tensor, (name, size, target) in enumerate(zip(bucket.names, bucket.sizes, bucket.targets, strict=True)):
         for piece in pieces[name]:
             entries = piece.stop - piece.start
-            # The piece's part of the target, rounded up.
-            part = -(-target * entries // size)
+            # The piece's part of the target, rounded up; a rank may hold nothing of a tensor that FSDP shards.
+            part = -(-target * entries // max(size, 1))
             rows[piece.owner].append((piece.label, entries, part, bucket.bounds[tensor][0] + piece.start, tensor))
     shards = []
     for own in rows:
