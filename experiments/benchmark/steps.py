@@ -19,7 +19,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from socket import socket
 from typing import Any
@@ -118,10 +118,12 @@ class Benchmark:
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on."""
-    with socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port nobody listens on, below all that kernels give away: torchrun takes seconds to bind it."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 15_000)
+        with socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def notes_on(

@@ -14,6 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import jobs
 from compare import main
+from distributed.harness import free_port
 from distributed.scripts import EXPERIMENTS, TRAIN
 from jobs import is_hydra_setting, run_alone, train_command
 
@@ -45,6 +46,7 @@ def processes_that_name(text: str) -> list[bytes]:
 def test_a_sweep_starts_the_ranks_of_each_job_once(tmp_path: Path) -> None:
     """Two jobs, of which the first fails. Oracle: what each job has left, and what the whole has printed."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PL_")}
+    environment["MASTER_PORT"] = str(free_port())  # see scripts.py
     completed = subprocess.run(
         [sys.executable, str(TRAIN), "-m", *LM, "strategy.density=7,0.1", "hydra.sweep.dir=the sweep"],
         cwd=tmp_path,

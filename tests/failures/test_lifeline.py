@@ -67,7 +67,8 @@ def open_and_close(wanted: Any) -> tuple[bool, list[str], list[str], list[str]]:
     running = threads()
     dist.barrier()  # rank 0's end ends the threads of others
     if lifeline is not None:
-        lifeline.close()
+        with patch("lightning_dct.failures.lifeline.VERDICT_S", 240.0):
+            lifeline.close()
     return lifeline is not None, [str(warning.message) for warning in caught], running, threads()
 
 
