@@ -1,5 +1,6 @@
 """The benchmark on the loopback, a few steps long: that it measures what it says, never how long anything takes."""
 
+import argparse
 import gc
 import json
 import math
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmark import kernels, recommender, steps
+from benchmark import kernels, memory, recommender, steps
 from benchmark.job import Job
 from benchmark.kernels import (
     FLOOR,
@@ -29,6 +30,7 @@ from benchmark.synchronisations import DDP, NOTHING, SYNCHRONISATIONS
 from benchmark.tables import link_name, tabulate_steps
 from benchmark.worker import train
 from distributed.harness import Ranks
+from distributed.training import on_two_nodes
 from network.hosts import INTERFACE, make_hosts
 
 RUN = Run(DDP, 10, 2.0, 8000, 9000, 0.5, 0.1, [3.0, 2.0], None)
@@ -62,6 +64,19 @@ def test_steps_on_the_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (tmp_path / "steps.png").stat().st_size > 0
     # Heads, a rule, and a row each.
     assert (tmp_path / "steps.md").read_text().count("\n| ") == 5
+
+
+def remember(name: str) -> dict[str, int]:
+    with on_two_nodes():
+        return memory.train(name, argparse.Namespace(layers=2, width=16))
+
+
+@pytest.mark.parametrize(("name", "share"), [("hsdp", 0), ("dct_fsdp, updates", 1 / 2)])
+def test_memory_of_a_rank(ranks: Callable[[int], Ranks], name: str, share: float) -> None:
+    """Oracle: the shared weights of half the model."""
+    for found in ranks(4).run(remember, name):
+        assert found["remembered"] == share * 4 * 2 * (16 * 16 + 16)
+        assert found["peak"] >= 0
 
 
 def train_and_score(folder: str) -> tuple[Run, dict[str, float]]:

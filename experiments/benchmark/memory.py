@@ -1,0 +1,140 @@
+"""Peak memory of a rank under HSDP, ``dct_fsdp`` and ``dct``: ``python experiments/benchmark/memory.py``.
+
+For each strategy four ranks start on this machine, two a node, and train dense layers with AdamW and gloo, until past
+the first round of updates, which selects thresholds. The peak is a rank's largest resident set, less what that was
+before the model was made; numba, which takes as much for any model, has been used by then. By default malloc keeps most
+of what is freed, which hides what a strategy needs; it is told to return that, unless ``--keep-freed`` is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/, where `benchmark` is
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from benchmark.machine import describe_machine
+from benchmark.steps import free_port
+from benchmark.tables import publish
+from hsdp import HSDPStrategy
+from lightning_dct import DCTFSDPStrategy, DCTStrategy
+from lightning_dct.forecast import measure_speed
+from network.loopback import LoopbackHost
+from network.running import run_on, torchrun
+
+NODES, RANKS_PER_NODE, STEPS, ROWS = 2, 2, 10, 8
+HSDP = "hsdp"
+# Without the shorter rounds of the warm-up, which send less.
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    HSDP: HSDPStrategy,
+    "dct_fsdp, gradients": lambda: DCTFSDPStrategy(compress="gradients"),
+    "dct_fsdp, updates": lambda: DCTFSDPStrategy(warmup_steps=0),
+    "dct, updates": lambda: DCTStrategy(warmup_steps=0),
+}
+
+
+class Stack(LightningModule):
+    """Dense layers, each a unit of FSDP from a width of 1,000 on."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+
+    def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def peak() -> int:
+    """The largest resident set of this process so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def num_bytes(state: Any) -> int:
+    """Of all tensors in a tree of dicts."""
+    return state.nbytes if isinstance(state, Tensor) else sum(map(num_bytes, state.values()))
+
+
+def train(name: str, options: argparse.Namespace) -> dict[str, int]:
+    """One rank: bytes of the peak beyond what there was before, and of what is remembered."""
+    warnings.simplefilter("ignore")
+    seed_everything(0, verbose=False)
+    measure_speed(0.3, "1bit", [20_000], seconds=0.0)
+    strategy, before = STRATEGIES[name](), peak()
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    place: dict[str, Any] = {"accelerator": "cpu", "devices": RANKS_PER_NODE, "num_nodes": NODES}
+    rows = torch.randn(NODES * RANKS_PER_NODE * STEPS * ROWS, options.width)
+    trainer = Trainer(strategy=strategy, max_steps=STEPS, **place, **quiet)
+    trainer.fit(Stack(options.layers, options.width), DataLoader(rows, ROWS))
+    found, synchronizer = {"peak": peak() - before, "remembered": 0}, getattr(strategy, "synchronizer", None)
+    if synchronizer is not None:
+        # A rank's own weights are as large as the shared ones that it keeps beside them.
+        state = synchronizer.state_dict()
+        found["remembered"] = sum(num_bytes(state.get(part, {})) for part in ("residuals", "owned", "weights"))
+    return found
+
+
+def measure(name: str, words: Sequence[str], keep_freed: bool) -> dict[str, float]:
+    """Start the ranks, and return the means over them, in bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        hosts = [LoopbackHost() for _ in range(NODES)]
+        command = [__file__, *words, "--rank-of", name, "--output", folder]
+        commands = torchrun(NODES, hosts[0].address, free_port(), command, RANKS_PER_NODE)
+        environment = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+        environment |= {} if keep_freed else {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
+        run_on(hosts, commands, environment, lambda line: None)
+        found = [json.loads(file.read_text()) for file in Path(folder).glob("rank*.json")]
+    return {key: mean(one[key] for one in found) for key in found[0]}
+
+
+def main(words: Sequence[str]) -> None:
+    """Measure all strategies, print the table and write it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=6, help="of the model")
+    parser.add_argument("--width", type=int, default=2048, help="of each; 6 of 2048 have 25 million parameters")
+    parser.add_argument("--keep-freed", action="store_true", help="leave malloc as it is")
+    parser.add_argument("--output", type=Path, default=Path("outputs/benchmark"), help="folder for the table")
+    parser.add_argument("--rank-of", choices=STRATEGIES, help=argparse.SUPPRESS)
+    options = parser.parse_args(words)
+    if min(options.layers, options.width) < 2:
+        parser.error("--layers and --width: give 2 or more")
+    if options.rank_of:
+        (options.output / f"rank{os.environ['RANK']}.json").write_text(json.dumps(train(options.rank_of, options)))
+        dist.destroy_process_group()
+        return
+    found = {name: measure(name, words, options.keep_freed) for name in STRATEGIES}
+    rows = []
+    for name, one in found.items():
+        beyond = one["peak"] - found[HSDP]["peak"]
+        figures = one["peak"], beyond, one["remembered"], beyond - one["remembered"]
+        rows.append([name, *(f"{figure / 1e6:,.0f}" for figure in figures)])
+    heads = ["strategy", "peak, MB", f"beyond {HSDP}", "residuals and shared weights", "not explained"]
+    parameters, machine = options.layers * (options.width + 1) * options.width, describe_machine()
+    malloc = "keeps" if options.keep_freed else "returns"
+    notes = [
+        f"{parameters:,} parameters, AdamW, {STEPS} steps; {NODES} x {RANKS_PER_NODE} ranks on gloo, mean over ranks;"
+        f" malloc {malloc} what is freed; torch {machine['torch']}, {machine['processor']}."
+    ]
+    publish(options.output / "memory.md", "Peak memory a rank", heads, rows, notes)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
