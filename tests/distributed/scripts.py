@@ -85,7 +85,11 @@ def run_here(script: str, arguments: tuple[str, ...], folder: str, **variables: 
     Nothing is downloaded, and nobody is logged in to W&B. When it ends with an error, it prints.
     """
     printed = io.StringIO()
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("WANDB", "PL_"))}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("WANDB_", "PL_")) or name == "WANDB__SERVICE_WAIT"
+    }
     # Hydra would print an error and exit. Nothing listens at that port.
     environment |= {"HYDRA_FULL_ERROR": "1", "NETRC": f"{folder}/netrc", "https_proxy": "http://127.0.0.1:9"}
     environment |= variables
