@@ -100,8 +100,8 @@ def measure_speed(
         weights.adopt(name, part)
 
     def move() -> None:
-        moved = torch.cat([weights.movement(name, plan.residual_dtype) for name in names])
-        weights.move(names, mean, moved.clone().sub_(moved))
+        moved = weights.movement(names, plan.residual_dtype)
+        weights.move(names, mean, torch.sub(moved, moved, out=moved))
 
     one = pack()[None]
     several = one.repeat(SENDERS, 1)

@@ -206,7 +206,7 @@ def _select_missing(
     missing = [index for index in used if not thresholds.has(plan.names[index], plan.targets[index])]
     for index in missing:
         part = slice(*plan.bounds[index])
-        accumulated = residual[part] + buffer[part].to(residual.dtype) * scale
+        accumulated = (buffer[part].to(residual.dtype) * scale).add_(residual[part])
         target = plan.targets[index]
         thresholds.set(plan.names[index], target, kth_magnitude(accumulated, target))
     return bool(missing)

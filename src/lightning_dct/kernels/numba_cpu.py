@@ -57,7 +57,7 @@ def select(
         positions, values = _scratch.arrays(sum(piece.stop - piece.start for piece in pieces), sums.dtype)
         counts = np.empty(len(pieces), np.int64)
         count = _select(addends, sums, np.array(pieces, np.int64), limits, scale, positions, values, counts)
-        return torch.tensor(positions[:count]), torch.tensor(values[:count]), counts
+        return torch.from_numpy(positions[:count]).long(), torch.tensor(values[:count]), counts
 
     shares = list(_shares(segments, torch.get_num_threads()))
     if not shares:
@@ -87,7 +87,7 @@ def sum_entries(
     ends = np.cumsum([0, *map(len, positions)])
     values = [part.numpy() for _, part in entries]
     positions_in_turn, values_in_turn = _scratch.arrays(int(ends[-1]), np.result_type(*values))
-    np.concatenate(positions, out=positions_in_turn[: ends[-1]])
+    np.concatenate(positions, out=positions_in_turn[: ends[-1]], casting="same_kind")
     np.concatenate(values, out=values_in_turn[: ends[-1]])
     weights = weights_by_senders(len(entries), total).numpy() if by_senders else np.empty(0, sums.dtype)
     weight = sums.dtype.type(factor)
@@ -116,8 +116,8 @@ class _Scratch(threading.local):
         self._arrays: dict[Any, NDArray[Any]] = {}
 
     def arrays(self, count: int, dtype: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Positions and values, shape ``[at least count]`` each."""
-        return self._array("positions", np.dtype(np.int64), count), self._array("values", dtype, count)
+        """Positions, which are below 2**31, and values: shape ``[at least count]`` each."""
+        return self._array("positions", np.dtype(np.int32), count), self._array("values", dtype, count)
 
     def _array(self, use: str, dtype: Any, count: int) -> NDArray[Any]:
         array = self._arrays.get((use, dtype))

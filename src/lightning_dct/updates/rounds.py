@@ -12,8 +12,8 @@ from lightning_dct.gradients.plan import real_dtype, real_numel
 # One bucket is compressed while others travel. Smaller ones would cost more calls, larger ones take more memory and
 # leave the link idle while the first is compressed and the last is read.
 LARGEST_BUCKET = 1 << 20
-# More of them would only take memory.
-MOST_TRAVELLING = 4
+# Entries of those that do. More would only take memory.
+MOST_TRAVELLING = 1 << 22
 # Below this a collective costs more in latency than in bytes.
 SMALLEST_BUCKET = 1 << 16
 # GPT-2 at its largest rate: 1,000 steps without shorter rounds lost 7%.

@@ -102,10 +102,13 @@ class SharedWeights:
             self._shared[name] = parameter.data
             self._own[name] = self._own[name].to(parameter.device)
 
-    def movement(self, name: str, dtype: torch.dtype) -> Tensor:
-        """How far this rank's own weights are from the shared ones: 1-D, real numbers, a new tensor."""
-        moved = as_real(self.own(name)).to(dtype) - as_real(self._shared[name])
-        return moved.reshape(-1)
+    def movement(self, names: Sequence[str], dtype: torch.dtype) -> Tensor:
+        """How far this rank's own weights are from the shared ones: real numbers, one parameter behind the other."""
+        weights = [as_real(self.own(name)) for name in names]
+        moved = weights[0].new_empty(sum(own.numel() for own in weights), dtype=dtype)
+        for name, own, part in zip(names, weights, moved.split([own.numel() for own in weights]), strict=True):
+            torch.sub(own.to(dtype), as_real(self._shared[name]), out=part.view(own.shape))
+        return moved
 
     def move(self, names: Sequence[str], mean: Tensor, own: Tensor) -> None:
         """Move the shared weights by a mean, and let this rank's own have that instead of what it has sent.
@@ -123,7 +126,7 @@ class SharedWeights:
 
     def norms(self) -> dict[str, float]:
         """Euclidean norm of what this rank has not sent of each parameter."""
-        return {name: float(self.movement(name, torch.float32).norm(dtype=torch.float64)) for name in self.parameters}
+        return {name: float(self.movement([name], torch.float32).norm(dtype=torch.float64)) for name in self.parameters}
 
 
 def as_real(tensor: Tensor) -> Tensor:

@@ -124,7 +124,7 @@ class UpdateSynchronizer(Synchronizer):
             self.memory.begin(1.0, refresh=False)
             for bucket in sending:
                 turns.travelling.append(self._send(bucket, turns))
-                if not self.config.delay and len(turns.travelling) == MOST_TRAVELLING:
+                if not self.config.delay and sum(item.own.numel() for item in turns.travelling) >= MOST_TRAVELLING:
                     self._apply(turns, turns.travelling[:1])
             self.traffic.add(refreshes=int(self.memory.selected))
             if not self.config.delay:
@@ -240,14 +240,15 @@ class UpdateSynchronizer(Synchronizer):
             parameters, length = [self.weights.parameters[name] for name in names], self._length(turns)
             share = length / self.config.round_length
             plan = self._plan_of(parameters, self._sizes(names), real_dtype(parameters[0]), share)
-            moved = torch.cat([self.weights.movement(name, plan.residual_dtype) for name in names])
-            own = moved.clone()
+            moved = self.weights.movement(names, plan.residual_dtype)
+            own = moved.clone() if plan.is_dense or self.exchange.sums_first else None
             pending = self._start(moved, plan, set())
-            if not plan.is_dense:
+            if own is None:
                 # What is not sent stays in the weights. The residual is only where it has been worked out.
                 is_warming_up = turns.steps <= self.config.warmup_steps
                 kept = self.config.residual_decay if is_warming_up else 1.0
-                own.sub_(self.memory.residual_of(plan, moved.device), alpha=kept)
+                left = self.memory.residual_of(plan, moved.device)
+                own = torch.sub(moved, left, alpha=kept, out=left)
                 for name in names:
                     self.memory.residuals.drop(name)
             return Travelling(names, turns.steps + min(self.config.delay, length), pending, moved, own)

@@ -48,12 +48,14 @@ class Exchange(ABC):
         link_traversals: See :func:`~lightning_dct.gradients.plan.plan_bucket`.
         rounds: Collectives that a bucket takes, one after the other.
         pieces: What this rank owns of the model, by label.
+        sums_first: Whether a bucket is overwritten before anything is compressed, so this rank has no residual of it.
     """
 
     everyone: Link
     link_traversals: float
     rounds = 1
     pieces: Mapping[str, Piece] = {}
+    sums_first = False
 
     @abstractmethod
     def send(self, bucket: Bucket, memory: Memory) -> Flow:

@@ -35,6 +35,7 @@ class ByNode(Exchange):
     """
 
     rounds = 3
+    sums_first = True
 
     def __init__(
         self,
