@@ -31,8 +31,9 @@ def train(name: str, job: Job) -> Run:
         strategy = SYNCHRONISATIONS[name](job.steps if job.score else 0)
         model, data = NextBytes(job.width), {"datamodule": next_bytes_data(job.batch_size)}
         if not job.score:
-            # The first exchange of updates selects thresholds, which is for the warm-up.
-            job = replace(job, warm_up_steps=max(job.warm_up_steps, round_length_of(strategy)))
+            # The first exchange of updates selects thresholds, which is for the warm-up; and whole rounds are measured.
+            length = round_length_of(strategy)
+            job = replace(job, warm_up_steps=max(job.warm_up_steps, length), steps=max(job.steps, length))
     else:
         make_strategy, make_tables, filling_steps = RECOMMENDERS[name]
         job = replace(job, warm_up_steps=job.warm_up_steps + filling_steps)

@@ -13,7 +13,7 @@ from lightning_dct.gradients.plan import real_dtype, real_numel
 # leave the link idle while the first is compressed and the last is read.
 LARGEST_BUCKET = 1 << 20
 # Entries of those that do. More would only take memory.
-MOST_TRAVELLING = 1 << 22
+MOST_TRAVELLING = 1 << 21
 # Below this a collective costs more in latency than in bytes.
 SMALLEST_BUCKET = 1 << 16
 # GPT-2 at its largest rate: 1,000 steps without shorter rounds lost 7%.

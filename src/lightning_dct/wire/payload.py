@@ -84,14 +84,14 @@ class PayloadLayout:
         return sum(self.part_sizes)
 
     def tensor_index(self, positions: Tensor) -> Tensor:
-        """The tensor of each position (int64, ``[count]``, ascending); empty for formats without scales."""
+        """The tensor of each position (int32 or int64, ``[count]``, ascending); empty for formats without scales."""
         if not self.num_scales:
             return positions.new_empty(0)
         if positions.device.type != "cpu":
             return torch.searchsorted(self._ends.to(positions.device), positions, right=True)
         # To look for where each tensor ends takes a few searches instead of one for each position.
         ends = np.searchsorted(positions.numpy(), self._ends.numpy())
-        return torch.from_numpy(np.repeat(np.arange(self.num_scales), np.diff(ends, prepend=0)))
+        return torch.from_numpy(np.repeat(np.arange(self.num_scales, dtype=np.int32), np.diff(ends, prepend=0)))
 
     @cached_property
     def _ends(self) -> Tensor:

@@ -39,7 +39,7 @@ def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_
 
     Args:
         values: Shape ``[count]``, floating point.
-        tensor_index: Shape ``[count]``, int64, ascending: the tensor of each value; only formats with scales use it.
+        tensor_index: Shape ``[count]``, int32 or int64, ascending: the tensor of each value; for scales.
         num_tensors: How many tensors there are.
         value_format: One of ``fp32``, ``bf16``, ``int8``, ``int4``, ``1bit``.
 
@@ -57,12 +57,12 @@ def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_
     # fp64 sums: a mean of many fp32 magnitudes must not overflow or drift.
     magnitudes = values.abs().to(torch.float64)
     if value_format == "1bit":
-        edges = torch.searchsorted(tensor_index, torch.arange(num_tensors + 1, device=values.device))
+        edges = torch.searchsorted(tensor_index, torch.arange(num_tensors + 1).to(tensor_index))
         # A scattered sum on a GPU has no fixed order. "Unsafe" does not wait to check the lengths.
         counts = edges.diff()
         totals = torch.segment_reduce(magnitudes, "sum", lengths=counts, unsafe=True, initial=0)
         return pack_bits(values > 0), (totals / counts.clamp_(min=1)).to(torch.float32)
-    largest = magnitudes.new_zeros(num_tensors).scatter_reduce_(0, tensor_index, magnitudes, "amax")
+    largest = magnitudes.new_zeros(num_tensors).scatter_reduce_(0, tensor_index.long(), magnitudes, "amax")
     if value_format == "int4":
         scales = largest.to(torch.float32)
         ratio = (magnitudes / scales.index_select(0, tensor_index)).nan_to_num_(nan=1.0)
