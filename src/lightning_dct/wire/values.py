@@ -57,7 +57,8 @@ def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_
     # fp64 sums: a mean of many fp32 magnitudes must not overflow or drift.
     magnitudes = values.abs().to(torch.float64)
     if value_format == "1bit":
-        edges = torch.searchsorted(tensor_index, torch.arange(num_tensors + 1).to(tensor_index))
+        tensors = torch.arange(num_tensors + 1, dtype=tensor_index.dtype, device=values.device)
+        edges = torch.searchsorted(tensor_index, tensors)
         # A scattered sum on a GPU has no fixed order. "Unsafe" does not wait to check the lengths.
         counts = edges.diff()
         totals = torch.segment_reduce(magnitudes, "sum", lengths=counts, unsafe=True, initial=0)
