@@ -55,7 +55,7 @@ def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_
         rounded = torch.where(values.abs() == torch.inf, values, values.clamp(-limit, limit)).to(torch.bfloat16)
         return rounded.view(torch.uint8), no_scales
     # fp64 sums: a mean of many fp32 magnitudes must not overflow or drift.
-    magnitudes = values.abs().to(torch.float64)
+    magnitudes = values.to(torch.float64, copy=True).abs_()
     if value_format == "1bit":
         tensors = torch.arange(num_tensors + 1, dtype=tensor_index.dtype, device=values.device)
         edges = torch.searchsorted(tensor_index, tensors)
