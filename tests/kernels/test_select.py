@@ -193,3 +193,12 @@ def test_a_kernel_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPat
         ValueError, match=r"needs the package numba: `pip install '.\[fast\]' in a clone of lightning_dct`"
     ):
         check_kernel("numba", "cpu")
+
+
+def test_positions_that_int32_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the bucket were larger; what one selection gave is not overwritten by the next."""
+    monkeypatch.setattr(numba_cpu, "LARGEST_INT32", 0)
+    first = select(torch.tensor([0.0, 2.0, 3.0]), torch.zeros(3), [(0, 3)], [1.0])
+    second = select(torch.tensor([4.0, 0.0, 0.0]), torch.zeros(3), [(0, 3)], [1.0])
+    assert (first.positions.tolist(), first.values.tolist()) == ([1, 2], [2.0, 3.0])
+    assert (second.positions.tolist(), second.values.tolist()) == ([0], [4.0])

@@ -25,6 +25,7 @@ from lightning_dct.kernels.reference import Selection, nothing, weights_by_sende
 BLOCK = 1024
 # Below this many entries a second thread costs more than it saves.
 ENTRIES_PER_THREAD = 1 << 18
+LARGEST_INT32 = np.iinfo(np.int32).max
 
 Result = TypeVar("Result")
 
@@ -54,10 +55,10 @@ def select(
     scale = sums.dtype.type(gradient_scale)
 
     def select_pieces(pieces: list[_Piece]) -> tuple[Tensor, Tensor, NDArray[Any]]:
-        positions, values = _scratch.arrays(sum(piece.stop - piece.start for piece in pieces), sums.dtype)
+        positions, values = _scratch.arrays(sum(piece.stop - piece.start for piece in pieces), sums.size, sums.dtype)
         counts = np.empty(len(pieces), np.int64)
         count = _select(addends, sums, np.array(pieces, np.int64), limits, scale, positions, values, counts)
-        return torch.from_numpy(positions[:count]).long(), torch.tensor(values[:count]), counts
+        return torch.tensor(positions[:count], dtype=torch.int64), torch.tensor(values[:count]), counts
 
     shares = list(_shares(segments, torch.get_num_threads()))
     if not shares:
@@ -86,7 +87,7 @@ def sum_entries(
     positions = [part.numpy() for part, _ in entries]
     ends = np.cumsum([0, *map(len, positions)])
     values = [part.numpy() for _, part in entries]
-    positions_in_turn, values_in_turn = _scratch.arrays(int(ends[-1]), np.result_type(*values))
+    positions_in_turn, values_in_turn = _scratch.arrays(int(ends[-1]), sums.size, np.result_type(*values))
     np.concatenate(positions, out=positions_in_turn[: ends[-1]], casting="same_kind")
     np.concatenate(values, out=values_in_turn[: ends[-1]])
     weights = weights_by_senders(len(entries), total).numpy() if by_senders else np.empty(0, sums.dtype)
@@ -115,9 +116,10 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         self._arrays: dict[Any, NDArray[Any]] = {}
 
-    def arrays(self, count: int, dtype: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Positions, which are below 2**31, and values: shape ``[at least count]`` each."""
-        return self._array("positions", np.dtype(np.int32), count), self._array("values", dtype, count)
+    def arrays(self, count: int, size: int, dtype: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Positions below ``size`` in the narrowest dtype, and values: shape ``[at least count]`` each."""
+        places = np.dtype(np.int32 if size <= LARGEST_INT32 else np.int64)
+        return self._array("positions", places, count), self._array("values", dtype, count)
 
     def _array(self, use: str, dtype: Any, count: int) -> NDArray[Any]:
         array = self._arrays.get((use, dtype))
