@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dct import ShardedEmbeddingBags, SplitPoint
+from lightning_dct import GrowingEmbeddingBags, ShardedEmbeddingBags, SplitPoint
 from lightning_dct.traffic import Traffic
 
 
@@ -93,9 +93,9 @@ class DLRM(nn.Module):
         embedding_dim: Size of an embedding, and of the bottom network's output.
         bottom_sizes: Hidden widths of the bottom network.
         top_sizes: Hidden widths of the top network.
-        exchange: Settings of ``ShardedEmbeddingBags`` to spread the tables over the ranks; None keeps whole tables on
-            every rank.
-        thresholded: The settings are for :class:`ThresholdedTables` instead.
+        exchange: Settings of the tables' class to spread them over the ranks; None keeps whole tables on every rank.
+        kind: That class: ``"sharded"`` for ``ShardedEmbeddingBags``, ``"growing"`` for ``GrowingEmbeddingBags``, or
+            ``"thresholded"`` for :class:`ThresholdedTables`.
     """
 
     def __init__(
@@ -106,14 +106,16 @@ class DLRM(nn.Module):
         bottom_sizes: Sequence[int] = (64, 32),
         top_sizes: Sequence[int] = (64, 32),
         exchange: Mapping[str, Any] | None = None,
-        thresholded: bool = False,
+        kind: str = "sharded",
     ) -> None:
         super().__init__()
         self.bottom = fully_connected([num_dense, *bottom_sizes, embedding_dim], activate_last=True)
         self.tables: nn.Module
-        if exchange is not None:
-            kind = ThresholdedTables if thresholded else ShardedEmbeddingBags
-            self.tables = kind(table_rows, embedding_dim, **exchange)
+        if exchange is not None and kind == "growing":
+            self.tables = GrowingEmbeddingBags(len(table_rows), embedding_dim, **exchange)
+        elif exchange is not None:
+            fixed = ThresholdedTables if kind == "thresholded" else ShardedEmbeddingBags
+            self.tables = fixed(table_rows, embedding_dim, **exchange)
         else:
             self.tables = nn.ModuleList(nn.EmbeddingBag(rows, embedding_dim, mode="sum") for rows in table_rows)
             for table in self.tables:

@@ -21,7 +21,7 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
 }
 """Names that ``model.optimizer`` takes."""
-TABLES = ("auto", "replicated", "sharded", "thresholded")
+TABLES = ("auto", "replicated", "sharded", "growing", "thresholded")
 """Names that ``model.tables`` takes."""
 
 
@@ -39,9 +39,11 @@ class ClickModule(LightningModule):
         optimizer: ``sgd``, ``adagrad`` or ``adam``.
         learning_rate: Its learning rate.
         tables: ``replicated`` (whole tables on every rank, their gradients synchronised), ``sharded`` (hybrid
-            parallel: every row on one rank, exchanged as ``exchange`` says), ``thresholded`` (sharded and masked, as in
-            the paper) or ``auto``: sharded under ``DCTStrategy``.
-        exchange: Settings of ``lightning_dct.ShardedEmbeddingBags``, or of :class:`dlrm.model.ThresholdedTables`.
+            parallel: every row on one rank, exchanged as ``exchange`` says), ``growing`` (sharded, a row is made when
+            its id comes), ``thresholded`` (sharded and masked, as in the paper) or ``auto``: sharded under
+            ``DCTStrategy``.
+        exchange: Settings of ``lightning_dct.ShardedEmbeddingBags``, of ``lightning_dct.GrowingEmbeddingBags``, or of
+            :class:`dlrm.model.ThresholdedTables`.
         num_dense: Number of dense features; read from the data module when None.
         table_rows: Rows of each table; read from the data module when None.
 
@@ -89,8 +91,8 @@ class ClickModule(LightningModule):
             sizes.embedding_dim,
             sizes.bottom_sizes,
             sizes.top_sizes,
-            dict(sizes.exchange or {}) if sizes.tables in ("sharded", "thresholded") else None,
-            sizes.tables == "thresholded",
+            None if sizes.tables in ("auto", "replicated") else dict(sizes.exchange or {}),
+            sizes.tables,
         )
 
     def configure_model(self) -> None:

@@ -19,7 +19,7 @@ from lightning_dct.__about__ import __version__
 from lightning_dct.activations import SplitPoint, subspace
 from lightning_dct.callbacks import CompressionMonitor, ThresholdRefresh
 from lightning_dct.config import DCTConfig
-from lightning_dct.embedding import RowWiseAdagrad, ShardedEmbeddingBags
+from lightning_dct.embedding import GrowingEmbeddingBags, RowWiseAdagrad, ShardedEmbeddingBags
 from lightning_dct.fsdp import DCTFSDPStrategy
 from lightning_dct.metrics import CompressionRatio
 from lightning_dct.pipeline import DCTPipelineStrategy, SplitSequential
@@ -34,6 +34,7 @@ __all__ = [
     "DCTFSDPStrategy",
     "DCTPipelineStrategy",
     "DCTStrategy",
+    "GrowingEmbeddingBags",
     "RowWiseAdagrad",
     "ShardedEmbeddingBags",
     "SplitPoint",

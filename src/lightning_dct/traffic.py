@@ -67,6 +67,8 @@ class TrafficTotals:
         refreshes: How often the thresholds were selected anew.
         bytes_inside_node: Bytes this rank sent inside its node, where they are counted apart.
         seconds_waiting: Wall time spent waiting for payloads: for the network, and for slower ranks.
+        admitted_rows: Rows of growing tables that this rank has made.
+        evicted_rows: Rows of growing tables that this rank has evicted.
     """
 
     steps: int = 0
@@ -78,6 +80,8 @@ class TrafficTotals:
     refreshes: int = 0
     bytes_inside_node: int = 0
     seconds_waiting: float = 0.0
+    admitted_rows: int = 0
+    evicted_rows: int = 0
 
     def __sub__(self, earlier: TrafficTotals) -> TrafficTotals:
         return TrafficTotals(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))

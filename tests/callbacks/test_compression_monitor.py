@@ -114,6 +114,21 @@ def test_every_logger_gets_one_dict_a_logged_step() -> None:
         assert logger.logged == [(0, expected), (1, {**expected, "dct/dp/bytes_sent": 21, "dct/dp/bytes_dense": 2001})]
 
 
+def test_rows_of_growing_tables_are_counted_where_there_are_any() -> None:
+    monitor, trainer = CompressionMonitor(), FakeTrainer(Traffic(), split_traffic=Traffic())
+    monitor.on_train_start(trainer, MODULE)  # type: ignore[arg-type]
+    for admitted, evicted in ((0, 0), (5, 0), (4, 3)):
+        trainer.strategy.split_traffic.add(steps=1, admitted_rows=admitted, evicted_rows=evicted)
+        trainer.batch(monitor, steps=1)
+    counts = [
+        [logged.get(f"dct/mp/{name}_rows") for name in ("admitted", "evicted")]
+        for _, logged in trainer.loggers[0].logged
+    ]
+    assert counts == [[None, None], [5, 0], [9, 3]]
+    rows = dict(summary_rows(trainer.strategy.split_traffic.totals, world_size=2))
+    assert rows["rows of growing tables"] == "9 admitted, 3 evicted"
+
+
 def test_values_are_those_since_the_last_log() -> None:
     monitor, trainer = CompressionMonitor(), FakeTrainer(Traffic())
     monitor.on_train_start(trainer, MODULE)  # type: ignore[arg-type]

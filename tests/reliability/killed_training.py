@@ -17,6 +17,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from distributed.harness import elastic_environment
 from distributed.training import Module, Noise, perceptron, trainer_for
+from embedding.growing import Growing
 from embedding.hybrid import Batches, Hybrid
 from fsdp.training import Plain
 from lightning_dct import DCTFSDPStrategy, DCTPipelineStrategy, DCTStrategy
@@ -93,6 +94,12 @@ def tables() -> Any:
     return DCTStrategy(density=0.2, min_tensor_size=1, refresh_every=4), module, Batches.batch, {}
 
 
+def growing() -> Any:
+    exchange = {"density": 0.1, "value_format": "int8", "refresh_every": 5, "cache_rows": 20, "max_rows": 24}
+    module = Growing({**exchange, "admit_after": 2}, "adagrad")
+    return DCTStrategy(density=0.2, min_tensor_size=1, refresh_every=4), module, Batches.batch, {}
+
+
 def pipeline() -> Any:
     split = {"density": 0.2, "forward_format": "int8", "refresh_every": 3}
     strategy = DCTPipelineStrategy(stages=2, micro_batches=4, density=0.2, min_tensor_size=1, refresh_every=4)
@@ -111,6 +118,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "sharded": sharded,
     "in_background": in_background,
     "tables": tables,
+    "growing": growing,
     "pipeline": pipeline,
     "fsdp": fsdp,
 }

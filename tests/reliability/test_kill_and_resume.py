@@ -10,7 +10,7 @@ from reliability.killed_training import WORLD_SIZES
 
 
 # Each kind takes six starts of a process or more; kill_and_resume.py has them all.
-@pytest.mark.parametrize("kind", ["sharded", "tables", "pipeline", "fsdp"])
+@pytest.mark.parametrize("kind", ["sharded", "tables", "growing", "pipeline", "fsdp"])
 def test_killed_training_ends_as_if_undisturbed(tmp_path: Path, kind: str) -> None:
     """Oracle: the undisturbed run, every bit of what every rank holds at the end."""
     survival = survive(kind, 1, 1, tmp_path)

@@ -180,6 +180,8 @@ def part_metrics(
         metrics["residual_norm"] = residual_norm
     if thresholds:
         metrics["threshold"] = statistics.median(thresholds)
+    if totals.admitted_rows:
+        metrics |= {"admitted_rows": totals.admitted_rows, "evicted_rows": totals.evicted_rows}
     return metrics
 
 
@@ -197,6 +199,8 @@ def summary_rows(totals: TrafficTotals, world_size: int) -> list[tuple[str, str]
     ]
     if totals.bytes_inside_node:
         rows.append(("bytes sent inside the node, besides", format_bytes(totals.bytes_inside_node)))
+    if totals.admitted_rows:
+        rows.append(("rows of growing tables", f"{totals.admitted_rows:,} admitted, {totals.evicted_rows:,} evicted"))
     return rows
 
 

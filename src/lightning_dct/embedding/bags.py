@@ -11,6 +11,8 @@ from torch import Tensor
 
 from lightning_dct.embedding.placement import Int64Array
 
+_LARGEST = 2**63 - 1  # of int64
+
 
 @dataclass(frozen=True)
 class Bags:
@@ -89,11 +91,16 @@ def read_bags(ids: Tensor, offsets: Tensor | None, table_rows: Sequence[int], po
         if pooling == "mean":
             counts = torch.from_numpy(lengths.reshape(num_tables, num_samples).T.copy()).to(ids.device)
             divisors = counts.clamp(min=1).reshape(-1, 1)
-    bad = (flat < 0) | (flat >= np.asarray(table_rows, dtype=np.int64)[tables])
+    bad = (flat < 0) | (flat > np.array([rows - 1 for rows in table_rows], dtype=np.int64)[tables])
     if bad.any():
         first = int(bad.argmax())
+        rows = table_rows[tables[first]]
+        if rows > _LARGEST:
+            has, remedy = "takes ids from 0 to 2**63 - 1", "Make hashes positive: `ids & (2**63 - 1)`."
+        else:
+            has, remedy = f"has {rows} rows", "Correct the ids or `table_rows`."
         raise IndexError(
-            f"Id {flat[first]} is out of range: table {tables[first]} has {table_rows[tables[first]]} rows"
-            f" ({int(bad.sum())} of {flat.size} ids are out of range). Correct the ids or `table_rows`."
+            f"Id {flat[first]} is out of range: table {tables[first]} {has}"
+            f" ({int(bad.sum())} of {flat.size} ids are out of range). {remedy}"
         )
     return Bags(tables, flat, bags, divisors, num_samples, num_tables)

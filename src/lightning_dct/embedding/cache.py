@@ -76,6 +76,14 @@ class RowCache:
         """Halve the weight of old requests."""
         self._counts >>= 1
 
+    def counts_at(self, slots: Int64Array) -> Int64Array:
+        """The number of requests of the rows in some slots since their admission."""
+        return self._counts[slots]
+
+    def find(self, rows: Int64Array) -> Int64Array:
+        """The slots of rows, ``[k]``, -1 where there is none."""
+        return self._index.find(rows, self._row_at)
+
     def holds(self, rows: Int64Array, slots: Int64Array) -> bool:
         """Whether rows are still in these slots."""
         return bool((self._row_at[slots] == rows).all())
@@ -83,7 +91,7 @@ class RowCache:
     def admit(self, wanted: Int64Array) -> Admission:
         """Admit rows, ``[k]``, ascending and distinct."""
         self.requests += 1
-        slots = self._index.find(wanted, self._row_at)
+        slots = self.find(wanted)
         new = slots < 0
         self._last_used[slots[~new]] = self.requests
         misses = wanted[new]

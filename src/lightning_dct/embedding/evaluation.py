@@ -21,6 +21,8 @@ from lightning_dct.traffic import FP32_BYTES, ID_BYTES
 from lightning_dct.wire import PayloadError, PositionCode
 
 FINISHED = -1
+# How many numbers a round announces to each rank: the module's, and of how many rows.
+ANNOUNCED = 2
 
 
 class ExactReader:

@@ -12,9 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dct.agreement import gather_objects
 from lightning_dct.embedding.placement import Int64Array
 from lightning_dct.traffic import Traffic
 from lightning_dct.wire import PayloadError
+
+# What a rank announces instead of numbers when it cannot take part.
+FAULT = -(2**31)
 
 
 class Incoming(NamedTuple):
@@ -55,14 +59,21 @@ class Exchange:
         weakref.finalize(exchange, _destroy, group).atexit = False
         return exchange
 
-    def announce(self, numbers: Int64Array, traffic: Traffic, least: int = 0) -> Int64Array:
+    def announce(
+        self, numbers: Int64Array, traffic: Traffic, least: int = 0, fault: Exception | None = None
+    ) -> Int64Array:
         """Send each rank some numbers, such as the sizes of what follows.
 
         ``numbers``, each below 2**31, has a row per receiver, shape ``[world size, n]``; the result one per sender.
+        A rank whose batch is wrong gives its ``fault`` and as many numbers of :data:`FAULT`.
 
         Raises:
             PayloadError: A rank sends a number below ``least``.
+            IndexError: A rank has this fault. Raised on every rank, like the next.
+            ValueError: A rank has another fault.
         """
+        if fault is not None and self.group is None:
+            raise fault
         if self.group is None:
             return numbers
         sent = torch.from_numpy(numbers.astype(np.int32)).to(self.device)
@@ -70,8 +81,17 @@ class Exchange:
         dist.all_to_all_single(received, sent, group=self.group)
         traffic.add(bytes_sent=(self.world_size - 1) * numbers.shape[1] * sent.element_size())
         announced = received.cpu().numpy().astype(np.int64)
+        if (announced == FAULT).any():
+            self._raise_everywhere(fault)
         check_announced(announced, least)
         return announced
+
+    def _raise_everywhere(self, fault: Exception | None) -> None:
+        told = gather_objects(None if fault is None else (isinstance(fault, IndexError), str(fault)), self.group)
+        if fault is not None:
+            raise fault
+        for rank, (is_index, message) in ((rank, each) for rank, each in enumerate(told) if each is not None):
+            raise (IndexError if is_index else ValueError)(f"Rank {rank} of the process group: {message}")
 
     def start(self, payloads: Sequence[Tensor], sizes: Sequence[int], traffic: Traffic) -> Incoming:
         """Begin to send each rank its payload, uint8, empty for this one; each rank will send ``sizes`` bytes."""

@@ -51,16 +51,21 @@ class CollectedGradients:
             work.wait()
         self._under_way = []
 
-    def deliver(self, weight: Tensor, world_size: int) -> None:
-        """Add the mean over ``world_size`` ranks to ``weight.grad`` as a sparse tensor, and forget the parts."""
+    def deliver(
+        self, weight: Tensor, world_size: int, settle: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    ) -> None:
+        """Add the mean over ``world_size`` ranks to ``weight.grad`` as a sparse tensor, and forget the parts.
+
+        ``settle`` gives the ascending rows of ``weight`` for distinct places and their gradients.
+        """
         parts, self._parts = self.parts, []
         distinct, inverse = torch.unique(torch.cat([places for places, _ in parts]), return_inverse=True)
         summed = parts[0][1].new_zeros(distinct.numel(), weight.shape[1])
         for part, (_, gradient) in zip(inverse.split([len(p) for p, _ in parts]), parts, strict=True):
             add_rows(summed, part, gradient)
-        mean = summed.div_(world_size).to(weight.dtype)
+        rows, mean = settle(distinct, summed.div_(world_size).to(weight.dtype))
         gradient = torch.sparse_coo_tensor(
-            distinct.unsqueeze(0), mean, weight.shape, is_coalesced=True, check_invariants=False
+            rows.unsqueeze(0), mean, weight.shape, is_coalesced=True, check_invariants=False
         )
         weight.grad = gradient if weight.grad is None else (weight.grad + gradient).coalesce()
 

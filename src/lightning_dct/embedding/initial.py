@@ -30,14 +30,15 @@ def initial_rows(
     """
     state = np.full(1, seed % 2**64, dtype=np.uint64)
     for counter in (tables[:, None], rows[:, None], np.arange(dim)[None, :]):
-        state = _mix(state + (counter.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+        state = mix(state + (counter.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     # An fp32 holds 24 bits exactly, so only the last product rounds.
     uniform = (state >> np.uint64(40)).astype(np.float32) * np.float32(2**-23) - np.float32(1)
     uniform *= bounds[tables][:, None]
     return torch.from_numpy(uniform)
 
 
-def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Hash 64-bit numbers to others, one to one, in place."""
     state ^= state >> np.uint64(30)
     state *= _FIRST
     state ^= state >> np.uint64(27)

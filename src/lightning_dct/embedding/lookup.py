@@ -46,14 +46,19 @@ class DistinctRows:
     def __init__(self, bags: Bags, module: TableState) -> None:
         placement = module.placement
         owners, places = placement.locate(bags.tables, bags.rows)
-        stride = max(max(placement.owned_rows), 1)
-        keys, inverse = np.unique(owners * stride + places, return_inverse=True)
-        ranks = np.arange(placement.world_size + 1)
+        inverse = np.empty(places.size, dtype=np.int64)
         self.bags = bags
-        self.starts = np.searchsorted(keys, ranks * stride)
-        self.wanted = [keys[self.starts[rank] : self.starts[rank + 1]] - rank * stride for rank in ranks[:-1].tolist()]
+        self.wanted: list[Int64Array] = []
+        self.starts = np.zeros(placement.world_size + 1, dtype=np.int64)
+        # Owner by owner, because keys of growing tables leave no bits for the owner.
+        for rank in range(placement.world_size):
+            here = np.flatnonzero(owners == rank)
+            wanted, which = np.unique(places[here], return_inverse=True)
+            inverse[here] = self.starts[rank] + which.reshape(-1)
+            self.starts[rank + 1] = self.starts[rank] + wanted.size
+            self.wanted.append(wanted)
         self.lookups = np.bincount(owners, minlength=placement.world_size)
-        self.inverse = torch.from_numpy(inverse.reshape(-1)).to(module.weight.device)
+        self.inverse = torch.from_numpy(inverse).to(module.weight.device)
 
     def part(self, rows: Tensor, rank: int) -> Tensor:
         """The rows of one owner among all distinct rows."""
@@ -72,6 +77,10 @@ class Asked(NamedTuple):
     evicted: Int64Array
 
 
+# How many numbers a request announces to each rank: its bytes of ids, its look-ups, and the rows it has evicted.
+ANNOUNCED = 3
+
+
 class ChangesLookup:
     """A look-up under way: the constructor requests rows and answers the others, :meth:`pooled` waits for answers."""
 
@@ -83,7 +92,6 @@ class ChangesLookup:
         with module.traffic.timed():
             self._rows = DistinctRows(bags, module)
             payloads, flushed, numbers = self._requests()
-        # Of each request: its bytes of ids, its look-ups, and the rows it has evicted.
         announced = module.exchange_group.announce(numbers, module.traffic)
         requests = module.exchange_group.start(payloads, announced[:, 0].tolist(), module.traffic).wait()
         with module.traffic.timed():
@@ -91,6 +99,7 @@ class ChangesLookup:
                 peer: self._read_request(peer, requests[peer], *announced[peer, 1:].tolist()) for peer in self._peers
             }
             self._count()
+            module.note_requests([self._rows.wanted[self._rank], *(asked.places for asked in self._asked.values())])
             # The messages with each owner and each user; both directions are about the same rows.
             self._mine = {peer: self._message(peer, rows) for peer, rows in enumerate(self._rows.wanted)}
             self._theirs = {peer: self._message(self._rank, asked.places) for peer, asked in self._asked.items()}
@@ -145,7 +154,7 @@ class ChangesLookup:
                     dense.view(-1).index_copy_(0, within * dim + positions % dim, values.to(dense.dtype))
                     places = torch.from_numpy(self._asked[peer].places).to(gradient.device)
                     module.collected.add(places[touched], dense)
-                module.collected.deliver(module.weight, module.placement.world_size)
+                module.collected.deliver(module.weight, module.placement.world_size, module.settle)
 
         when_backward_ends(finish)
 
@@ -153,7 +162,7 @@ class ChangesLookup:
         """The bytes of ids and the residuals of evicted rows, by owner, and the numbers to announce."""
         module, world_size = self._module, self._module.placement.world_size
         device = module.weight.device
-        numbers = np.zeros((world_size, 3), dtype=np.int64)
+        numbers = np.zeros((world_size, ANNOUNCED), dtype=np.int64)
         payloads, flushed = [self._empty] * world_size, [self._empty] * world_size
         self._slots: dict[int, Tensor] = {}
         for peer in self._peers:

@@ -38,8 +38,9 @@ def restore_memory(module: TableState, states: Sequence[Mapping[str, Any]]) -> N
     Raises:
         CheckpointError: The states are of other tables, or corrupt.
     """
+    kind = type(module.placement)
     for state in states:
-        check_memory(state, module.table_rows, module.embedding_dim)
+        check_memory(state, module.table_rows, module.embedding_dim, kind)
     if len(states) == 1 and states[0]["placement"] == _fields(module.placement):
         for saved, rows in (("held", module.held), ("mirrors", module.mirrors)):
             for peer, state in states[0][saved].items():
@@ -49,7 +50,7 @@ def restore_memory(module: TableState, states: Sequence[Mapping[str, Any]]) -> N
         return
     module.forget()
     for old_rank, state in enumerate(states):
-        old = Placement(**state["placement"])
+        old = kind(**state["placement"])
         pieces = [(old_rank, places.numpy(), gradient) for places, gradient in state["collected"]]
         for owner, rows in state["held"].items():
             row_at = rows["cache"]["row_at"]
@@ -62,14 +63,16 @@ def restore_memory(module: TableState, states: Sequence[Mapping[str, Any]]) -> N
             module.collected.add(torch.from_numpy(now)[mine].to(module.weight.device), kept)
 
 
-def check_memory(state: Mapping[str, Any], table_rows: Sequence[int], dim: int) -> None:
+def check_memory(
+    state: Mapping[str, Any], table_rows: Sequence[int], dim: int, kind: type[Placement] = Placement
+) -> None:
     """Check sizes, ranges and dtypes of what one rank has saved with :func:`memory_of`.
 
     Raises:
         CheckpointError: The tables have other sizes than ``table_rows`` and ``dim``, or the state is corrupt.
     """
     try:
-        saved = Placement(**state["placement"])
+        saved = kind(**state["placement"])
         if list(saved.table_rows) != list(table_rows):
             raise ValueError(
                 f"it is about tables of {list(saved.table_rows)} rows, and the model has tables of {list(table_rows)}"

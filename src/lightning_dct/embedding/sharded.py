@@ -12,7 +12,10 @@ from torch import Tensor
 
 from lightning_dct.config import VALUE_FORMATS, check_choice, check_density, check_integer
 from lightning_dct.embedding.bags import read_bags
+from lightning_dct.embedding.evaluation import ANNOUNCED as OF_ROUND
 from lightning_dct.embedding.evaluation import ExactReader, serve_until_all_finish
+from lightning_dct.embedding.exchange import FAULT
+from lightning_dct.embedding.lookup import ANNOUNCED as OF_REQUEST
 from lightning_dct.embedding.lookup import ChangesLookup
 from lightning_dct.embedding.resume import memory_of, restore_memory
 from lightning_dct.embedding.state import TableState
@@ -108,7 +111,7 @@ class ShardedEmbeddingBags(TableState):
     def extra_repr(self) -> str:
         """What ``print`` shows."""
         return (
-            f"{len(self.table_rows)} tables, {sum(self.table_rows)} rows, embedding_dim={self.embedding_dim},"
+            f"{len(self.table_rows)} tables, {self.num_rows} rows, embedding_dim={self.embedding_dim},"
             f" density={self.density}, value_format={self.value_format!r}"
         )
 
@@ -123,8 +126,8 @@ class ShardedEmbeddingBags(TableState):
             Float ``[batch, tables, embedding_dim]``.
 
         Raises:
-            ValueError: Shapes or dtypes are not as above.
-            IndexError: An id is out of its table's range.
+            ValueError: Shapes or dtypes are not as above, on any rank. Raised on every rank.
+            IndexError: An id is out of its table's range, on any rank. Raised on every rank.
         """
         return self.request(ids, offsets).pooled()
 
@@ -135,8 +138,16 @@ class ShardedEmbeddingBags(TableState):
                 "The tables have no rows yet. Use `Trainer(strategy='dct')`, or call `materialize()` in"
                 " `configure_model` (or, without a Trainer, after `init_process_group`)."
             )
-        bags = read_bags(ids, offsets, self.table_rows, self.pooling)
-        if not (self.training and torch.is_grad_enabled()):
+        is_exact = not (self.training and torch.is_grad_enabled())
+        try:
+            bags = read_bags(ids, offsets, self.table_rows, self.pooling)
+        except (IndexError, ValueError) as fault:
+            # The others wait for what this rank announces next. So all of them fail with it.
+            exchange = ((self.evaluated_with or (self,))[0] if is_exact else self).exchange_group
+            numbers = np.full((exchange.world_size, OF_ROUND if is_exact else OF_REQUEST), FAULT)
+            exchange.announce(numbers, self.traffic, fault=fault)
+            raise
+        if is_exact:
             return ExactReader(self, bags)
         if self.refresh_requested:
             for rows in self.remembered:

@@ -68,17 +68,27 @@ class TableState(CompressedModule):
             torch.sparse.check_sparse_tensor_invariants.disable()
         self.exchange_group = Exchange.among_all(self.weight.device)
         rank, world_size = self.exchange_group.rank, self.exchange_group.world_size
-        self.placement = place_tables(self.table_rows, world_size, self.expected_lookups)
+        self.placement = self.place(world_size)
         self.peers = [peer for peer in range(world_size) if peer != rank]
-        cast(nn.parameter.UninitializedParameter, self.weight).materialize(
-            (self.placement.owned_rows[rank], self.embedding_dim)
-        )
+        cast(nn.parameter.UninitializedParameter, self.weight).materialize((self.room(), self.embedding_dim))
         self.remembered_dtype = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
         with torch.no_grad():
-            for low in range(0, len(self.weight), ROWS_AT_A_TIME):
-                places = np.arange(low, min(low + ROWS_AT_A_TIME, len(self.weight)))
-                self.weight[low : low + ROWS_AT_A_TIME] = self.initial(rank, places).to(self.weight)
+            self.fill()
         self.forget()
+
+    def place(self, world_size: int) -> Placement:
+        """Decide which rank owns which row."""
+        return place_tables(self.table_rows, world_size, self.expected_lookups)
+
+    def room(self) -> int:
+        """Rows of this rank's ``weight``."""
+        return self.placement.owned_rows[self.exchange_group.rank]
+
+    def fill(self) -> None:
+        """Set all of this rank's rows to their initial values."""
+        for low in range(0, len(self.weight), ROWS_AT_A_TIME):
+            places = np.arange(low, min(low + ROWS_AT_A_TIME, len(self.weight)))
+            self.weight[low : low + ROWS_AT_A_TIME] = self.initial(self.exchange_group.rank, places).to(self.weight)
 
     def forget(self) -> None:
         """Forget all copies, residuals and thresholds, as before the first step."""
@@ -101,6 +111,11 @@ class TableState(CompressedModule):
         self.refresh_requested = True
 
     @property
+    def num_rows(self) -> int:
+        """The most rows that all ranks together hold."""
+        return sum(self.table_rows)
+
+    @property
     def remembered(self) -> tuple[RememberedRows, ...]:
         """The rows of all directions; none before :meth:`materialize`."""
         return (*self.held.values(), *self.mirrors.values()) if self.is_materialized else ()
@@ -113,6 +128,13 @@ class TableState(CompressedModule):
     def own_rows(self, places: Int64Array) -> Tensor:
         """A copy of this rank's rows at some places, ``[n, embedding_dim]``, without a gradient."""
         return self.weight.detach().index_select(0, torch.from_numpy(places).to(self.weight.device))
+
+    def note_requests(self, places: list[Int64Array]) -> None:
+        """Note what the ranks request of this one in a training look-up. Tables of fixed size have all rows anyway."""
+
+    def settle(self, places: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of ``weight``, ascending, of places (``[k]``, int64, ascending), and their gradients."""
+        return places, gradient
 
     def thresholds_in_use(self) -> list[float]:
         """The thresholds of both directions."""
@@ -150,3 +172,8 @@ class TableState(CompressedModule):
                 own = whole[np.cumsum([0, *self.table_rows])[tables] + rows]
             state_dict[key] = own
         super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+def is_row_state(value: Any, weight: Tensor) -> bool:
+    """Whether an entry of an optimizer's state has a row for each of the weight's."""
+    return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == weight.shape[0]

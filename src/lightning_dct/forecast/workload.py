@@ -86,7 +86,7 @@ def workload_of(module: nn.Module) -> Workload:
     parameters: dict[str, Tensor] = {}
     not_counted: dict[str, int] = {}
     if tables:
-        rows = sum(sum(table.table_rows) * table.embedding_dim for table in tables)
+        rows = sum(table.num_rows * table.embedding_dim for table in tables)
         not_counted["rows of ShardedEmbeddingBags travel as the batches ask for them"] = rows
     for parameter, name in parameter_names(module).items():
         if id(parameter) in sharded:

@@ -1,0 +1,212 @@
+"""Embedding bags whose tables grow: ids are any whole numbers, and an id gets a row when it is seen often enough.
+
+Messages, caches and residuals are those of :class:`~lightning_dct.ShardedEmbeddingBags`. They name rows by keys, which
+an eviction does not change. Only the owner knows which keys have rows, and where.
+
+    id never seen, or too rarely     the table's default row; its gradient is dropped
+    id seen often enough             a row of its own, which starts as the default row
+    row evicted                      the default row again; its user receives the difference, as of any other change
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lightning_dct.config import check_integer
+from lightning_dct.embedding.directory import RowDirectory
+from lightning_dct.embedding.hashed import ID_SPACE, place_by_hash
+from lightning_dct.embedding.initial import initial_rows
+from lightning_dct.embedding.placement import Int64Array, Placement
+from lightning_dct.embedding.sharded import Pooling, ShardedEmbeddingBags
+from lightning_dct.embedding.state import is_row_state
+
+
+class GrowingEmbeddingBags(ShardedEmbeddingBags):
+    """:class:`~lightning_dct.ShardedEmbeddingBags` without a number of rows: any id from 0 to ``2**63 - 1`` is valid.
+
+    A hash of table and id says which rank owns a row. The owner makes the row when the id was looked up in
+    ``admit_after`` training look-ups. An id without a row gives its table's default row, which is random and never
+    trained. A new row starts as the default row. When an owner has no room left, the least recently requested row is
+    evicted, with its optimizer state. An id that comes back starts anew.
+
+    With ``n`` tables, ids of ``2**63 / n`` (rounded down to a power of two) and more are hashed to the bits that those
+    below have. So two large ids share a row with the probability that two hashes of that length collide.
+
+    Use a second module for tables of fixed size.
+
+    Args:
+        num_tables: Number of tables.
+        embedding_dim: Entries a row.
+        max_rows: Most rows of all tables and ranks together. Each rank allocates its share at the start. It should be
+            several times the number of distinct rows in a batch of all ranks.
+        admit_after: Training look-ups in which an id must occur before it gets a row. As many ids as ``max_rows`` are
+            counted at a time.
+        pooling: See :class:`~lightning_dct.ShardedEmbeddingBags`, as for all that follow.
+        density: See there.
+        value_format: See there.
+        refresh_every: See there.
+        cache_rows: See there.
+        initial_bound: Default rows are uniform on ``[-bound, bound)``; ``1 / sqrt(max_rows)`` when None.
+        seed: Seeds the default rows.
+
+    Raises:
+        TypeError: A setting has the wrong type.
+        ValueError: A setting is out of range.
+    """
+
+    def __init__(
+        self,
+        num_tables: int,
+        embedding_dim: int,
+        *,
+        max_rows: int,
+        admit_after: int = 1,
+        pooling: Pooling = "sum",
+        density: float = 0.05,
+        value_format: str = "1bit",
+        refresh_every: int = 1000,
+        cache_rows: int = 1 << 18,
+        initial_bound: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        check_integer("num_tables", num_tables, minimum=1)
+        check_integer("max_rows", max_rows, minimum=1)
+        check_integer("admit_after", admit_after, minimum=1)
+        super().__init__(
+            [ID_SPACE] * num_tables,
+            embedding_dim,
+            pooling=pooling,
+            density=density,
+            value_format=value_format,
+            refresh_every=refresh_every,
+            cache_rows=cache_rows,
+            initial_bound=1 / math.sqrt(max_rows) if initial_bound is None else initial_bound,
+            seed=seed,
+        )
+        self.max_rows, self.admit_after = max_rows, admit_after
+        tables = np.arange(num_tables)
+        self._default_rows = initial_rows(seed, tables, np.zeros_like(tables), self.initial_bounds, embedding_dim)
+        self._renewed: list[Tensor] = []  # slots whose optimizer state is that of an evicted row
+
+    @property
+    def num_rows(self) -> int:
+        """The most rows that all ranks together hold."""
+        return self.max_rows
+
+    def extra_repr(self) -> str:
+        """What ``print`` shows."""
+        return f"{super().extra_repr()}, admit_after={self.admit_after}"
+
+    def agreed_settings(self) -> dict[str, Any]:
+        """The settings that must be the same on every rank, by name."""
+        return {**super().agreed_settings(), "max_rows": self.max_rows, "admit_after": self.admit_after}
+
+    def place(self, world_size: int) -> Placement:
+        """Rows belong to ranks by hash."""
+        return place_by_hash(len(self.table_rows), world_size)
+
+    def room(self) -> int:
+        """This rank's share of ``max_rows``."""
+        return -(-self.max_rows // self.exchange_group.world_size)
+
+    def fill(self) -> None:
+        """Begin without rows."""
+        self.weight.zero_()
+        self.directory = RowDirectory(self.room(), self.admit_after)
+        # They step with whatever state an evicted row has left in its slot, unless this module finds them.
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        this = weakref.ref(self)
+
+        def notice(optimizer: Optimizer, *_: Any) -> None:
+            module = this()
+            if module is not None and _group_of(module.weight, optimizer) is not None:
+                module._optimizers.add(optimizer)
+                module.reset_states([optimizer])
+
+        weakref.finalize(self, register_optimizer_step_pre_hook(notice).remove)
+
+    def initial(self, owner: int, places: Int64Array) -> Tensor:
+        """The default rows of keys' tables, fp32 ``[n, embedding_dim]``."""
+        return self._default_rows[torch.from_numpy(self.placement.tables_of(owner, places))]
+
+    def own_rows(self, places: Int64Array) -> Tensor:
+        """A copy of this rank's rows by their keys, ``[n, embedding_dim]``; default rows where there are none."""
+        rows = self.initial(self.exchange_group.rank, places).to(self.weight)
+        slots = torch.from_numpy(self.directory.find(places)).to(self.weight.device)
+        return torch.where((slots >= 0).unsqueeze(1), self.weight.detach()[slots.clamp(min=0)], rows)
+
+    @torch.no_grad()
+    def note_requests(self, places: list[Int64Array]) -> None:
+        """Make the rows that are due, and evict others for them."""
+        changed = self.directory.request(np.unique(np.concatenate(places)))
+        self.traffic.add(admitted_rows=changed.keys.size, evicted_rows=changed.evicted)
+        if not changed.keys.size:
+            return
+        slots = torch.from_numpy(changed.slots).to(self.weight.device)
+        self.weight[slots] = self.initial(self.exchange_group.rank, changed.keys).to(self.weight)
+        if self.weight.grad is not None:  # of an earlier micro-batch
+            self.weight.grad = _without(self.weight.grad, slots)
+        self._renewed.append(slots)
+        self.reset_states(self._optimizers)
+
+    def settle(self, places: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """The slots of keys, ascending, and their gradients; without those of keys that have no row."""
+        slots = torch.from_numpy(self.directory.find(places.cpu().numpy())).to(places.device)
+        order = slots.argsort()
+        order = order[slots[order] >= 0]
+        return slots[order], gradient[order]
+
+    def reset_states(self, optimizers: Iterable[Optimizer]) -> None:
+        """Give new rows the optimizer state of rows that were never updated.
+
+        That is zero, and for ``Adagrad`` its ``initial_accumulator_value``.
+        """
+        if not self._renewed:
+            return
+        slots, was_found = torch.cat([part.to(self.weight.device) for part in self._renewed]), False
+        for optimizer in optimizers:
+            group = _group_of(self.weight, optimizer)
+            if group is None:
+                continue
+            was_found, state = True, optimizer.state.get(self.weight, {})
+            for name, value in state.items():
+                if is_row_state(value, self.weight) and value.is_sparse:
+                    state[name] = _without(value, slots)
+                elif is_row_state(value, self.weight):
+                    value[slots] = group.get("initial_accumulator_value", 0.0) if name == "sum" else 0.0
+        if was_found:
+            self._renewed = []
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The clock, and which row is in which slot if the rows are in the ``state_dict``, too."""
+        if self.saved_in_shards or not self.is_materialized:
+            return super().get_extra_state()
+        return {**super().get_extra_state(), "directory": self.directory.state_dict()}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Continue both."""
+        super().set_extra_state(state)
+        if "directory" in state and not self.saved_in_shards:
+            self.directory.load_state_dict(state["directory"])
+
+
+def _group_of(weight: Tensor, optimizer: Optimizer) -> dict[str, Any] | None:
+    """The group of an optimizer that has the rows in it."""
+    return next((group for group in optimizer.param_groups if any(p is weight for p in group["params"])), None)
+
+
+def _without(rows: Tensor, slots: Tensor) -> Tensor:
+    """A sparse tensor without some of its rows."""
+    rows = rows.coalesce()
+    kept = torch.isin(rows.indices()[0], slots).logical_not_()
+    parts = rows.indices()[:, kept], rows.values()[kept]
+    return torch.sparse_coo_tensor(*parts, rows.shape, is_coalesced=True, check_invariants=False)
