@@ -68,16 +68,17 @@ class Block(nn.Module):
 
 
 class TokenEmbedding(nn.Module):
-    """What a token is, plus where it stands."""
+    """What a token is, plus where it stands: ``gain`` times the sum of a row of either table."""
 
-    def __init__(self, vocabulary_size: int, context_length: int, width: int) -> None:
+    def __init__(self, vocabulary_size: int, context_length: int, width: int, gain: float = 1.0) -> None:
         super().__init__()
+        self.gain = gain
         self.tokens = nn.Embedding(vocabulary_size, width)
         self.positions = nn.Embedding(context_length, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map int64 ``[batch, time]`` to ``[batch, time, width]``."""
-        return self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        return self.gain * (self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device)))
 
 
 class Head(nn.Module):
@@ -107,6 +108,7 @@ class TransformerLanguageModel(SplitSequential):
         tie_weights: Use the token embedding as the output matrix.
         pieces: Parts that can run on different ranks; 1 for a model without split points.
         split: What stands between two pieces, as :func:`~nlp.splits.make_split` takes it: ``kind`` and settings.
+        embedding_gain: Under Adam the embedding moves so many times as far in a step; see :class:`TokenEmbedding`.
 
     Raises:
         ValueError: If ``num_heads`` does not divide ``width``, or there are more pieces than can be cut.
@@ -123,10 +125,11 @@ class TransformerLanguageModel(SplitSequential):
         tie_weights: bool = False,
         pieces: int = 1,
         split: Mapping[str, Any] | None = None,
+        embedding_gain: float = 1.0,
     ) -> None:
         super().__init__()
         cuts = cut_after(num_layers, pieces)
-        self.embedding = TokenEmbedding(vocabulary_size, context_length, width)
+        self.embedding = TokenEmbedding(vocabulary_size, context_length, width, embedding_gain)
         for number in range(-1, num_layers):  # -1 is the embedding
             if number >= 0:
                 self.add_module(f"block_{number}", Block(width, num_heads, dropout))
@@ -136,7 +139,7 @@ class TransformerLanguageModel(SplitSequential):
         self.head = Head(width, vocabulary_size)
         # The linear layers keep PyTorch's initialisation; its embeddings of unit variance would drown them.
         for embedding in (self.embedding.tokens, self.embedding.positions):
-            nn.init.normal_(embedding.weight, std=width**-0.5)
+            nn.init.normal_(embedding.weight, std=width**-0.5 / embedding_gain)
         if tie_weights:
             self.head.output.weight = self.embedding.tokens.weight
 

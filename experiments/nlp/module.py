@@ -25,6 +25,7 @@ class LanguageModule(TokenModule):
         context_length: Tokens a sequence; read from the data module when None.
         split: ``pieces`` to cut the network into (1, or None, for no cut), and what stands between every two, as
             :func:`~nlp.splits.make_split` takes it.
+        embedding_gain: Of the network's token embedding.
     """
 
     size_names = ("vocabulary_size", "context_length")
@@ -45,6 +46,7 @@ class LanguageModule(TokenModule):
         vocabulary_size: int | None = None,
         context_length: int | None = None,
         split: dict[str, Any] | None = None,
+        embedding_gain: float = 1.0,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -63,6 +65,7 @@ class LanguageModule(TokenModule):
             sizes.tie_weights,
             pieces,
             split,
+            sizes.embedding_gain,
         )
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -5,11 +5,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_dct.activations import (
     ActivationLayout,
     SplitPoint,
+    codec,
     decode_backward,
     decode_forward,
     encode_backward,
@@ -23,6 +24,12 @@ from strategies_for_hypothesis import examples
 
 shapes = st.lists(st.integers(0, 6), min_size=0, max_size=4).map(tuple)
 numbers = st.floats(width=16, allow_nan=False, allow_infinity=False) | st.sampled_from([0.0, 1.0, -1.0, 1e-40])
+
+
+@pytest.fixture(autouse=True, params=["torch", "fastest"])
+def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "torch":
+        monkeypatch.setattr(codec, "rows_kernel", lambda device_type: None)
 
 
 @st.composite
@@ -105,6 +112,19 @@ def test_broken_entries_arrive_broken_and_alone_in_their_row(value_format: str, 
     # What few bits make of an entry may be zero; which are sent does not depend on them.
     sent = SplitPoint(density=0.25, forward_format="fp32")(activations) != 0
     assert torch.equal(~activations.grad.isfinite(), sent)
+
+
+def test_a_compiled_network_rounds_alike() -> None:
+    """Oracle: the network that is not compiled."""
+    gradients = []
+    for compiled in (False, True):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        split = SplitPoint(density=1.0, forward_format="int8", backward_format="int4")
+        network = nn.Sequential(nn.Linear(8, 5), split, nn.Linear(5, 2))
+        (torch.compile(network, backend="eager") if compiled else network)(torch.randn(3, 8)).sum().backward()
+        gradients.append(network[0].weight.grad)
+    assert torch.equal(*gradients)
 
 
 def test_largest_half_precision_numbers_stay_finite() -> None:

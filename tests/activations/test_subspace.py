@@ -21,16 +21,16 @@ TOKENS = torch.tensor([[0, 3, 1], [2, 3, 0]])
 
 
 def test_by_its_equations() -> None:
-    """Oracle: U U^T h + A[token] and U U^T g; the table has its own gradient, the basis none."""
+    """Oracle: U U^T h + 5 A[token] and U U^T g; the table has its own gradient, the basis none."""
     modules = subspace(10, 4, num_tokens=5, **LOSSLESS)
     basis, table = modules[0].weight.t(), modules[2].anchor.weight
     torch.testing.assert_close(basis.t() @ basis, torch.eye(4))
     activations, gradient = normal(2, 3, 10).requires_grad_(), normal(2, 3, 10, seed=1)
     received = SplitSequential(*modules)(activations, tokens=TOKENS)
     received.backward(gradient)
-    torch.testing.assert_close(received, activations @ basis @ basis.t() + table[TOKENS])
+    torch.testing.assert_close(received, activations @ basis @ basis.t() + 5 * table[TOKENS])
     torch.testing.assert_close(activations.grad, gradient @ basis @ basis.t())
-    expected = functional.one_hot(TOKENS, 5).flatten(0, 1).t().float() @ gradient.flatten(0, 1)
+    expected = 5 * functional.one_hot(TOKENS, 5).flatten(0, 1).t().float() @ gradient.flatten(0, 1)
     torch.testing.assert_close(table.grad, expected)
     assert modules[0].weight.grad is None
 

@@ -21,15 +21,18 @@ import math
 import zlib
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_dct.activations.noise import BACKWARD_ROUNDING, FORWARD_ROUNDING, uniform
+from lightning_dct.activations.noise import BACKWARD_ROUNDING, FORWARD_ROUNDING, salt, uniform
+from lightning_dct.kernels import rows_kernel
 from lightning_dct.wire.payload import HEADER, PayloadError, read_header, write_header
 from lightning_dct.wire.positions import PositionCode
 from lightning_dct.wire.rows import (
     LEVELS,
+    SHARES,
     decode_rows,
     encode_rows,
     row_scales_num_bytes,
@@ -123,14 +126,9 @@ def encode_forward(
     Returns:
         Shape ``[layout.forward_bytes]``, uint8.
     """
-    payload = torch.zeros(layout.forward_bytes, dtype=torch.uint8, device=activations.device)
     count = layout.numel if positions is None else positions.numel()
-    payload[: HEADER.size] = write_header(MAGIC, 0, count, layout.fingerprint)
-    if layout.position_code is not None and positions is not None:
-        payload[HEADER.size : layout.values_begin] = layout.position_code.encode(positions)
-    values = _encode_values(layout, layout.forward_format, activations, positions, seed, FORWARD_ROUNDING)
-    payload[layout.values_begin :] = values
-    return payload
+    header = write_header(MAGIC, 0, count, layout.fingerprint)
+    return _encode_values(layout, layout.forward_format, activations, positions, seed, FORWARD_ROUNDING, header)
 
 
 def decode_forward(
@@ -187,7 +185,12 @@ def _encode_values(
     positions: Tensor | None,
     seed: int | None,
     stream: int,
+    header: bytes = b"",
 ) -> Tensor:
+    """The header, and positions behind one; then scales, values, and zeros that fill the rest."""
+    if kernel := _compiled(layout, value_format, positions, dense):
+        key = None if seed is None else salt(seed, stream)
+        return kernel.encode(dense, layout.scales_capacity, LEVELS[value_format], SHARES, key, header)
     flat = dense.detach().reshape(-1)
     values = (flat if positions is None else flat[positions]).to(torch.float32)
     noise = None
@@ -196,17 +199,25 @@ def _encode_values(
     rows = _rows_of(layout, value_format, positions)
     data, scale_data = encode_rows(values, rows, layout.scales_capacity, value_format, noise)
     filling = layout.values_bytes(value_format) - scale_data.numel() - data.numel()
-    return torch.cat([scale_data, data, data.new_zeros(filling)])
+    parts = [scale_data, data, data.new_zeros(filling)] if filling else [scale_data, data]
+    if header:
+        if layout.position_code is not None and positions is not None:
+            parts.insert(0, layout.position_code.encode(positions))
+        parts.insert(0, torch.frombuffer(bytearray(header), dtype=torch.uint8).to(dense.device))
+    return torch.cat(parts)
 
 
 def _decode_values(
     layout: ActivationLayout, value_format: str, payload: Tensor, positions: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    count = layout.numel if positions is None else positions.numel()
-    scales, data = payload.tensor_split([row_scales_num_bytes(value_format, layout.scales_capacity)])
-    rows = _rows_of(layout, value_format, positions)
-    data = data[: row_values_num_bytes(value_format, count)]
-    values = decode_rows(data, count, rows, scales, value_format)
+    if kernel := _compiled(layout, value_format, positions, payload):
+        values = kernel.decode(payload, layout.numel, layout.scales_capacity, LEVELS[value_format], SHARES)
+    else:
+        count = layout.numel if positions is None else positions.numel()
+        scales, data = payload.tensor_split([row_scales_num_bytes(value_format, layout.scales_capacity)])
+        rows = _rows_of(layout, value_format, positions)
+        data = data[: row_values_num_bytes(value_format, count)]
+        values = decode_rows(data, count, rows, scales, value_format)
     if dtype == torch.float16:
         # Rounding may have left the range of fp16.
         limit = torch.finfo(dtype).max
@@ -215,6 +226,12 @@ def _decode_values(
     if positions is not None:
         values = values.new_zeros(layout.numel).scatter_(0, positions, values)
     return values.view(layout.shape)
+
+
+def _compiled(layout: ActivationLayout, value_format: str, positions: Tensor | None, data: Tensor) -> Any:
+    """The kernel for rows of equal length on the device of ``data``, or None where torch codes them."""
+    wanted = positions is None and value_format in LEVELS and layout.numel > 0
+    return rows_kernel(data.device.type) if wanted else None
 
 
 def _rows_of(layout: ActivationLayout, value_format: str, positions: Tensor | None) -> Tensor | None:

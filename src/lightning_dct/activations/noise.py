@@ -8,6 +8,8 @@ Source of the integer hash: C. Wellons, *Prospecting for hash functions*, 2018 (
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -37,26 +39,39 @@ def uniform(count: int, seed: int, stream: int, content: Tensor) -> Tensor:
         stream: The purpose; different streams are independent.
         content: Floating point, any shape: the data, so that each micro-batch has numbers of its own.
     """
-    salt = (seed * 0x9E3779B97F4A7C15 + (stream + 1) * 0xBF58476D1CE4E5B9) & ((1 << 62) - 1)
-    key = _fingerprint(content) + salt
-    low = _hashed((key & 0x7FFFFFFF).to(torch.int32))
-    high = _hashed((key >> 31 & 0x7FFFFFFF).to(torch.int32) ^ low)
+    key = _fingerprint(content) + salt(seed, stream)
+    low = _hashed(_fast((key & 0x7FFFFFFF).to(torch.int32)))
+    high = _hashed(_fast((key >> 31 & 0x7FFFFFFF).to(torch.int32)) ^ low)
     numbers = torch.empty(count, device=content.device)
     chunk = CHUNK if content.device.type == "cpu" else max(count, 1)
     for start in range(0, count, chunk):
         place = torch.arange(start, min(start + chunk, count), dtype=torch.int32, device=content.device)
-        hashed = _hashed(_hashed(place.bitwise_xor_(low)).add_(high))
-        torch.mul(hashed.bitwise_and_(0xFFFFFF), 2.0**-24, out=numbers[start : start + chunk])
+        hashed = _hashed(_hashed(_fast(place) ^ low) + high)
+        torch.mul(torch.as_tensor(hashed & 0xFFFFFF), 2.0**-24, out=numbers[start : start + chunk])
     return numbers
 
 
-def _hashed(x: Tensor) -> Tensor:
+def salt(seed: int, stream: int) -> int:
+    """What a seed and a purpose add to the fingerprint of the data: non-negative, below ``2 ** 62``."""
+    return (seed * 0x9E3779B97F4A7C15 + (stream + 1) * 0xBF58476D1CE4E5B9) & ((1 << 62) - 1)
+
+
+def _fast(numbers: Tensor) -> Any:
+    """On the CPU as an array: numpy takes half the time for these operations, and a third for a single number."""
+    return numbers.numpy() if numbers.device.type == "cpu" else numbers
+
+
+def _hashed(x: Any) -> Any:
     """Scramble int32 numbers, one to one, in place."""
-    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(FIRST)
-    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(SECOND)
-    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+    x ^= (x >> 16) & 0xFFFF
+    x *= FIRST
+    x ^= (x >> 15) & 0x1FFFF
+    x *= SECOND
+    x ^= (x >> 16) & 0xFFFF
+    return x
 
 
 def _fingerprint(content: Tensor) -> Tensor:
-    """An int64 scalar that depends on the bits of ``content``, but not on zeros at its end."""
-    return content.detach().to(torch.float32).contiguous().view(torch.int32).sum(dtype=torch.int64)
+    """An int64 number, shape ``[1]``, that depends on the bits of ``content``, but not on zeros at its end."""
+    bits = content.detach().to(torch.float32).reshape(-1).view(torch.int32)
+    return bits.sum(0, keepdim=True, dtype=torch.int64)

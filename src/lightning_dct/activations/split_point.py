@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import torch
@@ -92,8 +93,7 @@ class SplitPoint(CompressedModule):
 
     def layout(self, shape: torch.Size | tuple[int, ...]) -> ActivationLayout:
         """The layout of payloads for activations of a shape."""
-        capacity = entries_at(self.density, math.prod(shape))
-        return ActivationLayout(tuple(shape), capacity, self.forward_format, self.backward_format)
+        return _layout(tuple(shape), self.density, self.forward_format, self.backward_format)
 
     @property
     def rounding_seed(self) -> int | None:
@@ -211,6 +211,12 @@ class SplitPoint(CompressedModule):
     def extra_repr(self) -> str:
         """The settings, for ``print(model)``."""
         return ", ".join(f"{name}={value!r}" for name, value in self.agreed_settings().items())
+
+
+@lru_cache
+def _layout(shape: tuple[int, ...], density: float, forward_format: str, backward_format: str) -> ActivationLayout:
+    """Kept from call to call, because a layout computes its sizes once."""
+    return ActivationLayout(shape, entries_at(density, math.prod(shape)), forward_format, backward_format)
 
 
 class _Crossing(torch.autograd.Function):

@@ -8,15 +8,21 @@ from torch import Tensor, nn
 from lightning_dct.activations.split_point import RowFormat, SplitPoint
 from lightning_dct.config import check_integer
 
+# Adam's steps have one size for all weights. At that size the table learns too slowly: docs/tuning.md compares both.
+ANCHOR_GAIN = 5.0
+
 
 class Anchored(nn.Module):
-    """The receiving end where tokens are known: ``U c + A[token]``, with the fixed basis ``U`` and a learned ``A``."""
+    """The receiving end where tokens are known: ``U c + A[token]``, with the fixed basis ``U`` and a learned ``A``.
+
+    ``A`` is ``ANCHOR_GAIN`` times the weights of ``anchor``. So under Adam it moves that many times as far in a step.
+    """
 
     def __init__(self, basis: nn.Linear, num_tokens: int) -> None:
         super().__init__()
         self.basis = basis
         self.anchor = nn.Embedding(num_tokens, basis.out_features)
-        nn.init.normal_(self.anchor.weight, std=basis.out_features**-0.5)
+        nn.init.normal_(self.anchor.weight, std=basis.out_features**-0.5 / ANCHOR_GAIN)
 
     def forward(self, codes: Tensor, tokens: Tensor) -> Tensor:
         """Map codes ``[..., rank]`` and the ids of their tokens, integers ``[...]``, to ``[..., width]``.
@@ -31,7 +37,7 @@ class Anchored(nn.Module):
                 " `network(ids, tokens=ids)`, or make the `subspace` without `num_tokens` if the network's input is"
                 " not a sequence of tokens."
             )
-        return self.basis(codes) + self.anchor(tokens)
+        return torch.add(self.basis(codes), self.anchor(tokens), alpha=ANCHOR_GAIN)
 
 
 def subspace(

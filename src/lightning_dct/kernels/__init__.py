@@ -9,7 +9,8 @@ triton    triton       two passes on a CUDA GPU; see :mod:`~lightning_dct.kernel
 ========  ===========  ==================================================================
 
 All give the same entries, residuals and sums to the last bit, so ranks may use different ones. On a GPU, torch does the
-sums.
+sums. :mod:`~lightning_dct.kernels.numba_rows` codes rows of activations as :mod:`lightning_dct.wire.rows` does in
+torch.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ __all__ = [
     "buffer_kernel",
     "check_kernel",
     "fastest_kernel",
+    "rows_kernel",
     "select",
     "sum_entries",
 ]
@@ -100,6 +102,12 @@ def buffer_kernel(kernel: str, device_type: str) -> Any:
     name = _name(kernel, device_type)
     module = "triton_cuda" if name == "triton" else "buffered"
     return import_module(f"lightning_dct.kernels.{module}").select_into_buffer
+
+
+@cache
+def rows_kernel(device_type: str) -> Any:
+    """What codes rows of equal length: :mod:`~lightning_dct.kernels.numba_rows`, or None where only torch does."""
+    return import_module("lightning_dct.kernels.numba_rows") if fastest_kernel(device_type) == "numba" else None
 
 
 def available_kernels(device_type: str) -> list[str]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
+from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_map
 
 from lightning_dct.activations import SplitPoint, decode_backward, decode_forward, encode_backward
@@ -112,9 +113,8 @@ def receive(crossing: Crossing, words: Tensor, left_over: Tensor) -> Tensor:
 
 def as_floats(payload: Tensor, num_floats: int) -> Tensor:
     """View bytes as ``num_floats`` fp32 numbers, padded with zeros. They may be NaN: do no arithmetic with them."""
-    padded = payload.new_zeros(4 * num_floats)
-    padded[: payload.numel()] = payload
-    return padded.view(torch.float32)
+    spare = 4 * num_floats - payload.numel()
+    return (functional.pad(payload, (0, spare)) if spare else payload).view(torch.float32)
 
 
 def as_bytes(floats: Tensor, num_bytes: int) -> Tensor:
@@ -129,8 +129,8 @@ class _Send(torch.autograd.Function):
         words, num_bytes = layout.on_the_wire
         with split.timed():
             payload, kept = split.encode(layout, activation)
-            sent, left_over = as_floats(payload[: 4 * words], words), payload.new_zeros(num_bytes)
-            left_over[: max(payload.numel() - 4 * words, 0)] = payload[4 * words :]
+            left_over = payload[4 * words :] if payload.numel() > 4 * words else payload.new_zeros(num_bytes)
+            sent = as_floats(payload[: 4 * words], words)
         ctx.crossing, ctx.kept = crossing, kept
         ctx.mark_non_differentiable(left_over)
         split.count(layout, 4 * words + num_bytes, kept)

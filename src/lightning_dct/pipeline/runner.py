@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +18,7 @@ from lightning_dct.pipeline.borders import Border, signature, trace_borders
 from lightning_dct.pipeline.gathering import to_cpu
 from lightning_dct.pipeline.schedule import Pipeline
 from lightning_dct.pipeline.sequential import NetworkCall
+from lightning_dct.pipeline.telling import Telling
 
 _DIFFERENT = {
     "batches": (
@@ -45,6 +47,7 @@ class Runner:
         self._pipeline = pipeline
         self._metrics = metrics
         self._mesh = pipeline.mesh
+        self._telling = Telling(pipeline.mesh)
         self._borders: dict[Any, list[Border]] = {}
         self._checked: set[tuple[str, str]] = set()
 
@@ -82,9 +85,11 @@ class Runner:
             logged.append(logs)
             return loss.reshape(()) / micro_batches
 
-        self._pipeline.train(calls, self._same_borders(calls), loss_of)
+        borders = self._same_borders(calls)
+        self._telling.ask()
+        self._pipeline.train(calls, borders, loss_of)
         result = (torch.stack(losses).mean().cpu(), steps.combine(logged)) if self._mesh.is_last else None
-        return self._share(result).to(self._pipeline.device)
+        return self._share(result, self._telling.share).to(self._pipeline.device)
 
     def evaluate(self, step: str, batch: Any, *arguments: Any) -> Any:
         """Run ``"validation_step"``, ``"test_step"`` or ``"predict_step"``, and return its result on every rank.
@@ -102,15 +107,15 @@ class Runner:
             given = (batch, *arguments)
             result, logs = steps.run_step(self._module, self._network, step, given, steps.join(outputs))
             sent = to_cpu(result), logs
-        shared = self._share(sent)
+        shared = self._share(sent, partial(self._mesh.share, stage=self._mesh.stages - 1))
         if outputs is not None:
             return result
         return tree_map(lambda leaf: leaf.to(self._pipeline.device) if isinstance(leaf, Tensor) else leaf, shared)
 
-    def _share(self, result: tuple[Any, list[steps.LogCall]] | None) -> Any:
-        """Broadcast the last stage's result and logs (None elsewhere), and repeat the logs and counts of metrics."""
+    def _share(self, result: tuple[Any, list[steps.LogCall]] | None, share: Callable[[Any], Any]) -> Any:
+        """Share the last stage's result and logs (None elsewhere), and repeat the logs and counts of metrics."""
         mine = None if result is None else (*result, [metric._update_count for metric in self._metrics])
-        shared, logs, counts = self._mesh.share(mine, self._mesh.stages - 1)
+        shared, logs, counts = share(mine)
         for metric, count in zip(self._metrics, counts, strict=True):
             if metric._update_count != count:
                 # A hack, as torchmetrics has no public way: else metrics would warn about computing without data, and

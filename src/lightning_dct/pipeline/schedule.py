@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from lightning_dct.pipeline.borders import Border, Crossing, receive, send
 from lightning_dct.pipeline.mesh import PipelineMesh
 from lightning_dct.pipeline.placement import Piece
+from lightning_dct.pipeline.receiving import EarlyReceiver
 from lightning_dct.pipeline.sequential import NetworkCall, context_of
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b"]
@@ -159,11 +160,12 @@ class Pipeline:
         return crossings
 
     def _build(self, crossings: Sequence[Crossing]) -> Any:
+        kind = EarlyReceiver if len(self.stages) == 1 and self.device.type == "cpu" else PipelineStage
         stages = []
         for stage in self.stages:
             loss = torch.empty((), device="meta", requires_grad=True)
             stages.append(
-                PipelineStage(
+                kind(
                     stage,
                     stage.index,
                     len(self.pieces),

@@ -121,7 +121,8 @@ def pack(layout: PayloadLayout, positions: Tensor, values: Tensor, dense: Tensor
     data, scales = encode_values(values, tensor_index, layout.num_scales, layout.value_format)
     payload = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
     parts = payload.split(layout.part_sizes)
-    parts[0].copy_(write_header(MAGIC, FORMAT_CODES[layout.value_format], count, layout.fingerprint))
+    header = write_header(MAGIC, FORMAT_CODES[layout.value_format], count, layout.fingerprint)
+    parts[0].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
     parts[1].copy_(scales.view(torch.uint8))
     parts[2].copy_(layout.position_code.encode(positions))
     parts[3][: data.numel()].copy_(data)
@@ -147,10 +148,9 @@ def unpack(layout: PayloadLayout, payload: Tensor) -> Unpacked:
     return Unpacked(positions, decode_values(values_data, count, index, scales, layout.value_format), dense)
 
 
-def write_header(magic: int, format_code: int, count: int, fingerprint: int) -> Tensor:
-    """The header of a payload with ``count`` entries: shape ``[12]``, uint8."""
-    header = HEADER.pack(magic, VERSION, format_code, 0, count, fingerprint)
-    return torch.frombuffer(bytearray(header), dtype=torch.uint8)
+def write_header(magic: int, format_code: int, count: int, fingerprint: int) -> bytes:
+    """The header of a payload with ``count`` entries: 12 bytes."""
+    return HEADER.pack(magic, VERSION, format_code, 0, count, fingerprint)
 
 
 def read_header(data: Tensor, magic: int, format_code: int, fingerprint: int, capacity: int) -> int:

@@ -22,6 +22,7 @@ value: all its values are read back as NaN.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -69,15 +70,17 @@ def encode_rows(
     scale_bytes = _encode_scales(_largest_magnitudes(values, row_of, num_rows), levels)
     scales = _decode_scales(scale_bytes)
     # In a row of zeros, zero over zero is no step. In a row that is not finite, any step will do.
-    steps = (values / _spread(scales, row_of, values.numel())).nan_to_num_(nan=0.0)
-    rounded = steps.round() if noise is None else steps.floor()
-    if noise is not None:
-        rounded += noise < steps - rounded
+    steps = _in_rows(torch.div, values, scales, row_of).nan_to_num_(nan=0.0)
+    if noise is None:
+        rounded = steps.round_()
+    else:
+        rounded = steps.floor()
+        rounded += steps.sub_(rounded).gt_(noise)
     rounded.clamp_(-levels, levels)
     if value_format == "int8":
         return rounded.to(torch.int8).view(torch.uint8), scale_bytes
     # An offset removes the sign, and 0 is never written.
-    return pack_nibbles((rounded + 8).to(torch.uint8)), scale_bytes
+    return pack_nibbles(rounded.add_(8).to(torch.int8).view(torch.uint8)), scale_bytes
 
 
 def decode_rows(data: Tensor, count: int, row_of: Tensor | None, scale_bytes: Tensor, value_format: str) -> Tensor:
@@ -88,7 +91,7 @@ def decode_rows(data: Tensor, count: int, row_of: Tensor | None, scale_bytes: Te
         steps = data[:count].view(torch.int8).to(torch.float32)
     else:
         steps = unpack_nibbles(data)[:count].to(torch.float32).sub_(8)
-    return steps.mul_(_spread(_decode_scales(scale_bytes), row_of, count))
+    return _in_rows(torch.mul, steps, _decode_scales(scale_bytes), row_of)
 
 
 def _largest_magnitudes(values: Tensor, row_of: Tensor | None, num_rows: int) -> Tensor:
@@ -101,11 +104,11 @@ def _largest_magnitudes(values: Tensor, row_of: Tensor | None, num_rows: int) ->
 def _encode_scales(largest: Tensor, levels: int) -> Tensor:
     if largest.numel() == 0:
         return largest.new_empty(0, dtype=torch.uint8)
-    needed = largest / levels
+    # "Not below" is true for NaN, and one operation where `isfinite` is four.
+    broken = (largest < math.inf).logical_not_()
+    needed = largest.masked_fill(broken, 0.0).div_(levels)
     # A little smaller where `levels` steps would reach infinity although the value did not.
-    needed = torch.where((needed * levels).isinf() & largest.isfinite(), needed * (1 - 2**-23), needed)
-    broken = ~needed.isfinite()
-    needed = needed.masked_fill(broken, 0.0)
+    needed = torch.where(needed * levels < math.inf, needed, needed * (1 - 2**-23))
     top = needed.amax()
     # Code 0 is below every scale but zero, so zeros get it and nothing else does.
     codes = torch.searchsorted(_fractions(largest.device)[: LARGEST_CODE + 1] * top, needed)
@@ -116,19 +119,27 @@ def _encode_scales(largest: Tensor, levels: int) -> Tensor:
 def _decode_scales(scale_bytes: Tensor) -> Tensor:
     """One scale a row, fp32."""
     top = scale_bytes[:LARGEST_SCALE_BYTES].clone().view(torch.float32)
-    return _fractions(scale_bytes.device)[scale_bytes[LARGEST_SCALE_BYTES:].to(torch.int64)] * top
+    return _fractions(scale_bytes.device).index_select(0, scale_bytes[LARGEST_SCALE_BYTES:].int()).mul_(top)
 
 
 def _fractions(device: torch.device) -> Tensor:
     """What share of the largest scale each code stands for: shape ``[256]``, fp32."""
+    return _ON_CPU if device.type == "cpu" else _compute_shares(device)
+
+
+def _compute_shares(device: torch.device) -> Tensor:
     codes = torch.arange(BROKEN_CODE + 1, device=device)
     # In fp64, so that devices whose last bits differ there agree in fp32.
     shares = torch.exp2((codes - LARGEST_CODE).to(torch.float64) / STEPS_PER_OCTAVE).to(torch.float32)
     return shares.masked_fill_(codes == 0, 0.0).masked_fill_(codes == BROKEN_CODE, math.nan)
 
 
-def _spread(scales: Tensor, row_of: Tensor | None, count: int) -> Tensor:
-    """The scale of each value."""
-    if row_of is not None:
-        return scales[row_of]
-    return scales.repeat_interleave(count // scales.numel()) if scales.numel() else scales
+_ON_CPU = _compute_shares(torch.device("cpu"))
+SHARES = _ON_CPU.numpy()
+
+
+def _in_rows(operation: Callable[..., Tensor], values: Tensor, scales: Tensor, row_of: Tensor | None) -> Tensor:
+    """An operation on each value and the scale of its row."""
+    if row_of is not None or not values.numel():
+        return operation(values, scales[row_of] if row_of is not None else scales)
+    return operation(values.view(scales.numel(), -1), scales.unsqueeze(1)).view(-1)

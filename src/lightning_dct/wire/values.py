@@ -98,8 +98,10 @@ def decode_values(data: Tensor, count: int, tensor_index: Tensor, scales: Tensor
 
 def pack_nibbles(codes: Tensor) -> Tensor:
     """Pack codes below 16 (uint8), two to a byte and the first into the lower half."""
-    padded = torch.nn.functional.pad(codes, (0, codes.numel() % 2))
-    return padded[0::2] | (padded[1::2] << 4)
+    padded = torch.nn.functional.pad(codes, (0, 1)) if codes.numel() % 2 else codes
+    # Both of a pair at a time: the upper byte goes, and what it holds has moved to the lower one.
+    pairs = padded.view(torch.int16)
+    return (pairs | pairs >> 4).to(torch.uint8)
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
