@@ -3,13 +3,15 @@
 Makes hosts out of network namespaces (Linux, as root). On links without a limit every fixed setting trains the
 perceptron of ``steps.py`` until its loss, a mean over 20 steps and all ranks, is DDP's after ``--steps``. On each link
 some steps of it are timed then, and steps times pace is its time to that loss. ``target_overhead`` trains until there
-on every link, its measuring in the time.
+on every link, its measuring in the time. What is fixed obeys the same rule: no entry waits for more than a tenth of the
+run. Settings with longer delays are shown apart.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -30,14 +32,20 @@ from benchmark.machine import describe_machine, warn_if_busy
 from benchmark.tables import link_name, publish
 from benchmark.task import NextBytes, next_bytes_data
 from lightning_dct import DCTStrategy
-from network.hosts import give_to_invoking_user, make_hosts, why_not
+from lightning_dct.auto import LONGEST_DELAY, ROUNDS
+from lightning_dct.config import DCTConfig
+from network.hosts import change_rate, give_to_invoking_user, make_hosts, why_not
 from network.running import run_on, torchrun
 
 PORT = 29400
 SMOOTHING, EVERY = 20, 10
 DDP, AUTO = "DDP", "target_overhead=0.05"
-ROUNDS = ((1, 0.2), (2, 0.2), (4, 0.2), (8, 0.2), (16, 0.1), (32, 0.1), (80, 0.1))
 SKIPPED = 5
+# Mbit/s, of the link that falls in the middle of a run.
+FALLS_FROM, FALLS_TO = 1000.0, 20.0
+# In the warm-up rounds are shorter, so a step takes longer: its pace and that of so many steps after it are told apart.
+WARM_UP = DCTConfig().warmup_steps
+PACED = WARM_UP + 200
 
 
 def strategy_of(name: str) -> DDPStrategy:
@@ -106,22 +114,30 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     trainer.fit(NextBytes(job["width"]), datamodule=next_bytes_data(job["batch_size"]))
     between = [after - before for before, after in zip(watch.ends, watch.ends[1:], strict=False)]
     told: dict[str, Any] = {"steps": len(watch.losses), "loss": watch.loss, "seconds": watch.ends[-1] - watch.ends[0]}
-    told["pace"] = statistics.fmean(between[SKIPPED:])
+    first, after = between[SKIPPED:WARM_UP], between[WARM_UP:]
+    told["paces"] = [statistics.fmean(first), statistics.fmean(after or first)]
     if isinstance(strategy, DCTStrategy) and strategy.auto is not None and strategy.auto.chosen is not None:
         real = strategy.auto.real
         told |= {"decisions": strategy.auto.decisions, "predicted": strategy.auto.chosen.seconds, "real": real}
     return told
 
 
-def run(options: argparse.Namespace, megabits: float | None, **job: Any) -> dict[str, Any]:
-    """Train on hosts of their own, and have what the first rank tells."""
+def run(
+    options: argparse.Namespace, megabits: float | None, fall_after: float = math.inf, **job: Any
+) -> dict[str, Any]:
+    """Train on hosts of their own, and have what the first rank tells; after some steps their links may fall."""
     job = {"loss": None, "seconds": None, "width": options.width, "batch_size": options.batch_size, **job}
     with tempfile.TemporaryDirectory() as folder, make_hosts(options.hosts, megabits) as hosts:
         os.chmod(folder, 0o777)  # the hosts' processes may be another user's
         file = Path(folder) / "job.json"
         file.write_text(json.dumps(job))
 
+        fell_after: list[int] = []
+
         def show(line: str) -> None:
+            if line.startswith("step") and not fell_after and (steps := int(line.split()[1])) >= fall_after:
+                change_rate(hosts, FALLS_TO)
+                fell_after.append(steps)
             if line.startswith(("step", "After", "updates", "plain")):
                 print("   ", line.strip(), flush=True)
 
@@ -129,8 +145,14 @@ def run(options: argparse.Namespace, megabits: float | None, **job: Any) -> dict
         threads = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
         run_on(hosts, torchrun(options.hosts, hosts[0].address, PORT, words), threads, show)
         told: dict[str, Any] = json.loads((Path(folder) / "told.json").read_text())
+    told["fell_after"] = fell_after
     print(f"  {link_name(megabits)}, {job['name']}: {told}", flush=True)
     return told
+
+
+def seconds_of(steps: int, pace: float, pace_after: float) -> float:
+    """How long so many steps take, given the seconds of a step of the warm-up and of one after it."""
+    return min(steps, WARM_UP) * pace + max(steps - WARM_UP, 0) * pace_after
 
 
 def compare(options: argparse.Namespace) -> tuple[list[str], list[list[str]], dict[str, Any]]:
@@ -142,12 +164,14 @@ def compare(options: argparse.Namespace) -> tuple[list[str], list[list[str]], di
     for name in names[1:]:
         told = run(options, None, name=name, steps=most, loss=goal)
         needed[name] = told["steps"] if told["loss"] <= goal else None
-    rows, figures = [], {"goal": goal, "needed": needed, "times": {}, "auto": {}}
+    allowed = [DDP, *(fixed(*one) for one in ROUNDS if one[0] / one[1] <= LONGEST_DELAY * most)]
+    rows, figures = [], {"goal": goal, "needed": needed, "allowed": allowed, "times": {}, "auto": {}}
     for rate in options.rates:
-        paces = {n: run(options, rate, name=n, steps=320 + 80, seconds=options.seconds)["pace"] for n in names}
-        times = {name: needed[name] * paces[name] for name in names if needed[name] is not None}
+        paces = {n: run(options, rate, name=n, steps=PACED, seconds=options.seconds)["paces"] for n in names}
+        times = {name: seconds_of(needed[name], *paces[name]) for name in names if needed[name] is not None}
         told = run(options, rate, name=AUTO, steps=most, loss=goal)
-        best = min(times, key=lambda name: times[name])
+        of_any = min(times, key=lambda name: times[name])
+        best = min((name for name in allowed if name in times), key=lambda name: times[name])
         reached = "" if told["loss"] <= goal else f" (not reached: {told['loss']:.3f})"
         figures["times"][rate], figures["auto"][rate] = times, told
         off = "-" if not told.get("real") else f"{100 * (told['real'] / told['predicted'] - 1):+.0f}%"
@@ -156,6 +180,7 @@ def compare(options: argparse.Namespace) -> tuple[list[str], list[list[str]], di
             [
                 link_name(rate),
                 f"{times[DDP]:,.1f}",
+                "-" if of_any in allowed else f"{of_any}: {times[of_any]:,.1f}",
                 f"{best}: {times[best]:,.1f}",
                 f"{told['seconds']:,.1f}{reached}",
                 f"{told['seconds'] / times[best]:.2f}x",
@@ -163,7 +188,16 @@ def compare(options: argparse.Namespace) -> tuple[list[str], list[list[str]], di
                 off,
             ]
         )
-    heads = ["link", "DDP, s", "best fixed, s", "auto, s", "auto / best", "auto took last", "real step / predicted"]
+    figures["fall"] = told = run(options, FALLS_FROM, options.steps // 2, name=AUTO, steps=options.steps)
+    (fell,), decisions = told["fell_after"], told.get("decisions", [])
+    after = [words for words in decisions if int(words.split()[1].replace(",", "")) > fell]
+    figures["fall in words"] = (
+        f"A link that falls from {link_name(FALLS_FROM)} to {link_name(FALLS_TO)} after {fell} of {options.steps}"
+        f" steps: {' '.join(after) or 'nothing was decided after that.'} The loss is {told['loss']:.4f} at the end,"
+        f" DDP's {goal:.4f}."
+    )
+    heads = ["link", "DDP, s", "longer delay, s", "best fixed, s", "auto, s", "auto / best", "auto took last"]
+    heads += ["real step / predicted"]
     return heads, rows, figures
 
 
@@ -172,9 +206,9 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--hosts", type=int, default=2, help="one rank on each")
-    parser.add_argument("--rates", type=float, nargs="+", default=[10, 100, 1000, 10_000], help="in Mbit/s")
-    parser.add_argument("--steps", type=int, default=400, help="of DDP, whose loss is what all others train to")
-    parser.add_argument("--seconds", type=float, default=20.0, help="for which each pace is timed")
+    parser.add_argument("--rates", type=float, nargs="+", default=[10, 30, 100, 1000, 10_000], help="in Mbit/s")
+    parser.add_argument("--steps", type=int, default=2000, help="of DDP, whose loss is what all others train to")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for which each pace is timed")
     parser.add_argument("--width", type=int, default=512, help="of the hidden layers; 512 makes 1.6 million parameters")
     parser.add_argument("--batch-size", type=int, default=128, help="rows a rank")
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmark"), help="folder for the table")
@@ -194,6 +228,7 @@ def main(words: list[str]) -> int:
     notes = [
         f"{options.hosts} hosts, one thread each, {machine['cores']} cores ({machine['processor']}); one run each."
     ]
+    notes += [figures["fall in words"]]
     notes += [busy] if (busy := warn_if_busy(machine["load"])) else []
     publish(options.output / "auto.md", "Time to DDP's loss", heads, rows, notes)
     (options.output / "auto.json").write_text(json.dumps(figures | {"machine": machine}, indent=1))

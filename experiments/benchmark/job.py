@@ -12,8 +12,8 @@ class Job:
     """The same model under each synchronisation, in this order.
 
     Attributes:
-        synchronisations: Names of :data:`benchmark.synchronisations.SYNCHRONISATIONS`, or of
-            :data:`benchmark.recommenders.RECOMMENDERS`.
+        synchronisations: Names of :data:`benchmark.synchronisations.SYNCHRONISATIONS`, of
+            :data:`benchmark.recommenders.RECOMMENDERS`, or of :data:`benchmark.stages.CROSSINGS`.
         warm_up_steps: Steps before measuring: buckets are rebuilt, thresholds selected, kernels compiled.
         steps: Most steps to measure.
         seconds: After which time a run should end that has not measured so many steps; None for never.
@@ -23,6 +23,8 @@ class Job:
         has_links: Whether each rank has a network interface of its own.
         folder: Where ranks leave their results.
         table_rows: Rows of each table of a recommender.
+        micro_batches: Parts of a pipeline's batch.
+        schedule: Of a pipeline.
     """
 
     synchronisations: list[str]
@@ -35,6 +37,8 @@ class Job:
     has_links: bool
     folder: str
     table_rows: int = 0
+    micro_batches: int = 1
+    schedule: str = ""
 
     def write(self) -> Path:
         """Write for the ranks to read."""

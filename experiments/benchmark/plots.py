@@ -10,14 +10,22 @@ import matplotlib
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
+from matplotlib.patches import Patch
 
 from benchmark.results import Figure, Run, names_in, summarise
 from benchmark.synchronisations import NOTHING
 from benchmark.tables import link_name
+from benchmark.timeline import BACKWARD, FORWARD, SHARING, WAITING
 
 # Steps over which a loss is averaged.
 SMOOTHING = 10
 OURS, FLOOR, OTHERS = "tab:orange", "tab:green", "tab:gray"
+SPANS: dict[str, dict[str, str]] = {
+    FORWARD: {"facecolor": "tab:blue"},
+    BACKWARD: {"facecolor": "tab:orange"},
+    WAITING: {"facecolor": "0.9", "edgecolor": "0.6", "hatch": "////"},
+    SHARING: {"facecolor": "tab:purple"},
+}
 
 
 def colour(name: str) -> str:
@@ -78,6 +86,29 @@ def draw_bars(axis: Any, names: Sequence[str], figures: Sequence[Figure | None],
     axis.set_xscale(scale)
     axis.margins(x=0.25)
     axis.set_ylim(len(names) - 0.5, -0.5)
+
+
+def plot_timelines(file: Path, link: str, runs: Sequence[Run]) -> None:
+    """Draw one step of each run, one above the other: what each stage does, micro-batches by their numbers."""
+    figure, axes = plt.subplots(
+        len(runs), 1, figsize=(13, 0.8 + 1.4 * len(runs)), sharex=True, squeeze=False, layout="constrained"
+    )
+    for run, axis in zip(runs, axes[:, 0], strict=True):
+        for stage, spans in enumerate(run.spans):
+            for what, number, began, ended in spans:
+                began, ended = 1e3 * began, 1e3 * ended
+                axis.barh(stage, ended - began, 0.8, began, **SPANS[what])
+                if number >= 0:
+                    axis.text((began + ended) / 2, stage, number, ha="center", va="center", fontsize="x-small")
+        axis.set_yticks(range(len(run.spans)), [f"stage {stage}" for stage in range(len(run.spans))])
+        axis.invert_yaxis()
+        axis.set_title(f"{run.synchronisation}, {link}", fontsize="medium", loc="left")
+    axes[-1, 0].set_xlim(left=0)  # now that all is drawn: it ends the automatic limits of all axes
+    axes[-1, 0].set_xlabel("ms since the step began")
+    handles = [Patch(label=what, **look) for what, look in SPANS.items()]
+    figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), fontsize="small")
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
 
 
 def save(figure: Any, file: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.synchronisations import DDP, NOTHING, SYNCHRONISATIONS
+from benchmark.timeline import Span, typical_step
 
 MILLISECONDS = 1e3
 
@@ -32,6 +33,9 @@ class Run:
         megabits: Rate of the links, 10^6 bits a second; None without a limit.
         round: Which round, from 0.
         parts: What the model itself has counted meanwhile, by name.
+        spans: Of a rank in a pipeline, what it did in each measured step (:mod:`benchmark.timeline`); of all ranks
+            together, what each did in a step of median length.
+        delay_ms: That frames travel each way, in milliseconds.
     """
 
     synchronisation: str
@@ -46,6 +50,8 @@ class Run:
     megabits: float | None = None
     round: int = 0
     parts: dict[str, float] = field(default_factory=dict)
+    spans: list[list[Span]] = field(default_factory=list)
+    delay_ms: float = 0.0
 
     @property
     def step_ms(self) -> float:
@@ -85,6 +91,7 @@ def of_all_ranks(runs: Sequence[Run], megabits: float | None, round: int) -> Run
         megabits=megabits,
         round=round,
         parts={name: max(run.parts[name] for run in runs) for name in runs[0].parts},
+        spans=typical_step([run.spans for run in runs]),
     )
 
 

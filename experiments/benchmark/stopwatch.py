@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import Strategy
 
 from benchmark.job import Job
 from benchmark.results import Run
+from lightning_dct import DCTPipelineStrategy
 from lightning_dct.traffic import TrafficTotals
 from network.hosts import HEADER_BYTES, sent_by_interface
 
@@ -20,6 +21,12 @@ def round_length_of(strategy: Strategy) -> int:
     """Steps from one exchange to the next."""
     config = getattr(strategy, "config", None)
     return 1 if config is None else int(config.round_length)
+
+
+def totals_of(strategy: Strategy) -> TrafficTotals:
+    """What a strategy has counted: of a single pipeline, what has crossed between its stages."""
+    traffic: Any = strategy.split_traffic if isinstance(strategy, DCTPipelineStrategy) else strategy.traffic
+    return traffic.totals
 
 
 class Stopwatch(Callback):
@@ -54,7 +61,7 @@ class Stopwatch(Callback):
             # The first step is like no other: its pace says nothing of the rest.
             self._started = perf_counter()
         if trainer.global_step == round_length_of(trainer.strategy):
-            self._selecting_seconds = trainer.strategy.traffic.totals.seconds
+            self._selecting_seconds = totals_of(trainer.strategy).seconds
         if trainer.global_step == self._last_step:
             trainer.strategy.barrier()
             self._seconds = perf_counter() - self._started
@@ -95,4 +102,4 @@ class Stopwatch(Callback):
         """The strategy's counts, the bytes that the interface has sent, less headers, and the model's counts."""
         frames, packets = sent_by_interface() if self._job.has_links else (0, 0)
         counted = getattr(trainer.lightning_module, "measured", dict)()
-        return trainer.strategy.traffic.totals, frames - HEADER_BYTES * packets, counted
+        return totals_of(trainer.strategy), frames - HEADER_BYTES * packets, counted

@@ -19,9 +19,11 @@ from lightning.pytorch import Trainer, seed_everything
 from benchmark.job import Job
 from benchmark.recommenders import RECOMMENDERS, ClickSteps, click_batches
 from benchmark.results import Run
+from benchmark.stages import CROSSINGS, STAGES, split_model
 from benchmark.stopwatch import Stopwatch, round_length_of
 from benchmark.synchronisations import SYNCHRONISATIONS
 from benchmark.task import NextBytes, next_bytes_data
+from benchmark.timeline import Timeline
 
 
 def train(name: str, job: Job) -> Run:
@@ -30,10 +32,9 @@ def train(name: str, job: Job) -> Run:
     if name in SYNCHRONISATIONS:
         strategy = SYNCHRONISATIONS[name](job.steps if job.score else 0)
         model, data = NextBytes(job.width), {"datamodule": next_bytes_data(job.batch_size)}
-        if not job.score:
-            # The first exchange of updates selects thresholds, which is for the warm-up; and whole rounds are measured.
-            length = round_length_of(strategy)
-            job = replace(job, warm_up_steps=max(job.warm_up_steps, length), steps=max(job.steps, length))
+    elif name in CROSSINGS:
+        strategy, model, text = split_model(name, job)
+        data = {"datamodule": text}
     else:
         make_strategy, make_tables, filling_steps = RECOMMENDERS[name]
         job = replace(job, warm_up_steps=job.warm_up_steps + filling_steps)
@@ -42,14 +43,18 @@ def train(name: str, job: Job) -> Run:
             job, job.warm_up_steps + job.steps, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         )
         data = {"train_dataloaders": batches}
-    stopwatch = Stopwatch(job)
+    if not job.score:
+        # The first exchange of updates selects thresholds, which is for the warm-up; and whole rounds are measured.
+        length = round_length_of(strategy)
+        job = replace(job, warm_up_steps=max(job.warm_up_steps, length), steps=max(job.steps, length))
+    stopwatch, timeline = Stopwatch(job), Timeline()
     trainer = Trainer(
         strategy=strategy,
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]),
         max_steps=job.warm_up_steps + job.steps,
-        callbacks=[stopwatch],
+        callbacks=[stopwatch, timeline] if name in CROSSINGS else [stopwatch],
         limit_val_batches=None if job.score else 0,
         # Held-out text is read at the end alone.
         check_val_every_n_epoch=None,
@@ -62,7 +67,11 @@ def train(name: str, job: Job) -> Run:
     )
     trainer.fit(model, **data)
     scores = trainer.validate(model, **data, verbose=False) if job.score else [{}]
-    return stopwatch.run(name, scores[0].get("loss"))
+    run = stopwatch.run(name, scores[0].get("loss"))
+    if name not in CROSSINGS:
+        return run
+    mine = {f"stage {stage}": run.sent_bytes * run.steps * (stage == trainer.global_rank) for stage in range(STAGES)}
+    return replace(run, parts=mine, spans=timeline.steps[-run.steps :])
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import secrets
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,6 +123,13 @@ def limit_rate(namespace: list[str], interface: str, megabits: float) -> None:
     _ip(*namespace, "link", "set", interface, "gso_max_size", str(largest), "gso_max_segs", str(largest // 1500))
     shaper = ["tbf", "rate", f"{megabits}mbit", "burst", str(burst), "latency", f"{1e3 * _QUEUE_SECONDS:.0f}ms"]
     _run("tc", *namespace, "qdisc", "replace", "dev", interface, "root", *shaper)
+
+
+def change_rate(hosts: Sequence[Host], megabits: float) -> None:
+    """Give the links of hosts without a delay another rate, while they carry something."""
+    for host in hosts:
+        limit_rate(["-netns", host.namespace], INTERFACE, megabits)
+        limit_rate([], host.namespace.replace("-", "p"), megabits)
 
 
 def give_to_invoking_user(path: Path) -> None:

@@ -31,7 +31,7 @@ from lightning_dct.traffic import FP32_BYTES
 
 SECONDS = 0.05
 """How long compressing is timed for each density; it is done a few times at least."""
-ROUNDS = ((1, 0.3), (2, 0.3), (4, 0.3), (8, 0.3), (16, 0.1), (32, 0.1), (80, 0.1), (100, 0.1))
+ROUNDS = ((1, 0.3), (2, 0.3), (4, 0.3), (8, 0.3), (16, 0.3), (32, 0.3), (32, 0.1), (80, 0.1), (100, 0.1))
 """Local steps and densities."""
 CHOSEN = ("compress", "local_steps", "delay", "density", "density_per_parameter", "value_format")
 """Settings that are chosen, so that nobody else may give them."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmark import kernels, memory, recommender, steps
+from benchmark import kernels, memory, pipeline, recommender, steps
 from benchmark.job import Job
 from benchmark.kernels import (
     FLOOR,
@@ -25,9 +25,11 @@ from benchmark.kernels import (
     time_in_turn,
 )
 from benchmark.results import Run, of_all_ranks, read_runs, summarise
+from benchmark.stages import FP32, OURS
 from benchmark.steps import in_order, parse_options
 from benchmark.synchronisations import DDP, NOTHING, SYNCHRONISATIONS
 from benchmark.tables import link_name, tabulate_steps
+from benchmark.timeline import BACKWARD, FORWARD, SHARING, WAITING, typical_step
 from benchmark.worker import train
 from distributed.harness import Ranks
 from distributed.training import on_two_nodes
@@ -217,3 +219,41 @@ def test_a_recommender_on_the_loopback(tmp_path: Path) -> None:
         assert crossed == [8 * looked_up, width * 4 * looked_up, width * 4 * looked_up]
     assert 0 < runs["changes, 5%, 1 bit"]["rows"] < runs["all-to-all, fp16 rows"]["rows"]
     assert [run["evicted"] for run in runs.values()] == [0, 0, 0]  # the caches hold all rows
+
+
+@pytest.mark.usefixtures("settings_of_the_process")
+def test_a_pipeline_on_the_loopback(tmp_path: Path) -> None:
+    """Oracle: in fp32 every entry crosses whole, each way, and 12 bytes of a header go forward."""
+    sizes = ["--rounds", "1", "--steps", "2", "--batch-size", "4", "--micro-batches", "2", "--width", "16"]
+    assert pipeline.main(["--loopback", *sizes, "--only", "subspace", "--output", str(tmp_path)]) == 0
+    runs = {run["synchronisation"]: run for run in json.loads((tmp_path / "pipeline.json").read_text())["runs"]}
+    assert set(runs) == {FP32, OURS}
+    micro_batch = 2 * 128 * 16 * 4
+    steps = runs[FP32]["steps"]
+    assert runs[FP32]["parts"] == {"stage 0": steps * 2 * (micro_batch + 12), "stage 1": steps * 2 * micro_batch}
+    assert 0 < runs[OURS]["parts"]["stage 1"] < runs[OURS]["parts"]["stage 0"] < runs[FP32]["parts"]["stage 1"] / 8
+    for run in runs.values():
+        assert run["losses"][0] == pytest.approx(math.log(256), rel=0.1)
+        computed = [[span for span in spans if span[0] in (FORWARD, BACKWARD)] for spans in run["spans"]]
+        for spans in computed:
+            assert sorted(span[:2] for span in spans) == [
+                [what, part] for what in (BACKWARD, FORWARD) for part in (0, 1)
+            ]
+        # The second stage needs what the first has computed.
+        assert computed[0][0][3] <= computed[1][0][3]
+        assert all({WAITING, SHARING} <= {span[0] for span in spans} for spans in run["spans"])
+    assert (tmp_path / "timeline-loopback.png").stat().st_size > 0
+    assert (tmp_path / "pipeline.md").read_text().count("\n| ") == 4
+
+
+def test_the_step_of_median_length_is_shown() -> None:
+    steps = [[(FORWARD, 0, 10.0 * step, 10.0 * step + length)] for step, length in enumerate((1.0, 3.0, 2.0))]
+    assert typical_step([steps, steps]) == [[(FORWARD, 0, 0.0, 2.0)]] * 2
+
+
+def test_links_are_read() -> None:
+    words = ["none", "1000", "10:50"]
+    links = pipeline.parse_options(["--links", *words]).links
+    assert [pipeline.name_of(link, True) for link in links] == ["no limit", "1 Gbit/s", "10 Mbit/s, 50 ms"]
+    with pytest.raises(SystemExit):
+        pipeline.parse_options(["--links", "0"])
