@@ -100,7 +100,7 @@ class DenseLookup:
             with module.traffic.timed():
                 for places, data in zip(self._places, received, strict=True):
                     module.collected.add(places, module.decode(data, len(places)))
-                module.collected.deliver(module.weight, module.placement.world_size, module.settle)
+                module.collected.deliver(module.weight, module.placement.world_size, module.resolve)
 
         when_backward_ends(finish)
 

@@ -48,7 +48,7 @@ def restore_memory(module: TableState, states: Sequence[Mapping[str, Any]]) -> N
         device = module.weight.device
         module.collected = CollectedGradients((p.to(device), part.to(device)) for p, part in states[0]["collected"])
         return
-    module.forget()
+    module.reset_memory()
     for old_rank, state in enumerate(states):
         old = kind(**state["placement"])
         pieces = [(old_rank, places.numpy(), gradient) for places, gradient in state["collected"]]
