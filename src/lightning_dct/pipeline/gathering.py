@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +15,9 @@ from lightning_dct.pipeline.mesh import PipelineMesh
 State = dict[str, Any]
 
 
-def to_cpu(state: Any) -> Any:
-    """A tree with its tensors on the CPU, which can be pickled."""
-    return tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, state)
+def to_device(tree: Any, device: torch.device | str) -> Any:
+    """A tree whose tensors are on a device, without a graph."""
+    return tree_map(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def gather_on_first(part: State, mesh: PipelineMesh) -> list[State]:
@@ -27,20 +25,12 @@ def gather_on_first(part: State, mesh: PipelineMesh) -> list[State]:
     parts = [part]
     for stage in range(1, mesh.stages if mesh.replica == 0 else 0):
         if mesh.stage == stage:
-            dist.send_object_list([to_cpu(part)], dst=0, group=mesh.control)
+            dist.send_object_list([to_device(part, "cpu")], dst=0, group=mesh.control)
         elif mesh.stage == 0:
             box: list[Any] = [None]
             dist.recv_object_list(box, src=stage, group=mesh.control)
             parts.append(box[0])
     return parts
-
-
-def merge_state_dicts(mine: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> State:
-    """The whole model's state: each stage's part replaces the meta tensors that stand for it."""
-    merged = dict(mine)
-    for part in parts:
-        merged.update(part)
-    return merged
 
 
 def part_of_optimizer_state(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> State:
@@ -54,21 +44,6 @@ def part_of_optimizer_state(state: Mapping[str, Any], optimizer: torch.optim.Opt
     # State without a parameter stays.
     kept = {key: value for key, value in state["state"].items() if key in here or key not in numbers}
     return {**state, "state": kept}
-
-
-def drop_foreign_state(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Forget the state of parameters on the meta device, which Adagrad and others create in advance."""
-    for optimizer in optimizers:
-        for parameter in [parameter for parameter in optimizer.state if parameter.is_meta]:
-            del optimizer.state[parameter]
-
-
-@contextmanager
-def loading_parts() -> Iterator[None]:
-    """Suppress the warnings about parameters on the meta device while the whole model's state is loaded."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*")
-        yield
 
 
 def merge_optimizer_states(parts: Sequence[Mapping[str, Any]]) -> State:
