@@ -1,4 +1,4 @@
-"""A subspace and an anchor: few numbers per token cross, and the receiver adds what it knows from the token alone."""
+"""A subspace and an anchor: few numbers per token are sent, and the receiver adds a learned vector for the token."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor, nn
 from lightning_dct.activations.split_point import RowFormat, SplitPoint
 from lightning_dct.config import check_integer
 
-# Adam's steps have one size for all weights. At that size the table learns too slowly: docs/tuning.md compares both.
+# Adam's steps have one size for all weights, at which the table would learn too slowly; see docs/tuning.md.
 ANCHOR_GAIN = 5.0
 
 
 class Anchored(nn.Module):
-    """The receiving end where tokens are known: ``U c + A[token]``, with the fixed basis ``U`` and a learned ``A``.
+    """The receiving end, ``U c + A[token]``, with a fixed basis ``U`` and a learned table ``A``.
 
-    ``A`` is ``ANCHOR_GAIN`` times the weights of ``anchor``. So under Adam it moves that many times as far in a step.
+    ``A`` is ``ANCHOR_GAIN`` times the weights of ``anchor``. So Adam's step for it is that many times as large.
     """
 
     def __init__(self, basis: nn.Linear, num_tokens: int) -> None:

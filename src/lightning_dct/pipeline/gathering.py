@@ -7,17 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from lightning_dct.pipeline.mesh import PipelineMesh
+from lightning_dct.pipeline.mesh import PipelineMesh, to_device
 
 State = dict[str, Any]
-
-
-def to_device(tree: Any, device: torch.device | str) -> Any:
-    """A tree whose tensors are on a device, without a graph."""
-    return tree_map(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def gather_on_first(part: State, mesh: PipelineMesh) -> list[State]:

@@ -15,8 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._pytree import tree_map
 
 T = TypeVar("T")
+
+
+def to_device(tree: Any, device: torch.device | str) -> Any:
+    """A tree whose tensors are on a device, without a graph."""
+    return tree_map(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 @dataclass(frozen=True)

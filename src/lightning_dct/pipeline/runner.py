@@ -15,7 +15,7 @@ from torchmetrics import Metric
 
 from lightning_dct.pipeline import steps
 from lightning_dct.pipeline.borders import Border, signature, trace_borders
-from lightning_dct.pipeline.gathering import to_device
+from lightning_dct.pipeline.mesh import to_device
 from lightning_dct.pipeline.results import StepResults
 from lightning_dct.pipeline.schedule import Pipeline
 from lightning_dct.pipeline.sequential import NetworkCall

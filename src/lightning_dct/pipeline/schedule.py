@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from lightning_dct.pipeline.borders import Border, Crossing, receive, send
+from lightning_dct.pipeline.borders import Border, Crossing, Receive, Send
 from lightning_dct.pipeline.mesh import PipelineMesh
 from lightning_dct.pipeline.placement import Piece
 from lightning_dct.pipeline.sequential import NetworkCall, context_of
@@ -50,7 +50,7 @@ class Stage(nn.Module):
     def compute(self, micro_batch: int, payload: tuple[Tensor, ...]) -> Any:
         """The piece's result for a micro-batch; the first piece has an empty payload."""
         first, context = self.calls[micro_batch]
-        value = first if self.arriving is None else receive(self.arriving, *payload)
+        value = first if self.arriving is None else Receive.apply(*payload, self.arriving)
         with self._precision():
             return self.modules_of_piece(value, **context_of(self.modules_of_piece, context))
 
@@ -63,7 +63,7 @@ class Stage(nn.Module):
         # The next step reuses receive buffers, and autograd may keep parts of them.
         output = self.compute(number, tuple(part.clone() if not part.requires_grad else part for part in payload))
         if self.leaving is not None:
-            return send(self.leaving, output)
+            return Send.apply(output, self.leaving)
         assert self.loss_of is not None
         with self._precision():
             return self.loss_of(number, output)
@@ -163,7 +163,7 @@ class Pipeline:
                 payload = () if stage.arriving is None else self._receive(stage.index, crossings[stage.index - 1])
                 outputs.append(stage.compute(number, payload))
                 if stage.leaving is not None:
-                    waiting += [part.detach() for part in send(stage.leaving, outputs.pop())]
+                    waiting += [part.detach() for part in Send.apply(outputs.pop(), stage.leaving)]
                 # With several stages on a rank, bytes cross both ways between two ranks, which NCCL takes strictly in
                 # turn. So this rank first receives everything, then sends.
                 if len(self.stages) == 1 or number == len(borders) - 1:

@@ -1,4 +1,4 @@
-"""A Sequential whose children can take keywords beside the previous child's result."""
+"""A Sequential whose children can take keyword arguments in addition to the previous child's result."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch.utils._pytree import tree_flatten
 
 
 class NetworkCall(NamedTuple):
-    """The arguments of a network: the first child's input, and the keywords, which have no gradients. Any nesting."""
+    """The arguments of a network, with any nesting."""
 
-    input: Any
-    context: dict[str, Any]
+    input: Any  # of the first child
+    context: dict[str, Any]  # keywords, without gradients
 
 
 class SplitSequential(nn.Sequential):
     """A ``torch.nn.Sequential`` that passes keyword arguments to the children that name them.
 
-    One activation goes from child to child, as in any Sequential. What else children need of the batch, such as a
-    decoder's tokens, is given by keyword. Each child gets the keywords that its ``forward`` names after its first
-    parameter (all of them if it takes ``**keywords``)::
+    Each child gets the previous child's result, as in any Sequential, and the keywords that its ``forward`` names after
+    its first parameter (all of them if it takes ``**keywords``). So children can use more of the batch, such as a
+    decoder's tokens::
 
         class Decoder(nn.Module):
             def forward(self, memory, target_in): ...
@@ -30,15 +30,15 @@ class SplitSequential(nn.Sequential):
         network = SplitSequential(encoder, SplitPoint(density=0.1), decoder)
         logits = network(source, target_in=target_in)
 
-    Under :class:`~lightning_dct.DCTPipelineStrategy` keywords do not cross between stages: every rank takes them from
-    the batch, which it reads too. So they must follow from the batch alone, and have no gradient.
+    Under :class:`~lightning_dct.DCTPipelineStrategy` keywords are not sent between stages: every rank takes them from
+    its own copy of the batch. So they must follow from the batch alone, and have no gradient.
 
     Raises:
         TypeError: In a call: a required keyword is missing, or no child takes a given one.
     """
 
     def forward(self, input: Any, **context: Any) -> Any:
-        """Run the children on ``input``, one after the other, with the keywords that each one names."""
+        """Run the children one after the other, each with the keywords that it names."""
         check_context(self, context)
         for child in self:
             input = child(input, **context_of(child, context))
