@@ -55,8 +55,9 @@ def check_context(network: nn.Sequential, context: Mapping[str, Any]) -> None:
     unused = set(context)
     for name, child in network.named_children():
         unused -= set(context_of(child, context))
-        for keyword, parameter in _keywords(child).items():
-            if parameter.default is parameter.empty and keyword not in context:
+        for parameter in _keywords(child):
+            keyword, is_required = parameter.name, parameter.default is parameter.empty
+            if is_required and parameter.kind is not parameter.VAR_KEYWORD and keyword not in context:
                 given = ", ".join(map(repr, context)) or "none"
                 raise TypeError(
                     f"The forward of {name!r} ({type(child).__name__}) takes {keyword!r}, which the call of the network"
@@ -72,8 +73,8 @@ def check_context(network: nn.Sequential, context: Mapping[str, Any]) -> None:
 
 def context_of(module: nn.Module, context: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords of a call that a module's forward takes."""
-    names = _keywords(module)
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in _parameters(module))
+    names = {parameter.name for parameter in _keywords(module)}
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in _keywords(module))
     return {name: value for name, value in context.items() if takes_all or name in names}
 
 
@@ -88,22 +89,11 @@ def check_no_gradients(context: Mapping[str, Any]) -> None:
             )
 
 
-def _keywords(module: nn.Module) -> dict[str, inspect.Parameter]:
-    """The parameters of a module's forward that can be given by keyword, except the first, by name."""
-    module = _uncompiled(module)
+def _keywords(module: nn.Module) -> list[inspect.Parameter]:
+    """The parameters of a module's forward that take keywords, except the first parameter."""
+    # torch.compile's wrapper has a forward that names nothing.
+    module = getattr(module, "_orig_mod", module)
     if isinstance(module, SplitSequential):
-        return {name: parameter for child in module for name, parameter in _keywords(child).items()}
-    later = _parameters(module)[1:]
-    return {p.name: p for p in later if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-
-
-def _parameters(module: nn.Module) -> list[inspect.Parameter]:
-    module = _uncompiled(module)
-    if isinstance(module, SplitSequential):
-        return [parameter for child in module for parameter in _parameters(child)]
-    return list(inspect.signature(module.forward).parameters.values())
-
-
-def _uncompiled(module: nn.Module) -> nn.Module:
-    """The module inside torch.compile's wrapper, whose own forward names nothing."""
-    return getattr(module, "_orig_mod", module)
+        return [parameter for child in module for parameter in _keywords(child)]
+    later = list(inspect.signature(module.forward).parameters.values())[1:]
+    return [p for p in later if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY, p.VAR_KEYWORD)]
