@@ -34,7 +34,7 @@ GUARD_AIM = 0.97
 
 
 class SplitPoint(CompressedModule):
-    """Sets all but the largest activations to zero; gradients come back for those only.
+    """Sets all but the largest activations to zero, and all gradients but those of the largest activations.
 
     ``M = |h| >= threshold``. Forward gives ``h * M`` and backward gives ``M * gradient``, both as read from the wire
     (Gupta et al., KDD 2021, section 3.2). In one process the module computes what both ends of a pipeline's border
@@ -82,7 +82,7 @@ class SplitPoint(CompressedModule):
         self.forward_format, self.backward_format = forward_format, backward_format
         # Entries of a row of activations, if codes of rows are sent instead.
         self.width: int | None = None
-        # Training forwards in which more entries reached the threshold than the payload holds.
+        # Training forwards in which more entries reached the threshold than fit into the payload.
         self.overflows = 0
         # The thresholds of this step and of the next one; None before the first selection.
         self.threshold: float | None = None

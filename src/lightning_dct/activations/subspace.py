@@ -53,14 +53,14 @@ def subspace(
 
     ::
 
-        forward     c = U^T h crosses;          the next module sees U c + A[token]
-        backward    dL/dc = U^T g crosses
+        forward     c = U^T h is sent;          the next module gets U c + A[token]
+        backward    dL/dc = U^T g is sent
 
     ``U [width, rank]`` is orthonormal, drawn once from ``seed``, and fixed. ``A [num_tokens, width]`` is a table on the
-    receiving stage, which trains it. Ids do not cross: every rank of a pipeline reads the batch, and the network is a
+    receiving stage, which trains it. Ids are not sent: every rank of a pipeline reads the batch, and the network is a
     :class:`~lightning_dct.SplitSequential` that is called with ``tokens=``. Backward is the exact gradient of forward,
-    except for rounding. So the layers before the border learn to write into the subspace what the token alone does not
-    tell. What they write outside it does not cross.
+    except for rounding. So the layers before the border learn to put into the subspace what does not follow from the
+    token. Components outside the subspace are not sent.
 
     This changes the model, as a bottleneck does: train it with the three modules in place, in one process or in two.
     The subspace is that of Ramasinghe et al., *Protocol Models*, 2025 (arXiv 2506.01260), without constraints on the
@@ -68,8 +68,8 @@ def subspace(
     also subtracts the anchor. That changes only coordinates that the sender can write as well.
 
     Args:
-        width: Entries per token, the last dimension of what crosses.
-        rank: Numbers per token that cross, each way; at most ``width``.
+        width: Entries per token, the last dimension of the activations.
+        rank: Numbers per token that are sent, each way; at most ``width``.
         num_tokens: Number of different tokens. None where the network's input is not a sequence of tokens: then the
             receiver learns a mean instead of ``A[token]``, and the network needs no ``tokens=``.
         forward_format: Of the coordinates, as for :class:`~lightning_dct.SplitPoint`.

@@ -40,7 +40,7 @@ class DistinctRows:
         bags: The look-ups.
         wanted: For each owner, the places there: ascending, distinct.
         lookups: For each owner, the number of look-ups of these rows.
-        starts: Shape ``[world size + 1]``: where each owner's rows begin among all distinct rows.
+        starts: Shape ``[world size + 1]``: where each owner's rows start among all distinct rows.
         inverse: Shape ``[lookups]``, int64: the distinct row of each look-up.
     """
 
@@ -165,7 +165,7 @@ class ChangesLookup:
         module = self._module
         with reading(f"Rank {peer} of the process group"):
             places = module.mirrors[peer].code.decode(data, lookups)
-        # This end computes which rows the other has evicted.
+        # Both ends compute the same evictions.
         admission, _ = module.mirrors[peer].admit(places)
         if evicted != admission.evicted.size:
             raise PayloadError(
@@ -176,9 +176,9 @@ class ChangesLookup:
         return Request(places, slots, lookups, admission.evicted)
 
     def _send_evicted(self, residuals: Mapping[int, Tensor]) -> None:
-        """Start to send the residuals of evicted rows, which nobody needs before backward ends.
+        """Start to send the residuals of evicted rows, which are not needed before backward ends.
 
-        They leave after the answers, which pooling waits for, and can be many times as long.
+        They are sent after the answers, which pooling waits for, because they can be many times as long.
         """
         module, dim = self._module, self._module.embedding_dim
         row_bytes = dim * module.remembered_dtype.itemsize

@@ -1,8 +1,8 @@
 """Which rank owns which row.
 
 A table of fixed size with more rows than a rank's share is cut into blocks, which the ranks own in turn. So no rank
-holds all of it, and its frequent rows, which most vocabularies put first, do not all belong to one rank. The other
-tables stay whole and go, largest first, to the rank with the least load::
+has all of it, and its frequent rows, which most vocabularies put first, do not all belong to one rank. The other tables
+are not cut. Each of them, largest first, is assigned to the rank with the least load::
 
     table 0 (large)     | block 0 | block 1 | block 2 | block 3 | ...      blocks of equal size, in turn
                            rank 0    rank 1    rank 0    rank 1
@@ -121,7 +121,7 @@ def place_tables(
     memory, traffic = [0.0] * world_size, [0.0] * world_size
     cut = [table for table, rows in enumerate(table_rows) if rows * world_size > total_rows and rows >= world_size > 1]
     for turn, table in enumerate(cut):
-        # Each cut table begins on another rank, because its first block has the most frequent rows.
+        # Each cut table starts on another rank, because its first block has the most frequent rows.
         first_rank[table] = turn % world_size
         block_rows[table] = -(-table_rows[table] // (world_size * BLOCKS_PER_RANK))
         for rank in range(world_size):

@@ -59,7 +59,7 @@ def write_rows(folder: str, tensors: Mapping[str, Pieces]) -> None:
     if isinstance(files, LocalFileSystem):
         writer = FileSystemWriter(path)
     else:
-        # torch's writer for fsspec is private, so nobody who writes to disks depends on it.
+        # torch's writer for fsspec is private, so only those who need it depend on it.
         from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
         writer = FsspecWriter(folder, sync_files=False)  # else it syncs this machine's disks after each file
@@ -73,7 +73,7 @@ def write_rows(folder: str, tensors: Mapping[str, Pieces]) -> None:
 
 
 class _PiecesPlanner(DefaultSavePlanner):
-    """Plans :data:`Pieces`, which torch's planner does not know."""
+    """Plans :data:`Pieces`, which torch's planner does not support."""
 
     def create_local_plan(self) -> SavePlan:
         """This rank's items: one for each piece."""
@@ -163,7 +163,7 @@ def reading_rows(folder: str) -> Iterator[RowFiles]:
 
     Raises:
         FileNotFoundError: The folder is missing on this rank.
-        CheckpointError: It is corrupt or holds other rows, or another rank cannot read it.
+        CheckpointError: It is corrupt or has other rows, or another rank cannot read it.
     """
     failure: Exception | None = None
     try:

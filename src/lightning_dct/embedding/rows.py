@@ -18,7 +18,7 @@ class RememberedRows:
     """Copies, and optionally residuals, of the rows in a cache.
 
     The rank that uses rows and the rank that owns them each have an object of this class for the other. Their copies
-    are bitwise identical, because both start a row from its initial value and add what was sent.
+    are bitwise identical, because both start a row from its initial value and add the same messages.
 
     Args:
         capacity: Most rows to remember.

@@ -120,7 +120,7 @@ class ShardedEmbeddingBags(TableState):
 
         Args:
             ids: Whole numbers, ``[batch, tables]``; with offsets ``[lookups]``, table after table.
-            offsets: ``[tables * batch + 1]``: where each bag begins, all bags of table 0 first, and the end.
+            offsets: ``[tables * batch + 1]``: where each bag starts, all bags of table 0 first, and the end.
 
         Returns:
             Float ``[batch, tables, embedding_dim]``.

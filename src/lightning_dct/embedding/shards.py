@@ -1,4 +1,4 @@
-"""Saves and loads rows on their owners: no rank ever holds a whole table, and any number of ranks can load it.
+"""Saves and loads rows on their owners: no rank ever has a whole table, and any number of ranks can load it.
 
 A table of fixed size is one tensor, in its own order of rows, of which each owner writes pieces. Growing tables are one
 tensor for each owner, by slot, together with the owner's directory, which names the keys in the slots::
@@ -50,11 +50,11 @@ def save_rows(folder: str, tables: Mapping[str, TableState], optimizers: list[Op
 
 
 def load_rows(folder: str, tables: Mapping[str, TableState]) -> None:
-    """Read this rank's rows from what :func:`save_rows` has written; a collective call.
+    """Read this rank's rows from a folder of :func:`save_rows`; a collective call.
 
     Raises:
         FileNotFoundError: The folder is missing.
-        CheckpointError: It is corrupt, or holds rows of other tables.
+        CheckpointError: It is corrupt, or has rows of other tables.
     """
     with reading_rows(folder) as files:
         for name, module in tables.items():
@@ -115,7 +115,7 @@ def _pieces_of(key: str, module: TableState, values: Tensor) -> dict[str, Pieces
 
 
 def _whole(key: str, values: Tensor) -> dict[str, Pieces]:
-    """A tensor that one rank has all of; nothing if it is empty, because files hold no empty tensors."""
+    """A tensor that one rank has all of; nothing if it is empty, because empty tensors cannot be saved."""
     pieces = {start: values[start : start + ROWS_AT_A_TIME] for start in range(0, len(values), ROWS_AT_A_TIME)}
     return {key: (len(values), pieces)} if pieces else {}
 
@@ -129,7 +129,7 @@ def _own_rows(module: TableState, values: Tensor) -> Iterator[tuple[int, int, Te
 
 
 def _load_values(files: RowFiles, name: str, key: str, module: TableState, values: Tensor) -> None:
-    """Overwrite ``values``, shape ``[owned rows, ...]``, with this rank's rows of what was saved under ``key``."""
+    """Overwrite ``values``, shape ``[owned rows, ...]``, with this rank's rows of the values saved under ``key``."""
     if not isinstance(module, GrowingEmbeddingBags):
         for table, start, rows in _own_rows(module, values):
             saved = files.num_rows(f"{key}.table_{table}")

@@ -112,7 +112,7 @@ class TableState(CompressedModule):
 
     @property
     def num_rows(self) -> int:
-        """The most rows that all ranks together hold."""
+        """The most rows of all ranks together."""
         return sum(self.table_rows)
 
     @property

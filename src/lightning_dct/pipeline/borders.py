@@ -63,13 +63,13 @@ def trace_borders(
             except Exception as error:
                 raise RuntimeError(
                     f"Piece {piece.index} of the pipeline cannot be run on fake tensors, with which"
-                    " `DCTPipelineStrategy` finds the shapes that cross between stages. Its forward must not read"
+                    " `DCTPipelineStrategy` finds the shapes of what stages send. Its forward must not read"
                     f" values of tensors (`.item()`, `.numpy()`). The error was: {error}"
                 ) from error
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 found = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
                 raise ValueError(
-                    f"Piece {piece.index} of the pipeline returns {found}; what crosses a SplitPoint must be one tensor"
+                    f"Piece {piece.index} of the pipeline returns {found}; what a SplitPoint sends must be one tensor"
                     " of real numbers. Stack what the next piece needs into one tensor."
                 )
             borders.append(Border(tuple(value.shape), value.dtype))

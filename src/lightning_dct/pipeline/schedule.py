@@ -1,11 +1,11 @@
 """Runs a rank's pieces: training under a schedule of torch.distributed.pipelining, evaluation forward only.
 
 With gloo all receives of a step are posted at its start. Gloo's sender keeps a message until its receive is posted, and
-torch's schedules post a receive when they need the message. So nothing would travel while the receiver computes, and
+torch's schedules post a receive when they need the message. So nothing would be sent while the receiver computes, and
 each message would take a round trip::
 
     posted when needed   | compute 0 | post ─► ◄─ bytes | compute 1 | post ─► ◄─ bytes | compute 2
-    posted early         | compute 0 | compute 1 | compute 2         (bytes travel meanwhile)
+    posted early         | compute 0 | compute 1 | compute 2         (bytes are sent meanwhile)
 
 The bytes, their order and the arithmetic stay the same.
 """
@@ -34,7 +34,7 @@ LossOf = Callable[[int, Any], Tensor]
 
 
 class Stage(nn.Module):
-    """One piece: it decodes what arrives, and encodes what leaves. ``precision`` opens forward's context (autocast)."""
+    """One piece, which decodes its input and encodes its output. ``precision`` opens forward's context (autocast)."""
 
     def __init__(self, piece: Piece, precision: Callable[[], AbstractContextManager[Any]]) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Stage(nn.Module):
 class EarlyReceiver(PipelineStage):
     """A stage that posts all receives of a step at its start. For schedules with one piece per rank, on gloo.
 
-    With several pieces, messages both ways cross between the same two ranks, and only the schedule knows their order.
+    With several pieces, two ranks send each other messages both ways, in an order that only the schedule determines.
     NCCL runs the receives of a stream strictly in turn, so an early one would block what comes after it.
     """
 
@@ -164,7 +164,7 @@ class Pipeline:
                 outputs.append(stage.compute(number, payload))
                 if stage.leaving is not None:
                     waiting += [part.detach() for part in Send.apply(outputs.pop(), stage.leaving)]
-                # With several stages on a rank, bytes cross both ways between two ranks, which NCCL takes strictly in
+                # With several stages on a rank, two ranks send each other bytes both ways, which NCCL takes strictly in
                 # turn. So this rank first receives everything, then sends.
                 if len(self.stages) == 1 or number == len(borders) - 1:
                     sending += [self._send(stage.index, part) for part in waiting]

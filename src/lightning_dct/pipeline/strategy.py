@@ -52,17 +52,17 @@ class DCTPipelineStrategy(DCTStrategy):
         network = SplitSequential(embedding, block, *subspace(256, rank=32, num_tokens=1000), block, head)
         trainer = Trainer(strategy=DCTPipelineStrategy(stages=2, micro_batches=4), devices=2)
 
-    A :class:`~lightning_dct.SplitSequential` gives pieces what else they need by keyword. Keywords do not cross: every
-    rank takes them from the batch.
+    A :class:`~lightning_dct.SplitSequential` gives pieces further inputs by keyword. Keywords are not sent: every rank
+    takes them from the batch.
 
     What differs from training in one process:
 
     * ``training_step`` sees one micro-batch at a time. The loss of a batch is the mean over its micro-batches, and logs
       are combined by ``self.log(reduce_fx=..., batch_size=...)``. Callbacks get only the loss of what
       ``training_step`` returns.
-    * Steps run to their end on the ranks of the last stage. All ranks get what they log and what evaluation steps
-      return. torchmetrics metrics have the same value everywhere; other state that steps keep in ``self`` exists on the
-      last stage only. On every rank a step runs up to its call of the network, to capture the arguments.
+    * Steps run to their end on the ranks of the last stage only. Elsewhere they run up to their call of the network, to
+      capture its arguments. All ranks get the logs and the results of evaluation steps. torchmetrics metrics have the
+      same value everywhere; other state that steps keep in ``self`` exists on the last stage only.
     * During ``fit`` a rank has the parameters of its own pieces; those of others have shapes but no memory. After fit
       every rank has the whole model.
 
