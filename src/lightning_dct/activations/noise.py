@@ -38,7 +38,9 @@ def uniform(count: int, seed: int, stream: int, content: Tensor) -> Tensor:
         stream: The purpose; different streams are independent.
         content: The data, floating point, any shape: each micro-batch has its own numbers.
     """
-    key = _fingerprint(content) + salt(seed, stream)
+    bits = content.detach().to(torch.float32).reshape(-1).view(torch.int32)
+    # Zeros at the end of the data do not change its numbers.
+    key = bits.sum(0, keepdim=True, dtype=torch.int64) + salt(seed, stream)
     low = _hashed(_fast((key & 0x7FFFFFFF).to(torch.int32)))
     high = _hashed(_fast((key >> 31 & 0x7FFFFFFF).to(torch.int32)) ^ low)
     numbers = torch.empty(count, device=content.device)
@@ -51,7 +53,7 @@ def uniform(count: int, seed: int, stream: int, content: Tensor) -> Tensor:
 
 
 def salt(seed: int, stream: int) -> int:
-    """The number, below ``2 ** 62``, that a seed and a stream add to the fingerprint of the data."""
+    """The number, below ``2 ** 62``, that a seed and a stream add to the sum of the data's bits."""
     return (seed * 0x9E3779B97F4A7C15 + (stream + 1) * 0xBF58476D1CE4E5B9) & ((1 << 62) - 1)
 
 
@@ -68,9 +70,3 @@ def _hashed(x: Any) -> Any:
     x *= SECOND
     x ^= (x >> 16) & 0xFFFF
     return x
-
-
-def _fingerprint(content: Tensor) -> Tensor:
-    """An int64 number, shape ``[1]``, that depends on the bits of ``content``, but not on zeros at its end."""
-    bits = content.detach().to(torch.float32).reshape(-1).view(torch.int32)
-    return bits.sum(0, keepdim=True, dtype=torch.int64)

@@ -30,12 +30,10 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class Message(NamedTuple):
-    """The form of all messages about the same rows, of ``dim`` entries each."""
+    """The form of all messages about the same rows."""
 
     layout: PayloadLayout  # with one tensor for each table with rows in the message
     tables: list[int]  # these tables, ascending
-    num_rows: int
-    dim: int
 
 
 class Sent(NamedTuple):
@@ -53,7 +51,7 @@ def message_about(row_tables: Int64Array, dim: int, density: float, value_format
     tables = np.flatnonzero(counts)
     sizes = tuple((counts[tables] * dim).tolist())
     capacities = tuple(entries_at(density, size) for size in sizes)
-    return Message(PayloadLayout(sizes, capacities, value_format), tables.tolist(), row_tables.size, dim)
+    return Message(PayloadLayout(sizes, capacities, value_format), tables.tolist())
 
 
 def compress_changes(

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,11 +22,76 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_dct.config import check_integer
-from lightning_dct.embedding.directory import RowDirectory
+from lightning_dct.embedding.cache import CACHE_ARRAYS, RowCache
 from lightning_dct.embedding.initial import initial_rows
 from lightning_dct.embedding.placement import ID_SPACE, Int64Array, Placement, place_by_hash
 from lightning_dct.embedding.sharded import Pooling, ShardedEmbeddingBags
 from lightning_dct.embedding.state import is_row_state
+
+# The names of a directory's caches.
+PARTS = ("rows", "counted")
+
+
+class Changed(NamedTuple):
+    """The changes that a look-up causes."""
+
+    keys: Int64Array  # shape `[k]`, ascending: the keys with a new row
+    slots: Int64Array  # shape `[k]`: the slots of the new rows
+    evicted: int  # number of evicted rows
+
+
+class RowDirectory:
+    """The keys that have rows, at most ``capacity``, and their slots; and as many keys that are being counted.
+
+    A key gets a row when it was requested in ``admit_after`` look-ups. All ranks' requests in one look-up count as one,
+    so the count does not depend on the number of ranks. A new row replaces the least recently requested one.
+    """
+
+    def __init__(self, capacity: int, admit_after: int) -> None:
+        self.admit_after = admit_after
+        self.rows, self.counted = RowCache(capacity), RowCache(capacity)
+
+    def find(self, keys: Int64Array) -> Int64Array:
+        """The slots of keys, ``[k]``, -1 where there is no row."""
+        return self.rows.find(keys)
+
+    def request(self, keys: Int64Array) -> Changed:
+        """Count a look-up of keys, ``[k]``, ascending and distinct, and make rows for those that are due.
+
+        If these are more than fit, the first keys get rows.
+        """
+        there = self.find(keys) >= 0
+        due = keys[~there]
+        if self.admit_after > 1:
+            due = due[self.counted.counts_at(self.counted.admit(due).slots) >= self.admit_after]
+        wanted = np.sort(np.concatenate([keys[there], due[: self.rows.capacity - int(there.sum())]]))
+        admission = self.rows.admit(wanted)
+        return Changed(wanted[admission.new], admission.slots[admission.new], admission.evicted.size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Both caches."""
+        return {part: getattr(self, part).state_dict() for part in PARTS}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state."""
+        for part in PARTS:
+            getattr(self, part).load_state_dict(state[part])
+
+    def take_over(self, states: Sequence[Mapping[str, Any]], is_own: Callable[[Int64Array], Any]) -> None:
+        """Merge the states of all owners of another world size: keep the newest keys of this owner."""
+        for part in PARTS:
+            cache: RowCache = getattr(self, part)
+            saved = [state[part] for state in states]
+            rows, last_used, counts = (
+                np.concatenate([state[name].numpy() for state in saved]) for name in CACHE_ARRAYS
+            )
+            own = np.flatnonzero((rows >= 0) & is_own(rows))
+            newest = own[np.lexsort((rows[own], -last_used[own]))[: cache.capacity]]
+            arrays = zip(CACHE_ARRAYS, (rows, last_used, counts), strict=True)
+            merged: dict[str, Any] = {name: torch.from_numpy(array[newest]) for name, array in arrays}
+            # All owners count the same look-ups.
+            merged["requests"] = max(int(state["requests"]) for state in saved)
+            cache.load_state_dict(merged)
 
 
 class GrowingEmbeddingBags(ShardedEmbeddingBags):

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dct.embedding.directory import PARTS
-from lightning_dct.embedding.growing import GrowingEmbeddingBags
+from lightning_dct.embedding.growing import PARTS, GrowingEmbeddingBags
 from lightning_dct.embedding.placement import Int64Array
 from lightning_dct.embedding.row_files import Pieces, RowFiles, reading_rows, write_rows
 from lightning_dct.embedding.state import ROWS_AT_A_TIME, TableState, is_row_state

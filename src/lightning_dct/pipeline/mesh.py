@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map
-
-T = TypeVar("T")
 
 
 def to_device(tree: Any, device: torch.device | str) -> Any:
@@ -81,17 +79,29 @@ class PipelineMesh:
         """The global rank of a stage of this pipeline."""
         return self.replica * self.stages + stage
 
-    def share(self, value: T | None, stage: int) -> T:
+    def share(self, value: Any, stage: int) -> Any:
         """Broadcast a picklable object, with tensors on the CPU, from one stage of the pipeline."""
-        box: list[Any] = [value]
+        box = [value]
         dist.broadcast_object_list(box, src=self.rank_of(stage), group=self.control)
         return box[0]
 
-    def collect(self, value: T) -> list[T]:
+    def collect(self, value: Any) -> list[Any]:
         """Every rank's value, in order of stages, on every rank of the pipeline."""
         box: list[Any] = [None] * self.stages
         dist.all_gather_object(box, value, group=self.control)
         return box
+
+    def gather_on_first(self, value: Any) -> list[Any]:
+        """All stages' objects on global rank 0, in order of stages; elsewhere this rank's alone."""
+        values = [value]
+        for stage in range(1, self.stages if self.replica == 0 else 0):
+            if self.stage == stage:
+                dist.send_object_list([to_device(value, "cpu")], dst=0, group=self.control)
+            elif self.stage == 0:
+                box: list[Any] = [None]
+                dist.recv_object_list(box, src=stage, group=self.control)
+                values.append(box[0])
+        return values
 
     def count(self, decision: bool) -> int:
         """The number of ranks of the job whose decision is True."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_dct.activations import SplitPoint
 from lightning_dct.pipeline.mesh import PipelineMesh
@@ -235,3 +236,25 @@ def _replace(pieces: Iterable[Piece], convert: Callable[[Tensor], Tensor]) -> No
 def _tensors_of(module: nn.Module) -> list[Tensor]:
     """A module's parameters and buffers, each once."""
     return list({id(tensor): tensor.detach() for tensor in [*module.parameters(), *module.buffers()]}.values())
+
+
+def part_of_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """The state of this rank's parameters, from ``optimizer.state_dict()`` or a saved one of the whole model.
+
+    The optimizer has all parameters, including those on the meta device, in the same order on every rank.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    here = {number for number, parameter in zip(numbers, parameters, strict=False) if not parameter.is_meta}
+    # State without a parameter stays.
+    kept = {key: value for key, value in state["state"].items() if key in here or key not in numbers}
+    return {**state, "state": kept}
+
+
+def merge_optimizer_states(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The state of all parameters, in their order; state without a parameter is the first stage's."""
+    merged: dict[str, Any] = {}
+    for part in reversed(parts):
+        merged.update(part["state"])
+    ordered = sorted(merged.items(), key=lambda item: (not isinstance(item[0], int), str(item[0]).zfill(12)))
+    return {**parts[0], "state": dict(ordered)}

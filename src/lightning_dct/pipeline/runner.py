@@ -85,7 +85,12 @@ class Runner:
             logged.append(logs)
             return loss.reshape(()) / micro_batches
 
-        borders = self._same_borders(calls)
+        borders = self._borders_of(calls[0])
+        if any(self._borders_of(call) != borders for call in calls[1:]):
+            raise ValueError(
+                "The micro-batches of this batch give the network inputs of different shapes; a schedule sends payloads"
+                " of one size. Pad the inputs to the same shape for the whole batch."
+            )
         self._step_results.post_receive()
         self._pipeline.train(calls, borders, loss_of)
         result = (torch.stack(losses).mean().cpu(), steps.combine(logged)) if self._mesh.is_last else None
@@ -123,16 +128,6 @@ class Runner:
 
     def _capture(self, step: str, *arguments: Any) -> NetworkCall:
         return steps.capture_call(self._module, self._network, step, arguments)
-
-    def _same_borders(self, calls: Sequence[NetworkCall]) -> list[Border]:
-        """The borders, which must be the same for all micro-batches of a batch (else ValueError)."""
-        borders = self._borders_of(calls[0])
-        if any(self._borders_of(call) != borders for call in calls[1:]):
-            raise ValueError(
-                "The micro-batches of this batch give the network inputs of different shapes; a schedule sends payloads"
-                " of one size. Pad the inputs to the same shape for the whole batch."
-            )
-        return borders
 
     def _borders_of(self, call: NetworkCall) -> list[Border]:
         key = (self._module.training, signature(call))

@@ -154,37 +154,32 @@ class Pipeline:
             The last piece's result for each micro-batch; None on ranks without that piece.
         """
         outputs: list[Any] = []
-        sending: list[dist.Work] = []
+        sending: list[dist.Work | None] = []
         kept: list[Tensor] = []  # payloads must live until they are sent
         for stage in self.stages:
             stage.calls, outputs, waiting = calls, [], []
             for number, of_this in enumerate(borders):
-                crossings = self._cross(of_this)
-                payload = () if stage.arriving is None else self._receive(stage.index, crossings[stage.index - 1])
+                self._cross(of_this)
+                payload: tuple[Tensor, ...] = ()
+                if stage.arriving is not None:
+                    payload = stage.arriving.empty(self.device)
+                    source = self.mesh.rank_of((stage.index - 1) % self.mesh.stages)
+                    for part in payload:
+                        dist.recv(part, src=source, group=self.mesh.pipeline)
                 outputs.append(stage.compute(number, payload))
                 if stage.leaving is not None:
                     waiting += [part.detach() for part in Send.apply(outputs.pop(), stage.leaving)]
                 # With several stages on a rank, two ranks send each other bytes both ways, which NCCL takes strictly in
                 # turn. So this rank first receives everything, then sends.
                 if len(self.stages) == 1 or number == len(borders) - 1:
-                    sending += [self._send(stage.index, part) for part in waiting]
+                    target = self.mesh.rank_of((stage.index + 1) % self.mesh.stages)
+                    sending += [dist.isend(part, dst=target, group=self.mesh.pipeline) for part in waiting]
                     kept, waiting = kept + waiting, []
             stage.calls = ()
         for work in sending:
+            assert work is not None
             work.wait()
         return outputs if self.stages[-1].leaving is None else None
-
-    def _receive(self, index: int, crossing: Crossing) -> tuple[Tensor, Tensor]:
-        payload = crossing.empty(self.device)
-        for part in payload:
-            dist.recv(part, src=self.mesh.rank_of((index - 1) % self.mesh.stages), group=self.mesh.pipeline)
-        return payload
-
-    def _send(self, index: int, part: Tensor) -> dist.Work:
-        target = self.mesh.rank_of((index + 1) % self.mesh.stages)
-        work = dist.isend(part, dst=target, group=self.mesh.pipeline)
-        assert work is not None
-        return work
 
     def _cross(self, borders: Sequence[Border]) -> list[Crossing]:
         """Set the crossings at both ends of every stage."""

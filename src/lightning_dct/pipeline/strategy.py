@@ -21,7 +21,6 @@ from lightning_dct.agreement import check_agreement
 from lightning_dct.clipping import clip_grad_norm
 from lightning_dct.config import check_choice, check_integer
 from lightning_dct.gradients import Synchronizer
-from lightning_dct.pipeline import gathering
 from lightning_dct.pipeline.checks import (
     check_ddp_settings,
     check_no_tables,
@@ -31,7 +30,7 @@ from lightning_dct.pipeline.checks import (
 )
 from lightning_dct.pipeline.delivery import deliver, set_aside, through_ddp
 from lightning_dct.pipeline.mesh import PipelineMesh
-from lightning_dct.pipeline.placement import Placement
+from lightning_dct.pipeline.placement import Placement, merge_optimizer_states, part_of_optimizer_state
 from lightning_dct.pipeline.results import synchronise_metrics
 from lightning_dct.pipeline.runner import Runner
 from lightning_dct.pipeline.schedule import SCHEDULES, Pipeline, ScheduleName
@@ -250,7 +249,7 @@ class DCTPipelineStrategy(DCTStrategy):
             return state
         merged = dict(state)
         # Each stage's part replaces the meta tensors.
-        for part in gathering.gather_on_first(self._spread.own_part(state), self._placed)[1:]:
+        for part in self._placed.gather_on_first(self._spread.own_part(state))[1:]:
             merged.update(part)
         return merged
 
@@ -259,11 +258,11 @@ class DCTPipelineStrategy(DCTStrategy):
         state = super().optimizer_state(optimizer)
         if self._spread is None:
             return state
-        part = gathering.part_of_optimizer_state(state, optimizer)
-        return gathering.merge_optimizer_states(gathering.gather_on_first(part, self._placed))
+        part = part_of_optimizer_state(state, optimizer)
+        return merge_optimizer_states(self._placed.gather_on_first(part))
 
     def _own_state_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        return gathering.part_of_optimizer_state(super()._own_state_of(optimizer), optimizer)
+        return part_of_optimizer_state(super()._own_state_of(optimizer), optimizer)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load this rank's part."""
@@ -274,7 +273,7 @@ class DCTPipelineStrategy(DCTStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the state of the parameters on this rank."""
         states = [
-            gathering.part_of_optimizer_state(state, optimizer)
+            part_of_optimizer_state(state, optimizer)
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
         ]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
