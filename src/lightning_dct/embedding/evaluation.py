@@ -60,7 +60,6 @@ def _round(
     """
     exchange, placement, traffic = modules[0].exchange_group, module.placement, module.evaluation_traffic
     weight, row_bytes = module.weight, module.embedding_dim * module.weight.element_size()
-    none = torch.empty(0, dtype=torch.uint8, device=weight.device)
     places = [np.empty(0, dtype=np.int64)] * placement.world_size if wanted is None else wanted
     which = modules.index(module)
     numbers = [(which, FINISHED if wanted is None else len(part)) for part in places]
@@ -70,17 +69,18 @@ def _round(
         raise PayloadError(f"A rank requests module {requested.max()} of {len(modules)} sharded tables.")
     if wanted is None and (announced[:, 1] == FINISHED).all():
         return True, []
-    payloads, answers = [none] * placement.world_size, [none] * placement.world_size
-    sizes, codes = [0] * placement.world_size, {}
+    payloads: dict[int, Tensor] = {}
+    codes: dict[int, PositionCode] = {}
     for peer in module.peers:
         count, universe = max(int(announced[peer, 1]), 0), modules[requested[peer]].placement.owned_rows[exchange.rank]
         if count > universe:
             raise PayloadError(f"Rank {peer} requests {count} rows where there are {universe}.")
         codes[peer] = PositionCode(universe, count)
-        sizes[peer] = codes[peer].num_bytes
         own = PositionCode(placement.owned_rows[peer], places[peer].size)
         payloads[peer] = own.encode(torch.from_numpy(places[peer]).to(weight.device))
+    sizes = {peer: code.num_bytes for peer, code in codes.items()}
     requests = exchange.start(payloads, sizes, traffic).wait()
+    answers = {}
     for peer, code in codes.items():
         try:
             requested_places = code.decode(requests[peer], code.capacity).cpu().numpy()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import NamedTuple, cast
 
@@ -96,16 +96,17 @@ class Exchange:
         check_announced(announced, least)
         return announced
 
-    def start(self, payloads: Sequence[Tensor], sizes: Sequence[int], traffic: Traffic) -> Incoming:
-        """Start to send each rank its payload, uint8, and to receive ``sizes`` bytes from each."""
+    def start(self, payloads: Mapping[int, Tensor], sizes: Mapping[int, int], traffic: Traffic) -> Incoming:
+        """Start to send payloads, uint8, and to receive ``sizes`` bytes, both by rank; other ranks exchange nothing."""
+        empty = torch.empty(0, dtype=torch.uint8, device=self.device)
+        sent = [payloads.get(rank, empty) for rank in range(self.world_size)]
         if self.group is None:
-            return Incoming(None, list(payloads))
-        sent = torch.cat(list(payloads))
-        received = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-        lengths = [payload.numel() for payload in payloads]
-        work = dist.all_to_all_single(received, sent, list(sizes), lengths, group=self.group, async_op=True)
+            return Incoming(None, sent)
+        lengths, expected = [part.numel() for part in sent], [sizes.get(rank, 0) for rank in range(self.world_size)]
+        received = torch.empty(sum(expected), dtype=torch.uint8, device=self.device)
+        work = dist.all_to_all_single(received, torch.cat(sent), expected, lengths, group=self.group, async_op=True)
         traffic.add(bytes_sent=sum(lengths) - lengths[self.rank])
-        return Incoming(work, list(received.split(list(sizes))))
+        return Incoming(work, list(received.split(expected)))
 
 
 def check_announced(announced: Int64Array, least: int) -> None:

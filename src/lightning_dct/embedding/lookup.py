@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_dct.embedding.bags import Bags
 from lightning_dct.embedding.changes import Message, compress_changes, message_about, read_changes
-from lightning_dct.embedding.exchange import Incoming, reading
+from lightning_dct.embedding.exchange import reading
 from lightning_dct.embedding.gradients import deliver, when_backward_ends
 from lightning_dct.embedding.placement import Int64Array
 from lightning_dct.embedding.rows import RememberedRows, add_entries
@@ -89,7 +89,8 @@ class ChangesLookup:
             self._rows = DistinctRows(bags, module)
             payloads, residuals, numbers = self._make_requests()
         announced = module.exchange_group.announce(numbers, module.traffic)
-        requests = self._start(payloads, dict(enumerate(announced[:, 0].tolist()))).wait()
+        sizes = dict(enumerate(announced[:, 0].tolist()))
+        requests = module.exchange_group.start(payloads, sizes, module.traffic).wait()
         with module.traffic.timed():
             self._requests = {
                 peer: self._read_request(peer, requests[peer], *announced[peer, 1:].tolist()) for peer in self._peers
@@ -100,7 +101,7 @@ class ChangesLookup:
             self._with_owner = {peer: self._message(peer, self._rows.wanted[peer]) for peer in self._peers}
             self._with_user = {peer: self._message(self._rank, r.places) for peer, r in self._requests.items()}
             answers = {peer: self._answer(peer) for peer in self._peers}
-        self._incoming = self._start(answers, _sizes(self._with_owner))
+        self._incoming = module.exchange_group.start(answers, _sizes(self._with_owner), module.traffic)
         self._send_evicted(residuals)
 
     def pooled(self) -> Tensor:
@@ -128,7 +129,7 @@ class ChangesLookup:
             gradient = each.new_zeros(int(rows.starts[-1]), dim)
             add_rows(gradient, rows.inverse, each)
             payloads = {peer: self._gradient_payload(peer, rows.part(gradient, peer)) for peer in self._peers}
-        incoming = self._start(payloads, _sizes(self._with_user))
+        incoming = module.exchange_group.start(payloads, _sizes(self._with_user), module.traffic)
 
         def finish() -> None:
             received = incoming.wait()
@@ -183,7 +184,7 @@ class ChangesLookup:
         module, dim = self._module, self._module.embedding_dim
         row_bytes = dim * module.remembered_dtype.itemsize
         sizes = {peer: request.evicted.size * row_bytes for peer, request in self._requests.items()}
-        incoming = self._start(residuals, sizes)
+        incoming = module.exchange_group.start(residuals, sizes, module.traffic)
         for peer, request in self._requests.items():
             if request.evicted.size:
                 received = incoming.parts[peer].view(module.remembered_dtype).view(-1, dim)
@@ -229,13 +230,6 @@ class ChangesLookup:
     def _read(self, peer: int, payload: Tensor, message: Message) -> tuple[Tensor, Tensor]:
         with reading(f"Embedding rows from rank {peer} of the process group"):
             return read_changes(payload, message)
-
-    def _start(self, payloads: Mapping[int, Tensor], sizes: Mapping[int, int]) -> Incoming:
-        """Start to send payloads to peers and to receive ``sizes`` bytes from them."""
-        module, ranks = self._module, range(self._module.placement.world_size)
-        empty = torch.empty(0, dtype=torch.uint8, device=module.weight.device)
-        sent = [payloads.get(rank, empty) for rank in ranks]
-        return module.exchange_group.start(sent, [sizes.get(rank, 0) for rank in ranks], module.traffic)
 
     def _count(self) -> None:
         """Count the dense exchange: fp32 rows both ways, and the int64 id of every look-up."""

@@ -21,16 +21,28 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_map
 
-from lightning_dct.activations import SplitPoint, decode_backward, decode_forward, encode_backward
+from lightning_dct.activations import ActivationLayout, SplitPoint, decode_backward, decode_forward, encode_backward
 from lightning_dct.pipeline.placement import Piece
 from lightning_dct.pipeline.sequential import NetworkCall, context_of
 
 
 class Border(NamedTuple):
-    """The shape and dtype of the activation between two pieces."""
+    """The activation between two pieces, and the split point that compresses it."""
 
+    split: SplitPoint
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def layout(self) -> ActivationLayout:
+        """The layout of its payloads."""
+        return self.split.layout(self.shape)
+
+    def empty(self, device: torch.device | str, requires_grad: bool = False) -> tuple[Tensor, Tensor]:
+        """Uninitialised tensors for words and left-over bytes."""
+        words, num_bytes = self.layout.on_the_wire
+        left_over = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return torch.empty(words, device=device, requires_grad=requires_grad), left_over
 
 
 def trace_borders(
@@ -72,7 +84,8 @@ def trace_borders(
                     f"Piece {piece.index} of the pipeline returns {found}; what a SplitPoint sends must be one tensor"
                     " of real numbers. Stack what the next piece needs into one tensor."
                 )
-            borders.append(Border(tuple(value.shape), value.dtype))
+            assert piece.split is not None
+            borders.append(Border(piece.split, tuple(value.shape), value.dtype))
     return borders
 
 
@@ -81,21 +94,6 @@ def signature(value: Any) -> tuple[Any, ...]:
     leaves, structure = tree_flatten(value)
     described = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
     return (structure, described)
-
-
-class Crossing:
-    """A border, and the split point that compresses the activation there."""
-
-    def __init__(self, split: SplitPoint, border: Border) -> None:
-        self.split = split
-        self.border = border
-        self.layout = split.layout(border.shape)
-
-    def empty(self, device: torch.device | str, requires_grad: bool = False) -> tuple[Tensor, Tensor]:
-        """Uninitialised tensors for words and left-over bytes."""
-        words, num_bytes = self.layout.on_the_wire
-        left_over = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        return torch.empty(words, device=device, requires_grad=requires_grad), left_over
 
 
 def as_floats(payload: Tensor, num_floats: int) -> Tensor:
@@ -113,15 +111,15 @@ class Send(torch.autograd.Function):
     """Encodes an activation for the next piece; backward decodes its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, activation: Tensor, crossing: Crossing) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, activation: Tensor, border: Border) -> tuple[Tensor, Tensor]:
         """Words, fp32, and left-over bytes, uint8."""
-        split, layout = crossing.split, crossing.layout
+        split, layout = border.split, border.layout
         words, num_bytes = layout.on_the_wire
         with split.timed():
             payload, kept = split.encode(layout, activation)
             left_over = payload[4 * words :] if payload.numel() > 4 * words else payload.new_zeros(num_bytes)
             sent = as_floats(payload[: 4 * words], words)
-        ctx.crossing, ctx.kept = crossing, kept
+        ctx.border, ctx.kept = border, kept
         ctx.mark_non_differentiable(left_over)
         split.count(layout, 4 * words + num_bytes, kept)
         return sent, left_over
@@ -130,32 +128,32 @@ class Send(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         """The gradient of the activation, zero where nothing was sent."""
-        crossing: Crossing = ctx.crossing
-        with crossing.split.timed():
-            payload = as_bytes(grad_outputs[0], crossing.layout.backward_bytes)
-            return decode_backward(crossing.layout, payload, ctx.kept, crossing.border.dtype), None
+        border: Border = ctx.border
+        with border.split.timed():
+            payload = as_bytes(grad_outputs[0], border.layout.backward_bytes)
+            return decode_backward(border.layout, payload, ctx.kept, border.dtype), None
 
 
 class Receive(torch.autograd.Function):
     """Decodes an activation of the previous piece; backward encodes its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, words: Tensor, left_over: Tensor, crossing: Crossing) -> Tensor:
+    def forward(ctx: Any, words: Tensor, left_over: Tensor, border: Border) -> Tensor:
         """The activation, zero where nothing was sent."""
-        layout = crossing.layout
-        with crossing.split.timed():
+        layout = border.layout
+        with border.split.timed():
             payload = torch.cat([as_bytes(words, 4 * words.numel()), left_over])[: layout.forward_bytes]
-            activation, ctx.kept = decode_forward(layout, payload, crossing.border.dtype)
-        ctx.crossing, ctx.seed = crossing, crossing.split.rounding_seed
+            activation, ctx.kept = decode_forward(layout, payload, border.dtype)
+        ctx.border, ctx.seed = border, border.split.rounding_seed
         return activation
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
         """The gradient's payload as the gradient of the words."""
-        crossing: Crossing = ctx.crossing
-        with crossing.split.timed():
-            payload = encode_backward(crossing.layout, grad_outputs[0], ctx.kept, ctx.seed)
-            words = as_floats(payload, crossing.layout.on_the_wire[0])
-        crossing.split.count(crossing.layout, 4 * words.numel(), ctx.kept)
+        border: Border = ctx.border
+        with border.split.timed():
+            payload = encode_backward(border.layout, grad_outputs[0], ctx.kept, ctx.seed)
+            words = as_floats(payload, border.layout.on_the_wire[0])
+        border.split.count(border.layout, 4 * words.numel(), ctx.kept)
         return words, None, None

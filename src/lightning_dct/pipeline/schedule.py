@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from lightning_dct.pipeline.borders import Border, Crossing, Receive, Send
+from lightning_dct.pipeline.borders import Border, Receive, Send
 from lightning_dct.pipeline.mesh import PipelineMesh
 from lightning_dct.pipeline.placement import Piece
 from lightning_dct.pipeline.sequential import NetworkCall, context_of
@@ -42,8 +42,8 @@ class Stage(nn.Module):
         self.index = piece.index
         self._precision = precision
         # Set by the pipeline before each run.
-        self.arriving: Crossing | None = None
-        self.leaving: Crossing | None = None
+        self.arriving: Border | None = None
+        self.leaving: Border | None = None
         self.calls: Sequence[NetworkCall] = ()
         self.loss_of: LossOf | None = None
 
@@ -130,11 +130,11 @@ class Pipeline:
         The first piece takes the input of each call, and every piece takes the keywords that it names. The borders are
         the same for every micro-batch. Only the rank with the last piece uses ``loss_of``.
         """
-        crossings = self._cross(borders)
+        self._set_borders(borders)
         # Another shape changes the size of payloads. Every rank knows all layouts, so all rebuild in the same step.
-        layouts = tuple(crossing.layout for crossing in crossings)
+        layouts = [border.layout for border in borders]
         if layouts != self._layouts:
-            self._schedule, self._layouts = self._build(crossings), layouts
+            self._schedule, self._layouts = self._build(), layouts
         for stage in self.stages:
             stage.calls, stage.loss_of = calls, loss_of
         numbers = torch.arange(self.micro_batches)
@@ -159,7 +159,7 @@ class Pipeline:
         for stage in self.stages:
             stage.calls, outputs, waiting = calls, [], []
             for number, of_this in enumerate(borders):
-                self._cross(of_this)
+                self._set_borders(of_this)
                 payload: tuple[Tensor, ...] = ()
                 if stage.arriving is not None:
                     payload = stage.arriving.empty(self.device)
@@ -181,18 +181,12 @@ class Pipeline:
             work.wait()
         return outputs if self.stages[-1].leaving is None else None
 
-    def _cross(self, borders: Sequence[Border]) -> list[Crossing]:
-        """Set the crossings at both ends of every stage."""
-        crossings = []
-        for piece, border in zip(self.pieces, borders, strict=False):
-            assert piece.split is not None
-            crossings.append(Crossing(piece.split, border))
+    def _set_borders(self, borders: Sequence[Border]) -> None:
         for stage in self.stages:
-            stage.arriving = crossings[stage.index - 1] if stage.index > 0 else None
-            stage.leaving = crossings[stage.index] if stage.index < len(crossings) else None
-        return crossings
+            stage.arriving = borders[stage.index - 1] if stage.index > 0 else None
+            stage.leaving = borders[stage.index] if stage.index < len(borders) else None
 
-    def _build(self, crossings: Sequence[Crossing]) -> Any:
+    def _build(self) -> Any:
         kind = EarlyReceiver if len(self.stages) == 1 and self.device.type == "cpu" else PipelineStage
         stages = []
         for stage in self.stages:
