@@ -66,13 +66,14 @@ class DenseLookup:
         with module.traffic.timed():
             self._tables = [torch.tensor(module.placement.first_rank).eq(rank).nonzero().squeeze(1) for rank in world]
             mine = self._tables[exchange.rank].numpy()
-            asked = [ids[:, tables].reshape(-1).view(torch.uint8) for tables in self._tables]
-        heard = exchange.start(asked, [8 * len(ids) * mine.size for _ in world], module.traffic).wait()
+            asked = {rank: ids[:, tables].reshape(-1).view(torch.uint8) for rank, tables in enumerate(self._tables)}
+        heard = exchange.start(asked, dict.fromkeys(world, 8 * len(ids) * mine.size), module.traffic).wait()
         with module.traffic.timed():
             first = torch.from_numpy(module.placement.locate(mine, 0 * mine)[1])
             self._places = [(part.view(torch.int64).view(-1, mine.size) + first).view(-1) for part in heard]
-            answers = [module.encode(module.weight.detach().index_select(0, places)) for places in self._places]
-            sizes = [module.num_bytes(len(ids) * len(tables)) for tables in self._tables]
+            rows = [module.weight.detach().index_select(0, places) for places in self._places]
+            answers = {rank: module.encode(part) for rank, part in enumerate(rows)}
+            sizes = {rank: module.num_bytes(len(ids) * len(tables)) for rank, tables in enumerate(self._tables)}
         self._incoming = exchange.start(answers, sizes, module.traffic)
 
     def pooled(self) -> Tensor:
@@ -91,8 +92,8 @@ class DenseLookup:
         module = self._module
         with module.traffic.timed():
             parts = [pooled_gradient[:, tables].reshape(-1, module.embedding_dim) for tables in self._tables]
-            payloads = [module.encode(part) for part in parts]
-            sizes = [module.num_bytes(len(places)) for places in self._places]
+            payloads = {rank: module.encode(part) for rank, part in enumerate(parts)}
+            sizes = {rank: module.num_bytes(len(places)) for rank, places in enumerate(self._places)}
         incoming = module.exchange_group.start(payloads, sizes, module.traffic)
 
         def finish() -> None:
@@ -100,7 +101,7 @@ class DenseLookup:
             with module.traffic.timed():
                 for places, data in zip(self._places, received, strict=True):
                     module.collected.add(places, module.decode(data, len(places)))
-                module.collected.deliver(module.weight, module.placement.world_size, module.settle)
+                module.collected.deliver(module.weight, module.placement.world_size, module.resolve)
 
         when_backward_ends(finish)
 

@@ -12,7 +12,7 @@ from unittest.mock import patch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from lightning_dct.pipeline.telling import Telling
+from lightning_dct.pipeline.results import StepResults
 
 FORWARD, BACKWARD, WAITING, SHARING = "forward", "backward", "waiting", "sharing the loss"
 """What a span shows: of a micro-batch, compression included; waits for sends and receives; the loss, told to all."""
@@ -22,7 +22,7 @@ _WATCHED: tuple[tuple[Any, str, str], ...] = (
     (PipelineStage, "forward_one_chunk", FORWARD),
     (PipelineStage, "backward_one_chunk", BACKWARD),
     (schedules, "_wait_batch_p2p", WAITING),
-    (Telling, "share", SHARING),
+    (StepResults, "share", SHARING),
 )
 
 Span = tuple[str, int, float, float]

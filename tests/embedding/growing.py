@@ -12,7 +12,7 @@ from embedding.plain_directory import GrowingEmulation
 from embedding.reference import bags_of
 from embedding.training import INPUTS, generator, loss_of, samples_of
 from lightning_dct import DCTStrategy, GrowingEmbeddingBags
-from lightning_dct.embedding.hashed import place_by_hash
+from lightning_dct.embedding.placement import place_by_hash
 from lightning_dct.reference import Settings
 
 
@@ -77,7 +77,7 @@ def train_beside_the_reference(steps: int, kind: str, admit_after: int, **settin
         ids[table] = known[torch.from_numpy(keys).argsort()]
     options = Settings(**settings)
     defaults = tables._default_rows
-    emulation = GrowingEmulation(ids, defaults, placement, options, tables.room(), admit_after)
+    emulation = GrowingEmulation(ids, defaults, placement, options, tables.capacity(), admit_after)
     learning_rate = 0.25
     optimizer = torch.optim.SGD([tables.weight], lr=learning_rate)
     worst = {"pooled": 0.0, "rows": 0.0}
@@ -112,7 +112,7 @@ def train_beside_the_reference(steps: int, kind: str, admit_after: int, **settin
             worst["rows"] = max(worst["rows"], _difference(tables.own_rows(keys[own.numpy()]), rows[own]))
     totals, there = tables.traffic.totals, len(tables.directory.rows)
     assert (totals.admitted_rows, totals.evicted_rows) == (emulation.admitted[rank], emulation.evicted[rank])
-    return {**worst, "evicted": totals.evicted_rows, "there": there, "room": tables.room()}
+    return {**worst, "evicted": totals.evicted_rows, "there": there, "room": tables.capacity()}
 
 
 def _target(step: int, rank: int, like: Tensor) -> Tensor:

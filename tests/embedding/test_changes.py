@@ -93,7 +93,6 @@ def test_the_size_follows_from_the_rows(value_format: str, density: float) -> No
     tables = np.array([0] * 25 + [2] * 3 + [3], dtype=np.int64)
     message = message_about(tables, 4, density, value_format)
     assert message.tables == [0, 2, 3]
-    assert (message.num_rows, message.dim) == (29, 4)
     assert message.layout.tensor_sizes == (100, 12, 4)
     rooms = {0.05: (5, 1, 1), 0.07: (7, 1, 1), 0.5: (50, 6, 2), 1.0: (100, 12, 4)}
     assert message.layout.capacities == rooms[density]
@@ -153,7 +152,7 @@ def unpacked(message: Message, sent: Sent, payload: Tensor) -> None:
         return
     places = positions.tolist()
     assert places == sorted(set(places))
-    assert all(0 <= place < message.num_rows * message.dim for place in places)
+    assert all(0 <= place < sum(message.layout.tensor_sizes) for place in places)
     assert values.numel() == positions.numel() <= message.layout.capacity
 
 

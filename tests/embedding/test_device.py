@@ -35,7 +35,7 @@ def moved_between_request_and_backward() -> tuple[int, int, list[str], list[str]
     numbers = [tensor.numel() for tensor in tensors_in(tables)]
     tables.to("meta")
     devices = [tensor.device.type for tensor in tensors_in(tables)] + [tables.exchange_group.device.type]
-    tables.forget()
+    tables.reset_memory()
     anew = [tensor.device.type for tensor in tensors_in(tables)]
     return len(numbers), sum(number > 0 for number in numbers), devices, anew
 

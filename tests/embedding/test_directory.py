@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embedding.plain_directory import PlainDirectory
-from lightning_dct.embedding.directory import RowDirectory
+from lightning_dct.embedding.growing import RowDirectory
 from strategies_for_hypothesis import examples
 
 # Few keys, so that they come again, and the largest.

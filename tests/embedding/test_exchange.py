@@ -23,8 +23,8 @@ def test_a_single_process_hears_itself_and_sends_nothing() -> None:
     assert (exchange.rank, exchange.world_size) == (0, 1)
     told = np.array([[3, 2**31 - 1]])
     assert exchange.announce(told, traffic).tolist() == told.tolist()
-    sent = [torch.arange(5, dtype=torch.uint8)]
-    assert torch.equal(exchange.start(sent, [5], traffic).wait()[0], sent[0])
+    sent = {0: torch.arange(5, dtype=torch.uint8)}
+    assert torch.equal(exchange.start(sent, {0: 5}, traffic).wait()[0], sent[0])
     assert traffic.totals == TrafficTotals()
 
 
@@ -47,8 +47,8 @@ def exchanged() -> tuple[list[list[int]], int, list[list[int]], int]:
     announcing, sending = Traffic(), Traffic()
     told = np.array([[100 * rank + peer, -1, 2**31 - 1] for peer in range(world_size)])
     heard = exchange.announce(told, announcing, least=-1)
-    sizes = [payload(peer, rank).numel() for peer in range(world_size)]
-    parts = exchange.start([payload(rank, peer) for peer in range(world_size)], sizes, sending).wait()
+    sizes = {peer: payload(peer, rank).numel() for peer in range(world_size)}
+    parts = exchange.start({peer: payload(rank, peer) for peer in range(world_size)}, sizes, sending).wait()
     return heard.tolist(), announcing.totals.bytes_sent, [p.tolist() for p in parts], sending.totals.bytes_sent
 
 
@@ -122,7 +122,7 @@ def events_of_a_step() -> tuple[list[str], int]:
             nonlocal evicted
             name = next(names)
             events.append(f"send {name}")
-            evicted = sum(payload.numel() for payload in payloads) if name == "evicted" else evicted
+            evicted = sum(payload.numel() for payload in payloads.values()) if name == "evicted" else evicted
             work, parts = start(payloads, sizes, traffic)
             return Incoming(WatchedWork(work, f"wait for {name}", events), parts)  # type: ignore[arg-type]
 

@@ -149,7 +149,7 @@ def test_a_row_asked_for_twice_is_refused() -> None:
     code.learn(places_of([7, 9]), places_of([1, 1]))
     once = unpack_bits(other.encode(places_of([7])), 7 + PositionCode(100, 1).num_bits)  # among "all rows"
     message = pack_bits(torch.cat([torch.tensor([0, 1], dtype=torch.uint8), once]))  # and both of the group
-    with pytest.raises(PayloadError, match="asks for a row twice"):
+    with pytest.raises(PayloadError, match="has a row twice"):
         code.decode(message, MOST)
 
 

@@ -47,10 +47,10 @@ def test_borders_are_found_without_running_anything(where: str) -> None:
     random = torch.get_rng_state()
     autocast = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
     call = NetworkCall(torch.randn(5, 40), {})
-    assert trace_borders(pieces, call, CPU, torch.no_grad) == [Border((5, 6), torch.float32)]
+    assert trace_borders(pieces, call, CPU, torch.no_grad) == [Border(layers[3], (5, 6), torch.float32)]
     with torch.inference_mode():
         found = trace_borders(cut(nn.Sequential(nn.Linear(40, 6), *layers[3:])), call, CPU, autocast)
-    assert found == [Border((5, 6), torch.bfloat16)]
+    assert found == [Border(layers[3], (5, 6), torch.bfloat16)]
     if where == "cpu":
         assert int(layers[1].num_batches_tracked) == 0
     torch.set_rng_state(random)

@@ -1,4 +1,4 @@
-"""Receives are asked for when a step begins, and that changes nothing but when bytes travel."""
+"""All receives of a step are posted at its start, and that changes nothing but when bytes travel."""
 
 from typing import Any
 from unittest.mock import patch
@@ -6,41 +6,41 @@ from unittest.mock import patch
 import pytest
 from torch.distributed.pipelining import PipelineStage
 
-from lightning_dct.pipeline import receiving, schedule
-from lightning_dct.pipeline.receiving import EarlyReceiver
+from lightning_dct.pipeline import schedule
+from lightning_dct.pipeline.schedule import EarlyReceiver
 from pipeline.split_models import MICRO_BATCHES, train
 
 INT8 = {"density": 0.3, "forward_format": "int8", "backward_format": "int4"}
 
 
 def train_watched(stages: int, name: str, early: bool) -> tuple[list[str], list[int]]:
-    """Hashes of this rank's weights after each step, and how many receives had begun in its micro-batches."""
-    asked, computed = [], []
-    start, compute = receiving._under_way, schedule.Stage.compute
+    """Hashes of this rank's weights after each step, and the receives posted before each of its micro-batches."""
+    posted, computed = [], []
+    start, compute = schedule._post, schedule.Stage.compute
 
     def counted_start(op: Any) -> Any:
-        asked.append(op)
+        posted.append(op)
         return start(op)
 
     def counted_compute(stage: Any, *arguments: Any) -> Any:
-        computed.append(len(asked))
+        computed.append(len(posted))
         return compute(stage, *arguments)
 
     with (
         patch.object(schedule, "EarlyReceiver", EarlyReceiver if early else PipelineStage),
-        patch.object(receiving, "_under_way", counted_start),
+        patch.object(schedule, "_post", counted_start),
         patch.object(schedule.Stage, "compute", counted_compute),
     ):
         return train(stages, name, stages, INT8, count=2).hashes, computed
 
 
 @pytest.mark.parametrize(("stages", "name"), [(2, "1f1b"), (2, "gpipe"), (3, "1f1b")])
-def test_receives_are_asked_for_at_once(ranks: Any, stages: int, name: str) -> None:
-    """Oracle: the stage of torch, which asks when it needs something."""
+def test_receives_are_posted_at_once(ranks: Any, stages: int, name: str) -> None:
+    """Oracle: the stage of torch, which posts a receive when it needs the message."""
     found = ranks(stages).run(train_watched, stages, name, True)
     usual = ranks(stages).run(train_watched, stages, name, False)
     assert [hashes for hashes, _ in found] == [hashes for hashes, _ in usual]
-    for stage, (_, asked) in enumerate(found):
+    for stage, (_, posted) in enumerate(found):
         # Forward two messages, backward one: before anything is computed.
         a_step = MICRO_BATCHES * (2 * (stage > 0) + (stage < stages - 1))
-        assert asked == [a_step] * MICRO_BATCHES + [2 * a_step] * MICRO_BATCHES
+        assert posted == [a_step] * MICRO_BATCHES + [2 * a_step] * MICRO_BATCHES

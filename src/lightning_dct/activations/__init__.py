@@ -1,4 +1,4 @@
-"""Activations that cross from rank to rank: the largest, or codes of them, forward, and the same entries backward."""
+"""Compressed activations between ranks, and their gradients at the same entries."""
 
 from lightning_dct.activations.codec import (
     ActivationLayout,

@@ -1,18 +1,18 @@
 """Activations and their gradients as bytes on a wire, and back. Pure functions of a layout.
 
-Forward, one payload crosses:
+The payload of activations:
 
 ==================  ==================================  ==========================================================
-part                bytes                               holds
+part                bytes                               content
 ==================  ==================================  ==========================================================
 header              12                                  see :mod:`lightning_dct.wire.payload`; magic number 0xDA
-positions           the positions' own                  none when everything is sent
+positions           see :class:`PositionCode`           none when everything is sent
 scales              1 per row, and 4                    of the rows that have entries, in formats that need them
-values              the values' own                     see :mod:`lightning_dct.wire.rows`
+values              see :mod:`lightning_dct.wire.rows`  of the entries
 ==================  ==================================  ==========================================================
 
-Backward, scales and values cross: at the same positions, which the sender of the activations has kept. All sizes follow
-from the layout alone; zeros fill the rest.
+The payload of their gradients is scales and values at the same positions, which the sender of the activations keeps.
+All sizes follow from the layout; zeros fill the rest.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ MAGIC = 0xDA
 
 @dataclass(frozen=True)
 class ActivationLayout:
-    """What is sent of a tensor, the same on both ranks."""
+    """The form of the payloads for activations of a shape, the same on both ranks."""
 
-    shape: tuple[int, ...]  # shape of the activations
+    shape: tuple[int, ...]
     capacity: int  # most entries that are sent
     forward_format: str  # of the activations
     backward_format: str  # of their gradients
@@ -68,12 +68,12 @@ class ActivationLayout:
 
     @property
     def scales_capacity(self) -> int:
-        """Most rows a payload can hold entries of."""
+        """Most rows with entries in a payload."""
         return min(self.numel // max(self.row_length, 1), self.capacity)
 
     @cached_property
     def position_code(self) -> PositionCode | None:
-        """How positions are written; None when everything is sent."""
+        """The code of positions; None when everything is sent."""
         return None if self.sends_everything else PositionCode(self.numel, self.capacity)
 
     @cached_property
@@ -93,9 +93,9 @@ class ActivationLayout:
 
     @cached_property
     def on_the_wire(self) -> tuple[int, int]:
-        """How a pipeline sends the forward payload: words of four bytes, as many as its gradient takes, and bytes.
+        """How a pipeline sends the forward payload: as many words of four bytes as its gradient takes, and the rest.
 
-        See :mod:`lightning_dct.pipeline.borders`. There is at least one byte, because nobody sends empty tensors.
+        See :mod:`lightning_dct.pipeline.borders`. The rest is at least one byte, because empty tensors cannot be sent.
         """
         words = -(-self.backward_bytes // 4)
         return words, max(self.forward_bytes - 4 * words, 1)
@@ -114,7 +114,7 @@ class ActivationLayout:
 def encode_forward(
     layout: ActivationLayout, activations: Tensor, positions: Tensor | None, seed: int | None = None
 ) -> Tensor:
-    """Write activations.
+    """Encode activations.
 
     Args:
         layout: The payload's layout.
@@ -134,14 +134,14 @@ def encode_forward(
 def decode_forward(
     layout: ActivationLayout, payload: Tensor, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor | None]:
-    """Read activations.
+    """Decode activations.
 
     Returns:
         The activations, shape ``layout.shape``, zero where nothing was sent, and the positions for
         :func:`encode_backward` (shape ``[count]``, int64, or None when everything was sent).
 
     Raises:
-        PayloadError: The bytes are no payload of this layout.
+        PayloadError: The bytes are not a payload of this layout.
     """
     _check_size(payload, layout.forward_bytes)
     header, positions_data, values = payload.tensor_split([HEADER.size, layout.values_begin])
@@ -159,7 +159,7 @@ def decode_forward(
 def encode_backward(
     layout: ActivationLayout, gradient: Tensor, positions: Tensor | None, seed: int | None = None
 ) -> Tensor:
-    """Write the gradient of activations as received, at the positions that :func:`decode_forward` returned.
+    """Encode the gradient of the received activations, at the positions that :func:`decode_forward` returned.
 
     ``seed`` is for stochastic rounding; None rounds to nearest. The payload is uint8, ``[layout.backward_bytes]``.
     """
@@ -169,7 +169,7 @@ def encode_backward(
 def decode_backward(
     layout: ActivationLayout, payload: Tensor, positions: Tensor | None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Read the gradient at the positions that the sender of the activations kept; zero elsewhere.
+    """Decode the gradient at the positions that the sender of the activations kept; zero elsewhere.
 
     Raises:
         PayloadError: The payload has another size.
@@ -187,7 +187,7 @@ def _encode_values(
     stream: int,
     header: bytes = b"",
 ) -> Tensor:
-    """The header, and positions behind one; then scales, values, and zeros that fill the rest."""
+    """The header with the positions, if there is one; then scales, values, and zeros up to the payload's size."""
     if kernel := _compiled(layout, value_format, positions, dense):
         key = None if seed is None else salt(seed, stream)
         return kernel.encode(dense, layout.scales_capacity, LEVELS[value_format], SHARES, key, header)
@@ -219,7 +219,7 @@ def _decode_values(
         data = data[: row_values_num_bytes(value_format, count)]
         values = decode_rows(data, count, rows, scales, value_format)
     if dtype == torch.float16:
-        # Rounding may have left the range of fp16.
+        # Rounding may exceed the range of fp16.
         limit = torch.finfo(dtype).max
         values = torch.where(values.isfinite(), values.clamp(-limit, limit), values)
     values = values.to(dtype)
@@ -229,13 +229,13 @@ def _decode_values(
 
 
 def _compiled(layout: ActivationLayout, value_format: str, positions: Tensor | None, data: Tensor) -> Any:
-    """The kernel for rows of equal length on the device of ``data``, or None where torch codes them."""
+    """The kernel for rows of equal length on the device of ``data``; None if torch encodes and decodes them."""
     wanted = positions is None and value_format in LEVELS and layout.numel > 0
     return rows_kernel(data.device.type) if wanted else None
 
 
 def _rows_of(layout: ActivationLayout, value_format: str, positions: Tensor | None) -> Tensor | None:
-    """The row of each entry, counted among the rows that have entries; None where no format needs it."""
+    """The row of each entry, counted among the rows with entries; None if the format does not need it."""
     if positions is None or value_format not in LEVELS:
         return None
     return torch.unique_consecutive(positions // layout.row_length, return_inverse=True)[1]

@@ -1,4 +1,4 @@
-"""What strategies and callbacks see of a module that compresses what crosses between ranks."""
+"""The interface between modules that compress what ranks exchange, and strategies and callbacks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_dct.traffic import Traffic
 
 
 class CompressedModule(nn.Module):
-    """A module that compresses what crosses from rank to rank, with thresholds of its own.
+    """A module that compresses what ranks exchange in its forward and backward, with its own thresholds.
 
     :class:`~lightning_dct.ThresholdRefresh` (which ``DCTStrategy`` adds) calls :meth:`advance` before every training
     batch. In your own loop, call it yourself: without it thresholds are selected only once.
@@ -25,9 +25,9 @@ class CompressedModule(nn.Module):
         super().__init__()
         check_integer("refresh_every", refresh_every, minimum=1)
         self.refresh_every = refresh_every
-        # Its name in the model, for messages; the strategy sets it.
+        # Its name in the model, for messages; set by the strategy.
         self.name = type(self).__name__
-        # Counts bytes and time; a strategy puts its own counter here.
+        # Counts bytes and time; replaced by the strategy's counter.
         self.traffic = Traffic()
         self.completed_steps = 0
         self.refreshed_at = 0
@@ -41,11 +41,11 @@ class CompressedModule(nn.Module):
             self.request_refresh()
 
     def request_refresh(self) -> None:
-        """Select all thresholds anew in the next training forward."""
+        """Request that the next training forward selects all thresholds."""
         self.refresh_requested = True
 
     def refreshed(self) -> None:
-        """Note that all thresholds were selected; subclasses call this."""
+        """Record that all thresholds were selected; subclasses call this."""
         self.refresh_requested = False
         self.refreshed_at = self.completed_steps
         self.traffic.add(refreshes=1)
@@ -70,11 +70,11 @@ class CompressedModule(nn.Module):
         """Continue from this rank's state, or from the states of all ranks of another world size."""
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The clock, which travels with the model's ``state_dict``."""
+        """The clock, which is part of the model's ``state_dict``."""
         return {name: getattr(self, name) for name in ("completed_steps", "refreshed_at", "refresh_requested")}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Continue the clock."""
+        """Restore the clock."""
         self.completed_steps = int(state["completed_steps"])
         self.refreshed_at = int(state["refreshed_at"])
         self.refresh_requested = bool(state["refresh_requested"])

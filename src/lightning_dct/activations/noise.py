@@ -1,9 +1,8 @@
 """Uniform random numbers as a pure function of a seed, the data and the position.
 
-A generator with state would give other numbers when activation checkpointing repeats a forward, and on a GPU. Hashing
-gives the same numbers for the same seed and data everywhere, without waiting for a GPU.
-
-Source of the integer hash: C. Wellons, *Prospecting for hash functions*, 2018 ("lowbias32").
+A generator with state would give other numbers on a GPU, and when activation checkpointing repeats a forward. A hash
+gives the same numbers for the same seed and data on every device, and does not wait for a GPU. The integer hash is
+"lowbias32" (C. Wellons, *Prospecting for hash functions*, 2018).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 # The two multipliers of lowbias32, as signed 32-bit integers.
 FIRST = 0x7FEB352D
 SECOND = 0x846CA68B - (1 << 32)
-# So many numbers at a time stay in a CPU's cache: twice as fast.
+# Numbers computed at a time. They stay in a CPU's cache, which doubles the speed.
 CHUNK = 1 << 15
 
 FORWARD_ROUNDING = 1
@@ -25,7 +24,7 @@ BACKWARD_ROUNDING = 2
 
 def mixed_seed(seed: int, step: int) -> int:
     """One 63-bit seed for an optimizer step."""
-    # splitmix64's increment and first multiplier: neighbouring steps get distant seeds.
+    # With SplitMix64's increment and first multiplier, neighbouring steps get distant seeds.
     mixed = (seed * 0xBF58476D1CE4E5B9 + (step + 1) * 0x9E3779B97F4A7C15) & ((1 << 64) - 1)
     return (mixed ^ (mixed >> 31)) & ((1 << 63) - 1)
 
@@ -34,12 +33,14 @@ def uniform(count: int, seed: int, stream: int, content: Tensor) -> Tensor:
     """Random numbers in [0, 1), multiples of ``2 ** -24``: fp32 ``[count]`` on the device of ``content``.
 
     Args:
-        count: How many.
+        count: Number of random numbers.
         seed: Non-negative, below ``2 ** 63``.
         stream: The purpose; different streams are independent.
-        content: Floating point, any shape: the data, so that each micro-batch has numbers of its own.
+        content: The data, floating point, any shape: each micro-batch has its own numbers.
     """
-    key = _fingerprint(content) + salt(seed, stream)
+    bits = content.detach().to(torch.float32).reshape(-1).view(torch.int32)
+    # Zeros at the end of the data do not change its numbers.
+    key = bits.sum(0, keepdim=True, dtype=torch.int64) + salt(seed, stream)
     low = _hashed(_fast((key & 0x7FFFFFFF).to(torch.int32)))
     high = _hashed(_fast((key >> 31 & 0x7FFFFFFF).to(torch.int32)) ^ low)
     numbers = torch.empty(count, device=content.device)
@@ -52,12 +53,12 @@ def uniform(count: int, seed: int, stream: int, content: Tensor) -> Tensor:
 
 
 def salt(seed: int, stream: int) -> int:
-    """What a seed and a purpose add to the fingerprint of the data: non-negative, below ``2 ** 62``."""
+    """The number, below ``2 ** 62``, that a seed and a stream add to the sum of the data's bits."""
     return (seed * 0x9E3779B97F4A7C15 + (stream + 1) * 0xBF58476D1CE4E5B9) & ((1 << 62) - 1)
 
 
 def _fast(numbers: Tensor) -> Any:
-    """On the CPU as an array: numpy takes half the time for these operations, and a third for a single number."""
+    """A numpy array on the CPU: numpy takes half the time for these operations, and a third for a single number."""
     return numbers.numpy() if numbers.device.type == "cpu" else numbers
 
 
@@ -69,9 +70,3 @@ def _hashed(x: Any) -> Any:
     x *= SECOND
     x ^= (x >> 16) & 0xFFFF
     return x
-
-
-def _fingerprint(content: Tensor) -> Tensor:
-    """An int64 number, shape ``[1]``, that depends on the bits of ``content``, but not on zeros at its end."""
-    bits = content.detach().to(torch.float32).reshape(-1).view(torch.int32)
-    return bits.sum(0, keepdim=True, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""`SplitPoint`: a module that marks where activations leave a rank, and sends only the largest."""
+"""`SplitPoint`: a module that marks a border between ranks, and sends only the largest activations across it."""
 
 from __future__ import annotations
 
@@ -29,17 +29,16 @@ from lightning_dct.wire.bits import nonzero_indices
 
 RowFormat = Literal["fp32", "bf16", "int8", "int4"]
 ROW_FORMATS: tuple[str, ...] = get_args(RowFormat)
-# The payload's capacity is the target, so the guard aims a little lower: an overflow costs a selection, and missing
-# entries are sent as zeros.
+# The payload's capacity is the target, and an overflow costs a selection. So the guard aims a little lower.
 GUARD_AIM = 0.97
 
 
 class SplitPoint(CompressedModule):
-    """Sets all but the largest activations to zero; gradients come back for those only.
+    """Sets all but the largest activations to zero, and all gradients but those of the largest activations.
 
     ``M = |h| >= threshold``. Forward gives ``h * M`` and backward gives ``M * gradient``, both as read from the wire
-    (Gupta et al., KDD 2021, section 3.2). In one process the module does the work of both ends of a pipeline's border
-    without a wire, bit for bit, and counts the same bytes.
+    (Gupta et al., KDD 2021, section 3.2). In one process the module computes what both ends of a pipeline's border
+    compute, bit for bit, and counts the same bytes.
 
     The threshold is constant during an optimizer step, for all micro-batches and for a forward that activation
     checkpointing repeats. Evaluation masks and rounds too: a model trained with the mask is worse without it.
@@ -81,14 +80,14 @@ class SplitPoint(CompressedModule):
         check_integer("seed", seed, minimum=0)
         self.density, self.seed = density, seed
         self.forward_format, self.backward_format = forward_format, backward_format
-        # Entries of a row of activations, where codes of rows cross instead.
+        # Entries of a row of activations, if codes of rows are sent instead.
         self.width: int | None = None
-        # Training forwards in which more entries reached the threshold than the payload holds.
+        # Training forwards in which more entries reached the threshold than fit into the payload.
         self.overflows = 0
         # The thresholds of this step and of the next one; None before the first selection.
         self.threshold: float | None = None
         self._next: float | None = None
-        # Entries that have reached the threshold in this step, the capacity, and all entries.
+        # In this step: entries that have reached the threshold, the capacity, and all entries.
         self._counts = (0, 0, 0)
 
     def layout(self, shape: torch.Size | tuple[int, ...]) -> ActivationLayout:
@@ -105,7 +104,7 @@ class SplitPoint(CompressedModule):
         return _Crossing.apply(activations, self, self.layout(activations.shape))
 
     def encode(self, layout: ActivationLayout, activations: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Select and write activations: the payload, and the positions that the sender needs to read the gradient."""
+        """Select and encode activations: the payload, and the positions for :func:`decode_backward`."""
         positions = self.select(layout, activations)
         return encode_forward(layout, activations, positions, self.rounding_seed), positions
 
@@ -127,13 +126,13 @@ class SplitPoint(CompressedModule):
         magnitudes = activations.detach().abs().reshape(-1).to(torch.float32)
         threshold = self.threshold if self.training else self._next
         if threshold is None or (self.training and self.refresh_requested):
-            # An evaluation before the first training step takes the threshold of its own batch.
+            # An evaluation before the first training step uses the threshold of its own batch.
             threshold = kth_magnitude(magnitudes, layout.capacity)
             if self.training:
                 self.threshold = self._next = threshold
                 self._counts = (0, 0, 0)
                 self.refreshed()
-        # "Not below" instead of "at or above": it is true for NaN, which is sent so that it is seen.
+        # "Not below" instead of "at or above": NaN is sent too, so that users notice it.
         positions = nonzero_indices((magnitudes < threshold).logical_not_())
         reached, smallest = positions.numel(), math.inf
         if reached > layout.capacity:
@@ -156,7 +155,7 @@ class SplitPoint(CompressedModule):
             self._next = nudge(self.threshold, *self._counts, GUARD_AIM)
 
     def advance(self, completed_steps: int) -> None:
-        """Begin the step after ``completed_steps`` optimizer steps, with the nudged threshold."""
+        """Start the step after ``completed_steps`` optimizer steps, with the nudged threshold."""
         if completed_steps != self.completed_steps:
             self.threshold, self._counts = self._next, (0, 0, 0)
         super().advance(completed_steps)
@@ -182,11 +181,11 @@ class SplitPoint(CompressedModule):
         return {name: getattr(self, name) for name in names}
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The clock, and the threshold with the density that it was selected for."""
+        """The clock, the threshold, and the density that it was selected for."""
         return {**super().get_extra_state(), "threshold": self._next, "density": float(self.density)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Continue the clock and the threshold; request another threshold for another density."""
+        """Restore the clock and the threshold; request a selection if the density differs."""
         if "threshold" not in state:
             raise CheckpointError(
                 f"{self.name}: the checkpoint was saved by a version of lightning_dct whose split points had other"
@@ -198,11 +197,11 @@ class SplitPoint(CompressedModule):
         self.refresh_requested |= float(state["density"]) != self.density
 
     def compression_state(self) -> dict[str, Any]:
-        """The state of the model's ``state_dict``, whose copy in Lightning's file is that of rank 0."""
+        """The state in the model's ``state_dict``: Lightning's file has only that of rank 0."""
         return self.get_extra_state()
 
     def load_compression_state(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue with this rank's threshold, or with that of the first rank that has selected one."""
+        """Restore this rank's threshold, or that of the first rank that has selected one."""
         for state in states:
             if state["threshold"] is not None:
                 self.set_extra_state(dict(state))
@@ -215,7 +214,7 @@ class SplitPoint(CompressedModule):
 
 @lru_cache
 def _layout(shape: tuple[int, ...], density: float, forward_format: str, backward_format: str) -> ActivationLayout:
-    """Kept from call to call, because a layout computes its sizes once."""
+    """Cached, because a layout computes its sizes once."""
     return ActivationLayout(shape, entries_at(density, math.prod(shape)), forward_format, backward_format)
 
 
@@ -225,7 +224,7 @@ class _Crossing(torch.autograd.Function):
         with split.timed():
             payload, _ = split.encode(layout, activations)
             received, kept = decode_forward(layout, payload, activations.dtype)
-        # Not by `save_for_backward`: under activation checkpointing, backward would get what the second forward kept.
+        # Not by `save_for_backward`: activation checkpointing would give backward the positions of the second forward.
         ctx.crossing = split, layout, kept, split.rounding_seed
         return received
 
@@ -236,7 +235,7 @@ class _Crossing(torch.autograd.Function):
         with split.timed():
             payload = encode_backward(layout, grad_outputs[0], kept, seed)
             gradient = decode_backward(layout, payload, kept, grad_outputs[0].dtype)
-        # Counted here, because a forward may run twice.
+        # Here, because a forward may run twice.
         words, left_over = layout.on_the_wire
         split.count(layout, 4 * words + left_over, kept)
         split.count(layout, 4 * words, kept)

@@ -1,4 +1,4 @@
-"""A subspace and an anchor: few numbers per token cross, and the receiver adds what it knows from the token alone."""
+"""A subspace and an anchor: few numbers per token are sent, and the receiver adds a learned vector for the token."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor, nn
 from lightning_dct.activations.split_point import RowFormat, SplitPoint
 from lightning_dct.config import check_integer
 
-# Adam's steps have one size for all weights. At that size the table learns too slowly: docs/tuning.md compares both.
+# Adam's steps have one size for all weights, at which the table would learn too slowly; see docs/tuning.md.
 ANCHOR_GAIN = 5.0
 
 
 class Anchored(nn.Module):
-    """The receiving end where tokens are known: ``U c + A[token]``, with the fixed basis ``U`` and a learned ``A``.
+    """The receiving end, ``U c + A[token]``, with a fixed basis ``U`` and a learned table ``A``.
 
-    ``A`` is ``ANCHOR_GAIN`` times the weights of ``anchor``. So under Adam it moves that many times as far in a step.
+    ``A`` is ``ANCHOR_GAIN`` times the weights of ``anchor``. So Adam's step for it is that many times as large.
     """
 
     def __init__(self, basis: nn.Linear, num_tokens: int) -> None:
@@ -53,14 +53,14 @@ def subspace(
 
     ::
 
-        forward     c = U^T h crosses;          the next module sees U c + A[token]
-        backward    dL/dc = U^T g crosses
+        forward     c = U^T h is sent;          the next module gets U c + A[token]
+        backward    dL/dc = U^T g is sent
 
     ``U [width, rank]`` is orthonormal, drawn once from ``seed``, and fixed. ``A [num_tokens, width]`` is a table on the
-    receiving stage, which trains it. Ids do not cross: every rank of a pipeline reads the batch, and the network is a
+    receiving stage, which trains it. Ids are not sent: every rank of a pipeline reads the batch, and the network is a
     :class:`~lightning_dct.SplitSequential` that is called with ``tokens=``. Backward is the exact gradient of forward,
-    except for rounding. So the layers before the border learn to write into the subspace what the token alone does not
-    tell. What they write outside it does not cross.
+    except for rounding. So the layers before the border learn to put into the subspace what does not follow from the
+    token. Components outside the subspace are not sent.
 
     This changes the model, as a bottleneck does: train it with the three modules in place, in one process or in two.
     The subspace is that of Ramasinghe et al., *Protocol Models*, 2025 (arXiv 2506.01260), without constraints on the
@@ -68,8 +68,8 @@ def subspace(
     also subtracts the anchor. That changes only coordinates that the sender can write as well.
 
     Args:
-        width: Entries per token, the last dimension of what crosses.
-        rank: Numbers per token that cross, each way; at most ``width``.
+        width: Entries per token, the last dimension of the activations.
+        rank: Numbers per token that are sent, each way; at most ``width``.
         num_tokens: Number of different tokens. None where the network's input is not a sequence of tokens: then the
             receiver learns a mean instead of ``A[token]``, and the network needs no ``tokens=``.
         forward_format: Of the coordinates, as for :class:`~lightning_dct.SplitPoint`.

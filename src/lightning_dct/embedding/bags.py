@@ -1,4 +1,4 @@
-"""The look-ups of a batch: ids and offsets, checked and flattened; rows pooled into bags, and gradients back."""
+"""The look-ups of a batch: checks and flattens ids and offsets, pools rows into bags, and spreads gradients back."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _LARGEST = 2**63 - 1  # of int64
 class Bags:
     """Flattened look-ups."""
 
-    tables: Int64Array  # shape `[lookups]`: the table of each
-    rows: Int64Array  # shape `[lookups]`: the row in it
-    # Shape `[lookups]`, int64 on the model's device: the bag of each, `sample * tables + table`; None when every bag
-    # has one look-up, in this order.
+    tables: Int64Array  # shape `[lookups]`
+    rows: Int64Array  # shape `[lookups]`
+    # Shape `[lookups]`, int64 on the model's device: `sample * tables + table`; None if each bag has one look-up, in
+    # this order.
     bags: Tensor | None
-    divisors: Tensor | None  # shape `[bags, 1]`, int64: the divisor of each bag's sum; None for plain sums
+    divisors: Tensor | None  # shape `[bags, 1]`, int64: of each bag's sum; None for plain sums
     num_samples: int
     num_tables: int
 
@@ -38,7 +38,7 @@ class Bags:
         return pooled.view(self.num_samples, self.num_tables, rows.shape[1])
 
     def spread(self, gradient: Tensor) -> Tensor:
-        """The gradient of each look-up (``[lookups, dim]``) from that of the bags (``[samples, tables, dim]``)."""
+        """Map the gradient of bags (``[samples, tables, dim]``) to that of look-ups (``[lookups, dim]``)."""
         flat = gradient.reshape(self.num_samples * self.num_tables, gradient.shape[2])
         if self.divisors is not None:
             flat = flat / self.divisors
@@ -51,8 +51,8 @@ def read_bags(ids: Tensor, offsets: Tensor | None, table_rows: Sequence[int], po
     Args:
         ids: Integers. Without offsets ``[samples, tables]``: one row of each table per sample. With offsets
             ``[lookups]``: all look-ups of table 0, then those of table 1, and so on.
-        offsets: Shape ``[tables * samples + 1]``, ascending: bag ``table * samples + sample`` holds the look-ups from
-            its offset to the next one. Bags may be empty.
+        offsets: Shape ``[tables * samples + 1]``, ascending: the look-ups of bag ``table * samples + sample`` are those
+            from its offset to the next one. Bags may be empty.
         table_rows: Rows of each table.
         pooling: ``"sum"`` or ``"mean"``.
 

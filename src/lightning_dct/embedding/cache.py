@@ -1,8 +1,8 @@
-"""Which rows two ranks both remember: a bounded cache that each end computes from the requested ids alone.
+"""A bounded cache of rows, whose contents follow from the requests alone.
 
-The rank that requests rows and the rank that owns them each keep a cache for the other. Both see the same requests in
+The rank that requests rows and the rank that owns them each have a cache for the other. Both see the same requests in
 the same order, so they admit and evict the same rows without communication. The least recently requested row is evicted
-first. In a full cache a request takes time in proportion to its rows.
+first. The time of a request is proportional to its rows, not to the cache's.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from lightning_dct.embedding.placement import Int64Array
 
 
 class Admission(NamedTuple):
-    """What a request has changed."""
+    """The result of a request."""
 
-    slots: Int64Array  # shape `[k]`: the slot of each wanted row
-    new: np.typing.NDArray[np.bool_]  # shape `[k]`, bool: whether the row was missing before
+    slots: Int64Array  # shape `[k]`: of the requested rows
+    new: np.typing.NDArray[np.bool_]  # shape `[k]`: whether the row was missing before
     evicted: Int64Array  # shape `[e]`: the evicted rows
-    evicted_slots: Int64Array  # shape `[e]`: their former slots; new rows may be there now
+    evicted_slots: Int64Array  # shape `[e]`: their former slots, which new rows may have now
 
 
 # Of multiplicative hashing: 2 ** 64 over the golden ratio, odd (Knuth, The Art of Computer Programming, vol. 3, 6.4).
@@ -33,7 +33,7 @@ CACHE_ARRAYS = ("row_at", "last_used", "counts")
 
 
 class RowCache:
-    """At most ``capacity`` rows, or those of one larger request; their slots, and when each was last requested."""
+    """At most ``capacity`` rows, or those of one larger request, with slots, times and counts of requests."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -47,8 +47,8 @@ class RowCache:
         """Derive the index of rows, the free slots, and the queue for eviction from the slots."""
         self._index = SlotIndex(self._row_at)
         self._free = np.flatnonzero(self._row_at < 0)
-        # Slots and the times of their requests, oldest first, then lowest first. An entry is stale, and skipped, when
-        # its slot was requested again or holds another row by now.
+        # Slots and the times of their requests, oldest first, then lowest first. An entry is stale, and is skipped, if
+        # its slot was requested again or has another row now.
         used = np.flatnonzero(self._row_at >= 0)
         order = used[np.argsort(self._last_used[used], kind="stable")]
         self._queue = deque([(order, self._last_used[order])])
@@ -69,23 +69,23 @@ class RowCache:
         return self._row_at[slots], slots
 
     def counts(self) -> Int64Array:
-        """The number of requests of each row in :meth:`contents` since its admission."""
+        """The number of requests since admission of each row in :meth:`contents`."""
         return self._counts[self.contents()[1]]
 
     def halve_counts(self) -> None:
-        """Halve the weight of old requests."""
+        """Halve all counts, so that old requests lose weight."""
         self._counts >>= 1
 
     def counts_at(self, slots: Int64Array) -> Int64Array:
-        """The number of requests of the rows in some slots since their admission."""
+        """The number of requests since admission of the rows in some slots."""
         return self._counts[slots]
 
     def find(self, rows: Int64Array) -> Int64Array:
-        """The slots of rows, ``[k]``, -1 where there is none."""
+        """The slots of rows, ``[k]``, -1 for missing rows."""
         return self._index.find(rows, self._row_at)
 
     def holds(self, rows: Int64Array, slots: Int64Array) -> bool:
-        """Whether rows are still in these slots."""
+        """Whether rows are in these slots."""
         return bool((self._row_at[slots] == rows).all())
 
     def admit(self, wanted: Int64Array) -> Admission:
@@ -119,7 +119,7 @@ class RowCache:
         return Admission(slots, new, evicted, evicted_slots)
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as integers and tensors."""
+        """The state as integers and tensors."""
         arrays = (self._row_at, self._last_used, self._counts)
         return {
             "requests": self.requests,
@@ -127,17 +127,17 @@ class RowCache:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state."""
+        """Restore a saved state."""
         self.requests = int(state["requests"])
         self._row_at, self._last_used, self._counts = (state[name].numpy().copy() for name in CACHE_ARRAYS)
         self._derive()
 
     def _oldest(self, number: int) -> Int64Array:
-        """The least recently requested slots, ascending; those of the present request are never among them."""
+        """The least recently requested slots, ascending, never those of the present request."""
         oldest = [np.empty(0, dtype=np.int64)]
         while number > 0:
             slots, times = self._queue.popleft()
-            # Most entries at the head are due, so twice as many are enough for now.
+            # Most entries at the head are current, so twice the number is usually enough.
             piece = min(2 * number, slots.size)
             due = np.flatnonzero(self._last_used[slots[:piece]] == times[:piece])[:number]
             seen = int(due[-1]) + 1 if due.size == number else piece
@@ -150,19 +150,19 @@ class RowCache:
 
 
 class SlotIndex:
-    """Finds slots by rows: a hash table that is searched and filled for whole arrays of rows at a time.
+    """Finds slots by rows: a hash table for whole arrays of rows at a time.
 
-    The table holds slots alone. The row at a slot decides whether it is the right one, so an eviction deletes nothing:
-    the stale entry leads to a slot with another row, and the search continues. When the table is half full it is built
-    anew without stale entries, so the cost of an insertion does not depend on the number of rows. ``row_at``, shape
-    ``[slots]``, has the row in each slot, -1 where it is free.
+    The table contains only slots, and the search compares the row at a slot with the sought one. So an eviction deletes
+    nothing: a stale entry leads to a slot with another row, and the search continues. A table that is half full is
+    rebuilt without stale entries, so the cost of an insertion does not depend on the number of rows. ``row_at``, shape
+    ``[slots]``, has the row in each slot, -1 if it is free.
     """
 
     def __init__(self, row_at: Int64Array) -> None:
         self._fill(row_at)
 
     def find(self, rows: Int64Array, row_at: Int64Array) -> Int64Array:
-        """The slots of rows, ``[k]``, -1 where there is none."""
+        """The slots of rows, ``[k]``, -1 for missing rows."""
         slots = np.full(rows.size, -1, dtype=np.int64)
         if not row_at.size:
             return slots
@@ -177,7 +177,7 @@ class SlotIndex:
         return slots
 
     def insert(self, rows: Int64Array, slots: Int64Array, row_at: Int64Array) -> None:
-        """Insert new rows, ``[k]``, whose slots ``row_at`` names already."""
+        """Insert new rows, ``[k]``, which ``row_at`` already has in these slots."""
         if 2 * (self._entries + rows.size) > self._table.size:
             self._fill(row_at)
         else:
@@ -196,7 +196,7 @@ class SlotIndex:
         while slots.size:
             free = self._table[places] < 0
             self._table[places[free]] = slots[free]
-            # Of several rows with the same place, one has it now.
+            # If several rows have the same place, one of them gets it.
             on = self._table[places] != slots
             places, slots = (places[on] + 1) & (self._table.size - 1), slots[on]
 

@@ -1,11 +1,10 @@
-"""One message of changed entries: what moved by more than its table's threshold, as bytes and back. No communication.
+"""Messages of changed entries: those that exceed their table's threshold, as bytes and back. No communication.
 
-A message is about rows that both ends know already, in an order that both know. Its size follows from their number
-alone: for each table, ``density`` times its entries among them. So no rank announces a size. What does not fit waits:
-the sender keeps the difference.
+Both ends know the rows of a message and their order. The size follows from the number of rows: for each table,
+``density`` times its entries among them. So no rank announces a size. The sender keeps the entries that do not fit::
 
-    rows [k, d]            what the receiver does not know yet: rows + addend
-    sent                   its entries with |a| >= tau(table), the largest of them where there are too many
+    rows [k, d]            to be sent: rows + addend
+    sent                   the entries with |a| >= tau(table), the largest of them if there are too many
     left                   rows - decoded(sent)
 """
 
@@ -31,21 +30,19 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class Message(NamedTuple):
-    """The form of all messages about the same rows, of ``dim`` entries each."""
+    """The form of all messages about the same rows."""
 
-    layout: PayloadLayout  # with one tensor for each table that has rows in it
-    tables: list[int]  # those tables, ascending
-    num_rows: int
-    dim: int
+    layout: PayloadLayout  # with one tensor for each table with rows in the message
+    tables: list[int]  # these tables, ascending
 
 
 class Sent(NamedTuple):
-    """A message and what it leaves."""
+    """A message, and what remains to be sent."""
 
     payload: Tensor  # shape `[message.layout.num_bytes]`, uint8
     positions: Tensor  # shape `[count]`, int64: positions in the flattened rows
     received: Tensor  # shape `[count]`, fp32: the values as the receiver reads them
-    left: Tensor  # shape `[count]`: what is still to be sent there
+    left: Tensor  # shape `[count]`: what remains to be sent at these positions
 
 
 def message_about(row_tables: Int64Array, dim: int, density: float, value_format: str) -> Message:
@@ -54,23 +51,23 @@ def message_about(row_tables: Int64Array, dim: int, density: float, value_format
     tables = np.flatnonzero(counts)
     sizes = tuple((counts[tables] * dim).tolist())
     capacities = tuple(entries_at(density, size) for size in sizes)
-    return Message(PayloadLayout(sizes, capacities, value_format), tables.tolist(), row_tables.size, dim)
+    return Message(PayloadLayout(sizes, capacities, value_format), tables.tolist())
 
 
 def compress_changes(
     rows: Tensor, addend: Tensor, message: Message, thresholds: Float64Array, scale: float = 1.0
 ) -> Sent:
-    """Add to rows, and select and pack what is sent of the sums.
+    """Add to rows, select entries of the sums, and pack them.
 
-    Zeros are never sent, because 1bit has none. If a table has infinite or NaN sums, only those are sent. ``rows``
+    Zeros are never sent, because 1bit has none. If a table has infinite or NaN sums, only those are sent: ``rows``
     keeps its old values there, and ``left`` is NaN or infinite.
 
     Args:
         rows: Shape ``[k, dim]``, fp32 or fp64, contiguous. ``scale * addend`` is added in place.
         addend: Shape ``[k, dim]``. Not changed.
         message: The form of the message.
-        thresholds: One for each table of the module; 0 where none was selected yet, or where everything is sent.
-            Changed in place: the guard moves them towards their targets by the counts of this message.
+        thresholds: One for each table of the module; 0 if none was selected yet, or if everything is sent. Changed in
+            place: the guard moves them towards their targets by the counts of this message.
         scale: 1 or -1.
     """
     layout, flat, added = message.layout, rows.view(-1), addend.reshape(-1)
@@ -94,9 +91,9 @@ def compress_changes(
         positions, values, table_of = positions[keep], values[keep], table_of[keep]
         reached = torch.bincount(table_of, minlength=len(segments)).tolist()
     if positions.numel() > layout.capacity:
-        # The entries that exceed their table's threshold by the largest factors are sent.
+        # Those that exceed their table's threshold by the largest factors are sent.
         over = torch.from_numpy(np.where(finite, limits, np.inf)).to(flat.device, flat.dtype).index_select(0, table_of)
-        # In fp64, where over the smallest threshold the largest float is finite; infinite over infinite is NaN.
+        # In fp64 the largest float over the smallest threshold is finite; infinite over infinite is NaN.
         excess = (values.to(torch.float64) / over).nan_to_num_(nan=math.inf)
         kept = nonzero_indices(keep_largest(excess, layout.capacity)[0])
         positions, values = positions.index_select(0, kept), values.index_select(0, kept)
@@ -106,7 +103,7 @@ def compress_changes(
 
 
 def read_changes(payload: Tensor, message: Message) -> tuple[Tensor, Tensor]:
-    """Read a payload: positions in the flattened rows (int64) and the values there (fp32), both shape ``[count]``.
+    """Decode a payload: positions in the flattened rows (int64) and their values (fp32), both shape ``[count]``.
 
     Raises:
         PayloadError: The bytes are not a message about these rows.

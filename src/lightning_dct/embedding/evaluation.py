@@ -1,8 +1,8 @@
 """Exact rows outside training, for ranks with different numbers of batches.
 
-A collective needs every rank, so a rank that runs out of batches must not leave. In each round every rank announces how
-many rows it requests, or that it has finished. A rank that has finished answers until all have. The modules of one
-model share their rounds: ranks may request rows of different modules in the same round.
+A collective needs every rank. So in each round every rank announces how many rows it requests, or that it has no more
+batches. It then answers the others until no rank has batches. The modules of one model share their rounds: ranks may
+request rows of different modules in the same round.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_dct.traffic import FP32_BYTES, ID_BYTES
 from lightning_dct.wire import PayloadError, PositionCode
 
 FINISHED = -1
-# How many numbers a round announces to each rank: the module's, and of how many rows.
+# The number of integers that a round announces to each rank: the module's index, and the number of rows.
 ANNOUNCED = 2
 
 
@@ -45,7 +45,7 @@ class ExactReader:
 
 
 def serve_until_all_finish(modules: Sequence[TableState]) -> None:
-    """Answer requests until every rank has finished; ``modules`` are in the same order on every rank."""
+    """Answer requests until no rank has batches; ``modules`` are in the same order on every rank."""
     while modules[0].peers and not _round(modules, modules[0], None)[0]:
         pass
 
@@ -53,40 +53,40 @@ def serve_until_all_finish(modules: Sequence[TableState]) -> None:
 def _round(
     modules: Sequence[TableState], module: TableState, wanted: list[Int64Array] | None
 ) -> tuple[bool, list[Tensor]]:
-    """Request rows of one module, or announce the end, and answer the others.
+    """Request rows of one module (None if this rank has no more batches), and answer the others.
 
     Returns:
         Whether all ranks have finished, and the rows by owner, ``[k, dim]`` each.
     """
     exchange, placement, traffic = modules[0].exchange_group, module.placement, module.evaluation_traffic
     weight, row_bytes = module.weight, module.embedding_dim * module.weight.element_size()
-    none = torch.empty(0, dtype=torch.uint8, device=weight.device)
-    asked = [np.empty(0, dtype=np.int64)] * placement.world_size if wanted is None else wanted
+    places = [np.empty(0, dtype=np.int64)] * placement.world_size if wanted is None else wanted
     which = modules.index(module)
-    numbers = [(which, FINISHED if wanted is None else len(places)) for places in asked]
+    numbers = [(which, FINISHED if wanted is None else len(part)) for part in places]
     announced = exchange.announce(np.array(numbers, dtype=np.int64), traffic, FINISHED)
     requested = announced[:, 0]
     if (requested < 0).any() or (requested >= len(modules)).any():
-        raise PayloadError(f"A rank asks for module {requested.max()} of {len(modules)} sharded tables.")
+        raise PayloadError(f"A rank requests module {requested.max()} of {len(modules)} sharded tables.")
     if wanted is None and (announced[:, 1] == FINISHED).all():
         return True, []
-    payloads, answers = [none] * placement.world_size, [none] * placement.world_size
-    sizes, codes = [0] * placement.world_size, {}
+    payloads: dict[int, Tensor] = {}
+    codes: dict[int, PositionCode] = {}
     for peer in module.peers:
         count, universe = max(int(announced[peer, 1]), 0), modules[requested[peer]].placement.owned_rows[exchange.rank]
         if count > universe:
-            raise PayloadError(f"Rank {peer} asks for {count} rows where there are {universe}.")
+            raise PayloadError(f"Rank {peer} requests {count} rows where there are {universe}.")
         codes[peer] = PositionCode(universe, count)
-        sizes[peer] = codes[peer].num_bytes
-        own = PositionCode(placement.owned_rows[peer], asked[peer].size)
-        payloads[peer] = own.encode(torch.from_numpy(asked[peer]).to(weight.device))
+        own = PositionCode(placement.owned_rows[peer], places[peer].size)
+        payloads[peer] = own.encode(torch.from_numpy(places[peer]).to(weight.device))
+    sizes = {peer: code.num_bytes for peer, code in codes.items()}
     requests = exchange.start(payloads, sizes, traffic).wait()
+    answers = {}
     for peer, code in codes.items():
         try:
-            places = code.decode(requests[peer], code.capacity).cpu().numpy()
+            requested_places = code.decode(requests[peer], code.capacity).cpu().numpy()
         except ValueError as error:
-            raise PayloadError(f"the ids another rank asks for are corrupt: {error}") from error
-        answers[peer] = modules[requested[peer]].own_rows(places).view(-1).view(torch.uint8)
-        sizes[peer] = len(asked[peer]) * row_bytes
+            raise PayloadError(f"the ids that another rank requests are corrupt: {error}") from error
+        answers[peer] = modules[requested[peer]].own_rows(requested_places).view(-1).view(torch.uint8)
+        sizes[peer] = len(places[peer]) * row_bytes
     received = exchange.start(answers, sizes, traffic).wait()
     return False, [part.clone().view(weight.dtype).view(-1, module.embedding_dim) for part in received]

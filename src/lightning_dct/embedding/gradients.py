@@ -1,4 +1,4 @@
-"""Gradients of rows: they leave autograd at the pooled rows, come in from all ranks, and end in ``weight.grad``."""
+"""Gradients of rows: taken from autograd at the pooled rows, collected from all ranks, and put into ``weight.grad``."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from lightning_dct.kernels import add_rows
 
 
 def deliver(weight: Tensor, pooled: Tensor, send_gradient: Callable[[Tensor], None]) -> Tensor:
-    """Make ``pooled`` a part of the graph whose gradient goes to ``send_gradient``; that sets the one of ``weight``."""
+    """Make backward call ``send_gradient`` with the gradient of ``pooled``. It sets the gradient of ``weight``."""
     return _Deliver.apply(weight, pooled, send_gradient)
 
 
 def when_backward_ends(finish: Callable[[], None]) -> None:
-    """Call ``finish`` after the rest of this backward, as DistributedDataParallel ends its own synchronisation."""
+    """Call ``finish`` after the rest of this backward, in the way of DistributedDataParallel."""
     torch.autograd.Variable._execution_engine.queue_callback(finish)
 
 
 class CollectedGradients:
-    """The gradients of this rank's rows that were sent since a backward last ended."""
+    """The gradients of this rank's rows that have arrived since the last backward ended."""
 
     def __init__(self, parts: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
         self._parts = list(parts)
@@ -37,33 +37,33 @@ class CollectedGradients:
         return self._parts
 
     def add(self, places: Tensor, gradient: Tensor) -> None:
-        """Note the gradient of a rank's mean loss at ``places``; a row may come more than once."""
+        """Add the gradient of a rank's mean loss at ``places``; a row may occur more than once."""
         self._parts.append((places, gradient))
 
     def expect(self, incoming: Incoming) -> None:
-        """Wait for these bytes before any gradient is read, because some that were added are views of them."""
+        """Wait for these bytes before any gradient is read, because some of the parts are views of them."""
         if incoming.work is not None:
             self._under_way.append(incoming.work)
 
     def wait(self) -> None:
-        """Wait for what is expected."""
+        """Wait for all expected bytes."""
         for work in self._under_way:
             work.wait()
         self._under_way = []
 
     def deliver(
-        self, weight: Tensor, world_size: int, settle: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+        self, weight: Tensor, world_size: int, resolve: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     ) -> None:
         """Add the mean over ``world_size`` ranks to ``weight.grad`` as a sparse tensor, and forget the parts.
 
-        ``settle`` gives the ascending rows of ``weight`` for distinct places and their gradients.
+        ``resolve`` maps distinct places and their gradients to ascending rows of ``weight`` and their gradients.
         """
         parts, self._parts = self.parts, []
         distinct, inverse = torch.unique(torch.cat([places for places, _ in parts]), return_inverse=True)
         summed = parts[0][1].new_zeros(distinct.numel(), weight.shape[1])
         for part, (_, gradient) in zip(inverse.split([len(p) for p, _ in parts]), parts, strict=True):
             add_rows(summed, part, gradient)
-        rows, mean = settle(distinct, summed.div_(world_size).to(weight.dtype))
+        rows, mean = resolve(distinct, summed.div_(world_size).to(weight.dtype))
         gradient = torch.sparse_coo_tensor(
             rows.unsqueeze(0), mean, weight.shape, is_coalesced=True, check_invariants=False
         )

@@ -1,19 +1,19 @@
-"""Embedding bags whose tables grow: ids are any whole numbers, and an id gets a row when it is seen often enough.
+"""Embedding bags whose tables grow: ids are any whole numbers, and an id gets a row when it is looked up often enough.
 
 Messages, caches and residuals are those of :class:`~lightning_dct.ShardedEmbeddingBags`. They name rows by keys, which
-an eviction does not change. Only the owner knows which keys have rows, and where.
+an eviction does not change. Only the owner knows which keys have rows, and in which slots::
 
-    id never seen, or too rarely     the table's default row; its gradient is dropped
-    id seen often enough             a row of its own, which starts as the default row
-    row evicted                      the default row again; its user receives the difference, as of any other change
+    id is looked up too rarely       it has the table's default row; its gradient is dropped
+    id is looked up often enough     it has a row of its own, which starts as the default row
+    row is evicted                   the id has the default row again; its users receive the difference as a change
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,12 +22,76 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_dct.config import check_integer
-from lightning_dct.embedding.directory import RowDirectory
-from lightning_dct.embedding.hashed import ID_SPACE, place_by_hash
+from lightning_dct.embedding.cache import CACHE_ARRAYS, RowCache
 from lightning_dct.embedding.initial import initial_rows
-from lightning_dct.embedding.placement import Int64Array, Placement
+from lightning_dct.embedding.placement import ID_SPACE, Int64Array, Placement, place_by_hash
 from lightning_dct.embedding.sharded import Pooling, ShardedEmbeddingBags
 from lightning_dct.embedding.state import is_row_state
+
+# The names of a directory's caches.
+PARTS = ("rows", "counted")
+
+
+class Changed(NamedTuple):
+    """The changes that a look-up causes."""
+
+    keys: Int64Array  # shape `[k]`, ascending: the keys with a new row
+    slots: Int64Array  # shape `[k]`: the slots of the new rows
+    evicted: int  # number of evicted rows
+
+
+class RowDirectory:
+    """The keys that have rows, at most ``capacity``, and their slots; and as many keys that are being counted.
+
+    A key gets a row when it was requested in ``admit_after`` look-ups. All ranks' requests in one look-up count as one,
+    so the count does not depend on the number of ranks. A new row replaces the least recently requested one.
+    """
+
+    def __init__(self, capacity: int, admit_after: int) -> None:
+        self.admit_after = admit_after
+        self.rows, self.counted = RowCache(capacity), RowCache(capacity)
+
+    def find(self, keys: Int64Array) -> Int64Array:
+        """The slots of keys, ``[k]``, -1 where there is no row."""
+        return self.rows.find(keys)
+
+    def request(self, keys: Int64Array) -> Changed:
+        """Count a look-up of keys, ``[k]``, ascending and distinct, and make rows for those that are due.
+
+        If these are more than fit, the first keys get rows.
+        """
+        there = self.find(keys) >= 0
+        due = keys[~there]
+        if self.admit_after > 1:
+            due = due[self.counted.counts_at(self.counted.admit(due).slots) >= self.admit_after]
+        wanted = np.sort(np.concatenate([keys[there], due[: self.rows.capacity - int(there.sum())]]))
+        admission = self.rows.admit(wanted)
+        return Changed(wanted[admission.new], admission.slots[admission.new], admission.evicted.size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Both caches."""
+        return {part: getattr(self, part).state_dict() for part in PARTS}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state."""
+        for part in PARTS:
+            getattr(self, part).load_state_dict(state[part])
+
+    def take_over(self, states: Sequence[Mapping[str, Any]], is_own: Callable[[Int64Array], Any]) -> None:
+        """Merge the states of all owners of another world size: keep the newest keys of this owner."""
+        for part in PARTS:
+            cache: RowCache = getattr(self, part)
+            saved = [state[part] for state in states]
+            rows, last_used, counts = (
+                np.concatenate([state[name].numpy() for state in saved]) for name in CACHE_ARRAYS
+            )
+            own = np.flatnonzero((rows >= 0) & is_own(rows))
+            newest = own[np.lexsort((rows[own], -last_used[own]))[: cache.capacity]]
+            arrays = zip(CACHE_ARRAYS, (rows, last_used, counts), strict=True)
+            merged: dict[str, Any] = {name: torch.from_numpy(array[newest]) for name, array in arrays}
+            # All owners count the same look-ups.
+            merged["requests"] = max(int(state["requests"]) for state in saved)
+            cache.load_state_dict(merged)
 
 
 class GrowingEmbeddingBags(ShardedEmbeddingBags):
@@ -35,8 +99,8 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
 
     A hash of table and id says which rank owns a row. The owner makes the row when the id was looked up in
     ``admit_after`` training look-ups. An id without a row gives its table's default row, which is random and never
-    trained. A new row starts as the default row. When an owner has no room left, the least recently requested row is
-    evicted, with its optimizer state. An id that comes back starts anew.
+    trained. A new row starts as the default row. When an owner's share of ``max_rows`` is full, the least recently
+    requested row is evicted, with its optimizer state. If its id is looked up again, it starts as a new id.
 
     With ``n`` tables, ids of ``2**63 / n`` (rounded down to a power of two) and more are hashed to the bits that those
     below have. So two large ids share a row with the probability that two hashes of that length collide.
@@ -95,11 +159,11 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
         self.max_rows, self.admit_after = max_rows, admit_after
         tables = np.arange(num_tables)
         self._default_rows = initial_rows(seed, tables, np.zeros_like(tables), self.initial_bounds, embedding_dim)
-        self._renewed: list[Tensor] = []  # slots whose optimizer state is that of an evicted row
+        self._renewed: list[Tensor] = []  # slots whose optimizer state is still that of an evicted row
 
     @property
     def num_rows(self) -> int:
-        """The most rows that all ranks together hold."""
+        """The most rows of all ranks together."""
         return self.max_rows
 
     def extra_repr(self) -> str:
@@ -111,42 +175,42 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
         return {**super().agreed_settings(), "max_rows": self.max_rows, "admit_after": self.admit_after}
 
     def place(self, world_size: int) -> Placement:
-        """Rows belong to ranks by hash."""
+        """Assign rows to ranks by hash."""
         return place_by_hash(len(self.table_rows), world_size)
 
-    def room(self) -> int:
+    def capacity(self) -> int:
         """This rank's share of ``max_rows``."""
         return -(-self.max_rows // self.exchange_group.world_size)
 
-    def fill(self) -> None:
-        """Begin without rows."""
+    def initialize_rows(self) -> None:
+        """Start without rows."""
         self.weight.zero_()
-        self.directory = RowDirectory(self.room(), self.admit_after)
-        # They step with whatever state an evicted row has left in its slot, unless this module finds them.
+        self.directory = RowDirectory(self.capacity(), self.admit_after)
+        # The optimizers of the rows: without `reset_states`, a new row would step with an evicted row's state.
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         this = weakref.ref(self)
 
-        def notice(optimizer: Optimizer, *_: Any) -> None:
+        def before_step(optimizer: Optimizer, *_: Any) -> None:
             module = this()
             if module is not None and _group_of(module.weight, optimizer) is not None:
                 module._optimizers.add(optimizer)
                 module.reset_states([optimizer])
 
-        weakref.finalize(self, register_optimizer_step_pre_hook(notice).remove)
+        weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
 
     def initial(self, owner: int, places: Int64Array) -> Tensor:
         """The default rows of keys' tables, fp32 ``[n, embedding_dim]``."""
         return self._default_rows[torch.from_numpy(self.placement.tables_of(owner, places))]
 
     def own_rows(self, places: Int64Array) -> Tensor:
-        """A copy of this rank's rows by their keys, ``[n, embedding_dim]``; default rows where there are none."""
+        """A copy of this rank's rows by their keys, ``[n, embedding_dim]``; default rows for keys without a row."""
         rows = self.initial(self.exchange_group.rank, places).to(self.weight)
         slots = torch.from_numpy(self.directory.find(places)).to(self.weight.device)
         return torch.where((slots >= 0).unsqueeze(1), self.weight.detach()[slots.clamp(min=0)], rows)
 
     @torch.no_grad()
     def note_requests(self, places: list[Int64Array]) -> None:
-        """Make the rows that are due, and evict others for them."""
+        """Make the rows that are due, and evict others if the capacity is reached."""
         changed = self.directory.request(np.unique(np.concatenate(places)))
         self.traffic.add(admitted_rows=changed.keys.size, evicted_rows=changed.evicted)
         if not changed.keys.size:
@@ -158,18 +222,15 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
         self._renewed.append(slots)
         self.reset_states(self._optimizers)
 
-    def settle(self, places: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """The slots of keys, ascending, and their gradients; without those of keys that have no row."""
+    def resolve(self, places: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """The slots of keys, ascending, and their gradients, without keys that have no row."""
         slots = torch.from_numpy(self.directory.find(places.cpu().numpy())).to(places.device)
         order = slots.argsort()
         order = order[slots[order] >= 0]
         return slots[order], gradient[order]
 
     def reset_states(self, optimizers: Iterable[Optimizer]) -> None:
-        """Give new rows the optimizer state of rows that were never updated.
-
-        That is zero, and for ``Adagrad`` its ``initial_accumulator_value``.
-        """
+        """Reset the optimizer state of new rows: to zero, or to the ``initial_accumulator_value`` of ``Adagrad``."""
         if not self._renewed:
             return
         slots, was_found = torch.cat([part.to(self.weight.device) for part in self._renewed]), False
@@ -187,20 +248,20 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
             self._renewed = []
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The clock, and which row is in which slot if the rows are in the ``state_dict``, too."""
+        """The clock, and the directory if the ``state_dict`` has the rows."""
         if self.saved_in_shards or not self.is_materialized:
             return super().get_extra_state()
         return {**super().get_extra_state(), "directory": self.directory.state_dict()}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Continue both."""
+        """Restore both."""
         super().set_extra_state(state)
         if "directory" in state and not self.saved_in_shards:
             self.directory.load_state_dict(state["directory"])
 
 
 def _group_of(weight: Tensor, optimizer: Optimizer) -> dict[str, Any] | None:
-    """The group of an optimizer that has the rows in it."""
+    """The parameter group with the rows; None if the optimizer does not have them."""
     return next((group for group in optimizer.param_groups if any(p is weight for p in group["params"])), None)
 
 

@@ -1,4 +1,4 @@
-"""Finds a model's sharded tables for a strategy, and clips gradients by the norm over all ranks."""
+"""Finds a model's sharded tables for a strategy, and includes their rows in Lightning's gradient clipping."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def find_tables(model: Module) -> dict[str, ShardedEmbeddingBags]:
 
 
 def install_clipping(precision: Any, tables: Mapping[str, ShardedEmbeddingBags]) -> None:
-    """Make Lightning's gradient clipping include the rows of all ranks, if there are sharded tables.
+    """Clip by the norm over the rows of all ranks and the other parameters, if there are sharded tables.
 
-    Ranks that clipped by their own norms would make replicas drift apart. Lightning clips in the precision plugin, so
-    this replaces two methods of that one object.
+    If ranks clipped by their own norms, replicas would differ. Lightning clips in the precision plugin, so this
+    replaces two methods of that one object.
     """
     if not tables:
         return
@@ -52,6 +52,6 @@ def install_clipping(precision: Any, tables: Mapping[str, ShardedEmbeddingBags])
 
 
 def remove_clipping(precision: Any) -> None:
-    """Undo :func:`install_clipping`, so that the plugin keeps no table alive."""
+    """Undo :func:`install_clipping`, so that the plugin holds no reference to a table."""
     for method in ("clip_grad_by_norm", "clip_grad_by_value"):
         vars(precision).pop(method, None)

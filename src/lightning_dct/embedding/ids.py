@@ -1,9 +1,9 @@
-"""The ids of a request, in little more than their entropy: rows are grouped by how often they were requested before.
+"""The code of a request's ids, in little more than their entropy: rows are grouped by how often they were requested.
 
 Look-ups are uneven: some rows are in every batch, most in hardly any. Among rows with the same number of requests, a
-request is a uniform choice, which :class:`~lightning_dct.wire.PositionCode` (or a bitmap, if it takes most of a group)
-writes in almost the fewest bits. So the code groups rows by the power of two below their count, and writes a request
-group by group. Both ends count the same requests, so they know the same groups.
+request is a uniform choice. :class:`~lightning_dct.wire.PositionCode` (or its bitmap, if the request takes most of a
+group) needs almost the fewest bits for it. So rows are grouped by the power of two below their count. Both ends count
+the same requests, so they know the same groups.
 
 ==============  ===================================================================================
 part            bits
@@ -27,14 +27,14 @@ from lightning_dct.wire import PayloadError
 from lightning_dct.wire.bits import num_bytes, pack_bits, unpack_bits
 from lightning_dct.wire.positions import PositionCode
 
-# Groups are made anew every so many requests, and before that whenever the number of requests has doubled.
+# Requests between two groupings; in the beginning, rows are also grouped whenever the number of requests has doubled.
 REGROUP_EVERY = 64
-# Counts are halved every so many requests, so that old requests lose weight.
+# Requests between two halvings of the counts.
 HALVE_EVERY = 1024
 
 
 class RequestCode:
-    """Writes and reads ascending distinct places below ``universe``, the owner's rows."""
+    """Encodes and decodes ascending distinct places below ``universe``, the number of the owner's rows."""
 
     def __init__(self, universe: int) -> None:
         self.universe = universe
@@ -43,14 +43,14 @@ class RequestCode:
         self._learn_ranks()
 
     def learn(self, rows: Int64Array, counts: Int64Array) -> None:
-        """Group ascending rows, ``[n]``, by their counts of requests, ``[n]``; rows with count 0 are left out."""
+        """Group ascending rows, ``[n]``, by their counts of requests, ``[n]``; ignore rows with count 0."""
         seen = counts > 0
         self._rows = rows[seen]
         self._groups = np.frexp(counts[seen])[1].astype(np.int64) - 1
         self._learn_ranks()
 
     def encode(self, places: Int64Array) -> Tensor:
-        """Write places, shape ``[k]``, ascending and distinct, as uint8 on the CPU."""
+        """Encode places, shape ``[k]``, ascending and distinct, as uint8 on the CPU."""
         known = np.zeros(places.size, dtype=bool)
         found = np.searchsorted(self._rows, places)
         inside = found < self._rows.size
@@ -69,10 +69,10 @@ class RequestCode:
         return pack_bits(torch.cat(bits))
 
     def decode(self, data: Tensor, most: int) -> Int64Array:
-        """Undo :meth:`encode`; ``most`` places are valid, because corrupt bits could claim all of a large table.
+        """Undo :meth:`encode`. More than ``most`` places are refused: corrupt bits could claim all of a large table.
 
         Raises:
-            PayloadError: The bytes are no request.
+            PayloadError: The bytes are not a request.
         """
         widths = [size.bit_length() for size in self._all_sizes]
         bits = unpack_bits(data.cpu(), 8 * data.numel())
@@ -104,7 +104,7 @@ class RequestCode:
             raise PayloadError(f"a request for rows has {data.numel()} bytes, but its content takes {num_bytes(start)}")
         wanted = np.sort(np.concatenate(found))
         if (wanted[1:] == wanted[:-1]).any():
-            raise PayloadError("a request asks for a row twice")
+            raise PayloadError("a request has a row twice")
         return wanted
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class RequestCode:
         return {"rows": torch.from_numpy(self._rows.copy()), "groups": torch.from_numpy(self._groups.copy())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with saved groups."""
+        """Restore saved groups."""
         self._rows, self._groups = state["rows"].numpy().copy(), state["groups"].numpy().copy()
         self._learn_ranks()
 

@@ -1,8 +1,8 @@
 """The initial value of a row: a seeded function of its table and number, which every rank can compute.
 
-The owner fills its shards with it, and a rank that requests a row for the first time starts its copy from it. So the
-two ends differ only by what training has changed. The hash is the finaliser of SplitMix64 (Steele, Lea and Flood,
-*Fast splittable pseudorandom number generators*, OOPSLA 2014).
+The owner's row and the copy on a rank that requests it for the first time both start from this value. So they differ
+only by the changes of training. The hash is the finaliser of SplitMix64 (Steele, Lea and Flood, *Fast splittable
+pseudorandom number generators*, OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def initial_rows(
     bounds: npt.NDArray[np.float32],
     dim: int,
 ) -> Tensor:
-    """Rows uniform on ``[-bound, bound)`` of their table, fp32 ``[n, dim]``, the same on every rank.
+    """Rows ``rows`` of ``tables``, both shape ``[n]``: fp32 ``[n, dim]``, uniform on ``[-bound, bound)`` of the table.
 
-    ``tables`` and ``rows``, shape ``[n]``, name them; ``bounds`` has shape ``[tables]``.
+    ``bounds`` has shape ``[tables]``.
     """
     state = np.full(1, seed % 2**64, dtype=np.uint64)
     for counter in (tables[:, None], rows[:, None], np.arange(dim)[None, :]):

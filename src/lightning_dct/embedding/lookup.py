@@ -1,6 +1,6 @@
-"""One training look-up through changes: it requests each distinct row once, and only what moved crosses, both ways.
+"""One training look-up: the rank requests each distinct row once, and only changes are sent, both ways.
 
-    rank that uses a row (R: its copy, G: its residual)            rank that owns it (E: the row, R: that very copy)
+    rank that uses a row (R: its copy, G: its residual)            rank that owns it (E: the row, R: the same copy)
 
       distinct ids, sorted  ----------------------------------->   D = E - R
       R += sent             <--------  D where |D| >= tau  -----   R += sent
@@ -9,11 +9,12 @@
       G -= sent
       G of evicted rows     -------  behind the answers  -------   joins that sum
 
-Nothing is zeroed and nothing is lost, unlike in the paper, where pooled embeddings cross and the small ones are zeroed.
+What is below the threshold is sent later. The paper instead sends pooled embeddings and sets the small ones to zero.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -38,8 +39,8 @@ class DistinctRows:
     Attributes:
         bags: The look-ups.
         wanted: For each owner, the places there: ascending, distinct.
-        lookups: For each owner, how many look-ups they stand for.
-        starts: Shape ``[world size + 1]``: where each owner's rows begin among all distinct rows.
+        lookups: For each owner, the number of look-ups of these rows.
+        starts: Shape ``[world size + 1]``: where each owner's rows start among all distinct rows.
         inverse: Shape ``[lookups]``, int64: the distinct row of each look-up.
     """
 
@@ -65,19 +66,16 @@ class DistinctRows:
         return rows[self.starts[rank] : self.starts[rank + 1]]
 
 
-class Asked(NamedTuple):
-    """What another rank requests: the rows' places ``[k]``, the slots of their mirrors, and the number of look-ups.
+class Request(NamedTuple):
+    """A request that this rank has received."""
 
-    ``evicted``, shape ``[e]``, has the places of the rows whose residuals follow, because that rank has evicted them.
-    """
-
-    places: Int64Array
-    slots: Tensor
-    lookups: int
-    evicted: Int64Array
+    places: Int64Array  # shape `[k]`: the requested rows
+    slots: Tensor  # shape `[k]`: the slots of their copies in the mirror
+    lookups: int  # number of look-ups of these rows
+    evicted: Int64Array  # shape `[e]`: the rows that the requesting rank has evicted, whose residuals follow
 
 
-# How many numbers a request announces to each rank: its bytes of ids, its look-ups, and the rows it has evicted.
+# The number of integers that a request announces to each rank: bytes of ids, look-ups, and evicted rows.
 ANNOUNCED = 3
 
 
@@ -87,26 +85,24 @@ class ChangesLookup:
     def __init__(self, module: TableState, bags: Bags) -> None:
         self._module = module
         self._rank, self._peers = module.exchange_group.rank, module.peers
-        ranks = range(module.placement.world_size)
-        self._empty = torch.empty(0, dtype=torch.uint8, device=module.weight.device)
         with module.traffic.timed():
             self._rows = DistinctRows(bags, module)
-            payloads, flushed, numbers = self._requests()
+            payloads, residuals, numbers = self._make_requests()
         announced = module.exchange_group.announce(numbers, module.traffic)
-        requests = module.exchange_group.start(payloads, announced[:, 0].tolist(), module.traffic).wait()
+        sizes = dict(enumerate(announced[:, 0].tolist()))
+        requests = module.exchange_group.start(payloads, sizes, module.traffic).wait()
         with module.traffic.timed():
-            self._asked = {
+            self._requests = {
                 peer: self._read_request(peer, requests[peer], *announced[peer, 1:].tolist()) for peer in self._peers
             }
             self._count()
-            module.note_requests([self._rows.wanted[self._rank], *(asked.places for asked in self._asked.values())])
-            # The messages with each owner and each user; both directions are about the same rows.
-            self._mine = {peer: self._message(peer, rows) for peer, rows in enumerate(self._rows.wanted)}
-            self._theirs = {peer: self._message(self._rank, asked.places) for peer, asked in self._asked.items()}
-            answers = [self._answer(peer) if peer in self._peers else self._empty for peer in ranks]
-            sizes = [self._mine[peer].layout.num_bytes if peer in self._peers else 0 for peer in ranks]
-        self._incoming = module.exchange_group.start(answers, sizes, module.traffic)
-        self._flush(flushed)
+            module.note_requests([self._rows.wanted[self._rank], *(r.places for r in self._requests.values())])
+            # The messages with each owner and with each user; both directions are about the same rows.
+            self._with_owner = {peer: self._message(peer, self._rows.wanted[peer]) for peer in self._peers}
+            self._with_user = {peer: self._message(self._rank, r.places) for peer, r in self._requests.items()}
+            answers = {peer: self._answer(peer) for peer in self._peers}
+        self._incoming = module.exchange_group.start(answers, _sizes(self._with_owner), module.traffic)
+        self._send_evicted(residuals)
 
     def pooled(self) -> Tensor:
         """Wait for the rows and pool them, ``[samples, tables, dim]``."""
@@ -119,26 +115,21 @@ class ChangesLookup:
                     parts.append(module.own_rows(places))
                     continue
                 held, slots = self._held(rank)
-                positions, values = self._read(rank, answers[rank], self._mine[rank])
+                positions, values = self._read(rank, answers[rank], self._with_owner[rank])
                 add_entries(held.copies, slots, positions, values)
                 parts.append(held.copies.index_select(0, slots))
             pooled = rows.bags.pool(torch.cat(parts).to(module.weight.dtype).index_select(0, rows.inverse))
         return deliver(module.weight, pooled, self.send_gradient)
 
     def send_gradient(self, pooled_gradient: Tensor) -> None:
-        """Start sending each owner the gradient of its rows, and receive this rank's when backward ends."""
-        module, rows = self._module, self._rows
+        """Start to send each owner the gradient of its rows, and receive this rank's when backward ends."""
+        module, rows, dim = self._module, self._rows, self._module.embedding_dim
         with module.traffic.timed():
             each = rows.bags.spread(pooled_gradient).to(module.remembered_dtype)
-            gradient = each.new_zeros(int(rows.starts[-1]), module.embedding_dim)
+            gradient = each.new_zeros(int(rows.starts[-1]), dim)
             add_rows(gradient, rows.inverse, each)
-            ranks = range(module.placement.world_size)
-            payloads = [
-                self._gradient_payload(rank, rows.part(gradient, rank)) if rank in self._peers else self._empty
-                for rank in ranks
-            ]
-            sizes = [self._theirs[rank].layout.num_bytes if rank in self._peers else 0 for rank in ranks]
-        incoming = module.exchange_group.start(payloads, sizes, module.traffic)
+            payloads = {peer: self._gradient_payload(peer, rows.part(gradient, peer)) for peer in self._peers}
+        incoming = module.exchange_group.start(payloads, _sizes(self._with_user), module.traffic)
 
         def finish() -> None:
             received = incoming.wait()
@@ -146,39 +137,36 @@ class ChangesLookup:
             with module.traffic.timed():
                 own = torch.from_numpy(rows.wanted[self._rank]).to(gradient.device)
                 module.collected.add(own, rows.part(gradient, self._rank))
-                for peer in self._peers:
-                    positions, values = self._read(peer, received[peer], self._theirs[peer])
-                    dim = module.embedding_dim
+                for peer, request in self._requests.items():
+                    positions, values = self._read(peer, received[peer], self._with_user[peer])
                     touched, within = torch.unique_consecutive(positions // dim, return_inverse=True)
                     dense = gradient.new_zeros(touched.numel(), dim)
                     dense.view(-1).index_copy_(0, within * dim + positions % dim, values.to(dense.dtype))
-                    places = torch.from_numpy(self._asked[peer].places).to(gradient.device)
-                    module.collected.add(places[touched], dense)
-                module.collected.deliver(module.weight, module.placement.world_size, module.settle)
+                    module.collected.add(torch.from_numpy(request.places).to(gradient.device)[touched], dense)
+                module.collected.deliver(module.weight, module.placement.world_size, module.resolve)
 
         when_backward_ends(finish)
 
-    def _requests(self) -> tuple[list[Tensor], list[Tensor], Int64Array]:
+    def _make_requests(self) -> tuple[dict[int, Tensor], dict[int, Tensor], Int64Array]:
         """The bytes of ids and the residuals of evicted rows, by owner, and the numbers to announce."""
-        module, world_size = self._module, self._module.placement.world_size
-        device = module.weight.device
-        numbers = np.zeros((world_size, ANNOUNCED), dtype=np.int64)
-        payloads, flushed = [self._empty] * world_size, [self._empty] * world_size
+        module, device = self._module, self._module.weight.device
+        numbers = np.zeros((module.placement.world_size, ANNOUNCED), dtype=np.int64)
+        payloads, evicted = {}, {}
         self._slots: dict[int, Tensor] = {}
         for peer in self._peers:
             wanted = self._rows.wanted[peer]
             payloads[peer] = module.held[peer].code.encode(wanted).to(device)
             admission, residuals = module.held[peer].admit(wanted)
             self._slots[peer] = torch.from_numpy(admission.slots).to(device)
-            flushed[peer] = residuals.view(-1).view(torch.uint8)
+            evicted[peer] = residuals.view(-1).view(torch.uint8)
             numbers[peer] = payloads[peer].numel(), self._rows.lookups[peer], len(residuals)
-        return payloads, flushed, numbers
+        return payloads, evicted, numbers
 
-    def _read_request(self, peer: int, request: Tensor, lookups: int, evicted: int) -> Asked:
+    def _read_request(self, peer: int, data: Tensor, lookups: int, evicted: int) -> Request:
         module = self._module
         with reading(f"Rank {peer} of the process group"):
-            places = module.mirrors[peer].code.decode(request, lookups)
-        # This end computes which rows the other has evicted.
+            places = module.mirrors[peer].code.decode(data, lookups)
+        # Both ends compute the same evictions.
         admission, _ = module.mirrors[peer].admit(places)
         if evicted != admission.evicted.size:
             raise PayloadError(
@@ -186,31 +174,30 @@ class ChangesLookup:
                 " ends' caches differ. Use the same `cache_rows` and the same checkpoint on every rank."
             )
         slots = torch.from_numpy(admission.slots).to(module.weight.device)
-        return Asked(places, slots, lookups, admission.evicted)
+        return Request(places, slots, lookups, admission.evicted)
 
-    def _flush(self, flushed: list[Tensor]) -> None:
-        """Start sending the residuals of evicted rows, which nobody needs before backward ends.
+    def _send_evicted(self, residuals: Mapping[int, Tensor]) -> None:
+        """Start to send the residuals of evicted rows, which are not needed before backward ends.
 
-        They leave after the answers, because those are waited for and residuals can be many times as long.
+        They are sent after the answers, which pooling waits for, because they can be many times as long.
         """
         module, dim = self._module, self._module.embedding_dim
-        sizes = [0] * module.placement.world_size
-        for peer, asked in self._asked.items():
-            sizes[peer] = asked.evicted.size * dim * module.remembered_dtype.itemsize
-        incoming = module.exchange_group.start(flushed, sizes, module.traffic)
-        for peer, asked in self._asked.items():
-            if asked.evicted.size:
-                residuals = incoming.parts[peer].view(module.remembered_dtype).view(-1, dim)
-                module.collected.add(torch.from_numpy(asked.evicted).to(residuals.device), residuals)
+        row_bytes = dim * module.remembered_dtype.itemsize
+        sizes = {peer: request.evicted.size * row_bytes for peer, request in self._requests.items()}
+        incoming = module.exchange_group.start(residuals, sizes, module.traffic)
+        for peer, request in self._requests.items():
+            if request.evicted.size:
+                received = incoming.parts[peer].view(module.remembered_dtype).view(-1, dim)
+                module.collected.add(torch.from_numpy(request.evicted).to(received.device), received)
         module.collected.expect(incoming)
 
     def _answer(self, peer: int) -> Tensor:
         module = self._module
-        asked, mirror = self._asked[peer], module.mirrors[peer]
-        now = module.own_rows(asked.places).to(module.remembered_dtype)
-        known = mirror.copies.index_select(0, asked.slots)
-        sent = compress_changes(now, known, self._theirs[peer], mirror.thresholds, scale=-1)
-        add_entries(mirror.copies, asked.slots, sent.positions, sent.received)
+        request, mirror = self._requests[peer], module.mirrors[peer]
+        now = module.own_rows(request.places).to(module.remembered_dtype)
+        known = mirror.copies.index_select(0, request.slots)
+        sent = compress_changes(now, known, self._with_user[peer], mirror.thresholds, scale=-1)
+        add_entries(mirror.copies, request.slots, sent.positions, sent.received)
         module.traffic.add(entries_sent=sent.positions.numel(), entries=now.numel())
         return sent.payload
 
@@ -218,7 +205,7 @@ class ChangesLookup:
         module = self._module
         held, slots = self._held(owner)
         rows = held.residual.index_select(0, slots)
-        sent = compress_changes(rows, gradient, self._mine[owner], held.thresholds)
+        sent = compress_changes(rows, gradient, self._with_owner[owner], held.thresholds)
         flat = rows.view(-1)
         left = torch.where(sent.left.isfinite(), sent.left, flat.index_select(0, sent.positions))
         held.residual.index_copy_(0, slots, flat.index_copy_(0, sent.positions, left).view_as(rows))
@@ -226,7 +213,7 @@ class ChangesLookup:
         return sent.payload
 
     def _held(self, owner: int) -> tuple[RememberedRows, Tensor]:
-        """What this rank remembers of an owner's rows, and the slots of this look-up's rows."""
+        """This rank's copies of an owner's rows, and the slots of this look-up's rows."""
         held, slots = self._module.held[owner], self._slots[owner]
         if not held.cache.holds(self._rows.wanted[owner], slots.cpu().numpy()):
             raise RuntimeError(
@@ -247,6 +234,10 @@ class ChangesLookup:
     def _count(self) -> None:
         """Count the dense exchange: fp32 rows both ways, and the int64 id of every look-up."""
         row_bytes = FP32_BYTES * self._module.embedding_dim
-        mine = int(sum(self._rows.lookups[peer] for peer in self._peers))
-        theirs = sum(asked.lookups for asked in self._asked.values())
-        self._module.traffic.add(steps=1, bytes_dense=mine * (ID_BYTES + row_bytes) + theirs * row_bytes)
+        own = int(sum(self._rows.lookups[peer] for peer in self._peers))
+        others = sum(request.lookups for request in self._requests.values())
+        self._module.traffic.add(steps=1, bytes_dense=own * (ID_BYTES + row_bytes) + others * row_bytes)
+
+
+def _sizes(messages: Mapping[int, Message]) -> dict[int, int]:
+    return {peer: message.layout.num_bytes for peer, message in messages.items()}

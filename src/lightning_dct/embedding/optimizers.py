@@ -1,4 +1,4 @@
-"""Adagrad with one accumulator per row: a sixteenth of the state for rows of sixteen entries."""
+"""Adagrad with one accumulator per row, so its state for rows of 16 entries is a sixteenth of their size."""
 
 from __future__ import annotations
 

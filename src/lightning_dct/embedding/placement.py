@@ -1,8 +1,8 @@
-"""Which rank owns which rows of which table: whole tables where they fit, blocks of rows where they do not.
+"""Which rank owns which row.
 
-A table with more rows than a rank's share is cut into blocks, which the ranks own in turn. So no rank holds all of it,
-and its frequent rows, which most vocabularies put first, do not all belong to one rank. The other tables stay whole and
-go, largest first, to the rank with the least load.
+A table of fixed size with more rows than a rank's share is cut into blocks, which the ranks own in turn. So no rank
+has all of it, and its frequent rows, which most vocabularies put first, do not all belong to one rank. The other tables
+are not cut. Each of them, largest first, is assigned to the rank with the least load::
 
     table 0 (large)     | block 0 | block 1 | block 2 | block 3 | ...      blocks of equal size, in turn
                            rank 0    rank 1    rank 0    rank 1
@@ -10,6 +10,9 @@ go, largest first, to the rank with the least load.
                            rank 1
 
 On its owner every row has a *place*: the owner's rows of table 0 in ascending order, then those of table 1, and so on.
+
+Rows of growing tables belong to ranks by a hash. Their places are *keys*: whole numbers below ``2**63`` with the table
+in the highest bits and the id in the others. An id that needs more bits than there are is hashed to them.
 """
 
 from __future__ import annotations
@@ -22,10 +25,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from lightning_dct.embedding.initial import mix
+
 Int64Array = npt.NDArray[np.int64]
 
 # Blocks of a cut table that each rank gets: enough to spread the frequent rows, few enough to list.
 BLOCKS_PER_RANK = 16
+# Ids of a growing table are below this, which is the number of rows that such a table is said to have.
+ID_SPACE = 2**63
+_KEY_BITS = 63
 
 
 class RowRange(NamedTuple):
@@ -39,9 +47,9 @@ class RowRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where every row lives, the same on every rank."""
+    """The owner and the place of every row, the same on every rank."""
 
-    world_size: int  # number of ranks
+    world_size: int
     table_rows: tuple[int, ...]  # rows of each table
     block_rows: tuple[int, ...]  # rows per block of each table; all rows where the table is not cut
     first_rank: tuple[int, ...]  # owner of each table's first block
@@ -59,7 +67,7 @@ class Placement:
 
     @cached_property
     def owned_rows(self) -> tuple[int, ...]:
-        """The number of rows that each rank owns, of all tables together."""
+        """The number of rows that each rank owns, of all tables together; places are below it."""
         return tuple(sum(r.stop - r.start for r in self.ranges(rank)) for rank in range(self.world_size))
 
     @cached_property
@@ -84,7 +92,7 @@ class Placement:
         return owner, place.astype(np.int64, copy=False)
 
     def tables_of(self, rank: int, places: Int64Array) -> Int64Array:
-        """Which table each of a rank's places belongs to, shape ``[n]``."""
+        """The table of each of a rank's places, shape ``[n]``."""
         return np.searchsorted(self._bases[rank], places, side="right") - 1
 
     def rows_of(self, rank: int, places: Int64Array) -> tuple[Int64Array, Int64Array]:
@@ -113,7 +121,7 @@ def place_tables(
     memory, traffic = [0.0] * world_size, [0.0] * world_size
     cut = [table for table, rows in enumerate(table_rows) if rows * world_size > total_rows and rows >= world_size > 1]
     for turn, table in enumerate(cut):
-        # Each cut table begins on another rank, because its first block has the most frequent rows.
+        # Each cut table starts on another rank, because its first block has the most frequent rows.
         first_rank[table] = turn % world_size
         block_rows[table] = -(-table_rows[table] // (world_size * BLOCKS_PER_RANK))
         for rank in range(world_size):
@@ -127,3 +135,41 @@ def place_tables(
         memory[rank] += memory_of[table]
         traffic[rank] += traffic_of[table]
     return Placement(world_size, tuple(table_rows), tuple(block_rows), tuple(first_rank))
+
+
+@dataclass(frozen=True)
+class HashedPlacement(Placement):
+    """The owner and the key of every possible row of growing tables; see :func:`place_by_hash`."""
+
+    @cached_property
+    def _id_bits(self) -> int:
+        return _KEY_BITS - (len(self.table_rows) - 1).bit_length()
+
+    @cached_property
+    def owned_rows(self) -> tuple[int, ...]:
+        """The number of keys, the same for every rank."""
+        return (len(self.table_rows) << self._id_bits,) * self.world_size
+
+    def locate(self, tables: Int64Array, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """The owners and the keys of ids of tables; all shape ``[n]``."""
+        hashed = (_hash(rows) >> np.uint64(64 - self._id_bits)).astype(np.int64)
+        keys = tables << self._id_bits | np.where(rows >> self._id_bits == 0, rows, hashed)
+        return (_hash(keys) % np.uint64(self.world_size)).astype(np.int64), keys
+
+    def tables_of(self, rank: int, places: Int64Array) -> Int64Array:
+        """The table of each key, shape ``[n]``."""
+        return places >> self._id_bits
+
+    def rows_of(self, rank: int, places: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """The tables and ids of keys, all shape ``[n]``; :meth:`locate` leads back to the keys."""
+        return self.tables_of(rank, places), places & ((1 << self._id_bits) - 1)
+
+
+def place_by_hash(num_tables: int, world_size: int) -> HashedPlacement:
+    """The placement of growing tables."""
+    spaces = (ID_SPACE,) * num_tables
+    return HashedPlacement(world_size, spaces, spaces, (0,) * num_tables)
+
+
+def _hash(numbers: Int64Array) -> npt.NDArray[np.uint64]:
+    return mix(numbers.astype(np.uint64))

@@ -1,8 +1,8 @@
-"""What a rank remembers of sharded tables: saved, checked before use, and restored by any number of ranks."""
+"""Saves copies, residuals and thresholds of sharded tables, checks them, and restores them on any number of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from lightning_dct.embedding.placement import Placement
 from lightning_dct.embedding.state import TableState
 from lightning_dct.state_file import CheckpointError
 
-# Groups of rows are powers of two below a count, which is an int64.
+# Groups of rows are exponents of counts, which are int64.
 MOST_GROUPS = 63
 
 
@@ -30,10 +30,10 @@ def memory_of(module: TableState) -> dict[str, Any]:
 
 
 def restore_memory(module: TableState, states: Sequence[Mapping[str, Any]]) -> None:
-    """Continue from this rank's state, or from the states of all ranks of the saved world.
+    """Restore this rank's state, or the states of all ranks of another world size.
 
-    With another number of ranks, copies start from the rows' initial values. The residuals of all ranks join the next
-    gradient, scaled so that the model receives the same sum.
+    With another world size, copies start from the rows' initial values, and the residuals of all ranks are added to the
+    next gradient, scaled so that the model receives the same sum.
 
     Raises:
         CheckpointError: The states are of other tables, or corrupt.
@@ -48,7 +48,7 @@ def restore_memory(module: TableState, states: Sequence[Mapping[str, Any]]) -> N
         device = module.weight.device
         module.collected = CollectedGradients((p.to(device), part.to(device)) for p, part in states[0]["collected"])
         return
-    module.forget()
+    module.reset_memory()
     for old_rank, state in enumerate(states):
         old = kind(**state["placement"])
         pieces = [(old_rank, places.numpy(), gradient) for places, gradient in state["collected"]]
@@ -66,7 +66,7 @@ def restore_memory(module: TableState, states: Sequence[Mapping[str, Any]]) -> N
 def check_memory(
     state: Mapping[str, Any], table_rows: Sequence[int], dim: int, kind: type[Placement] = Placement
 ) -> None:
-    """Check sizes, ranges and dtypes of what one rank has saved with :func:`memory_of`.
+    """Check sizes, ranges and dtypes in the result of :func:`memory_of` on one rank.
 
     Raises:
         CheckpointError: The tables have other sizes than ``table_rows`` and ``dim``, or the state is corrupt.
@@ -77,19 +77,19 @@ def check_memory(
             raise ValueError(
                 f"it is about tables of {list(saved.table_rows)} rows, and the model has tables of {list(table_rows)}"
             )
-        wrong = next(_faults(state, saved, dim), None)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        wrong = f"{type(error).__name__}: {error}"
+        _check_parts(state, saved, dim)
+        return
     except ValueError as error:
-        wrong = str(error)
-    if wrong is not None:
-        raise CheckpointError(
-            f"The checkpoint's memory of sharded tables does not fit or is corrupt: {wrong}. Resume with the model that"
-            " was saved, or from another checkpoint."
-        )
+        fault = str(error)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        fault = f"{type(error).__name__}: {error}"
+    raise CheckpointError(
+        f"The checkpoint's memory of sharded tables does not fit or is corrupt: {fault}. Resume with the model that was"
+        " saved, or from another checkpoint."
+    )
 
 
-def _faults(state: Mapping[str, Any], saved: Placement, dim: int) -> Iterator[str]:
+def _check_parts(state: Mapping[str, Any], saved: Placement, dim: int) -> None:
     tables = len(saved.table_rows)
     if not (
         saved.world_size >= 1
@@ -97,33 +97,32 @@ def _faults(state: Mapping[str, Any], saved: Placement, dim: int) -> Iterator[st
         and min(saved.block_rows) >= 1
         and all(0 <= first < saved.world_size for first in saved.first_rank)
     ):
-        yield "the placement of its rows"
+        raise ValueError("the placement of its rows")
     for part, with_residual in (("held", True), ("mirrors", False)):
         for peer, rows in state[part].items():
             if not 0 <= peer < saved.world_size:
-                yield f"rank {peer} of {saved.world_size} in {part!r}"
-            # Held rows are the other's; mirrored rows are this rank's own, and the state does not say which rank it is.
+                raise ValueError(f"rank {peer} of {saved.world_size} in {part!r}")
+            # Held rows are the peer's. Mirrored rows are this rank's, and the state does not say which rank it is.
             universe = saved.owned_rows[peer] if with_residual else max(saved.owned_rows)
-            for fault in _faults_of_rows(rows, universe, dim, tables, with_residual):
-                yield f"{fault} of rank {peer} in {part!r}"
+            for name, is_sound in _soundness(rows, universe, dim, tables, with_residual).items():
+                if not is_sound:
+                    raise ValueError(f"{name} of rank {peer} in {part!r}")
     for places, gradient in state["collected"]:
         if not _is_places(places, max(saved.owned_rows)) or gradient.shape != (places.numel(), dim):
-            yield "the collected gradients"
+            raise ValueError("the collected gradients")
 
 
-def _faults_of_rows(
-    rows: Mapping[str, Any], universe: int, dim: int, tables: int, with_residual: bool
-) -> Iterator[str]:
+def _soundness(rows: Mapping[str, Any], universe: int, dim: int, tables: int, with_residual: bool) -> dict[str, bool]:
+    """Whether each part of the state of :class:`~lightning_dct.embedding.rows.RememberedRows` is sound."""
     cache, code, thresholds = rows["cache"], rows["code"], rows["thresholds"]
     if not all(isinstance(cache[name], Tensor) and cache[name].dtype == torch.int64 for name in CACHE_ARRAYS):
-        yield "the cache"
-        return
+        return {"the cache": False}
     row_at = cache["row_at"]
-    held = row_at[row_at >= 0]
+    cached = row_at[row_at >= 0]
     widths = {"copies": dim, "residual": dim if with_residual else 0}
-    sound = {
-        "the cache": _is_places(held, universe)
-        and held.unique().numel() == held.numel()
+    return {
+        "the cache": _is_places(cached, universe)
+        and cached.unique().numel() == cached.numel()
         and row_at.shape == cache["last_used"].shape == cache["counts"].shape
         and int(cache["requests"]) >= 0,
         "the groups of rows": _is_places(code["rows"], universe)
@@ -139,7 +138,6 @@ def _faults_of_rows(
         )
         and bool(rows["residual"].isfinite().all()),
     }
-    yield from (part for part, is_sound in sound.items() if not is_sound)
 
 
 def _is_places(places: Tensor, universe: int) -> bool:

@@ -1,7 +1,7 @@
-"""Reads the rows that ``torch.distributed.checkpoint`` has written, without trust in the files.
+"""Writes and reads tensors piece by piece, as ``torch.distributed.checkpoint`` stores them, without trust in the files.
 
 That package unpickles its index without restrictions and checks no checksum. Here the index may name only the dozen
-classes that it consists of, and the index and every piece of a table must match their checksums.
+classes that it consists of, and the index and every piece must match their checksums.
 """
 
 from __future__ import annotations
@@ -10,17 +10,23 @@ import io
 import os
 import pickle
 import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.futures import Future
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
 
-from lightning_dct.state_file import check_sums
+from lightning_dct.agreement import gather_objects
+from lightning_dct.state_file import CheckpointError, check_sums
 
 INDEX = ".metadata"
 # The index's CRC-32 in hexadecimal digits, and the folder's name. Older versions wrote neither.
@@ -43,84 +49,145 @@ ALLOWED = {
     "pathlib": {"PosixPath", "WindowsPath"},
     "pathlib._local": {"PosixPath", "WindowsPath"},
 }
+# One rank's pieces of a tensor: the tensor's number of rows, and the pieces by their first row.
+Pieces = tuple[int, Mapping[int, Tensor]]
 
 
-def row_writer(folder: str) -> FileSystemWriter:
-    """A writer into a new folder, on a disk or wherever fsspec writes to."""
+def write_rows(folder: str, tensors: Mapping[str, Pieces]) -> None:
+    """Write every rank's pieces of tensors, which overwrites what the folder holds; a collective call."""
     files, path = url_to_fs(folder)
     if isinstance(files, LocalFileSystem):
-        return FileSystemWriter(path)
-    # torch's writer for fsspec is private, so nobody who writes to disks depends on it.
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+        writer = FileSystemWriter(path)
+    else:
+        # torch's writer for fsspec is private, so only those who need it depend on it.
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
-    return FsspecWriter(folder, sync_files=False)  # else it syncs this machine's disks after each file
+        writer = FsspecWriter(folder, sync_files=False)  # else it syncs this machine's disks after each file
+    planner = _PiecesPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    save({**tensors}, storage_writer=writer, planner=planner, no_dist=not dist.is_initialized())
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        with files.open(f"{path}/{INDEX}", "rb") as file:
+            checksum = zlib.crc32(file.read())
+        with files.open(f"{path}/{INDEX_CHECKSUM}", "w") as file:
+            file.write(f"{checksum:08x} {os.path.basename(path)}\n")
 
 
-def write_index_checksum(folder: str) -> None:
-    """Write the checksum of a folder's index, and the folder's name."""
-    files, path = url_to_fs(folder)
-    with files.open(f"{path}/{INDEX}", "rb") as file:
-        checksum = zlib.crc32(file.read())
-    with files.open(f"{path}/{INDEX_CHECKSUM}", "w") as file:
-        file.write(f"{checksum:08x} {os.path.basename(path)}\n")
+class _PiecesPlanner(DefaultSavePlanner):
+    """Plans :data:`Pieces`, which torch's planner does not support."""
+
+    def create_local_plan(self) -> SavePlan:
+        """This rank's items: one for each piece."""
+        items = []
+        for name, (num_rows, pieces) in self.state_dict.items():
+            for start, rows in pieces.items():
+                offset = torch.Size([start, *(0 for _ in rows.shape[1:])])
+                data = TensorWriteData(
+                    chunk=ChunkStorageMetadata(offset, rows.shape),
+                    properties=TensorProperties(rows.dtype),
+                    size=torch.Size([num_rows, *rows.shape[1:]]),
+                )
+                items.append(WriteItem(MetadataIndex(name, offset), WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The piece at an index."""
+        assert index.offset is not None
+        return self.state_dict[index.fqn][1][index.offset[0]]
 
 
-class RowReader(FileSystemReader):
-    """The reader for ``torch.distributed.checkpoint.load``, of wherever fsspec reads from."""
+class RowFiles:
+    """Reads what :func:`write_rows` has written, from wherever fsspec reads; see :func:`reading_rows`.
+
+    Raises:
+        ValueError: The index does not match its checksum, belongs to another folder, or is no index.
+    """
 
     def __init__(self, folder: str) -> None:
-        super().__init__(folder)
         self._files, self._folder = url_to_fs(folder)
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the index.
-
-        Raises:
-            ValueError: It does not match its checksum, belongs to another folder, or is no index.
-        """
-        with self._files.open(f"{self._folder}/{INDEX}", "rb") as file:
-            data = file.read()
-        noted = f"{self._folder}/{INDEX_CHECKSUM}"
-        if self._files.exists(noted):
-            with self._files.open(noted, "r") as file:
-                checksum, *owner = file.read().split(maxsplit=1)
-            if checksum != f"{zlib.crc32(data):08x}":
+        index = self._files.cat_file(f"{self._folder}/{INDEX}")
+        checksum_file = f"{self._folder}/{INDEX_CHECKSUM}"
+        if self._files.exists(checksum_file):
+            checksum, *owner = self._files.cat_file(checksum_file).decode().split(maxsplit=1)
+            if checksum != f"{zlib.crc32(index):08x}":
                 raise ValueError("the index does not match its checksum")
             if owner and owner[0].strip() != os.path.basename(self._folder):
                 raise ValueError(f"they are those of {owner[0].strip()!r}")
-        metadata = _IndexUnpickler(io.BytesIO(data)).load()
+        metadata = _IndexUnpickler(io.BytesIO(index)).load()
         if not isinstance(metadata, Metadata):
             raise ValueError(f"the index is a {type(metadata).__name__}")
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        self._places = metadata.storage_data
+        # Shape, dtype and pieces of each tensor, by name.
+        self.index: dict[str, Any] = metadata.state_dict_metadata
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read this rank's rows, piece by piece.
+    def num_rows(self, name: str) -> int:
+        """The number of rows of a tensor; 0 if there is none of this name."""
+        return int(self.index[name].size[0]) if name in self.index else 0
+
+    def read(self, name: str, start: int, rows: Tensor) -> None:
+        """Overwrite ``rows``, shape ``[n, ...]``, with the rows of a tensor from ``start`` on.
 
         Raises:
-            ValueError: A piece is not what the index says.
-            zipfile.BadZipFile: It does not match its checksum.
+            KeyError: There is no tensor of this name.
+            ValueError: A piece is not what the index says, or rows are missing.
+            zipfile.BadZipFile: A piece does not match its checksum.
         """
-        for item in plan.items:
-            where = self.storage_data[item.storage_index]
-            name = os.path.basename(where.relative_path)  # never outside the folder
-            with self._files.open(f"{self._folder}/{name}", "rb") as file:
-                file.seek(where.offset)
-                piece = io.BytesIO(file.read(where.length))
-            check_sums(piece)
-            piece.seek(0)
-            rows = torch.load(piece, map_location="cpu", weights_only=True)
-            for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                rows = rows.narrow(dimension, start, length)
-            wanted = planner.resolve_tensor(item).detach()
-            if wanted.shape != rows.shape:
-                raise ValueError(f"a piece of {item.storage_index.fqn} has shape {list(rows.shape)}")
-            wanted.copy_(rows)
-            planner.commit_tensor(item, wanted)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        missing = len(rows)
+        for piece in self.index[name].chunks:
+            first = piece.offsets[0]
+            low, high = max(start, first), min(start + len(rows), first + piece.sizes[0])
+            if low >= high:
+                continue
+            saved = self._read_piece(MetadataIndex(name, piece.offsets))
+            if saved.shape != piece.sizes or saved.shape[1:] != rows.shape[1:]:
+                raise ValueError(f"a piece of {name} has shape {list(saved.shape)}")
+            rows[low - start : high - start] = saved[low - first : high - first].to(rows)
+            missing -= high - low
+        if missing:
+            raise ValueError(f"{missing} rows of {name} are missing")
+
+    def _read_piece(self, index: MetadataIndex) -> Tensor:
+        place = self._places[index]
+        name = os.path.basename(place.relative_path)  # never outside the folder
+        with self._files.open(f"{self._folder}/{name}", "rb") as file:
+            file.seek(place.offset)
+            data = io.BytesIO(file.read(place.length))
+        check_sums(data)
+        data.seek(0)
+        return torch.load(data, map_location="cpu", weights_only=True)
+
+
+@contextmanager
+def reading_rows(folder: str) -> Iterator[RowFiles]:
+    """Open a folder of rows, and raise on every rank what one rank raises inside; a collective call.
+
+    Raises:
+        FileNotFoundError: The folder is missing on this rank.
+        CheckpointError: It is corrupt or has other rows, or another rank cannot read it.
+    """
+    failure: Exception | None = None
+    try:
+        files, path = url_to_fs(folder)
+        if files.isdir(path):
+            yield RowFiles(folder)
+        else:
+            failure = FileNotFoundError(
+                f"The checkpoint's embedding rows should be in {folder!r}, which is not there. Put the folder that was"
+                " saved with the checkpoint beside it."
+            )
+    except Exception as error:
+        # On corrupt files pickle, zipfile and torch raise a dozen kinds of errors.
+        failure = CheckpointError(
+            f"The embedding rows in {folder!r} are corrupt or are others ({error}). Restore the folder from a copy, or"
+            " resume from an earlier checkpoint."
+        )
+        failure.__cause__ = error
+    messages = gather_objects(None if failure is None else str(failure))
+    if failure is not None:
+        raise failure
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise CheckpointError(f"Rank {rank}: {message}")
 
 
 class _IndexUnpickler(pickle.Unpickler):

@@ -1,4 +1,4 @@
-"""What one rank remembers of another's rows: the last copy, and the gradient that it has not sent yet."""
+"""One rank's copies of another's rows, and the residuals: the gradients of these rows that it has not sent yet."""
 
 from __future__ import annotations
 
@@ -17,11 +17,18 @@ from lightning_dct.embedding.placement import Int64Array
 class RememberedRows:
     """Copies, and optionally residuals, of the rows in a cache.
 
-    The rank that uses rows and the rank that owns them each have one for the other. Both hold the same copies to the
-    last bit, because both start a row from its initial value and add what was sent.
+    The rank that uses rows and the rank that owns them each have an object of this class for the other. Their copies
+    are bitwise identical, because both start a row from its initial value and add the same messages.
 
-    At most ``capacity`` of the owner's ``universe`` of rows are remembered. ``initial`` gives the initial values of
-    rows by their places, shape ``[n, dim]``. Each table has a threshold of its own.
+    Args:
+        capacity: Most rows to remember.
+        universe: Number of the owner's rows.
+        dim: Entries a row.
+        num_tables: Number of tables, each with a threshold of its own.
+        initial: Gives the initial values of rows by their places, shape ``[n, dim]``.
+        with_residual: Whether there are residuals.
+        dtype: Of copies and residuals.
+        device: Of copies and residuals; the cache is always on the CPU.
     """
 
     def __init__(
@@ -49,10 +56,10 @@ class RememberedRows:
             Their slots, and the residuals of the evicted rows, shape ``[e, dim]`` (``[e, 0]`` without residuals).
         """
         admission = self.cache.admit(wanted)
-        flushed = self.residual.index_select(0, torch.from_numpy(admission.evicted_slots).to(self.residual.device))
+        evicted = self.residual.index_select(0, torch.from_numpy(admission.evicted_slots).to(self.residual.device))
         missing = self.cache.num_slots - len(self.copies)
         if missing > 0:
-            # Doubling keeps the copying cheap, up to the capacity of the cache.
+            # Doubling, up to the capacity of the cache, makes reallocations rare.
             more = max(missing, min(len(self.copies), self.cache.capacity - len(self.copies)))
             self.copies = torch.cat([self.copies, self.copies.new_zeros(more, self.copies.shape[1])])
             self.residual = torch.cat([self.residual, self.residual.new_zeros(more, self.residual.shape[1])])
@@ -65,10 +72,10 @@ class RememberedRows:
             self.code.learn(self.cache.contents()[0], self.cache.counts())
         if requests % HALVE_EVERY == 0:
             self.cache.halve_counts()
-        return admission, flushed
+        return admission, evicted
 
     def move(self, device: torch.device) -> None:
-        """Move copies and residuals; the cache stays on the CPU."""
+        """Move copies and residuals."""
         self.copies, self.residual = self.copies.to(device), self.residual.to(device)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Embedding bags whose tables live on different ranks, exchanging changes instead of values."""
+"""Embedding bags whose tables are spread over the ranks, which exchange changes instead of values."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ Pooling = Literal["sum", "mean"]
 
 
 class ShardedEmbeddingBags(TableState):
-    """Embedding tables spread over the ranks, with thresholded *changes* on the wire instead of values.
+    """Embedding tables spread over the ranks, which send each other thresholded *changes* instead of values.
 
-    A rank requests each distinct row of a batch once. The owner sends the entries that have moved by more than their
-    table's threshold since it last sent them. The rank sums the gradients of a row and sends back the entries above
-    another threshold. Both sides remember what they have not sent and send it later. The sum over ranks is divided by
-    the number of ranks, so any number of ranks trains the same model.
+    A rank requests each distinct row of a batch once. The owner sends the entries that have changed by more than their
+    table's threshold since it last sent them. The rank sums the gradients of a row and sends the entries above another
+    threshold. Both ends keep the rest and send it later. The sum over ranks is divided by the number of ranks, so any
+    number of ranks trains the same model.
 
-    ``weight`` holds this rank's rows of all tables, shape ``[owned rows, embedding_dim]``. Its gradient is sparse: use
+    ``weight`` has this rank's rows of all tables, shape ``[owned rows, embedding_dim]``. Its gradient is sparse: use
     ``SGD``, ``Adagrad``, ``SparseAdam`` or :class:`~lightning_dct.RowWiseAdagrad`. ``DCTStrategy`` creates it with
-    :meth:`materialize` when the processes are up. Under another strategy, call that in ``configure_model``.
+    :meth:`materialize` when the processes have started. Under another strategy, call that in ``configure_model``.
 
-    Outside training every rank reads exact rows. A rank that has run out of batches answers the others until all have
+    Outside training every rank reads exact rows. A rank without further batches answers the others until all have
     finished (:meth:`finish_evaluation`, which ``DCTStrategy`` calls).
 
     Example::
@@ -54,7 +54,7 @@ class ShardedEmbeddingBags(TableState):
             message. The rounding error is sent later.
         refresh_every: Optimizer steps between two exact selections of the thresholds. In between, a guard moves them a
             little in every step, to keep the number of entries near its target.
-        cache_rows: Most rows of each other rank to remember. An evicted row sends its residual. A row takes
+        cache_rows: Most rows of each other rank to remember. The residual of an evicted row is sent. A row takes
             ``8 * embedding_dim`` bytes here and ``4 * embedding_dim`` on its owner.
         expected_lookups: Look-ups per sample of each table, to balance the ranks; one each when None.
         initial_bound: Rows start uniform on ``[-bound, bound)``; ``1 / sqrt(rows)`` of each table when None.
@@ -116,11 +116,11 @@ class ShardedEmbeddingBags(TableState):
         )
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None) -> Tensor:
-        """Look rows up and pool them; :meth:`request` and ``pooled`` in one.
+        """Look rows up and pool them: :meth:`request`, then ``pooled``.
 
         Args:
             ids: Whole numbers, ``[batch, tables]``; with offsets ``[lookups]``, table after table.
-            offsets: ``[tables * batch + 1]``: where each bag begins, all bags of table 0 first, and the end.
+            offsets: ``[tables * batch + 1]``: where each bag starts, all bags of table 0 first, and the end.
 
         Returns:
             Float ``[batch, tables, embedding_dim]``.
@@ -142,7 +142,7 @@ class ShardedEmbeddingBags(TableState):
         try:
             bags = read_bags(ids, offsets, self.table_rows, self.pooling)
         except (IndexError, ValueError) as fault:
-            # The others wait for what this rank announces next. So all of them fail with it.
+            # The others wait for an announcement. With this one they all fail.
             exchange = ((self.evaluated_with or (self,))[0] if is_exact else self).exchange_group
             numbers = np.full((exchange.world_size, OF_ROUND if is_exact else OF_REQUEST), FAULT)
             exchange.announce(numbers, self.traffic, fault=fault)
@@ -170,9 +170,9 @@ class ShardedEmbeddingBags(TableState):
         }
 
     def compression_state(self) -> dict[str, Any]:
-        """What this rank remembers; see :mod:`lightning_dct.embedding.resume`."""
+        """This rank's copies, residuals and thresholds; see :mod:`lightning_dct.embedding.resume`."""
         return memory_of(self) if self.is_materialized else {}
 
     def load_compression_state(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from this rank's state, or from the states of all ranks of another world size."""
+        """Restore this rank's state, or the states of all ranks of another world size."""
         restore_memory(self, states)

@@ -1,30 +1,32 @@
-"""Saves and loads rows on their owners, with ``torch.distributed.checkpoint``: no rank ever holds a whole table.
+"""Saves and loads rows on their owners: no rank ever has a whole table, and any number of ranks can load it.
 
-Each table of fixed size is one tensor of the checkpoint, in its own order of rows. The owners write it in pieces. Any
-number of ranks can load it, and growing tables as well (:mod:`lightning_dct.embedding.grown_rows`).
+A table of fixed size is one tensor, in its own order of rows, of which each owner writes pieces. Growing tables are one
+tensor for each owner, by slot, together with the owner's directory, which names the keys in the slots::
+
+    tables.table_0                    rows of a table of fixed size
+    tables.optimizer_0.sum.table_0    the optimizer's state of these rows
+    tables.of_3.rows.row_at.rank_0    of 3 growing tables: keys by slot, -1 where it is free; and more such arrays
+    tables.rank_0                     rows by slot
+    tables.optimizer_0.sum.rank_0     the optimizer's state by slot
+
+With the same number of ranks, growing tables keep their slots. With another number, each rank reads the keys of all
+owners, keeps those that it owns now, and reads the pieces with their rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from lightning_dct.embedding.growing import GrowingEmbeddingBags
-from lightning_dct.embedding.grown_rows import (
-    directory_shards,
-    failing_together,
-    grown_shards,
-    load_directory,
-    load_values,
-)
-from lightning_dct.embedding.row_files import RowReader, row_writer, write_index_checksum
-from lightning_dct.embedding.row_shards import RowShards, check_folder, load_shards, naming
+from lightning_dct.embedding.growing import PARTS, GrowingEmbeddingBags
+from lightning_dct.embedding.placement import Int64Array
+from lightning_dct.embedding.row_files import Pieces, RowFiles, reading_rows, write_rows
 from lightning_dct.embedding.state import ROWS_AT_A_TIME, TableState, is_row_state
 
 
@@ -33,36 +35,31 @@ def save_rows(folder: str, tables: Mapping[str, TableState], optimizers: list[Op
 
     It overwrites what ``folder`` holds.
     """
-    shards: dict[str, Any] = {}
+    tensors: dict[str, Pieces] = {}
     for name, module in tables.items():
         if isinstance(module, GrowingEmbeddingBags):
             module.reset_states(optimizers)
-            shards |= directory_shards(name, module)
-        shards |= _shards_of(name, module, module.weight.detach())
-        for key, values in _row_states(name, module, optimizers).items():
-            shards |= _shards_of(key, module, values)
-    save(shards, storage_writer=row_writer(folder), no_dist=not dist.is_initialized())
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        write_index_checksum(folder)
+            tensors |= _directory_pieces(name, module)
+        tensors |= _pieces_of(name, module, module.weight.detach())
+        for number, optimizer in enumerate(optimizers):
+            for key, value in optimizer.state.get(module.weight, {}).items():
+                if is_row_state(value, module.weight):
+                    tensors |= _pieces_of(f"{name}.optimizer_{number}.{key}", module, value)
+    write_rows(folder, tensors)
 
 
 def load_rows(folder: str, tables: Mapping[str, TableState]) -> None:
-    """Read this rank's rows from what :func:`save_rows` has written; a collective call.
+    """Read this rank's rows from a folder of :func:`save_rows`; a collective call.
 
     Raises:
         FileNotFoundError: The folder is missing.
-        CheckpointError: It is corrupt, or holds rows of other tables.
+        CheckpointError: It is corrupt, or has rows of other tables.
     """
-    check_folder(folder)
-    shards: dict[str, Any] = {}
-    with failing_together():
+    with reading_rows(folder) as files:
         for name, module in tables.items():
             if isinstance(module, GrowingEmbeddingBags):
-                load_directory(folder, name, module)
-                load_values(folder, name, name, module, module.weight.detach())
-            else:
-                shards |= _shards_of(name, module, module.weight.detach())
-    load_shards(folder, shards)
+                _load_directory(files, name, module)
+            _load_values(files, name, name, module, module.weight.detach())
 
 
 def load_row_states(folder: str, tables: Mapping[str, TableState], optimizers: list[Optimizer]) -> None:
@@ -72,33 +69,18 @@ def load_row_states(folder: str, tables: Mapping[str, TableState], optimizers: l
         FileNotFoundError: The folder is missing.
         CheckpointError: It is corrupt.
     """
-    check_folder(folder)
-    with naming(folder):
-        saved = RowReader(folder).read_metadata().state_dict_metadata
-    shards: dict[str, Any] = {}
-    grown: list[tuple[str, str, GrowingEmbeddingBags, Tensor]] = []
-    for name, module in tables.items():
-        for number, optimizer in enumerate(optimizers):
-            if not any(module.weight is p for group in optimizer.param_groups for p in group["params"]):
-                continue
-            prefix = _state_key(name, number, "")
-            for key in sorted({key.rpartition(".")[0] for key in saved if key.startswith(prefix)}):
-                metadata = next(value for other, value in saved.items() if other.startswith(f"{key}."))
-                values = torch.zeros(
-                    len(module.weight),
-                    *metadata.size[1:],  # type: ignore[union-attr]
-                    dtype=metadata.properties.dtype,  # type: ignore[union-attr]
-                    device=module.weight.device,
-                )
-                optimizer.state[module.weight][key.removeprefix(prefix)] = values
-                if isinstance(module, GrowingEmbeddingBags):
-                    grown.append((name, key, module, values))
-                else:
-                    shards |= _shards_of(key, module, values)
-    with failing_together():
-        for name, key, module, values in grown:
-            load_values(folder, name, key, module, values)
-    load_shards(folder, shards)
+    with reading_rows(folder) as files:
+        for name, module in tables.items():
+            for number, optimizer in enumerate(optimizers):
+                if not any(module.weight is p for group in optimizer.param_groups for p in group["params"]):
+                    continue
+                prefix = f"{name}.optimizer_{number}."
+                saved = {key.rpartition(".")[0]: entry for key, entry in files.index.items() if key.startswith(prefix)}
+                for key, entry in sorted(saved.items()):
+                    shape = (len(module.weight), *entry.size[1:])
+                    values = torch.zeros(shape, dtype=entry.properties.dtype, device=module.weight.device)
+                    optimizer.state[module.weight][key.removeprefix(prefix)] = values
+                    _load_values(files, name, key, module, values)
 
 
 def without_rows(state: dict[str, Any], optimizer: Optimizer, tables: Mapping[str, TableState]) -> dict[str, Any]:
@@ -121,29 +103,113 @@ def without_rows(state: dict[str, Any], optimizer: Optimizer, tables: Mapping[st
     return {**state, "state": kept}
 
 
-def _row_states(name: str, module: TableState, optimizers: list[Optimizer]) -> dict[str, Tensor]:
-    return {
-        _state_key(name, number, key): value
-        for number, optimizer in enumerate(optimizers)
-        for key, value in optimizer.state.get(module.weight, {}).items()
-        if is_row_state(value, module.weight)
-    }
-
-
-def _state_key(name: str, number: int, key: str) -> str:
-    return f"{name}.optimizer_{number}.{key}"
-
-
-def _shards_of(name: str, module: TableState, values: Tensor) -> dict[str, RowShards]:
-    """One tensor a table, from values of shape ``[owned rows, ...]``; one a rank for growing tables."""
+def _pieces_of(key: str, module: TableState, values: Tensor) -> dict[str, Pieces]:
+    """This rank's pieces of values that have a row for each of ``module.weight``, shape ``[owned rows, ...]``."""
     if isinstance(module, GrowingEmbeddingBags):
-        return grown_shards(name, module, values)
-    pieces: dict[int, list[tuple[int, Tensor]]] = {table: [] for table in range(len(module.table_rows))}
+        return _whole(f"{key}.rank_{module.exchange_group.rank}", values[: module.directory.rows.num_slots])
+    pieces: list[dict[int, Tensor]] = [{} for _ in module.table_rows]
+    for table, start, rows in _own_rows(module, values):
+        pieces[table][start] = rows
+    return {f"{key}.table_{table}": (module.table_rows[table], own) for table, own in enumerate(pieces)}
+
+
+def _whole(key: str, values: Tensor) -> dict[str, Pieces]:
+    """A tensor that one rank has all of; nothing if it is empty, because empty tensors cannot be saved."""
+    pieces = {start: values[start : start + ROWS_AT_A_TIME] for start in range(0, len(values), ROWS_AT_A_TIME)}
+    return {key: (len(values), pieces)} if pieces else {}
+
+
+def _own_rows(module: TableState, values: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    """For tables of fixed size: table, first row, and a view of the values from there on, a piece at a time."""
     for table, start, stop, place in module.placement.ranges(module.exchange_group.rank):
         for low in range(start, stop, ROWS_AT_A_TIME):
             high = min(low + ROWS_AT_A_TIME, stop)
-            pieces[table].append((low, values[place + low - start : place + high - start]))
-    return {
-        f"{name}.table_{table}": RowShards.of(module.table_rows[table], owned, values)
-        for table, owned in pieces.items()
-    }
+            yield table, low, values[place + low - start : place + high - start]
+
+
+def _load_values(files: RowFiles, name: str, key: str, module: TableState, values: Tensor) -> None:
+    """Overwrite ``values``, shape ``[owned rows, ...]``, with this rank's rows of the values saved under ``key``."""
+    if not isinstance(module, GrowingEmbeddingBags):
+        for table, start, rows in _own_rows(module, values):
+            saved = files.num_rows(f"{key}.table_{table}")
+            if saved != module.table_rows[table]:
+                raise ValueError(f"table {table} has {saved} rows instead of {module.table_rows[table]}")
+            files.read(f"{key}.table_{table}", start, rows)
+        return
+    for owner in _owners(files, name, module)[0]:
+        keys = _read_array(files, f"{_directory_name(name, module)}.rows.row_at.rank_{owner}").numpy()
+        slots = np.where(keys >= 0, module.directory.find(keys), -1)
+        for low in range(0, slots.size, ROWS_AT_A_TIME):
+            part = slots[low : low + ROWS_AT_A_TIME]
+            own = np.flatnonzero(part >= 0)
+            if own.size:
+                rows = values.new_empty(part.size, *values.shape[1:])
+                files.read(f"{key}.rank_{owner}", low, rows)
+                values[torch.from_numpy(part[own]).to(values.device)] = rows[torch.from_numpy(own).to(values.device)]
+
+
+def _directory_name(name: str, module: GrowingEmbeddingBags) -> str:
+    """The prefix of the directory's arrays. The number of tables determines what the bits of a key mean."""
+    return f"{name}.of_{len(module.table_rows)}"
+
+
+def _directory_pieces(name: str, module: GrowingEmbeddingBags) -> dict[str, Pieces]:
+    """This rank's directory."""
+    prefix, suffix = _directory_name(name, module), f"rank_{module.exchange_group.rank}"
+    pieces: dict[str, Pieces] = {}
+    for part, state in module.directory.state_dict().items():
+        for field, value in state.items():
+            pieces |= _whole(f"{prefix}.{part}.{field}.{suffix}", torch.as_tensor(value).reshape(-1))
+    return pieces
+
+
+def _load_directory(files: RowFiles, name: str, module: GrowingEmbeddingBags) -> None:
+    """Read which keys this rank has."""
+    rank, capacity, prefix = module.exchange_group.rank, module.directory.rows.capacity, _directory_name(name, module)
+    owners, keeps_slots = _owners(files, name, module)
+    fields = module.directory.rows.state_dict()
+    states = [
+        {
+            part: {field: _read_array(files, f"{prefix}.{part}.{field}.rank_{owner}") for field in fields}
+            for part in PARTS
+        }
+        for owner in owners
+    ]
+    if keeps_slots:
+        module.directory.load_state_dict(states[0])
+        return
+
+    def is_own(keys: Int64Array) -> Any:
+        return module.placement.locate(*module.placement.rows_of(rank, keys))[0] == rank
+
+    module.directory.take_over(states, is_own)
+    own = sum(int(is_own(keys[keys >= 0]).sum()) for keys in (state["rows"]["row_at"].numpy() for state in states))
+    if own > capacity:
+        warnings.warn(
+            f"Rank {rank} owns {own} rows of {name!r} and has room for {capacity}: the {own - capacity} least recently"
+            " requested are evicted. Raise `max_rows` to keep them.",
+            stacklevel=2,
+        )
+
+
+def _owners(files: RowFiles, name: str, module: GrowingEmbeddingBags) -> tuple[list[int], bool]:
+    """The owners whose files may have rows of this rank; and whether it is this rank alone, which keeps its slots.
+
+    That is so if the number of ranks is the same and the saved slots fit.
+    """
+    prefix, rank = _directory_name(name, module), module.exchange_group.rank
+    start = f"{prefix}.rows.requests.rank_"
+    owners = sorted(int(key.removeprefix(start)) for key in files.index if key.startswith(start))
+    if not owners:
+        raise ValueError(f"they do not hold {len(module.table_rows)} growing tables {name!r}")
+    fits = files.num_rows(f"{prefix}.rows.row_at.rank_{rank}") <= module.directory.rows.capacity
+    keeps_slots = len(owners) == module.exchange_group.world_size and fits
+    return ([rank] if keeps_slots else owners), keeps_slots
+
+
+def _read_array(files: RowFiles, key: str) -> Tensor:
+    """An int64 array, empty if nothing was saved."""
+    array = torch.empty(files.num_rows(key), dtype=torch.int64)
+    if array.numel():
+        files.read(key, 0, array)
+    return array

@@ -1,4 +1,4 @@
-"""The state of sharded tables on one rank: its rows, and what it remembers of the rows that cross between ranks."""
+"""The state of sharded tables on one rank: its rows, and the copies and residuals for the rows that it exchanges."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ ROWS_AT_A_TIME = 1 << 16
 
 
 class TableState(CompressedModule):
-    """What look-ups, evaluation and checkpoints use of :class:`~lightning_dct.ShardedEmbeddingBags`.
+    """The part of :class:`~lightning_dct.ShardedEmbeddingBags` that look-ups, evaluation and checkpoints use.
 
-    The subclass sets the settings. :meth:`materialize` sets the rest.
+    The subclass sets the settings, and :meth:`materialize` the rest.
     """
 
     weight: Tensor  # this rank's rows of all tables, [owned rows, embedding_dim]
@@ -40,18 +40,18 @@ class TableState(CompressedModule):
     exchange_group: Exchange
     peers: list[int]  # the other ranks
     remembered_dtype: torch.dtype  # fp64 for fp64 rows, else fp32
-    held: dict[int, RememberedRows]  # by owner, the rows of others that this rank uses
-    mirrors: dict[int, RememberedRows]  # by user, what the others hold of this rank's rows
-    collected: CollectedGradients  # that have arrived for this rank's rows
+    held: dict[int, RememberedRows]  # by owner, this rank's copies of other ranks' rows
+    mirrors: dict[int, RememberedRows]  # by user, the other ranks' copies of this rank's rows
+    collected: CollectedGradients  # of this rank's rows
 
     def __init__(self, refresh_every: int) -> None:
         super().__init__(refresh_every)
         self.weight = nn.parameter.UninitializedParameter()
-        # Whether `state_dict` leaves the rows out. A strategy that saves them in shards sets this.
+        # Whether `state_dict` leaves the rows out; set by a strategy that saves them in shards.
         self.saved_in_shards = False
-        # Counts exact rows that are read outside training.
+        # Counts the exact rows that are read outside training.
         self.evaluation_traffic = Traffic()
-        # All such modules of a model, where there are several. A strategy sets this.
+        # All such modules of the model, if there are several; set by a strategy.
         self.evaluated_with: tuple[TableState, ...] = ()
 
     @property
@@ -60,7 +60,7 @@ class TableState(CompressedModule):
         return not isinstance(self.weight, nn.parameter.UninitializedParameter)
 
     def materialize(self) -> None:
-        """Make this rank's rows, once: a collective call where a process group is up."""
+        """Make this rank's rows, once; a collective call if there are several ranks."""
         if self.is_materialized:
             return
         if not torch.sparse.check_sparse_tensor_invariants.is_enabled():
@@ -70,28 +70,28 @@ class TableState(CompressedModule):
         rank, world_size = self.exchange_group.rank, self.exchange_group.world_size
         self.placement = self.place(world_size)
         self.peers = [peer for peer in range(world_size) if peer != rank]
-        cast(nn.parameter.UninitializedParameter, self.weight).materialize((self.room(), self.embedding_dim))
+        cast(nn.parameter.UninitializedParameter, self.weight).materialize((self.capacity(), self.embedding_dim))
         self.remembered_dtype = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
         with torch.no_grad():
-            self.fill()
-        self.forget()
+            self.initialize_rows()
+        self.reset_memory()
 
     def place(self, world_size: int) -> Placement:
         """Decide which rank owns which row."""
         return place_tables(self.table_rows, world_size, self.expected_lookups)
 
-    def room(self) -> int:
-        """Rows of this rank's ``weight``."""
+    def capacity(self) -> int:
+        """The number of rows of this rank's ``weight``."""
         return self.placement.owned_rows[self.exchange_group.rank]
 
-    def fill(self) -> None:
+    def initialize_rows(self) -> None:
         """Set all of this rank's rows to their initial values."""
         for low in range(0, len(self.weight), ROWS_AT_A_TIME):
             places = np.arange(low, min(low + ROWS_AT_A_TIME, len(self.weight)))
             self.weight[low : low + ROWS_AT_A_TIME] = self.initial(self.exchange_group.rank, places).to(self.weight)
 
-    def forget(self) -> None:
-        """Forget all copies, residuals and thresholds, as before the first step."""
+    def reset_memory(self) -> None:
+        """Drop all copies, residuals and thresholds, as before the first step."""
 
         def remembered(owner: int, with_residual: bool) -> RememberedRows:
             return RememberedRows(
@@ -112,12 +112,12 @@ class TableState(CompressedModule):
 
     @property
     def num_rows(self) -> int:
-        """The most rows that all ranks together hold."""
+        """The most rows of all ranks together."""
         return sum(self.table_rows)
 
     @property
     def remembered(self) -> tuple[RememberedRows, ...]:
-        """The rows of all directions; none before :meth:`materialize`."""
+        """The copies and mirrors; none before :meth:`materialize`."""
         return (*self.held.values(), *self.mirrors.values()) if self.is_materialized else ()
 
     def initial(self, owner: int, places: Int64Array) -> Tensor:
@@ -130,10 +130,10 @@ class TableState(CompressedModule):
         return self.weight.detach().index_select(0, torch.from_numpy(places).to(self.weight.device))
 
     def note_requests(self, places: list[Int64Array]) -> None:
-        """Note what the ranks request of this one in a training look-up. Tables of fixed size have all rows anyway."""
+        """Use the requests for this rank's rows in a training look-up. Only growing tables need them."""
 
-    def settle(self, places: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows of ``weight``, ascending, of places (``[k]``, int64, ascending), and their gradients."""
+    def resolve(self, places: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Map places (``[k]``, int64, ascending) and their gradients to rows of ``weight``, ascending, and theirs."""
         return places, gradient
 
     def thresholds_in_use(self) -> list[float]:
@@ -141,12 +141,12 @@ class TableState(CompressedModule):
         return [float(value) for rows in self.remembered for value in rows.thresholds if value]
 
     def residual_norm(self) -> float:
-        """Euclidean norm of the gradients this rank has not sent yet."""
+        """Euclidean norm of the gradients that this rank has not sent yet."""
         # Mirrors have no residual, so they add nothing.
         return sum(float(rows.residual.norm(dtype=torch.float64)) ** 2 for rows in self.remembered) ** 0.5
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Move what is remembered together with the rows."""
+        """Move copies, residuals and collected gradients together with the rows."""
         super()._apply(fn, recurse)
         device = self.weight.device
         if self.is_materialized and self.exchange_group.device != device:
@@ -175,5 +175,5 @@ class TableState(CompressedModule):
 
 
 def is_row_state(value: Any, weight: Tensor) -> bool:
-    """Whether an entry of an optimizer's state has a row for each of the weight's."""
+    """Whether an entry of an optimizer's state has a row for each row of the weight."""
     return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == weight.shape[0]

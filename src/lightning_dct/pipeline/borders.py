@@ -1,9 +1,9 @@
-"""What crosses each border between two pieces: its shape, traced on fake tensors, and the two ends that compress it.
+"""The border between two pieces: the shape of the activation, traced on fake tensors, and both ends that compress it.
 
-A payload crosses as two tensors. *words*, fp32 ``[words]``, are bytes viewed as fp32, because
-torch.distributed.pipelining returns gradients for floating-point tensors only, of the same shape and dtype. Many read
-as NaN, and nothing computes with them between the two autograd functions here. Their number is what the gradient takes.
-*left_over*, uint8, has the bytes that do not fit, and no gradient.
+A payload is sent as two tensors. *words*, fp32 ``[words]``, are bytes viewed as fp32, because
+torch.distributed.pipelining returns gradients for floating-point tensors only, of the same shape and dtype. Many are
+NaN, and nothing computes with them. There are as many words as the gradient's payload needs. *left_over*, uint8, has
+the bytes that do not fit, and no gradient.
 """
 
 from __future__ import annotations
@@ -21,16 +21,28 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_map
 
-from lightning_dct.activations import SplitPoint, decode_backward, decode_forward, encode_backward
+from lightning_dct.activations import ActivationLayout, SplitPoint, decode_backward, decode_forward, encode_backward
 from lightning_dct.pipeline.placement import Piece
 from lightning_dct.pipeline.sequential import NetworkCall, context_of
 
 
 class Border(NamedTuple):
-    """The shape and dtype of an activation that crosses from one piece to the next."""
+    """The activation between two pieces, and the split point that compresses it."""
 
+    split: SplitPoint
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def layout(self) -> ActivationLayout:
+        """The layout of its payloads."""
+        return self.split.layout(self.shape)
+
+    def empty(self, device: torch.device | str, requires_grad: bool = False) -> tuple[Tensor, Tensor]:
+        """Uninitialised tensors for words and left-over bytes."""
+        words, num_bytes = self.layout.on_the_wire
+        left_over = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return torch.empty(words, device=device, requires_grad=requires_grad), left_over
 
 
 def trace_borders(
@@ -39,10 +51,10 @@ def trace_borders(
     device: torch.device,
     precision: Callable[[], AbstractContextManager[Any]],
 ) -> list[Border]:
-    """Find what crosses the borders in a call of the network: one border fewer than pieces.
+    """Find the borders in a call of the network, one fewer than pieces.
 
-    The pieces run on fake tensors, which have shapes but no memory. So every rank finds all borders, whichever pieces
-    it holds, and no state, random number or gradient changes. ``precision`` opens the context of forward (autocast).
+    The pieces run on fake tensors, which have shapes but no memory. So every rank finds all borders, and no state,
+    random number or gradient changes. ``precision`` opens forward's context (autocast).
 
     Raises:
         ValueError: A piece returns something other than one floating-point tensor to the next.
@@ -63,56 +75,29 @@ def trace_borders(
             except Exception as error:
                 raise RuntimeError(
                     f"Piece {piece.index} of the pipeline cannot be run on fake tensors, with which"
-                    " `DCTPipelineStrategy` finds the shapes that cross between stages. Its forward must not read"
+                    " `DCTPipelineStrategy` finds the shapes of what stages send. Its forward must not read"
                     f" values of tensors (`.item()`, `.numpy()`). The error was: {error}"
                 ) from error
             if not isinstance(value, Tensor) or not value.is_floating_point():
+                found = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
                 raise ValueError(
-                    f"Piece {piece.index} of the pipeline returns {_describe(value)}; what crosses a SplitPoint must"
-                    " be one tensor of real numbers. Stack what the next piece needs into one tensor."
+                    f"Piece {piece.index} of the pipeline returns {found}; what a SplitPoint sends must be one tensor"
+                    " of real numbers. Stack what the next piece needs into one tensor."
                 )
-            borders.append(Border(tuple(value.shape), value.dtype))
+            assert piece.split is not None
+            borders.append(Border(piece.split, tuple(value.shape), value.dtype))
     return borders
 
 
 def signature(value: Any) -> tuple[Any, ...]:
-    """A key that is equal for inputs that lead to the same borders: structure, shapes and dtypes."""
+    """A key for inputs that lead to the same borders: structure, shapes and dtypes."""
     leaves, structure = tree_flatten(value)
     described = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
     return (structure, described)
 
 
-def _describe(value: Any) -> str:
-    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-
-
-class Crossing:
-    """A border at this step, and the split point that compresses what crosses."""
-
-    def __init__(self, split: SplitPoint, border: Border) -> None:
-        self.split = split
-        self.border = border
-        self.layout = split.layout(border.shape)
-
-    def empty(self, device: torch.device | str, requires_grad: bool = False) -> tuple[Tensor, Tensor]:
-        """Tensors for words, of which the gradient may be wanted, and for the bytes that are left over."""
-        words, num_bytes = self.layout.on_the_wire
-        left_over = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        return torch.empty(words, device=device, requires_grad=requires_grad), left_over
-
-
-def send(crossing: Crossing, activation: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode an activation for the next piece: words, fp32, and what is left over, uint8."""
-    return _Send.apply(activation, crossing)
-
-
-def receive(crossing: Crossing, words: Tensor, left_over: Tensor) -> Tensor:
-    """Decode what the previous piece has sent; zero where it has sent nothing."""
-    return _Receive.apply(words, left_over, crossing)
-
-
 def as_floats(payload: Tensor, num_floats: int) -> Tensor:
-    """View bytes as ``num_floats`` fp32 numbers, padded with zeros. They may be NaN: do no arithmetic with them."""
+    """View bytes as ``num_floats`` fp32 numbers, padded with zeros. They may be NaN: do not compute with them."""
     spare = 4 * num_floats - payload.numel()
     return (functional.pad(payload, (0, spare)) if spare else payload).view(torch.float32)
 
@@ -122,16 +107,19 @@ def as_bytes(floats: Tensor, num_bytes: int) -> Tensor:
     return floats.detach().contiguous().view(torch.uint8)[:num_bytes]
 
 
-class _Send(torch.autograd.Function):
+class Send(torch.autograd.Function):
+    """Encodes an activation for the next piece; backward decodes its gradient."""
+
     @staticmethod
-    def forward(ctx: Any, activation: Tensor, crossing: Crossing) -> tuple[Tensor, Tensor]:
-        split, layout = crossing.split, crossing.layout
+    def forward(ctx: Any, activation: Tensor, border: Border) -> tuple[Tensor, Tensor]:
+        """Words, fp32, and left-over bytes, uint8."""
+        split, layout = border.split, border.layout
         words, num_bytes = layout.on_the_wire
         with split.timed():
             payload, kept = split.encode(layout, activation)
             left_over = payload[4 * words :] if payload.numel() > 4 * words else payload.new_zeros(num_bytes)
             sent = as_floats(payload[: 4 * words], words)
-        ctx.crossing, ctx.kept = crossing, kept
+        ctx.border, ctx.kept = border, kept
         ctx.mark_non_differentiable(left_over)
         split.count(layout, 4 * words + num_bytes, kept)
         return sent, left_over
@@ -139,28 +127,33 @@ class _Send(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        crossing: Crossing = ctx.crossing
-        with crossing.split.timed():
-            payload = as_bytes(grad_outputs[0], crossing.layout.backward_bytes)
-            return decode_backward(crossing.layout, payload, ctx.kept, crossing.border.dtype), None
+        """The gradient of the activation, zero where nothing was sent."""
+        border: Border = ctx.border
+        with border.split.timed():
+            payload = as_bytes(grad_outputs[0], border.layout.backward_bytes)
+            return decode_backward(border.layout, payload, ctx.kept, border.dtype), None
 
 
-class _Receive(torch.autograd.Function):
+class Receive(torch.autograd.Function):
+    """Decodes an activation of the previous piece; backward encodes its gradient."""
+
     @staticmethod
-    def forward(ctx: Any, words: Tensor, left_over: Tensor, crossing: Crossing) -> Tensor:
-        layout = crossing.layout
-        with crossing.split.timed():
+    def forward(ctx: Any, words: Tensor, left_over: Tensor, border: Border) -> Tensor:
+        """The activation, zero where nothing was sent."""
+        layout = border.layout
+        with border.split.timed():
             payload = torch.cat([as_bytes(words, 4 * words.numel()), left_over])[: layout.forward_bytes]
-            activation, ctx.kept = decode_forward(layout, payload, crossing.border.dtype)
-        ctx.crossing, ctx.seed = crossing, crossing.split.rounding_seed
+            activation, ctx.kept = decode_forward(layout, payload, border.dtype)
+        ctx.border, ctx.seed = border, border.split.rounding_seed
         return activation
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        crossing: Crossing = ctx.crossing
-        with crossing.split.timed():
-            payload = encode_backward(crossing.layout, grad_outputs[0], ctx.kept, ctx.seed)
-            words = as_floats(payload, crossing.layout.on_the_wire[0])
-        crossing.split.count(crossing.layout, 4 * words.numel(), ctx.kept)
+        """The gradient's payload as the gradient of the words."""
+        border: Border = ctx.border
+        with border.split.timed():
+            payload = encode_backward(border.layout, grad_outputs[0], ctx.kept, ctx.seed)
+            words = as_floats(payload, border.layout.on_the_wire[0])
+        border.split.count(border.layout, 4 * words.numel(), ctx.kept)
         return words, None, None

@@ -1,4 +1,4 @@
-"""Refuses what cannot work under a pipeline, before any process waits for another. All raise errors with a remedy."""
+"""Checks of settings and models for a pipeline. All run before any process waits for another, and name a remedy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OLDEST_TORCH = "2.13"
 
 
 def check_torch() -> None:
-    """Refuse versions of torch whose schedules lack what stages need."""
+    """Refuse versions of torch whose schedules are too old (RuntimeError)."""
     if torch.__version__ < OLDEST_TORCH:
         raise RuntimeError(
             f"`DCTPipelineStrategy` needs torch {OLDEST_TORCH} or later, and this is torch {torch.__version__}. Install"
@@ -22,7 +22,7 @@ def check_torch() -> None:
 
 
 def check_ddp_settings(settings: Mapping[str, object]) -> None:
-    """Refuse settings of DDPStrategy and DCTStrategy that have no meaning here."""
+    """Refuse settings of DDPStrategy and DCTStrategy that have no meaning here (ValueError)."""
     for setting in ("process_group", "static_graph", "find_unused_parameters", "target_overhead"):
         if settings.get(setting):
             raise ValueError(
@@ -32,7 +32,7 @@ def check_ddp_settings(settings: Mapping[str, object]) -> None:
 
 
 def check_no_tables(tables: Mapping[str, object]) -> None:
-    """Refuse embedding tables that all ranks share: the ranks of a pipeline hold different modules."""
+    """Refuse embedding tables that all ranks share (ValueError): ranks of a pipeline have different modules."""
     if tables:
         raise ValueError(
             f"`DCTPipelineStrategy` cannot hold `ShardedEmbeddingBags` ({', '.join(map(repr, tables))}), which are"
@@ -41,7 +41,7 @@ def check_no_tables(tables: Mapping[str, object]) -> None:
 
 
 def check_schedule(schedule: str, stages: int, micro_batches: int) -> None:
-    """Refuse numbers of micro-batches that a schedule cannot run."""
+    """Refuse numbers of micro-batches that a schedule cannot run (ValueError)."""
     if schedule == "1f1b" and micro_batches < stages:
         raise ValueError(
             f"`micro_batches={micro_batches}`: the schedule '1f1b' needs at least one a stage (`stages={stages}`)."
@@ -55,7 +55,7 @@ def check_schedule(schedule: str, stages: int, micro_batches: int) -> None:
 
 
 def check_training(model: pl.LightningModule, precision: object, callbacks: Iterable[pl.Callback]) -> None:
-    """Refuse ways of training that need the whole model, or the whole backward, at once."""
+    """Refuse ways of training that need the whole model, or the whole backward, at once (ValueError)."""
     if not model.automatic_optimization:
         raise ValueError(
             "`DCTPipelineStrategy` works with automatic optimisation only: the schedule runs backward itself, in the"

@@ -1,9 +1,8 @@
-"""Hands the gradients of a pipeline schedule to DistributedDataParallel, as if backward had just run.
+"""Gives the gradients of a pipeline schedule to DistributedDataParallel.
 
 A schedule runs its own backward passes, one per micro-batch, in the middle of ``training_step``. Lightning then calls
-``zero_grad`` and ``backward``. So the schedule's gradients are set aside, and come back as the gradients of a function
-from the parameters to the loss. ``backward`` of that loss fills ``.grad``, scales by gradient accumulation, and fires
-DistributedDataParallel's hooks, all as usual.
+``zero_grad`` and ``backward``. So :func:`set_aside` collects the schedule's gradients, and :func:`deliver` returns a
+loss whose backward puts them into ``.grad``. Gradient accumulation and DistributedDataParallel's hooks work as usual.
 """
 
 from __future__ import annotations
@@ -20,10 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 @contextmanager
 def set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor | None]]:
-    """Collect the gradients that arise inside in a list, and leave ``.grad`` as it was.
-
-    At the end the list has one gradient per parameter, or None.
-    """
+    """Collect the gradients of the code inside in a list, one or None per parameter, and leave ``.grad`` unchanged."""
     before = [parameter.grad for parameter in parameters]
     gradients: list[Tensor | None] = []
     try:
@@ -37,14 +33,14 @@ def set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor | None
 
 
 def deliver(loss: Tensor, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter]) -> Tensor:
-    """A copy of a scalar loss whose backward gives each parameter its gradient, once: it scales them in place."""
+    """A copy of a scalar loss. Its backward, which may run once, scales the gradients in place and returns them."""
     return _Deliver.apply(loss, list(gradients), *parameters)
 
 
 def through_ddp(ddp: DistributedDataParallel, function: Callable[[], Any]) -> Any:
-    """Call ``function`` as the forward of a wrapped model, so that its backward is synchronised.
+    """Call ``function`` as the forward of a wrapped model, so that DistributedDataParallel synchronises its backward.
 
-    A hack, and Lightning's own: it replaces the module's ``forward`` during the call.
+    Like Lightning, this replaces the module's ``forward`` during the call.
     """
     ddp.module.forward = function
     try:

@@ -1,36 +1,31 @@
-"""Which rank holds what: a mesh of data-parallel replicas x stages, and its process groups.
+"""The mesh of data-parallel replicas x stages, and its process groups.
 
-Neighbouring ranks are the stages of one pipeline: rank ``r`` is stage ``r % stages`` of replica ``r // stages``. Stages
-exchange activations several times a step and wait for them. Replicas exchange a hundredth of their updates. So stages
-use the fast links inside a node, and replicas the slow ones.
+Rank ``r`` is stage ``r % stages`` of replica ``r // stages``, so neighbouring ranks are the stages of one pipeline.
+Stages exchange activations several times a step, over the fast links inside a node. Replicas exchange a hundredth of
+their updates, over the slow links.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._pytree import tree_map
 
-T = TypeVar("T")
 
-
-def check_world(world_size: int, stages: int) -> None:
-    """Refuse a number of processes that is no multiple of ``stages`` (ValueError)."""
-    if world_size % stages:
-        raise ValueError(
-            f"`stages={stages}` does not divide the {world_size} processes of this run (devices x nodes): every"
-            f" pipeline takes {stages} of them. Give a multiple of {stages} devices, or another `stages`."
-        )
+def to_device(tree: Any, device: torch.device | str) -> Any:
+    """A tree whose tensors are on a device, without a graph."""
+    return tree_map(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 @dataclass(frozen=True)
 class PipelineMesh:
-    """One rank's place in the mesh, and the groups it belongs to."""
+    """One rank's place in the mesh, and its process groups."""
 
     stages: int  # ranks in a pipeline
     width: int  # pipelines, each with its own part of the data
@@ -42,9 +37,17 @@ class PipelineMesh:
 
     @classmethod
     def create(cls, stages: int, device_type: str, timeout: timedelta | None) -> PipelineMesh:
-        """Make the mesh, a collective call of all ranks."""
+        """Make the mesh; a collective call of all ranks.
+
+        Raises:
+            ValueError: The number of processes is no multiple of ``stages``.
+        """
         world_size, rank = dist.get_world_size(), dist.get_rank()
-        check_world(world_size, stages)
+        if world_size % stages:
+            raise ValueError(
+                f"`stages={stages}` does not divide the {world_size} processes of this run (devices x nodes): every"
+                f" pipeline takes {stages} of them. Give a multiple of {stages} devices, or another `stages`."
+            )
         width = world_size // stages
         names = ("data_parallel", "pipeline")
         device_mesh = init_device_mesh(device_type, (width, stages), mesh_dim_names=names)
@@ -59,37 +62,49 @@ class PipelineMesh:
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank holds the pipeline's last piece, which computes the loss."""
+        """Whether this rank has the pipeline's last piece, which computes the loss."""
         return self.stage == self.stages - 1
 
     @property
     def pipeline(self) -> dist.ProcessGroup:
-        """The ranks of this pipeline, for what crosses between stages."""
+        """The ranks of this pipeline, for activations and their gradients."""
         return self.device_mesh.get_group("pipeline")
 
     @property
     def data_parallel(self) -> dist.ProcessGroup:
-        """The ranks that hold the same pieces in the other pipelines."""
+        """The ranks with the same pieces, one of each pipeline."""
         return self.device_mesh.get_group("data_parallel")
 
     def rank_of(self, stage: int) -> int:
-        """The global rank that holds ``stage`` in this pipeline."""
+        """The global rank of a stage of this pipeline."""
         return self.replica * self.stages + stage
 
-    def share(self, value: T | None, stage: int) -> T:
+    def share(self, value: Any, stage: int) -> Any:
         """Broadcast a picklable object, with tensors on the CPU, from one stage of the pipeline."""
-        box: list[Any] = [value]
+        box = [value]
         dist.broadcast_object_list(box, src=self.rank_of(stage), group=self.control)
         return box[0]
 
-    def collect(self, value: T) -> list[T]:
+    def collect(self, value: Any) -> list[Any]:
         """Every rank's value, in order of stages, on every rank of the pipeline."""
         box: list[Any] = [None] * self.stages
         dist.all_gather_object(box, value, group=self.control)
         return box
 
+    def gather_on_first(self, value: Any) -> list[Any]:
+        """All stages' objects on global rank 0, in order of stages; elsewhere this rank's alone."""
+        values = [value]
+        for stage in range(1, self.stages if self.replica == 0 else 0):
+            if self.stage == stage:
+                dist.send_object_list([to_device(value, "cpu")], dst=0, group=self.control)
+            elif self.stage == 0:
+                box: list[Any] = [None]
+                dist.recv_object_list(box, src=stage, group=self.control)
+                values.append(box[0])
+        return values
+
     def count(self, decision: bool) -> int:
-        """The number of ranks of the job that decided for something."""
+        """The number of ranks of the job whose decision is True."""
         votes = torch.tensor(int(decision))
         dist.all_reduce(votes, group=self.everyone)
         return int(votes)

@@ -1,14 +1,14 @@
 """Cuts the model at its split points, and places the pieces on the ranks of a pipeline.
 
-Every rank keeps the whole module tree, with the same names and the same order of parameters. Parameters and buffers of
-other ranks' pieces are on the meta device, where they have shapes but no memory.
+Every rank keeps the whole module tree, with the same names and the same order of parameters. Other ranks' pieces are
+on the meta device during fit, where parameters and buffers have shapes but no memory.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_dct.activations import SplitPoint
 from lightning_dct.pipeline.mesh import PipelineMesh
@@ -24,18 +25,21 @@ from lightning_dct.pipeline.sequential import SplitSequential
 
 @dataclass(frozen=True)
 class Piece:
-    """The modules between two split points, by the names of these children of the Sequential."""
+    """The modules between two split points."""
 
     index: int
-    names: tuple[str, ...]
-    modules: SplitSequential  # beside the model's own tree
-    split: SplitPoint | None  # that ends it
+    names: tuple[str, ...]  # of these children of the Sequential
+    modules: SplitSequential  # outside the model's own tree
+    split: SplitPoint | None  # the one at its end
 
 
 class Placement:
     """The pieces of a model on the ranks of a mesh; piece ``i`` lives on stage ``i % stages``.
 
-    With ``interleaved`` a rank runs more than one. A model that cannot be cut for so many ranks is a ValueError.
+    With ``interleaved`` a rank runs several.
+
+    Raises:
+        ValueError: The model cannot be cut into pieces for so many stages.
     """
 
     def __init__(self, model: nn.Module, mesh: PipelineMesh, interleaved: bool) -> None:
@@ -47,12 +51,12 @@ class Placement:
         check_pieces(self.pieces, mesh.stages, interleaved)
         self.own = self.pieces[mesh.stage :: mesh.stages]
         self.foreign = [piece for piece in self.pieces if piece.index % mesh.stages != mesh.stage]
-        # Whether other ranks' pieces have no memory here.
+        # Whether other ranks' pieces are on the meta device.
         self.spread = False
 
     @property
     def not_synchronised(self) -> list[str]:
-        """All names of the tensors that DistributedDataParallel must ignore."""
+        """The names of all tensors that DistributedDataParallel must ignore."""
         ignored = self._names(self.foreign)
         parameters = self.model.named_parameters(remove_duplicate=False)
         buffers = self.model.named_buffers(remove_duplicate=False)
@@ -66,38 +70,64 @@ class Placement:
 
     @property
     def split_points(self) -> dict[str, SplitPoint]:
-        """All split points of the network, by name: every rank has them, because they set the size of payloads."""
+        """All split points of the network, by name. Every rank has them, because they set the size of payloads."""
         children = self.network.named_children()
         return {self._prefix + name: child for name, child in children if isinstance(child, SplitPoint)}
 
-    @property
-    def own_split_points(self) -> dict[str, SplitPoint]:
-        """The split points at the end of this rank's pieces, whose thresholds it selects."""
-        own = {id(piece.split) for piece in self.own}
-        return {name: split for name, split in self.split_points.items() if id(split) in own}
-
     def own_part(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The part of the model's state that this rank trains and selects."""
-        own = self._names(self.own) + tuple(f"{name}." for name in self.own_split_points)
+        """The state of this rank's pieces, and of the split points at their ends, whose thresholds it selects."""
+        ends = {id(piece.split) for piece in self.own}
+        splits = tuple(f"{name}." for name, split in self.split_points.items() if id(split) in ends)
+        own = self._names(self.own) + splits
         return {name: value for name, value in state.items() if name.startswith(own)}
 
     def drop_foreign(self, saved: dict[str, Any]) -> None:
-        """Drop residuals of other ranks' pieces from a state that another number of stages has saved."""
+        """Drop the residuals of other ranks' pieces from a state that another number of stages has saved."""
         foreign = self._names(self.foreign)
         saved["residuals"] = {name: r for name, r in saved["residuals"].items() if not name.startswith(foreign)}
 
     def check_parameters(self) -> None:
-        """Refuse parameters that no rank, or more than one, would train (ValueError)."""
-        check_parameters(self.model, self.network, self.pieces, self.mesh.stages)
+        """Refuse parameters that no stage or two stages would train, and a stage without any (ValueError)."""
+        inside = {id(parameter) for parameter in self.network.parameters()}
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in inside:
+                raise ValueError(
+                    f"The parameter {name!r} lies outside the Sequential that `DCTPipelineStrategy` cuts into stages,"
+                    " so no stage could train it. Move its module into the Sequential, or freeze it."
+                )
+        owners: dict[int, int] = {}
+        for piece in self.pieces:
+            for name, parameter in piece.modules.named_parameters():
+                stage = piece.index % self.mesh.stages
+                if owners.setdefault(id(parameter), stage) != stage:
+                    raise ValueError(
+                        f"The parameter {name!r} of piece {piece.index} is also used on stage {owners[id(parameter)]}:"
+                        " stages on different ranks cannot share a parameter. Untie the weights, or put both uses into"
+                        " one piece."
+                    )
+        for stage in range(self.mesh.stages):
+            pieces = self.pieces[stage :: self.mesh.stages]
+            if not any(parameter.requires_grad for piece in pieces for parameter in piece.modules.parameters()):
+                raise ValueError(
+                    f"Stage {stage} of the pipeline has no trainable parameter. Move a SplitPoint, so that every stage"
+                    " has some, or use fewer stages."
+                )
 
     def spread_out(self) -> None:
-        """Free the pieces of other ranks."""
+        """Move the pieces of other ranks to the meta device."""
         release(self.foreign)
         self.spread = True
 
-    def without_foreign(self) -> AbstractContextManager[None]:
-        """A context in which the model has only this rank's pieces, so that it can be moved."""
-        return hidden(self.network, self.foreign)
+    @contextmanager
+    def without_foreign(self) -> Iterator[None]:
+        """Keep other ranks' pieces out of the model, because meta tensors cannot be moved to another device."""
+        modules = self.network._modules
+        children = {name: modules[name] for piece in self.foreign for name in piece.names}
+        try:
+            modules.update({name: nn.Identity() for name in children})
+            yield
+        finally:
+            modules.update(children)
 
     def make_whole(self) -> None:
         """Copy every piece, on the CPU, from the rank that has trained it to the others of the pipeline."""
@@ -113,7 +143,7 @@ class Placement:
     def copy_from_rank_zero(self) -> None:
         """Give every rank the model of rank 0, as DDPStrategy does for evaluation."""
         tensors = _tensors_of(self.model)
-        if any(tensor.is_meta for tensor in tensors):  # after a failed fit each rank has only what it runs
+        if any(tensor.is_meta for tensor in tensors):  # after a failed fit each rank has only its own pieces
             return
         box = [{name: split.state_dict() for name, split in self.split_points.items()}]
         dist.broadcast_object_list(box, src=0, group=self.mesh.everyone)
@@ -127,7 +157,7 @@ class Placement:
 
 
 def find_pipeline(module: nn.Module) -> tuple[str, nn.Sequential]:
-    """Find the name of the one Sequential with split points, and it (ValueError if there is not exactly one)."""
+    """The name of the one Sequential with split points, and itself (ValueError if there is not exactly one)."""
     found = [
         (name, child)
         for name, child in module.named_modules()
@@ -178,34 +208,6 @@ def check_pieces(pieces: Sequence[Piece], stages: int, interleaved: bool) -> Non
         )
 
 
-def check_parameters(module: nn.Module, pipeline: nn.Sequential, pieces: Sequence[Piece], stages: int) -> None:
-    """Refuse a trainable parameter outside the Sequential or on two stages, and a stage without any (ValueError)."""
-    inside = {id(parameter) for parameter in pipeline.parameters()}
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and id(parameter) not in inside:
-            raise ValueError(
-                f"The parameter {name!r} lies outside the Sequential that `DCTPipelineStrategy` cuts into stages, so"
-                " no stage could train it. Move its module into the Sequential, or freeze it."
-            )
-    owners: dict[int, int] = {}
-    for piece in pieces:
-        for name, parameter in piece.modules.named_parameters():
-            stage = piece.index % stages
-            if owners.setdefault(id(parameter), stage) != stage:
-                raise ValueError(
-                    f"The parameter {name!r} of piece {piece.index} is also used on stage {owners[id(parameter)]}:"
-                    " stages on different ranks cannot share a parameter. Untie the weights, or put both uses into"
-                    " one piece."
-                )
-    for stage in range(stages):
-        trained = [p for piece in pieces[stage::stages] for p in piece.modules.parameters() if p.requires_grad]
-        if not trained:
-            raise ValueError(
-                f"Stage {stage} of the pipeline has no trainable parameter. Move a SplitPoint, so that every stage"
-                " has some, or use fewer stages."
-            )
-
-
 def release(pieces: Iterable[Piece]) -> None:
     """Move the parameters and buffers of some pieces to the meta device."""
     _replace(pieces, lambda tensor: tensor.to("meta"))
@@ -216,37 +218,43 @@ def materialise(pieces: Iterable[Piece]) -> None:
     _replace(pieces, lambda tensor: torch.empty_like(tensor, device="cpu"))
 
 
-@contextmanager
-def hidden(pipeline: nn.Sequential, pieces: Iterable[Piece]) -> Iterator[None]:
-    """Keep some pieces out of the model, because meta tensors cannot be moved to another device."""
-    names = [name for piece in pieces for name in piece.names]
-    children = {name: pipeline._modules[name] for name in names}
-    try:
-        pipeline._modules.update({name: nn.Identity() for name in names})
-        yield
-    finally:
-        pipeline._modules.update(children)
-
-
 def _replace(pieces: Iterable[Piece], convert: Callable[[Tensor], Tensor]) -> None:
     """Replace all tensors of some pieces; shared tensors stay shared."""
-    converted: dict[int, Tensor] = {}
-    originals: list[Tensor] = []  # kept alive, so that no two of them have the same id
-    for piece in pieces:
-        for module in piece.modules.modules():
-            for tensors in (module._parameters, module._buffers):
-                for name, tensor in tensors.items():
-                    if tensor is None:
-                        continue
-                    if id(tensor) not in converted:
-                        originals.append(tensor)
-                        new = convert(tensor.detach())
-                        if isinstance(tensor, nn.Parameter):
-                            new = nn.Parameter(new, tensor.requires_grad)
-                        converted[id(tensor)] = new
-                    tensors[name] = converted[id(tensor)]  # type: ignore[assignment]
+    converted: dict[Tensor, Tensor] = {}
+    for module in (module for piece in pieces for module in piece.modules.modules()):
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if tensor not in converted:
+                    new = convert(tensor.detach())
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    converted[tensor] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+                tensors[name] = converted[tensor]  # type: ignore[assignment]
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:
     """A module's parameters and buffers, each once."""
     return list({id(tensor): tensor.detach() for tensor in [*module.parameters(), *module.buffers()]}.values())
+
+
+def part_of_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """The state of this rank's parameters, from ``optimizer.state_dict()`` or a saved one of the whole model.
+
+    The optimizer has all parameters, including those on the meta device, in the same order on every rank.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    here = {number for number, parameter in zip(numbers, parameters, strict=False) if not parameter.is_meta}
+    # State without a parameter stays.
+    kept = {key: value for key, value in state["state"].items() if key in here or key not in numbers}
+    return {**state, "state": kept}
+
+
+def merge_optimizer_states(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The state of all parameters, in their order; state without a parameter is the first stage's."""
+    merged: dict[str, Any] = {}
+    for part in reversed(parts):
+        merged.update(part["state"])
+    ordered = sorted(merged.items(), key=lambda item: (not isinstance(item[0], int), str(item[0]).zfill(12)))
+    return {**parts[0], "state": dict(ordered)}

@@ -1,4 +1,4 @@
-"""Runs the user's steps over a pipeline: the last stage runs them, and every rank logs."""
+"""Runs the user's steps over a pipeline: the last stage runs them to their end, and every rank logs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten
 from torchmetrics import Metric
 
 from lightning_dct.pipeline import steps
 from lightning_dct.pipeline.borders import Border, signature, trace_borders
-from lightning_dct.pipeline.gathering import to_cpu
+from lightning_dct.pipeline.mesh import to_device
+from lightning_dct.pipeline.results import StepResults
 from lightning_dct.pipeline.schedule import Pipeline
 from lightning_dct.pipeline.sequential import NetworkCall
-from lightning_dct.pipeline.telling import Telling
 
+# The errors for ranks of one pipeline with different data, by what differs.
 _DIFFERENT = {
     "batches": (
         "read different batches for `{step}`. All of them must read the same: split data by"
@@ -33,7 +34,6 @@ _DIFFERENT = {
         " share, or make them part of the network's first argument."
     ),
 }
-"""The messages for ranks of a pipeline that differ."""
 
 
 class Runner:
@@ -47,21 +47,21 @@ class Runner:
         self._pipeline = pipeline
         self._metrics = metrics
         self._mesh = pipeline.mesh
-        self._telling = Telling(pipeline.mesh)
+        self._step_results = StepResults(pipeline.mesh)
         self._borders: dict[Any, list[Border]] = {}
         self._checked: set[tuple[str, str]] = set()
 
     def train(self, batch: Any, *arguments: Any) -> Tensor:
         """Run forward and backward of a batch, which adds gradients to the parameters' ``.grad``.
 
-        ``training_step`` gets micro-batches of the batch, and the other arguments as they are.
+        ``training_step`` gets each micro-batch, and the other arguments unchanged.
 
         Returns:
             The mean of the micro-batches' losses, without a graph; the same on every rank of the pipeline.
 
         Raises:
             ValueError: The batch cannot be cut into micro-batches of one shape, or ranks have read different batches.
-            RuntimeError: ``training_step`` does not call the network once, or returns no loss.
+            RuntimeError: ``training_step`` does not call the network exactly once, or returns no loss.
         """
         if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
             raise RuntimeError(
@@ -85,11 +85,16 @@ class Runner:
             logged.append(logs)
             return loss.reshape(()) / micro_batches
 
-        borders = self._same_borders(calls)
-        self._telling.ask()
+        borders = self._borders_of(calls[0])
+        if any(self._borders_of(call) != borders for call in calls[1:]):
+            raise ValueError(
+                "The micro-batches of this batch give the network inputs of different shapes; a schedule sends payloads"
+                " of one size. Pad the inputs to the same shape for the whole batch."
+            )
+        self._step_results.post_receive()
         self._pipeline.train(calls, borders, loss_of)
         result = (torch.stack(losses).mean().cpu(), steps.combine(logged)) if self._mesh.is_last else None
-        return self._share(result, self._telling.share).to(self._pipeline.device)
+        return self._share(result, self._step_results.share).to(self._pipeline.device)
 
     def evaluate(self, step: str, batch: Any, *arguments: Any) -> Any:
         """Run ``"validation_step"``, ``"test_step"`` or ``"predict_step"``, and return its result on every rank.
@@ -106,36 +111,23 @@ class Runner:
         if outputs is not None:
             given = (batch, *arguments)
             result, logs = steps.run_step(self._module, self._network, step, given, steps.join(outputs))
-            sent = to_cpu(result), logs
+            sent = to_device(result, "cpu"), logs
         shared = self._share(sent, partial(self._mesh.share, stage=self._mesh.stages - 1))
-        if outputs is not None:
-            return result
-        return tree_map(lambda leaf: leaf.to(self._pipeline.device) if isinstance(leaf, Tensor) else leaf, shared)
+        return to_device(shared, self._pipeline.device) if outputs is None else result
 
     def _share(self, result: tuple[Any, list[steps.LogCall]] | None, share: Callable[[Any], Any]) -> Any:
-        """Share the last stage's result and logs (None elsewhere), and repeat the logs and counts of metrics."""
-        mine = None if result is None else (*result, [metric._update_count for metric in self._metrics])
-        shared, logs, counts = share(mine)
+        """Share the last stage's result and logs (None elsewhere), and repeat its logs and its metrics' counts."""
+        own = None if result is None else (*result, [metric._update_count for metric in self._metrics])
+        shared, logs, counts = share(own)
         for metric, count in zip(self._metrics, counts, strict=True):
             if metric._update_count != count:
-                # A hack, as torchmetrics has no public way: else metrics would warn about computing without data, and
-                # return cached values.
+                # Without this hack, metrics would warn about computing without data, and return cached values.
                 metric._update_count, metric._computed = count, None
         steps.replay(self._module, logs)
         return shared
 
     def _capture(self, step: str, *arguments: Any) -> NetworkCall:
         return steps.capture_call(self._module, self._network, step, arguments)
-
-    def _same_borders(self, calls: Sequence[NetworkCall]) -> list[Border]:
-        """What crosses the borders, the same for all micro-batches of a batch (else ValueError)."""
-        borders = self._borders_of(calls[0])
-        if any(self._borders_of(call) != borders for call in calls[1:]):
-            raise ValueError(
-                "The micro-batches of this batch give the network inputs of different shapes; a schedule sends payloads"
-                " of one size. Pad the inputs to the same shape for the whole batch."
-            )
-        return borders
 
     def _borders_of(self, call: NetworkCall) -> list[Border]:
         key = (self._module.training, signature(call))

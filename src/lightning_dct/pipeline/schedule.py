@@ -1,4 +1,14 @@
-"""Runs the pieces of a rank under a schedule of torch.distributed.pipelining, and forward alone for evaluation."""
+"""Runs a rank's pieces: training under a schedule of torch.distributed.pipelining, evaluation forward only.
+
+With gloo all receives of a step are posted at its start. Gloo's sender keeps a message until its receive is posted, and
+torch's schedules post a receive when they need the message. So nothing would be sent while the receiver computes, and
+each message would take a round trip::
+
+    posted when needed   | compute 0 | post ─► ◄─ bytes | compute 1 | post ─► ◄─ bytes | compute 2
+    posted early         | compute 0 | compute 1 | compute 2         (bytes are sent meanwhile)
+
+The bytes, their order and the arithmetic stay the same.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +21,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from lightning_dct.pipeline.borders import Border, Crossing, receive, send
+from lightning_dct.pipeline.borders import Border, Receive, Send
 from lightning_dct.pipeline.mesh import PipelineMesh
 from lightning_dct.pipeline.placement import Piece
-from lightning_dct.pipeline.receiving import EarlyReceiver
 from lightning_dct.pipeline.sequential import NetworkCall, context_of
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 
-# Makes the loss of a micro-batch from what the last piece returns for it.
+# The loss of a micro-batch, from its number and the last piece's result.
 LossOf = Callable[[int, Any], Tensor]
 
 
 class Stage(nn.Module):
-    """One piece with its two ends: it decodes what arrives and encodes what leaves.
-
-    ``precision`` opens the context of forward (autocast).
-    """
+    """One piece, which decodes its input and encodes its output. ``precision`` opens forward's context (autocast)."""
 
     def __init__(self, piece: Piece, precision: Callable[[], AbstractContextManager[Any]]) -> None:
         super().__init__()
@@ -36,15 +42,15 @@ class Stage(nn.Module):
         self.index = piece.index
         self._precision = precision
         # Set by the pipeline before each run.
-        self.arriving: Crossing | None = None
-        self.leaving: Crossing | None = None
+        self.arriving: Border | None = None
+        self.leaving: Border | None = None
         self.calls: Sequence[NetworkCall] = ()
         self.loss_of: LossOf | None = None
 
     def compute(self, micro_batch: int, payload: tuple[Tensor, ...]) -> Any:
         """The piece's result for a micro-batch; the first piece has an empty payload."""
         first, context = self.calls[micro_batch]
-        value = first if self.arriving is None else receive(self.arriving, *payload)
+        value = first if self.arriving is None else Receive.apply(*payload, self.arriving)
         with self._precision():
             return self.modules_of_piece(value, **context_of(self.modules_of_piece, context))
 
@@ -54,17 +60,50 @@ class Stage(nn.Module):
         ``micro_batch`` is its number, int64 ``[1]``.
         """
         number = int(micro_batch)
-        # The next step reuses receive buffers, and what autograd keeps of them must not change.
+        # The next step reuses receive buffers, and autograd may keep parts of them.
         output = self.compute(number, tuple(part.clone() if not part.requires_grad else part for part in payload))
         if self.leaving is not None:
-            return send(self.leaving, output)
+            return Send.apply(output, self.leaving)
         assert self.loss_of is not None
         with self._precision():
             return self.loss_of(number, output)
 
 
+class EarlyReceiver(PipelineStage):
+    """A stage that posts all receives of a step at its start. For schedules with one piece per rank, on gloo.
+
+    With several pieces, two ranks send each other messages both ways, in an order that only the schedule determines.
+    NCCL runs the receives of a stream strictly in turn, so an early one would block what comes after it.
+    """
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._posted: list[dict[int, list[dist.P2POp]]] = [{}, {}]
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """The receives of a micro-batch; the first call posts all receives, in the order in which bytes are sent."""
+        if fwd_chunk_id == 0:
+            forward, backward = super().get_fwd_recv_ops, super().get_bwd_recv_ops
+            self._posted = [
+                {number: [_post(op) for op in ops(number)] for number in self.args_recv_info}
+                for ops in (forward, backward)
+            ]
+        return self._posted[0].pop(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The receives of the backward of a micro-batch."""
+        return self._posted[1].pop(bwd_chunk_id)
+
+
+def _post(op: dist.P2POp) -> dist.P2POp:
+    """Start a receive now. When the schedule starts it, it gets the one that is under way."""
+    work = op.op(op.tensor, group=op.group, tag=op.tag, group_src=op.group_peer)
+    op.op = lambda *_, **__: work
+    return op
+
+
 class Pipeline:
-    """The pieces that one rank runs, of all pieces, and their schedule; ``precision`` opens the context of forward."""
+    """The pieces and the schedule of one rank; ``precision`` opens forward's context."""
 
     def __init__(
         self,
@@ -88,78 +127,66 @@ class Pipeline:
     def train(self, calls: Sequence[NetworkCall], borders: Sequence[Border], loss_of: LossOf) -> None:
         """Run forward and backward of all micro-batches, which adds gradients to the parameters' ``.grad``.
 
-        The first piece takes the input of each of the network's ``calls``, and every piece the keywords that it names.
-        The ``borders`` are the same for every micro-batch. ``loss_of`` is used where the last piece is.
+        The first piece takes the input of each call, and every piece takes the keywords that it names. The borders are
+        the same for every micro-batch. Only the rank with the last piece uses ``loss_of``.
         """
-        crossings = self._cross(borders)
-        # Other shapes make payloads of other sizes. Every rank knows the layouts of all borders, so all rebuild in the
-        # same step.
-        layouts = tuple(crossing.layout for crossing in crossings)
+        self._set_borders(borders)
+        # Another shape changes the size of payloads. Every rank knows all layouts, so all rebuild in the same step.
+        layouts = [border.layout for border in borders]
         if layouts != self._layouts:
-            self._schedule, self._layouts = self._build(crossings), layouts
+            self._schedule, self._layouts = self._build(), layouts
         for stage in self.stages:
             stage.calls, stage.loss_of = calls, loss_of
         numbers = torch.arange(self.micro_batches)
         try:
             self._schedule.step(micro_batch=numbers, target=numbers, return_outputs=False)
         except RuntimeError as error:
-            # torch wraps what a stage raises, once with all its arguments.
+            # torch wraps a stage's error in one that prints all arguments.
             raise error if error.__cause__ is None else error.__cause__ from None
         finally:
             for stage in self.stages:
                 stage.calls, stage.loss_of = (), None
 
     def forward(self, calls: Sequence[NetworkCall], borders: Sequence[Sequence[Border]]) -> list[Any] | None:
-        """Run forward alone, for micro-batches that may differ in size, with the borders of each.
+        """Run forward only, for micro-batches that may differ in size, with the borders of each.
 
         Returns:
-            The last piece's result for each micro-batch; None where that piece is not.
+            The last piece's result for each micro-batch; None on ranks without that piece.
         """
         outputs: list[Any] = []
-        sending: list[dist.Work] = []
-        kept: list[Tensor] = []  # keeps payloads alive until they are sent
+        sending: list[dist.Work | None] = []
+        kept: list[Tensor] = []  # payloads must live until they are sent
         for stage in self.stages:
             stage.calls, outputs, waiting = calls, [], []
             for number, of_this in enumerate(borders):
-                crossings = self._cross(of_this)
-                payload = () if stage.arriving is None else self._receive(stage.index, crossings[stage.index - 1])
+                self._set_borders(of_this)
+                payload: tuple[Tensor, ...] = ()
+                if stage.arriving is not None:
+                    payload = stage.arriving.empty(self.device)
+                    source = self.mesh.rank_of((stage.index - 1) % self.mesh.stages)
+                    for part in payload:
+                        dist.recv(part, src=source, group=self.mesh.pipeline)
                 outputs.append(stage.compute(number, payload))
                 if stage.leaving is not None:
-                    waiting += [part.detach() for part in send(stage.leaving, outputs.pop())]
-                # With several stages on a rank, bytes cross both ways between two ranks, and NCCL takes them strictly
-                # in turn: this rank first receives everything, then sends.
+                    waiting += [part.detach() for part in Send.apply(outputs.pop(), stage.leaving)]
+                # With several stages on a rank, two ranks send each other bytes both ways, which NCCL takes strictly in
+                # turn. So this rank first receives everything, then sends.
                 if len(self.stages) == 1 or number == len(borders) - 1:
-                    sending += [self._send(stage.index, part) for part in waiting]
+                    target = self.mesh.rank_of((stage.index + 1) % self.mesh.stages)
+                    sending += [dist.isend(part, dst=target, group=self.mesh.pipeline) for part in waiting]
                     kept, waiting = kept + waiting, []
             stage.calls = ()
         for work in sending:
+            assert work is not None
             work.wait()
         return outputs if self.stages[-1].leaving is None else None
 
-    def _receive(self, index: int, crossing: Crossing) -> tuple[Tensor, Tensor]:
-        payload = crossing.empty(self.device)
-        for part in payload:
-            dist.recv(part, src=self.mesh.rank_of((index - 1) % self.mesh.stages), group=self.mesh.pipeline)
-        return payload
-
-    def _send(self, index: int, part: Tensor) -> dist.Work:
-        target = self.mesh.rank_of((index + 1) % self.mesh.stages)
-        work = dist.isend(part, dst=target, group=self.mesh.pipeline)
-        assert work is not None
-        return work
-
-    def _cross(self, borders: Sequence[Border]) -> list[Crossing]:
-        """Set what arrives at every stage and what leaves it."""
-        crossings = []
-        for piece, border in zip(self.pieces, borders, strict=False):
-            assert piece.split is not None
-            crossings.append(Crossing(piece.split, border))
+    def _set_borders(self, borders: Sequence[Border]) -> None:
         for stage in self.stages:
-            stage.arriving = crossings[stage.index - 1] if stage.index > 0 else None
-            stage.leaving = crossings[stage.index] if stage.index < len(crossings) else None
-        return crossings
+            stage.arriving = borders[stage.index - 1] if stage.index > 0 else None
+            stage.leaving = borders[stage.index] if stage.index < len(borders) else None
 
-    def _build(self, crossings: Sequence[Crossing]) -> Any:
+    def _build(self) -> Any:
         kind = EarlyReceiver if len(self.stages) == 1 and self.device.type == "cpu" else PipelineStage
         stages = []
         for stage in self.stages:
@@ -170,20 +197,15 @@ class Pipeline:
                     stage.index,
                     len(self.pieces),
                     self.device,
-                    # Static shapes: torch then never runs a stage to find them.
+                    # With static shapes torch does not run the stage to find them.
                     input_args=() if stage.arriving is None else stage.arriving.empty("meta", requires_grad=True),
                     output_args=loss if stage.leaving is None else stage.leaving.empty("meta", requires_grad=True),
                     group=self.mesh.pipeline,
                 )
             )
-        # Losses are divided by the number of micro-batches already, so torch must not scale gradients.
-        settings: dict[str, Any] = {"loss_fn": _already_a_loss, "scale_grads": False}
+        # The stage returns the loss itself, divided by the number of micro-batches.
+        settings: dict[str, Any] = {"loss_fn": lambda output, target: output, "scale_grads": False}
         if self._schedule_name == "interleaved_1f1b":
             return ScheduleInterleaved1F1B(stages, self.micro_batches, **settings)  # type: ignore[arg-type]
         schedule = ScheduleGPipe if self._schedule_name == "gpipe" else Schedule1F1B
         return schedule(stages[0], self.micro_batches, **settings)
-
-
-def _already_a_loss(output: Tensor, target: Tensor) -> Tensor:
-    """The last stage returns the loss itself, because it has the micro-batch and its output."""
-    return output

@@ -1,4 +1,4 @@
-"""A Sequential whose children can take keywords beside the previous child's result."""
+"""A Sequential whose children can take keyword arguments in addition to the previous child's result."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch.utils._pytree import tree_flatten
 
 
 class NetworkCall(NamedTuple):
-    """The arguments of a network: the first child's input, and the keywords, which have no gradients. Any nesting."""
+    """The arguments of a network, with any nesting."""
 
-    input: Any
-    context: dict[str, Any]
+    input: Any  # of the first child
+    context: dict[str, Any]  # keywords, without gradients
 
 
 class SplitSequential(nn.Sequential):
     """A ``torch.nn.Sequential`` that passes keyword arguments to the children that name them.
 
-    One activation goes from child to child, as in any Sequential. What else children need of the batch, such as a
-    decoder's tokens, is given by keyword. Each child gets the keywords that its ``forward`` names after its first
-    parameter (all of them if it takes ``**keywords``)::
+    Each child gets the previous child's result, as in any Sequential, and the keywords that its ``forward`` names after
+    its first parameter (all of them if it takes ``**keywords``). So children can use more of the batch, such as a
+    decoder's tokens::
 
         class Decoder(nn.Module):
             def forward(self, memory, target_in): ...
@@ -30,15 +30,15 @@ class SplitSequential(nn.Sequential):
         network = SplitSequential(encoder, SplitPoint(density=0.1), decoder)
         logits = network(source, target_in=target_in)
 
-    Under :class:`~lightning_dct.DCTPipelineStrategy` keywords do not cross between stages: every rank takes them from
-    the batch, which it reads too. So they must follow from the batch alone, and have no gradient.
+    Under :class:`~lightning_dct.DCTPipelineStrategy` keywords are not sent between stages: every rank takes them from
+    its own copy of the batch. So they must follow from the batch alone, and have no gradient.
 
     Raises:
         TypeError: In a call: a required keyword is missing, or no child takes a given one.
     """
 
     def forward(self, input: Any, **context: Any) -> Any:
-        """Run the children on ``input``, one after the other, with the keywords that each one names."""
+        """Run the children one after the other, each with the keywords that it names."""
         check_context(self, context)
         for child in self:
             input = child(input, **context_of(child, context))
@@ -55,8 +55,9 @@ def check_context(network: nn.Sequential, context: Mapping[str, Any]) -> None:
     unused = set(context)
     for name, child in network.named_children():
         unused -= set(context_of(child, context))
-        for keyword, parameter in _keywords(child).items():
-            if parameter.default is parameter.empty and keyword not in context:
+        for parameter in _keywords(child):
+            keyword, is_required = parameter.name, parameter.default is parameter.empty
+            if is_required and parameter.kind is not parameter.VAR_KEYWORD and keyword not in context:
                 given = ", ".join(map(repr, context)) or "none"
                 raise TypeError(
                     f"The forward of {name!r} ({type(child).__name__}) takes {keyword!r}, which the call of the network"
@@ -72,8 +73,8 @@ def check_context(network: nn.Sequential, context: Mapping[str, Any]) -> None:
 
 def context_of(module: nn.Module, context: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords of a call that a module's forward takes."""
-    names = _keywords(module)
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in _parameters(module))
+    names = {parameter.name for parameter in _keywords(module)}
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in _keywords(module))
     return {name: value for name, value in context.items() if takes_all or name in names}
 
 
@@ -88,22 +89,11 @@ def check_no_gradients(context: Mapping[str, Any]) -> None:
             )
 
 
-def _keywords(module: nn.Module) -> dict[str, inspect.Parameter]:
-    """The parameters of a module's forward that can be given by keyword, except the first, by name."""
-    module = _uncompiled(module)
+def _keywords(module: nn.Module) -> list[inspect.Parameter]:
+    """The parameters of a module's forward that take keywords, except the first parameter."""
+    # torch.compile's wrapper has a forward that names nothing.
+    module = getattr(module, "_orig_mod", module)
     if isinstance(module, SplitSequential):
-        return {name: parameter for child in module for name, parameter in _keywords(child).items()}
-    later = _parameters(module)[1:]
-    return {p.name: p for p in later if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-
-
-def _parameters(module: nn.Module) -> list[inspect.Parameter]:
-    module = _uncompiled(module)
-    if isinstance(module, SplitSequential):
-        return [parameter for child in module for parameter in _parameters(child)]
-    return list(inspect.signature(module.forward).parameters.values())
-
-
-def _uncompiled(module: nn.Module) -> nn.Module:
-    """The module inside torch.compile's wrapper, whose own forward names nothing."""
-    return getattr(module, "_orig_mod", module)
+        return [parameter for child in module for parameter in _keywords(child)]
+    later = list(inspect.signature(module.forward).parameters.values())[1:]
+    return [p for p in later if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY, p.VAR_KEYWORD)]

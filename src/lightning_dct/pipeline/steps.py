@@ -1,7 +1,7 @@
-"""Runs the user's ``*_step`` around a network whose output comes from elsewhere, and keeps what it logs.
+"""Runs the user's ``*_step`` without its network, and records its logs.
 
-A step is ordinary code that calls the network once. To capture the arguments, the network's forward is replaced by one
-that stops the step there. To compute a loss, it is replaced by one that returns the last stage's output.
+A step is ordinary code that calls the network once. To capture the arguments of that call, the network's forward is
+replaced by one that ends the step. To compute a loss, it is replaced by one that returns the last stage's output.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torchmetrics import Metric
 
+from lightning_dct.pipeline.mesh import to_device
 from lightning_dct.pipeline.sequential import NetworkCall, check_context, check_no_gradients
 
 
 @dataclass
 class LogCall:
-    """One call of ``self.log``, which can be sent to another rank."""
+    """A call of ``self.log`` that can be sent to another rank."""
 
-    name: str  # the key
-    value: Any  # the value, on the CPU; for a torchmetrics metric, the last result of its `forward`, or None
-    metric: str | None = None  # the name of a logged metric in the model, else None
+    name: str
+    value: Any  # on the CPU; for a torchmetrics metric, the last result of its `forward`, or None
+    metric: str | None = None  # the name of a logged metric in the model
     settings: dict[str, Any] = field(default_factory=dict)  # the other arguments
 
 
 class _Reached(BaseException):
-    """Carries the network's arguments out of the step, past any ``except Exception`` in user code."""
+    """Ends the step with the network's arguments; no ``except Exception`` in user code catches it."""
 
     def __init__(self, call: NetworkCall) -> None:
         self.call = call
@@ -41,11 +42,11 @@ class _Reached(BaseException):
 def capture_call(
     module: pl.LightningModule, network: nn.Sequential, step: str, arguments: Sequence[Any]
 ) -> NetworkCall:
-    """The arguments with which ``step`` calls the network. The step runs up to that call, without logging.
+    """Run ``step`` up to its call of the network, without logs, and return the arguments of that call.
 
     Raises:
         RuntimeError: The step never calls the network.
-        TypeError: The children do not take a given keyword, or a required one is missing.
+        TypeError: No child takes a given keyword, or a required one is missing.
         ValueError: A keyword requires a gradient.
     """
 
@@ -69,10 +70,10 @@ def capture_call(
 def run_step(
     module: pl.LightningModule, network: nn.Sequential, step: str, arguments: Sequence[Any], output: Any
 ) -> tuple[Any, list[LogCall]]:
-    """Run ``step`` with a network that returns ``output``, and give its result and logs.
+    """Run ``step`` with a network that returns ``output``, and return its result and logs.
 
     Raises:
-        RuntimeError: The step does not call the network once.
+        RuntimeError: The step does not call the network exactly once.
     """
     calls: list[LogCall] = []
     times_called = 0
@@ -94,7 +95,7 @@ def run_step(
 
 
 def loss_in(result: Any) -> Tensor:
-    """The loss in the result of ``training_step`` (RuntimeError if there is none that can be differentiated)."""
+    """The loss in the result of ``training_step`` (RuntimeError if none can be differentiated)."""
     loss = result.get("loss") if isinstance(result, dict) else result
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise RuntimeError(
@@ -106,10 +107,9 @@ def loss_in(result: Any) -> Tensor:
 
 
 def combine(micro_batches: Sequence[Sequence[LogCall]]) -> list[LogCall]:
-    """The logs of a batch, from those of its micro-batches.
+    """The logs of a batch from those of its micro-batches.
 
-    Values are combined as over the batches of an epoch: by ``reduce_fx``, the mean by default, weighted by
-    ``batch_size`` if it was given.
+    Values are combined like batches of an epoch: by ``reduce_fx``, by default the mean weighted by ``batch_size``.
     """
     by_name: dict[str, list[LogCall]] = {}
     for call in (call for calls in micro_batches for call in calls):
@@ -120,19 +120,17 @@ def combine(micro_batches: Sequence[Sequence[LogCall]]) -> list[LogCall]:
 def replay(module: pl.LightningModule, calls: Sequence[LogCall]) -> None:
     """Log on this rank what the last stage has logged."""
     for call in calls:
-        value = call.value
+        value = to_device(call.value, module.device)
         if call.metric is not None:
             metric = module.get_submodule(call.metric)
             assert isinstance(metric, Metric)
-            metric._forward_cache = None if value is None else value.to(module.device)
+            metric._forward_cache = value
             value = metric
-        elif isinstance(value, (Tensor, dict)):
-            value = tree_map(lambda leaf: leaf.to(module.device) if isinstance(leaf, Tensor) else leaf, value)
         module.log(call.name, value, **call.settings)
 
 
 def split_batch(batch: Any, parts: int) -> list[Any]:
-    """Cut a nested batch along dimension 0 of its tensors; every part gets scalars and other objects.
+    """Cut the tensors of a nested batch along dimension 0; every part gets all scalars and other objects.
 
     Raises:
         ValueError: A tensor cannot be cut into equal parts.
@@ -150,7 +148,7 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
 
 
 def split_ragged(value: Any, parts: int) -> list[Any]:
-    """Cut a network's arguments along dimension 0 into at most ``parts`` parts of about equal size."""
+    """Cut a network's arguments along dimension 0 into at most ``parts`` parts, whose sizes differ by at most 1."""
     leaves, structure = tree_flatten(value)
     lengths = {leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else None for leaf in leaves}
     length = lengths.pop() if len(lengths) == 1 else None
@@ -172,7 +170,7 @@ def join(outputs: Sequence[Any]) -> Any:
 
 @contextmanager
 def _exchanged(module: nn.Module, method: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """A hack that Lightning uses for DDP: an attribute of the instance hides the method of the class."""
+    """Replace a method of one module, as Lightning does for DDP: the instance's attribute hides the class's."""
     setattr(module, method, replacement)
     try:
         yield
@@ -202,22 +200,17 @@ def _recorder(module: pl.LightningModule, calls: list[LogCall]) -> Callable[...,
         bound["enable_graph"] = False
         metric = None
         if isinstance(value, Metric):
-            metric = bound.get("metric_attribute") or _name_of(module, value)
+            names = (attribute for attribute, child in module.named_modules() if child is value)
+            metric = bound.get("metric_attribute") or next(names, None)
+            if metric is None:
+                raise ValueError(
+                    "A torchmetrics metric was logged that is no attribute of the LightningModule, so other ranks"
+                    " cannot find it. Assign it in `__init__`, or log `metric.compute()`."
+                )
             value = value._forward_cache
-        value = tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, value)
-        calls.append(LogCall(name, value, metric, bound))
+        calls.append(LogCall(name, to_device(value, "cpu"), metric, bound))
 
     return record
-
-
-def _name_of(module: pl.LightningModule, metric: Metric) -> str:
-    for name, child in module.named_modules():
-        if child is metric:
-            return name
-    raise ValueError(
-        "A torchmetrics metric was logged that is no attribute of the LightningModule, so other ranks cannot find it."
-        " Assign it in `__init__`, or log `metric.compute()`."
-    )
 
 
 def _combine(calls: Sequence[LogCall]) -> LogCall:

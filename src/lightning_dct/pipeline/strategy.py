@@ -1,7 +1,8 @@
-"""``Trainer(strategy="dct_pipeline")``: stages on ranks, wired into Lightning. Holds no maths."""
+"""``Trainer(strategy="dct_pipeline")``: connects the stages of a model to Lightning. No maths."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -20,7 +21,6 @@ from lightning_dct.agreement import check_agreement
 from lightning_dct.clipping import clip_grad_norm
 from lightning_dct.config import check_choice, check_integer
 from lightning_dct.gradients import Synchronizer
-from lightning_dct.pipeline import gathering
 from lightning_dct.pipeline.checks import (
     check_ddp_settings,
     check_no_tables,
@@ -30,8 +30,8 @@ from lightning_dct.pipeline.checks import (
 )
 from lightning_dct.pipeline.delivery import deliver, set_aside, through_ddp
 from lightning_dct.pipeline.mesh import PipelineMesh
-from lightning_dct.pipeline.metrics import LastStageGather, attach
-from lightning_dct.pipeline.placement import Placement
+from lightning_dct.pipeline.placement import Placement, merge_optimizer_states, part_of_optimizer_state
+from lightning_dct.pipeline.results import synchronise_metrics
 from lightning_dct.pipeline.runner import Runner
 from lightning_dct.pipeline.schedule import SCHEDULES, Pipeline, ScheduleName
 from lightning_dct.strategy import DCTStrategy
@@ -51,17 +51,17 @@ class DCTPipelineStrategy(DCTStrategy):
         network = SplitSequential(embedding, block, *subspace(256, rank=32, num_tokens=1000), block, head)
         trainer = Trainer(strategy=DCTPipelineStrategy(stages=2, micro_batches=4), devices=2)
 
-    A :class:`~lightning_dct.SplitSequential` gives pieces what else they need by keyword. Keywords do not cross: every
-    rank takes them from the batch.
+    A :class:`~lightning_dct.SplitSequential` gives pieces further inputs by keyword. Keywords are not sent: every rank
+    takes them from the batch.
 
     What differs from training in one process:
 
     * ``training_step`` sees one micro-batch at a time. The loss of a batch is the mean over its micro-batches, and logs
       are combined by ``self.log(reduce_fx=..., batch_size=...)``. Callbacks get only the loss of what
       ``training_step`` returns.
-    * Steps run to their end on the ranks of the last stage. All ranks get what they log and what evaluation steps
-      return. torchmetrics metrics have the same value everywhere; other state that steps keep in ``self`` exists on the
-      last stage only. On every rank a step runs up to its call of the network, to capture the arguments.
+    * Steps run to their end on the ranks of the last stage only. Elsewhere they run up to their call of the network, to
+      capture its arguments. All ranks get the logs and the results of evaluation steps. torchmetrics metrics have the
+      same value everywhere; other state that steps keep in ``self`` exists on the last stage only.
     * During ``fit`` a rank has the parameters of its own pieces; those of others have shapes but no memory. After fit
       every rank has the whole model.
 
@@ -104,23 +104,21 @@ class DCTPipelineStrategy(DCTStrategy):
         self.stages = stages
         self.micro_batches = micro_batches
         self.schedule = schedule
-        # Set up when the processes are there.
+        # Set when the processes have started.
         self.mesh: PipelineMesh | None = None
         self._placement: Placement | None = None
         self._runner: Runner | None = None
         self._own_parameters: list[nn.Parameter] = []
         self._metrics: list[Metric] = []
 
-    # ------------------------------------------------------------------------------------------------- setting up
-
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """All ranks of a pipeline read the same data."""
+        """The data is split over pipelines: all ranks of one read the same."""
         return {"num_replicas": self.world_size // self.stages, "rank": self.global_rank // self.stages}
 
     def connect(self, model: pl.LightningModule) -> None:
         """Refuse what cannot work (ValueError), before any process waits for another."""
-        # Any: type checkers do not see `callbacks`. Stand-ins for a module may have no Trainer.
+        # Any: type checkers do not see `callbacks`. A module in a test may have no Trainer.
         trainer: Any = getattr(model, "_trainer", None)
         check_training(model, self.precision_plugin, [] if trainer is None else trainer.callbacks)
         super().connect(model)
@@ -129,25 +127,25 @@ class DCTPipelineStrategy(DCTStrategy):
         """Start the processes and make the mesh."""
         super().setup_environment()
         if self.mesh is None:
-            mine = {"stages": self.stages, "micro_batches": self.micro_batches, "schedule": self.schedule}
-            # Before groups are made, which hangs when ranks make different ones.
-            check_agreement({**mine, **vars(self.config)}, nn.Module(), None)
+            own = {"stages": self.stages, "micro_batches": self.micro_batches, "schedule": self.schedule}
+            # Before the groups: if ranks made different ones, they would hang.
+            check_agreement({**own, **vars(self.config)}, nn.Module(), None)
             self.mesh = PipelineMesh.create(self.stages, self.root_device.type, self._timeout)
             if self.mesh.width == 1:
-                # There is no other pipeline, so no entry is deferred.
+                # There is no other pipeline to exchange updates with.
                 self.config = replace(self.config, density=1.0, density_per_parameter={})
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Cut the model, keep this rank's pieces, and wrap them."""
         module, mesh = self._module, self._placed
-        # Before the cut, after which a rank can compare its own pieces only.
+        # Before the cut: after it a rank has only its own pieces.
         check_agreement({}, module, None)
         placement = self._placement = Placement(module, mesh, self.schedule == "interleaved_1f1b")
         check_no_tables(self.sharded_tables())
         if trainer.state.fn == TrainerFn.FITTING:
             placement.check_parameters()
             super().setup(trainer)
-            # A hack: Lightning clips in the precision plugin, which knows this rank's gradients only.
+            # A hack: Lightning clips in the precision plugin, which has only this rank's gradients.
             self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         else:
             assert self.accelerator is not None
@@ -158,7 +156,7 @@ class DCTPipelineStrategy(DCTStrategy):
             placement.copy_from_rank_zero()
             self.model_to_device()
             self.setup_precision_plugin()
-        self._metrics = attach(module, LastStageGather(mesh))
+        self._metrics = synchronise_metrics(module, mesh)
         precision = self.precision_plugin.forward_context
         pipeline = Pipeline(placement.pieces, mesh, self.schedule, self.micro_batches, self.root_device, precision)
         self._runner = Runner(module, placement.network, pipeline, self._metrics)
@@ -174,7 +172,10 @@ class DCTPipelineStrategy(DCTStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Make the optimizers of all parameters, in the same order on every rank, with state for this rank's."""
         super().setup_optimizers(trainer)
-        gathering.drop_foreign_state(self.optimizers)
+        # Adagrad and others create it in advance.
+        for optimizer in self.optimizers:
+            for parameter in [parameter for parameter in optimizer.state if parameter.is_meta]:
+                del optimizer.state[parameter]
 
     def _setup_model(self, model: nn.Module) -> Any:
         assert self._placement is not None
@@ -200,8 +201,6 @@ class DCTPipelineStrategy(DCTStrategy):
         vars(self._module).pop("_ddp_params_and_buffers_to_ignore", None)
         if not failed:
             spread.make_whole()
-
-    # ---------------------------------------------------------------------------------------------- running steps
 
     def training_step(self, *arguments: Any) -> Tensor:
         """Run a batch through the pipeline, forward and backward, and return its loss on every rank."""
@@ -230,12 +229,12 @@ class DCTPipelineStrategy(DCTStrategy):
             return self._runner.evaluate(step, *arguments)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip by the norm of all stages' gradients."""
+        """Clip by the norm over all stages."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         clip_grad_norm(parameters, clip_val, self._placed.pipeline)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Combine over the pipelines: the ranks of one hold the same value, which counts once."""
+        """Combine over the pipelines: all ranks of a pipeline have the same value, which counts once."""
         return super().reduce(tensor, self._placed.data_parallel if group is None else group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -243,36 +242,38 @@ class DCTPipelineStrategy(DCTStrategy):
         votes = self._placed.count(decision)
         return votes == self.world_size if all else votes > 0
 
-    # -------------------------------------------------------------------------------------------------- checkpoints
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole model's state on rank 0, as of a single process; elsewhere this rank's part."""
         state = super().lightning_module_state_dict()
         if self._spread is None:
             return state
-        parts = gathering.gather_on_first(self._spread.own_part(state), self._placed)
-        return gathering.merge_state_dicts(state, parts[1:])
+        merged = dict(state)
+        # Each stage's part replaces the meta tensors.
+        for part in self._placed.gather_on_first(self._spread.own_part(state))[1:]:
+            merged.update(part)
+        return merged
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of all parameters on rank 0, as of a single process; elsewhere this rank's part."""
         state = super().optimizer_state(optimizer)
         if self._spread is None:
             return state
-        part = gathering.part_of_optimizer_state(state, optimizer)
-        return gathering.merge_optimizer_states(gathering.gather_on_first(part, self._placed))
+        part = part_of_optimizer_state(state, optimizer)
+        return merge_optimizer_states(self._placed.gather_on_first(part))
 
     def _own_state_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        return gathering.part_of_optimizer_state(super()._own_state_of(optimizer), optimizer)
+        return part_of_optimizer_state(super()._own_state_of(optimizer), optimizer)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load what is on this rank."""
-        with gathering.loading_parts():
+        """Load this rank's part."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*")
             super().load_model_state_dict(checkpoint, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the state of the parameters on this rank."""
         states = [
-            gathering.part_of_optimizer_state(state, optimizer)
+            part_of_optimizer_state(state, optimizer)
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
         ]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
@@ -282,8 +283,6 @@ class DCTPipelineStrategy(DCTStrategy):
             assert self._placement is not None
             self._placement.drop_foreign(self._saved_state)
         super()._restore(synchronizer)
-
-    # ------------------------------------------------------------------------------------------------- small things
 
     @property
     def _module(self) -> pl.LightningModule:
