@@ -18,15 +18,9 @@ _SECOND_MULTIPLIER = np.uint64(0x94D049BB133111EB)
 
 
 def hash_counters(seed: int, *counters: npt.ArrayLike) -> UInt64Array:
-    """Hash a seed and counters into 64 random bits each.
+    """Hash a seed and counters into 64 random bits each: uint64 of the broadcast shape, of at least one dimension.
 
-    Args:
-        seed: Any integer; taken modulo 2**64.
-        counters: Non-negative integer arrays (or integers) that broadcast against one another. Their order
-            matters, and put the small shapes first: each is absorbed at the shape reached so far.
-
-    Returns:
-        uint64 array of the broadcast shape (at least one dimension).
+    The order of the counters matters. Put small shapes first: each is absorbed at the shape reached so far.
     """
     state = np.array([seed % 2**64], dtype=np.uint64)
     state = _mix(state + _GOLDEN)

@@ -1,4 +1,4 @@
-"""What a run ends in: one table for the reader, and the same figures as ``result.json``."""
+"""The figures of a run: as a table for the reader, and as ``result.json``."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ _MILLISECONDS = 1e3
 
 
 class StepTimer(Callback):
-    """Measures the wall time from one optimizer step to the next: data, logging and synchronisation included.
-
-    Args:
-        skip: First steps that are left out: they compile, allocate and let DDP rebuild its buckets.
-    """
+    """Measures the wall time between optimizer steps, except the first ``skip``, which compile and allocate."""
 
     def __init__(self, skip: int = 20) -> None:
         if skip < 0:
@@ -61,11 +57,7 @@ class StepTimer(Callback):
 
 
 class ValidationHistory(Callback):
-    """Keeps what every validation found, the one after training included: how far a run has come, and when it was best.
-
-    Attributes:
-        validations: One dict a validation, oldest first: ``step``, the optimizer steps until then, and each figure.
-    """
+    """Keeps the figures of every validation, oldest first, each with its ``step``; the last is after training."""
 
     def __init__(self) -> None:
         self.validations: list[dict[str, float]] = []

@@ -20,12 +20,7 @@ Result = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure over several runs.
-
-    Attributes:
-        mean: Over the runs that have it.
-        deviation: Sample standard deviation; None for a single run.
-    """
+    """The mean over several runs, and the sample standard deviation; None for a single run."""
 
     mean: float
     deviation: float | None
@@ -67,11 +62,7 @@ def metric_of(name: str) -> str:
 
 
 def main_metric(names: Iterable[str]) -> str:
-    """The metric that quality is judged by, without the part.
-
-    Raises:
-        ValueError: None of the known ones is there.
-    """
+    """The metric that quality is judged by, without the part; a ValueError if no known one is there."""
     found = {metric_of(name) for name in names}
     for metric in JUDGED_BY:
         if metric in found:
@@ -91,10 +82,9 @@ def result_figure(runs: Sequence[Run], take: Callable[[Result], float | None]) -
 
 
 def difference(entry: Entry, baseline: Entry, name: str) -> Figure | None:
-    """How far a metric is from the baseline's, seed by seed: what the seed does to both is not in the spread.
+    """The difference from the baseline's metric, seed by seed, so that the seed's effect on both is not in the spread.
 
-    Returns:
-        Of losses a fraction of the baseline's, of scores the bare difference; None without a common seed.
+    Of losses it is a fraction of the baseline's, of scores the bare difference. None without a common seed.
     """
     reference = {run.seed: run.result["metrics"].get(name) for run in baseline.runs}
     values: list[float | None] = []

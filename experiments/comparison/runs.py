@@ -1,4 +1,4 @@
-"""The runs of a comparison: what each one is, where it lies, and how it gets there if it is not there yet."""
+"""The runs of a comparison: their overrides and folders, and how those that are missing are done."""
 
 from __future__ import annotations
 
@@ -23,12 +23,7 @@ _READABLE_LENGTH = 100
 
 @dataclass(frozen=True)
 class Strategy:
-    """One side of a comparison.
-
-    Attributes:
-        label: What tables and pictures call it.
-        overrides: What it adds to the overrides of all runs, its file of ``conf/strategy`` first.
-    """
+    """One side of a comparison: its label, and what it adds to the overrides of all runs, ``strategy=...`` first."""
 
     label: str
     overrides: tuple[str, ...]
@@ -55,12 +50,7 @@ class Strategy:
 class PlannedRun:
     """A run to do, or to find done already.
 
-    Attributes:
-        name: What a reader calls it.
-        swept: Overrides that a sweep adds; empty without one.
-        seed: Seeds model and data.
-        overrides: All of them, in the order in which Hydra gets them.
-        folder: Where it leaves everything it writes.
+    ``swept`` are the overrides that a sweep adds, ``overrides`` all of them, in the order in which Hydra gets them.
     """
 
     name: str
@@ -72,14 +62,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run.
-
-    Attributes:
-        seed: What seeded it.
-        swept: What a sweep had added to its overrides.
-        folder: Where it lies.
-        result: The content of its ``result.json``.
-    """
+    """A finished run, with the overrides that a sweep has added, and the content of its ``result.json``."""
 
     seed: int
     swept: tuple[str, ...]
@@ -89,14 +72,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Entry:
-    """One side of a comparison, with what is known of it.
+    """One side of a comparison.
 
     Attributes:
-        label: What it is called.
+        label: Its name in tables.
         runs: The runs that are compared, one a seed.
         trials: Runs of a sweep, those among ``runs`` too.
         chosen: The values that a sweep has chosen, by setting.
-        note: How a sweep has chosen them, in words.
+        note: The reason for these values.
     """
 
     label: str
@@ -107,15 +90,7 @@ class Entry:
 
 
 def plan_run(common: Sequence[str], strategy: Strategy, swept: Sequence[str], seed: int, output: Path) -> PlannedRun:
-    """Describe one run.
-
-    Args:
-        common: Overrides of all runs.
-        strategy: The side of the comparison.
-        swept: Overrides that a sweep adds.
-        seed: Seeds model and data.
-        output: The folder of the comparison.
-    """
+    """Describe one run: the overrides of all runs, then those of the strategy and of a sweep, then the seed."""
     own = [*strategy.overrides, *swept, f"seed={seed}"]
     overrides = (*common, *own)
     name = ", ".join([strategy.label, *(describe([value]) for value in swept), f"seed {seed}"])
@@ -150,12 +125,9 @@ def setting_name(override: str) -> str:
 
 
 def require_distinct(strategies: Sequence[Strategy], common: Sequence[str], varied: Mapping[str, str]) -> None:
-    """Refuse what could not be told apart in a table, or would be set twice.
+    """Refuse what a table could not tell apart, or what would be set twice.
 
-    Args:
-        strategies: The sides of the comparison.
-        common: Overrides of all runs.
-        varied: Settings that an option of the command line varies, with the name of that option.
+    ``varied`` are the settings that an option of the command line varies, with the name of that option.
 
     Raises:
         ValueError: Two strategies are the same or have the same label, or a setting is given in two places.
@@ -169,11 +141,7 @@ def require_distinct(strategies: Sequence[Strategy], common: Sequence[str], vari
 
 
 def read_result(planned: PlannedRun) -> Mapping[str, Any] | None:
-    """The content of a run's ``result.json``; None when there is none yet.
-
-    Raises:
-        ValueError: The file is that of a run with other overrides, or is no result at all.
-    """
+    """The content of a run's ``result.json``; None before it exists, a ValueError if it is another run's."""
     file = planned.folder / RESULT
     if not file.exists():
         return None
@@ -192,17 +160,11 @@ def read_result(planned: PlannedRun) -> Mapping[str, Any] | None:
 
 
 class Runner:
-    """Gets runs one after the other, prints how far it is, and remembers what went wrong.
-
-    Args:
-        collect_only: Take what is there and start nothing.
-
-    Attributes:
-        problems: What failed or is missing, a line each.
-    """
+    """Gets runs one after the other, and prints the progress; with ``collect_only`` it starts none."""
 
     def __init__(self, collect_only: bool = False) -> None:
         self._collect_only = collect_only
+        # What failed or is missing, a line each.
         self.problems: list[str] = []
 
     def get(self, planned: PlannedRun) -> Run | None:
@@ -226,7 +188,7 @@ class Runner:
         started = time.monotonic()
         with log.open("w") as output:
             status = run_alone(train_command(list(planned.overrides), planned.folder), output)
-        # The result is the last thing a run writes: what fails after it, on the way out, takes nothing from it.
+        # The result is the last thing a run writes, so a failure after it changes nothing.
         result = read_result(planned)
         if result is None:
             last = "\n".join(log.read_text(errors="replace").splitlines()[-_LINES_SHOWN:])
@@ -238,12 +200,9 @@ class Runner:
 def collect(folders: Sequence[Path]) -> tuple[list[Entry], list[str], list[str]]:
     """Find runs that were started elsewhere, as by ``train.py --multirun``.
 
-    Args:
-        folders: Of sweeps, or of single runs.
-
     Returns:
-        A side for each set of overrides that differ in more than the seed, in the order of the jobs (so that the first
-        job's is the baseline); the overrides that all runs share; and what was started there and has left no result.
+        A side for each set of overrides that differ in more than the seed, in the order of the jobs; the overrides that
+        all runs share; and the runs that have left no result.
 
     Raises:
         ValueError: There is no run, or two runs of the same overrides and seed.

@@ -31,7 +31,7 @@ _NOTHING = "-"
 _FIGURES: tuple[tuple[str, str, Callable[[Result], float | None]], ...] = (
     ("gradient ratio", "{:,.1f}x", lambda result: result["compression_ratio"]),
     ("gradient kB a step", "{:,.1f}", lambda result: _thousands(result["bytes_sent_per_step"])),
-    # Where a model is split, or its tables are: what crosses inside it.
+    # Activations of a split model, and rows of sharded tables.
     ("inside ratio", "{:,.1f}x", lambda result: result["split_ratio"]),
     ("inside kB a step", "{:,.1f}", lambda result: _thousands(result["split_bytes_per_step"])),
     ("ms a step", "{:,.1f}", lambda result: result["milliseconds_per_step"]),
@@ -39,13 +39,7 @@ _FIGURES: tuple[tuple[str, str, Callable[[Result], float | None]], ...] = (
 
 
 def to_markdown(entries: Sequence[Entry], title: str, remarks: Sequence[str] = ()) -> str:
-    """The table with all it takes to read it.
-
-    Args:
-        entries: The sides of the comparison, the baseline first.
-        title: What was compared.
-        remarks: Sentences for below it: what failed, for instance.
-    """
+    """The table with notes below it, the baseline first; ``remarks`` are further notes, such as what failed."""
     columns: dict[str, list[str]] = {
         "strategy": [entry.label for entry in entries],
         "seeds": [str(len(entry.runs)) for entry in entries],
@@ -60,7 +54,7 @@ def to_markdown(entries: Sequence[Entry], title: str, remarks: Sequence[str] = (
             columns[f"{metric_of(name)} against {entries[0].label}"] = [_NOTHING, *differences]
     for head, pattern, take in _FIGURES:
         figures = [result_figure(entry.runs, take) for entry in entries]
-        # A table need not say of a model that is whole that nothing crosses inside it.
+        # A model that is not split has no such columns.
         if any(figures) or not head.startswith("inside"):
             columns[head] = [_NOTHING if figure is None else pattern.format(figure.mean) for figure in figures]
     sweeps = [f"{entry.label}: {entry.note}." for entry in entries if entry.note]

@@ -18,25 +18,19 @@ GROUPLENS_FILES = ("u.data", "u.user", "u.item")
 RECBOLE_FILES = ("ml-100k.inter", "ml-100k.user", "ml-100k.item")
 
 _GENRES = [
-    "unknown",
-    "Action",
-    "Adventure",
-    "Animation",
-    "Children's",
-    "Comedy",
-    "Crime",
-    "Documentary",
-    "Drama",
-    "Fantasy",
-    "Film-Noir",
-    "Horror",
-    "Musical",
-    "Mystery",
-    "Romance",
-    "Sci-Fi",
-    "Thriller",
-    "War",
-    "Western",
+    *(
+        "unknown",
+        "Action",
+        "Adventure",
+        "Animation",
+        "Children's",
+        "Comedy",
+        "Crime",
+        "Documentary",
+        "Drama",
+        "Fantasy",
+    ),
+    *("Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western"),
 ]
 
 _NO_YEAR = ("", "unkonwn", "V")
@@ -47,7 +41,7 @@ _DOWNLOAD_TIMEOUT_SECONDS = 30
 
 @dataclass(frozen=True)
 class User:
-    """A user as the files know one."""
+    """A user as the files describe one."""
 
     age: int
     gender: str
@@ -57,7 +51,7 @@ class User:
 
 @dataclass(frozen=True)
 class Film:
-    """A film; ``year`` is None where the files have none."""
+    """A film; ``year`` is None if the files have none."""
 
     year: int | None
     genres: tuple[str, ...]
@@ -81,10 +75,10 @@ class BadLineError(ValueError):
 
 
 def find_form(root: Path) -> str | None:
-    """Say which form of the set ``root`` holds: ``grouplens``, ``recbole``, or None when it holds neither.
+    """The form of the set that ``root`` holds: ``grouplens``, ``recbole``, or None when it holds neither.
 
     Raises:
-        FileNotFoundError: If some files of a form are there and others are not.
+        FileNotFoundError: Some files of a form are there and others are not.
     """
     for form, names in (("recbole", RECBOLE_FILES), ("grouplens", GROUPLENS_FILES)):
         missing = [name for name in names if not (root / name).is_file()]
@@ -96,11 +90,11 @@ def find_form(root: Path) -> str | None:
 
 
 def download(root: Path) -> None:
-    """Fetch the set from GroupLens, check it, and put its three files into ``root``.
+    """Download the set from GroupLens, check it, and put its three files into ``root``.
 
     Raises:
-        ConnectionError: If the download fails; the message says what to put where.
-        ValueError: If what came is not the file that is known.
+        ConnectionError: The download fails; the message names the files to put there.
+        ValueError: The file has another MD5 sum.
     """
     try:
         with urllib.request.urlopen(URL, timeout=_DOWNLOAD_TIMEOUT_SECONDS) as response:
@@ -206,7 +200,7 @@ def read_ratings(root: Path, users: dict[int, User], films: dict[int, Film]) -> 
     """Read all ratings of ``root`` in the order of the file.
 
     Raises:
-        BadLineError: If a line has the wrong fields, stars outside 1 to 5, or a user or film that is not known.
+        BadLineError: A line has the wrong fields, stars outside 1 to 5, or an unknown user or film.
     """
     if find_form(root) == "recbole":
         file = root / "ml-100k.inter"

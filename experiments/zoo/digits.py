@@ -20,13 +20,7 @@ _CHUNK = 2048
 
 
 def draw_digits(count: int, side: int, noise: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Draw images of digits.
-
-    Args:
-        count: How many.
-        side: Pixels of an edge.
-        noise: Standard deviation of the noise on every pixel; ink is 1.
-        seed: Chooses the digits and all that distorts them.
+    """Draw ``count`` images of digits with noise of this standard deviation on every pixel, where ink is 1.
 
     Returns:
         float32 ``[count, 1, side, side]``, and int64 labels ``[count]``.
@@ -79,15 +73,7 @@ def _distance(strokes: Tensor, side: int) -> Tensor:
 
 
 class Digits(LightningDataModule):
-    """Digits to train on and, others, to validate on; a batch is images ``[batch, 1, side, side]`` and labels.
-
-    Args:
-        batch_size: Images a rank.
-        train_images: To train on.
-        val_images: To validate on.
-        side: Pixels of an edge.
-        noise: Standard deviation of the noise on every pixel; ink is 1.
-    """
+    """Digits to train on and, others, to validate on; a batch is images ``[batch, 1, side, side]`` and labels."""
 
     def __init__(
         self, batch_size: int, train_images: int = 16384, val_images: int = 8192, side: int = 16, noise: float = 0.25

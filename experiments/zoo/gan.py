@@ -25,13 +25,7 @@ def draw_spirals(count: int, seed: int) -> Tensor:
 
 
 class Spirals(LightningDataModule):
-    """Points to train on and, others, to validate on.
-
-    Args:
-        batch_size: Points a rank.
-        train_points: To train on.
-        val_points: To validate on.
-    """
+    """Points to train on and, others, to validate on."""
 
     def __init__(self, batch_size: int, train_points: int = 65536, val_points: int = 4096) -> None:
         super().__init__()

@@ -28,12 +28,9 @@ class ScoredModule(LightningModule):
 
 
 def token_figures(logits: Tensor, targets: Tensor) -> tuple[dict[str, Tensor], int]:
-    """Give the cross-entropy in nats a token, and the number of tokens that count.
+    """The cross-entropy in nats a token, and the number of tokens that count.
 
-    Args:
-        logits: float ``[batch, time, vocabulary]``.
-        targets: int64 ``[batch, time]``; those equal to ``nlp.token_rows.IGNORED`` do not count. The last
-            batch of an evaluation may have none that do on some rank: its loss is 0, and so is its weight.
+    The last batch of an evaluation may have none on some rank: then loss and weight are 0.
     """
     loss, count = mean_token_loss(logits, targets)
     return {"loss": loss}, int(count)

@@ -24,13 +24,7 @@ _UNITS = {"loss": "{:+.2%}", "accuracy": "{:+.4f}", "auc": "{:+.4f}"}
 
 @dataclass(frozen=True)
 class Row:
-    """A member at one learning rate.
-
-    Attributes:
-        member: Its name.
-        rate: What the tuned learning rate is multiplied by.
-        entries: Its runs under each strategy, the baseline first.
-    """
+    """A member at ``rate`` times its tuned learning rate, with its runs under each strategy, the baseline first."""
 
     member: str
     rate: float
@@ -77,12 +71,7 @@ def saved(result: Result) -> float | None:
 
 
 def to_markdown(rows: Sequence[Row], remarks: Sequence[str] = ()) -> str:
-    """Write the table with all it takes to read it.
-
-    Args:
-        rows: Members of which the baseline has a run.
-        remarks: Sentences for below it: what failed, for instance.
-    """
+    """The table with notes below it, of members of which the baseline has a run; ``remarks`` are further notes."""
     baseline, *others = [entry.label for entry in rows[0].entries]
     heads = ["member", "judged by", baseline]
     for label in others:

@@ -135,13 +135,14 @@ def measure_speed(
 
 def _timed(prepare: Callable[[], object], action: Callable[[], object], device: torch.device) -> float:
     prepare()
-    _wait_for(device)
+    wait_for(device)
     started = perf_counter()
     action()
-    _wait_for(device)
+    wait_for(device)
     return perf_counter() - started
 
 
-def _wait_for(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
