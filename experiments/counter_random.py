@@ -1,8 +1,7 @@
-"""Random numbers addressed by counters: number ``(seed, row, column)`` is the same whoever draws it, and when.
+"""Random numbers addressed by counters: number ``(seed, row, column)`` is the same on every rank at any time.
 
-A stream of training rows that is a pure function of the row's index needs no state, no seeking and no agreement
-between ranks: rank 3 of 8 simply computes its rows. The hash is the finaliser of SplitMix64 (Steele, Lea and
-Flood, OOPSLA 2014), applied once for every counter that is absorbed.
+Training rows that are a pure function of their index need no state and no agreement between ranks. The hash is the
+finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), applied once for every counter that is absorbed.
 """
 
 from __future__ import annotations

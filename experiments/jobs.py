@@ -32,7 +32,7 @@ _SETTING_OF_A_SWEEP = re.compile(r"[+~]*hydra[./](mode|run|sweep|sweeper|launche
 
 
 def is_hydra_setting(override: str) -> bool:
-    """Say whether an override is a setting of Hydra itself, as ``hydra.run.dir=x``."""
+    """Whether an override is a setting of Hydra itself, as ``hydra.run.dir=x``."""
     return _HYDRA_SETTING.match(override) is not None
 
 

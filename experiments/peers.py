@@ -164,7 +164,7 @@ class CountedDDPStrategy(DDPStrategy):
         # As DCTStrategy does: a copy of every gradient less in each step, for all that are compared.
         kwargs.setdefault("gradient_as_bucket_view", True)
         super().__init__(**kwargs)
-        # As the settings under conf/strategy/ are called: runs are told apart by it.
+        # The names of the files in conf/strategy/.
         self.strategy_name = {"fp32": "ddp", "fp16": "ddp_fp16", "bf16": "ddp_bf16"}.get(
             synchronisation, synchronisation
         )

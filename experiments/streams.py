@@ -1,4 +1,4 @@
-"""Who reads which rows: global batch ``j`` is the same set of rows, however many ranks share it.
+"""The rows of each rank: global batch ``j`` is the same set of rows for any number of ranks.
 
 With ``b`` rows a rank and ``W`` ranks, rank ``r`` takes rows ``[(j * W + r) * b, (j * W + r + 1) * b)`` of a
 global order. As long as ``b * W`` stays the same, so do the rows of every optimizer step, and runs with 1, 2 or 4

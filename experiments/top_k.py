@@ -89,7 +89,7 @@ class TopKSynchronizer:
 
 
 def _largest(accumulated: torch.Tensor, sizes: list[int], density: float) -> torch.Tensor:
-    """Where the entries of largest magnitude are: int64, for each tensor as many as the density says."""
+    """Positions of the entries of largest magnitude, int64, the share ``density`` of each tensor."""
     positions, start = [], 0
     for tensor in accumulated.abs().split(sizes):
         # Less a hair, for products such as 0.07 * 100.

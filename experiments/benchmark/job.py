@@ -1,4 +1,4 @@
-"""What a benchmark's command writes for its ranks to read, and what they answer."""
+"""The files between a benchmark's command and its ranks: the job, and the runs that they have measured."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ import torch
 
 from benchmark.session import at_least
 from benchmark.tables import describe_machine, publish
-from lightning_dct.forecast.speed import wait_for
+from lightning_dct.forecast.timing import wait_for
 from lightning_dct.kernels import available_kernels, buffer_kernel, select, sum_entries
 from lightning_dct.kernels.buffered import Segments, buffer_capacity
 from lightning_dct.threshold import kth_magnitude
@@ -64,7 +64,7 @@ class Gradients:
         self._other_data.add_(1)
 
     def actions(self) -> dict[str, Callable[[], object]]:
-        """What to time, by name."""
+        """The timed actions, by name."""
         entries, target = self.gradient.numel(), self.target
         found: dict[str, Callable[[], object]] = {
             FLOOR: lambda: torch.add(self.gradient, self.residual, out=self.residual)

@@ -62,7 +62,7 @@ def columns_of(runs: Sequence[Run]) -> list[Column]:
 
 
 def sent_kb(stage: int) -> Take:
-    """What a stage sends in a step."""
+    """Kilobytes that a stage sends in a step."""
     return lambda run, others: run.parts[f"stage {stage}"] / run.steps / 1e3
 
 

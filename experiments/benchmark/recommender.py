@@ -51,7 +51,7 @@ def part(name: str, factor: float) -> Take:
 
 
 def sent_kb(run: Run, others: Mapping[str, Run]) -> float | None:
-    """What the interface has sent, a step."""
+    """Kilobytes that the interface has sent in a step."""
     return run.sent_bytes / 1e3 if run.interface_bytes is not None else None
 
 

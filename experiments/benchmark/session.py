@@ -1,4 +1,4 @@
-"""What the benchmarks on hosts share: options, and rounds in which all settings take turns on all links."""
+"""The common part of benchmarks on hosts: options, and rounds in which all settings take turns on all links."""
 
 from __future__ import annotations
 

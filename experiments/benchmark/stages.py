@@ -1,4 +1,4 @@
-"""What the benchmark of pipelines puts between two stages, by name, and the language model around it."""
+"""The split points that the benchmark of pipelines compares, and the language model around them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CROSSINGS: dict[str, dict[str, Any]] = {
     "int4": _dense("int4"),
     OURS: {"kind": "subspace", "density": 0.2, "forward_format": "int8", "backward_format": "int4"},
 }
-"""What stands between two pieces, as :func:`nlp.splits.make_split` takes it. All but the last send every entry."""
+"""Settings of :func:`nlp.splits.make_split` by name. All but the last send every entry."""
 
 
 def split_model(name: str, job: Job) -> tuple[DCTPipelineStrategy, LanguageModule, TextData]:

@@ -67,7 +67,7 @@ def compressing_ms(run: Run, others: Mapping[str, Run]) -> float | None:
 
 
 def notes_on(options: argparse.Namespace, session: Session, threads: int, runs: Sequence[Run]) -> list[str]:
-    """What a reader of the table has to know."""
+    """Notes for the reader of the table."""
     machine, first = session.machine, runs[0].link
     notes = [
         f"{options.hosts * options.ranks_per_host} ranks with {threads} thread(s) each, on {machine['cores']} cores of"

@@ -23,7 +23,7 @@ def round_length_of(strategy: Strategy) -> int:
 
 
 def totals_of(strategy: Strategy) -> TrafficTotals:
-    """What a strategy has counted; for a single pipeline, the traffic between its stages."""
+    """The totals of a strategy; for a single pipeline, of the traffic between its stages."""
     traffic: Any = strategy.split_traffic if isinstance(strategy, DCTPipelineStrategy) else strategy.traffic
     return traffic.totals
 

@@ -101,7 +101,7 @@ def links_in(runs: Sequence[Run]) -> list[Link]:
 
 
 def link_name(link: Link, has_links: bool = True) -> str:
-    """What tables call a link.
+    """The name of a link in tables.
 
     Example:
         >>> link_name(Link(1000)), link_name(Link(2.5, 50)), link_name(Link(), has_links=False)

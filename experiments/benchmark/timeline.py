@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from lightning_dct.pipeline.telling import Telling
 
 FORWARD, BACKWARD, WAITING, SHARING = "forward", "backward", "waiting", "sharing the loss"
-"""What a span shows: a micro-batch, compression included; waits for sends and receives; sending the loss to all."""
+"""The kinds of spans: a micro-batch, compression included; waits for sends and receives; sending the loss to all."""
 
 # None of them has a hook.
 _WATCHED: tuple[tuple[Any, str, str], ...] = (
@@ -26,7 +26,7 @@ _WATCHED: tuple[tuple[Any, str, str], ...] = (
 )
 
 Span = tuple[str, int, float, float]
-"""What, the number of the micro-batch (-1 for none), and when it began and ended, in seconds.
+"""The kind, the number of the micro-batch (-1 for none), and when it began and ended, in seconds.
 
 All hosts on a machine share its clock.
 """

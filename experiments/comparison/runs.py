@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,27 +47,18 @@ class Strategy:
 
 
 @dataclass(frozen=True)
-class PlannedRun:
-    """A run to do, or to find done already.
+class Run:
+    """One run, with the content of its ``result.json`` once it is done.
 
     ``swept`` are the overrides that a sweep adds, ``overrides`` all of them, in the order in which Hydra gets them.
     """
 
-    name: str
-    swept: tuple[str, ...]
-    seed: int
-    overrides: tuple[str, ...]
-    folder: Path
-
-
-@dataclass(frozen=True)
-class Run:
-    """A finished run, with the overrides that a sweep has added, and the content of its ``result.json``."""
-
     seed: int
     swept: tuple[str, ...]
     folder: Path
-    result: Mapping[str, Any]
+    result: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+    overrides: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,12 +80,12 @@ class Entry:
     note: str = ""
 
 
-def plan_run(common: Sequence[str], strategy: Strategy, swept: Sequence[str], seed: int, output: Path) -> PlannedRun:
+def plan_run(common: Sequence[str], strategy: Strategy, swept: Sequence[str], seed: int, output: Path) -> Run:
     """Describe one run: the overrides of all runs, then those of the strategy and of a sweep, then the seed."""
     own = [*strategy.overrides, *swept, f"seed={seed}"]
     overrides = (*common, *own)
     name = ", ".join([strategy.label, *(describe([value]) for value in swept), f"seed {seed}"])
-    return PlannedRun(name, tuple(swept), seed, overrides, output / folder_name(own, overrides))
+    return Run(seed, tuple(swept), output / folder_name(own, overrides), {}, name, overrides)
 
 
 def folder_name(shown: Sequence[str], all_overrides: Sequence[str]) -> str:
@@ -140,7 +131,7 @@ def require_distinct(strategies: Sequence[Strategy], common: Sequence[str], vari
             raise ValueError(f"{word}: {varied[name]} sets {name} already; use that")
 
 
-def read_result(planned: PlannedRun) -> Mapping[str, Any] | None:
+def read_result(planned: Run) -> Mapping[str, Any] | None:
     """The content of a run's ``result.json``; None before it exists, a ValueError if it is another run's."""
     file = planned.folder / RESULT
     if not file.exists():
@@ -167,7 +158,7 @@ class Runner:
         # What failed or is missing, a line each.
         self.problems: list[str] = []
 
-    def get(self, planned: PlannedRun) -> Run | None:
+    def get(self, planned: Run) -> Run | None:
         """Find a run done, or do it; None when it has failed, or is not there and nothing shall be started."""
         try:
             result = read_result(planned)
@@ -179,9 +170,9 @@ class Runner:
             self.problems.append(f"{planned.name}: {str(error).partition(chr(10))[0]}")
             print(f"failed   {planned.name}: {error}", flush=True)
             return None
-        return Run(planned.seed, planned.swept, planned.folder, result)
+        return replace(planned, result=result)
 
-    def _do(self, planned: PlannedRun) -> Mapping[str, Any]:
+    def _do(self, planned: Run) -> Mapping[str, Any]:
         planned.folder.mkdir(parents=True, exist_ok=True)
         log = planned.folder / OUTPUT
         print(f"running  {planned.name}", flush=True)

@@ -14,7 +14,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from comparison.figures import main_metric
+from comparison.table import main_metric
 from lightning_dct.report.quality import higher_is_better
 
 

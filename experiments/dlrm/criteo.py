@@ -85,7 +85,7 @@ class Folder:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """What is done: the shards that are read, the first bad line, and in the end the tables' rows."""
+        """The progress: the shards that are read, the first bad line, and in the end the tables' rows."""
         file = self.root / "notes.json"
         return json.loads(file.read_text()) if file.exists() else {"shards": [], "bad": ""}
 

@@ -22,7 +22,7 @@ MISSING_ID = 0
 """Row of every table that stands for a missing category."""
 
 FIRST_ROW = {"train": 0, "val": 2**40, "test": 2**41, "calibration": 2**42}
-"""Where each part of the endless log begins: far enough apart never to meet."""
+"""The first row of each part of the endless log, far enough apart never to overlap."""
 
 # The use of a hashed number is its first counter, so that no two uses share their bits.
 _COUNT, _COUNT_MISSING, _CATEGORY, _CLICK, _WEIGHT, _FACTORS, _RATES, _DENSE_WEIGHT = range(8)

@@ -179,7 +179,7 @@ def give_to_invoking_user(path: Path) -> None:
 
 
 def sent_by_interface() -> tuple[int, int]:
-    """What this host's interface has sent so far: bytes (frames with all headers) and packets."""
+    """Bytes (frames with all headers) and packets that this host's interface has sent so far."""
     counters = f"/sys/class/net/{INTERFACE}/statistics"
     values = []
     for name in ("tx_bytes", "tx_packets"):

@@ -77,7 +77,7 @@ def conclude(ledgers: list[dict[str, Sent]]) -> str:
 
 
 def without_headers(sent: Sent) -> int:
-    """What an interface has sent, less the headers of the packets."""
+    """Bytes that an interface has sent, less the headers of the packets."""
     return sent.frames - HEADER_BYTES * sent.packets
 
 

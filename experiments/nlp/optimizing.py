@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 
 
 def optimizer_with_cosine(module: LightningModule) -> dict[str, Any]:
-    """What ``configure_optimizers`` returns for a module about to be trained.
+    """The result of ``configure_optimizers`` for a module about to be trained.
 
     Its ``hparams`` hold ``learning_rate`` (the peak), ``betas`` of AdamW, ``weight_decay`` (on matrices only),
     ``momentum`` for SGD instead of AdamW, ``warmup_steps`` and ``final_learning_rate_fraction`` (the end of the cosine,

@@ -30,7 +30,7 @@ _MARKED_WORD = re.compile(r"[\w&~]*?([_&~])(?=[^\W\d_])(?!\w+;)[\w&~]*")
 """A word with an accelerator: GTK writes ``_File``, Qt ``&File``, LibreOffice ``~File``. Not ``&amp;``."""
 
 _APPENDED_ACCELERATOR = re.compile(r"\s*\([_&~][A-Za-z0-9]\)")
-"""Where the script has no such letter, the accelerator follows in brackets: ``文件(_F)``."""
+"""If the script has no such letter, the accelerator follows in brackets: ``文件(_F)``."""
 
 
 def tidy(text: str) -> str:

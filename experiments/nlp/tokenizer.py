@@ -72,7 +72,7 @@ class BytePairTokenizer:
         lines = training_text.decode(errors="replace").splitlines(keepends=True)
         tokenizer.train_from_iterator(lines, trainer)
         file.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may be at the same: whoever comes last replaces a whole file by an equal one.
+        # If another process writes too, the last one replaces a whole file by an equal one.
         unfinished = file.with_suffix(f".{os.getpid()}.unfinished")
         tokenizer.save(str(unfinished))
         unfinished.replace(file)

@@ -24,7 +24,7 @@ PAD, BOS, EOS = range(3)
 """Fills up a row; begins a translation; ends a source and a translation."""
 
 FIRST_TOKEN = 3
-"""Where the tokenizer's own numbers begin."""
+"""The first number of the tokenizer's own tokens."""
 
 
 def clean_pairs(pairs: list[Pair]) -> tuple[list[Pair], dict[str, int]]:

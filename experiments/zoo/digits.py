@@ -6,9 +6,9 @@ The images are the same in every run; the run's seed decides their order only.
 from __future__ import annotations
 
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+
+from zoo.scored import DrawnData
 
 CLASSES = 10
 _CORNERS = {"a": (-1, 2), "b": (1, 2), "c": (-1, 0), "d": (1, 0), "e": (-1, -2), "f": (1, -2)}
@@ -72,7 +72,7 @@ def _distance(strokes: Tensor, side: int) -> Tensor:
     return nearest.unflatten(1, (side, side))
 
 
-class Digits(LightningDataModule):
+class Digits(DrawnData):
     """Digits to train on and, others, to validate on; a batch is images ``[batch, 1, side, side]`` and labels."""
 
     def __init__(
@@ -84,12 +84,5 @@ class Digits(LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Draw the images."""
         settings = self.hparams
-        images, labels = draw_digits(settings.train_images + settings.val_images, settings.side, settings.noise, seed=0)
-        self.train = TensorDataset(images[: settings.train_images], labels[: settings.train_images])
-        self.val = TensorDataset(images[settings.train_images :], labels[settings.train_images :])
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(self.train, self.hparams.batch_size, shuffle=True, drop_last=True)
-
-    def val_dataloader(self) -> DataLoader:
-        return DataLoader(self.val, batch_size=256)
+        count = settings.train_images + settings.val_images
+        self.keep(settings.train_images, *draw_digits(count, settings.side, settings.noise, seed=0))

@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import jinja2
+import jinja2  # torch depends on it
 from markupsafe import Markup, escape
 
 from lightning_dct.__about__ import __version__
@@ -71,7 +71,7 @@ def write_page(file: Path, page: str) -> None:
 
 
 def totals_table(runs: Sequence[Run], quality: str | None) -> tuple[list[str], list[list[str]]]:
-    """The heads of the columns, and for each run as many cells; a column without any figure is left out."""
+    """The heads of the columns, and the cells of each run, without columns that have no figure."""
     rows = [_totals(run, quality or "quality") for run in runs]
     heads = [head for head in rows[0] if any(row[head] != UNKNOWN for row in rows)]
     return heads, [[row[head] for head in heads] for row in rows]
