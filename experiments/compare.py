@@ -36,11 +36,7 @@ from comparison.table import draw, to_markdown, write_runs
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run what is not there yet, then print and write the table and draw the picture.
-
-    Returns:
-        The exit status: 0 when every run is there.
-    """
+    """Run what is not there yet, then print and write the table and draw the picture; 0 when every run is there."""
     parser = make_parser()
     # Overrides may come before and after options.
     arguments = parser.parse_intermixed_args(words)
@@ -80,16 +76,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def compare(
     runner: Runner, common: list[str], strategy: Strategy, axes: list[Axis], seeds: list[int], output: Path
 ) -> Entry:
-    """Get all runs of one strategy.
-
-    Args:
-        runner: Finds or does them.
-        common: Overrides of all runs.
-        strategy: The side of the comparison.
-        axes: Settings to sweep with the first seed.
-        seeds: Seeds of the runs that are compared.
-        output: The folder of the comparison.
-    """
+    """All runs of one strategy: with the first seed those of the sweep, then the best values with all seeds."""
 
     def get(swept: tuple[str, ...], seed: int) -> Run | None:
         return runner.get(plan_run(common, strategy, swept, seed, output))
@@ -109,11 +96,7 @@ def compare(
 
 
 def take_seeds(overrides: Sequence[str], seeds: Sequence[int] | None) -> tuple[list[str], list[int]]:
-    """Part the seeds from what all runs share.
-
-    Args:
-        overrides: Of all runs; ``seed=1,2`` among them means the same as ``--seeds 1 2``.
-        seeds: Those asked for; None for those the overrides name, or 0.
+    """Part the seeds from the overrides of all runs; ``seed=1,2`` among them means the same as ``--seeds 1 2``.
 
     Raises:
         ValueError: Both name seeds, or a seed comes twice or is no integer.

@@ -1,8 +1,7 @@
-"""Random numbers addressed by counters: number ``(seed, row, column)`` is the same whoever draws it, and when.
+"""Random numbers addressed by counters: number ``(seed, row, column)`` is the same on every rank at any time.
 
-A stream of training rows that is a pure function of the row's index needs no state, no seeking and no agreement
-between ranks: rank 3 of 8 simply computes its rows. The hash is the finaliser of SplitMix64 (Steele, Lea and
-Flood, OOPSLA 2014), applied once for every counter that is absorbed.
+Training rows that are a pure function of their index need no state and no agreement between ranks. The hash is the
+finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), applied once for every counter that is absorbed.
 """
 
 from __future__ import annotations
@@ -18,15 +17,9 @@ _SECOND_MULTIPLIER = np.uint64(0x94D049BB133111EB)
 
 
 def hash_counters(seed: int, *counters: npt.ArrayLike) -> UInt64Array:
-    """Hash a seed and counters into 64 random bits each.
+    """Hash a seed and counters into 64 random bits each: uint64 of the broadcast shape, of at least one dimension.
 
-    Args:
-        seed: Any integer; taken modulo 2**64.
-        counters: Non-negative integer arrays (or integers) that broadcast against one another. Their order
-            matters, and put the small shapes first: each is absorbed at the shape reached so far.
-
-    Returns:
-        uint64 array of the broadcast shape (at least one dimension).
+    The order of the counters matters. Put small shapes first: each is absorbed at the shape reached so far.
     """
     state = np.array([seed % 2**64], dtype=np.uint64)
     state = _mix(state + _GOLDEN)

@@ -12,12 +12,7 @@ from lightning_dct.traffic import Traffic
 
 
 class HSDPStrategy(MeshStrategy):
-    """``fully_shard`` over the mesh of replicas and shards; counts no bytes, so its traffic is always zero.
-
-    Args:
-        replicas: How many; None for one a node.
-        unit: The smallest modules of at least so many entries are gathered together.
-    """
+    """``fully_shard`` over the mesh of replicas and shards; it counts no bytes, so its traffic is always zero."""
 
     def __init__(self, replicas: int | None = None, unit: int = 1_000_000) -> None:
         super().__init__(replicas, unit, {"reshard_after_forward": True})

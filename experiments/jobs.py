@@ -32,35 +32,22 @@ _SETTING_OF_A_SWEEP = re.compile(r"[+~]*hydra[./](mode|run|sweep|sweeper|launche
 
 
 def is_hydra_setting(override: str) -> bool:
-    """Say whether an override is a setting of Hydra itself, as ``hydra.run.dir=x``."""
+    """Whether an override is a setting of Hydra itself, as ``hydra.run.dir=x``."""
     return _HYDRA_SETTING.match(override) is not None
 
 
 def train_command(words: list[str], folder: Path) -> list[str]:
-    """The command line of one run.
-
-    Args:
-        words: Hydra's options, then overrides.
-        folder: Where the run leaves everything it writes.
-    """
+    """The command line of one run: Hydra's options, then overrides, then the folder for all that the run writes."""
     # In quotes, because a folder's name may hold what Hydra's grammar gives a meaning, as `=` and `,`.
     quoted = str(folder.resolve()).replace("\\", "\\\\").replace("'", "\\'")
     return [sys.executable, str(TRAIN), *words, f"hydra.run.dir='{quoted}'"]
 
 
 def run_alone(command: list[str], output: IO[str] | None = None, folder: Path | None = None) -> int:
-    """Run a command, and see to it that all processes it has started are gone when this returns or raises.
+    """Run a command, and end all processes it has started before this returns or raises.
 
-    The command gets a session of its own, so that its processes are known by their group. Whoever ends this process
-    with Ctrl-C, SIGTERM or by closing its terminal ends them too.
-
-    Args:
-        command: The program and its arguments.
-        output: Where its output goes; None for where this process's goes.
-        folder: The working folder; None for this process's.
-
-    Returns:
-        The exit status; negative when a signal has ended the process.
+    The command gets a session of its own, so that its processes are known by their group. Ctrl-C, SIGTERM and a closed
+    terminal end them too. The exit status is negative when a signal has ended the process.
     """
     with _signals_as_exits():
         errors = None if output is None else subprocess.STDOUT
@@ -80,11 +67,10 @@ def run_alone(command: list[str], output: IO[str] | None = None, folder: Path | 
 
 
 def run_job_of_sweep() -> None:
-    """Do what Hydra's ``--multirun`` asks of one job: a single run with the job's overrides, in the job's folder.
+    """Do one job of Hydra's ``--multirun``: a single run with the job's overrides, in the job's folder.
 
     Raises:
-        RuntimeError: The run has failed; it has printed why. Or torchrun has started this process: then there are as
-            many sweeps as ranks, each in a folder of its own.
+        RuntimeError: The run has failed, or torchrun has started this process: every rank would run a sweep.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise RuntimeError(
@@ -92,7 +78,7 @@ def run_job_of_sweep() -> None:
             "Leave torchrun out (Lightning starts the ranks of each job), or start one run after the other."
         )
     hydra = HydraConfig.get()
-    # What was said of Hydra itself holds for the job too, as a level of logging, but for what makes it a sweep.
+    # Settings of Hydra itself hold for the job too, except those that make it a sweep.
     settings = [override for override in hydra.overrides.hydra if not _SETTING_OF_A_SWEEP.match(override)]
     # Options come first: Lightning adds overrides to the end of this line for the other ranks.
     options = ["--config-name", str(hydra.job.config_name)]

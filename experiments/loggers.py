@@ -13,7 +13,7 @@ _WANDB_HOST = "api.wandb.ai"
 
 
 def logged_in_to_wandb() -> bool:
-    """Say whether there is a W&B key, in ``WANDB_API_KEY`` or in the netrc file that ``wandb login`` writes."""
+    """Whether there is a W&B key, in ``WANDB_API_KEY`` or in the netrc file that ``wandb login`` writes."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     file = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
@@ -24,12 +24,7 @@ def logged_in_to_wandb() -> bool:
 
 
 def wandb_logger(offline: bool | None = None, **settings: Any) -> WandbLogger:
-    """Make a W&B logger.
-
-    Args:
-        offline: Whether to keep the run on disk; None means: unless the user is logged in.
-        **settings: As ``WandbLogger`` takes them.
-    """
+    """Make a W&B logger; with ``offline=None`` it is offline unless the user is logged in."""
     if offline is None:
         offline = not logged_in_to_wandb()
     save_dir = settings.get("save_dir")

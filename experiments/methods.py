@@ -1,4 +1,4 @@
-"""Methods of others that act on the exchange of gradients, as callbacks to compare with.
+"""Published methods that act on the exchange of gradients, as callbacks to compare with.
 
 Both need ``DCTStrategy(compress="gradients")``. They build on its synchronizer: its density, and its residuals.
 """
@@ -31,14 +31,14 @@ class AccordionSchedule(Callback):
         | |D_previous| - |D| |  >=  threshold * |D_previous|        or the learning rate drops
 
     and sends at ``low`` otherwise. The first two are critical. The paper decides for each layer, this callback for
-    the whole model. A drop of the learning rate is one by at least the share ``threshold`` between the beginnings of
-    two intervals: a rate that falls a little all the time must not keep every interval critical.
+    the whole model. A drop of the learning rate is at least the share ``threshold`` between the beginnings of two
+    intervals, so that a slowly falling rate does not keep every interval critical.
 
-    All ranks have the same synchronised gradients, so they decide alike without communication. A residual arrives in a
-    later interval than it belongs to: an interval should be many times ``1 / low`` steps long.
+    All ranks have the same synchronised gradients, so they decide alike without communication. An interval should be
+    many times ``1 / low`` steps long, because a residual arrives in a later interval.
 
     Args:
-        low: Density while little changes, in (0, 1].
+        low: Density outside critical intervals, in (0, 1].
         high: Density in critical intervals, at least ``low``.
         threshold: Smallest relative change of the norm that makes an interval critical, in (0, 1).
         every_n_steps: Optimizer steps in an interval; None for an epoch.

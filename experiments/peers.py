@@ -1,8 +1,7 @@
-"""The ways of synchronising gradients that DCT is compared with, each counting the bytes and the time it takes.
+"""The synchronisations that DCT is compared with; each counts its bytes and its time.
 
-torch's own hooks do the work where there are such; what is added is a :class:`lightning_dct.traffic.Traffic`, fed where
-tensors are handed to the collective. Annotations are objects here, not strings: DistributedDataParallel reads those of
-its hooks.
+torch's own hooks do the work where they exist; a :class:`lightning_dct.traffic.Traffic` counts at each collective.
+Annotations are objects here, not strings: DistributedDataParallel reads those of its hooks.
 """
 
 from threading import Lock
@@ -27,7 +26,7 @@ _ONE_BUCKET_MEGABYTES = 1000
 
 
 class _CountedHook:
-    """What every hook here needs: the group, its size, the counter, and the dtype in which gradients travel."""
+    """The state of every hook here: the group, its size, the counter, and the dtype in which gradients travel."""
 
     def __init__(self, traffic: Traffic, group: dist.ProcessGroup, dtype: torch.dtype | None = None) -> None:
         self.traffic = traffic
@@ -43,12 +42,7 @@ class _CountedHook:
             self.traffic.add(seconds=perf_counter() - started)
 
     def count(self, bucket: dist.GradBucket, sent: list[tuple[int, int]]) -> None:
-        """Count a bucket.
-
-        Args:
-            bucket: The bucket that is being synchronised.
-            sent: For each all-reduce, its entries and the bytes an entry.
-        """
+        """Count a bucket; ``sent`` has the entries of each all-reduce, and the bytes an entry."""
         entries = bucket.buffer().numel()
         with self._counting:
             self.traffic.add(
@@ -170,7 +164,7 @@ class CountedDDPStrategy(DDPStrategy):
         # As DCTStrategy does: a copy of every gradient less in each step, for all that are compared.
         kwargs.setdefault("gradient_as_bucket_view", True)
         super().__init__(**kwargs)
-        # As the settings under conf/strategy/ are called: runs are told apart by it.
+        # The names of the files in conf/strategy/.
         self.strategy_name = {"fp32": "ddp", "fp16": "ddp_fp16", "bf16": "ddp_bf16"}.get(
             synchronisation, synchronisation
         )
@@ -190,7 +184,7 @@ class CountedDDPStrategy(DDPStrategy):
                 return
             case "powersgd":
                 rank_zero_info(
-                    f"PowerSGD sends its first {self.start_step} steps whole (`strategy.start_step`). They count in the"
+                    f"PowerSGD sends its first {self.start_step} steps dense (`strategy.start_step`). They count in the"
                     " compression ratio, which is 1.0x in a run of no more."
                 )
                 state = _PowerSGDCount(self.traffic, group, self.rank, self.start_step)

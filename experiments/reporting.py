@@ -1,4 +1,4 @@
-"""What a run ends in: one table for the reader, and the same figures as ``result.json``."""
+"""The figures of a run: as a table for the reader, and as ``result.json``."""
 
 from __future__ import annotations
 
@@ -15,17 +15,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_dct.tables import plain_table
 
 BEST_PREFIX = "best_"
-"""Metrics named ``<stage>/best_<metric>`` are what a perfect model would reach."""
+"""Metrics named ``<stage>/best_<metric>`` are those of a perfect model."""
 
 _MILLISECONDS = 1e3
 
 
 class StepTimer(Callback):
-    """Measures the wall time from one optimizer step to the next: data, logging and synchronisation included.
-
-    Args:
-        skip: First steps that are left out: they compile, allocate and let DDP rebuild its buckets.
-    """
+    """Measures the wall time between optimizer steps, except the first ``skip``, which compile and allocate."""
 
     def __init__(self, skip: int = 20) -> None:
         if skip < 0:
@@ -50,7 +46,7 @@ class StepTimer(Callback):
         self._step, self._finished_at = trainer.global_step, now
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
-        # A validation between two steps is no part of either.
+        # A validation between two steps is not part of them.
         self._finished_at = None
 
     @property
@@ -61,11 +57,7 @@ class StepTimer(Callback):
 
 
 class ValidationHistory(Callback):
-    """Keeps what every validation found, the one after training included: how far a run has come, and when it was best.
-
-    Attributes:
-        validations: One dict a validation, oldest first: ``step``, the optimizer steps until then, and each figure.
-    """
+    """Keeps the figures of every validation, oldest first, each with its ``step``; the last is after training."""
 
     def __init__(self) -> None:
         self.validations: list[dict[str, float]] = []
@@ -78,32 +70,18 @@ class ValidationHistory(Callback):
             return
         figures = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
         measured, _ = split_best_known(figures)
-        # The one after training comes at a step that may have had its own.
+        # Training may have ended at a step with a validation: keep the last one.
         self.validations[:] = [found for found in self.validations if found["step"] != trainer.global_step]
         self.validations.append({"step": trainer.global_step, **measured})
 
 
 @dataclass(frozen=True)
 class Result:
-    """The figures of one run; None where a run has no such figure.
+    """The figures of one run; None for a figure that it does not have.
 
-    Attributes:
-        choices: Which file of each configuration group the run was composed of.
-        overrides: What the command line said.
-        seed: What seeded the run.
-        world_size: Number of processes.
-        steps: Optimizer steps so far, those before a checkpoint included.
-        metrics: Figures of validation (``val/...``) and test (``test/...``) after the last step.
-        best_known: For a metric, what a perfect model would reach on the same data.
-        validations: Every validation's figures, oldest first, with the ``step`` each came after.
-        compression_ratio: Bytes of the dense fp32 all-reduce over bytes handed to collectives, this rank's.
-        bytes_sent_per_step: Bytes this rank sends a step.
-        bytes_dense_per_step: What the dense fp32 all-reduce would send.
-        split_ratio: The same ratio for what crosses inside a split model, ids included, all ranks together.
-        split_bytes_per_step: Bytes this rank sends for it, a step.
-        split_bytes_dense_per_step: What it would send without compression.
-        milliseconds_per_step: Median wall time of a training step.
-        trainable_parameters: Entries of all parameters that are trained.
+    ``choices`` has the file of each configuration group, ``metrics`` the figures of validation (``val/...``) and test
+    (``test/...``) after the last step, and ``best_known`` those of a perfect model. Bytes are those of this rank;
+    ``split_ratio`` is the ratio inside a split model, ids included, of all ranks. The time of a step is a median.
     """
 
     choices: dict[str, Any]
@@ -124,7 +102,7 @@ class Result:
     trainable_parameters: int
 
     def write(self, file: Path) -> None:
-        """Write as JSON, the whole file or none; figures that are not finite become null."""
+        """Write a whole JSON file or none; figures that are not finite become null."""
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_name(f".{file.name}.part")
         unfinished.write_text(json.dumps(_finite(asdict(self)), indent=2) + "\n")
@@ -158,7 +136,7 @@ def _text(value: float | None, pattern: str) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """Replace NaN and infinity by None, all the way down: JSON has no word for them."""
+    """Replace NaN and infinity by None at all levels, because JSON has no such numbers."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Who reads which rows: global batch ``j`` is the same set of rows, however many ranks share it.
+"""The rows of each rank: global batch ``j`` is the same set of rows for any number of ranks.
 
 With ``b`` rows a rank and ``W`` ranks, rank ``r`` takes rows ``[(j * W + r) * b, (j * W + r + 1) * b)`` of a
 global order. As long as ``b * W`` stays the same, so do the rows of every optimizer step, and runs with 1, 2 or 4
@@ -13,24 +13,16 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from lightning.pytorch import LightningDataModule
 
 Batch = dict[str, Any]
+Rows = npt.NDArray[np.int64]
 
 
-def rank_rows(
-    batch: int, *, batch_size: int, rank: int, world_size: int, total: int | None = None
-) -> npt.NDArray[np.int64]:
-    """Give the rows that one rank reads in one global batch.
+def rank_rows(batch: int, *, batch_size: int, rank: int, world_size: int, total: int | None = None) -> Rows:
+    """The rows that one rank reads in one global batch, int64.
 
-    Args:
-        batch: Index of the global batch, from 0.
-        batch_size: Rows a rank.
-        rank: This rank.
-        world_size: Number of ranks.
-        total: Rows there are, where the order ends; the last batch is then shorter, on some ranks even empty.
-
-    Returns:
-        int64 row numbers, ``[batch_size]`` or fewer at the end of a bounded order.
+    A bounded order ends after ``total`` rows: its last batch is then shorter, on some ranks even empty.
     """
     start = (batch * world_size + rank) * batch_size
     stop = start + batch_size
@@ -43,7 +35,7 @@ def batches_to_cover(total: int, *, batch_size: int, world_size: int) -> int:
     """Count the global batches that cover ``total`` rows: the same on every rank.
 
     Raises:
-        ValueError: If some rank would read nothing at all, which leaves metrics that gather rows without any.
+        ValueError: Some rank would read no row, which leaves metrics that gather rows without any.
     """
     if total <= (world_size - 1) * batch_size:
         raise ValueError(
@@ -65,7 +57,7 @@ def rank_and_world_size(trainer: Any) -> tuple[int, int]:
     return (trainer.global_rank, trainer.world_size) if share is None else (share["rank"], share["num_replicas"])
 
 
-def shuffled(places: npt.NDArray[np.int64], size: int, seed: int) -> npt.NDArray[np.int64]:
+def shuffled(places: Rows, size: int, seed: int) -> Rows:
     """The rows at some places of an endless order, in which each ``size`` places in a row hold every row once."""
     epochs, within = np.divmod(places, size)
     rows = np.empty_like(places)
@@ -82,9 +74,8 @@ def _order(size: int, seed: int, epoch: int) -> npt.NDArray[np.uint32]:
 class TrainingStream:
     """An endless sequence of batches, cut into epochs, that continues where a checkpoint left it.
 
-    Args:
-        make_batch: Builds this rank's part of global batch ``j``; a pure function of ``j``.
-        batches_per_epoch: Where Lightning shall see the end of an epoch. The next epoch continues the sequence.
+    ``make_batch`` builds this rank's part of global batch ``j``, as a pure function of ``j``. Lightning sees an end
+    after each ``batches_per_epoch``; the next epoch continues the sequence.
     """
 
     def __init__(self, make_batch: Callable[[int], Batch], batches_per_epoch: int) -> None:
@@ -115,12 +106,7 @@ class TrainingStream:
 
 
 class EvaluationRange:
-    """A fixed number of batches, the same on every pass.
-
-    Args:
-        make_batch: Builds this rank's part of global batch ``j``; a pure function of ``j``.
-        num_batches: Number of global batches.
-    """
+    """A fixed number of global batches, the same on every pass; ``make_batch`` as in :class:`TrainingStream`."""
 
     def __init__(self, make_batch: Callable[[int], Batch], num_batches: int) -> None:
         self._make_batch = make_batch
@@ -131,3 +117,68 @@ class EvaluationRange:
 
     def __iter__(self) -> Iterator[Batch]:
         return (self._make_batch(batch) for batch in range(self._num_batches))
+
+
+def check_at_least(least: int, **settings: int) -> None:
+    """Refuse settings below ``least``, with a ValueError that names the first of them."""
+    for name, value in settings.items():
+        if value < least:
+            raise ValueError(f"data.{name}={value}: must be at least {least}")
+
+
+class RowData(LightningDataModule):
+    """Numbered rows to train on and to score. Subclasses define the rows; here ranks get theirs.
+
+    Args:
+        batch_size: Training rows a rank.
+        eval_batch_size: Validation rows a rank.
+    """
+
+    def __init__(self, batch_size: int, eval_batch_size: int) -> None:
+        super().__init__()
+        check_at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
+        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
+
+    def num_rows(self, part: str) -> int:
+        """Rows of a part: ``"train"``, ``"val"`` or ``"test"``; known after ``setup``."""
+        raise NotImplementedError
+
+    def training_rows(self, rows: Rows) -> Batch:
+        """The training rows with these global numbers, which grow without end."""
+        raise NotImplementedError
+
+    def evaluation_rows(self, part: str, rows: Rows) -> Batch:
+        """These rows of a part, counted from 0."""
+        raise NotImplementedError
+
+    def epoch_batches(self, world_size: int) -> int:
+        """Global batches until Lightning sees the end of an epoch: those that cover the training rows."""
+        return -(-self.num_rows("train") // (self.batch_size * world_size))
+
+    def rows_a_rank(self, total: int, world_size: int) -> int:
+        """Rows of a rank in a batch of an evaluation."""
+        return self.eval_batch_size
+
+    def train_dataloader(self) -> TrainingStream:
+        rank, world_size = rank_and_world_size(self.trainer)
+
+        def make_batch(batch: int) -> Batch:
+            return self.training_rows(rank_rows(batch, batch_size=self.batch_size, rank=rank, world_size=world_size))
+
+        return TrainingStream(make_batch, self.epoch_batches(world_size))
+
+    def val_dataloader(self) -> EvaluationRange:
+        return self._evaluation("val")
+
+    def test_dataloader(self) -> EvaluationRange:
+        return self._evaluation("test")
+
+    def _evaluation(self, part: str) -> EvaluationRange:
+        rank, world_size = rank_and_world_size(self.trainer)
+        total = self.num_rows(part)
+        split: dict[str, Any] = {"batch_size": self.rows_a_rank(total, world_size), "world_size": world_size}
+
+        def make_batch(batch: int) -> Batch:
+            return self.evaluation_rows(part, rank_rows(batch, rank=rank, total=total, **split))
+
+        return EvaluationRange(make_batch, batches_to_cover(total, **split))

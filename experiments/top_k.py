@@ -1,7 +1,7 @@
-"""Top-k with error feedback as its rivals ship it: exact selection in every step, int32 positions, fp32 values.
+"""Top-k with error feedback as others implement it: exact selection in every step, int32 positions, fp32 values.
 
-The residual is that of DCT; what differs is what DCT is about: here each step pays for a selection, and each entry
-for eight bytes. Annotations are objects here, not strings: DistributedDataParallel reads those of its hooks.
+The residual is that of DCT. In contrast to DCT, every step selects anew, and every entry takes eight bytes. Annotations
+are objects here, not strings: DistributedDataParallel reads those of its hooks.
 """
 
 import math
@@ -18,7 +18,7 @@ from lightning_dct.traffic import FP32_BYTES, Traffic, all_gather_bytes, all_red
 
 
 class _Pending(NamedTuple):
-    """A bucket under way: what was gathered of all ranks, once ``works`` are done."""
+    """A bucket under way, with the entries of all ranks once ``works`` are done."""
 
     works: tuple[dist.Work, dist.Work]
     positions: torch.Tensor
@@ -30,11 +30,7 @@ class _Pending(NamedTuple):
 class TopKSynchronizer:
     """The state behind the hook (Aji and Heafield, 2017; Lin et al., 2018, without its momentum correction).
 
-    Args:
-        module: The model, as it was before it was wrapped.
-        density: Share of each tensor's entries that is sent, in (0, 1]; at least one entry is.
-        group: The ranks that take part.
-        traffic: Where bytes and time are counted.
+    It sends the share ``density`` of each tensor's entries, at least one. ``module`` is the model before wrapping.
     """
 
     def __init__(self, module: torch.nn.Module, density: float, group: dist.ProcessGroup, traffic: Traffic) -> None:
@@ -46,15 +42,7 @@ class TopKSynchronizer:
         self._pending: list[_Pending] = []
 
     def hook(self, state: object, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-        """Send the largest entries of a bucket; with the last one, wait for all and average what has come.
-
-        Args:
-            state: Not used.
-            bucket: Gradients that are ready.
-
-        Returns:
-            A future of the bucket's averaged gradients.
-        """
+        """Send the largest entries of a bucket; with the last bucket, wait for all and average the received entries."""
         started = perf_counter()
         buffer, parameters = bucket.buffer(), bucket.parameters()
         sizes = [parameter.numel() for parameter in parameters]
@@ -86,7 +74,7 @@ class TopKSynchronizer:
         return _Pending(works, all_positions, all_values, buffer, future)
 
     def _receive(self) -> None:
-        # Here and not in callbacks, as DCT does it: the two are to differ in what they do, not in where.
+        # Here and not in callbacks, as DCT does it.
         for pending in self._pending:
             for work in pending.works:
                 work.wait()
@@ -101,7 +89,7 @@ class TopKSynchronizer:
 
 
 def _largest(accumulated: torch.Tensor, sizes: list[int], density: float) -> torch.Tensor:
-    """Where the entries of largest magnitude are: int64, for each tensor as many as the density says."""
+    """Positions of the entries of largest magnitude, int64, the share ``density`` of each tensor."""
     positions, start = [], 0
     for tensor in accumulated.abs().split(sizes):
         # Less a hair, for products such as 0.07 * 100.

@@ -55,8 +55,8 @@ def share_run_folder() -> None:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # The ranks' clocks differ, and torchrun's run id is "none" in every run that gives none: the first rank to
-        # come names the run, on all hosts, and after a restart it keeps that name.
+        # The ranks' clocks differ, and torchrun's run id is "none" by default. So the first rank names the run for all
+        # hosts, and it keeps that name after a restart.
         store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
         now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S-%f")
         os.environ["RUN_STARTED"] = store.compare_set("lightning_dct/run_started", "", now).decode()
@@ -67,14 +67,7 @@ def share_run_folder() -> None:
 
 
 def collect_result(trainer: Trainer, module: LightningModule, metrics: dict[str, float], seed: int) -> Result:
-    """Gather the figures of a run that has been trained and scored; every rank comes through here.
-
-    Args:
-        trainer: The Trainer, after fit.
-        module: What it trained.
-        metrics: Figures of validation and test, by name.
-        seed: What seeded the run.
-    """
+    """The figures of a run that has been trained and scored; a collective call."""
     measured, best_known = split_best_known(metrics)
     traffic = getattr(trainer.strategy, "traffic", None)
     totals = traffic.totals if traffic is not None and traffic.totals.steps else None

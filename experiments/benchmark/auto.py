@@ -1,10 +1,10 @@
 """Time to DDP's loss on links of given rates, for fixed settings and ``target_overhead``: ``sudo python auto.py``.
 
 Makes hosts out of network namespaces (Linux, as root). On links without a limit every fixed setting trains the
-perceptron of ``steps.py`` until its loss, a mean over 20 steps and all ranks, is DDP's after ``--steps``. On each link
-some steps of it are timed then, and steps times pace is its time to that loss. ``target_overhead`` trains until there
-on every link, its measuring in the time. What is fixed obeys the same rule: no entry waits for more than a tenth of the
-run. Settings with longer delays are shown apart.
+perceptron of ``steps.py`` until its loss, a mean over 20 steps and all ranks, is DDP's after ``--steps``. Then some of
+its steps are timed on each link, and steps times pace is its time to that loss. ``target_overhead`` trains to that loss
+on every link, and its time includes its measuring. Fixed settings obey the same rule: no entry waits for more than a
+tenth of the run. Settings with longer delays have a column of their own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import math
 import os
 import statistics
 import sys
-import tempfile
 import warnings
 from pathlib import Path
 from time import perf_counter
@@ -28,28 +27,26 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
 
-from benchmark.machine import describe_machine, warn_if_busy
-from benchmark.tables import link_name, publish
+from benchmark.tables import describe_machine, link_name, publish
 from benchmark.task import NextBytes, next_bytes_data
 from lightning_dct import DCTStrategy
 from lightning_dct.auto import LONGEST_DELAY, ROUNDS
 from lightning_dct.config import DCTConfig
-from network.hosts import change_rate, give_to_invoking_user, make_hosts, why_not
-from network.running import run_on, torchrun
+from network.hosts import Link, change_rate, make_hosts, shared_folder, why_not
+from network.running import run_ranks
 
-PORT = 29400
 SMOOTHING, EVERY = 20, 10
 DDP, AUTO = "DDP", "target_overhead=0.05"
 SKIPPED = 5
 # Mbit/s, of the link that falls in the middle of a run.
 FALLS_FROM, FALLS_TO = 1000.0, 20.0
-# In the warm-up rounds are shorter, so a step takes longer: its pace and that of so many steps after it are told apart.
+# Rounds of the warm-up are shorter, so its steps take longer: their pace is timed apart from that of later steps.
 WARM_UP = DCTConfig().warmup_steps
 PACED = WARM_UP + 200
 
 
 def strategy_of(name: str) -> DDPStrategy:
-    """What a name stands for."""
+    """The strategy of a name."""
     if name == DDP:
         return DDPStrategy()
     if name == AUTO:
@@ -94,7 +91,7 @@ class Watch(Callback):
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
-    """Train as one rank, and say what came of it."""
+    """Train as one rank, and return its figures."""
     seed_everything(0, verbose=False)
     strategy, watch = strategy_of(job["name"]), Watch(job["loss"], job["seconds"])
     trainer = Trainer(
@@ -113,26 +110,24 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     )
     trainer.fit(NextBytes(job["width"]), datamodule=next_bytes_data(job["batch_size"]))
     between = [after - before for before, after in zip(watch.ends, watch.ends[1:], strict=False)]
-    told: dict[str, Any] = {"steps": len(watch.losses), "loss": watch.loss, "seconds": watch.ends[-1] - watch.ends[0]}
+    found: dict[str, Any] = {"steps": len(watch.losses), "loss": watch.loss, "seconds": watch.ends[-1] - watch.ends[0]}
     first, after = between[SKIPPED:WARM_UP], between[WARM_UP:]
-    told["paces"] = [statistics.fmean(first), statistics.fmean(after or first)]
+    found["paces"] = [statistics.fmean(first), statistics.fmean(after or first)]
     if isinstance(strategy, DCTStrategy) and strategy.auto is not None and strategy.auto.chosen is not None:
         real = strategy.auto.real
-        told |= {"decisions": strategy.auto.decisions, "predicted": strategy.auto.chosen.seconds, "real": real}
-    return told
+        found |= {"decisions": strategy.auto.decisions, "predicted": strategy.auto.chosen.seconds, "real": real}
+    return found
 
 
 def run(
     options: argparse.Namespace, megabits: float | None, fall_after: float = math.inf, **job: Any
 ) -> dict[str, Any]:
-    """Train on hosts of their own, and have what the first rank tells; after some steps their links may fall."""
+    """Train on hosts of their own, and return the figures of the first rank; after some steps their links may fall."""
     job = {"loss": None, "seconds": None, "width": options.width, "batch_size": options.batch_size, **job}
-    with tempfile.TemporaryDirectory() as folder, make_hosts(options.hosts, megabits) as hosts:
-        os.chmod(folder, 0o777)  # the hosts' processes may be another user's
-        file = Path(folder) / "job.json"
+    fell_after: list[int] = []
+    with shared_folder() as folder, make_hosts(options.hosts, megabits) as hosts:
+        file = folder / "job.json"
         file.write_text(json.dumps(job))
-
-        fell_after: list[int] = []
 
         def show(line: str) -> None:
             if line.startswith("step") and not fell_after and (steps := int(line.split()[1])) >= fall_after:
@@ -141,13 +136,11 @@ def run(
             if line.startswith(("step", "After", "updates", "plain")):
                 print("   ", line.strip(), flush=True)
 
-        words = [str(Path(__file__).resolve()), "--job", str(file)]
-        threads = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-        run_on(hosts, torchrun(options.hosts, hosts[0].address, PORT, words), threads, show)
-        told: dict[str, Any] = json.loads((Path(folder) / "told.json").read_text())
-    told["fell_after"] = fell_after
-    print(f"  {link_name(megabits)}, {job['name']}: {told}", flush=True)
-    return told
+        run_ranks(hosts, [str(Path(__file__).resolve()), "--job", str(file)], show=show)
+        found: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    found["fell_after"] = fell_after
+    print(f"  {link_name(Link(megabits))}, {job['name']}: {found}", flush=True)
+    return found
 
 
 def seconds_of(steps: int, pace: float, pace_after: float) -> float:
@@ -155,50 +148,50 @@ def seconds_of(steps: int, pace: float, pace_after: float) -> float:
     return min(steps, WARM_UP) * pace + max(steps - WARM_UP, 0) * pace_after
 
 
-def compare(options: argparse.Namespace) -> tuple[list[str], list[list[str]], dict[str, Any]]:
-    """Every setting on every link: the heads and rows of a table, and all figures."""
+def compare(options: argparse.Namespace) -> tuple[list[list[str]], dict[str, Any]]:
+    """Every setting on every link: the rows of a table with their heads, and all figures."""
     names = [DDP, *(fixed(*one) for one in ROUNDS)]
     reference = run(options, None, name=DDP, steps=options.steps)
     goal, most = reference["loss"], 2 * options.steps
     needed = {DDP: reference["steps"]}
     for name in names[1:]:
-        told = run(options, None, name=name, steps=most, loss=goal)
-        needed[name] = told["steps"] if told["loss"] <= goal else None
+        found = run(options, None, name=name, steps=most, loss=goal)
+        needed[name] = found["steps"] if found["loss"] <= goal else None
     allowed = [DDP, *(fixed(*one) for one in ROUNDS if one[0] / one[1] <= LONGEST_DELAY * most)]
-    rows, figures = [], {"goal": goal, "needed": needed, "allowed": allowed, "times": {}, "auto": {}}
+    heads = ["link", "DDP, s", "longer delay, s", "best fixed, s", "auto, s", "auto / best", "auto took last"]
+    rows = [[*heads, "real step / predicted"]]
+    figures: dict[str, Any] = {"goal": goal, "needed": needed, "allowed": allowed, "times": {}, "auto": {}}
     for rate in options.rates:
         paces = {n: run(options, rate, name=n, steps=PACED, seconds=options.seconds)["paces"] for n in names}
         times = {name: seconds_of(needed[name], *paces[name]) for name in names if needed[name] is not None}
-        told = run(options, rate, name=AUTO, steps=most, loss=goal)
+        found = run(options, rate, name=AUTO, steps=most, loss=goal)
         of_any = min(times, key=lambda name: times[name])
         best = min((name for name in allowed if name in times), key=lambda name: times[name])
-        reached = "" if told["loss"] <= goal else f" (not reached: {told['loss']:.3f})"
-        figures["times"][rate], figures["auto"][rate] = times, told
-        off = "-" if not told.get("real") else f"{100 * (told['real'] / told['predicted'] - 1):+.0f}%"
-        last = told["decisions"][-1].partition("takes ")[2].partition(":")[0] if "decisions" in told else "-"
+        reached = "" if found["loss"] <= goal else f" (not reached: {found['loss']:.3f})"
+        figures["times"][rate], figures["auto"][rate] = times, found
+        off = "-" if not found.get("real") else f"{100 * (found['real'] / found['predicted'] - 1):+.0f}%"
+        last = found["decisions"][-1].partition("takes ")[2].partition(":")[0] if "decisions" in found else "-"
         rows.append(
             [
-                link_name(rate),
+                link_name(Link(rate)),
                 f"{times[DDP]:,.1f}",
                 "-" if of_any in allowed else f"{of_any}: {times[of_any]:,.1f}",
                 f"{best}: {times[best]:,.1f}",
-                f"{told['seconds']:,.1f}{reached}",
-                f"{told['seconds'] / times[best]:.2f}x",
+                f"{found['seconds']:,.1f}{reached}",
+                f"{found['seconds'] / times[best]:.2f}x",
                 last,
                 off,
             ]
         )
-    figures["fall"] = told = run(options, FALLS_FROM, options.steps // 2, name=AUTO, steps=options.steps)
-    (fell,), decisions = told["fell_after"], told.get("decisions", [])
+    figures["fall"] = found = run(options, FALLS_FROM, options.steps // 2, name=AUTO, steps=options.steps)
+    (fell,), decisions = found["fell_after"], found.get("decisions", [])
     after = [words for words in decisions if int(words.split()[1].replace(",", "")) > fell]
     figures["fall in words"] = (
-        f"A link that falls from {link_name(FALLS_FROM)} to {link_name(FALLS_TO)} after {fell} of {options.steps}"
-        f" steps: {' '.join(after) or 'nothing was decided after that.'} The loss is {told['loss']:.4f} at the end,"
-        f" DDP's {goal:.4f}."
+        f"A link that falls from {link_name(Link(FALLS_FROM))} to {link_name(Link(FALLS_TO))} after {fell} of"
+        f" {options.steps} steps: {' '.join(after) or 'nothing was decided after that.'} The loss is"
+        f" {found['loss']:.4f} at the end, DDP's {goal:.4f}."
     )
-    heads = ["link", "DDP, s", "longer delay, s", "best fixed, s", "auto, s", "auto / best", "auto took last"]
-    heads += ["real step / predicted"]
-    return heads, rows, figures
+    return rows, figures
 
 
 def main(words: list[str]) -> int:
@@ -215,25 +208,20 @@ def main(words: list[str]) -> int:
     options = parser.parse_args(words)
     if options.job:
         warnings.simplefilter("ignore")
-        told = train(json.loads(Path(options.job).read_text()))
+        found = train(json.loads(Path(options.job).read_text()))
         if dist.get_rank() == 0:
-            Path(options.job).with_name("told.json").write_text(json.dumps(told))
+            Path(options.job).with_name("found.json").write_text(json.dumps(found))
         dist.destroy_process_group()
         return 0
     if reason := why_not():
         print(f"This needs hosts, and {reason}.", file=sys.stderr)
         return 2
     machine = describe_machine()
-    heads, rows, figures = compare(options)
-    notes = [
-        f"{options.hosts} hosts, one thread each, {machine['cores']} cores ({machine['processor']}); one run each."
-    ]
-    notes += [figures["fall in words"]]
-    notes += [busy] if (busy := warn_if_busy(machine["load"])) else []
-    publish(options.output / "auto.md", "Time to DDP's loss", heads, rows, notes)
-    (options.output / "auto.json").write_text(json.dumps(figures | {"machine": machine}, indent=1))
-    for path in (options.output, *options.output.glob("auto.*")):
-        give_to_invoking_user(path)
+    rows, figures = compare(options)
+    note = f"{options.hosts} hosts, one thread each, {machine['cores']} cores ({machine['processor']}); one run each."
+    publish(
+        options.output / "auto.md", "Time to DDP's loss", rows, [note, figures["fall in words"]], machine, **figures
+    )
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Sharded tables whose rows and gradients cross whole in every step, as TorchRec's do: the measure of changes."""
+"""Sharded tables that send all rows and gradients in every step, as TorchRec does: the reference for changes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from lightning_dct.wire.rows import decode_rows, encode_rows, row_scales_num_byt
 class DenseTables(ShardedEmbeddingBags):
     """Tables that each live on one rank; a batch's ids, rows and gradients cross in three all-to-all exchanges.
 
-    Args:
-        table_rows: Rows of each table.
-        embedding_dim: Entries a row.
-        row_format: ``"fp32"``, ``"fp16"``, ``"int8"`` or ``"int4"``, with a scale a row for the last two.
+    ``row_format`` is ``"fp32"``, ``"fp16"``, ``"int8"`` or ``"int4"``, the last two with a scale a row.
     """
 
     def __init__(self, table_rows: list[int], embedding_dim: int, row_format: str) -> None:
@@ -40,7 +37,7 @@ class DenseTables(ShardedEmbeddingBags):
         return torch.cat(encode_rows(rows.reshape(-1), None, len(rows), self.row_format))
 
     def num_bytes(self, num_rows: int) -> int:
-        """What :meth:`encode` makes of some rows."""
+        """Bytes of so many encoded rows."""
         entries = num_rows * self.embedding_dim
         if self.row_format in ("fp32", "fp16"):
             return entries * (4 if self.row_format == "fp32" else 2)
@@ -67,10 +64,10 @@ class DenseLookup:
             self._tables = [torch.tensor(module.placement.first_rank).eq(rank).nonzero().squeeze(1) for rank in world]
             mine = self._tables[exchange.rank].numpy()
             asked = {rank: ids[:, tables].reshape(-1).view(torch.uint8) for rank, tables in enumerate(self._tables)}
-        heard = exchange.start(asked, dict.fromkeys(world, 8 * len(ids) * mine.size), module.traffic).wait()
+        received = exchange.start(asked, dict.fromkeys(world, 8 * len(ids) * mine.size), module.traffic).wait()
         with module.traffic.timed():
             first = torch.from_numpy(module.placement.locate(mine, 0 * mine)[1])
-            self._places = [(part.view(torch.int64).view(-1, mine.size) + first).view(-1) for part in heard]
+            self._places = [(part.view(torch.int64).view(-1, mine.size) + first).view(-1) for part in received]
             rows = [module.weight.detach().index_select(0, places) for places in self._places]
             answers = {rank: module.encode(part) for rank, part in enumerate(rows)}
             sizes = {rank: module.num_bytes(len(ids) * len(tables)) for rank, tables in enumerate(self._tables)}
@@ -107,12 +104,7 @@ class DenseLookup:
 
 
 class TorchRecTables(nn.Module):
-    """TorchRec's sharded tables, each whole on one rank, with row-wise Adagrad fused into their backward.
-
-    Args:
-        table_rows: Rows of each table.
-        embedding_dim: Entries a row.
-    """
+    """TorchRec's sharded tables, each whole on one rank, with row-wise Adagrad fused into their backward."""
 
     def __init__(self, table_rows: list[int], embedding_dim: int) -> None:
         super().__init__()

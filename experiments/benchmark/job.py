@@ -1,27 +1,33 @@
-"""What one start of torchrun shall do, written by the command for the ranks to read."""
+"""The files between a benchmark's command and its ranks: the job, and the runs that they have measured."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+
+from benchmark.timeline import Span, typical_step
+from network.hosts import Link
+
+MILLISECONDS = 1e3
 
 
 @dataclass(frozen=True)
 class Job:
-    """The same model under each synchronisation, in this order.
+    """One start of torchrun, which trains the same model under each synchronisation, in this order.
 
     Attributes:
         synchronisations: Names of :data:`benchmark.synchronisations.SYNCHRONISATIONS`, of
             :data:`benchmark.recommenders.RECOMMENDERS`, or of :data:`benchmark.stages.CROSSINGS`.
         warm_up_steps: Steps before measuring: buckets are rebuilt, thresholds selected, kernels compiled.
         steps: Most steps to measure.
-        seconds: After which time a run should end that has not measured so many steps; None for never.
-        score: Whether to tell the loss on held-out text at the end.
+        seconds: After which a run should end that has not measured so many steps; None for no limit.
+        score: Whether to compute the loss on held-out text at the end.
         batch_size: Rows a rank.
         width: Units of the model's hidden layers; of a recommender, entries a row.
         has_links: Whether each rank has a network interface of its own.
-        folder: Where ranks leave their results.
+        folder: Where ranks write their results.
         table_rows: Rows of each table of a recommender.
         micro_batches: Parts of a pipeline's batch.
         schedule: Of a pipeline.
@@ -34,8 +40,8 @@ class Job:
     score: bool
     batch_size: int
     width: int
-    has_links: bool
-    folder: str
+    has_links: bool = False
+    folder: str = ""
     table_rows: int = 0
     micro_batches: int = 1
     schedule: str = ""
@@ -50,3 +56,86 @@ class Job:
     def read(file: Path) -> Job:
         """Read what :meth:`write` has written."""
         return Job(**json.loads(file.read_text()))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One synchronisation in one round: the figures of one rank, or the largest of all ranks.
+
+    Attributes:
+        synchronisation: Its name.
+        steps: Steps measured.
+        seconds: Their wall time, from all ranks being ready to all ranks being done.
+        counted_bytes: Bytes that the strategy has counted as sent meanwhile.
+        interface_bytes: Bytes that the interface has sent, less headers; None without an interface of its own.
+        compressing_seconds: Time spent compressing and decompressing meanwhile.
+        selecting_seconds: The same in the first step, which selects thresholds.
+        losses: Training loss of each step from the first, warm-up included: rank 0's batches.
+        score: Loss on held-out text at the end, mean over the ranks; None if the job has no score.
+        megabits: Rate of the links, 10^6 bits a second; None without a limit.
+        round: Which round, from 0.
+        parts: What the model itself has counted meanwhile, by name.
+        spans: Of a rank in a pipeline, its spans in each measured step (:mod:`benchmark.timeline`); of all ranks
+            together, those of each rank in a step of median length.
+        delay_ms: That frames travel each way, in milliseconds.
+    """
+
+    synchronisation: str
+    steps: int
+    seconds: float
+    counted_bytes: int
+    interface_bytes: int | None
+    compressing_seconds: float
+    selecting_seconds: float
+    losses: list[float]
+    score: float | None
+    megabits: float | None = None
+    round: int = 0
+    parts: dict[str, float] = field(default_factory=dict)
+    spans: list[list[Span]] = field(default_factory=list)
+    delay_ms: float = 0.0
+
+    @property
+    def link(self) -> Link:
+        """The link it was measured on."""
+        return Link(self.megabits, self.delay_ms)
+
+    @property
+    def step_ms(self) -> float:
+        """Milliseconds a step, the mean over the measured steps."""
+        return MILLISECONDS * self.seconds / self.steps
+
+    @property
+    def compressing_ms(self) -> float:
+        """Milliseconds spent compressing, a step."""
+        return MILLISECONDS * self.compressing_seconds / self.steps
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes sent a step: at the interface, or counted if there is none."""
+        return (self.counted_bytes if self.interface_bytes is None else self.interface_bytes) / self.steps
+
+
+def of_all_ranks(runs: Sequence[Run], link: Link, round: int) -> Run:
+    """Join the figures of one run, which are given by rank."""
+    interfaces = [run.interface_bytes for run in runs if run.interface_bytes is not None]
+    largest = {
+        name: max(getattr(run, name) for run in runs)
+        for name in ("seconds", "counted_bytes", "compressing_seconds", "selecting_seconds")
+    }
+    return replace(
+        runs[0],
+        **largest,
+        interface_bytes=max(interfaces, default=None),
+        megabits=link.megabits,
+        delay_ms=link.delay_ms,
+        round=round,
+        parts={name: max(run.parts[name] for run in runs) for name in runs[0].parts},
+        spans=typical_step([run.spans for run in runs]),
+    )
+
+
+def read_runs(folder: Path, count: int, link: Link, round: int) -> list[Run]:
+    """The runs that the ranks of a job have written; a FileNotFoundError if a rank has written none."""
+    ranks = [[Run(**run) for run in json.loads((folder / f"rank{rank}.json").read_text())] for rank in range(count)]
+    return [of_all_ranks(runs, link, round) for runs in zip(*ranks, strict=True)]

@@ -1,15 +1,13 @@
 """Times the kernels of compression beside the floor that memory sets: ``python experiments/benchmark/kernels.py``.
 
-The floor is ``torch.add(gradient, residual, out=residual)``: no residual can be kept with less. Beside it stand the
-kernels that are installed, alone and with taking what is sent out of the residual; ``torch.topk`` and
-``torch.kthvalue`` on magnitudes made beforehand; and the wire. Everything is measured in turn, and again in the next
-round.
+The floor is ``torch.add(gradient, residual, out=residual)``: no residual can be kept with less. Beside it are the
+installed kernels, alone and followed by removing the sent entries from the residual; ``torch.topk`` and
+``torch.kthvalue`` on magnitudes computed before; and the wire. All take turns in each round.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -22,8 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/,
 
 import torch
 
-from benchmark.machine import describe_machine, warn_if_busy
-from benchmark.tables import publish
+from benchmark.session import at_least
+from benchmark.tables import describe_machine, publish
+from lightning_dct.forecast.timing import wait_for
 from lightning_dct.kernels import available_kernels, buffer_kernel, select, sum_entries
 from lightning_dct.kernels.buffered import Segments, buffer_capacity
 from lightning_dct.threshold import kth_magnitude
@@ -38,13 +37,7 @@ OTHER_DATA_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class Timed:
-    """How long one thing took.
-
-    Attributes:
-        name: What.
-        threads: On how many threads.
-        milliseconds: In each round.
-    """
+    """The milliseconds that one action took in each round, on so many threads."""
 
     name: str
     threads: int
@@ -52,13 +45,7 @@ class Timed:
 
 
 class Gradients:
-    """A large gradient, its residual, and what is timed on them.
-
-    Args:
-        entries: Of the gradient.
-        density: Share of them that is sent.
-        device: Where they lie.
-    """
+    """A large gradient, its residual, and what is timed on them; ``density`` is the share of entries that is sent."""
 
     def __init__(self, entries: int, density: float, device: torch.device) -> None:
         generator = torch.Generator(device).manual_seed(0)
@@ -72,12 +59,12 @@ class Gradients:
         self._sent = select(self.gradient, self.residual.clone(), [(0, entries)], [self.threshold])
 
     def reset(self) -> None:
-        """Put the residual back to what it was, or ever more of it would reach the threshold; then fill the caches."""
+        """Restore the residual, or ever more of it would reach the threshold; then fill the caches with other data."""
         self.residual.copy_(self._start)
         self._other_data.add_(1)
 
     def actions(self) -> dict[str, Callable[[], object]]:
-        """What to time, by name."""
+        """The timed actions, by name."""
         entries, target = self.gradient.numel(), self.target
         found: dict[str, Callable[[], object]] = {
             FLOOR: lambda: torch.add(self.gradient, self.residual, out=self.residual)
@@ -124,52 +111,40 @@ def time_in_turn(
     reset: Callable[[], object],
     device: torch.device,
 ) -> list[Timed]:
-    """Time each action in each round.
-
-    Args:
-        actions: By name.
-        rounds: How many are measured, after some that are not.
-        threads: For torch, and for kernels that go by its number.
-        reset: Called before each action, outside of the time.
-        device: Is waited for, before and after.
-    """
+    """Time each action in each round, after some rounds of warm-up; ``reset`` comes before each action, untimed."""
     torch.set_num_threads(threads)
     milliseconds: dict[str, list[float]] = {name: [] for name in actions}
     for round in range(WARM_UP_ROUNDS + rounds):
         for name, action in actions.items():
             reset()
-            _wait_for(device)
+            wait_for(device)
             started = perf_counter()
             action()
-            _wait_for(device)
+            wait_for(device)
             if round >= WARM_UP_ROUNDS:
                 milliseconds[name].append(1e3 * (perf_counter() - started))
     return [Timed(name, threads, times) for name, times in milliseconds.items()]
 
 
-def tabulate_kernels(timed: Sequence[Timed]) -> tuple[list[str], list[list[str]]]:
-    """Lay the times out as a table.
-
-    Returns:
-        The heads of the columns, and the rows.
-    """
+def tabulate_kernels(timed: Sequence[Timed]) -> list[list[str]]:
+    """A row of heads, then a row for each action."""
     counts = list(dict.fromkeys(one.threads for one in timed))
     times = {(one.name, one.threads): one.milliseconds for one in timed}
     heads = [""]
     for count in counts:
         heads += [f"ms, {count} thread{'s' * (count > 1)}: median", "least", "times floor"]
-    rows = []
+    rows = [heads]
     for name in dict.fromkeys(one.name for one in timed):
         row = [name]
         for count in counts:
             mine, floor = statistics.median(times[name, count]), statistics.median(times[FLOOR, count])
             row += [f"{mine:.2f}", f"{min(times[name, count]):.2f}", f"{mine / floor:.2f}x"]
         rows.append(row)
-    return heads, rows
+    return rows
 
 
 def compare_kernels(timed: Sequence[Timed]) -> list[str]:
-    """Say what else the medians are to be held to: the selection that rivals make."""
+    """Compare our selection with ``torch.topk``, which others use."""
     medians = {(one.name, one.threads): statistics.median(one.milliseconds) for one in timed}
     notes = []
     for count in dict.fromkeys(one.threads for one in timed):
@@ -185,46 +160,35 @@ def compare_kernels(timed: Sequence[Timed]) -> list[str]:
 def parse_options(words: Sequence[str]) -> argparse.Namespace:
     """Read the command line, less the script's name."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--entries", type=int, default=10_000_000, help="of the gradient, fp32")
+    parser.add_argument("--entries", type=at_least(1), default=10_000_000, help="of the gradient, fp32")
     parser.add_argument("--density", type=float, default=0.01, help="share of the gradient that is sent")
-    parser.add_argument("--rounds", type=int, default=20, help="how often everything is measured")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="one table column for each number")
+    parser.add_argument("--rounds", type=at_least(1), default=20, help="how often everything is measured")
+    parser.add_argument(
+        "--threads", type=at_least(1), nargs="+", default=[1, 2], help="one table column for each number"
+    )
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu, or cuda")
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmark"), help="folder for the table")
     options = parser.parse_args(words)
     if not 0 < options.density < 1:
         parser.error(f"--density {options.density}: must lie between 0 and 1")
-    for name, values in (("entries", [options.entries]), ("rounds", [options.rounds]), ("threads", options.threads)):
-        if min(values) < 1:
-            parser.error(f"--{name} {min(values)}: must be at least 1")
     return options
 
 
 def main(words: Sequence[str]) -> None:
     """Measure, print the table and write it."""
-    options = parse_options(words)
-    machine = describe_machine()
+    options, machine = parse_options(words), describe_machine()
     gradients = Gradients(options.entries, options.density, options.device)
     timed = []
     for threads in options.threads:
         timed += time_in_turn(gradients.actions(), options.rounds, threads, gradients.reset, options.device)
     where = machine["gpu"] if options.device.type == "cuda" else machine["processor"]
-    notes = [
+    note = (
         f"{options.entries:,} entries, fp32, {100 * options.density:g}% sent, on {where}, torch {machine['torch']};"
-        f" {options.rounds} rounds.",
-    ]
-    notes += compare_kernels(timed)
-    if busy := warn_if_busy(machine["load"]):
-        notes.append(busy)
-    heads, rows = tabulate_kernels(timed)
-    publish(options.output / "kernels.md", "Kernels beside the floor of memory", heads, rows, notes)
-    report = {"machine": machine, "notes": notes, "timed": [asdict(one) for one in timed]}
-    (options.output / "kernels.json").write_text(json.dumps(report, indent=1) + "\n")
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        f" {options.rounds} rounds."
+    )
+    file, title, notes = options.output / "kernels.md", "Kernels beside the floor of memory", compare_kernels(timed)
+    found = [asdict(one) for one in timed]
+    publish(file, title, tabulate_kernels(timed), [note, *notes], machine, timed=found)
 
 
 if __name__ == "__main__":

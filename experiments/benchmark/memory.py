@@ -1,9 +1,9 @@
 """Peak memory of a rank under HSDP, ``dct_fsdp`` and ``dct``: ``python experiments/benchmark/memory.py``.
 
 For each strategy four ranks start on this machine, two a node, and train dense layers with AdamW and gloo, until past
-the first round of updates, which selects thresholds. The peak is a rank's largest resident set, less what that was
-before the model was made; numba, which takes as much for any model, has been used by then. By default malloc keeps most
-of what is freed, which hides what a strategy needs; it is told to return that, unless ``--keep-freed`` is given.
+the first round of updates, which selects thresholds. The peak is a rank's largest resident set, less its size before
+the model was made and after the first use of numba, which takes as much for any model. Malloc usually keeps most of the
+freed memory, which hides what a strategy needs. Here it returns that memory, unless ``--keep-freed`` is given.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import os
 import resource
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,14 +28,13 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmark.machine import describe_machine
-from benchmark.steps import free_port
-from benchmark.tables import publish
+from benchmark.session import at_least
+from benchmark.tables import describe_machine, publish
 from hsdp import HSDPStrategy
 from lightning_dct import DCTFSDPStrategy, DCTStrategy
 from lightning_dct.forecast import measure_speed
-from network.loopback import LoopbackHost
-from network.running import run_on, torchrun
+from network.hosts import Host, shared_folder
+from network.running import run_ranks
 
 NODES, RANKS_PER_NODE, STEPS, ROWS = 2, 2, 10, 8
 HSDP = "hsdp"
@@ -94,46 +92,40 @@ def train(name: str, options: argparse.Namespace) -> dict[str, int]:
 
 def measure(name: str, words: Sequence[str], keep_freed: bool) -> dict[str, float]:
     """Start the ranks, and return the means over them, in bytes."""
-    with tempfile.TemporaryDirectory() as folder:
-        hosts = [LoopbackHost() for _ in range(NODES)]
-        command = [__file__, *words, "--rank-of", name, "--output", folder]
-        commands = torchrun(NODES, hosts[0].address, free_port(), command, RANKS_PER_NODE)
-        environment = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-        environment |= {} if keep_freed else {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
-        run_on(hosts, commands, environment, lambda line: None)
-        found = [json.loads(file.read_text()) for file in Path(folder).glob("rank*.json")]
+    with shared_folder() as folder:
+        command = [__file__, *words, "--rank-of", name, "--output", str(folder)]
+        environment = {} if keep_freed else {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
+        run_ranks([Host()] * NODES, command, RANKS_PER_NODE, environment=environment)
+        found = [json.loads(file.read_text()) for file in folder.glob("rank*.json")]
     return {key: mean(one[key] for one in found) for key in found[0]}
 
 
 def main(words: Sequence[str]) -> None:
     """Measure all strategies, print the table and write it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=6, help="of the model")
-    parser.add_argument("--width", type=int, default=2048, help="of each; 6 of 2048 have 25 million parameters")
+    parser.add_argument("--layers", type=at_least(2), default=6, help="of the model")
+    parser.add_argument("--width", type=at_least(2), default=2048, help="of each; 6 of 2048 have 25 million parameters")
     parser.add_argument("--keep-freed", action="store_true", help="leave malloc as it is")
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmark"), help="folder for the table")
     parser.add_argument("--rank-of", choices=STRATEGIES, help=argparse.SUPPRESS)
     options = parser.parse_args(words)
-    if min(options.layers, options.width) < 2:
-        parser.error("--layers and --width: give 2 or more")
     if options.rank_of:
         (options.output / f"rank{os.environ['RANK']}.json").write_text(json.dumps(train(options.rank_of, options)))
         dist.destroy_process_group()
         return
     found = {name: measure(name, words, options.keep_freed) for name in STRATEGIES}
-    rows = []
+    rows = [["strategy", "peak, MB", f"beyond {HSDP}", "residuals and shared weights", "not explained"]]
     for name, one in found.items():
         beyond = one["peak"] - found[HSDP]["peak"]
         figures = one["peak"], beyond, one["remembered"], beyond - one["remembered"]
         rows.append([name, *(f"{figure / 1e6:,.0f}" for figure in figures)])
-    heads = ["strategy", "peak, MB", f"beyond {HSDP}", "residuals and shared weights", "not explained"]
     parameters, machine = options.layers * (options.width + 1) * options.width, describe_machine()
     malloc = "keeps" if options.keep_freed else "returns"
-    notes = [
+    note = (
         f"{parameters:,} parameters, AdamW, {STEPS} steps; {NODES} x {RANKS_PER_NODE} ranks on gloo, mean over ranks;"
         f" malloc {malloc} what is freed; torch {machine['torch']}, {machine['processor']}."
-    ]
-    publish(options.output / "memory.md", "Peak memory a rank", heads, rows, notes)
+    )
+    publish(options.output / "memory.md", "Peak memory a rank", rows, [note], machine, found=found)
 
 
 if __name__ == "__main__":

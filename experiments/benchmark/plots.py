@@ -12,9 +12,9 @@ matplotlib.use("agg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 
-from benchmark.results import Figure, Run, names_in, summarise
+from benchmark.job import Run
 from benchmark.synchronisations import NOTHING
-from benchmark.tables import link_name
+from benchmark.tables import Column, figure_of, link_name, links_in, step_ms
 from benchmark.timeline import BACKWARD, FORWARD, SHARING, WAITING
 
 # Steps over which a loss is averaged.
@@ -33,32 +33,34 @@ def colour(name: str) -> str:
     return FLOOR if name == NOTHING else OURS if name.startswith("DCT") else OTHERS
 
 
-def plot_steps(file: Path, runs: Sequence[Run]) -> None:
-    """Draw bars: the time of a step on each kind of link, and the bytes of a step."""
-    links = list(dict.fromkeys(run.megabits for run in runs))
-    names = names_in(runs)
-    has_links = runs[0].interface_bytes is not None
-    figure, axes = plt.subplots(1, len(links) + 1, figsize=(5 * (len(links) + 1), 0.4 * len(names) + 1.5), sharey=True)
-    for link, axis in zip(links, axes, strict=False):
-        summaries = [summarise([run for run in runs if run.megabits == link], name) for name in names]
-        draw_bars(axis, names, [summary.step_ms for summary in summaries])
-        axis.set_xlabel(f"ms a step, {link_name(link, has_links)}")
-    first = [run for run in runs if run.megabits == links[0]]
-    sent = {name: [run.sent_bytes / 1e3 for run in first if run.synchronisation == name] for name in names}
-    draw_bars(axes[-1], names, [Figure.of(sent[name]) for name in names], scale="log")
-    axes[-1].set_xlabel("kB a step and host, at the interface" if has_links else "kB a step, counted")
+def plot_bars(file: Path, runs: Sequence[Run], names: Sequence[str], columns: Sequence[Column]) -> None:
+    """Draw bars, the first name on top, with the range over the rounds, side by side for each column."""
+    size = (5 * len(columns), 0.4 * len(names) + 1.5)
+    figure, axes = plt.subplots(1, len(columns), figsize=size, sharey=True, squeeze=False)
+    for column, axis in zip(columns, axes[0], strict=True):
+        for place, name in enumerate(names):
+            found = figure_of(runs, name, column.link, column.take)
+            if found is None or found.median <= 0:
+                continue
+            spread = [[found.median - found.low], [found.high - found.median]]
+            axis.barh(place, found.median, color=colour(name), xerr=spread, error_kw={"linewidth": 1})
+            text = f" {found.median:,.0f}" if found.median >= 100 else f" {found.median:.3g}"
+            axis.annotate(text, (found.high, place), va="center", fontsize="small")
+        axis.set_yticks(range(len(names)), names)
+        axis.set_xscale(column.scale)
+        axis.margins(x=0.25)
+        axis.set_ylim(len(names) - 0.5, -0.5)
+        axis.set_xlabel(column.head)
     save(figure, file)
 
 
 def plot_losses(file: Path, runs: Sequence[Run], scored: Sequence[Run]) -> None:
-    """Draw the training loss over time: the losses of the scored runs, at the pace measured on each kind of link."""
-    links = list(dict.fromkeys(run.megabits for run in runs))
-    has_links = runs[0].interface_bytes is not None
-    by_name = {run.synchronisation: run for run in scored}
+    """Draw the training loss over time: the losses of the scored runs, at the pace measured on each link."""
+    links, has_links = links_in(runs), runs[0].interface_bytes is not None
     figure, axes = plt.subplots(1, len(links), figsize=(6 * len(links), 4), sharey=True, squeeze=False)
     for link, axis in zip(links, axes[0], strict=True):
-        for run in (by_name[name] for name in names_in(scored)):
-            pace = summarise([other for other in runs if other.megabits == link], run.synchronisation).step_ms
+        for run in scored:
+            pace = figure_of(runs, run.synchronisation, link, step_ms)
             if pace is None:
                 continue
             window = min(SMOOTHING, len(run.losses))
@@ -73,23 +75,8 @@ def plot_losses(file: Path, runs: Sequence[Run], scored: Sequence[Run]) -> None:
     save(figure, file)
 
 
-def draw_bars(axis: Any, names: Sequence[str], figures: Sequence[Figure | None], scale: str = "linear") -> None:
-    """Draw horizontal bars, the first on top, with the range over the rounds."""
-    for place, (name, found) in enumerate(zip(names, figures, strict=True)):
-        if found is None or found.median <= 0:
-            continue
-        spread = [[found.median - found.low], [found.high - found.median]]
-        axis.barh(place, found.median, color=colour(name), xerr=spread, error_kw={"linewidth": 1})
-        figure = f"{found.median:,.0f}" if found.median >= 100 else f"{found.median:.3g}"
-        axis.annotate(f" {figure}", (found.high, place), va="center", fontsize="small")
-    axis.set_yticks(range(len(names)), names)
-    axis.set_xscale(scale)
-    axis.margins(x=0.25)
-    axis.set_ylim(len(names) - 0.5, -0.5)
-
-
 def plot_timelines(file: Path, link: str, runs: Sequence[Run]) -> None:
-    """Draw one step of each run, one above the other: what each stage does, micro-batches by their numbers."""
+    """Draw one step of each run, one above the other: the work of each stage, and the numbers of its micro-batches."""
     figure, axes = plt.subplots(
         len(runs), 1, figsize=(13, 0.8 + 1.4 * len(runs)), sharex=True, squeeze=False, layout="constrained"
     )
@@ -112,7 +99,7 @@ def plot_timelines(file: Path, link: str, runs: Sequence[Run]) -> None:
 
 
 def save(figure: Any, file: Path) -> None:
-    """Write a figure as PNG and let go of it."""
+    """Write a figure as PNG and close it."""
     figure.tight_layout()
     figure.savefig(file, dpi=150)
     plt.close(figure)

@@ -1,4 +1,4 @@
-"""What the recommender's benchmark compares: one DLRM whose tables are exchanged in different ways, and its clicks."""
+"""The exchanges of tables that the recommender's benchmark compares, on one DLRM, and its clicks."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from streams import Batch, TrainingStream, rank_rows
 REPLICATED, DENSE = "tables on every rank, DDP", "all-to-all, fp32 rows"
 NUM_TABLES, ZIPF_EXPONENT, LEARNING_RATE = 26, 1.1, 0.03
 BOTTOM, TOP = (256, 128), (256, 128)
-# What a module counts: bytes of its messages in the order in which a step sends them, and seconds.
+# A step sends its messages in this order.
 MESSAGES = ("ids", "rows", "evicted", "gradients")
-# Our caches fill while these pass: look-ups of rows that were never seen are no part of a step that lasts.
+# Caches fill in these steps: look-ups of rows that no rank has seen would distort the times.
 FILLING_STEPS = 40
 
 
@@ -61,12 +61,7 @@ RECOMMENDERS: dict[str, Recommender] = {
 
 
 class ClickSteps(LightningModule):
-    """The whole step of a DLRM.
-
-    Args:
-        make_tables: Makes tables of some numbers of rows and a dimension.
-        job: The sizes.
-    """
+    """The whole step of a DLRM; ``make_tables`` takes the rows of each table and the dimension."""
 
     def __init__(self, make_tables: Callable[[list[int], int], nn.Module], job: Job) -> None:
         super().__init__()
@@ -98,7 +93,7 @@ class ClickSteps(LightningModule):
             exchange.start = counted  # type: ignore[method-assign]
 
     def measured(self) -> dict[str, float]:
-        """What has added up so far."""
+        """The counts so far."""
         traffic = getattr(self.network.tables, "traffic", None)
         exchanging = traffic.totals.seconds if traffic else 0.0
         return {**self._sent, "exchange_seconds": exchanging, "cpu_seconds": process_time()}
@@ -114,7 +109,7 @@ class ClickSteps(LightningModule):
 
 
 def click_batches(job: Job, steps: int, rank: int, world_size: int) -> TrainingStream:
-    """A batch for each step, made beforehand: the clock shall not see them made."""
+    """A batch for each step, made beforehand, so that making them is not timed."""
     teacher = ClickTeacher([job.table_rows] * NUM_TABLES, zipf_exponent=ZIPF_EXPONENT, missing_rate=0.0)
     batches = []
     for step in range(steps):

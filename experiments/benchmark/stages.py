@@ -1,4 +1,4 @@
-"""What the benchmark of pipelines puts between two stages, by name, and the language model that it cuts there."""
+"""The split points that the benchmark of pipelines compares, and the language model around them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _dense(value_format: str) -> dict[str, Any]:
 
 
 FP32, OURS = "fp32", "DCT, subspace"
-"""Whom all others are measured against, and the default."""
+"""The reference, and the default."""
 
 CROSSINGS: dict[str, dict[str, Any]] = {
     FP32: _dense("fp32"),
@@ -27,16 +27,11 @@ CROSSINGS: dict[str, dict[str, Any]] = {
     "int4": _dense("int4"),
     OURS: {"kind": "subspace", "density": 0.2, "forward_format": "int8", "backward_format": "int4"},
 }
-"""What stands between two pieces, as :func:`nlp.splits.make_split` takes it. All but the last send every entry."""
+"""Settings of :func:`nlp.splits.make_split` by name. All but the last send every entry."""
 
 
 def split_model(name: str, job: Job) -> tuple[DCTPipelineStrategy, LanguageModule, TextData]:
-    """Make the pipeline, the model in pieces, and its text.
-
-    Args:
-        name: A key of :data:`CROSSINGS`.
-        job: The sizes.
-    """
+    """Make the pipeline for a key of :data:`CROSSINGS`, the model in pieces, and its text."""
     pieces = STAGES * (2 if job.schedule == "interleaved_1f1b" else 1)
     strategy = DCTPipelineStrategy(stages=STAGES, micro_batches=job.micro_batches, schedule=job.schedule)
     model = LanguageModule(width=job.width, learning_rate=LEARNING_RATE, split={"pieces": pieces, **CROSSINGS[name]})

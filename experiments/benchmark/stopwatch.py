@@ -8,8 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 
-from benchmark.job import Job
-from benchmark.results import Run
+from benchmark.job import Job, Run
 from lightning_dct import DCTPipelineStrategy
 from lightning_dct.traffic import TrafficTotals
 from network.hosts import HEADER_BYTES, sent_by_interface
@@ -24,7 +23,7 @@ def round_length_of(strategy: Strategy) -> int:
 
 
 def totals_of(strategy: Strategy) -> TrafficTotals:
-    """What a strategy has counted: of a single pipeline, what has crossed between its stages."""
+    """The totals of a strategy; for a single pipeline, of the traffic between its stages."""
     traffic: Any = strategy.split_traffic if isinstance(strategy, DCTPipelineStrategy) else strategy.traffic
     return traffic.totals
 
@@ -33,9 +32,6 @@ class Stopwatch(Callback):
     """Lets the warm-up pass, measures the steps after it, and ends the run.
 
     The clock starts when all ranks have come to the first of these steps, and stops when all have done the last.
-
-    Args:
-        job: How long to warm up and to measure.
     """
 
     def __init__(self, job: Job) -> None:
@@ -58,7 +54,7 @@ class Stopwatch(Callback):
     ) -> None:
         self._losses.append(float(outputs["loss"]))
         if trainer.global_step == 1:
-            # The first step is like no other: its pace says nothing of the rest.
+            # The first step takes another time than the rest.
             self._started = perf_counter()
         if trainer.global_step == round_length_of(trainer.strategy):
             self._selecting_seconds = totals_of(trainer.strategy).seconds
@@ -69,12 +65,7 @@ class Stopwatch(Callback):
             trainer.should_stop = True
 
     def run(self, synchronisation: str, score: float | None) -> Run:
-        """What was measured.
-
-        Args:
-            synchronisation: Its name.
-            score: Loss on held-out text, if known.
-        """
+        """The figures of the run; ``score`` is the loss on held-out text, if known."""
         counted = self._after[0] - self._before[0]
         return Run(
             synchronisation=synchronisation,

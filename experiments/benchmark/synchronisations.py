@@ -1,4 +1,4 @@
-"""Whom the benchmark compares: each way of synchronising gradients, by the name it has in tables and plots."""
+"""The synchronisations that the benchmark compares, by their names in tables and plots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_dct import DCTFSDPStrategy, DCTStrategy
 from peers import CountedDDPStrategy
 
 NOTHING, DDP = "no synchronisation", "DDP, fp32"
-"""What all others are measured against."""
+"""The references."""
 
 # PowerSGD refuses to compress the first two steps.
 _POWERSGD_START = 2
@@ -37,7 +37,7 @@ def _gradients(density: float, value_format: str) -> Callable[[int], DDPStrategy
 
 
 def _updates(**settings: Any) -> Callable[[int], DDPStrategy]:
-    # As steps are after the warm-up, in which rounds are shorter.
+    # Rounds of the warm-up are shorter.
     return lambda steps: DCTStrategy(**settings, warmup_steps=0)
 
 
@@ -60,4 +60,4 @@ SYNCHRONISATIONS: dict[str, Callable[[int], Strategy]] = {
     "HSDP, fp32": lambda steps: HSDPStrategy(),
     "dct_fsdp, updates": lambda steps: DCTFSDPStrategy(warmup_steps=0),
 }
-"""Makes a strategy, given how many steps will be trained before compression must have begun."""
+"""Makes a strategy, given the steps of the run; compression must begin within them."""

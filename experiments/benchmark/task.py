@@ -1,4 +1,4 @@
-"""What is trained in the benchmark: a perceptron that reads eight bytes of a text and guesses the next two."""
+"""The model of the benchmark: a perceptron that reads eight bytes of a text and guesses the next two."""
 
 from __future__ import annotations
 
@@ -22,9 +22,6 @@ class NextBytes(LightningModule):
 
     The gradients of dense layers are the largest there are for the time it takes to compute them, so nothing is harder
     on a network.
-
-    Args:
-        width: Units of both hidden layers.
     """
 
     def __init__(self, width: int = 2048) -> None:
@@ -35,14 +32,7 @@ class NextBytes(LightningModule):
         self.score = MeanMetric()
 
     def losses(self, batch: dict[str, Tensor]) -> Tensor:
-        """Cross entropy of each guess, in nats.
-
-        Args:
-            batch: ``{"inputs": int64 [rows, 9], "targets": int64 [rows, 9]}`` of :func:`next_bytes_data`.
-
-        Returns:
-            Shape ``[guesses]``, fp32: two a row, fewer at the end of the text.
-        """
+        """Cross entropy of each guess, in nats: fp32, two a row, fewer at the end of the text."""
         one_hot = nn.functional.one_hot(batch["inputs"][:, :BYTES_READ], BYTE_VALUES).flatten(1).to(torch.float32)
         guesses = self.layers(one_hot).view(-1, BYTE_VALUES)
         targets = batch["targets"][:, -BYTES_GUESSED:].flatten()
@@ -61,16 +51,12 @@ class NextBytes(LightningModule):
         self.score.reset()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Plain gradient descent: the cheapest step, and the same for all, with no memory of its own."""
+        """Plain gradient descent: the cheapest step, the same for all, without state."""
         return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE)
 
 
 def next_bytes_data(batch_size: int) -> TextData:
-    """Windows of the documentation that comes with Python: nine bytes, and the same nine a byte further on.
-
-    Args:
-        batch_size: Training windows a rank.
-    """
+    """Windows of the documentation that comes with Python: nine bytes, and the same nine a byte further on."""
     # Eight bytes to read and the first to guess are the inputs' nine; the last two targets are the guesses.
     return TextData(
         context_length=BYTES_READ + BYTES_GUESSED - 1, batch_size=batch_size, eval_batch_size=VALIDATION_BATCH

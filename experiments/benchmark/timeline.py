@@ -1,4 +1,4 @@
-"""What a rank of a pipeline does in a step, and when: it computes micro-batches, and it waits for the network."""
+"""When a rank of a pipeline computes micro-batches in a step, and when it waits for the network."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from lightning_dct.pipeline.results import StepResults
 
 FORWARD, BACKWARD, WAITING, SHARING = "forward", "backward", "waiting", "sharing the loss"
-"""What a span shows: of a micro-batch, compression included; waits for sends and receives; the loss, told to all."""
+"""The kinds of spans: a micro-batch, compression included; waits for sends and receives; sending the loss to all."""
 
-# None of them has a hook. What is public in them stays as it is.
+# None of them has a hook.
 _WATCHED: tuple[tuple[Any, str, str], ...] = (
     (PipelineStage, "forward_one_chunk", FORWARD),
     (PipelineStage, "backward_one_chunk", BACKWARD),
@@ -26,9 +26,9 @@ _WATCHED: tuple[tuple[Any, str, str], ...] = (
 )
 
 Span = tuple[str, int, float, float]
-"""What, the number of the micro-batch (-1 where there is none), and when it began and ended, in seconds.
+"""The kind, the number of the micro-batch (-1 for none), and when it began and ended, in seconds.
 
-The clock is that of the machine: all hosts on it have the same.
+All hosts on a machine share its clock.
 """
 
 
@@ -62,11 +62,7 @@ class Timeline(Callback):
 
 
 def typical_step(ranks: Sequence[Sequence[Sequence[Span]]]) -> list[list[Span]]:
-    """The step of median length: each rank's spans in it, which begin at 0 s.
-
-    Args:
-        ranks: By rank, the spans of the same steps.
-    """
+    """The step of median length: each rank's spans in it, which begin at 0 s."""
     steps = [[list(spans) for spans in step] for step in zip(*ranks, strict=True)]
     if not steps:
         return []

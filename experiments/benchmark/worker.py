@@ -1,4 +1,4 @@
-"""One rank of the benchmark, started by torchrun: trains under each synchronisation in turn, and writes the figures."""
+"""One rank of the benchmark, which torchrun starts: trains under each synchronisation, and writes the figures."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer, seed_everything
 
-from benchmark.job import Job
+from benchmark.job import Job, Run
 from benchmark.recommenders import RECOMMENDERS, ClickSteps, click_batches
-from benchmark.results import Run
 from benchmark.stages import CROSSINGS, STAGES, split_model
 from benchmark.stopwatch import Stopwatch, round_length_of
 from benchmark.synchronisations import SYNCHRONISATIONS
@@ -44,7 +43,7 @@ def train(name: str, job: Job) -> Run:
         )
         data = {"train_dataloaders": batches}
     if not job.score:
-        # The first exchange of updates selects thresholds, which is for the warm-up; and whole rounds are measured.
+        # The first exchange of updates, which selects thresholds, belongs to the warm-up. Whole rounds are measured.
         length = round_length_of(strategy)
         job = replace(job, warm_up_steps=max(job.warm_up_steps, length), steps=max(job.steps, length))
     stopwatch, timeline = Stopwatch(job), Timeline()
@@ -56,7 +55,7 @@ def train(name: str, job: Job) -> Run:
         max_steps=job.warm_up_steps + job.steps,
         callbacks=[stopwatch, timeline] if name in CROSSINGS else [stopwatch],
         limit_val_batches=None if job.score else 0,
-        # Held-out text is read at the end alone.
+        # Held-out text is scored at the end only.
         check_val_every_n_epoch=None,
         val_check_interval=job.warm_up_steps + job.steps + 1,
         num_sanity_val_steps=0,
@@ -77,14 +76,14 @@ def train(name: str, job: Job) -> Run:
 def main() -> None:
     """Do the job that the file on the command line describes."""
     job = Job.read(Path(sys.argv[1]))
-    # Of torch and Lightning, to users who can change their scripts.
+    # Warnings of torch and Lightning are for users who can change their scripts.
     warnings.simplefilter("ignore")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     rank = int(os.environ["RANK"])
     runs = []
     for name in job.synchronisations:
         runs.append(train(name, job))
-        # DistributedDataParallel is part of a reference cycle, and gloo may abort a process that ends with one alive.
+        # DistributedDataParallel is in a reference cycle, and gloo may abort a process that ends with one alive.
         gc.collect()
     (Path(job.folder) / f"rank{rank}.json").write_text(json.dumps([asdict(run) for run in runs]))
     dist.destroy_process_group()

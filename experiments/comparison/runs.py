@@ -1,4 +1,4 @@
-"""The runs of a comparison: what each one is, where it lies, and how it gets there if it is not there yet."""
+"""The runs of a comparison: their overrides and folders, and how those that are missing are done."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,7 @@ _READABLE_LENGTH = 100
 
 @dataclass(frozen=True)
 class Strategy:
-    """One side of a comparison.
-
-    Attributes:
-        label: What tables and pictures call it.
-        overrides: What it adds to the overrides of all runs, its file of ``conf/strategy`` first.
-    """
+    """One side of a comparison: its label, and what it adds to the overrides of all runs, ``strategy=...`` first."""
 
     label: str
     overrides: tuple[str, ...]
@@ -52,51 +47,30 @@ class Strategy:
 
 
 @dataclass(frozen=True)
-class PlannedRun:
-    """A run to do, or to find done already.
-
-    Attributes:
-        name: What a reader calls it.
-        swept: Overrides that a sweep adds; empty without one.
-        seed: Seeds model and data.
-        overrides: All of them, in the order in which Hydra gets them.
-        folder: Where it leaves everything it writes.
-    """
-
-    name: str
-    swept: tuple[str, ...]
-    seed: int
-    overrides: tuple[str, ...]
-    folder: Path
-
-
-@dataclass(frozen=True)
 class Run:
-    """A finished run.
+    """One run, with the content of its ``result.json`` once it is done.
 
-    Attributes:
-        seed: What seeded it.
-        swept: What a sweep had added to its overrides.
-        folder: Where it lies.
-        result: The content of its ``result.json``.
+    ``swept`` are the overrides that a sweep adds, ``overrides`` all of them, in the order in which Hydra gets them.
     """
 
     seed: int
     swept: tuple[str, ...]
     folder: Path
-    result: Mapping[str, Any]
+    result: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+    overrides: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One side of a comparison, with what is known of it.
+    """One side of a comparison.
 
     Attributes:
-        label: What it is called.
+        label: Its name in tables.
         runs: The runs that are compared, one a seed.
         trials: Runs of a sweep, those among ``runs`` too.
         chosen: The values that a sweep has chosen, by setting.
-        note: How a sweep has chosen them, in words.
+        note: The reason for these values.
     """
 
     label: str
@@ -106,20 +80,12 @@ class Entry:
     note: str = ""
 
 
-def plan_run(common: Sequence[str], strategy: Strategy, swept: Sequence[str], seed: int, output: Path) -> PlannedRun:
-    """Describe one run.
-
-    Args:
-        common: Overrides of all runs.
-        strategy: The side of the comparison.
-        swept: Overrides that a sweep adds.
-        seed: Seeds model and data.
-        output: The folder of the comparison.
-    """
+def plan_run(common: Sequence[str], strategy: Strategy, swept: Sequence[str], seed: int, output: Path) -> Run:
+    """Describe one run: the overrides of all runs, then those of the strategy and of a sweep, then the seed."""
     own = [*strategy.overrides, *swept, f"seed={seed}"]
     overrides = (*common, *own)
     name = ", ".join([strategy.label, *(describe([value]) for value in swept), f"seed {seed}"])
-    return PlannedRun(name, tuple(swept), seed, overrides, output / folder_name(own, overrides))
+    return Run(seed, tuple(swept), output / folder_name(own, overrides), {}, name, overrides)
 
 
 def folder_name(shown: Sequence[str], all_overrides: Sequence[str]) -> str:
@@ -150,12 +116,9 @@ def setting_name(override: str) -> str:
 
 
 def require_distinct(strategies: Sequence[Strategy], common: Sequence[str], varied: Mapping[str, str]) -> None:
-    """Refuse what could not be told apart in a table, or would be set twice.
+    """Refuse what a table could not tell apart, or what would be set twice.
 
-    Args:
-        strategies: The sides of the comparison.
-        common: Overrides of all runs.
-        varied: Settings that an option of the command line varies, with the name of that option.
+    ``varied`` are the settings that an option of the command line varies, with the name of that option.
 
     Raises:
         ValueError: Two strategies are the same or have the same label, or a setting is given in two places.
@@ -168,12 +131,8 @@ def require_distinct(strategies: Sequence[Strategy], common: Sequence[str], vari
             raise ValueError(f"{word}: {varied[name]} sets {name} already; use that")
 
 
-def read_result(planned: PlannedRun) -> Mapping[str, Any] | None:
-    """The content of a run's ``result.json``; None when there is none yet.
-
-    Raises:
-        ValueError: The file is that of a run with other overrides, or is no result at all.
-    """
+def read_result(planned: Run) -> Mapping[str, Any] | None:
+    """The content of a run's ``result.json``; None before it exists, a ValueError if it is another run's."""
     file = planned.folder / RESULT
     if not file.exists():
         return None
@@ -192,20 +151,14 @@ def read_result(planned: PlannedRun) -> Mapping[str, Any] | None:
 
 
 class Runner:
-    """Gets runs one after the other, prints how far it is, and remembers what went wrong.
-
-    Args:
-        collect_only: Take what is there and start nothing.
-
-    Attributes:
-        problems: What failed or is missing, a line each.
-    """
+    """Gets runs one after the other, and prints the progress; with ``collect_only`` it starts none."""
 
     def __init__(self, collect_only: bool = False) -> None:
         self._collect_only = collect_only
+        # What failed or is missing, a line each.
         self.problems: list[str] = []
 
-    def get(self, planned: PlannedRun) -> Run | None:
+    def get(self, planned: Run) -> Run | None:
         """Find a run done, or do it; None when it has failed, or is not there and nothing shall be started."""
         try:
             result = read_result(planned)
@@ -217,16 +170,16 @@ class Runner:
             self.problems.append(f"{planned.name}: {str(error).partition(chr(10))[0]}")
             print(f"failed   {planned.name}: {error}", flush=True)
             return None
-        return Run(planned.seed, planned.swept, planned.folder, result)
+        return replace(planned, result=result)
 
-    def _do(self, planned: PlannedRun) -> Mapping[str, Any]:
+    def _do(self, planned: Run) -> Mapping[str, Any]:
         planned.folder.mkdir(parents=True, exist_ok=True)
         log = planned.folder / OUTPUT
         print(f"running  {planned.name}", flush=True)
         started = time.monotonic()
         with log.open("w") as output:
             status = run_alone(train_command(list(planned.overrides), planned.folder), output)
-        # The result is the last thing a run writes: what fails after it, on the way out, takes nothing from it.
+        # The result is the last thing a run writes, so a failure after it changes nothing.
         result = read_result(planned)
         if result is None:
             last = "\n".join(log.read_text(errors="replace").splitlines()[-_LINES_SHOWN:])
@@ -238,12 +191,9 @@ class Runner:
 def collect(folders: Sequence[Path]) -> tuple[list[Entry], list[str], list[str]]:
     """Find runs that were started elsewhere, as by ``train.py --multirun``.
 
-    Args:
-        folders: Of sweeps, or of single runs.
-
     Returns:
-        A side for each set of overrides that differ in more than the seed, in the order of the jobs (so that the first
-        job's is the baseline); the overrides that all runs share; and what was started there and has left no result.
+        A side for each set of overrides that differ in more than the seed, in the order of the jobs; the overrides that
+        all runs share; and the runs that have left no result.
 
     Raises:
         ValueError: There is no run, or two runs of the same overrides and seed.

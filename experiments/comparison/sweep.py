@@ -1,7 +1,7 @@
-"""One setting, or several, tried with the same care for every strategy: the best by validation is taken.
+"""Tries values of one or several settings for every strategy alike, and takes the best by validation.
 
-Each combination of values is run with the first seed only. What chooses is the validation after the last step; the
-test part has no say. A best value at the edge of what was tried is no best value yet, and that is said.
+Each combination of values is run with the first seed only. The validation after the last step decides, never the test
+part. A best value at the edge of the sweep may not be the best one, so a note names it.
 """
 
 from __future__ import annotations
@@ -14,19 +14,13 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from comparison.figures import main_metric
+from comparison.table import main_metric
 from lightning_dct.report.quality import higher_is_better
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A setting and the values to try.
-
-    Attributes:
-        setting: Its name, as ``model.learning_rate``.
-        overrides: One for each value, in the order in which they were given.
-        values: The values as numbers; None where they are not all numbers, and so have no order.
-    """
+    """A setting, an override for each value, and the values as numbers; None if they are not all numbers."""
 
     setting: str
     overrides: tuple[str, ...]
@@ -34,14 +28,11 @@ class Axis:
 
     @classmethod
     def parse(cls, text: str) -> Axis:
-        """Read an override with several values, as Hydra's ``--multirun`` takes them.
+        """Read an override with several values, as for ``--multirun``; a ValueError if it is no such override.
 
         Example:
             >>> Axis.parse("model.betas=[0.9,0.999],[0.0,0.999]").overrides
             ('model.betas=[0.9,0.999]', 'model.betas=[0.0,0.999]')
-
-        Raises:
-            ValueError: It is no such override.
         """
         try:
             override = OverridesParser.create().parse_override(text)
@@ -73,8 +64,7 @@ def choose(
         seed: That of all these runs.
 
     Returns:
-        The overrides that won; the values that won, by setting, with a word at those that lie at an edge; and how they
-        won, in words.
+        The best overrides; the best values by setting, marked if they are at an edge; and the reason in words.
 
     Raises:
         ValueError: No run has a validation figure.

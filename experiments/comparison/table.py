@@ -1,9 +1,11 @@
-"""A comparison as a table for the reader, as every figure of every run for a spreadsheet, and as a picture."""
+"""The figures of a comparison over seeds, as a table, as every figure of every run, and as a picture."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,40 +14,111 @@ import matplotlib
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
-from comparison.figures import (
-    COMPARED,
-    Figure,
-    Result,
-    bytes_per_step,
-    difference,
-    main_metric,
-    metric_figure,
-    metric_of,
-    reported_metrics,
-    result_figure,
-)
-from comparison.runs import Entry
+from comparison.runs import Entry, Run
 from lightning_dct.report.quality import higher_is_better
 
+JUDGED_BY = ("auc", "accuracy", "loss")
+"""Metrics that a sweep goes by and a picture shows: the first of them that is reported. Validation reports them too."""
+COMPARED = (*JUDGED_BY, "chrf")
+"""Metrics that a table sets against the baseline's."""
+
+Result = Mapping[str, Any]
 _NOTHING = "-"
 _FIGURES: tuple[tuple[str, str, Callable[[Result], float | None]], ...] = (
     ("gradient ratio", "{:,.1f}x", lambda result: result["compression_ratio"]),
     ("gradient kB a step", "{:,.1f}", lambda result: _thousands(result["bytes_sent_per_step"])),
-    # Where a model is split, or its tables are: what crosses inside it.
+    # Activations of a split model, and rows of sharded tables.
     ("inside ratio", "{:,.1f}x", lambda result: result["split_ratio"]),
     ("inside kB a step", "{:,.1f}", lambda result: _thousands(result["split_bytes_per_step"])),
     ("ms a step", "{:,.1f}", lambda result: result["milliseconds_per_step"]),
 )
 
 
-def to_markdown(entries: Sequence[Entry], title: str, remarks: Sequence[str] = ()) -> str:
-    """The table with all it takes to read it.
+@dataclass(frozen=True)
+class Figure:
+    """The mean over several runs, and the sample standard deviation; None for a single run."""
 
-    Args:
-        entries: The sides of the comparison, the baseline first.
-        title: What was compared.
-        remarks: Sentences for below it: what failed, for instance.
+    mean: float
+    deviation: float | None
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> Figure | None:
+        """Over the values that are known; None where none is."""
+        found = [value for value in values if value is not None]
+        if not found:
+            return None
+        return cls(statistics.fmean(found), statistics.stdev(found) if len(found) > 1 else None)
+
+    def write(self, pattern: str) -> str:
+        """As text: the mean by the pattern, and the deviation by the same, without sign.
+
+        Example:
+            >>> Figure(0.01234, 0.0021).write("{:+.1%}")
+            '+1.2% ± 0.2%'
+        """
+        mean = pattern.format(self.mean)
+        return mean if self.deviation is None else f"{mean} ± {pattern.replace('+', '').format(self.deviation)}"
+
+
+def reported_metrics(entries: Sequence[Entry]) -> list[str]:
+    """Metrics to show: the test part's where it was scored, for then validation only steered the run."""
+    names = list(dict.fromkeys(name for entry in entries for run in entry.runs for name in run.result["metrics"]))
+    return [name for name in names if name.startswith("test/")] or names
+
+
+def metric_of(name: str) -> str:
+    """A metric's name without the part it was measured on.
+
+    Example:
+        >>> metric_of("test/auc"), metric_of("auc")
+        ('auc', 'auc')
     """
+    part, _, metric = name.partition("/")
+    return metric if part in ("test", "val") else name
+
+
+def main_metric(names: Iterable[str]) -> str:
+    """The metric that quality is judged by, without the part; a ValueError if no known one is there."""
+    found = {metric_of(name) for name in names}
+    for metric in JUDGED_BY:
+        if metric in found:
+            return metric
+    reported = ", ".join(sorted(found)) or "nothing"
+    raise ValueError(f"a comparison goes by auc, accuracy or loss, and the runs report {reported}")
+
+
+def metric_figure(runs: Sequence[Run], name: str) -> Figure | None:
+    """A metric over runs; those that diverged have none."""
+    return Figure.of(run.result["metrics"].get(name) for run in runs)
+
+
+def result_figure(runs: Sequence[Run], take: Callable[[Result], float | None]) -> Figure | None:
+    """Anything else of ``result.json`` over runs."""
+    return Figure.of(take(run.result) for run in runs)
+
+
+def difference(entry: Entry, baseline: Entry, name: str) -> Figure | None:
+    """The difference from the baseline's metric, seed by seed, so that the seed's effect on both is not in the spread.
+
+    Of losses it is a fraction of the baseline's, of scores the bare difference. None without a common seed.
+    """
+    reference = {run.seed: run.result["metrics"].get(name) for run in baseline.runs}
+    values: list[float | None] = []
+    for run in entry.runs:
+        mine, theirs = run.result["metrics"].get(name), reference.get(run.seed)
+        if mine is not None and theirs is not None:
+            values.append(mine - theirs if higher_is_better(name) else mine / theirs - 1 if theirs else None)
+    return Figure.of(values)
+
+
+def bytes_per_step(result: Result) -> float | None:
+    """Bytes a rank sends a step, gradients and what crosses inside a split model together; None where not counted."""
+    counted = [result[key] for key in ("bytes_sent_per_step", "split_bytes_per_step") if result[key] is not None]
+    return sum(counted) if counted else None
+
+
+def to_markdown(entries: Sequence[Entry], title: str, remarks: Sequence[str] = ()) -> str:
+    """The table with notes below it, the baseline first; ``remarks`` are further notes, such as what failed."""
     columns: dict[str, list[str]] = {
         "strategy": [entry.label for entry in entries],
         "seeds": [str(len(entry.runs)) for entry in entries],
@@ -60,7 +133,7 @@ def to_markdown(entries: Sequence[Entry], title: str, remarks: Sequence[str] = (
             columns[f"{metric_of(name)} against {entries[0].label}"] = [_NOTHING, *differences]
     for head, pattern, take in _FIGURES:
         figures = [result_figure(entry.runs, take) for entry in entries]
-        # A table need not say of a model that is whole that nothing crosses inside it.
+        # A model that is not split has no such columns.
         if any(figures) or not head.startswith("inside"):
             columns[head] = [_NOTHING if figure is None else pattern.format(figure.mean) for figure in figures]
     sweeps = [f"{entry.label}: {entry.note}." for entry in entries if entry.note]
@@ -78,7 +151,7 @@ def markdown(rows: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
 
 
 def how_to_read(entries: Sequence[Entry]) -> list[str]:
-    """Say what the figures of a table are."""
+    """Notes on the figures of a table."""
     runs = [run for entry in entries for run in entry.runs]
     seeds, processes = sorted({run.seed for run in runs}), sorted({run.result["world_size"] for run in runs})
     notes = [f"{' or '.join(map(str, processes))} processes; seeds {', '.join(map(str, seeds))}."]

@@ -23,18 +23,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 import torch
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_warn
 
-from streams import (
-    Batch,
-    EvaluationRange,
-    TrainingStream,
-    batches_to_cover,
-    rank_and_world_size,
-    rank_rows,
-    shuffled,
-)
+from streams import Batch, RowData, Rows, check_at_least, shuffled
 
 NUM_INTEGERS, NUM_CATEGORIES = 13, 26
 NUM_FIELDS = 1 + NUM_INTEGERS + NUM_CATEGORIES
@@ -48,9 +39,7 @@ _FORMAT = 2  # goes up when rows would come out differently
 
 
 def parse(lines: list[bytes]) -> tuple[npt.NDArray[np.uint32], list[int]]:
-    """Read lines.
-
-    Integers become ``log(1 + x)``, missing and negative ones 0, as in the reference DLRM. A missing hash becomes 0.
+    """Read lines as the reference does: integers become ``log(1 + x)``; missing or negative ones and missing hashes 0.
 
     Returns:
         uint32 ``[40, rows]``: the label and the integers as the bits of float32, then the hashes; and the indices of
@@ -89,20 +78,14 @@ def choose_values(values: npt.NDArray[np.uint32], min_count: int, max_rows: int 
 
 
 class Folder:
-    """A folder of converted rows, which an interrupted conversion continues.
-
-    Args:
-        root: The folder.
-        path: The text, plain or gzip.
-        settings: Of :class:`Criteo`: ``days``, ``min_count``, ``max_rows_per_table`` and ``on_error``.
-    """
+    """A folder of converted rows, which an interrupted conversion continues; for the settings of :class:`Criteo`."""
 
     def __init__(self, root: Path, path: Path, settings: dict[str, Any]) -> None:
         self.root, self.path, self.settings = root, path, settings
 
     @property
     def notes(self) -> dict[str, Any]:
-        """What is done: the shards that are read, the first bad line, and in the end the tables' rows."""
+        """The progress: the shards that are read, the first bad line, and in the end the tables' rows."""
         file = self.root / "notes.json"
         return json.loads(file.read_text()) if file.exists() else {"shards": [], "bad": ""}
 
@@ -115,7 +98,7 @@ class Folder:
         return {"train": range(first), "val": range(first, second), "test": range(second, rows)}
 
     def convert(self) -> None:
-        """Convert the text, or what is left of it; another process waits meanwhile.
+        """Convert the text, or the rest of it; another process waits meanwhile.
 
         Raises:
             ValueError: A line is no row (with ``on_error="raise"``), the gzip file is damaged, or rows are too few.
@@ -164,7 +147,7 @@ class Folder:
             raise ValueError(f"data.path={self.path}: the gzip file is damaged ({error}); get it again") from error
 
     def _vocabulary(self, category: int) -> npt.NDArray[np.uint32]:
-        """The chosen values of a category, counted over the training days; takes 12 bytes for each of their rows."""
+        """The chosen values of a category, counted over the training days; takes 12 bytes for each row."""
         name = f"vocabulary-{category}.npy"
         if not (self.root / name).exists():
             values = [self._columns(shard)[1 + NUM_INTEGERS + category] for shard in range(len(self.notes["shards"]))]
@@ -207,7 +190,7 @@ class Folder:
         os.replace(part, self.root / name)
 
 
-class Criteo(LightningDataModule):
+class Criteo(RowData):
     """Criteo's Kaggle Display Advertising Challenge.
 
     Batches are ``{"dense": float32 [n, 13], "categorical": int64 [n, 26], "label": float32 [n]}``. In every table, id 0
@@ -215,8 +198,7 @@ class Criteo(LightningDataModule):
     frequent in training to the least. Epochs follow each other without a seam, each in a seeded order.
 
     One process a node converts the text, and the others wait, without a time limit. A row takes 160 bytes on the disk
-    (7.3 GB for the whole file), and twice that for a while. Reading took 8 microseconds a row (a single core, 20,000
-    rows), which would be 6 minutes for the whole file; counting values and looking up ids come on top.
+    (7.3 GB for the whole file), and twice that during the conversion.
 
     Args:
         path: The training file, plain or gzip.
@@ -225,14 +207,14 @@ class Criteo(LightningDataModule):
         max_rows_per_table: The most rows of a table, the 2 reserved ones included. None for no bound.
         on_error: ``raise`` stops at a line that is no row; ``skip`` leaves such lines out and counts them.
         batch_size: Training rows a rank.
-        eval_batch_size: Validation rows a rank; fewer where there are not as many.
+        eval_batch_size: Validation rows a rank, at most.
         seed: Chooses the order of training.
-        cache_dir: Where folders of converted rows lie, ``criteo-*``, one an input and its settings; they may be
+        cache_dir: Holds the folders of converted rows, ``criteo-*``, one for each input and settings; they may be
             deleted.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If a setting is out of range.
+        FileNotFoundError: There is no such file.
+        ValueError: A setting is out of range.
     """
 
     num_dense = NUM_INTEGERS
@@ -249,12 +231,11 @@ class Criteo(LightningDataModule):
         seed: int = 0,
         cache_dir: str = "outputs/cache",
     ) -> None:
-        super().__init__()
-        least = {"days": 2, "min_count": 1, "max_rows_per_table": 3, "batch_size": 1, "eval_batch_size": 1}
-        for name, lowest in least.items():
-            value = locals()[name]
-            if value is not None and value < lowest:
-                raise ValueError(f"data.{name}={value}: must be at least {lowest}")
+        super().__init__(batch_size, eval_batch_size)
+        check_at_least(2, days=days)
+        check_at_least(1, min_count=min_count)
+        if max_rows_per_table is not None:
+            check_at_least(3, max_rows_per_table=max_rows_per_table)
         if on_error not in ON_ERROR:
             raise ValueError(f"data.on_error={on_error!r}: choose one of {', '.join(ON_ERROR)}")
         if path is None:
@@ -265,13 +246,9 @@ class Criteo(LightningDataModule):
                 f"data.path={path}: there is no such file (looked for {text.resolve()}); give train.txt of Criteo's"
                 " Kaggle Display Advertising Challenge"
             )
-        self.batch_size, self.eval_batch_size, self.seed = batch_size, eval_batch_size, seed
-        settings = {
-            "days": days,
-            "min_count": min_count,
-            "max_rows_per_table": max_rows_per_table,
-            "on_error": on_error,
-        }
+        self.seed = seed
+        settings = {"days": days, "min_count": min_count, "max_rows_per_table": max_rows_per_table}
+        settings["on_error"] = on_error
         status = text.stat()
         key = json.dumps([_FORMAT, str(text.resolve()), status.st_size, status.st_mtime_ns, settings])
         digest = hashlib.sha256(key.encode()).hexdigest()[:12]
@@ -295,7 +272,23 @@ class Criteo(LightningDataModule):
         if bad := sum(shard["bad"] for shard in notes["shards"]):
             rank_zero_warn(f"{bad} lines of the text are left out, the first is {notes['bad']}")
 
-    def rows(self, numbers: npt.NDArray[np.int64]) -> Batch:
+    def num_rows(self, part: str) -> int:
+        """Rows of a part; known after ``setup``."""
+        return len(self.parts[part])
+
+    def training_rows(self, rows: Rows) -> Batch:
+        """Training rows in a seeded order, another one in each epoch."""
+        return self.rows(shuffled(rows, self.num_rows("train"), self.seed))
+
+    def evaluation_rows(self, part: str, rows: Rows) -> Batch:
+        """These rows of a part."""
+        return self.rows(self.parts[part].start + rows)
+
+    def rows_a_rank(self, total: int, world_size: int) -> int:
+        """At most ``eval_batch_size``: a sample of the file may have fewer rows than a batch on every rank."""
+        return max(1, min(self.eval_batch_size, total // world_size))
+
+    def rows(self, numbers: Rows) -> Batch:
         """The rows with these numbers, counted from the start of the file, as a batch."""
         rows = self._rows[numbers]
         return {
@@ -303,31 +296,3 @@ class Criteo(LightningDataModule):
             "categorical": torch.from_numpy(rows["categorical"].astype(np.int64)),
             "label": torch.from_numpy(np.ascontiguousarray(rows["label"])),
         }
-
-    def train_dataloader(self) -> TrainingStream:
-        rank, world_size = rank_and_world_size(self.trainer)
-        size = len(self.parts["train"])
-
-        def make_batch(batch: int) -> Batch:
-            places = rank_rows(batch, batch_size=self.batch_size, rank=rank, world_size=world_size)
-            return self.rows(shuffled(places, size, self.seed))
-
-        return TrainingStream(make_batch, -(-size // (self.batch_size * world_size)))
-
-    def _evaluation(self, part: str) -> EvaluationRange:
-        rank, world_size = rank_and_world_size(self.trainer)
-        numbers = self.parts[part]
-        # A sample of the file may have fewer rows than a batch on every rank.
-        batch_size = max(1, min(self.eval_batch_size, len(numbers) // world_size))
-        split: dict[str, Any] = {"batch_size": batch_size, "world_size": world_size}
-
-        def make_batch(batch: int) -> Batch:
-            return self.rows(numbers.start + rank_rows(batch, rank=rank, total=len(numbers), **split))
-
-        return EvaluationRange(make_batch, batches_to_cover(len(numbers), **split))
-
-    def val_dataloader(self) -> EvaluationRange:
-        return self._evaluation("val")
-
-    def test_dataloader(self) -> EvaluationRange:
-        return self._evaluation("test")

@@ -2,7 +2,7 @@
 
 Row ``i`` is a pure function of ``(seed, i)``: 13 counts with log-normal tails and 26 categories with Zipf ids, some
 of each missing, and a click drawn from the teacher's probability. The teacher knows nothing but what the row shows,
-so the area under the ROC curve of its probabilities is what a perfect model would reach.
+so a perfect model would reach the area under the ROC curve of its probabilities.
 """
 
 from __future__ import annotations
@@ -13,26 +13,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from lightning.pytorch import LightningDataModule
 
 from counter_random import UInt64Array, hash_counters, normal, uniform, uniform_pair
-from streams import (
-    Batch,
-    EvaluationRange,
-    TrainingStream,
-    batches_to_cover,
-    rank_and_world_size,
-    rank_rows,
-)
+from streams import Batch, RowData, Rows, check_at_least
 
 NUM_DENSE = 13
 MISSING_ID = 0
 """Row of every table that stands for a missing category."""
 
 FIRST_ROW = {"train": 0, "val": 2**40, "test": 2**41, "calibration": 2**42}
-"""Where each part of the endless log begins: far enough apart never to meet."""
+"""The first row of each part of the endless log, far enough apart never to overlap."""
 
-# What a hashed number is for: the first counter, so that no two uses share their bits.
+# The use of a hashed number is its first counter, so that no two uses share their bits.
 _COUNT, _COUNT_MISSING, _CATEGORY, _CLICK, _WEIGHT, _FACTORS, _RATES, _DENSE_WEIGHT = range(8)
 _FACTOR_DIM = 4
 _CALIBRATION_ROWS = 16384
@@ -54,9 +46,6 @@ class ClickTeacher:
         dense_scale: Standard deviation that the dense features add to the logit.
         category_scale: The same of the category weights.
         pair_scale: The same of the pairs of categories.
-
-    Raises:
-        ValueError: If a setting is out of range.
     """
 
     def __init__(
@@ -111,14 +100,9 @@ class ClickTeacher:
         return low
 
     def features(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-        """Give what a model sees of some rows.
+        """The dense features ``[n, 13]`` of rows ``[n]``, and their category ids ``[n, tables]``, missing ones 0.
 
-        Args:
-            rows: Row numbers ``[n]``.
-
-        Returns:
-            Dense features ``[n, 13]``, ``log(1 + count)`` with missing counts at 0, as the reference prepares
-            Criteo; category ids ``[n, tables]``, missing ones 0.
+        A dense feature is ``log(1 + count)``, 0 for a missing count, as the reference prepares Criteo.
         """
         return self._dense(rows[:, None]), self._categories(rows[:, None])
 
@@ -173,11 +157,9 @@ class ClickTeacher:
         )
 
     def batch(self, rows: npt.NDArray[np.int64]) -> Batch:
-        """Make the rows with these numbers.
+        """Make the rows with these numbers, as a batch of tensors.
 
-        Returns:
-            ``dense`` float32 ``[n, 13]``, ``categorical`` int64 ``[n, tables]``, ``label`` float32 ``[n]`` (0 or
-            1) and ``probability`` float32 ``[n]``, the truth that no model is shown.
+        ``label`` is 0 or 1, and ``probability`` is the truth that no model is shown.
         """
         dense, categories = self.features(rows)
         probability = _sigmoid(self.logits(dense, categories))
@@ -194,11 +176,10 @@ def _sigmoid(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return 1 / (1 + np.exp(-logits))
 
 
-class SyntheticClicks(LightningDataModule):
+class SyntheticClicks(RowData):
     """An endless click log: fresh rows in every epoch, the same rows for any number of ranks.
 
-    Batches are those of :meth:`ClickTeacher.batch`; ``streams`` says which rank reads which rows. Training,
-    validation and test are disjoint ranges of rows.
+    Batches are those of :meth:`ClickTeacher.batch`. Training, validation and test are disjoint ranges of rows.
 
     Args:
         table_rows: Rows of each embedding table.
@@ -208,9 +189,6 @@ class SyntheticClicks(LightningDataModule):
         eval_rows: Rows for validation, and again for test.
         seed: Chooses the teacher and the rows.
         teacher: Further settings of :class:`ClickTeacher`.
-
-    Raises:
-        ValueError: If a setting is out of range.
     """
 
     num_dense = NUM_DENSE
@@ -225,43 +203,25 @@ class SyntheticClicks(LightningDataModule):
         seed: int = 0,
         **teacher: Any,
     ) -> None:
-        super().__init__()
-        for name, value in (
-            ("batch_size", batch_size),
-            ("eval_batch_size", eval_batch_size),
-            ("batches_per_epoch", batches_per_epoch),
-            ("eval_rows", eval_rows),
-        ):
-            if value < 1:
-                raise ValueError(f"data.{name}={value}: must be at least 1")
+        super().__init__(batch_size, eval_batch_size)
+        check_at_least(1, batches_per_epoch=batches_per_epoch, eval_rows=eval_rows)
         self.table_rows = list(table_rows)
-        self.batch_size = batch_size
-        self.eval_batch_size = eval_batch_size
         self.batches_per_epoch = batches_per_epoch
         self.eval_rows = eval_rows
         self.teacher = ClickTeacher(self.table_rows, seed, **teacher)
 
-    def train_dataloader(self) -> TrainingStream:
-        rank, world_size = rank_and_world_size(self.trainer)
+    def num_rows(self, part: str) -> int:
+        """Rows of an evaluation; training has no end."""
+        return self.eval_rows
 
-        def make_batch(batch: int) -> Batch:
-            rows = rank_rows(batch, batch_size=self.batch_size, rank=rank, world_size=world_size)
-            return self.teacher.batch(rows + FIRST_ROW["train"])
+    def epoch_batches(self, world_size: int) -> int:
+        """Training batches between two validations."""
+        return self.batches_per_epoch
 
-        return TrainingStream(make_batch, self.batches_per_epoch)
+    def training_rows(self, rows: Rows) -> Batch:
+        """The training rows with these global numbers."""
+        return self.evaluation_rows("train", rows)
 
-    def _evaluation(self, part: str) -> EvaluationRange:
-        rank, world_size = rank_and_world_size(self.trainer)
-        split: dict[str, Any] = {"batch_size": self.eval_batch_size, "world_size": world_size}
-
-        def make_batch(batch: int) -> Batch:
-            rows = rank_rows(batch, rank=rank, total=self.eval_rows, **split)
-            return self.teacher.batch(rows + FIRST_ROW[part])
-
-        return EvaluationRange(make_batch, batches_to_cover(self.eval_rows, **split))
-
-    def val_dataloader(self) -> EvaluationRange:
-        return self._evaluation("val")
-
-    def test_dataloader(self) -> EvaluationRange:
-        return self._evaluation("test")
+    def evaluation_rows(self, part: str, rows: Rows) -> Batch:
+        """These rows of a part."""
+        return self.teacher.batch(rows + FIRST_ROW[part])

@@ -23,12 +23,7 @@ from lightning_dct.traffic import Traffic
 
 
 def fully_connected(sizes: Sequence[int], *, activate_last: bool) -> nn.Sequential:
-    """Linear layers with ReLU between them, initialised as the reference does.
-
-    Args:
-        sizes: Widths from the input to the output.
-        activate_last: Whether a ReLU follows the last layer too.
-    """
+    """Linear layers of these widths with ReLU between them, initialised as in the reference."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(sizes):
         layer = nn.Linear(inputs, outputs)
@@ -41,18 +36,13 @@ def fully_connected(sizes: Sequence[int], *, activate_last: bool) -> nn.Sequenti
 class ThresholdedTables(nn.Module):
     """The paper's exchange (Gupta et al., KDD 2021, section 3.2), to compare changes with.
 
-    Of a batch's pooled embeddings only each table's largest entries cross, and the others are zero for the model;
-    gradients come back under the same mask. Here rows cross as they are, and the rank that uses them masks what it has
-    pooled: the same model, but each threshold sees one rank's batch. What is counted is what would cross of all
-    tables, without ids.
+    Only the largest entries of a batch's pooled embeddings cross, and the others are zero for the model; gradients come
+    back under the same mask. Here rows cross as they are, and the rank that uses them masks what it has pooled: the
+    same model, but each threshold sees one rank's batch. The counter has the bytes that would cross of all tables,
+    without ids.
 
-    Args:
-        table_rows: Rows of each table.
-        embedding_dim: Size of an embedding.
-        density: Share of a table's pooled entries that crosses.
-        value_format: Of pooled embeddings and of their gradients, as :class:`lightning_dct.SplitPoint` takes it.
-        refresh_every: Optimizer steps between two exact selections of the thresholds.
-        **settings: As :class:`lightning_dct.ShardedEmbeddingBags` takes them.
+    ``density`` is the share of a table's pooled entries that crosses, and ``value_format`` that of pooled embeddings
+    and of their gradients. Other settings are those of :class:`lightning_dct.ShardedEmbeddingBags`.
     """
 
     def __init__(
@@ -135,15 +125,7 @@ class DLRM(nn.Module):
         return products[:, rows, columns]
 
     def forward(self, dense: Tensor, categorical: Tensor) -> Tensor:
-        """Give the logit of a click.
-
-        Args:
-            dense: float ``[batch, num_dense]``.
-            categorical: int64 ``[batch, tables]``, one row number a table.
-
-        Returns:
-            float ``[batch]``.
-        """
+        """The logit of a click ``[batch]``; ``categorical`` has one row number a table, ``[batch, tables]``."""
         if hasattr(self.tables, "request"):
             # Rows travel while the bottom network computes.
             lookup = self.tables.request(categorical)

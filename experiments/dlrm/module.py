@@ -29,8 +29,8 @@ class ClickModule(LightningModule):
     """DLRM as Lightning trains it.
 
     Logs ``train/loss``, and for validation and test ``loss`` (nats), ``auc``, ``accuracy`` under ``val/`` and
-    ``test/``. Where the data knows the true click probability, ``test/best_auc`` is what that probability itself
-    scores on the same rows: no model can be expected to do better.
+    ``test/``. If the data has the true click probability, ``test/best_auc`` is the score of that probability on the
+    same rows: the best that a model can reach.
 
     Args:
         embedding_dim: Size of an embedding.
@@ -47,8 +47,6 @@ class ClickModule(LightningModule):
         num_dense: Number of dense features; read from the data module when None.
         table_rows: Rows of each table; read from the data module when None.
 
-    Raises:
-        ValueError: If the optimizer is unknown.
     """
 
     def __init__(

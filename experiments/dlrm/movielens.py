@@ -1,8 +1,8 @@
 """MovieLens 100K as clicks: would this user rate this film 4 or more?
 
-Reads the two forms in which the set is passed around: GroupLens' own (``u.data``, ``u.user``, ``u.item``) and RecBole's
-atomic files (``ml-100k.inter``, ``.user``, ``.item``). Nine categories and seven dense features are made of them; what
-is counted (how often a user or a film is rated) is counted over the training part alone.
+Reads both forms of the set: GroupLens' own (``u.data``, ``u.user``, ``u.item``) and RecBole's atomic files
+(``ml-100k.inter``, ``.user``, ``.item``). They give nine categories and seven dense features. Counts, such as the
+ratings of a film, are counted over the training part alone.
 """
 
 from __future__ import annotations
@@ -14,28 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 
-from dlrm.movielens_files import (
-    Film,
-    Rating,
-    User,
-    download,
-    find_form,
-    read_films,
-    read_ratings,
-    read_users,
-)
-from streams import (
-    Batch,
-    EvaluationRange,
-    TrainingStream,
-    batches_to_cover,
-    rank_and_world_size,
-    rank_rows,
-    shuffled,
-)
+from dlrm.movielens_files import Film, Rating, User, download, find_form, read_films, read_ratings, read_users
+from streams import Batch, RowData, Rows, shuffled
 
 POSITIVE_FROM = 4
 """Ratings from here up are clicks (55.4% of them)."""
@@ -55,7 +37,7 @@ class Clicks:
 
 
 def _number_values(values: list[Any]) -> tuple[npt.NDArray[np.int64], int]:
-    """Replace values by their place among the sorted distinct ones; also say how many there are."""
+    """Replace values by their place among the sorted distinct ones; return the number of these, too."""
     distinct, numbers = np.unique(np.asarray(values), return_inverse=True)
     return numbers.astype(np.int64), len(distinct)
 
@@ -63,14 +45,7 @@ def _number_values(values: list[Any]) -> tuple[npt.NDArray[np.int64], int]:
 def make_features(
     ratings: list[Rating], users: dict[int, User], films: dict[int, Film], training: npt.NDArray[np.int64]
 ) -> Clicks:
-    """Turn ratings into rows for DLRM.
-
-    Args:
-        ratings: All ratings.
-        users: Users by id.
-        films: Films by id.
-        training: Numbers of the ratings that are trained on: counts and scales come from these.
-    """
+    """Turn ratings into rows for DLRM; counts and scales come from the ``training`` ratings alone."""
     time = np.array([rating.timestamp for rating in ratings], dtype=np.float64)
     raters = [users[rating.user] for rating in ratings]
     rated = [films[rating.film] for rating in ratings]
@@ -122,29 +97,20 @@ def make_features(
     return Clicks(dense.astype(np.float32), categorical, label.astype(np.float32), [size for _, size in numbered])
 
 
-class MovieLens(LightningDataModule):
+class MovieLens(RowData):
     """MovieLens 100K: 80% to train, 10% to validate, 10% to test, drawn at random.
 
     Batches are ``{"dense": float32 [n, 7], "categorical": int64 [n, 9], "label": float32 [n]}``. An epoch is one seeded
     shuffle after the other without a seam, so that every global batch is full and no row is left out.
 
-    Args:
-        root: Folder that holds the files; they are downloaded to it when it has none.
-        batch_size: Training rows a rank.
-        eval_batch_size: Validation rows a rank.
-        seed: Chooses the split and the order.
+    The files in ``root`` are downloaded if it has none. ``seed`` chooses the split and the order.
     """
 
     num_dense = 7
 
     def __init__(self, root: str, batch_size: int = 128, eval_batch_size: int = 1024, seed: int = 0) -> None:
-        super().__init__()
-        for name, value in (("batch_size", batch_size), ("eval_batch_size", eval_batch_size)):
-            if value < 1:
-                raise ValueError(f"data.{name}={value}: must be at least 1")
+        super().__init__(batch_size, eval_batch_size)
         self.root = Path(root)
-        self.batch_size = batch_size
-        self.eval_batch_size = eval_batch_size
         self.seed = seed
         self.clicks: Clicks | None = None
         self.parts: dict[str, npt.NDArray[np.int64]] = {}
@@ -180,7 +146,7 @@ class MovieLens(LightningDataModule):
         self.parts = {"train": order[:first], "val": order[first:second], "test": order[second:]}
         self.clicks = make_features(ratings, users, films, self.parts["train"])
 
-    def rows(self, numbers: npt.NDArray[np.int64]) -> Batch:
+    def rows(self, numbers: Rows) -> Batch:
         """Give the ratings with these numbers as a batch."""
         clicks = self._get_clicks()
         return {
@@ -189,28 +155,14 @@ class MovieLens(LightningDataModule):
             "label": torch.from_numpy(clicks.label[numbers]),
         }
 
-    def train_dataloader(self) -> TrainingStream:
-        rank, world_size = rank_and_world_size(self.trainer)
-        training = self.parts["train"]
+    def num_rows(self, part: str) -> int:
+        """Rows of a part; known after ``setup``."""
+        return len(self.parts[part])
 
-        def make_batch(batch: int) -> Batch:
-            places = rank_rows(batch, batch_size=self.batch_size, rank=rank, world_size=world_size)
-            return self.rows(training[shuffled(places, len(training), self.seed)])
+    def training_rows(self, rows: Rows) -> Batch:
+        """Training rows in a seeded order, another one in each epoch."""
+        return self.evaluation_rows("train", shuffled(rows, self.num_rows("train"), self.seed))
 
-        return TrainingStream(make_batch, -(-len(training) // (self.batch_size * world_size)))
-
-    def _evaluation(self, part: str) -> EvaluationRange:
-        rank, world_size = rank_and_world_size(self.trainer)
-        numbers = self.parts[part]
-        split: dict[str, Any] = {"batch_size": self.eval_batch_size, "world_size": world_size}
-
-        def make_batch(batch: int) -> Batch:
-            return self.rows(numbers[rank_rows(batch, rank=rank, total=len(numbers), **split)])
-
-        return EvaluationRange(make_batch, batches_to_cover(len(numbers), **split))
-
-    def val_dataloader(self) -> EvaluationRange:
-        return self._evaluation("val")
-
-    def test_dataloader(self) -> EvaluationRange:
-        return self._evaluation("test")
+    def evaluation_rows(self, part: str, rows: Rows) -> Batch:
+        """These rows of a part."""
+        return self.rows(self.parts[part][rows])

@@ -18,36 +18,31 @@ GROUPLENS_FILES = ("u.data", "u.user", "u.item")
 RECBOLE_FILES = ("ml-100k.inter", "ml-100k.user", "ml-100k.item")
 
 _GENRES = [
-    "unknown",
-    "Action",
-    "Adventure",
-    "Animation",
-    "Children's",
-    "Comedy",
-    "Crime",
-    "Documentary",
-    "Drama",
-    "Fantasy",
-    "Film-Noir",
-    "Horror",
-    "Musical",
-    "Mystery",
-    "Romance",
-    "Sci-Fi",
-    "Thriller",
-    "War",
-    "Western",
+    *(
+        "unknown",
+        "Action",
+        "Adventure",
+        "Animation",
+        "Children's",
+        "Comedy",
+        "Crime",
+        "Documentary",
+        "Drama",
+        "Fantasy",
+    ),
+    *("Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western"),
 ]
 
 _NO_YEAR = ("", "unkonwn", "V")
-"""What stands where two films have no release year: nothing in u.item, these (sic) in RecBole's file."""
+"""The release years of films without one: nothing in u.item, these (sic) in RecBole's file."""
 
 _DOWNLOAD_TIMEOUT_SECONDS = 30
+_FIRST_FLAG = 5  # of the genres in u.item
 
 
 @dataclass(frozen=True)
 class User:
-    """A user as the files know one."""
+    """A user as the files describe one."""
 
     age: int
     gender: str
@@ -57,7 +52,7 @@ class User:
 
 @dataclass(frozen=True)
 class Film:
-    """A film; ``year`` is None where the files have none."""
+    """A film; ``year`` is None if the files have none."""
 
     year: int | None
     genres: tuple[str, ...]
@@ -76,15 +71,36 @@ class Rating:
 class BadLineError(ValueError):
     """A line that cannot be read; the message names the file and the line, counted from 1."""
 
-    def __init__(self, file: Path, line: int, problem: str) -> None:
-        super().__init__(f"{file}, line {line}: {problem}")
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a file, and its fields."""
+
+    file: Path
+    number: int
+    fields: list[str]
+
+    def bad(self, problem: str) -> BadLineError:
+        """The error that names this line."""
+        return BadLineError(f"{self.file}, line {self.number}: {problem}")
+
+    def integer(self, place: int, what: str) -> int:
+        """A field as a whole number."""
+        text = self.fields[place]
+        try:
+            number = float(text)
+        except ValueError:
+            number = float("nan")
+        if number != number // 1:
+            raise self.bad(f"{what} is {text!r}, not a whole number")
+        return int(number)
 
 
 def find_form(root: Path) -> str | None:
-    """Say which form of the set ``root`` holds: ``grouplens``, ``recbole``, or None when it holds neither.
+    """The form of the set that ``root`` holds: ``grouplens``, ``recbole``, or None when it holds neither.
 
     Raises:
-        FileNotFoundError: If some files of a form are there and others are not.
+        FileNotFoundError: Some files of a form are there and others are not.
     """
     for form, names in (("recbole", RECBOLE_FILES), ("grouplens", GROUPLENS_FILES)):
         missing = [name for name in names if not (root / name).is_file()]
@@ -96,11 +112,11 @@ def find_form(root: Path) -> str | None:
 
 
 def download(root: Path) -> None:
-    """Fetch the set from GroupLens, check it, and put its three files into ``root``.
+    """Download the set from GroupLens, check it, and put its three files into ``root``.
 
     Raises:
-        ConnectionError: If the download fails; the message says what to put where.
-        ValueError: If what came is not the file that is known.
+        ConnectionError: The download fails; the message names the files to put there.
+        ValueError: The file has another MD5 sum.
     """
     try:
         with urllib.request.urlopen(URL, timeout=_DOWNLOAD_TIMEOUT_SECONDS) as response:
@@ -123,109 +139,86 @@ def download(root: Path) -> None:
             (root / name).write_bytes(archive.read(f"ml-100k/{name}"))
 
 
-def _integer(text: str, what: str, file: Path, line: int) -> int:
-    try:
-        number = float(text)
-    except ValueError:
-        number = float("nan")
-    if number != number // 1:
-        raise BadLineError(file, line, f"{what} is {text!r}, not a whole number")
-    return int(number)
-
-
-def _records(file: Path, separator: str, encoding: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield ``(line number, fields)`` of a text file."""
+def _lines(file: Path, separator: str, encoding: str) -> Iterator[Line]:
     with file.open(encoding=encoding, newline="\n") as lines:
         for number, line in enumerate(lines, start=1):
-            yield number, line.rstrip("\r\n").split(separator)
+            yield Line(file, number, line.rstrip("\r\n").split(separator))
 
 
-def _recbole_records(file: Path, wanted: tuple[str, ...]) -> Iterator[tuple[int, list[str]]]:
-    """Yield ``(line number, wanted columns)`` of an atomic file, whose header has entries ``name:type``."""
-    records = _records(file, "\t", "utf-8")
-    _, header = next(records, (1, [""]))
-    names = [column.split(":")[0] for column in header]
-    missing = [name for name in wanted if name not in names]
-    if missing:
-        raise BadLineError(file, 1, f"the header has no column {', '.join(missing)} (it has {', '.join(names)})")
+def _recbole(file: Path, *wanted: str) -> Iterator[Line]:
+    """The wanted columns of an atomic file, whose header has entries ``name:type``."""
+    lines = _lines(file, "\t", "utf-8")
+    header = next(lines, Line(file, 1, [""]))
+    names = [column.split(":")[0] for column in header.fields]
+    if missing := [name for name in wanted if name not in names]:
+        raise header.bad(f"the header has no column {', '.join(missing)} (it has {', '.join(names)})")
     places = [names.index(name) for name in wanted]
-    for line, fields in records:
-        if len(fields) != len(names):
-            raise BadLineError(file, line, f"{len(fields)} fields where the header has {len(names)}, tab separated")
-        yield line, [fields[place] for place in places]
+    for line in lines:
+        if len(line.fields) != len(names):
+            raise line.bad(f"{len(line.fields)} fields where the header has {len(names)}, tab separated")
+        yield Line(file, line.number, [line.fields[place] for place in places])
 
 
-def _grouplens_records(file: Path, separator: str, num_fields: int) -> Iterator[tuple[int, list[str]]]:
-    """Yield ``(line number, fields)`` of one of GroupLens' files, which have no header."""
-    for line, fields in _records(file, separator, "latin-1"):
-        if len(fields) != num_fields:
-            raise BadLineError(file, line, f"{len(fields)} fields in place of {num_fields}, separated by {separator!r}")
-        yield line, fields
+def _grouplens(file: Path, separator: str, num_fields: int) -> Iterator[Line]:
+    """The lines of one of GroupLens' files, which have no header."""
+    for line in _lines(file, separator, "latin-1"):
+        if len(line.fields) != num_fields:
+            raise line.bad(f"{len(line.fields)} fields in place of {num_fields}, separated by {separator!r}")
+        yield line
 
 
 def read_users(root: Path) -> dict[int, User]:
     """Read all users of ``root``, by id."""
     if find_form(root) == "recbole":
-        file = root / "ml-100k.user"
-        records = _recbole_records(file, ("user_id", "age", "gender", "occupation", "zip_code"))
+        lines = _recbole(root / "ml-100k.user", "user_id", "age", "gender", "occupation", "zip_code")
     else:
-        file = root / "u.user"
-        records = _grouplens_records(file, "|", 5)
-    return {
-        _integer(fields[0], "the user id", file, line): User(
-            _integer(fields[1], "the age", file, line), fields[2], fields[3], fields[4]
-        )
-        for line, fields in records
-    }
+        lines = _grouplens(root / "u.user", "|", 5)
+    return {line.integer(0, "the user id"): User(line.integer(1, "the age"), *line.fields[2:]) for line in lines}
 
 
 def read_films(root: Path) -> dict[int, Film]:
     """Read all films of ``root``, by id."""
     films: dict[int, Film] = {}
     if find_form(root) == "recbole":
-        file = root / "ml-100k.item"
-        for line, (film, year, genres) in _recbole_records(file, ("item_id", "release_year", "class")):
-            released = None if year in _NO_YEAR else _integer(year, "the release year", file, line)
-            films[_integer(film, "the film id", file, line)] = Film(released, tuple(genres.split()))
-        return films
-    file = root / "u.item"
-    first_flag = 5
-    for line, fields in _grouplens_records(file, "|", first_flag + len(_GENRES)):
-        flags = fields[first_flag:]
-        if not set(flags) <= {"0", "1"}:
-            raise BadLineError(file, line, "the genre flags are not all 0 or 1")
-        # The date reads 01-Jan-1995.
-        year = fields[2].rpartition("-")[2]
-        released = None if year in _NO_YEAR else _integer(year, "the release year", file, line)
-        genres = tuple(genre for genre, flag in zip(_GENRES, flags, strict=True) if flag == "1")
-        films[_integer(fields[0], "the film id", file, line)] = Film(released, genres)
+        lines = _recbole(root / "ml-100k.item", "item_id", "release_year", "class")
+    else:
+        lines = map(_with_year_and_genres, _grouplens(root / "u.item", "|", _FIRST_FLAG + len(_GENRES)))
+    for line in lines:
+        year = None if line.fields[1] in _NO_YEAR else line.integer(1, "the release year")
+        films[line.integer(0, "the film id")] = Film(year, tuple(line.fields[2].split()))
     return films
+
+
+def _with_year_and_genres(line: Line) -> Line:
+    """A line of GroupLens' films in RecBole's columns; the date reads 01-Jan-1995."""
+    flags = line.fields[_FIRST_FLAG:]
+    if not set(flags) <= {"0", "1"}:
+        raise line.bad("the genre flags are not all 0 or 1")
+    genres = " ".join(genre for genre, flag in zip(_GENRES, flags, strict=True) if flag == "1")
+    return Line(line.file, line.number, [line.fields[0], line.fields[2].rpartition("-")[2], genres])
 
 
 def read_ratings(root: Path, users: dict[int, User], films: dict[int, Film]) -> list[Rating]:
     """Read all ratings of ``root`` in the order of the file.
 
     Raises:
-        BadLineError: If a line has the wrong fields, stars outside 1 to 5, or a user or film that is not known.
+        BadLineError: A line has the wrong fields, stars outside 1 to 5, or an unknown user or film.
     """
     if find_form(root) == "recbole":
-        file = root / "ml-100k.inter"
-        records = _recbole_records(file, ("user_id", "item_id", "rating", "timestamp"))
+        lines = _recbole(root / "ml-100k.inter", "user_id", "item_id", "rating", "timestamp")
     else:
-        file = root / "u.data"
-        records = _grouplens_records(file, "\t", 4)
+        lines = _grouplens(root / "u.data", "\t", 4)
     ratings = []
-    for line, (user_text, film_text, stars_text, time_text) in records:
-        user = _integer(user_text, "the user id", file, line)
-        film = _integer(film_text, "the film id", file, line)
-        stars = _integer(stars_text, "the rating", file, line)
-        if user not in users:
-            raise BadLineError(file, line, f"there is no user {user} in the file of users")
-        if film not in films:
-            raise BadLineError(file, line, f"there is no film {film} in the file of films")
-        if not 1 <= stars <= 5:
-            raise BadLineError(file, line, f"the rating is {stars}, not 1 to 5")
-        ratings.append(Rating(user, film, stars, _integer(time_text, "the timestamp", file, line)))
+    for line in lines:
+        names = ("the user id", "the film id", "the rating", "the timestamp")
+        rating = Rating(*(line.integer(place, name) for place, name in enumerate(names)))
+        if rating.user not in users:
+            raise line.bad(f"there is no user {rating.user} in the file of users")
+        if rating.film not in films:
+            raise line.bad(f"there is no film {rating.film} in the file of films")
+        if not 1 <= rating.stars <= 5:
+            raise line.bad(f"the rating is {rating.stars}, not 1 to 5")
+        ratings.append(rating)
     if not ratings:
-        raise BadLineError(file, 1, "there is no rating in the file")
+        raise BadLineError(f"data.root={root}: there is no rating in the file")
     return ratings

@@ -1,4 +1,4 @@
-"""A wire on which every frame travels for a given time, for kernels without ``netem``. One thread carries it all."""
+"""A wire on which every frame travels for a given time, for kernels without ``netem``; one thread carries all."""
 
 from __future__ import annotations
 
@@ -17,14 +17,10 @@ _LARGEST_FRAME = 65600
 
 
 class DelayedWire(threading.Thread):
-    """Interfaces on one Ethernet; what one of them sends reaches all others after a while.
+    """Interfaces on one Ethernet; a frame that one of them sends reaches all others after ``seconds``.
 
-    Args:
-        interfaces: Their names. They are made here, and go when the wire is closed.
-        seconds: How long a frame travels.
-
-    Raises:
-        OSError: This machine has no ``/dev/net/tun``, or this user may not use it.
+    The interfaces are made here, and removed when the wire is closed. An OSError means that this machine has no
+    ``/dev/net/tun``, or that this user may not use it.
     """
 
     def __init__(self, interfaces: list[str], seconds: float) -> None:

@@ -8,10 +8,12 @@ import secrets
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from network.delay import DelayedWire
 
@@ -26,40 +28,77 @@ _SMALLEST_BURST = 3200
 # The largest packet Linux makes for an interface to cut up.
 _LARGEST_PACKET = 65536
 _QUEUE_SECONDS = 0.05
+# torchrun needs a moment to end its workers.
+_PATIENCE_SECONDS = 30
+
+
+class Link(NamedTuple):
+    """The link of a host: its rate in Mbit/s, None for no limit, and the milliseconds a frame takes each way."""
+
+    megabits: float | None = None
+    delay_ms: float = 0.0
 
 
 @dataclass(frozen=True)
 class Host:
-    """One network namespace.
+    """One network namespace, or this machine, whose processes then meet on its loopback interface.
 
     Attributes:
-        namespace: Its name, for ``ip netns exec``.
+        namespace: Its name, for ``ip netns exec``; None for this machine, whose link has no rate.
         address: Its IPv4 address.
     """
 
-    namespace: str
-    address: str
+    namespace: str | None = None
+    address: str = "127.0.0.1"
 
     def start(self, command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
-        """Start a command on this host; its output is collected as text, errors included."""
+        """Start a command on this host, and collect its output as text, errors included."""
+        if self.namespace is not None:
+            command = ["ip", "netns", "exec", self.namespace, *_as_invoking_user(), *command]
+            environment = {"GLOO_SOCKET_IFNAME": INTERFACE, **environment}
         return subprocess.Popen(
-            ["ip", "netns", "exec", self.namespace, *_as_invoking_user(), *command],
-            env={**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, **environment},
+            command,
+            env={**os.environ, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
 
-    def end_processes(self) -> None:
-        """Kill whatever runs on this host, sessions of their own included."""
-        listed = subprocess.run(["ip", "netns", "pids", self.namespace], check=False, capture_output=True, text=True)
-        for process in listed.stdout.split():
-            with suppress(ProcessLookupError):
-                os.kill(int(process), signal.SIGKILL)
+    def end(self, process: subprocess.Popen[str]) -> None:
+        """End what :meth:`start` has started; in a namespace kill all processes, whatever their session."""
+        if self.namespace is None:
+            process.terminate()
+            try:
+                process.wait(_PATIENCE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        else:
+            command = ["ip", "netns", "pids", self.namespace]
+            for found in subprocess.run(command, check=False, capture_output=True, text=True).stdout.split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(found), signal.SIGKILL)
+
+
+@contextmanager
+def some_hosts(count: int, link: Link, has_links: bool) -> Iterator[list[Host]]:
+    """Hosts with links, or this machine ``count`` times."""
+    if has_links:
+        with make_hosts(count, link.megabits, link.delay_ms / 1000) as hosts:
+            yield hosts
+    else:
+        yield [Host()] * count
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A temporary folder that the hosts' processes may write to, also as another user."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        yield Path(folder)
 
 
 def why_not() -> str | None:
-    """What keeps this machine from making hosts, or None when nothing does."""
+    """Why this machine cannot make hosts; None if it can."""
     if shutil.which("ip") is None:
         return "the `ip` command is missing (Debian: `apt-get install iproute2`)"
     if os.geteuid() != 0:
@@ -73,16 +112,16 @@ def make_hosts(count: int, megabits: float | None = None, delay: float = 0.0) ->
 
     Args:
         count: How many, from 2 to 200.
-        megabits: How fast each host's link is, in either direction, in 10^6 bits a second, headers included; None
-            for as fast as the machine copies memory. With a delay it limits what a host sends, not what it receives.
-        delay: Seconds that a frame travels; 0 for no longer than the machine takes.
+        megabits: Rate of each host's link, in either direction, in 10^6 bits a second, headers included; None for no
+            limit. With a delay it limits what a host sends, not what it receives.
+        delay: Seconds that a frame travels.
 
     Raises:
         RuntimeError: This machine cannot make them; the message says why.
     """
     if reason := why_not():
         raise RuntimeError(f"Cannot make hosts: {reason}.")
-    # No other run's, and no earlier set's: the system takes a while to remove what was deleted.
+    # A new name, because the system takes a while to remove deleted interfaces.
     bridge = f"dct{secrets.token_hex(3)}"
     hosts = [Host(f"{bridge}-{index}", f"{SUBNET}.{index + 1}") for index in range(count)]
     outsides = [f"{bridge}p{index}" for index in range(count)]
@@ -140,7 +179,7 @@ def give_to_invoking_user(path: Path) -> None:
 
 
 def sent_by_interface() -> tuple[int, int]:
-    """What this host's interface has sent so far: bytes (frames with all headers) and packets."""
+    """Bytes (frames with all headers) and packets that this host's interface has sent so far."""
     counters = f"/sys/class/net/{INTERFACE}/statistics"
     values = []
     for name in ("tx_bytes", "tx_packets"):

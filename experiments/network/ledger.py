@@ -1,4 +1,4 @@
-"""Notes, part by part of a run, what the strategy counted and what this host's interface sent."""
+"""Records, for each part of a run, what the strategy counted and what this host's interface sent."""
 
 from __future__ import annotations
 
@@ -17,15 +17,10 @@ SET_UP, STEPS, OTHER = "set-up", "steps", "other"
 
 @dataclass(frozen=True)
 class Sent:
-    """What one rank has sent.
+    """Bytes that one rank has sent.
 
-    Attributes:
-        steps: Optimizer steps meanwhile.
-        gradients: Bytes counted for gradients.
-        inside: Bytes counted for what crosses inside the model.
-        evaluation: Bytes counted for rows of sharded tables that were read outside training.
-        frames: Bytes that the interface has sent, all headers included.
-        packets: In how many packets.
+    ``gradients``, ``inside`` (the model) and ``evaluation`` (rows of sharded tables read outside training) are counted
+    bytes. ``frames`` are bytes at the interface with all headers.
     """
 
     steps: int = 0
@@ -43,20 +38,15 @@ class Sent:
 
     @property
     def counted(self) -> int:
-        """Bytes counted, of all kinds."""
+        """Counted bytes of all kinds."""
         return self.gradients + self.inside + self.evaluation
 
 
 class Ledger(Callback):
-    """Divides a run into three parts, and writes ``<folder>/rank<r>.json`` with what was sent in each.
+    """Divides a run into three parts, and writes what each of them sent to ``<folder>/rank<r>.json``.
 
-    *set-up* lasts until the first ``skip`` steps are done: processes meet, parameters are copied, buffers are built.
-    *steps* are the training steps after that. *other* is all the rest: validation, checkpoints, means over the ranks
-    at the end of an epoch, the scoring after training.
-
-    Args:
-        folder: Where the files go.
-        skip: The first steps that are set-up.
+    *set-up* lasts until the first ``skip`` steps are done. *steps* are the training steps after that. *other* is the
+    rest: validation, checkpoints, means over the ranks at the end of an epoch, the scoring after training.
     """
 
     def __init__(self, folder: str, skip: int = 5) -> None:
@@ -86,7 +76,7 @@ class Ledger(Callback):
         """Begin another part of the run, on all ranks at once."""
         if part == self._part and part == STEPS:
             return
-        # What the ranks have sent so far has arrived by then.
+        # Everything that was sent has arrived after the barrier.
         trainer.strategy.barrier()
         now = _sent_so_far(trainer)
         self._parts[self._part] += now - self._before
@@ -108,10 +98,6 @@ def _sent_so_far(trainer: Trainer) -> Sent:
 
 
 def read_ledgers(folder: Path, count: int) -> list[dict[str, Sent]]:
-    """What the ranks have written, by rank, then by part of the run.
-
-    Raises:
-        FileNotFoundError: A rank has written nothing.
-    """
+    """The ledgers by rank, then by part of the run; a FileNotFoundError if a rank has written none."""
     files = [folder / f"rank{rank}.json" for rank in range(count)]
     return [{name: Sent(**sent) for name, sent in json.loads(file.read_text()).items()} for file in files]

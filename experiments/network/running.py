@@ -1,26 +1,47 @@
-"""Runs one command on every host until all have ended, or one has failed; torchrun's command for each of them."""
+"""Runs a script under torchrun, or any command, on every host until all have ended or one has failed."""
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from socket import socket
 from typing import IO
 
 from network.hosts import Host
-from network.loopback import LoopbackHost
 
 LINES_KEPT = 80  # torchrun ends in some 30 of its own
 
 
-def torchrun(count: int, address: str, port: int, words: Sequence[str], per_host: int = 1) -> list[list[str]]:
-    """The command for each host that starts a script with its arguments under torchrun; they meet at the first one."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={count}", f"--nproc-per-node={per_host}"]
-    meeting = [f"--master-addr={address}", f"--master-port={port}"]
-    return [[*command, f"--node-rank={rank}", *meeting, *words] for rank in range(count)]
+def run_ranks(
+    hosts: Sequence[Host],
+    words: Sequence[str],
+    ranks_per_host: int = 1,
+    threads: int = 1,
+    environment: Mapping[str, str] | None = None,
+    show: Callable[[str], object] | None = None,
+) -> None:
+    """Run a script with its arguments under torchrun on each host; see :func:`run_on`."""
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(hosts)}"]
+    command += [f"--nproc-per-node={ranks_per_host}", f"--master-addr={hosts[0].address}"]
+    command += [f"--master-port={free_port()}"]
+    commands = [[*command, f"--node-rank={rank}", *words] for rank in range(len(hosts))]
+    limits = dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), str(threads))
+    run_on(hosts, commands, {**limits, **(environment or {})}, show)
+
+
+def free_port() -> int:
+    """A TCP port that no process listens on, below those that kernels assign: torchrun takes seconds to bind it."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 15_000)
+        with socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class HostFailedError(RuntimeError):
@@ -28,9 +49,9 @@ class HostFailedError(RuntimeError):
 
 
 class _Output(threading.Thread):
-    """Reads what a host prints, so that it never has to wait, and keeps the last lines."""
+    """Reads what a host prints, so that its pipe is never full, and keeps the last lines."""
 
-    def __init__(self, stream: IO[str], show: Callable[[str], None] | None) -> None:
+    def __init__(self, stream: IO[str], show: Callable[[str], object] | None) -> None:
         super().__init__(daemon=True)
         self.last: deque[str] = deque(maxlen=LINES_KEPT)
         self._stream, self._show = stream, show
@@ -45,14 +66,14 @@ class _Output(threading.Thread):
 
 
 def run_on(
-    hosts: Sequence[Host | LoopbackHost],
+    hosts: Sequence[Host],
     commands: Sequence[list[str]],
     environment: dict[str, str],
-    show: Callable[[str], None],
+    show: Callable[[str], object] | None = None,
 ) -> None:
     """Run a command on each host, at the same time, and call ``show`` with each line that the first host prints.
 
-    Nothing that was started is left running, however this ends.
+    No process is left when this returns or raises.
 
     Raises:
         HostFailedError: A command ended with an error.
@@ -67,7 +88,7 @@ def run_on(
     finally:
         # A rank whose peer is gone may wait for it forever, in a session of its own: torchrun's signals come late.
         for host, process in zip(hosts, running, strict=False):
-            host.end_processes()
+            host.end(process)
             process.wait()
     for output in outputs:
         output.join()

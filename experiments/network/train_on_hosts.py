@@ -1,14 +1,14 @@
 """Runs an experiment on hosts made of network namespaces: ``train_on_hosts.py --hosts 2 experiment=lm``.
 
 Starts torchrun with one process on each host (Linux, as root), and in it ``experiments/train.py`` with the Hydra
-overrides that are given. At the end stands what the strategy counted beside what the hosts' interfaces sent, less the
-Ethernet, IPv4 and TCP headers. Not counted are
+given overrides. The table at the end compares the bytes that the strategy counted with those that the hosts' interfaces
+sent, less the Ethernet, IPv4 and TCP headers. Not counted are
 
 * gloo's own framing: 48 bytes with each message, and 48 for each notice that a peer is ready to receive one;
 * the buffers of the model, which DistributedDataParallel copies from rank 0 before every forward, unless
   ``+strategy.broadcast_buffers=false``;
-* in a pipeline, the loss and what the steps log, which the last stage tells the others;
-* outside the steps of training, what copies parameters, gathers checkpoints and agrees on settings and metrics.
+* in a pipeline, the loss and the logged values, which the last stage sends to the others;
+* outside the training steps, parameters, checkpoints, settings and metrics.
 """
 
 from __future__ import annotations
@@ -17,25 +17,24 @@ import argparse
 import os
 import signal
 import sys
-import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/, where `network` is
 
 from lightning_dct.tables import format_bytes, plain_table
-from network.hosts import HEADER_BYTES, make_hosts, why_not
+from network.hosts import HEADER_BYTES, make_hosts, shared_folder, why_not
 from network.ledger import OTHER, SET_UP, STEPS, Sent, read_ledgers
-from network.running import HostFailedError, run_on, torchrun
+from network.running import HostFailedError, run_ranks
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
-PORT = 29400
-# What --hosts says already.
+# Settings that --hosts decides.
 LAUNCHERS_OWN = ("trainer.num_nodes", "trainer.devices")
 
 
-def commands_for(count: int, master: str, overrides: list[str], folder: Path, skip: int) -> list[list[str]]:
-    """The command for each host; ledgers go to the folder and leave out the first steps.
+def words_for(count: int, overrides: list[str], folder: Path, skip: int) -> list[str]:
+    """The script and its arguments for each host; ledgers go to the folder and leave out the first steps.
 
     Raises:
         ValueError: An override is the launcher's own.
@@ -44,13 +43,15 @@ def commands_for(count: int, master: str, overrides: list[str], folder: Path, sk
         if override.lstrip("+").split("=")[0] in LAUNCHERS_OWN:
             raise ValueError(f"`{override}`: leave it out; `--hosts {count}` sets {' and '.join(LAUNCHERS_OWN)}.")
     ledger = f"+callbacks.ledger={{_target_:network.ledger.Ledger,folder:{folder},skip:{skip}}}"
-    # One process a host on one machine: a GPU could not be shared. What is given comes later, and wins.
-    settings = ["trainer.accelerator=cpu", *overrides, f"trainer.num_nodes={count}", "trainer.devices=1", ledger]
-    return torchrun(count, master, PORT, [str(TRAIN), *settings])
+    # The hosts share one machine, and cannot share a GPU. The user's overrides come later and take precedence.
+    return [
+        *(str(TRAIN), "trainer.accelerator=cpu", *overrides),
+        *(f"trainer.num_nodes={count}", "trainer.devices=1", ledger),
+    ]
 
 
 def tabulate(ledgers: list[dict[str, Sent]]) -> str:
-    """Lay out the bytes counted beside the bytes sent, of each host and in each part of the run."""
+    """The bytes counted beside the bytes sent, for each host and each part of the run."""
     rows = [["part", "host", "steps", "gradients", "inside", "evaluation", "interface", "not counted", "off by"]]
     for part in (SET_UP, STEPS, OTHER):
         hosts = [(str(host), ledger[part]) for host, ledger in enumerate(ledgers)]
@@ -64,7 +65,7 @@ def tabulate(ledgers: list[dict[str, Sent]]) -> str:
 
 
 def conclude(ledgers: list[dict[str, Sent]]) -> str:
-    """Say how far apart the two figures are in the steps of training, all hosts together."""
+    """How far apart the two figures are in the training steps, all hosts together."""
     total = sum((ledger[STEPS] for ledger in ledgers), Sent())
     if not total.counted:
         return "No step was compared: train for more steps than --skip leaves out."
@@ -76,7 +77,7 @@ def conclude(ledgers: list[dict[str, Sent]]) -> str:
 
 
 def without_headers(sent: Sent) -> int:
-    """What an interface has sent, less the headers of the packets."""
+    """Bytes that an interface has sent, less the headers of the packets."""
     return sent.frames - HEADER_BYTES * sent.packets
 
 
@@ -94,21 +95,18 @@ def main() -> int:
     if reason := why_not():
         print(f"This script needs network namespaces, and {reason}.", file=sys.stderr)
         return 2
-    # Hosts are to be removed when this is told to stop, as after ctrl-C.
+    # Remove the hosts also on SIGTERM, as on ctrl-C.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    threads = max(1, (os.cpu_count() or 1) // arguments.hosts)
-    environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)), "PYTHONUNBUFFERED": "1"}
-    with tempfile.TemporaryDirectory() as folder, make_hosts(arguments.hosts) as hosts:
-        os.chmod(folder, 0o777)  # the hosts' processes may be another user's
+    count = arguments.hosts
+    threads = int(os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // count)))
+    with shared_folder() as folder, make_hosts(count) as hosts:
         try:
-            commands = commands_for(
-                arguments.hosts, hosts[0].address, arguments.overrides, Path(folder), arguments.skip
-            )
-            run_on(hosts, commands, environment, lambda line: print(line, end="", flush=True))
+            words = words_for(count, arguments.overrides, folder, arguments.skip)
+            run_ranks(hosts, words, 1, threads, {"PYTHONUNBUFFERED": "1"}, partial(print, end="", flush=True))
         except (ValueError, HostFailedError) as error:
             print(error, file=sys.stderr)
             return 1
-        ledgers = read_ledgers(Path(folder), arguments.hosts)
+        ledgers = read_ledgers(folder, count)
     print(tabulate(ledgers))
     print(conclude(ledgers))
     return 0

@@ -1,7 +1,7 @@
 """Text as token windows: random crops to train on, every window once to validate on.
 
-The text is cut into three contiguous blocks (90% training, 5% validation, 5% test), so nothing that is scored was
-read in training. A tokenizer learns from the training block only.
+The text is cut into three contiguous blocks (90% training, 5% validation, 5% test), so that the parts share no text. A
+tokenizer learns from the training block only.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 
 from counter_random import hash_counters
-from nlp.token_rows import IGNORED, TokenRows, check_at_least
-from streams import Batch
+from nlp.token_rows import IGNORED, TokenRows
+from streams import Batch, Rows, check_at_least
 
 
 def builtin_text() -> bytes:
@@ -26,12 +26,7 @@ def builtin_text() -> bytes:
 
 
 def check_text(path: str | Path | None) -> None:
-    """See that there is a text to read, without reading it.
-
-    Raises:
-        FileNotFoundError: If there is no file at ``path``.
-        ValueError: If the file is empty.
-    """
+    """See that there is a text to read, without reading it; a FileNotFoundError or, of an empty file, a ValueError."""
     if path is None:
         return
     path = Path(path)
@@ -71,7 +66,7 @@ class TextData(TokenRows):
     whatever the number of ranks (see ``streams``).
 
     Args:
-        path: A text file in UTF-8; None means the text that comes with Python.
+        path: A text file in UTF-8; None for the text that comes with Python.
         tokenizer: ``byte`` or ``bpe``.
         vocabulary_size: Tokens that BPE may learn; bytes need no setting.
         context_length: Tokens a window.
@@ -79,11 +74,11 @@ class TextData(TokenRows):
         eval_batch_size: Validation windows a rank.
         held_out_fraction: Part of the text for validation, and again for test.
         seed: Chooses the training windows.
-        cache_dir: Where trained tokenizers are kept, by the hash of what they were trained on.
+        cache_dir: Where trained tokenizers are kept, by the hash of their training text.
 
     Raises:
-        ValueError: If a setting is out of range, the file empty, or (in ``setup``) a part too short for one window.
-        FileNotFoundError: If ``path`` is missing.
+        ValueError: A setting is out of range, the file is empty, or (in ``setup``) a part is too short for a window.
+        FileNotFoundError: ``path`` is missing.
     """
 
     def __init__(
@@ -143,14 +138,14 @@ class TextData(TokenRows):
                 stacklevel=2,
             )
 
-    def training_rows(self, rows: npt.NDArray[np.int64]) -> Batch:
+    def training_rows(self, rows: Rows) -> Batch:
         """Cut the training windows with these global numbers."""
         tokens = self.tokens["train"]
         starts = hash_counters(self.seed, rows) % np.uint64(len(tokens) - self.context_length)
         window = tokens[starts.astype(np.int64)[:, None] + np.arange(self.context_length + 1)]
         return {"inputs": torch.from_numpy(window[:, :-1]), "targets": torch.from_numpy(window[:, 1:])}
 
-    def evaluation_rows(self, stage: str, rows: npt.NDArray[np.int64]) -> Batch:
+    def evaluation_rows(self, stage: str, rows: Rows) -> Batch:
         """Cut the ``rows``-th windows, side by side, of a part; the last is filled up with ignored targets."""
         tokens = self.tokens[stage]
         positions = rows[:, None] * self.context_length + np.arange(self.context_length + 1)

@@ -14,14 +14,9 @@ from nlp.splits import make_split
 
 
 class Block(nn.Module):
-    """Attention, then a two-layer network, each on a normalised input and added to what came in.
+    """Attention, then a two-layer network, each on a normalised input and added to its input.
 
-    Args:
-        num_heads: Attention heads; must divide ``width``.
-        causal: Position ``t`` sees positions up to ``t`` only; otherwise all of them.
-
-    Raises:
-        ValueError: If ``num_heads`` does not divide ``width``.
+    ``num_heads`` must divide ``width``. In a causal block, position ``t`` sees positions up to ``t`` only.
     """
 
     def __init__(self, width: int, num_heads: int, dropout: float, causal: bool = True) -> None:
@@ -41,9 +36,7 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
         """Map ``[batch, time, width]`` to the same shape.
 
-        Args:
-            hidden: The hidden state.
-            mask: bool ``[batch, 1, 1, time]``, True where a position may be seen; for blocks that are not causal.
+        ``mask``, for blocks that are not causal, is bool ``[batch, 1, 1, time]``, True where a position may be seen.
         """
         hidden = hidden + self._drop(self.attend(self.attention_norm(hidden), mask))
         return self.feed_forward(hidden)
@@ -68,7 +61,7 @@ class Block(nn.Module):
 
 
 class TokenEmbedding(nn.Module):
-    """What a token is, plus where it stands: ``gain`` times the sum of a row of either table."""
+    """The embedding of a token plus that of its position, times ``gain``."""
 
     def __init__(self, vocabulary_size: int, context_length: int, width: int, gain: float = 1.0) -> None:
         super().__init__()
@@ -98,8 +91,8 @@ class TransformerLanguageModel(SplitSequential):
     """Predicts the next token at every position: maps int64 ``[batch, time]`` to ``[batch, time, vocabulary_size]``.
 
     Its children are ``embedding``, ``block_0``, ``block_1``, ..., ``head``, and between two pieces ``split_0``, ...,
-    which compress what crosses there. A single process runs them one after the other; ``DCTPipelineStrategy`` runs
-    pieces on ranks. With splits that know the tokens (:func:`~nlp.splits.reads_tokens`) it is called with ``tokens=``.
+    which compress the activations there. A single process runs them one after the other; ``DCTPipelineStrategy`` runs
+    pieces on ranks. If its splits know the tokens (:func:`~nlp.splits.reads_tokens`), call it with ``tokens=``.
 
     Args:
         vocabulary_size: Number of distinct tokens.
@@ -107,11 +100,8 @@ class TransformerLanguageModel(SplitSequential):
         num_heads: Attention heads; must divide ``width``.
         tie_weights: Use the token embedding as the output matrix.
         pieces: Parts that can run on different ranks; 1 for a model without split points.
-        split: What stands between two pieces, as :func:`~nlp.splits.make_split` takes it: ``kind`` and settings.
+        split: The settings of :func:`~nlp.splits.make_split`, of each split point.
         embedding_gain: Under Adam the embedding moves so many times as far in a step; see :class:`TokenEmbedding`.
-
-    Raises:
-        ValueError: If ``num_heads`` does not divide ``width``, or there are more pieces than can be cut.
     """
 
     def __init__(
@@ -145,10 +135,10 @@ class TransformerLanguageModel(SplitSequential):
 
 
 def cut_after(num_layers: int, pieces: int) -> list[int]:
-    """The blocks after which a model is cut into pieces with about as many blocks each; -1 stands for the embedding.
+    """The blocks after which a model is cut into pieces of about as many blocks each; -1 stands for the embedding.
 
     Raises:
-        ValueError: If there are not as many modules as pieces.
+        ValueError: There are fewer modules than pieces.
     """
     if not 1 <= pieces <= num_layers + 2:
         raise ValueError(

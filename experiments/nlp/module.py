@@ -16,15 +16,14 @@ class LanguageModule(TokenModule):
     """The language model as Lightning trains it.
 
     Logs ``val/bits_per_byte`` and ``test/bits_per_byte`` beside the losses of :class:`~nlp.token_module.TokenModule`.
+    The data module gives ``vocabulary_size`` and ``context_length`` when they are None.
 
     Args:
         num_layers: Number of transformer blocks.
         tie_weights: Use the token embedding as the output matrix.
         momentum: Train with SGD and this momentum instead of AdamW; None for AdamW.
-        vocabulary_size: Number of tokens; read from the data module when None.
-        context_length: Tokens a sequence; read from the data module when None.
-        split: ``pieces`` to cut the network into (1, or None, for no cut), and what stands between every two, as
-            :func:`~nlp.splits.make_split` takes it.
+        split: ``pieces`` to cut the network into (1, or None, for no cut), and the settings of
+            :func:`~nlp.splits.make_split` for the split points.
         embedding_gain: Of the network's token embedding.
     """
 
@@ -54,19 +53,9 @@ class LanguageModule(TokenModule):
 
     def make_network(self, pieces: int, split: dict[str, Any]) -> nn.Module:
         """Make the network with the sizes of the hyperparameters."""
-        sizes = self.hparams
-        return TransformerLanguageModel(
-            sizes.vocabulary_size,
-            sizes.context_length,
-            sizes.num_layers,
-            sizes.width,
-            sizes.num_heads,
-            sizes.dropout,
-            sizes.tie_weights,
-            pieces,
-            split,
-            sizes.embedding_gain,
-        )
+        names = (*self.size_names, "num_layers", "width", "num_heads", "dropout", "tie_weights", "embedding_gain")
+        sizes = {name: self.hparams[name] for name in names}
+        return TransformerLanguageModel(**sizes, pieces=pieces, split=split)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits ``[batch, time, vocabulary]`` of tokens ``[batch, time]``."""

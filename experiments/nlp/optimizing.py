@@ -11,15 +11,11 @@ from lightning.pytorch import LightningModule
 
 
 def optimizer_with_cosine(module: LightningModule) -> dict[str, Any]:
-    """Give what ``configure_optimizers`` returns for a module about to be trained.
+    """The result of ``configure_optimizers`` for a module about to be trained.
 
-    Args:
-        module: Its ``hparams`` hold ``learning_rate`` (the peak), ``betas`` of AdamW, ``weight_decay`` (on matrices
-            only), ``momentum`` where SGD with that takes AdamW's place, ``warmup_steps`` and
-            ``final_learning_rate_fraction`` (where the cosine ends, as a part of the peak).
-
-    Raises:
-        ValueError: If the run has no end, so that the cosine has no length.
+    Its ``hparams`` hold ``learning_rate`` (the peak), ``betas`` of AdamW, ``weight_decay`` (on matrices only),
+    ``momentum`` for SGD instead of AdamW, ``warmup_steps`` and ``final_learning_rate_fraction`` (the end of the cosine,
+    as a part of the peak).
     """
     settings = module.hparams
     factor = warmup_and_cosine(
@@ -42,15 +38,10 @@ def optimizer_with_cosine(module: LightningModule) -> dict[str, Any]:
 
 
 def warmup_and_cosine(total_steps: float, warmup_steps: int, final_fraction: float) -> Callable[[int], float]:
-    """Give the factor on the learning rate at every step: a linear warm-up, then a cosine.
-
-    Args:
-        total_steps: Steps of the whole run.
-        warmup_steps: Those over which the rate rises.
-        final_fraction: Where the cosine ends, as a part of the peak.
+    """The factor on the learning rate at every step: a linear warm-up, then a cosine down to ``final_fraction``.
 
     Raises:
-        ValueError: If the run has no end, so that the cosine has no length.
+        ValueError: The run has no end, so that the cosine has no length.
     """
     if math.isinf(total_steps):
         raise ValueError("the cosine schedule needs an end: set trainer.max_steps or trainer.max_epochs")

@@ -1,7 +1,7 @@
 """Reads pairs of sentences that mean the same: two files aligned line by line, or gettext's compiled catalogs (.mo).
 
-Catalogs hold the messages of programs with their translations. They are read as a translator would: of a plural the
-singular only, without the marks of keyboard accelerators, and without the header, which is the translation of "".
+Catalogs hold the messages of programs with their translations. Only the singular of a plural is read, and neither the
+marks of keyboard accelerators nor the header, which is the translation of "".
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MARKED_WORD = re.compile(r"[\w&~]*?([_&~])(?=[^\W\d_])(?!\w+;)[\w&~]*")
 """A word with an accelerator: GTK writes ``_File``, Qt ``&File``, LibreOffice ``~File``. Not ``&amp;``."""
 
 _APPENDED_ACCELERATOR = re.compile(r"\s*\([_&~][A-Za-z0-9]\)")
-"""Where the script has no such letter, the accelerator follows in brackets: ``文件(_F)``."""
+"""If the script has no such letter, the accelerator follows in brackets: ``文件(_F)``."""
 
 
 def tidy(text: str) -> str:
@@ -39,11 +39,10 @@ def tidy(text: str) -> str:
 
 
 def drop_accelerators(pair: Pair) -> Pair:
-    """Take the marks of keyboard accelerators out of a message and its translation.
+    """Remove the marks of keyboard accelerators from a message and its translation.
 
-    A mark is one when it is the only one of its kind, stands before a letter, and the word around it begins with it
-    or was translated: ``E_xit`` becomes ``Exit``, while ``file_name`` (the same word in the translation),
-    ``Black & white`` and ``__init__`` stay as they are.
+    A mark is the only one of its kind, stands before a letter, and its word begins with it or was translated: ``E_xit``
+    becomes ``Exit``, while ``file_name`` (the same word in the translation), ``Black & white`` and ``__init__`` stay.
 
     Example:
         >>> drop_accelerators(Pair("E_xit", "B_eenden"))
@@ -66,7 +65,7 @@ def read_catalog(file: Path) -> list[Pair]:
     """Read the messages of one .mo file that have a translation, in the file's order.
 
     Raises:
-        ValueError: If it is no .mo file, or its text is not in the encoding it names.
+        ValueError: It is no .mo file, or its text is not in the encoding it names.
     """
     try:
         with file.open("rb") as opened:
@@ -86,14 +85,12 @@ def read_catalog(file: Path) -> list[Pair]:
 
 
 def find_catalogs(path: Path, language: str | None) -> list[Path]:
-    """Give the .mo files of a language: the file itself, or all under a folder, sorted.
+    """The .mo files of a language: a file itself, or all of a folder and its subfolders, sorted.
 
-    Args:
-        path: A file, taken as it is, or a folder, searched with its subfolders.
-        language: Take files below a folder of this name only (``de/LC_MESSAGES/x.mo``); None takes all.
+    Files of a language lie below a folder of its name (``de/LC_MESSAGES/x.mo``); None takes all.
 
     Raises:
-        FileNotFoundError: If there is none.
+        FileNotFoundError: There is none.
     """
     if path.is_file():
         return [path]
@@ -106,10 +103,10 @@ def find_catalogs(path: Path, language: str | None) -> list[Path]:
 
 
 def package_catalogs(package: str, language: str | None) -> list[Path]:
-    """Give the .mo files of a language that an installed Python package brought with it.
+    """The .mo files of a language in an installed Python package.
 
     Raises:
-        FileNotFoundError: If the package is not installed or has none in that language.
+        FileNotFoundError: The package is not installed or has none in that language.
     """
     try:
         files = metadata.files(package) or []
@@ -138,7 +135,7 @@ def read_catalogs(files: list[Path]) -> list[Pair]:
     """Read several catalogs; a broken one among good ones is left out with a warning that names it.
 
     Raises:
-        ValueError: If none can be read.
+        ValueError: None can be read.
     """
     pairs: list[Pair] = []
     errors: list[ValueError] = []
@@ -158,8 +155,8 @@ def read_aligned(source: Path, target: Path) -> list[Pair]:
     """Read two files in UTF-8 whose lines belong together one by one.
 
     Raises:
-        FileNotFoundError: If one is missing.
-        ValueError: If one is not UTF-8, or their numbers of lines differ.
+        FileNotFoundError: One is missing.
+        ValueError: One is not UTF-8, or their numbers of lines differ.
     """
     sources, targets = _read_lines(source, "source"), _read_lines(target, "target")
     if len(sources) != len(targets):

@@ -1,4 +1,4 @@
-"""What may stand between two pieces of a transformer, by name: ``model.split.kind``.
+"""The split points between two pieces of a transformer, by name: ``model.split.kind``.
 
 Beside the subspace, the four families of Bian et al., *Does Compressing Activations Help Model Parallel Training?*,
 MLSys 2024: ``top_k``, ``random``, ``quantised``, and a learned code, ``autoencoder``.
@@ -19,17 +19,14 @@ from lightning_dct.threshold import entries_at
 
 
 class RandomSplit(SplitPoint):
-    """Sends entries drawn by lot, others in each step. They are not scaled up, as in Bian et al.
-
-    Positions cross, though the receiver could draw the same lots.
-    """
+    """Sends random entries, others in each step. They are not scaled up, as in Bian et al. Positions are sent, too."""
 
     def select(self, layout: ActivationLayout, activations: Tensor) -> Tensor | None:
-        """This step's lots, ascending, int64; None for all."""
+        """Random positions of this step, ascending, int64; None for all."""
         if layout.sends_everything:
             return None
-        lots = torch.Generator().manual_seed(mixed_seed(self.seed, self.completed_steps))
-        chosen = torch.randperm(layout.numel, generator=lots)[: layout.capacity]
+        generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.completed_steps))
+        chosen = torch.randperm(layout.numel, generator=generator)[: layout.capacity]
         return chosen.sort().values.to(activations.device)
 
 
@@ -44,28 +41,23 @@ CODES = ("subspace", "bottleneck", "autoencoder")
 
 
 def make_split(width: int, num_tokens: int, kind: str = "subspace", **settings: Any) -> dict[str, nn.Module]:
-    """Make what stands between two pieces.
+    """Make the split point between two pieces.
 
     Args:
-        width: Size of the hidden state, the last dimension of what crosses.
+        width: Size of the hidden state, the last dimension of the activations.
         num_tokens: Size of the vocabulary.
-        kind: A key of ``KINDS`` or one of ``CODES``: ``"subspace"`` is :func:`lightning_dct.subspace`,
-            ``"bottleneck"`` the same without what the receiver knows of the tokens, and ``"autoencoder"`` a bottleneck
-            whose two matrices are trained with the model.
-        **settings: As ``lightning_dct.SplitPoint`` takes them. Of codes ``density`` is the width of what crosses over
-            that of the model.
+        kind: A key of ``KINDS`` or one of ``CODES``: ``"subspace"`` is :func:`lightning_dct.subspace`, ``"bottleneck"``
+            the same without anchors of the tokens, and ``"autoencoder"`` a bottleneck whose matrices are trained.
+        **settings: Those of ``lightning_dct.SplitPoint``. For codes ``density`` is their width over that of the model.
 
     Returns:
-        One module, under the name ``""``; of codes three, in their order.
-
-    Raises:
-        ValueError: There is no such kind.
+        One module, under the name ``""``; for codes three, in their order.
     """
     if kind in KINDS:
         return {"": KINDS[kind](**settings)}
     if kind not in CODES:
         raise ValueError(f"model.split.kind={kind}: choose one of {', '.join((*CODES, *KINDS))}")
-    # There is nothing to refresh, whatever is said about when.
+    # Codes have no thresholds to refresh.
     settings.pop("refresh_every", None)
     rank = entries_at(settings.pop("density"), width)
     encoder, point, decoder = subspace(width, rank, num_tokens if kind == "subspace" else None, **settings)
@@ -76,5 +68,5 @@ def make_split(width: int, num_tokens: int, kind: str = "subspace", **settings: 
 
 
 def reads_tokens(network: nn.Sequential) -> bool:
-    """Whether a piece of the network must be told the tokens again, by the keyword ``tokens``."""
+    """Whether a piece of the network needs the tokens again, by the keyword ``tokens``."""
     return any(isinstance(child, Anchored) for child in network)

@@ -1,4 +1,4 @@
-"""What the language model and the translation model share as Lightning trains them: sizes, loss, scores, optimizer."""
+"""The common part of the language and the translation module: sizes, loss, scores, optimizer."""
 
 from __future__ import annotations
 
@@ -15,14 +15,9 @@ from nlp.token_rows import IGNORED
 
 
 def mean_token_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Average the cross-entropy over the tokens that count.
+    """The mean cross-entropy in nats over the tokens that count (0 without any), and their number, both scalars.
 
-    Args:
-        logits: float ``[batch, time, vocabulary]``.
-        targets: int64 ``[batch, time]``; those equal to ``IGNORED`` do not count.
-
-    Returns:
-        The mean in nats a token (0 where none counts), and the number of tokens that count, both scalars.
+    Logits are ``[batch, time, vocabulary]``. Targets ``[batch, time]`` equal to ``IGNORED`` do not count.
     """
     total = functional.cross_entropy(
         logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"

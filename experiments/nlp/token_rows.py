@@ -1,17 +1,12 @@
-"""What data modules of tokens share: settings, one tokenizer learnt from the training part, and rows by rank."""
+"""The common part of data modules of tokens: settings, and one tokenizer learnt from the training part."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
-from lightning.pytorch import LightningDataModule
 
 from nlp.tokenizer import TOKENIZERS, BytePairTokenizer, ByteTokenizer
-from streams import Batch, EvaluationRange, TrainingStream, batches_to_cover, rank_and_world_size, rank_rows
+from streams import RowData
 
 IGNORED = -100
 """Target of positions that fill up a row and do not count."""
@@ -19,34 +14,11 @@ IGNORED = -100
 STAGES = ("train", "val", "test")
 
 
-def check_at_least(least: int, **settings: int) -> None:
-    """Refuse settings below ``least``.
+class TokenRows(RowData):
+    """Rows of tokens to train on, drawn at random, and to score, each once. Subclasses define a row.
 
-    Raises:
-        ValueError: Naming the first of them.
-    """
-    for name, value in settings.items():
-        if value < least:
-            raise ValueError(f"data.{name}={value}: must be at least {least}")
-
-
-class TokenRows(LightningDataModule):
-    """Rows of tokens to train on, drawn at random, and to score, each once.
-
-    Subclasses say what a row is. A training row is a pure function of the seed and its number, and a global batch holds
-    the same rows whatever the number of ranks (see ``streams``).
-
-    Args:
-        tokenizer: ``byte`` or ``bpe``.
-        vocabulary_size: Tokens that BPE may learn; bytes need no setting.
-        batch_size: Training rows a rank.
-        eval_batch_size: Validation rows a rank.
-        held_out_fraction: Part of the text for validation, and again for test.
-        seed: Chooses the training rows.
-        cache_dir: Where trained tokenizers are kept, by the hash of what they were trained on.
-
-    Raises:
-        ValueError: If a setting is out of range.
+    A training row is a pure function of the seed and its number, and a global batch holds the same rows whatever the
+    number of ranks (see ``streams``). The arguments are those of :class:`~nlp.data.TextData`.
     """
 
     special_tokens = 0
@@ -62,16 +34,13 @@ class TokenRows(LightningDataModule):
         seed: int,
         cache_dir: str,
     ) -> None:
-        super().__init__()
+        super().__init__(batch_size, eval_batch_size)
         if tokenizer not in TOKENIZERS:
             raise ValueError(f"data.tokenizer={tokenizer!r}: choose one of {', '.join(TOKENIZERS)}")
         if not 0 < held_out_fraction < 0.5:
             raise ValueError(f"data.held_out_fraction={held_out_fraction}: must lie between 0 and 0.5")
-        check_at_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
         self.tokenizer_name = tokenizer
         self.requested_vocabulary_size = vocabulary_size
-        self.batch_size = batch_size
-        self.eval_batch_size = eval_batch_size
         self.held_out_fraction = held_out_fraction
         self.seed = seed
         self.cache_dir = Path(cache_dir)
@@ -80,18 +49,6 @@ class TokenRows(LightningDataModule):
     @abstractmethod
     def training_text(self) -> bytes:
         """The text that the tokenizer learns from."""
-
-    @abstractmethod
-    def num_rows(self, stage: str) -> int:
-        """Rows of a part; known after ``setup``."""
-
-    @abstractmethod
-    def training_rows(self, rows: npt.NDArray[np.int64]) -> Batch:
-        """Give the training rows with these global numbers."""
-
-    @abstractmethod
-    def evaluation_rows(self, stage: str, rows: npt.NDArray[np.int64]) -> Batch:
-        """Give these rows of a part."""
 
     @property
     def vocabulary_size(self) -> int:
@@ -114,27 +71,6 @@ class TokenRows(LightningDataModule):
         """Train the tokenizer: one process a node does, the others wait."""
         self.load_tokenizer(self.training_text())
 
-    def train_dataloader(self) -> TrainingStream:
-        rank, world_size = rank_and_world_size(self.trainer)
-
-        def make_batch(batch: int) -> Batch:
-            return self.training_rows(rank_rows(batch, batch_size=self.batch_size, rank=rank, world_size=world_size))
-
-        # Rows are random, so an epoch is but a measure: as many rows as the training part has.
-        return TrainingStream(make_batch, max(1, self.num_rows("train") // (self.batch_size * world_size)))
-
-    def val_dataloader(self) -> EvaluationRange:
-        return self._evaluation("val")
-
-    def test_dataloader(self) -> EvaluationRange:
-        return self._evaluation("test")
-
-    def _evaluation(self, stage: str) -> EvaluationRange:
-        rank, world_size = rank_and_world_size(self.trainer)
-        total = self.num_rows(stage)
-        split: dict[str, Any] = {"batch_size": self.eval_batch_size, "world_size": world_size}
-
-        def make_batch(batch: int) -> Batch:
-            return self.evaluation_rows(stage, rank_rows(batch, rank=rank, total=total, **split))
-
-        return EvaluationRange(make_batch, batches_to_cover(total, **split))
+    def epoch_batches(self, world_size: int) -> int:
+        """As many rows as the training part has: training rows are random, so an epoch is only a measure."""
+        return max(1, self.num_rows("train") // (self.batch_size * world_size))

@@ -30,11 +30,7 @@ class ByteTokenizer:
 
 
 class BytePairTokenizer:
-    """Byte-level byte-pair encoding, trained by the ``tokenizers`` library.
-
-    Args:
-        file: A tokenizer that ``train_or_load`` wrote.
-    """
+    """Byte-level byte-pair encoding, trained by the ``tokenizers`` library and read from a file."""
 
     def __init__(self, file: Path) -> None:
         from tokenizers import Tokenizer
@@ -48,15 +44,10 @@ class BytePairTokenizer:
 
     @classmethod
     def train_or_load(cls, training_text: bytes, vocabulary_size: int, cache_dir: Path) -> BytePairTokenizer:
-        """Load the tokenizer of this very text and size from the cache, or train it and put it there.
-
-        Args:
-            training_text: The training part of the text, and nothing of the others.
-            vocabulary_size: Most tokens to learn, at least 256.
-            cache_dir: A folder; made when it is not there.
+        """Load the tokenizer of this very text and size from the cache, or train it and write it there.
 
         Raises:
-            ValueError: If ``vocabulary_size`` has no room for the single bytes.
+            ValueError: ``vocabulary_size`` has no room for the single bytes.
         """
         if vocabulary_size < _BYTE_VALUES:
             raise ValueError(f"data.vocabulary_size={vocabulary_size}: bpe needs at least {_BYTE_VALUES}, one a byte")
@@ -81,7 +72,7 @@ class BytePairTokenizer:
         lines = training_text.decode(errors="replace").splitlines(keepends=True)
         tokenizer.train_from_iterator(lines, trainer)
         file.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may be at the same: whoever comes last replaces a whole file by an equal one.
+        # If another process writes too, the last one replaces a whole file by an equal one.
         unfinished = file.with_suffix(f".{os.getpid()}.unfinished")
         tokenizer.save(str(unfinished))
         unfinished.replace(file)

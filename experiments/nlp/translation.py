@@ -20,22 +20,15 @@ class TranslationModule(TokenModule):
 
     The losses of :class:`~nlp.token_module.TokenModule` are those of target tokens. The test also translates some
     sentences greedily and logs ``test/chrf``, chrF from 0 to 1 (character n-grams up to 6, Popovic 2015), beside
-    ``test/copied_chrf``, what the untranslated source scores: messages share names and placeholders with their
-    translation, so the floor is not 0.
+    ``test/copied_chrf``, the score of the untranslated source: messages share names and placeholders with their
+    translation, so the floor is not 0. The data module gives the sizes that are None.
 
     Args:
         num_layers: Number of blocks in the encoder, and again in the decoder.
         tie_weights: Use the decoder's token embedding as its output matrix.
         translate_examples: Test sentences to translate, over all ranks; 0 for none.
-        vocabulary_size: Number of tokens; read from the data module when None.
-        source_length: Tokens a source; read from the data module when None.
-        target_length: Tokens a target; read from the data module when None.
         split: ``pieces`` to cut the network into (1, or None, for no cut; 2 for a cut between encoder and decoder), and
-            what stands between them, as :func:`~nlp.splits.make_split` takes it.
-
-    Raises:
-        ValueError: If ``num_heads`` does not divide ``width``, ``translate_examples`` is negative, or there are more
-            than 2 pieces.
+            the settings of :func:`~nlp.splits.make_split` for the split point.
     """
 
     size_names = ("vocabulary_size", "source_length", "target_length")
@@ -71,19 +64,8 @@ class TranslationModule(TokenModule):
 
     def make_network(self, pieces: int, split: dict[str, Any]) -> nn.Module:
         """Make the network with the sizes of the hyperparameters."""
-        sizes = self.hparams
-        return EncoderDecoder(
-            sizes.vocabulary_size,
-            sizes.source_length,
-            sizes.target_length,
-            sizes.num_layers,
-            sizes.width,
-            sizes.num_heads,
-            sizes.dropout,
-            sizes.tie_weights,
-            pieces,
-            split,
-        )
+        names = (*self.size_names, "num_layers", "width", "num_heads", "dropout", "tie_weights")
+        return EncoderDecoder(**{name: self.hparams[name] for name in names}, pieces=pieces, split=split)
 
     def forward(self, source: Tensor, target_in: Tensor) -> Tensor:
         """Logits ``[batch, time, vocabulary]``; see :class:`nlp.translation_model.EncoderDecoder`."""

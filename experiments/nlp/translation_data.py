@@ -1,7 +1,7 @@
 """Parallel text as batches of one fixed shape: source tokens, target tokens to read and target tokens to predict.
 
-What is scored was never trained on: a hash of the source sentence decides its part, so that one source with several
-translations lies in one part only. The tokenizer is one for both languages and learns from the training part.
+A hash of the source sentence decides its part, so that one source with several translations is in one part only. Both
+languages share one tokenizer, which learns from the training part.
 """
 
 from __future__ import annotations
@@ -17,24 +17,21 @@ from torch import Tensor
 
 from counter_random import hash_counters
 from nlp.parallel_text import Pair, find_catalogs, package_catalogs, read_aligned, read_catalogs, tidy
-from nlp.token_rows import IGNORED, STAGES, TokenRows, check_at_least
-from streams import Batch
+from nlp.token_rows import IGNORED, STAGES, TokenRows
+from streams import Batch, Rows, check_at_least
 
 PAD, BOS, EOS = range(3)
 """Fills up a row; begins a translation; ends a source and a translation."""
 
 FIRST_TOKEN = 3
-"""Where the tokenizer's own numbers begin."""
+"""The first number of the tokenizer's own tokens."""
 
 
 def clean_pairs(pairs: list[Pair]) -> tuple[list[Pair], dict[str, int]]:
-    """Make one line of every text and leave out what teaches nothing.
-
-    Args:
-        pairs: As read.
+    """Make one line of every text, and drop pairs with an empty side and repeated pairs.
 
     Returns:
-        The pairs kept, in order, and how many were left out, by reason: one side empty, or the same pair before.
+        The remaining pairs, in order, and how many were dropped, by reason.
     """
     tidied = [Pair(tidy(source), tidy(target)) for source, target in pairs]
     filled = [pair for pair in tidied if pair.source and pair.target]
@@ -46,10 +43,6 @@ def split_pairs(pairs: list[Pair], held_out_fraction: float) -> dict[str, list[P
     """Assign pairs to parts by a hash of the source, blind to case and punctuation.
 
     The hash orders the pairs of a part, too: the first hundred are a fair sample, whatever the order of the files.
-
-    Args:
-        pairs: Pairs to split.
-        held_out_fraction: Part of the sources for validation, and again for test.
     """
     parts: dict[str, list[tuple[int, Pair]]] = {stage: [] for stage in STAGES}
     for pair in pairs:
@@ -88,11 +81,11 @@ class ParallelText(TokenRows):
         eval_batch_size: Validation pairs a rank.
         held_out_fraction: Part of the sources for validation, and again for test.
         seed: Chooses the training pairs.
-        cache_dir: Where trained tokenizers are kept, by the hash of what they were trained on.
+        cache_dir: Where trained tokenizers are kept, by the hash of their training text.
 
     Raises:
-        ValueError: If a setting is out of range, a file cannot be read, files are not aligned, or a part has no pair.
-        FileNotFoundError: If files or the package are missing.
+        ValueError: A setting is out of range, a file cannot be read, files are not aligned, or a part has no pair.
+        FileNotFoundError: Files or the package are missing.
     """
 
     special_tokens = FIRST_TOKEN
@@ -197,13 +190,13 @@ class ParallelText(TokenRows):
         source[:, 0], target_in[:, 0] = EOS, BOS
         return {"source": source, "target_in": target_in, "targets": np.full_like(target_in, IGNORED)}
 
-    def training_rows(self, rows: npt.NDArray[np.int64]) -> Batch:
+    def training_rows(self, rows: Rows) -> Batch:
         """Give the training rows with these global numbers."""
         part = self.parts["train"]
         drawn = (hash_counters(self.seed, rows) % np.uint64(len(part["source"]))).astype(np.int64)
         return {name: torch.from_numpy(values[drawn].astype(np.int64)) for name, values in part.items()}
 
-    def evaluation_rows(self, stage: str, rows: npt.NDArray[np.int64]) -> Batch:
+    def evaluation_rows(self, stage: str, rows: Rows) -> Batch:
         """Give these rows of a part, filled up to ``eval_batch_size``."""
         blank = self._blank(self.eval_batch_size - len(rows), np.int64)
         part = self.parts[stage]

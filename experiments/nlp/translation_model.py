@@ -1,8 +1,8 @@
 """An encoder-decoder transformer in two pieces, with one float tensor between them: the memory.
 
-The encoder reads the source and nothing else. The decoder reads the memory, and of the batch the source (for where its
-padding is) and the target so far. So the two can lie on different machines, as long as both have the batch: what has
-to cross, through a ``SplitPoint``, is the memory, and its gradient on the way back.
+The encoder reads the source only. The decoder reads the memory and, from the batch, the source (for its padding) and
+the target so far. So the two can be on different machines if both have the batch: only the memory and its gradient
+cross, through a ``SplitPoint``.
 """
 
 from __future__ import annotations
@@ -16,29 +16,24 @@ from torch.nn import functional
 
 from lightning_dct import SplitSequential
 from lightning_dct.pipeline.sequential import context_of
-from nlp.model import Block
+from nlp.model import Block, TokenEmbedding
 from nlp.splits import make_split
 from nlp.translation_data import PAD
 
 
 def visible(source: Tensor) -> Tensor:
-    """Say which source positions hold a token: int64 ``[batch, time]`` to bool ``[batch, 1, 1, time]``."""
+    """Which source positions hold a token: int64 ``[batch, time]`` to bool ``[batch, 1, 1, time]``."""
     return (source != PAD)[:, None, None, :]
 
 
-class PositionedEmbedding(nn.Module):
-    """Embeds tokens and where they stand: int64 ``[batch, time]`` to float ``[batch, time, width]``."""
+class PositionedEmbedding(TokenEmbedding):
+    """The embedding of a token plus that of its position, initialised with a small variance."""
 
     def __init__(self, vocabulary_size: int, length: int, width: int) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(vocabulary_size, width)
-        self.positions = nn.Embedding(length, width)
+        super().__init__(vocabulary_size, length, width)
         # The linear layers keep PyTorch's initialisation; its embeddings of unit variance would drown them.
         for embedding in (self.tokens, self.positions):
             nn.init.normal_(embedding.weight, std=width**-0.5)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
 
 
 class DecoderBlock(Block):
@@ -52,12 +47,9 @@ class DecoderBlock(Block):
         self.memory_output = nn.Linear(width, width)
 
     def forward(self, hidden: Tensor, memory: Tensor, memory_mask: Tensor) -> Tensor:
-        """Map ``[batch, time, width]`` to the same shape.
+        """Map ``[batch, time, width]`` to the same shape, given memory ``[batch, source time, width]`` and its mask.
 
-        Args:
-            hidden: The hidden state.
-            memory: float ``[batch, source time, width]``.
-            memory_mask: bool ``[batch, 1, 1, source time]``, True where the memory may be seen.
+        The mask is bool ``[batch, 1, 1, source time]``, True where the memory may be seen.
         """
         hidden = hidden + self._drop(self.attend(self.attention_norm(hidden)))
         hidden = hidden + self._drop(self.attend_memory(self.memory_norm(hidden), memory, memory_mask))
@@ -122,15 +114,9 @@ class Decoder(nn.Module):
             self.output.weight = self.embedding.tokens.weight
 
     def forward(self, memory: Tensor, source: Tensor, target_in: Tensor) -> Tensor:
-        """Give the logits of the token after each position.
+        """The logits ``[batch, time, vocabulary_size]`` of the token after each position of ``target_in``.
 
-        Args:
-            memory: float ``[batch, source time, width]``.
-            source: int64 ``[batch, source time]``, for where its padding is.
-            target_in: int64 ``[batch, time]``, ``time`` at most the target length.
-
-        Returns:
-            float ``[batch, time, vocabulary_size]``.
+        ``source`` shows where the padding of the memory is.
         """
         mask = visible(source)
         hidden = self.embedding(target_in)
@@ -143,9 +129,9 @@ class EncoderDecoder(SplitSequential):
     """Translates, one target token at a time: ``network(source, source=source, target_in=target_in)``.
 
     It maps tokens ``[batch, source time]`` and ``[batch, time]`` to logits ``[batch, time, vocabulary_size]``. Its
-    children are ``encoder``, ``decoder``, and between two pieces ``split`` with what belongs to it. A single process
-    runs them one after the other; ``DCTPipelineStrategy`` runs the encoder on one rank and the decoder on another.
-    With a split that knows the tokens (:func:`~nlp.splits.reads_tokens`) it is given ``tokens=source`` besides.
+    children are ``encoder``, ``decoder``, and between two pieces ``split`` with its code. A single process runs them
+    one after the other; ``DCTPipelineStrategy`` runs the encoder on one rank and the decoder on another. If its split
+    knows the tokens (:func:`~nlp.splits.reads_tokens`), call it with ``tokens=source`` besides.
 
     Args:
         vocabulary_size: Number of distinct tokens, of both languages.
@@ -153,13 +139,10 @@ class EncoderDecoder(SplitSequential):
         target_length: Longest target, in tokens.
         num_layers: Number of blocks in the encoder, and again in the decoder.
         num_heads: Attention heads; must divide ``width``.
-        tie_weights: Use the decoder's token embedding as its output matrix. The encoder has an embedding of its own,
-            as it may lie on another machine.
+        tie_weights: Use the decoder's token embedding as its output matrix. The encoder has an embedding of its own, as
+            it may be on another machine.
         pieces: 2 with a split point between encoder and decoder, 1 without.
-        split: What stands between the two, as :func:`~nlp.splits.make_split` takes it: ``kind`` and settings.
-
-    Raises:
-        ValueError: If ``num_heads`` does not divide ``width``, or ``pieces`` is neither 1 nor 2.
+        split: The settings of :func:`~nlp.splits.make_split`.
     """
 
     def __init__(
@@ -194,11 +177,7 @@ class EncoderDecoder(SplitSequential):
 
 
 def check_pieces(pieces: int) -> None:
-    """Refuse what the model cannot be cut into.
-
-    Raises:
-        ValueError: If ``pieces`` is neither 1 nor 2.
-    """
+    """Refuse ``pieces`` other than 1 and 2, with a ValueError."""
     if pieces not in (1, 2):
         raise ValueError(
             f"model.split.pieces={pieces}: the translation model is cut into 2 pieces, encoder and decoder, or not at"
@@ -208,14 +187,7 @@ def check_pieces(pieces: int) -> None:
 
 @torch.no_grad()
 def translate_greedily(network: EncoderDecoder, source: Tensor, begin: int, end: int, length: int) -> Tensor:
-    """Translate by taking the likeliest token, one after the other.
-
-    Args:
-        network: The model.
-        source: int64 ``[batch, source time]``.
-        begin: The token a translation begins with.
-        end: The token it ends with.
-        length: Most tokens to give, ``end`` included.
+    """Translate by taking the likeliest token, one after the other, at most ``length`` with the ``end``.
 
     Returns:
         int64 ``[batch, length]``, without ``begin``, padded after ``end``.

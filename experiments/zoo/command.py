@@ -26,11 +26,7 @@ _OPTIONS = {"experiment": "--only", "model.learning_rate": "--rates", "seed": "-
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run what is not there yet, then print and write the table and draw the picture.
-
-    Returns:
-        The exit status: 0 when every run is there.
-    """
+    """Run what is not there yet, then print and write the table and draw the picture; 0 when every run is there."""
     parser = make_parser()
     arguments = parser.parse_intermixed_args(words)
     runner = Runner(arguments.collect_only)
@@ -64,15 +60,9 @@ def run_all(
     overrides: Sequence[str],
     output: Path,
 ) -> list[Row]:
-    """Get all runs: of the first seed those of every member, then of the next, so that a table is soon there.
+    """All runs: those of every member with the first seed, then with the next, so that a table is soon there.
 
-    Args:
-        runner: Finds or does them.
-        sides: Members, each with what its learning rate is multiplied by.
-        strategies: The sides of the comparison, the baseline first.
-        seeds: One run of each for each.
-        overrides: Of all runs.
-        output: The folder of the zoo.
+    ``sides`` are the members, each with the factor of its learning rate.
     """
     found: dict[tuple[str, float, Strategy], list[Run]] = {}
     for seed in seeds:

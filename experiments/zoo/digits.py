@@ -6,9 +6,9 @@ The images are the same in every run; the run's seed decides their order only.
 from __future__ import annotations
 
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+
+from zoo.scored import DrawnData
 
 CLASSES = 10
 _CORNERS = {"a": (-1, 2), "b": (1, 2), "c": (-1, 0), "d": (1, 0), "e": (-1, -2), "f": (1, -2)}
@@ -20,13 +20,7 @@ _CHUNK = 2048
 
 
 def draw_digits(count: int, side: int, noise: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Draw images of digits.
-
-    Args:
-        count: How many.
-        side: Pixels of an edge.
-        noise: Standard deviation of the noise on every pixel; ink is 1.
-        seed: Chooses the digits and all that distorts them.
+    """Draw ``count`` images of digits with noise of this standard deviation on every pixel, where ink is 1.
 
     Returns:
         float32 ``[count, 1, side, side]``, and int64 labels ``[count]``.
@@ -78,16 +72,8 @@ def _distance(strokes: Tensor, side: int) -> Tensor:
     return nearest.unflatten(1, (side, side))
 
 
-class Digits(LightningDataModule):
-    """Digits to train on and, others, to validate on; a batch is images ``[batch, 1, side, side]`` and labels.
-
-    Args:
-        batch_size: Images a rank.
-        train_images: To train on.
-        val_images: To validate on.
-        side: Pixels of an edge.
-        noise: Standard deviation of the noise on every pixel; ink is 1.
-    """
+class Digits(DrawnData):
+    """Digits to train on and, others, to validate on; a batch is images ``[batch, 1, side, side]`` and labels."""
 
     def __init__(
         self, batch_size: int, train_images: int = 16384, val_images: int = 8192, side: int = 16, noise: float = 0.25
@@ -98,12 +84,5 @@ class Digits(LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Draw the images."""
         settings = self.hparams
-        images, labels = draw_digits(settings.train_images + settings.val_images, settings.side, settings.noise, seed=0)
-        self.train = TensorDataset(images[: settings.train_images], labels[: settings.train_images])
-        self.val = TensorDataset(images[settings.train_images :], labels[settings.train_images :])
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(self.train, self.hparams.batch_size, shuffle=True, drop_last=True)
-
-    def val_dataloader(self) -> DataLoader:
-        return DataLoader(self.val, batch_size=256)
+        count = settings.train_images + settings.val_images
+        self.keep(settings.train_images, *draw_digits(count, settings.side, settings.noise, seed=0))

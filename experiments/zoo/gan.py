@@ -6,12 +6,12 @@ import math
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
 
 from nlp.optimizing import warmup_and_cosine
+from zoo.scored import DrawnData
 
 
 def draw_spirals(count: int, seed: int) -> Tensor:
@@ -24,14 +24,10 @@ def draw_spirals(count: int, seed: int) -> Tensor:
     return 4 * (points + 0.03 * torch.randn(count, 2, generator=generator))
 
 
-class Spirals(LightningDataModule):
-    """Points to train on and, others, to validate on.
+class Spirals(DrawnData):
+    """Points to train on and, others, to validate on."""
 
-    Args:
-        batch_size: Points a rank.
-        train_points: To train on.
-        val_points: To validate on.
-    """
+    val_batch_size = 512
 
     def __init__(self, batch_size: int, train_points: int = 65536, val_points: int = 4096) -> None:
         super().__init__()
@@ -40,15 +36,7 @@ class Spirals(LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Draw the points."""
         settings = self.hparams
-        points = draw_spirals(settings.train_points + settings.val_points, seed=0)
-        self.train = TensorDataset(points[: settings.train_points])
-        self.val = TensorDataset(points[settings.train_points :])
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(self.train, self.hparams.batch_size, shuffle=True, drop_last=True)
-
-    def val_dataloader(self) -> DataLoader:
-        return DataLoader(self.val, batch_size=512)
+        self.keep(settings.train_points, draw_spirals(settings.train_points + settings.val_points, seed=0))
 
 
 class GANModule(LightningModule):

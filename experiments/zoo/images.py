@@ -18,11 +18,7 @@ SCHEDULES = ("cosine", "one_cycle")
 
 
 class ImageModule(ScoredModule):
-    """A classifier of images, judged by its accuracy.
-
-    Args:
-        network: Maps ``[batch, 1, side, side]`` to logits ``[batch, classes]``.
-    """
+    """A classifier of images, judged by its accuracy; ``network`` maps ``[batch, 1, side, side]`` to logits."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()

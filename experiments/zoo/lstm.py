@@ -14,10 +14,7 @@ from zoo.scored import ScoredModule, token_figures
 class LSTMModule(ScoredModule):
     """Predicts the next token; the Trainer clips its gradients, without which plain SGD would not get far.
 
-    Args:
-        learning_rate: Of SGD, at the start; a cosine takes it down to a tenth.
-        width: Size of embeddings and of the hidden state.
-        num_layers: LSTM layers.
+    A cosine takes the learning rate down to a tenth.
     """
 
     def __init__(self, learning_rate: float, vocabulary_size: int = 256, width: int = 128, num_layers: int = 1) -> None:

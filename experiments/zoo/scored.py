@@ -1,11 +1,12 @@
-"""What all trainings of the zoo share: figures of a batch, of which the loss is trained on and all are validated."""
+"""The common part of the zoo: modules that log figures of a batch, and data that is drawn."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
 from nlp.token_module import mean_token_loss
 
@@ -28,12 +29,26 @@ class ScoredModule(LightningModule):
 
 
 def token_figures(logits: Tensor, targets: Tensor) -> tuple[dict[str, Tensor], int]:
-    """Give the cross-entropy in nats a token, and the number of tokens that count.
+    """The cross-entropy in nats a token, and the number of tokens that count.
 
-    Args:
-        logits: float ``[batch, time, vocabulary]``.
-        targets: int64 ``[batch, time]``; those equal to ``nlp.token_rows.IGNORED`` do not count. The last
-            batch of an evaluation may have none that do on some rank: its loss is 0, and so is its weight.
+    The last batch of an evaluation may have none on some rank: then loss and weight are 0.
     """
     loss, count = mean_token_loss(logits, targets)
     return {"loss": loss}, int(count)
+
+
+class DrawnData(LightningDataModule):
+    """Examples that ``setup`` draws, the same in every run; the run's seed decides their order only."""
+
+    val_batch_size = 256
+
+    def keep(self, train: int, *tensors: Tensor) -> None:
+        """Train on the first examples, and validate on the others."""
+        self.train = TensorDataset(*(tensor[:train] for tensor in tensors))
+        self.val = TensorDataset(*(tensor[train:] for tensor in tensors))
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.train, self.hparams.batch_size, shuffle=True, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self.val, self.val_batch_size)

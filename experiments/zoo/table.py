@@ -1,4 +1,4 @@
-"""The zoo as a table and a picture: a row a member, and for each strategy the quality lost and the bytes saved."""
+"""The zoo as a table and a picture: for each member and strategy the quality lost and the bytes saved."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ import matplotlib
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
 
-from comparison.figures import Figure, Result, difference, main_metric, metric_figure, result_figure
 from comparison.runs import Entry
-from comparison.table import how_to_read, markdown
+from comparison.table import (
+    Figure,
+    Result,
+    difference,
+    how_to_read,
+    main_metric,
+    markdown,
+    metric_figure,
+    result_figure,
+)
 from lightning_dct.report.quality import higher_is_better
 
 ALLOWED = {"loss": 0.01, "accuracy": 0.005, "auc": 0.001}
-"""What may be lost and still count as parity: of a loss a part of it, of scores the bare difference."""
+"""The most that may be lost at parity: of a loss a fraction, of scores the bare difference."""
 
 _UNITS = {"loss": "{:+.2%}", "accuracy": "{:+.4f}", "auc": "{:+.4f}"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A member at one learning rate.
-
-    Attributes:
-        member: Its name.
-        rate: What the tuned learning rate is multiplied by.
-        entries: Its runs under each strategy, the baseline first.
-    """
+    """A member at ``rate`` times its tuned learning rate, with its runs under each strategy, the baseline first."""
 
     member: str
     rate: float
@@ -38,12 +40,12 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What a table calls it."""
+        """Its name in a table."""
         return self.member if self.rate == 1 else f"{self.member} x {self.rate:g}"
 
     @property
     def metric(self) -> str:
-        """What it is judged by: ``auc``, ``accuracy`` or ``loss``."""
+        """The metric of its quality: ``auc``, ``accuracy`` or ``loss``."""
         return main_metric(name for entry in self.entries for run in entry.runs for name in run.result["metrics"])
 
     def quality(self, entry: Entry) -> Figure | None:
@@ -64,7 +66,7 @@ class Row:
         return sum(run.seed in sound and run.result["metrics"].get(name) is None for run in entry.runs)
 
     def at_parity(self, entry: Entry) -> bool:
-        """Say whether no run broke, and on the mean of the seeds no more is lost than allowed."""
+        """Whether no run broke, and the mean of the seeds loses no more than allowed."""
         lost = self.lost(entry)
         return lost is not None and not self.broken(entry) and lost.mean <= ALLOWED[self.metric]
 
@@ -77,12 +79,7 @@ def saved(result: Result) -> float | None:
 
 
 def to_markdown(rows: Sequence[Row], remarks: Sequence[str] = ()) -> str:
-    """Write the table with all it takes to read it.
-
-    Args:
-        rows: Members of which the baseline has a run.
-        remarks: Sentences for below it: what failed, for instance.
-    """
+    """The table with notes below it, of members of which the baseline has a run; ``remarks`` are further notes."""
     baseline, *others = [entry.label for entry in rows[0].entries]
     heads = ["member", "judged by", baseline]
     for label in others:
@@ -106,7 +103,7 @@ def to_markdown(rows: Sequence[Row], remarks: Sequence[str] = ()) -> str:
 
 
 def verdict(rows: Sequence[Row], place: int) -> str:
-    """Say of a strategy how many members it trains as well as the baseline does."""
+    """How many members a strategy trains as well as the baseline does."""
     entries = [(row, row.entries[place]) for row in rows if row.entries[place].runs]
     good = sum(row.at_parity(entry) for row, entry in entries)
     broken = sum(row.broken(entry) for row, entry in entries)
@@ -145,7 +142,7 @@ def draw(file: Path, rows: Sequence[Row]) -> None:
         loss_axis.plot([], [], label=label, color=look["color"], marker=look["marker"], linestyle="none")
     loss_axis.axvline(0, color="black", linewidth=1, label=labels[0])
     loss_axis.axvline(1, color="black", linewidth=1, linestyle="--", label="what may be lost")
-    # Even where a run came out many times worse, the others can be told apart.
+    # A run that is many times worse must not hide the differences of the others.
     loss_axis.set_xscale("symlog", linthresh=2)
     byte_axis.set_xscale("log")
     loss_axis.set_yticks(range(len(rows)), [f"{row.name} ({row.metric})" for row in rows])

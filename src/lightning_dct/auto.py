@@ -1,11 +1,10 @@
-"""A run that sets itself: the settings to choose from, the rule, and how long a step takes with each.
+"""Chooses settings for a run: the settings to choose from, the rule, and the predicted time of a step with each.
 
     DDP in fp32, DDP in bf16, then updates at 1 bit: every step at 30%, ever more local steps, and a lower density
 
-The order is from what loses nothing to what loses most, as in ``docs/tuning.md``: up to 8 local steps at 30% no loss
-beyond 1% was seen on what was tried there, from 80 at 10% on it was. Every rung costs less time than the one before, in
-compressing as on the link. Times follow the model of ``lightning-dct plan``.
-:class:`~lightning_dct.callbacks.AutoSettings` chooses while a run trains.
+The order is from the least to the most lossy. In ``docs/tuning.md`` up to 8 local steps at 30% lost at most 1%, and 80
+at 10% lost more. Every rung takes less time than the one before, for compressing and on the link. Times follow the
+model of ``lightning-dct plan``. :class:`~lightning_dct.callbacks.AutoSettings` chooses while a run trains.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ import torch.distributed as dist
 from lightning_dct.config import DCTConfig, ValueFormat
 from lightning_dct.forecast.bytes_sent import dense_step
 from lightning_dct.forecast.forecast import make_forecast
-from lightning_dct.forecast.link import MeasuredLink
-from lightning_dct.forecast.speed import Speed, measure_speed
+from lightning_dct.forecast.timing import MeasuredLink, Speed, measure_speed
 from lightning_dct.forecast.workload import Workload
 from lightning_dct.gradients.exchanges.nodes import NodeLayout
 from lightning_dct.gradients.plan import real_numel
@@ -30,25 +28,19 @@ from lightning_dct.tables import rate_text
 from lightning_dct.traffic import FP32_BYTES
 
 SECONDS = 0.05
-"""How long compressing is timed for each density; it is done a few times at least."""
+"""How long compressing is timed for each density, at least."""
 ROUNDS = ((1, 0.3), (2, 0.3), (4, 0.3), (8, 0.3), (16, 0.3), (32, 0.3), (32, 0.1), (80, 0.1), (100, 0.1))
 """Local steps and densities."""
 CHOSEN = ("compress", "local_steps", "delay", "density", "density_per_parameter", "value_format")
-"""Settings that are chosen, so that nobody else may give them."""
+"""Settings that are chosen, so that users may not give them."""
 OF_BOTH = ("refresh_every", "min_tensor_size", "guard", "exchange", "kernel", "missing_state")
 LONGEST_DELAY = 0.1
-"""The share of a run that an entry may wait."""
+"""The largest share of a run for which an entry may wait."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """Settings, and what they cost.
-
-    Attributes:
-        config: The settings.
-        seconds: Of a step, predicted.
-        num_bytes: That the rank that sends most sends in a step.
-    """
+    """Settings, the predicted seconds of a step, and the bytes of a step on the rank that sends most."""
 
     config: DCTConfig
     seconds: float
@@ -70,8 +62,8 @@ class Choice:
 
     Attributes:
         option: The settings.
-        is_within: Whether their step takes no longer than was asked for.
-        is_shortest: Whether the length of the run forbids what is faster.
+        is_within: Whether their step is short enough.
+        is_shortest: Whether the run is too short for faster settings.
     """
 
     option: Option
@@ -90,12 +82,12 @@ class Choice:
 
 
 def choose(options: Sequence[Option], longest: float, steps: float) -> Choice:
-    """The first whose step is short enough; where there is none, the fastest that the run is long enough for.
+    """The first option whose step is short enough; if there is none, the fastest that the run is long enough for.
 
     Args:
-        options: From what loses least to what loses most, one of them or more.
+        options: At least one, from the least to the most lossy.
         longest: Seconds that a step may take.
-        steps: Optimizer steps of the whole run; infinite where that is not known.
+        steps: Optimizer steps of the whole run; infinite if unknown.
     """
     allowed = [option for option in options if option.fits(steps)] or [options[0]]
     for option in allowed:
@@ -105,23 +97,19 @@ def choose(options: Sequence[Option], longest: float, steps: float) -> Choice:
 
 
 def dense(base: DCTConfig, value_format: ValueFormat = "fp32") -> DCTConfig:
-    """What DistributedDataParallel does: the mean of all gradients in every step, in fp32 or in bf16."""
+    """The settings of DistributedDataParallel: the mean of all gradients in every step, in fp32 or in bf16."""
     shared: dict[str, Any] = {name: getattr(base, name) for name in OF_BOTH}
     return DCTConfig(compress="gradients", density=1.0, value_format=value_format, **shared)
 
 
 def rungs(base: DCTConfig, min_density: float = 0.0) -> list[DCTConfig]:
-    """Updates, from what loses least to what loses most; an exchange sends at least ``min_density`` of the entries."""
+    """Updates, from the least to the most lossy, with ``min_density`` or more."""
     found = [replace(base, local_steps=steps, density=max(density, min_density)) for steps, density in ROUNDS]
     return [one for index, one in enumerate(found) if one not in found[:index]]
 
 
 def check_left_out(base: DCTConfig) -> None:
-    """Refuse settings that would be overridden.
-
-    Raises:
-        ValueError: With their names and the remedy.
-    """
+    """Refuse settings that ``target_overhead`` chooses, with a ValueError that names them and the remedy."""
     defaults = {one.name: getattr(DCTConfig(), one.name) for one in fields(base)}
     given = [f"{name}={getattr(base, name)!r}" for name in CHOSEN if getattr(base, name) != defaults[name]]
     if given:
@@ -145,7 +133,7 @@ def describe(config: DCTConfig) -> str:
 
 
 def table_of(options: Sequence[Option], taken: DCTConfig, steps: float) -> list[list[str]]:
-    """The heads of the columns, then a row for each option; see :func:`choose`."""
+    """A row of heads, then a row for each option."""
     rows = [["settings", "ms a step", "bytes a step", "delay, steps", ""]]
     return rows + [
         [
@@ -161,14 +149,7 @@ def table_of(options: Sequence[Option], taken: DCTConfig, steps: float) -> list[
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of a run, the same on every rank.
-
-    Attributes:
-        compute: Seconds of a step without synchronisation.
-        link: Between the ranks as they are placed.
-        layout: Where they are.
-        workload: What is synchronised.
-    """
+    """Measurements of a run, the same on every rank; ``compute`` has the seconds of a step without synchronisation."""
 
     compute: float
     link: MeasuredLink
@@ -185,7 +166,7 @@ class Measured:
 
 
 def agreed(numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """The largest that any rank has, of each number; a collective call. Its bytes belong to no step."""
+    """The largest value of each number on any rank; a collective call, whose bytes are not counted."""
     largest = torch.tensor(numbers, dtype=torch.float64, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group)
     return [float(number) for number in largest]
@@ -194,9 +175,9 @@ def agreed(numbers: Sequence[float], group: dist.ProcessGroup, device: torch.dev
 def measure_speeds(
     configs: Sequence[DCTConfig], workload: Workload, group: dist.ProcessGroup, device: torch.device
 ) -> dict[float, Speed]:
-    """The cost of compressing on the slowest rank while all of them compress, by density; a collective call.
+    """The cost of compressing the largest bucket on the slowest rank, by density; a collective call.
 
-    The settings have one value format. The largest bucket of the workload is what is timed.
+    The settings have one value format.
     """
     speeds = {}
     for config in {config.density: config for config in configs}.values():
@@ -213,9 +194,9 @@ def predict_dense(measured: Measured, base: DCTConfig, now: tuple[DCTConfig, flo
 
     Args:
         measured: The run.
-        base: The settings that nobody chooses.
-        now: Which of the two the run has at the moment, and the seconds a step waits for it: backward hides the rest.
-            Without it nothing is taken to be hidden.
+        base: The settings that are not chosen.
+        now: The present one of the two, and the seconds a step waits for it, because backward hides the rest. With None
+            backward hides nothing.
     """
     hidden = 0.0 if now is None else measured.all_reduce_seconds(now[0]) - now[1]
     sent = dense_step(measured.workload, measured.layout).sent[0].total

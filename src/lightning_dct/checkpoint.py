@@ -1,4 +1,4 @@
-"""Where each rank's compression state lies beside a Lightning checkpoint, and how it moves to another world size.
+"""The files of each rank's compression state beside a Lightning checkpoint, and their use at another world size.
 
     epoch=3.ckpt                                Lightning's file, with a note that names the files below
     epoch=3.ckpt.dct/
@@ -6,9 +6,9 @@
         000000001200-5f0c93ab-rank-1-of-2.pt
         000000001200-5f0c93ab-rows/             rows of sharded tables, where there are any
 
-Every rank writes its own file before Lightning's is written, under a name that no other save has. A job that is killed
-while it overwrites a checkpoint therefore finds the old file with the old state. Rank 0 removes files that no note
-names once Lightning's file is written.
+Every rank writes its own file before Lightning's is written, under a name that no other save has. So a job that is
+killed while it overwrites a checkpoint finds the old file with the old state. After Lightning's file, rank 0 removes
+files that no note names.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NOTE_FIELDS = ("format_version", *_NOTE)
 def make_note(
     world_size: int, synchronisations: int, save: str, has_state: bool = True, has_rows: bool = False, stages: int = 1
 ) -> dict[str, int | str]:
-    """What Lightning's checkpoint says about the files beside it.
+    """The note in Lightning's checkpoint about the files beside it.
 
     ``save`` is the name of this save, the same on every rank, and ``stages`` the number of ranks that together hold one
     replica of the parameters. A checkpoint of weights alone has no state, one without sharded tables no rows.
@@ -62,11 +62,7 @@ def make_note(
 
 
 def check_note(note: Any, path: str) -> None:
-    """Refuse a value that is no note, before any of it is used.
-
-    Raises:
-        CheckpointError: Another format version wrote it, or a field has an impossible value.
-    """
+    """Refuse a value that is no note, one of another format version, or an impossible field, with a CheckpointError."""
     if not isinstance(note, Mapping):
         fault = " is not a dict"
     elif not is_count(note.get("format_version")) or note["format_version"] not in READABLE_VERSIONS:
@@ -95,7 +91,7 @@ def _fault_in(note: Mapping[str, Any]) -> str:
 
 
 def identity(note: Mapping[str, Any], rank: int) -> dict[str, int | str]:
-    """What a rank's file must say about itself; files of versions 1 and 2 record only their step."""
+    """The identity that a rank's file must record; files of versions 1 and 2 record only their step."""
     step = {"synchronisations": note["synchronisations"]}
     if note["format_version"] in (1, 2):
         return step
@@ -134,7 +130,7 @@ def write_state(checkpoint_io: CheckpointIO, path: str, note: Mapping[str, Any],
 
 
 def remove_outdated(checkpoint_io: CheckpointIO, path: str, note: Mapping[str, Any] | None) -> None:
-    """Remove files beside a checkpoint that its note does not name: of earlier saves, and of saves that were killed."""
+    """Remove files beside a checkpoint that its note does not name: those of earlier and of killed saves."""
     folder = state_folder(path)
     files, place = url_to_fs(folder)
     if note is None:
@@ -154,7 +150,7 @@ def read_state(
     :func:`check_note` has accepted ``note``; ``world_size`` and ``stages`` describe the layout now.
 
     Raises:
-        CheckpointError: A file is damaged, or belongs to another rank, save or step.
+        CheckpointError: A file is corrupt, or belongs to another rank, save or step.
         FileNotFoundError: The files are not beside the checkpoint.
     """
     path = resolve_symlink(path)
@@ -176,7 +172,7 @@ def read_state(
             states, saved_stages = put_together(states, saved_stages), 1
         return merge_states(states, saved_stages)
     except Exception as error:
-        # torch raises many kinds of errors on files that do not fit each other.
+        # torch raises many kinds of errors on tensors that do not fit.
         raise CheckpointError(
             f"The ranks' files in {state_folder(path)!r} do not fit each other ({error}). Restore the folder from a"
             " copy, or resume from an earlier checkpoint."
@@ -198,7 +194,7 @@ def merge_states(states: Sequence[Mapping[str, Any]], stages: int = 1) -> dict[s
     if len(states) == 1:
         return merged
     replicas = len(states) // stages
-    # No mean of the ranks' own optimizers would continue any of them. Updates in flight are still in the ranks' own
+    # A mean of the ranks' optimizers would continue none of them. Updates in flight are still in the ranks' own
     # weights, and are sent again.
     for part in ("optimizers", "in_flight"):
         merged.pop(part, None)

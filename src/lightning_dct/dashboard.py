@@ -1,7 +1,6 @@
 """A W&B dashboard for runs with ``CompressionMonitor``, kept as code: its panels, and the workspace made of them.
 
-:class:`~lightning_dct.CompressionMonitor` logs every key here except those of quality, which the user names. A test
-compares them with a run.
+:class:`~lightning_dct.CompressionMonitor` logs every key here except those of quality, which the user names.
 """
 
 from __future__ import annotations
@@ -20,13 +19,12 @@ RATIO, TENSORS = "dct/compression_ratio", "dct/dp/tensors"
 
 
 class Panel(NamedTuple):
-    """What one panel shows.
+    """One panel.
 
     Attributes:
         title: Above it.
-        keys: Logged keys. Of ``trade`` the horizontal and the vertical one; of ``bars`` a table and its column.
-        kind: ``curves`` over steps, ``log`` for such on a logarithmic axis, ``trade`` for a point a run, ``bars``, or
-            ``table``.
+        keys: Logged keys; for ``trade`` of the horizontal and the vertical axis, for ``bars`` a table and its column.
+        kind: ``curves`` over steps, ``log`` for a logarithmic axis, ``trade`` for a point a run, ``bars`` or ``table``.
     """
 
     title: str
@@ -35,11 +33,7 @@ class Panel(NamedTuple):
 
 
 def sections(quality: Sequence[str] = QUALITY) -> dict[str, list[Panel]]:
-    """All panels by section, from top to bottom.
-
-    Args:
-        quality: Keys of the model's quality. Each gets a panel; the last one is also drawn against the ratio.
-    """
+    """All panels by section; each key of quality gets one, and the last key also against the ratio."""
     return {
         "Quality": [
             *(Panel(key, (key,)) for key in quality),
@@ -89,7 +83,7 @@ def make_workspace(entity: str, project: str, name: str, quality: Sequence[str] 
     for row, (title, panels) in enumerate(sections(quality).items()):
         shown = [_make(panel) for panel in panels]
         for column, panel in enumerate(shown):
-            # Random by default: then a file under version control would change in every line.
+            # A random id, the default, would change a file under version control in every line.
             panel._id = f"lightningdct{row}{column}"
         layout = workspaces.SectionLayoutSettings(columns=3, rows=-(-len(shown) // 3))
         made.append(workspaces.Section(name=title, panels=shown, is_open=True, layout_settings=layout))
@@ -107,7 +101,7 @@ def make_workspace(entity: str, project: str, name: str, quality: Sequence[str] 
 
 def to_json(workspace: Any) -> str:
     """A workspace as W&B stores it."""
-    # Private: the package has no public way to a specification without sending it.
+    # Private, because the public way to a specification sends it.
     view = workspace._to_model().model_dump(by_alias=True, exclude_none=True)
     stored = {key: view[key] for key in ("entity", "project", "displayName", "spec")}
     return json.dumps(stored, indent=2) + "\n"
@@ -133,7 +127,7 @@ def push(entity: str | None, project: str, name: str, quality: Sequence[str]) ->
     if not owner:
         raise ValueError("you have no default entity in W&B. Name the owner of the project: `--entity NAME`.")
     try:
-        # Reading anything of a project asks W&B for it.
+        # Any attribute makes W&B look the project up.
         _ = api.project(project, owner).id
         url: str = make_workspace(owner, project, name, quality).save().url
     except (CommError, ValueError) as error:

@@ -1,8 +1,8 @@
-"""Names of the communication hook's work in profilers: Lightning's, or torch's alone.
+"""Names of the communication hook's work in the profilers of Lightning and torch.
 
 [Strategy]DCTStrategy.compress      add the residual, select, pack; start sending
-[Strategy]DCTStrategy.exchange      wait for bytes that are still under way: what backward did not hide
-[Strategy]DCTStrategy.decompress    read what has arrived (``exchange="sharded"``: and pass on its sum, compressed)
+[Strategy]DCTStrategy.exchange      wait for bytes that have not arrived yet
+[Strategy]DCTStrategy.decompress    read the payloads (``exchange="sharded"``: and send their sum, compressed)
 """
 
 from __future__ import annotations

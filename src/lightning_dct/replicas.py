@@ -1,7 +1,7 @@
 """Joins the states of ranks that hold shards to states of whole replicas, to be cut anew for other ranks.
 
-A state with ``shards`` in it is of pieces, whose shapes it says: consecutive ranks of a replica have consecutive rows
-of every parameter, and what is held back of them.
+A state with ``shards`` holds pieces of these shapes: consecutive ranks of a replica have consecutive rows of every
+parameter and of its residual.
 """
 
 from __future__ import annotations
@@ -17,12 +17,7 @@ State = Mapping[str, Any]
 
 
 def put_together(states: Sequence[State], shards: int) -> list[dict[str, Any]]:
-    """The states of whole replicas.
-
-    Args:
-        states: One a rank, of consecutive ranks of consecutive replicas.
-        shards: Ranks in a replica.
-    """
+    """The states of whole replicas of ``shards`` ranks each, whose states are in the order of the ranks."""
     return [_whole(states[first : first + shards]) for first in range(0, len(states), shards)]
 
 
@@ -36,15 +31,15 @@ def _whole(pieces: Sequence[State]) -> dict[str, Any]:
     before: dict[str, int] = {}
     for piece in pieces:
         for name, parts in piece.get("owned", {}).items():
-            held = {before.get(name, 0) + start: tensor for start, tensor in parts.items()}
-            whole["owned"].setdefault(name, {}).update(held)
+            moved = {before.get(name, 0) + start: tensor for start, tensor in parts.items()}
+            whole["owned"].setdefault(name, {}).update(moved)
         for name, shape in piece["shards"].items():
             before[name] = before.get(name, 0) + math.prod(shape)
     return whole
 
 
 def _joined(pieces: Sequence[State], part: str, name: str) -> Tensor:
-    """One tensor made of the ranks' shards; zeros where a rank has none. Of a buffer every rank has its own."""
+    """One tensor of the ranks' shards, with zeros for a rank without one; a buffer is whole on every rank."""
     there = next(piece[part][name] for piece in pieces if name in piece[part])
     if name not in pieces[0]["shards"]:
         return there

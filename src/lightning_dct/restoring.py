@@ -1,6 +1,6 @@
 """Reads the ranks' state of a checkpoint collectively: an error on one rank is raised on all of them.
 
-A rank that continued alone would wait in its next collective for one that has stopped.
+Otherwise the other ranks would wait for it in their next collective.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def agreed_notes(notes: Any, path: str) -> list[dict[str, Any]]:
     A checkpoint of plain DDP or of weights alone has none.
 
     Raises:
-        CheckpointError: A rank's notes are damaged, or two ranks read different ones. Raised on every rank.
+        CheckpointError: A rank's notes are corrupt, or two ranks read different ones. Raised on every rank.
     """
     found = []
     for theirs in gather_objects(notes):
@@ -56,7 +56,7 @@ def restore_state(
 
     The arguments are those of :func:`~lightning_dct.checkpoint.read_state`. ``config.missing_state`` decides what
     happens if any rank's file is missing or was saved with another ``compress``: ``"error"``, or ``"reset"``, with
-    which every rank starts without residuals. What two ranks remember of each other must agree, so all ranks reset.
+    which every rank starts without residuals. All ranks reset, because their states must agree.
 
     Raises:
         FileNotFoundError: The state of some rank is missing. Raised on every rank.

@@ -50,7 +50,7 @@ class CheckpointedStrategy(ParallelStrategy):
         # Thresholds, residuals and counters of this rank; fit sets it.
         self.synchronizer: Synchronizer | None = None
         self.is_fitting = False
-        # Tells this rank when another one dies; None for a single process.
+        # Ends this rank when another one dies; None for a single process.
         self.lifeline: Lifeline | None = None
         # Whether gradients of earlier micro-batches wait for their step, and those of a checkpoint, by parameter.
         self._accumulating = False
@@ -196,7 +196,7 @@ class CheckpointedStrategy(ParallelStrategy):
         return checkpoint
 
     def _take_settings(self, checkpoint: Mapping[str, Any]) -> None:
-        """Have the settings of a checkpoint, where it is the run that has chosen them."""
+        """Take the settings of a checkpoint whose run has chosen them."""
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights; sharded rows come from the folder beside the checkpoint."""

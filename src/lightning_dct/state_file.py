@@ -1,4 +1,4 @@
-"""Reads one rank's file of a checkpoint, and refuses it if it is damaged or is something else."""
+"""Reads one rank's file of a checkpoint, and refuses it if it is corrupt or another file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read_checked(checkpoint_io: CheckpointIO, file: str, identity: Mapping[str, 
 
     Raises:
         OSError: The file is missing, or may not be read.
-        CheckpointError: The file is damaged, holds something else or belongs to another rank or save.
+        CheckpointError: The file is corrupt, is something else, or belongs to another rank or save.
     """
     try:
         check_sums(file)
@@ -37,7 +37,7 @@ def read_checked(checkpoint_io: CheckpointIO, file: str, identity: Mapping[str, 
     except (FileNotFoundError, PermissionError):
         raise
     except Exception as error:
-        # zipfile, pickle and torch raise a dozen kinds of errors on a damaged file.
+        # zipfile, pickle and torch raise many kinds of errors on a corrupt file.
         raise CheckpointError(
             f"The file {file!r}, one rank's part of a checkpoint, is damaged or is something else ({error}). Restore it"
             " from a copy, or resume from an earlier checkpoint."
@@ -56,10 +56,8 @@ def read_checked(checkpoint_io: CheckpointIO, file: str, identity: Mapping[str, 
 def check_sums(file: Any) -> None:
     """Compare a file (a path, or open for reading) with its checksums, which ``torch.load`` does not do.
 
-    Files that ``torch.save`` has not written pass, and so do files in storage services, which have checksums.
-
-    Raises:
-        zipfile.BadZipFile: They differ.
+    A BadZipFile means that they differ. Other files than those of ``torch.save`` pass, and so do files in storage
+    services, which have checksums of their own.
     """
     if (isinstance(file, str) and not os.path.isfile(file)) or not zipfile.is_zipfile(file):
         return
@@ -70,10 +68,9 @@ def check_sums(file: Any) -> None:
 
 
 def check_state(state: Any) -> None:
-    """Refuse a value that is no rank's compression state, before any of it is used. Unknown parts are ignored.
+    """Refuse a value that is no rank's compression state, with a CheckpointError that names the field.
 
-    Raises:
-        CheckpointError: A field is missing, or has an impossible kind or value; the message names the field.
+    Unknown parts are ignored.
     """
     fault = each(_anything)(state) or next((f" has no field {part}" for part in _PARTS if part not in state), "")
     if fault:
@@ -83,7 +80,7 @@ def check_state(state: Any) -> None:
             raise CheckpointError(f"its field {part}{fault}")
 
 
-# Says what is wrong with a value, as a sentence without its subject; empty if nothing is.
+# Returns the fault of a value, as a sentence without its subject; empty for a valid one.
 Check = Callable[[Any], str]
 
 
@@ -121,7 +118,7 @@ def is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any, least: float) -> bool:
-    # NaN is neither above nor below; an integer beyond the largest float is no float.
+    # This refuses NaN, and integers beyond the largest float.
     return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= sys.float_info.max
 
 

@@ -1,21 +1,21 @@
 """Counts the bytes and the time that communication costs: plain numbers, no torch, no Lightning.
 
-Each payload is counted where it is handed to a collective, as the bytes that this rank sends for it. Beside it stand
-the bytes that the dense fp32 exchange of the same tensors would have sent:
+Each payload is counted at its collective, as the bytes that this rank sends for it, and beside them the bytes that the
+dense fp32 exchange of the same tensors would have sent:
 
 ====================  ================================================================
 collective            bytes one rank sends (``W`` ranks, ``B`` bytes a rank)
 ====================  ================================================================
 all-reduce (ring)     ``2 * (W - 1) / W * B``
 all-gather (ring)     ``(W - 1) * B``
-all-to-all            what is meant for the others
+all-to-all            the parts of other ranks
 ====================  ================================================================
 
-Where nodes of ``L`` ranks exchange gradients by node, ``bytes_sent`` and ``bytes_dense`` are bytes *between* nodes, and
+If nodes of ``L`` ranks exchange gradients by node, ``bytes_sent`` and ``bytes_dense`` are bytes *between* nodes, and
 bytes inside a node have a total of their own. A ring over all ranks in the order of the nodes leaves a node at one of
 its ``L`` ranks, so ``1 / L`` of a rank's bytes in a ring count as sent between nodes.
 
-A compression ratio is always ``bytes_dense / bytes_sent``. Element counts are never called a ratio.
+A compression ratio is always ``bytes_dense / bytes_sent``.
 """
 
 from __future__ import annotations
@@ -44,17 +44,14 @@ def all_gather_bytes(num_bytes: int, world_size: int) -> int:
 def bytes_between_nodes(num_bytes: int, world_size: int, ranks_per_node: int) -> int:
     """The part of one rank's bytes in a ring that crosses between nodes, on average over the ranks of a node.
 
-    Args:
-        num_bytes: Bytes each rank sends.
-        world_size: Ranks in the ring, in the order of the nodes.
-        ranks_per_node: How many of them share a node; 1 counts all bytes.
+    With one rank a node that is all of its ``num_bytes``.
     """
     return 0 if 1 < world_size <= ranks_per_node else -(-num_bytes // ranks_per_node)
 
 
 @dataclass(frozen=True)
 class TrafficTotals:
-    """Totals of one rank since counting began; subtract two of them to get what lies between.
+    """Totals of one rank since counting began; the difference of two is the traffic between them.
 
     Attributes:
         steps: Completed gradient synchronisations.
@@ -65,7 +62,7 @@ class TrafficTotals:
         entries: Tensor entries that were due.
         seconds: Wall time of compression and decompression, without the network; with a GPU, the time of its host.
         refreshes: How often the thresholds were selected anew.
-        bytes_inside_node: Bytes this rank sent inside its node, where they are counted apart.
+        bytes_inside_node: Bytes this rank sent inside its node, if these have a total of their own.
         seconds_waiting: Wall time spent waiting for payloads: for the network, and for slower ranks.
         admitted_rows: Rows of growing tables that this rank has made.
         evicted_rows: Rows of growing tables that this rank has evicted.

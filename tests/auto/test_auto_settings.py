@@ -27,7 +27,7 @@ from distributed.training import (
 from lightning_dct import DCTStrategy
 from lightning_dct.callbacks import auto_settings, run_advice
 from lightning_dct.commands import main, plan
-from lightning_dct.forecast.link import MeasuredLink
+from lightning_dct.forecast.timing import MeasuredLink
 
 NEVER = 10**9
 FAST = (1e-3, 1e-9)

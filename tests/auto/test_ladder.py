@@ -21,7 +21,7 @@ from lightning_dct.auto import (
 )
 from lightning_dct.forecast import Speed, one_tensor
 from lightning_dct.forecast.forecast import layout_of
-from lightning_dct.forecast.link import MeasuredLink
+from lightning_dct.forecast.timing import MeasuredLink
 from lightning_dct.gradients.exchanges.nodes import NodeLayout
 
 BASE = DCTConfig()

@@ -6,10 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_dct import DCTConfig
-from lightning_dct.callbacks import step_clock
-from lightning_dct.callbacks.run_advice import closing_line, notes_at_start
-from lightning_dct.callbacks.step_clock import FEWEST, SKIPPED, StepClock, StepCosts
-from lightning_dct.forecast.link import MeasuredLink
+from lightning_dct.callbacks import run_advice
+from lightning_dct.callbacks.run_advice import FEWEST, SKIPPED, StepClock, StepCosts, closing_line, notes_at_start
+from lightning_dct.forecast.timing import MeasuredLink
 from lightning_dct.kernels import _is_installed
 from lightning_dct.traffic import TrafficTotals
 
@@ -120,7 +119,7 @@ def test_a_link_whose_rate_does_not_show_has_none() -> None:
 
 def test_steps_are_timed_without_what_lies_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
     now = SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr(step_clock, "perf_counter", lambda: now.seconds)
+    monkeypatch.setattr(run_advice, "perf_counter", lambda: now.seconds)
     clock, totals = StepClock(), TrafficTotals()
     for step in range(SKIPPED + FEWEST + 1):
         assert clock.costs is None

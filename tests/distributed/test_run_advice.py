@@ -12,7 +12,7 @@ from lightning_utilities.core import rank_zero
 
 from distributed.training import Module, fit, rank
 from lightning_dct import DCTStrategy
-from lightning_dct.forecast.link import SIZES, measure_link
+from lightning_dct.forecast.timing import SIZES, measure_link
 
 
 def train(settings: dict[str, Any], batches: int) -> tuple[str, list[str], int]:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmark import kernels, memory, pipeline, recommender, steps
-from benchmark.job import Job
+from benchmark.job import Job, Run, of_all_ranks, read_runs
 from benchmark.kernels import (
     FLOOR,
     WARM_UP_ROUNDS,
@@ -24,16 +24,15 @@ from benchmark.kernels import (
     tabulate_kernels,
     time_in_turn,
 )
-from benchmark.results import Run, of_all_ranks, read_runs, summarise
+from benchmark.session import in_order
 from benchmark.stages import FP32, OURS
-from benchmark.steps import in_order, parse_options
 from benchmark.synchronisations import DDP, NOTHING, SYNCHRONISATIONS
-from benchmark.tables import link_name, tabulate_steps
+from benchmark.tables import Figure, Take, faster_than, figure_of, link_name, step_ms, tabulate, times
 from benchmark.timeline import BACKWARD, FORWARD, SHARING, WAITING, typical_step
 from benchmark.worker import train
 from distributed.harness import Ranks
 from distributed.training import on_two_nodes
-from network.hosts import INTERFACE, make_hosts
+from network.hosts import INTERFACE, Link, make_hosts
 
 RUN = Run(DDP, 10, 2.0, 8000, 9000, 0.5, 0.1, [3.0, 2.0], None)
 
@@ -82,7 +81,7 @@ def test_memory_of_a_rank(ranks: Callable[[int], Ranks], name: str, share: float
 
 
 def train_and_score(folder: str) -> tuple[Run, dict[str, float]]:
-    job = Job(["DCT, 1%, int8"], 1, 3, None, True, 8, 16, False, folder)
+    job = Job(["DCT, 1%, int8"], 1, 3, None, True, 8, 16, folder=folder)
     warnings.simplefilter("ignore")
     run = train(job.synchronisations[0], job)
     gc.collect()
@@ -135,26 +134,27 @@ def test_ratios_are_taken_within_a_round() -> None:
         for name, seconds, sent in ((NOTHING, 1.0, 10), (DDP, 4.0, 40_000), ("DCT, 1%, int8", 2.0, 400))
         for round, factor in ((0, 1.0), (1, 2.0), (2, 1.0))
     ]
-    found = summarise(runs, "DCT, 1%, int8")
-    assert found.against_nothing is not None
-    assert (found.against_nothing.low, found.against_nothing.high) == (2.0, 2.0)
-    assert found.faster_than_ddp is not None
-    assert found.faster_than_ddp.median == 2.0
-    assert found.fewer_than_ddp is not None
-    assert found.fewer_than_ddp.median == 100.0
-    assert found.step_ms is not None
-    assert (found.step_ms.median, found.step_ms.high) == (200.0, 400.0)
-    # Nothing is sent without synchronisation, so nothing is said of how much fewer that is.
-    assert summarise([replace(one, counted_bytes=0) for one in runs], NOTHING).fewer_than_ddp is None
-    assert summarise(runs, "PowerSGD, rank 1").step_ms is None
+
+    def found(name: str, take: Take) -> Figure | None:
+        return figure_of(runs, name, Link(), take)
+
+    ours = "DCT, 1%, int8"
+    assert found(ours, times(NOTHING)) == Figure(2.0, 2.0, 2.0)
+    assert found(ours, faster_than(DDP)) == Figure(2.0, 2.0, 2.0)
+    assert found(ours, steps.fewer_than_ddp) == Figure(100.0, 100.0, 100.0)
+    assert found(ours, step_ms) == Figure(200.0, 200.0, 400.0)
+    # Nothing is sent without synchronisation, so there is no ratio of bytes.
+    runs = [replace(one, counted_bytes=0) for one in runs]
+    assert found(NOTHING, steps.fewer_than_ddp) is None
+    assert found("PowerSGD, rank 1", step_ms) is None
 
 
 def test_the_slowest_rank_counts(tmp_path: Path) -> None:
     ranks = [RUN, replace(RUN, seconds=3.0, interface_bytes=9500, compressing_seconds=0.4)]
-    together = of_all_ranks(ranks, 100, 2)
+    together = of_all_ranks(ranks, Link(100), 2)
     assert together == replace(RUN, seconds=3.0, interface_bytes=9500, megabits=100, round=2)
     with pytest.raises(FileNotFoundError, match=r"rank0\.json"):
-        read_runs(tmp_path, 1, None, 0)
+        read_runs(tmp_path, 1, Link(), 0)
 
 
 def test_rounds_differ_in_their_order_only() -> None:
@@ -167,12 +167,25 @@ def test_rounds_differ_in_their_order_only() -> None:
 
 def test_a_table_has_three_columns_for_each_kind_of_link() -> None:
     runs = [replace(RUN, synchronisation=name, megabits=rate) for name in (DDP, NOTHING) for rate in (1000, 100)]
-    heads, rows = tabulate_steps(runs, [])
-    assert heads[1] == "ms a step, 1 Gbit/s"
-    assert heads[4] == "ms a step, 100 Mbit/s"
-    assert [row[0] for row in rows] == [NOTHING, DDP]
-    assert rows[1] == [DDP, "200", "1.00x", "1.0x", "200", "1.00x", "1.0x", "0.9", "+12.5%", "1.0x", "50.0"]
-    assert link_name(None) == "no limit"
+    columns = steps.columns_of(runs)
+    assert columns[0].head == "ms a step, 1 Gbit/s"
+    assert columns[3].head == "ms a step, 100 Mbit/s"
+    names = steps.names_in(runs)
+    assert names == [NOTHING, DDP]
+    assert tabulate(runs, names, columns)[1] == [
+        DDP,
+        "200",
+        "1.00x",
+        "1.0x",
+        "200",
+        "1.00x",
+        "1.0x",
+        "0.9",
+        "+12.5%",
+        "1.0x",
+        "50.0",
+    ]
+    assert link_name(Link()) == "no limit"
 
 
 @pytest.mark.usefixtures("settings_of_the_process")
@@ -186,9 +199,9 @@ def test_actions_are_timed_in_turn() -> None:
 
 def test_kernels_are_set_beside_the_floor_of_as_many_threads() -> None:
     timed = [Timed(FLOOR, 1, [4.0]), Timed("x", 1, [6.0, 8.0, 20.0]), Timed(FLOOR, 2, [2.0]), Timed("x", 2, [6.0])]
-    heads, rows = tabulate_kernels(timed)
+    heads, _, row = tabulate_kernels(timed)
     assert heads[1] == "ms, 1 thread: median"
-    assert rows[1] == ["x", "8.00", "6.00", "2.00x", "6.00", "6.00", "3.00x"]
+    assert row == ["x", "8.00", "6.00", "2.00x", "6.00", "6.00", "3.00x"]
 
 
 def test_kernels_are_held_to_topk() -> None:
@@ -200,8 +213,8 @@ def test_kernels_are_held_to_topk() -> None:
 @pytest.mark.parametrize("options", [["--hosts", "1"], ["--rates", "0"], ["--rounds", "0"]])
 def test_bad_options_are_named(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse_options(options)
-    assert " ".join(options) in capsys.readouterr().err
+        steps.parse_options(options)
+    assert "argument {}: {}: give ".format(*options) in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("settings_of_the_process")
@@ -254,6 +267,6 @@ def test_the_step_of_median_length_is_shown() -> None:
 def test_links_are_read() -> None:
     words = ["none", "1000", "10:50"]
     links = pipeline.parse_options(["--links", *words]).links
-    assert [pipeline.name_of(link, True) for link in links] == ["no limit", "1 Gbit/s", "10 Mbit/s, 50 ms"]
+    assert [link_name(link) for link in links] == ["no limit", "1 Gbit/s", "10 Mbit/s, 50 ms"]
     with pytest.raises(SystemExit):
         pipeline.parse_options(["--links", "0"])

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from comparison.figures import Figure, bytes_per_step, main_metric
 from comparison.runs import Entry, Run
-from comparison.table import draw, to_markdown, write_runs
+from comparison.table import Figure, bytes_per_step, draw, main_metric, to_markdown, write_runs
 from made_up_results import made_up
 
 
@@ -110,7 +109,7 @@ def test_figures() -> None:
     assert Figure.of([None]) is None
 
 
-@pytest.mark.parametrize("name", ["figures", "runs", "sweep"])
+@pytest.mark.parametrize("name", ["table", "runs", "sweep"])
 def test_examples_in_docstrings(name: str) -> None:
     found = doctest.testmod(importlib.import_module(f"comparison.{name}"))
     assert found.attempted > 0

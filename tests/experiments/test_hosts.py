@@ -14,7 +14,7 @@ import pytest
 from network.hosts import HEADER_BYTES, Host, make_hosts
 from network.ledger import OTHER, SET_UP, STEPS, Sent
 from network.running import HostFailedError, run_on
-from network.train_on_hosts import commands_for, conclude
+from network.train_on_hosts import conclude, words_for
 
 SCRIPT = Path(__file__).parents[2] / "experiments" / "network" / "train_on_hosts.py"
 
@@ -94,4 +94,4 @@ def test_steps_of_training_are_compared_alone() -> None:
 @pytest.mark.parametrize("override", ["trainer.devices=2", "trainer.num_nodes=3"])
 def test_what_the_launcher_sets_is_refused(override: str) -> None:
     with pytest.raises(ValueError, match=f"`{override}`: leave it out; `--hosts 2` sets"):
-        commands_for(2, "10.0.0.1", ["experiment=lm", override], Path("/tmp"), 5)
+        words_for(2, ["experiment=lm", override], Path("/tmp"), 5)

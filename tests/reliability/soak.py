@@ -78,8 +78,8 @@ class Soak:
             time.sleep(self._chance.uniform(6.0, 15.0))
             self._disturb(layout)
         self.events["phases that ended by themselves"] += any(agent.poll() is not None for agent in agents)
-        for host in self._hosts:
-            host.end_processes()
+        for host, agent in zip(self._hosts, agents, strict=False):
+            host.end(agent)
         for agent in agents:
             agent.wait()
 

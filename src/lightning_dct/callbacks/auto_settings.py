@@ -1,4 +1,4 @@
-"""Chooses the settings of a run by what its first steps take, and again when that changes for long."""
+"""Chooses the settings of a run by the costs of its first steps, and again when these change for long."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from lightning_dct.auto import (
     rungs,
     table_of,
 )
-from lightning_dct.callbacks.run_advice import RunAdvice
-from lightning_dct.callbacks.step_clock import StepClock, StepCosts
+from lightning_dct.callbacks.run_advice import RunAdvice, StepClock, StepCosts
 from lightning_dct.config import DCTConfig, check_density, check_positive
-from lightning_dct.forecast.link import measure_link
+from lightning_dct.forecast.timing import measure_link
 from lightning_dct.forecast.workload import Workload, workload_of
 from lightning_dct.gradients.exchanges.nodes import NodeLayout, find_layout
 from lightning_dct.tables import plain_table
@@ -40,14 +39,15 @@ PATIENCE = 2
 
 
 class AutoSettings(RunAdvice):
-    """The least lossy settings whose step stays near that of a run without synchronisation; ``DCTStrategy`` adds this.
+    """Takes the least lossy settings whose step is not much longer than one without synchronisation.
 
-    The link is timed before the first step. A run begins under DistributedDataParallel, whose steps lose nothing, and a
-    window of steps is timed: compute, and waiting. Compressing is timed only if DDP takes too long. If DDP's all-reduce
-    would make the run wait for more than a second, the run begins with updates of few bytes instead. A run leaves DDP
-    when it has to. It does not return, because by then each rank's optimizer has its own state.
+    ``DCTStrategy`` adds this callback. The link is timed before the first step. A run begins under
+    DistributedDataParallel, whose steps lose nothing, and a window of steps is timed: compute, and waiting. Compressing
+    is timed only if DDP takes too long. If DDP's all-reduce would make the run wait for more than a second, the run
+    begins with updates of few bytes instead. A run that has left DDP does not return, because each rank's optimizer
+    then has its own state.
 
-    All ranks see the numbers of the slowest after the same steps, so they decide alike.
+    All ranks use the numbers of the slowest rank after the same steps, so they decide alike.
 
     Args:
         base: The settings that are not chosen.
@@ -55,8 +55,8 @@ class AutoSettings(RunAdvice):
         min_density: The least share of entries that an exchange may send.
 
     Raises:
-        TypeError: Either is no number.
-        ValueError: Either is out of range, or settings were given that would be overridden.
+        TypeError: One of them is no number.
+        ValueError: One of them is out of range, or other settings were given that they choose.
     """
 
     def __init__(self, base: DCTConfig, target_overhead: float, min_density: float | None = None) -> None:
@@ -69,7 +69,7 @@ class AutoSettings(RunAdvice):
         # The settings in force, with what they were predicted to cost; None while DDP is measured.
         self.chosen: Option | None = None
         self.decisions: list[str] = []
-        # Whether that was decided by as many steps as it takes, on as many ranks as there are.
+        # Whether enough steps were timed for that, on the present number of ranks.
         self._is_settled = False
         self._world_size = 0
         self._is_resumed = False
@@ -189,7 +189,7 @@ class AutoSettings(RunAdvice):
         return Measured(compute, self._link, self._layout, self._workload)
 
     def _agreed(self, strategy: Any) -> tuple[StepCosts, float, float]:
-        """The costs of a step, its compute, and how long the run has waited; of the slowest rank."""
+        """The costs of a step, its compute, and how long the run has waited, on the slowest rank."""
         own = self._window.costs
         assert own is not None
         waited = (strategy.traffic.totals - self._before).seconds_waiting
@@ -199,7 +199,7 @@ class AutoSettings(RunAdvice):
         return StepCosts(total, compressing, waiting), compute, spent
 
     def _mark_end_of_warmup(self, strategy: Any) -> None:
-        """Steps of the warm-up take another time than is predicted: do not compare them with others."""
+        """Steps of the warm-up take another time than later ones: do not compare the two."""
         is_warm = strategy.updates is None or strategy.traffic.totals.steps > self.base.warmup_steps
         if is_warm and not self._was_warm:
             self._usual = None
@@ -208,7 +208,7 @@ class AutoSettings(RunAdvice):
         self._was_warm = is_warm
 
     def _have_changed(self, costs: StepCosts) -> bool:
-        """Whether steps have taken another time than usual for so long that measuring again is worth it."""
+        """Whether steps have taken another time than usual for so many windows that measuring again is worth it."""
         usual = self._usual = self._usual or costs
         least = self.target_overhead * usual.total / 2
         differ = abs(costs.total - usual.total) > CHANGED * usual.total
@@ -247,7 +247,7 @@ class AutoSettings(RunAdvice):
         is_new = before is None or before.config != choice.option.config
         if strategy.config != choice.option.config:
             strategy.change_settings(choice.option.config)
-        # Where nothing came of measuring again, wait for twice as long with the next time.
+        # If measuring again changed nothing, be twice as patient the next time.
         self._patience = PATIENCE if is_new else 2 * self._patience
         self._usual, self._changed = None, 0
         if is_new:

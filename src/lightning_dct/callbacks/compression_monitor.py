@@ -42,14 +42,10 @@ class CompressionMonitor(pl.Callback):
     ranks differ, and the table at the end sums over all of them.
 
     The monitor works with any strategy that has a ``traffic`` counter. It logs thresholds and residuals if the strategy
-    also has a ``synchronizer``.
-
-    A ``WandbLogger`` also gets the metrics' axis and summaries, the settings, figures of every tensor as histograms and
-    a table, and the printed tables; see :mod:`lightning_dct.callbacks.wandb_runs` for the keys.
+    also has a ``synchronizer``. A ``WandbLogger`` gets more; see :mod:`lightning_dct.callbacks.wandb_runs`.
 
     Args:
-        tensors_every_n_steps: Optimizer steps from one log of every tensor, for W&B only, to the next, which happens at
-            the next of Lightning's logging steps; 0 for none, also not at the end of fit.
+        tensors_every_n_steps: Optimizer steps between two logs of every tensor, for W&B only; 0 for none.
 
     Raises:
         TypeError: ``tensors_every_n_steps`` is not a whole number.
@@ -89,11 +85,11 @@ class CompressionMonitor(pl.Callback):
             return
         steps = traffic.totals.steps
         synchronised, self._steps_before = steps > self._steps_before, steps
-        # Lightning's logging step holds for each micro-batch of an optimizer step: log after the last.
+        # Each micro-batch of an optimizer step has the same logging step: log after the last one.
         if not synchronised or not trainer.is_global_zero or not trainer._logger_connector.should_update_logs:
             return
         if (synchronizer := getattr(trainer.strategy, "synchronizer", None)) is not None:
-            # GPUs report late how many entries they have sent. The norm of the residual waits for them anyway.
+            # A GPU reports the entries it has sent late. The norm of the residual waits for it anyway.
             synchronizer.flush()
         totals = _totals_of(trainer)
         recent = {part: now - self._at_last_log[part] for part, now in totals.items()}

@@ -1,4 +1,4 @@
-"""Keeps ranks that have run out of evaluation batches answering those that have not."""
+"""Lets ranks without further evaluation batches answer the look-ups of the others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class EvaluationJoin(InternalCallback):
         self._is_due = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """An evaluation of its own ends in one round of answers."""
+        """An evaluation outside fit ends in one round of answers."""
         self._is_due = stage != "fit"
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -44,5 +44,5 @@ class EvaluationJoin(InternalCallback):
                 module.finish_evaluation()  # of all the model's tables together
                 return
 
-    # The last batch may not have been known as such, and a rank may have had no batch at all.
+    # Lightning may not know which batch is the last, and a rank may have no batch at all.
     on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = teardown = _finish

@@ -1,4 +1,4 @@
-"""What callbacks do when a rank fails or is signalled: all ranks learn of a failure, and act on a signal together."""
+"""Callbacks for a rank that fails or receives a signal: all ranks end, or act on the signal, together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FailureNotice(InternalCallback):
     """
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Report it."""
+        """Report the exception."""
         strategy: Any = trainer.strategy
         lifeline: Lifeline | None = strategy.lifeline
         if lifeline is not None:
@@ -31,12 +31,11 @@ class FailureNotice(InternalCallback):
 
 
 class SignalsAfterStep(InternalCallback):
-    """Act on SIGTERM, and on SLURM's signal to requeue, at the end of the step in which one has arrived on any rank.
+    """Act on SIGTERM, and on SLURM's signal to requeue, at the end of the step in which any rank has received one.
 
-    Lightning acts inside the signal's handler, wherever each rank is: one may have sent half of its gradients, the next
-    one may be a step ahead or not signalled at all. Their saved states then do not belong together, and ranks in
-    different collectives wait for each other forever. Here the handler only records the signal, lifelines pass it on,
-    and all ranks act together:
+    Lightning acts inside the signal's handler, at different points on different ranks. Their saved states then do not
+    fit each other, and ranks in different collectives wait for each other forever. Here the handler only records the
+    signal, lifelines send it to all ranks, and all ranks act together:
 
     * On SIGTERM they save and end with exit status 143, or 0 if the job has been requeued. Callbacks that save on an
       exception do so. Without any, but with another that saves checkpoints, all ranks save Lightning's
@@ -44,7 +43,7 @@ class SignalsAfterStep(InternalCallback):
     * On SLURM's signal they do what Lightning would, once.
 
     In ``validate``, ``test`` and ``predict`` they act at the end of a batch and save nothing. ``DCTStrategy`` adds this
-    callback. A job needs enough time for one more step, and for validation if it is due.
+    callback. A job needs enough time for one more step, and for a validation that is due.
     """
 
     def __init__(self) -> None:

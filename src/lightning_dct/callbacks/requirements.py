@@ -1,4 +1,4 @@
-"""What this package's callbacks share: the strategies they work with, and hooks that take no time."""
+"""The common part of this package's callbacks: the strategies they accept, and hooks that take no time."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import callbacks
-
-from lightning_dct.gradients import Synchronizer
 
 # Lightning before 2.6 has only the first of them.
 AVERAGING = tuple(
@@ -41,11 +39,7 @@ class InternalCallback(pl.Callback):
 
 
 def require_dct(trainer: pl.Trainer, callback: pl.Callback, gradients: bool = False) -> None:
-    """Refuse strategies that are not this package's, and, with ``gradients``, those that exchange updates.
-
-    Raises:
-        MisconfigurationException: With the remedy.
-    """
+    """Refuse strategies of other packages and, with ``gradients``, those that exchange updates."""
     name, strategy = type(callback).__name__, trainer.strategy
     if not hasattr(strategy, "synchronizer"):
         raise MisconfigurationException(
@@ -57,9 +51,3 @@ def require_dct(trainer: pl.Trainer, callback: pl.Callback, gradients: bool = Fa
             f"`{name}` acts on the residuals of gradients, and this strategy exchanges updates. Use"
             " `DCTStrategy(compress='gradients')`, or remove the callback."
         )
-
-
-def synchronizer_of(trainer: pl.Trainer) -> Synchronizer:
-    """The synchronizer of one of this package's strategies."""
-    synchronizer: Synchronizer = trainer.strategy.synchronizer  # type: ignore[attr-defined]
-    return synchronizer

@@ -1,17 +1,18 @@
-"""Advice for a run: what does not fit before it begins, and at the end what its steps took and could take."""
+"""Advice for a run: unfit settings before it begins, and the costs of its steps at the end."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_dct.callbacks.requirements import InternalCallback, require_dct
-from lightning_dct.callbacks.step_clock import StepClock, StepCosts
 from lightning_dct.config import DCTConfig
-from lightning_dct.forecast.link import MeasuredLink, measure_link
+from lightning_dct.forecast.timing import MeasuredLink, measure_link
 from lightning_dct.gradients.plan import real_numel
 from lightning_dct.kernels import faster_kernel_missing
 from lightning_dct.tables import rate_text
@@ -21,13 +22,73 @@ SHORTEST_RUN = 10
 """Delays that a run should last; a shorter one ends before it has caught up with its start."""
 MUCH = 0.1
 """The share of a step from which on advice is worth it."""
+SKIPPED = 3
+"""First steps that are left out: they compile, allocate, and let DistributedDataParallel rebuild its buckets."""
+FEWEST = 10
+"""With fewer steps there are no means."""
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Means over the steps of a run, in seconds: from the end of one to the end of the next, and shares of that."""
+
+    total: float
+    compressing: float
+    waiting: float
+
+    @property
+    def synchronising(self) -> float:
+        """Compressing and waiting."""
+        return self.compressing + self.waiting
+
+
+class StepClock:
+    """Adds up the costs of steps, except the first ``skipped``, without pauses between them such as a validation.
+
+    Attributes:
+        steps: Steps that have been added up; with fewer than ``fewest`` there are no means.
+    """
+
+    def __init__(self, skipped: int = SKIPPED, fewest: int = FEWEST) -> None:
+        self.steps = 0
+        self._skipped, self._fewest = skipped, fewest
+        self._before: tuple[float, TrafficTotals] | None = None
+        self._seen = 0
+        self._total = self._compressing = self._waiting = 0.0
+
+    def after_step(self, totals: TrafficTotals) -> None:
+        """Note the end of a step, and the totals up to it."""
+        now = perf_counter()
+        self._seen += 1
+        if self._before is not None and self._seen > self._skipped:
+            then, before = self._before
+            self.steps += totals.steps - before.steps
+            self._total += now - then
+            self._compressing += totals.seconds - before.seconds
+            self._waiting += totals.seconds_waiting - before.seconds_waiting
+        self._before = now, totals
+
+    def pause(self) -> None:
+        """Leave out the time from the last step to the next."""
+        self._before = None
+
+    def restart(self) -> None:
+        """Add up anew from the next step on."""
+        self.steps, self._total, self._compressing, self._waiting = 0, 0.0, 0.0, 0.0
+
+    @property
+    def costs(self) -> StepCosts | None:
+        """The means; None after too few steps."""
+        if self.steps < self._fewest:
+            return None
+        return StepCosts(*(seconds / self.steps for seconds in (self._total, self._compressing, self._waiting)))
 
 
 class RunAdvice(InternalCallback):
-    """Sentences at the beginning of fit and at its end; ``DCTStrategy`` adds this callback.
+    """Print advice at the beginning of fit and at its end; ``DCTStrategy`` adds this callback.
 
-    Before the first step all ranks time all-reduces of up to 1 MiB for a moment, so that the end can say how long the
-    dense all-reduce would have taken on the same link. It says nothing about runs of a few steps.
+    Before the first step all ranks time all-reduces of up to 1 MiB for a moment. At the end of a run of more than a few
+    steps, the advice compares its costs with the dense all-reduce on the same link.
     """
 
     def __init__(self) -> None:
@@ -40,8 +101,8 @@ class RunAdvice(InternalCallback):
         require_dct(trainer, self)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say what does not fit, and time the link."""
-        strategy: Any = trainer.strategy  # Any: one of this package's, which `setup` has seen to
+        """Print notes on unfit settings, and time the link."""
+        strategy: Any = trainer.strategy  # one of this package's, as `setup` has checked
         device = strategy.root_device
         steps = float(trainer.estimated_stepping_batches)
         for note in notes_at_start(strategy.config, trainer.world_size, steps, device.type):
@@ -58,11 +119,11 @@ class RunAdvice(InternalCallback):
         self._clock.after_step(strategy.traffic.totals)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """A validation between two steps is part of neither."""
+        """Leave a validation out of the time of steps."""
         self._pause()
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
-        """Nor is a checkpoint."""
+        """Leave a checkpoint out of it."""
         self._pause()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""Shows the shared weights to callbacks and evaluations, where each rank trains weights of its own."""
+"""Shows the shared weights to callbacks and evaluations, while each rank trains weights of its own."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from lightning_dct.callbacks.requirements import AVERAGING, InternalCallback
 class SharedWeightsView(InternalCallback):
     """Show the shared weights to validation, weight averaging, the user's callbacks and everything after fit.
 
-    ``DCTStrategy`` adds two of them: one before all other callbacks, which opens the view, and one behind them, which
-    closes it. Every rank continues from what a callback writes into the shared weights. The model holds the rank's own
-    weights during ``training_step``, backward, the optimizer step and the hooks of the LightningModule.
+    ``DCTStrategy`` adds two of them: one before all other callbacks opens the view, and one after them closes it. Every
+    rank continues from what a callback writes into the shared weights. The model holds the rank's own weights during
+    ``training_step``, backward, the optimizer step and the hooks of the LightningModule.
 
     Args:
-        opens: Whether this is the one in front.
+        opens: Whether this is the one before all others.
     """
 
     def __init__(self, opens: bool) -> None:
         self.opens = opens
-        # A method only where a callback reads weights then: opening the view takes time in every step.
+        # Set only if a callback reads weights then, because opening the view takes time in every step.
         self.on_train_batch_end: Any = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -35,15 +35,12 @@ class SharedWeightsView(InternalCallback):
         """Open or close the view."""
         updates: Any = getattr(trainer.strategy, "updates", None)
         if updates is not None:
-            if self.opens:
-                updates.weights.show()
-            else:
-                updates.weights.hide()
+            (updates.weights.show if self.opens else updates.weights.hide)()
 
     on_train_epoch_start = on_train_epoch_end = _change
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Open the view. The strategy closes it after all hooks of the validation; after training it stays open."""
+        """Open the view. The strategy closes it after the validation; after training it stays open."""
         strategy: Any = trainer.strategy
         if self.opens and getattr(strategy, "updates", None) is not None and strategy.is_fitting:
             strategy.updates.average_buffers()

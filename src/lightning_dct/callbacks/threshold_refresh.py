@@ -7,8 +7,9 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_dct.activations import CompressedModule
-from lightning_dct.callbacks.requirements import require_dct, synchronizer_of
+from lightning_dct.callbacks.requirements import require_dct
 from lightning_dct.config import check_integer
+from lightning_dct.gradients import Synchronizer
 
 
 class ThresholdRefresh(pl.Callback):
@@ -30,18 +31,14 @@ class ThresholdRefresh(pl.Callback):
         self.every_n_steps = every_n_steps
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse strategies without thresholds.
-
-        Raises:
-            MisconfigurationException: The Trainer's strategy is not one of this package's.
-        """
+        """Refuse strategies without thresholds, with a MisconfigurationException."""
         require_dct(trainer, self)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Request a refresh when one is due; the next synchronisation performs it."""
-        synchronizer = synchronizer_of(trainer)
+        synchronizer: Synchronizer = trainer.strategy.synchronizer  # type: ignore[attr-defined]
         for module in pl_module.modules():
             if isinstance(module, CompressedModule):
                 module.advance(synchronizer.synchronisations)

@@ -1,4 +1,4 @@
-"""What W&B gets beyond the scalars of every logger, on rank 0: axes and summaries, settings, histograms and tables.
+"""Axes, summaries, settings, histograms and tables for W&B, on rank 0, beside the scalars of every logger.
 
 ============================  ========================================================================================
 key                           value
@@ -11,8 +11,8 @@ dct/mp/log10_threshold        histogram over all thresholds inside the model
 dct/summary                   table: the one printed at the end of fit
 ============================  ========================================================================================
 
-The run's config has the settings under ``lightning_dct``: the strategy's name, the number of ranks and the fields of
-:class:`~lightning_dct.DCTConfig`. Runs can be grouped by them, also runs of other strategies.
+The run's config has the settings under ``lightning_dct``, by which runs can be grouped: the strategy's name, the number
+of ranks and the fields of :class:`~lightning_dct.DCTConfig`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SUMMARIES = {
         }.items()
     },
 }
-"""How W&B summarizes the history of a metric; of all others it shows the last value."""
+"""How W&B summarizes the history of a metric; for other metrics it shows the last value."""
 
 
 def wandb_loggers(trainer: pl.Trainer) -> list[WandbLogger]:
@@ -63,7 +63,7 @@ def describe_run(run: Any, settings: Mapping[str, Any]) -> None:
 
 
 def settings_of(trainer: pl.Trainer) -> dict[str, Any]:
-    """The settings of synchronisation, by which runs differ: plain numbers, strings and dicts."""
+    """The settings of synchronisation: plain numbers, strings and dicts."""
     strategy = trainer.strategy
     settings = {"strategy": getattr(strategy, "strategy_name", type(strategy).__name__), "ranks": trainer.world_size}
     if isinstance(config := getattr(strategy, "config", None), DCTConfig):  # DeepSpeed has another `config`

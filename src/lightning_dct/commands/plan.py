@@ -1,6 +1,6 @@
 """``lightning-dct plan``: bytes, time and memory of a run before it starts; see :mod:`lightning_dct.forecast`.
 
-With ``--measure`` it is one rank of a job, and prints what ``DCTStrategy(target_overhead=...)`` would choose there.
+With ``--measure`` it is one rank of a job, and prints the choice of ``DCTStrategy(target_overhead=...)`` there.
 """
 
 from __future__ import annotations
@@ -18,20 +18,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_dct import forecast
-from lightning_dct.auto import (
-    Measured,
-    choose,
-    measure_speeds,
-    predict_dense,
-    predict_updates,
-    rungs,
-    table_of,
-)
+from lightning_dct.auto import Measured, choose, measure_speeds, predict_dense, predict_updates, rungs, table_of
 from lightning_dct.config import VALUE_FORMATS, DCTConfig
 from lightning_dct.forecast.forecast import layout_of
-from lightning_dct.forecast.link import measure_link
 from lightning_dct.forecast.report import describe
 from lightning_dct.forecast.shards import check_shards
+from lightning_dct.forecast.timing import measure_link
 from lightning_dct.fsdp.wrapping import units_of
 from lightning_dct.gradients.exchanges.nodes import find_layout
 from lightning_dct.gradients.plan import real_numel
@@ -39,7 +31,7 @@ from lightning_dct.synchronizing import parameter_names
 from lightning_dct.tables import plain_table
 
 MOST_PARAMETERS = 10**15
-"""More than any model has; beyond it sizes in bytes no longer fit the numbers that tensors count with."""
+"""More than any model has; beyond it sizes in bytes overflow the int64 of tensors."""
 _FACTORS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
 
@@ -102,47 +94,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compute and print the forecast."""
-    if arguments.measure:
-        return _print_measured(arguments)
+    """Compute and print the forecast, or, with ``--measure``, the choice of a run."""
     try:
-        if arguments.world_size is None or arguments.link is None:
-            raise ValueError("give `--world-size` and `--link`, or `--measure` under torchrun")
-        world_size, nodes, shards = arguments.world_size, arguments.nodes, arguments.shards
-        layout = layout_of(world_size, world_size if nodes is None else nodes)
-        if shards is not None:
-            check_shards(shards, world_size)
-            layout = layout_of(world_size, world_size // shards) if nodes is None else layout
-        config = DCTConfig(
-            compress=arguments.compress,
-            local_steps=arguments.local_steps,
-            density=arguments.density,
-            value_format=arguments.value_format,
-            min_tensor_size=arguments.min_tensor_size,
-        )
-        workload = _workload(arguments)
-        sizes = [real_numel(workload.parameters[name]) for bucket in workload.buckets for name in bucket]
-        speed = forecast.measure_speed(config.density, config.value_format, sizes)
-        print(describe(forecast.make_forecast(config, workload, layout, arguments.link, speed, shards=shards)))
+        (_print_measured if arguments.measure else _print_forecast)(arguments)
     except ValueError as error:
         print(f"lightning-dct plan: error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _print_measured(arguments: argparse.Namespace) -> int:
+def _print_forecast(arguments: argparse.Namespace) -> None:
+    if arguments.world_size is None or arguments.link is None:
+        raise ValueError("give `--world-size` and `--link`, or `--measure` under torchrun")
+    world_size, nodes, shards = arguments.world_size, arguments.nodes, arguments.shards
+    layout = layout_of(world_size, world_size if nodes is None else nodes)
+    if shards is not None:
+        check_shards(shards, world_size)
+        layout = layout_of(world_size, world_size // shards) if nodes is None else layout
+    names = ("compress", "local_steps", "density", "value_format", "min_tensor_size")
+    config, workload = DCTConfig(**{name: getattr(arguments, name) for name in names}), _workload(arguments)
+    sizes = [real_numel(workload.parameters[name]) for bucket in workload.buckets for name in bucket]
+    speed = forecast.measure_speed(config.density, config.value_format, sizes)
+    print(describe(forecast.make_forecast(config, workload, layout, arguments.link, speed, shards=shards)))
+
+
+def _print_measured(arguments: argparse.Namespace) -> None:
     """Measure between the ranks, and print from the first what a run of theirs would choose."""
-    try:
-        if "TORCHELASTIC_RUN_ID" not in os.environ:
-            raise ValueError("`--measure` is for ranks: torchrun --nproc-per-node 2 -m lightning_dct plan --measure")
-        if arguments.compute_ms is None or not 0 < arguments.compute_ms < math.inf:
-            raise ValueError("`--measure` needs `--compute-ms`: what a step takes on one rank alone, as 120")
-        if arguments.shards is not None:
-            raise ValueError("`--shards` needs `--world-size` and `--link` instead of `--measure`")
-        base, workload = DCTConfig(min_tensor_size=arguments.min_tensor_size), _workload(arguments)
-    except ValueError as error:
-        print(f"lightning-dct plan: error: {error}", file=sys.stderr)
-        return 2
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        raise ValueError("`--measure` is for ranks: torchrun --nproc-per-node 2 -m lightning_dct plan --measure")
+    if arguments.compute_ms is None or not 0 < arguments.compute_ms < math.inf:
+        raise ValueError("`--measure` needs `--compute-ms`: what a step takes on one rank alone, as 120")
+    if arguments.shards is not None:
+        raise ValueError("`--shards` needs `--world-size` and `--link` instead of `--measure`")
+    base, workload = DCTConfig(min_tensor_size=arguments.min_tensor_size), _workload(arguments)
     dist.init_process_group("gloo")
     group, device = dist.distributed_c10d._get_default_group(), torch.device("cpu")
     layout = find_layout((int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"])), group)
@@ -154,9 +138,8 @@ def _print_measured(arguments: argparse.Namespace) -> int:
     if group.rank() == 0:
         print(f"{group.size()} ranks on {len(layout.nodes)} node(s), {workload.entries:,} parameters; {measured}.")
         print(plain_table(table_of(options, choice.option.config, arguments.steps)))
-        print("Nothing of DDP's all-reduce is taken to be hidden behind backward; a run measures how much is.")
+        print("These times assume that backward hides nothing of DDP's all-reduce; a run measures how much it hides.")
     dist.destroy_process_group()
-    return 0
 
 
 def _workload(arguments: argparse.Namespace) -> forecast.Workload:
@@ -165,7 +148,7 @@ def _workload(arguments: argparse.Namespace) -> forecast.Workload:
             raise ValueError("`--arguments` are for the constructor of a `--module`; `--parameters` has none")
         return forecast.one_tensor(arguments.parameters)
     if os.getcwd() not in sys.path:
-        # `python script.py` finds modules in this folder, too.
+        # As for `python script.py`.
         sys.path.insert(0, os.getcwd())
     module = forecast.load_module(arguments.module, parse_arguments(arguments.arguments))
     names = parameter_names(module)
@@ -174,7 +157,7 @@ def _workload(arguments: argparse.Namespace) -> forecast.Workload:
 
 
 def parse_arguments(words: list[str]) -> dict[str, Any]:
-    """Keyword arguments from the command line; a word that is no pair is a ValueError.
+    """Keyword arguments from the command line; a ValueError for a word that is no pair.
 
     Example:
         >>> parse_arguments(["width=512", "name=small", "betas=[0.9, 0.95]"])

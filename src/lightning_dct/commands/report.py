@@ -10,9 +10,8 @@ from lightning_dct.report.quality import find_quality, logged_names
 from lightning_dct.report.reading import read_all
 
 _EPILOG = """\
-A RUN_DIR holds the metrics.csv of Lightning's CSVLogger or an offline W&B run; a folder with several runs below it
-stands for all of them. The page needs no network and no other file. What
-cannot be read is reported here and on the page.
+A RUN_DIR holds the metrics.csv of Lightning's CSVLogger or an offline W&B run, or several such folders. The page needs
+no network and no other file. Problems of reading are listed here and on the page.
 
 exit status: 0 when every RUN_DIR gave its runs, 1 otherwise"""
 

@@ -1,4 +1,4 @@
-"""When a rank dies, fails or is signalled, the others learn of it, and all ranks end, or act, together."""
+"""Connects ranks so that all of them end together when one dies or fails, and act together on a signal."""
 
 from lightning_dct.failures.lifeline import Lifeline, check_lifelines
 from lightning_dct.failures.process_group import group_is_made

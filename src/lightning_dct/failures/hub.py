@@ -1,11 +1,11 @@
-"""Runs in the process of rank 0: a connection to every rank, which finds dead and failed ranks and tells all others.
+"""The hub in the process of rank 0: detects dead and failed ranks, and sends their names to all others.
 
 A rank reports how it ends: it has left, or it has failed and why. If a connection ends without a report, its process
-has died, whatever killed it: the kernel closes the connection. Silence means nothing, so a rank may compute, load data
-or sit in a debugger for any time.
+has died: the kernel closes the connections of any dead process. There is no time limit, so a rank may compute, load
+data or stop in a debugger.
 
-Anyone on the network can connect until all ranks have. The hub hangs up on callers without the token and on those that
-give another rank's number. Nothing that a caller sends reaches the ranks.
+Anyone on the network can connect until all ranks have. The hub closes connections without the token or with the number
+of a connected rank. It sends nothing from such callers to the ranks.
 """
 
 from __future__ import annotations
@@ -22,24 +22,19 @@ from typing import Any
 
 from lightning_dct.failures.sockets import accept, listen, pair, read_lines, write_line
 
-# A death makes other ranks fail, and their reports may come first. So the hub waits before it blames a rank.
+# A death makes other ranks fail, and their reports may arrive first. So the hub waits before it decides.
 SETTLE_S = 1.0
 # Timeout of sending a message.
 PATIENCE_S = 10.0
-# Beyond one for each rank, this many unidentified callers may wait; the hub drops the oldest first.
+# Beyond one for each rank, this many unknown callers may wait; the hub drops the oldest first.
 STRANGERS = 16
 
 
 class Hub:
-    """The end of all lifelines. It runs in a thread until rank 0, which messages call ``who``, has left.
+    """Serves all lifelines in a thread until rank 0, which messages call ``who``, has left.
 
-    Attributes:
-        port: The port it listens on.
-        token: The secret of this job's ranks.
-        own: Rank 0's connection, which needs no network.
-
-    Raises:
-        OSError: It cannot listen.
+    ``token`` is the secret of this job's ranks, and ``own`` the connection of rank 0, which needs no network. An
+    OSError means that the hub cannot listen on the port.
     """
 
     def __init__(self, world_size: int, who: str, port: int = 0) -> None:
@@ -56,7 +51,7 @@ class Hub:
         self._left: set[int] = set()
         self._decide_at: float | None = None
         self._verdict: dict[str, Any] | None = None
-        # For each signal: how many stop points each rank had passed when it was asked.
+        # For each signal: the number of stop points that each rank had passed when it received the question.
         self._passed: dict[int, dict[int, int]] = {}
         self.own, end = pair()
         self._members[0] = self._connected(end)
@@ -72,10 +67,9 @@ class Hub:
         try:
             while 0 not in self._left:
                 self._serve_once()
-            # Rank 0's process may end now.
             over = ""
         except Exception as error:
-            # A bug here must not look like a death.
+            # Report a bug here as a bug, not as a death.
             over = f"{type(error).__name__}: {error}"
         self._send_all({"over": over})
         for key in list(self._selector.get_map().values()):
@@ -86,7 +80,7 @@ class Hub:
         wait = None if self._decide_at is None else max(self._decide_at - time.monotonic(), 0.0)
         for key, _ in self._selector.select(wait):
             if key.fileobj is self._listener:
-                with suppress(OSError):  # the caller has hung up already
+                with suppress(OSError):  # the caller has closed the connection
                     self._nameless.append(self._connected(accept(self._listener)))
                 if len(self._nameless) > self._world_size + STRANGERS:
                     self._drop(self._nameless.pop(0))
@@ -104,7 +98,7 @@ class Hub:
         except ConnectionError:
             how = "has died"
         except Exception:
-            # The kernel's probes were not answered, or a stranger sent anything at all.
+            # The kernel's probes got no answer, or an unknown caller sent something else.
             how = "cannot be reached any more"
         if how is None:
             return
@@ -112,7 +106,7 @@ class Hub:
             self._nameless.remove(caller)
         self._drop(caller)
         if caller.rank is not None and caller.rank not in self._left:
-            # A process that has reported a failure and then ends has left.
+            # A process that ends after it has reported a failure has left.
             self._left.add(caller.rank)
             if caller.rank not in self._failed:
                 self._dead[caller.rank] = f"{caller.who} {how}"
@@ -120,7 +114,7 @@ class Hub:
             self._settle_signals()
 
     def _handle(self, caller: _Caller, message: dict[str, Any]) -> None:
-        """Act on a message; it raises any Exception on one that no rank of this job sends."""
+        """Act on a message; any Exception means that no rank of this job has sent it."""
         if caller.rank is None:
             self._admit(caller, message)
         elif "failed" in message:
@@ -148,7 +142,7 @@ class Hub:
             or rank not in range(self._world_size)
             or rank in self._members
         ):
-            raise ValueError("a stranger")
+            raise ValueError("not a rank of this job")
         self._nameless.remove(caller)
         caller.rank, caller.who = rank, str(message["who"])
         self._members[rank] = caller
@@ -156,8 +150,8 @@ class Hub:
         if len(self._members) == self._world_size:
             self._selector.unregister(self._listener)
             self._listener.close()
-            for stranger in self._nameless:
-                self._drop(stranger)
+            for caller in self._nameless:
+                self._drop(caller)
             self._nameless.clear()
 
     def _settle_signals(self) -> None:
@@ -176,7 +170,7 @@ class Hub:
         return set(range(self._world_size)) <= self._left | self._failed.keys()
 
     def _decide(self) -> None:
-        """Blame the dead ranks, else the failed ones, but nobody if all have failed: then each of them knows why."""
+        """Name the dead ranks, else the failed ones; none if all have failed, because each of them knows why."""
         blamed = self._dead or ({} if self._all_have_ended() else self._failed)
         self._verdict = {"blamed": sorted(blamed), "verdict": "; ".join(blamed[rank] for rank in sorted(blamed))}
         self._decide_at = None
@@ -193,7 +187,7 @@ class Hub:
         caller.connection.close()
 
     def _send(self, caller: _Caller, message: dict[str, Any]) -> None:
-        with suppress(OSError):  # the end of the connection is noticed on receiving
+        with suppress(OSError):  # receiving detects the end of the connection
             write_line(caller.connection, message)
 
     def _send_all(self, message: dict[str, Any]) -> None:

@@ -1,18 +1,17 @@
-r"""One rank's connection to all others: reports how this rank ends, and ends it when another has died or failed.
+r"""One rank's connection to the hub: reports how this rank ends, and ends it when another has died or failed.
 
     rank 0              rank 1              rank 2
     lifeline            lifeline            lifeline        a TCP connection each, silent while all is well
         \                  |                  /
          +------ hub, in the process of rank 0
 
-Without it a rank may wait in a collective for a dead one until the process group's timeout, half an hour, wherever
-sockets stay open: forked DataLoader workers keep those of a dead rank, a host without power sends nothing, and a rank
-that has raised an exception may itself wait in another collective.
+Without it a rank may wait for a dead one until the process group's timeout, half an hour, if sockets stay open: forked
+DataLoader workers keep those of a dead rank, a host without power sends nothing, and a rank that has raised an
+exception may itself wait in another collective.
 
-Lifelines also carry signals: if any rank receives one, all ranks act on it at the same *stop point*. Ranks pass equally
-many of these, for example at the end of each step. A signal reaches ranks at different moments, one in step 7, another
-in step 8. The hub asks each rank how many stop points it has passed, and answers with the largest count plus one. A
-rank that was asked waits at its next stop point for the answer:
+Lifelines also carry signals: if any rank receives one, all ranks act on it at the same *stop point*, such as the end of
+a step. The hub asks each rank how many stop points it has passed, and answers with the largest count plus one. Until
+then a rank waits at its next stop point:
 
     rank 0    7 passed -- asked: 7 ----------- point 8: waits, receives 9 --- point 9: acts
     rank 1    8 passed ---- asked: 8 -- receives 9 ------------------------- point 9: acts
@@ -49,7 +48,7 @@ class Lifeline:
         self._connection = connection
         self._hub_who = hub_who
         self._hub = hub
-        # A signal handler sends too, and may interrupt its own thread while that sends.
+        # A signal handler may interrupt its own thread while that sends.
         self._sending = threading.RLock()
         self._stop_points = _StopPoints()
         self._over = threading.Event()  # this rank has left, or has failed by itself
@@ -63,8 +62,7 @@ class Lifeline:
     def open(cls, wanted: bool | int = True) -> Lifeline | None:
         """Connect all ranks of the default process group, or none of them: a collective call.
 
-        Args:
-            wanted: False for no lifeline. A number is the port on which rank 0 listens.
+        ``wanted`` is False for no lifeline; a number is the port on which rank 0 listens.
 
         Returns:
             This rank's lifeline. None for a single process or if no rank wants one, and, with a warning on every rank,
@@ -110,11 +108,9 @@ class Lifeline:
         return lifeline, f"the process that answers rank {rank} at {addresses}, port {port}, is not rank 0"
 
     def report(self, exception: BaseException) -> str:
-        """Report that this rank is failing, and wait for the verdict.
+        """Report that this rank is failing, and wait for the hub's verdict on which ranks have died or failed.
 
-        Returns:
-            Which ranks have died or failed. Empty if all ranks are failing, as on an error in shared code: then they
-            are still together and can save a checkpoint.
+        It is empty if all ranks are failing, as on an error in shared code: then they can save a checkpoint together.
         """
         self._over.set()
         first_line = str(exception).strip().split("\n")[0]
@@ -190,7 +186,7 @@ class Lifeline:
         if not verdict or self._rank in blamed:
             return
         self._print(f"{verdict}. This rank ends too.")
-        # A collective that waits for the lost rank and does not notice cannot be interrupted.
+        # No exception interrupts a collective that waits for the lost rank.
         if not self._over.wait(GRACE_S):
             self._print(f"ended {GRACE_S:.0f} s after that.")
             os._exit(1)
@@ -200,7 +196,7 @@ class Lifeline:
 
 
 class _StopPoints:
-    """One rank's count of stop points; its main thread passes them, and another one listens to the hub."""
+    """One rank's count of stop points, shared by its main thread and the one that listens to the hub."""
 
     def __init__(self) -> None:
         self._turn = threading.Condition()
@@ -210,7 +206,7 @@ class _StopPoints:
         self._released = False
 
     def passed(self) -> list[int]:
-        """Pass one more, as soon as it is known which signals all ranks act on there."""
+        """Pass one more, once the signals that all ranks act on there are known."""
         with self._turn:
             self._passed += 1
             while self._asked and not self._released:
@@ -247,7 +243,7 @@ def _start_hub(wanted: bool | int) -> tuple[Hub | None, Any]:
     """The hub and its address; or None and why there is none."""
     master = os.environ.get("MASTER_ADDR", socket.gethostname())
     try:
-        # Another host may know this one under another address.
+        # Another host may know this one by another address.
         addresses = list(dict.fromkeys([address_towards(master), master]))
         hub = Hub(dist.get_world_size(), _who(0), 0 if wanted is True else wanted)
     except OSError as error:

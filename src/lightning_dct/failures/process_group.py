@@ -1,18 +1,18 @@
-"""Works around two faults of torch's process groups that sometimes fail a job as it restarts or ends.
+"""Works around two faults of torch's process groups that sometimes fail a job when it restarts or ends.
 
-*A restart reads stale addresses.* Ranks find each other's addresses in a key-value store. Since torch 2.5 the agents of
-torchrun keep one store for all starts of a job (``DynamicRendezvousHandler._shared_tcp_store_server``), and its keys no
-longer differ between starts (``torch.distributed.rendezvous._create_c10d_store``). After a restart a rank may read the
-address of a dead one, and fail ("connection refused") or wait forever. Plain DDP has this fault as well. Here rank 0
-opens a fresh store, and publishes its address in the old one:
+*A restart reads stale addresses.* Since torch 2.5 the agents of torchrun keep one store for all starts of a job
+(``DynamicRendezvousHandler._shared_tcp_store_server``), with the same keys for every start
+(``torch.distributed.rendezvous._create_c10d_store``). After a restart a rank may read the address of a dead one, and
+fail ("connection refused") or wait forever. Plain DDP has this fault as well. Here rank 0 opens a fresh store, and
+publishes its address in the old one:
 
     rank r     request/r = a new random word       the store of torchrun's agent, full of stale keys
     rank 0     reply/word = address                only a living rank 0 can answer that word
     rank r     connects, arrived/r = yes           the fresh store
 
-*A thread outlives the interpreter.* A gloo thread releases a collective's tensors after the ranks that wait for it have
-continued, and needs the interpreter for that. If the process is ending by then, C++ aborts it ("terminate called
-without an active exception"), and torchrun restarts a job that was done.
+*A thread outlives the interpreter.* A gloo thread needs the interpreter to release a collective's tensors, after the
+waiting ranks have continued. If the process is ending by then, C++ aborts it ("terminate called without an active
+exception"), and torchrun restarts a finished job.
 """
 
 from __future__ import annotations
@@ -42,12 +42,10 @@ _own: list[TCPStore] = []
 
 
 def meet_in_fresh_store(timeout: timedelta | None) -> None:
-    """Point this process at a store of this start only; call it before the process group is made.
+    """Let this process use a store of this start only; call it before the process group is made.
 
-    Does nothing without torchrun, for a single rank, the second time, and if the group exists.
-
-    Args:
-        timeout: How long to wait for the other ranks; None for torch's half an hour.
+    Does nothing without torchrun, for a single rank, the second time, and if the group exists. ``timeout`` limits the
+    wait for the other ranks; None stands for torch's half an hour.
 
     Raises:
         RuntimeError: Some ranks have not come; the message names them.

@@ -13,7 +13,7 @@ from typing import Any
 KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 3}
 # The same for bytes that are not acknowledged, in milliseconds.
 UNACKNOWLEDGED_MS = 17_000
-# No rank sends a longer line.
+# Ranks send shorter lines.
 LONGEST_LINE = 1 << 16
 
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -24,7 +24,7 @@ def listen(port: int) -> socket.socket:
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     listener = _noted(socket.create_server(("", port), family=family, dualstack_ipv6=both))
-    listener.setblocking(False)  # a caller may be gone before it is accepted
+    listener.setblocking(False)  # a caller may close its connection before it is accepted
     return listener
 
 

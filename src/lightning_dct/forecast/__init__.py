@@ -1,17 +1,16 @@
 """Bytes and time of a run before it starts: the code behind ``lightning-dct plan``.
 
-    workload      what is synchronised: tensors, and the buckets that DistributedDataParallel puts them into
-    bytes_sent    what each rank hands to the collectives in a step, by exchange, to the byte
-    speed         how fast this machine compresses, measured for a moment
-    forecast      bytes over the rate of a link, residuals, and what ``exchange="auto"`` takes
+    workload      the tensors that are synchronised, and their buckets
+    bytes_sent    the bytes that each rank gives to the collectives in a step, for each exchange
+    timing        compressing on this machine, and the link between ranks, measured for a moment
+    forecast      bytes over the rate of a link, residuals, and the choice of ``exchange="auto"``
     report        all that as text
 
-Sizes come from the plans, the shards and the traffic formulas that a run uses. Only the order of collectives is
-repeated here; tests compare it with the counters of runs.
+Sizes come from the plans, the shards and the traffic formulas of a run. Tests compare them with the counters of runs.
 """
 
 from lightning_dct.forecast.forecast import Forecast, Row, make_forecast
-from lightning_dct.forecast.speed import Speed, measure_speed
+from lightning_dct.forecast.timing import Speed, measure_speed
 from lightning_dct.forecast.workload import Workload, load_module, one_tensor, workload_of
 
 __all__ = [

@@ -1,7 +1,7 @@
-"""What each rank hands to the collectives in an exchange, to the byte, from the plans alone.
+"""The bytes that each rank gives to the collectives in an exchange, from the plans alone.
 
-Every exchange is the row of collectives that its module in :mod:`lightning_dct.gradients.exchanges` draws. Here stand
-their sizes; :mod:`lightning_dct.gradients.collectives` counts the same bytes when they are sent.
+The modules in :mod:`lightning_dct.gradients.exchanges` draw the collectives of each exchange.
+:mod:`lightning_dct.gradients.collectives` counts the same bytes when they are sent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Sent:
     """Bytes that one rank sends in a step.
 
     Attributes:
-        between: To ranks on other nodes; all of them where no node has several ranks, or there is one node.
+        between: To ranks on other nodes; all bytes if no node has several ranks, or there is one node.
         inside: To ranks on its own node.
     """
 
@@ -48,12 +48,12 @@ class Sent:
 
 @dataclass(frozen=True)
 class Step:
-    """What one exchange of the whole model does, once buckets are laid out as they stay.
+    """One exchange of the whole model, in the final layout of its buckets.
 
     Attributes:
         sent: By each rank, in their order.
         entries: Entries of the buckets that are compressed; the others are all-reduced.
-        residual_bytes: What each rank holds back, of its own gradients and of sums that it owns, in their order.
+        residual_bytes: Of each rank, for its own gradients and for the sums that it owns.
     """
 
     sent: tuple[Sent, ...]
@@ -62,12 +62,12 @@ class Step:
 
 
 def ranks_per_node(layout: NodeLayout) -> int:
-    """Ranks on a node if bytes inside nodes are counted apart from bytes between them, else 1."""
+    """Ranks on a node if bytes inside nodes have a count of their own, else 1."""
     return layout.ranks_per_node if layout.obstacle is None else 1
 
 
 def dense_step(workload: Workload, layout: NodeLayout) -> Step:
-    """The all-reduce of all gradients in fp32, which ratios are held to."""
+    """The all-reduce of all gradients in fp32, the reference of ratios."""
     ranks = len(layout.places)
     sent = Sent()
     for bucket in workload.buckets:
@@ -96,17 +96,17 @@ def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout
         entries += 0 if plan.is_dense else sum(plan.sizes)
         for rank in range(world_size):
             if plan.is_dense:
-                sent[rank] += _whole_bucket(plan, layout, config.halves)
+                sent[rank] += _dense_bucket(plan, layout, config.halves)
             elif exchange == "all_gather":
                 sent[rank] += _ring(all_gather_bytes(plan.layout.num_bytes, world_size), layout)
-                residuals[rank] += _held(plan)
+                residuals[rank] += _residual_bytes(plan)
             elif exchange == "sharded":
                 sent[rank] += to_owners[rank]
-                residuals[rank] += _held(plan) + _held(shards[rank].packed)
+                residuals[rank] += _residual_bytes(plan) + _residual_bytes(shards[rank].packed)
             else:
                 own = shards[rank % local]
                 sent[rank] += _by_node(plan, own, layout)
-                residuals[rank] += _held(own.packed)
+                residuals[rank] += _residual_bytes(own.packed)
     return Step(tuple(sent), entries, tuple(residuals))
 
 
@@ -115,13 +115,13 @@ def _ring(num_bytes: int, layout: NodeLayout) -> Sent:
     return Sent(between, num_bytes - between)
 
 
-def _whole_bucket(plan: BucketPlan, layout: NodeLayout, halves: bool) -> Sent:
+def _dense_bucket(plan: BucketPlan, layout: NodeLayout, halves: bool) -> Sent:
     itemsize = 2 if halves and plan.dtype == torch.float32 else plan.dtype.itemsize
     return _ring(all_reduce_bytes(sum(plan.sizes) * itemsize, len(layout.places)), layout)
 
 
 def _sharded(shards: Sequence[Shard], layout: NodeLayout) -> list[Sent]:
-    """By each rank to each owner what it owns, and to everyone what is passed on of the rank's own sums."""
+    """Each rank sends each owner its part, and then all ranks the compressed sums that it owns."""
     ranks, local = len(shards), ranks_per_node(layout)
     owned = [shard.plan.layout.num_bytes for shard in shards]
     owned_by_node = [sum(owned[first : first + local]) for first in range(0, ranks, local)]
@@ -134,12 +134,12 @@ def _sharded(shards: Sequence[Shard], layout: NodeLayout) -> list[Sent]:
 
 
 def _by_node(plan: BucketPlan, own: Shard, layout: NodeLayout) -> Sent:
-    """Dense inside, the payload of a shard between, and inside again the payloads of all nodes."""
+    """Dense inside the node, one shard's payload between nodes, then the payloads of all nodes inside."""
     nodes, local = len(layout.nodes), layout.ranks_per_node
     payload = own.packed.layout.num_bytes
     inside = all_reduce_bytes(sum(plan.sizes) * plan.dtype.itemsize, local) + all_gather_bytes(nodes * payload, local)
     return Sent(all_gather_bytes(payload, nodes), inside)
 
 
-def _held(plan: BucketPlan) -> int:
+def _residual_bytes(plan: BucketPlan) -> int:
     return sum(plan.sizes) * plan.residual_dtype.itemsize

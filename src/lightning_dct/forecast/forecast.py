@@ -1,4 +1,4 @@
-"""The forecast itself: every exchange's bytes, time on a link, time compressing and memory, and what ``auto`` takes."""
+"""The forecast: bytes, time and memory of every exchange, and the choice of ``exchange="auto"``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from lightning_dct.config import DCTConfig
 from lightning_dct.forecast.bytes_sent import COMPRESSED, Sent, Step, compressed_step, dense_step, ranks_per_node
 from lightning_dct.forecast.shards import fsdp_bytes, groups_of, step_of_all
-from lightning_dct.forecast.speed import Speed
+from lightning_dct.forecast.timing import Speed
 from lightning_dct.forecast.workload import Workload
 from lightning_dct.gradients.exchanges.auto import INSIDE_IS_FASTER, Choice
 from lightning_dct.gradients.exchanges.making import choose_for_model
@@ -18,7 +18,7 @@ DENSE = "ddp"
 MOST_RANKS = 10_000
 """Limit of a plan, which counts the bytes of every rank."""
 COLLECTIVES = {"all_gather": 1, "sharded": 2, "by_node": 3}
-"""One after the other, for each bucket."""
+"""Collectives for each bucket, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Row:
         name: ``"ddp"`` for the dense all-reduce, or the exchange.
         step: The bytes of one exchange, rank by rank.
         local_steps: Optimizer steps from one exchange to the next. All other figures are of a step.
-        ratio: Bytes of the dense fp32 all-reduce over bytes sent, by the rank that sends most; between nodes for
-            ``by_node`` and ``dct_fsdp``. What a run logs.
+        ratio: The logged compression ratio, of the rank that sends most; between nodes for ``by_node`` and
+            ``dct_fsdp``.
         link_seconds: How long the busiest node's link is busy in a step.
         compressing_seconds: How long a rank compresses in a step.
     """
@@ -68,8 +68,8 @@ class Forecast:
         layout: Where the ranks run.
         link: Bits a second of each node's link, or of each rank's where all are on one node.
         rows: The dense all-reduce, and each exchange that is possible.
-        choice: What ``exchange="auto"`` takes.
-        speed: What compressing costs here.
+        choice: That of ``exchange="auto"``.
+        speed: Cost of compressing on this machine.
         shards: Ranks per replica of ``dct_fsdp``, None for ``dct``.
     """
 
@@ -91,7 +91,7 @@ def layout_of(world_size: int, nodes: int) -> NodeLayout:
     """Ranks spread evenly over nodes, in their order.
 
     Raises:
-        ValueError: There is nobody to send to, there are too many ranks, or the nodes do not divide the ranks.
+        ValueError: There is one rank, there are too many, or the nodes do not divide them.
     """
     if world_size < 2:
         raise ValueError(f"`--world-size {world_size}`: one rank has nobody to send to. Give 2 or more")
@@ -115,10 +115,10 @@ def make_forecast(
     latency: float = 0.0,
     shards: int | None = None,
 ) -> Forecast:
-    """Compute all exchanges.
+    """Compute all exchanges of two ranks or more, with equally many on every node.
 
-    The arguments are those of :class:`Forecast`: two ranks or more, as many on every node, and a speed at the settings'
-    density and value format. ``latency`` is the seconds that an all-reduce of nothing takes, two rounds of messages.
+    The arguments are those of :class:`Forecast`, with a speed at the settings' density and value format. ``latency`` is
+    the time of an empty all-reduce in seconds, two rounds of messages.
 
     Raises:
         ValueError: FSDP2 cannot shard a parameter.

@@ -12,13 +12,13 @@ from lightning_dct.tables import format_bytes, plain_table, rate_text
 
 
 def describe(forecast: Forecast) -> str:
-    """All that there is to print."""
+    """The title, the table and the notes."""
     notes = "\n".join(f"- {note}" for note in _notes(forecast))
     return f"{_title(forecast)}\n\n{plain_table(_table(forecast))}\n\n{notes}"
 
 
 def _title(forecast: Forecast) -> str:
-    """What was computed, in one line."""
+    """The settings, in one line."""
     config, layout = forecast.config, forecast.layout
     what = "gradients" if config.compress == "gradients" else f"updates every {_many(config.round_length, 'step')}"
     replicas = "" if forecast.shards is None else f" in replicas of {_many(forecast.shards, 'shard')}"
@@ -56,8 +56,8 @@ def _notes(forecast: Forecast) -> list[str]:
     notes = [f'exchange="auto" takes {chosen.name!r}: {forecast.choice.reason}.']
     if chosen.seconds < dense.seconds:
         notes.append(
-            f"Synchronising takes {1e3 * chosen.seconds:,.1f} ms a step instead of {1e3 * dense.seconds:,.1f}, where"
-            " nothing of it is hidden behind backward. A round trip's latency is not in these."
+            f"Synchronising takes {1e3 * chosen.seconds:,.1f} ms a step instead of {1e3 * dense.seconds:,.1f}, if"
+            " backward hides none of it. These figures do not include a round trip's latency."
         )
     else:
         notes.append(
@@ -69,8 +69,8 @@ def _notes(forecast: Forecast) -> list[str]:
         notes.append(missing)
     if forecast.shards is not None:
         notes.append(
-            "Sizes are those that a run counts, by the rank that sends most: shards may differ. FSDP's own bytes, two"
-            " gatherings of the weights and one reduction of the gradients in fp32, are not in the ratio."
+            "Sizes are those that a run counts, of the rank that sends most: shards may differ. The ratio leaves out"
+            " FSDP's own bytes: two gatherings of the weights and one reduction of the gradients in fp32."
         )
     elif ranks_per_node(forecast.layout) > 1:
         notes.append(

@@ -1,6 +1,6 @@
-"""Replicas that FSDP2 shards, as ``dct_fsdp`` trains them: what each rank holds, and what FSDP itself sends.
+"""Replicas that FSDP2 shards, as ``dct_fsdp`` trains them: the shards of each rank, and the bytes that FSDP sends.
 
-Ranks in the same place of every replica hold the same shards and exchange them with each other, as the ranks of
+Ranks in the same place of every replica have the same shards and exchange them with each other, as the ranks of
 ``dct`` do with whole tensors.
 """
 
@@ -17,11 +17,11 @@ from lightning_dct.gradients.exchanges.nodes import NodeLayout
 from lightning_dct.traffic import all_gather_bytes, bytes_between_nodes
 
 Group = tuple[Workload, NodeLayout]
-"""What the ranks of a group exchange with each other, and where they run."""
+"""The tensors that the ranks of a group exchange with each other, and where they run."""
 
 
 def check_shards(shards: int, world_size: int) -> None:
-    """Refuse replicas that are no equal parts of the ranks, or have no other replica to send to (ValueError)."""
+    """Refuse replicas that are no equal parts of the ranks, or a single one, with a ValueError."""
     if shards < 1 or world_size % shards or shards == world_size:
         possible = [str(count) for count in range(1, world_size) if world_size % count == 0]
         raise ValueError(
@@ -31,13 +31,9 @@ def check_shards(shards: int, world_size: int) -> None:
 
 
 def groups_of(workload: Workload, layout: NodeLayout, shards: int, by_unit: bool) -> list[Group]:
-    """The ranks that hold the same shards, by their place in a replica.
+    """The ranks that hold the same shards, by their place in a replica, whose ranks are neighbours.
 
-    Args:
-        workload: The whole model.
-        layout: All ranks; those of a replica are neighbours.
-        shards: Ranks per replica.
-        by_unit: Whether each of FSDP's units is exchanged by itself, as gradients are.
+    ``by_unit`` says whether each of FSDP's units is exchanged by itself, as gradients are.
 
     Raises:
         ValueError: FSDP2 cannot shard a parameter.
@@ -55,7 +51,7 @@ def groups_of(workload: Workload, layout: NodeLayout, shards: int, by_unit: bool
 
 
 def step_of_all(make: Callable[[Workload, NodeLayout], Step], groups: Sequence[Group], fsdp: Sent, steps: int) -> Step:
-    """An exchange of all ranks, in their order: what each group does, and what FSDP sends in so many steps."""
+    """An exchange of all ranks, in their order: those of each group, and the bytes of FSDP in so many steps."""
     made, own = [make(*group) for group in groups], Sent(steps * fsdp.between, steps * fsdp.inside)
     # One of each group after the other, replica by replica.
     sent = tuple(one + own for replica in zip(*(step.sent for step in made), strict=True) for one in replica)
@@ -64,7 +60,7 @@ def step_of_all(make: Callable[[Workload, NodeLayout], Step], groups: Sequence[G
 
 
 def fsdp_bytes(workload: Workload, layout: NodeLayout, shards: int) -> Sent:
-    """What each rank sends for FSDP in a step, without mixed precision.
+    """Bytes that each rank sends for FSDP in a step, without mixed precision.
 
     Shards are gathered for forward and for backward, and gradients reduced, all padded to the largest shard.
     """

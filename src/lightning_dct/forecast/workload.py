@@ -20,7 +20,7 @@ from lightning_dct.gradients.plan import real_numel
 from lightning_dct.synchronizing import parameter_names
 from lightning_dct.updates.rounds import buckets_of
 
-# A first bucket of its own, so that something travels early; then buckets of this size. DistributedDataParallel's own.
+# DistributedDataParallel's limits: a small first bucket, which is sent early, then buckets of this size.
 BUCKET_LIMITS = [_DEFAULT_FIRST_BUCKET_BYTES, getattr(ddp, "_DEFAULT_BUCKET_CAP_MB", 25) * 1024 * 1024]
 
 
@@ -29,9 +29,9 @@ class Workload:
     """Tensors whose gradients are synchronised.
 
     Attributes:
-        parameters: By name in the model's order, frozen ones included, as exchanges want them. Only sizes, dtypes and
-            ``requires_grad`` are asked for: they may be on the meta device.
-        not_counted: Entries whose gradients travel in another way or as many as the data say, by the reason.
+        parameters: By name in the model's order, frozen ones included. They may be on the meta device, because only
+            sizes, dtypes and ``requires_grad`` matter.
+        not_counted: Entries whose gradients are sent in another way or depend on the data, by the reason.
         units: The names that FSDP gathers together, for the forecast of ``dct_fsdp``; none for one unit of all.
         are_buckets: Whether units take the place of DistributedDataParallel's buckets.
     """
@@ -45,8 +45,8 @@ class Workload:
     def buckets(self) -> tuple[tuple[str, ...], ...]:
         """The names in each bucket, as DistributedDataParallel lays them out after its first step.
 
-        It fills them in the order in which gradients become ready. That is known when a model runs; here it is the
-        reverse of the order in which parameters are defined, as it is for models that use them in that order.
+        It fills them in the order in which gradients become ready. Here that is the reverse of the order in which
+        parameters are defined, which is right for models that use them in that order.
         """
         if self.are_buckets:
             return tuple(map(tuple, self.units))
@@ -55,7 +55,7 @@ class Workload:
         return tuple(tuple(trained[index] for index in indices) for indices in assigned)
 
     def buckets_under(self, config: DCTConfig) -> Sequence[Sequence[str]]:
-        """The names in each bucket of what is exchanged: of DistributedDataParallel's gradients, or of updates."""
+        """The names in each bucket: DistributedDataParallel's for gradients, or those of updates."""
         if config.compress == "gradients":
             return self.buckets
         trained = [(name, parameter) for name, parameter in self.parameters.items() if parameter.requires_grad]
@@ -97,7 +97,7 @@ def workload_of(module: nn.Module) -> Workload:
                 " lazy layers their sizes"
             )
         if id(parameter) in sparse:
-            reason = "gradients of Embedding(sparse=True) travel whole, as many rows as a batch looks up"
+            reason = "gradients of Embedding(sparse=True) are sent dense, as many rows as a batch looks up"
             not_counted[reason] = not_counted.get(reason, 0) + parameter.numel()
         else:
             parameters[name] = parameter
@@ -126,9 +126,9 @@ def load_module(path: str, keywords: Mapping[str, Any]) -> nn.Module:
             with torch.device("meta"):
                 module = _configured(made_by(**keywords))
         except (NotImplementedError, RuntimeError):
-            # It looks at numbers while it is made.
+            # Its constructor reads values, which the meta device does not have.
             module = _configured(made_by(**keywords))
-    # Whatever a user's module raises is reported as its own.
+    # A user's module may raise anything.
     except Exception as error:
         raise ValueError(
             f"`--module {path}` cannot be made: {type(error).__name__}: {error}. Write it as package.module:Class, run"

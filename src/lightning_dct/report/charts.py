@@ -1,7 +1,7 @@
 """The charts of a report, drawn by matplotlib as SVG elements of the page.
 
-The page decides colours and fonts, so light and dark themes need one drawing only: matplotlib draws with colours that
-stand for roles, and they become CSS variables.
+The page's style sheet sets colours and fonts, so one drawing serves light and dark themes: matplotlib draws with
+placeholder colours, which become CSS variables.
 """
 
 from __future__ import annotations
@@ -50,16 +50,13 @@ _STYLE: dict[Any, Any] = {
 }
 _TICKS: dict[str, Any] = {"bytes": EngFormatter("B"), "ratio": "{x:,g}x", "share": "{x:.4%}", "steps": "{x:,.0f}"}
 Line = tuple[np.ndarray, np.ndarray]
-"""Where a line goes: from left to right, and upwards; NaN leaves a gap."""
+"""Horizontal and vertical values of a line; NaN leaves a gap."""
 
 
 def make_sections(runs: Sequence[Run], training_loss: str | None, quality: str | None) -> dict[str, list[str]]:
     """All charts to which a run contributes, as HTML, by the title of their section.
 
-    Args:
-        runs: One or several.
-        training_loss: Its logged name, if there is one.
-        quality: The same of the quality metric.
+    ``training_loss`` and ``quality`` are logged names.
     """
 
     def found(name: str) -> list[Series | None]:
@@ -100,12 +97,11 @@ def chart(
 
     Args:
         title: Above the chart.
-        y_label: What goes upwards.
-        unit: Of that: ``number``, for which differences count, or an amount: ``amount``, ``bytes``, ``ratio``,
-            ``share``.
+        y_label: Of the vertical axis.
+        unit: Of that axis: ``number``, or an amount, which starts at zero: ``amount``, ``bytes``, ``ratio``, ``share``.
         runs: One or several.
-        found: What each run has logged, or None.
-        counters: Bytes of each run, where they and not steps go to the right.
+        found: The logged series of each run, or None.
+        counters: Bytes sent of each run for the horizontal axis; None for steps.
     """
     lines = lines_of(found, counters)
     if not lines:
@@ -143,7 +139,7 @@ def lines_of(found: Sequence[Series | None], counters: Sequence[Series | None] |
 
 def draw(title: str, y_label: str, unit: str, lines: dict[int, Line], x_unit: str) -> str:
     """Draw lines as an ``<svg>`` element of an HTML page."""
-    # Its warnings about fonts do not concern text that stays text.
+    # Text stays text in SVG, so warnings about fonts do not matter.
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
     key = re.sub(r"\W+", "-", title.lower())
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": key}):
@@ -155,7 +151,7 @@ def draw(title: str, y_label: str, unit: str, lines: dict[int, Line], x_unit: st
                 y,
                 color=f"#0001{run % COLOURS:02x}",
                 linestyle=(0, DASHES[run // COLOURS % len(DASHES)] or None),
-                # If lines coincide, the lower one is seen at the edges.
+                # If lines coincide, the lower one is visible at the edges.
                 linewidth=2.4 - 1.1 * place / len(lines),
                 marker="o" if len(x) <= 40 else None,
                 markersize=3,
@@ -187,7 +183,7 @@ def _set_axis(axes: Axes, which: str, unit: str, values: Sequence[np.ndarray], m
     else:
         axis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10], integer=unit == "steps"))
         if unit != "number":
-            # Amounts start at zero; a line that does not change must not look as if it did.
+            # Amounts start at zero, so that a constant line looks constant.
             high = axis.get_data_interval()[1]
             (axes.set_xlim if which == "x" else axes.set_ylim)(0, 1.05 * high if high > 0 else 1)
     ticks = _TICKS.get(unit, "{x:g}")
@@ -195,7 +191,7 @@ def _set_axis(axes: Axes, which: str, unit: str, values: Sequence[np.ndarray], m
 
 
 def wants_logarithm(values: np.ndarray) -> bool:
-    """Whether values lie so far apart that only a logarithmic axis shows them all. A negative value forbids one.
+    """Whether values are so far apart that only a logarithmic axis shows them all, and none is negative.
 
     Example:
         >>> wants_logarithm(np.array([1.0, 131.0])), wants_logarithm(np.array([-1.0, 131.0]))

@@ -21,19 +21,15 @@ HYDRA_CONFIG = Path(".hydra") / "config.yaml"
 STEP_KEYS = ("trainer/global_step", "_step")
 """The axis of a W&B row: the optimizer step that ``WandbLogger`` adds, else W&B's own count of rows."""
 MOST_CHARACTERS = 200_000
-"""The most that a file of settings may hold; a page could not show more."""
+"""The longest file of settings that is read; a page could not show more."""
 
 _HIDDEN = ("paths.", "hydra.", "logger.", "wandb_version", "_wandb", "callbacks.progress_bar.", "run.")
-"""Beginnings of names that say where a run has written, not what it was."""
+"""Prefixes of settings that only name folders and loggers."""
 Points = dict[str, list[tuple[int, float]]]
 
 
 def read_run(home: Path, log: Path) -> Run:
-    """Read a run, and its settings and command line, which lie in its folder.
-
-    Args:
-        home: The folder of the run.
-        log: ``metrics.csv``, or a ``.wandb`` file.
+    """Read a run from its log, ``metrics.csv`` or a ``.wandb`` file, and the settings in its folder.
 
     Raises:
         ValueError: The log holds no values.
@@ -60,7 +56,7 @@ def read_run(home: Path, log: Path) -> Run:
 
 
 def _series(points: Points) -> dict[str, Series]:
-    """Sort points by step. Of several at one step the last is kept: a resumed run logs some steps again."""
+    """Sort points by step, and keep the last one of a step: a resumed run logs some steps again."""
     return {name: dict(sorted(dict(found).items())) for name, found in points.items() if found}
 
 
@@ -73,7 +69,7 @@ def _read_csv(file: Path) -> Run:
             raise ValueError(f"{file}: no column 'step' in its first line")
         for row in rows:
             try:
-                # Of a line that is too long or too short, the name or a value is None.
+                # A line that is too long or too short has a name or a value that is None.
                 if None in [*row, *row.values()]:
                     raise ValueError("another number of fields")
                 step = int(float(row.pop("step")))
@@ -139,7 +135,7 @@ def to_number(value: Any) -> float | None:
         >>> to_number("NaN"), to_number(3), to_number(True), to_number("abc")
         (nan, 3.0, None, None)
     """
-    # JSON has no word for NaN and infinity; W&B writes them as text.
+    # W&B writes NaN and infinity as text, because JSON has no such numbers.
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return float(value) if is_number or value in ("NaN", "Infinity", "-Infinity") else None
 
@@ -167,7 +163,7 @@ def _read_settings(file: Path) -> dict[str, str]:
 
 
 def flattened(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, str]:
-    """Join names with dots, and leave out where a run has written; lists and empty groups stay one value.
+    """Join names with dots, and drop those of folders and loggers; lists and empty groups stay one value.
 
     Example:
         >>> flattened({"strategy": {"density": 0.03, "guard": True}, "seed": None, "sizes": [16, 8]})

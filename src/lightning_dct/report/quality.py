@@ -1,4 +1,4 @@
-"""Which logged metric tells the quality of a run, and which way is better, judged by its name."""
+"""Finds the logged metric of quality by its name, and whether higher is better."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ HIGHER_IS_BETTER = (
     "auc", "auroc", "accuracy", "acc", "f1", "bleu", "chrf", "rouge", "precision", "recall", "map", "ndcg", "dice",
     "iou",
 )  # fmt: skip
-"""Words in the names of metrics of which more is better, the preferred ones first."""
+"""Words in the names of metrics for which higher is better, the preferred ones first."""
 
 LOWER_IS_BETTER = ("loss", "perplexity", "ppl", "error", "nll", "mse", "rmse", "mae", "wer", "cer", "bits")
-"""Words in the names of metrics of which less is better, the preferred ones first."""
+"""Words in the names of metrics for which lower is better, the preferred ones first."""
 
 _STAGES = {"val": "val", "valid": "val", "validation": "val", "eval": "val", "dev": "val", "test": "test"}
 _PREFERRED = (*HIGHER_IS_BETTER, *LOWER_IS_BETTER)
@@ -30,7 +30,7 @@ def words_of(name: str) -> list[str]:
 
 
 def higher_is_better(name: str) -> bool | None:
-    """Whether more of a metric is better; None if its name does not tell."""
+    """Whether higher values of a metric are better; None if its name has no known word."""
     words = words_of(name)
     if any(word in LOWER_IS_BETTER for word in words):
         return False
@@ -43,11 +43,7 @@ def stage_of(name: str) -> str:
 
 
 def find_quality(runs: Iterable[Mapping[str, object]]) -> str | None:
-    """The metric of validation, else of test, that most runs have, in the order of the words above.
-
-    Args:
-        runs: What each run has logged, by name.
-    """
+    """The metric of validation, else of test, that most of the runs have logged, in the order of the words above."""
 
     def rank(name: str) -> tuple[int, bool, int, str]:
         known = [_PREFERRED.index(word) for word in words_of(name) if word in _PREFERRED]

@@ -1,4 +1,4 @@
-"""Finds and reads every run that a command line names, under distinct names; reports what it cannot read."""
+"""Finds and reads every run of a command line, gives them distinct names, and lists what it cannot read."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from pathlib import Path
 from lightning_dct.report.logs import CSV_FILE, HYDRA_CONFIG, read_run
 from lightning_dct.report.run import Run
 
-_SAYS_NOTHING = re.compile(r"\d+|\d{4}-\d\d-\d\d[-_T\d.:]*|version_\d+|(offline-)?run-.*|csv|wandb|lightning_logs")
-"""Folder names that say when a run was made, not what it is."""
+_MEANINGLESS = re.compile(r"\d+|\d{4}-\d\d-\d\d[-_T\d.:]*|version_\d+|(offline-)?run-.*|csv|wandb|lightning_logs")
+"""Folder names without a meaning, such as dates and versions."""
 _NO_DIFFERENCE = ("logger=", "hydra.", "paths.", "callbacks.progress_bar")
 
 
 @dataclass(frozen=True)
 class Reading:
-    """All runs in the order of the command line, and a sentence for each word or log that gave no run."""
+    """All runs in the order of the command line, and a message for each word or log without a run."""
 
     runs: tuple[Run, ...]
     unreadable: tuple[str, ...]
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What could not be read: whole runs, then parts of runs."""
+        """Messages on runs that could not be read, then on parts of runs."""
         return (*self.unreadable, *(problem for run in self.runs for problem in run.problems))
 
 
 def read_all(words: Sequence[str]) -> Reading:
-    """Read all runs of words such as ``RUN_DIR`` or ``NAME=RUN_DIR``; a folder stands for all runs below it."""
+    """Read all runs in folders and below, given as ``RUN_DIR`` or ``NAME=RUN_DIR``."""
     runs: list[tuple[str, Path, Run]] = []
     unreadable: list[str] = []
     seen: set[Path] = set()
@@ -69,7 +69,7 @@ def find_runs(path: Path) -> list[tuple[Path, Path]]:
     start = path.resolve()
     logs = [start] if start.is_file() else [*start.rglob(CSV_FILE), *start.rglob("*.wandb")]
     with_csv = {_home_of(log) for log in logs if log.name == CSV_FILE}
-    # Of one run that two loggers have logged the CSV is read.
+    # If two loggers have logged one run, read the CSV.
     runs = [(_home_of(log), log) for log in logs if log.name == CSV_FILE or _home_of(log) not in with_csv]
     if not runs:
         raise FileNotFoundError(
@@ -104,16 +104,16 @@ def split_name(word: str) -> tuple[str, Path]:
 
 
 def _named(runs: Sequence[tuple[str, Path, Run]]) -> list[Run]:
-    """Name runs as given, else after their folders, or, where these are dates or numbers, after what only they set.
+    """Name runs as given, else after their folders, or, if these are dates or numbers, after their own overrides.
 
-    Equal names get the name of the folder above in front; those that are still equal get numbers.
+    Equal names get the parent folder as a prefix; names that are still equal get numbers.
     """
-    unnamed = [run for _, home, run in runs if run.overrides and _SAYS_NOTHING.fullmatch(home.name)]
+    unnamed = [run for _, home, run in runs if run.overrides and _MEANINGLESS.fullmatch(home.name)]
     shared = set.intersection(*(set(run.overrides) for run in unnamed)) if len(unnamed) > 1 else set()
     names = []
     for _, home, run in runs:
         own = " ".join(word for word in run.overrides if word not in shared and not word.startswith(_NO_DIFFERENCE))
-        names.append((own or run.name) if _SAYS_NOTHING.fullmatch(home.name) else home.name)
+        names.append((own or run.name) if _MEANINGLESS.fullmatch(home.name) else home.name)
     often = Counter(names)
     names = [
         given or (f"{home.parent.name}/{name}" if often[name] > 1 else name)

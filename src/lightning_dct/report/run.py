@@ -11,7 +11,7 @@ import numpy as np
 from lightning_dct.report.quality import stage_of
 
 Series = dict[int, float]
-"""Values by optimizer step, in ascending order. Lightning counts from 0: step 49 is logged when 50 are done."""
+"""Values by optimizer step, in ascending order. Lightning counts from 0: it logs step 49 after 50 steps."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Run:
         settings: Dotted names, and values as text.
         overrides: Hydra's overrides on its command line.
         seconds: Wall time from the start to the last log, if it was logged.
-        problems: What could not be read, each with the file's name.
+        problems: Messages on parts that could not be read.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Run:
 
     @property
     def steps_done(self) -> int:
-        """Optimizer steps done, as far as the log tells."""
+        """Optimizer steps done, according to the log."""
         # Training logs before the step counts, a test after the last one.
         return max(max(series) + (stage_of(name) not in ("val", "test")) for name, series in self.series.items())
 
@@ -58,9 +58,9 @@ class Run:
 
 
 def bytes_at(counter: Series, steps: Sequence[int]) -> list[float]:
-    """The value of a counter at any steps; NaN where it is not known.
+    """The value of a counter at any steps; NaN if unknown.
 
-    It grows evenly between two logged steps, from zero before step 0. After the last one it grows as in the interval
+    It grows linearly between logged steps, from zero before step 0. After the last one it grows as in the interval
     before, for at most the length of that interval.
 
     Example:
@@ -75,7 +75,7 @@ def bytes_at(counter: Series, steps: Sequence[int]) -> list[float]:
 
 
 def _unwrapped(counter: Series) -> Series:
-    """A counter without its restarts, as after a resume without its state."""
+    """A counter without the restarts of resumed runs."""
     grown = np.diff(list(counter.values()), prepend=0.0)
     values = np.where(grown < 0, list(counter.values()), grown).cumsum()
     return dict(zip(counter, values.tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""How fast this machine compresses and decompresses gradients: the code of a run, timed for a moment."""
+"""Times compressing, and the link between the ranks, for a moment before a run trains."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from time import perf_counter
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dct.gradients.awaited import Awaited
@@ -16,12 +17,18 @@ from lightning_dct.gradients.compression import compress, decompress
 from lightning_dct.gradients.plan import plan_bucket
 from lightning_dct.kernels import fastest_kernel
 from lightning_dct.threshold import Thresholds
+from lightning_dct.traffic import FP32_BYTES, all_reduce_bytes
 from lightning_dct.updates.shared_weights import SharedWeights
 
-# With residual and result beyond most caches, and still done within a time slice of a shared machine.
+# Larger than most caches, and still fast enough for a time slice of a shared machine.
 MEASURED_ENTRIES = 4_000_000
 SENDERS = 4
 LEAST_ROUNDS = 3
+SIZES = tuple(1 << power for power in (16, 18, 20))
+"""Bytes of the tensors that are timed, one after the other."""
+LONGEST = 0.02
+"""Seconds after which no larger tensor is tried: a slow link shows its rate early."""
+ROUNDS = 2
 
 
 @dataclass(frozen=True)
@@ -32,8 +39,8 @@ class Speed:
         compress: Seconds an entry: add, compare, compact, pack.
         clear: Seconds an entry for a result to be added to.
         add: Seconds an entry and sender: unpack and add.
-        how: On what it was measured.
-        move: Seconds an entry to see how far it has moved, and to move it; for updates only.
+        how: The measurement in words.
+        move: Seconds an entry to compute its movement, and to move it; for updates only.
     """
 
     compress: float
@@ -43,7 +50,7 @@ class Speed:
     move: float = 0.0
 
     def seconds(self, exchange: str, entries: int, world_size: int, ranks_per_node: int) -> float:
-        """How long a rank compresses and decompresses in a step, in which so many entries are compressed."""
+        """How long a rank compresses and decompresses in a step of so many compressed entries."""
         if exchange == "all_gather":
             per_entry = self.compress + self.clear + world_size * self.add
         elif exchange == "sharded":
@@ -63,22 +70,23 @@ def measure_speed(
     seconds: float = 1.0,
     device: torch.device | None = None,
 ) -> Speed:
-    """Time the code that a run uses, with the settings of that run.
+    """Time the code that a run uses, with its settings (see :class:`~lightning_dct.DCTConfig`).
+
+    The fastest of a few times counts, because other processes only add to it.
 
     Args:
-        density: See :class:`~lightning_dct.DCTConfig`.
-        value_format: See there.
-        sizes: Entries of each tensor. Some millions at most are timed, the first ones.
-        min_tensor_size: See there.
-        seconds: For how long; everything is done a few times at least. The fastest time counts: other processes on the
-            machine only ever add to it.
+        density: That of the run.
+        value_format: That of the run.
+        sizes: Entries of each tensor; at most the first few millions are timed.
+        min_tensor_size: That of the run.
+        seconds: For how long, at least.
         device: By default a GPU if there is one.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bounds = [min(bound, MEASURED_ENTRIES) for bound in accumulate(sizes, initial=0)]
     sizes = [stop - start for start, stop in pairwise(bounds) if stop > start]
     names, size = [f"measured {index}" for index in range(len(sizes))], sum(sizes)
-    # For a world in which compressing is worth it.
+    # Without link traversals compressing is always worth it.
     plan = plan_bucket(
         names, sizes, [density] * len(sizes), torch.float32, value_format, min_tensor_size, link_traversals=0.0
     )
@@ -105,7 +113,7 @@ def measure_speed(
 
     one = pack()[None]
     several = one.repeat(SENDERS, 1)
-    # The residual as it was, or ever more of it would reach the threshold.
+    # Restore the residual each time, or ever more of it would reach the threshold.
     actions: list[tuple[Callable[[], object], Callable[[], object]]] = [
         (lambda: residual.copy_(start), pack),
         (lambda: None, lambda: read(one)),
@@ -113,7 +121,7 @@ def measure_speed(
         (lambda: None, move),
     ]
     times: list[list[float]] = [[] for _ in actions]
-    # Not counted: kernels are compiled, and memory is asked for.
+    # The first time compiles kernels and allocates memory.
     for prepare, action in actions:
         _timed(prepare, action, device)
     stop = perf_counter() + seconds
@@ -133,15 +141,71 @@ def measure_speed(
     return Speed(packing, max(0.0, reading - add), add, how, moving)
 
 
+@dataclass(frozen=True)
+class MeasuredLink:
+    """The time of all-reduces.
+
+    Attributes:
+        world_size: Ranks that took part.
+        num_bytes: Of the largest tensor that was timed.
+        seconds: Its least time on the slowest rank.
+        seconds_per_byte: Time of a further byte, from that tensor and the one before, without latency.
+    """
+
+    world_size: int
+    num_bytes: int
+    seconds: float
+    seconds_per_byte: float
+
+    def all_reduce_seconds(self, num_bytes: int) -> float:
+        """The time of an all-reduce of another size."""
+        return max(0.0, self.seconds + (num_bytes - self.num_bytes) * self.seconds_per_byte)
+
+    @property
+    def latency(self) -> float:
+        """The time of an empty all-reduce."""
+        return self.all_reduce_seconds(0)
+
+    @property
+    def bits_per_second(self) -> float | None:
+        """The rate at which each rank sends meanwhile; None if further bytes took no time."""
+        sent = 8 * all_reduce_bytes(self.num_bytes, self.world_size) / self.num_bytes
+        return sent / self.seconds_per_byte if self.seconds_per_byte else None
+
+
+def measure_link(group: dist.ProcessGroup, device: torch.device) -> MeasuredLink:
+    """Time all-reduces of growing size; a collective call of two ranks or more, whose bytes are not counted."""
+    # The first one connects and synchronises the ranks.
+    _timed_all_reduce(torch.zeros(1, device=device), group)
+    sizes: list[int] = []
+    times: list[float] = []
+    for size in SIZES:
+        tensor = torch.zeros(size // FP32_BYTES, device=device)
+        # With the slowest rank's time, all ranks stop at the same size.
+        slowest = torch.tensor([min(_timed_all_reduce(tensor, group) for _ in range(ROUNDS))], device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
+        sizes.append(size)
+        times.append(float(slowest))
+        if len(sizes) > 1 and times[-1] > LONGEST:
+            break
+    slope = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2])
+    return MeasuredLink(group.size(), sizes[-1], times[-1], max(0.0, slope))
+
+
+def _timed_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> float:
+    return _timed(lambda: None, lambda: dist.all_reduce(tensor, group=group), tensor.device)
+
+
 def _timed(prepare: Callable[[], object], action: Callable[[], object], device: torch.device) -> float:
     prepare()
-    _wait_for(device)
+    wait_for(device)
     started = perf_counter()
     action()
-    _wait_for(device)
+    wait_for(device)
     return perf_counter() - started
 
 
-def _wait_for(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
