@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_dct.callbacks.requirements import require_dct
 from lightning_dct.config import check_density, check_integer
-from lightning_dct.gradients.collectives import add_up
+from lightning_dct.gradients.collectives import all_reduce_mean
 from lightning_dct.gradients.plan import real_dtype, real_numel
 from lightning_dct.synchronizing import parameter_names
 
@@ -173,5 +173,4 @@ class ErrorAveraging(Callback):
             plan = synchronizer.plans.of((name,), (real_numel(parameter),), real_dtype(parameter))
             if parameter.requires_grad and not plan.is_dense:
                 residual = synchronizer.residuals.of(name, plan.sizes[0], plan.residual_dtype, parameter.device)
-                add_up(residual, everyone)
-                residual.div_(everyone.size)
+                all_reduce_mean(residual, everyone).wait()

@@ -96,8 +96,6 @@ def test_what_ranks_send_what_arrives_and_what_they_remember(kernel: str, data: 
             gradient, guard = data.draw(tensors(sum(sizes))).to(dtype), settings["guard"]
             out = compress(gradient, residuals[rank], plan, set(), thresholds[rank], 1.0, guard, kernel)
             payloads.append(out.payload)
-            if guard:
-                thresholds[rank].guard(out.observed)
             parts = zip(gradient.split(sizes), held[rank], targets, strict=True)
             sent.append([reference.send(part, one, target, Settings(**settings)) for part, one, target in parts])
             assert same(residuals[rank], torch.cat([torch.as_tensor(one.residual) for one in held[rank]]))

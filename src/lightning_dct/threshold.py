@@ -1,16 +1,16 @@
-"""Thresholds: selected exactly now and then, kept near their target by a guard in between.
+"""Thresholds: exact selection every so many steps, and a guard that adjusts them in between.
 
-To select the k-th largest magnitude costs twenty to forty times as much as to compare with a known threshold, so it is
+Selecting the k-th largest magnitude costs twenty to forty times as much as comparing with a known threshold, so it is
 done every thousand steps (Gupta et al., KDD 2021, section 3). In between, the scale of the gradient drifts, and with
-it the number of entries above the threshold. Whenever a step shows too many or too few, the guard moves the threshold a
-little, in the spirit of Ok-Topk (Li and Hoefler, PPoPP 2022), at no cost.
+it the number of entries above the threshold. When a step selects too many or too few, the guard moves the threshold a
+little, similar to Ok-Topk (Li and Hoefler, PPoPP 2022).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from lightning_dct.wire.bits import nonzero_indices
 
-# The guard's exponent is this times the square root of the density. With error feedback an entry waits about
-# 1 / density steps below the threshold and entries crowd there, so a smaller density answers a move of the threshold
-# with a larger change of the count: twice the exponent makes the count swing (seen in simulation at 0.1% density).
+# The guard's exponent is this times the square root of the density. Error feedback makes entries crowd below the
+# threshold, the more the smaller the density, and there a small move changes the count a lot. Twice the exponent makes
+# the count oscillate (simulated at 0.1% density).
 GUARD_GAIN = 0.3
 GUARD_LARGEST_FACTOR = 1.25
-# The guard aims a little high: a surplus is cut to the largest entries, a shortfall is sent as padding.
+# The guard aims a little high: a surplus is cut to the largest entries, but a shortfall is sent as padding.
 GUARD_AIM = 1.05
-# Where a step shows more than this many times the target, its own selection becomes the new threshold.
+# With more than this many times the target, the step's own selection gives the new threshold.
 GUARD_RESELECT = 2.0
 # Selection from more entries than this begins with a sample of about SAMPLE_SIZE.
 EXACT_UP_TO = 1 << 18
@@ -36,9 +36,9 @@ SMALLEST_THRESHOLD = torch.finfo(torch.float32).tiny
 
 
 def kth_magnitude(values: Tensor, k: int) -> float:
-    """The k-th largest magnitude of the values (``[n]``, floating point): the threshold that keeps ``k`` of them.
+    """The k-th largest magnitude of values (``[n]``, floating point), at least the smallest normal fp32 number.
 
-    Infinite and NaN entries count as zero. It is at least the smallest normal float: zeros are never worth sending.
+    Infinite and NaN entries count as zero.
     """
     magnitudes = values.abs().nan_to_num_(nan=0.0, posinf=0.0)
     candidates = _candidates(magnitudes, k) if magnitudes.numel() > EXACT_UP_TO else magnitudes
@@ -46,11 +46,10 @@ def kth_magnitude(values: Tensor, k: int) -> float:
 
 
 def _candidates(magnitudes: Tensor, k: int) -> Tensor:
-    """A small part of many magnitudes that holds the ``k`` largest; all of them where a sample misleads.
+    """A small subset of the magnitudes that contains the ``k`` largest; all of them if the sample was misleading.
 
-    A regular sample shows roughly where the k-th magnitude lies. Only a few more than ``k`` entries lie above a
-    slightly lower bound, by four standard deviations of the sample's rank. The k-th largest of these is the k-th
-    largest of all, so the answer is exact however good the sample was.
+    A regular sample gives a lower bound on the k-th magnitude, by four standard deviations of the sample's rank. The
+    k-th largest of the entries above the bound is the k-th largest of all, so the result is exact.
     """
     sample = magnitudes[:: magnitudes.numel() // SAMPLE_SIZE]
     expected = k / magnitudes.numel() * sample.numel()
@@ -60,7 +59,7 @@ def _candidates(magnitudes: Tensor, k: int) -> Tensor:
 
 
 def _kth_largest(values: Tensor, k: int) -> Tensor:
-    # Both select without sorting, from the smallest; numpy uses vector instructions.
+    # Both select the k-th smallest without sorting; numpy uses vector instructions.
     index = values.numel() - k
     if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
         return torch.as_tensor(np.partition(values.numpy(), index)[index])
@@ -70,10 +69,10 @@ def _kth_largest(values: Tensor, k: int) -> Tensor:
 
 
 def _kth_largest_by_halving(magnitudes: Tensor, k: int) -> Tensor:
-    """The ``k``-th largest of any number of magnitudes: the largest that ``k`` of them reach.
+    """The ``k``-th largest of any number of magnitudes, by bisection over bit patterns.
 
-    Floating-point numbers of one sign keep their order when read as whole numbers. This walks over all of them once for
-    each bit and waits for a GPU each time. It serves what a sample does not make few, such as billions of zeros.
+    Non-negative floats keep their order when read as integers. Each bit takes one pass over all magnitudes and one GPU
+    synchronization. This is for tensors that sampling does not reduce, such as billions of zeros.
     """
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[magnitudes.element_size()]
     patterns = magnitudes.view(whole)
@@ -85,10 +84,9 @@ def _kth_largest_by_halving(magnitudes: Tensor, k: int) -> Tensor:
 
 
 def keep_largest(values: Tensor, k: int) -> tuple[Tensor, float]:
-    """Which ``k`` of the values (``[n]``, finite, ``n > k >= 1``) are largest in magnitude; the first of equals win.
+    """A bool mask (``[n]``) of the ``k`` largest magnitudes, and the smallest of them; of equals the first are kept.
 
-    Returns:
-        A bool mask of shape ``[n]`` with exactly ``k`` set, and the smallest magnitude kept.
+    ``values`` has shape ``[n]``, is finite, and ``n > k >= 1``.
     """
     magnitudes = values.abs()
     smallest = _kth_largest(magnitudes, k)
@@ -100,24 +98,28 @@ def keep_largest(values: Tensor, k: int) -> tuple[Tensor, float]:
 
 
 def entries_at(density: float, size: int) -> int:
-    """The entries that a density means, of ``size``: rounded up, except for a rounding error of the product."""
+    """How many of ``size`` entries a density sends, rounded up."""
+    # 0.07 * 100 is 7.000000000000001 in floating point and should be 7 entries.
     return min(math.ceil(density * size * (1 - 1e-12)), size)
 
 
 def nudge(threshold: float, count: int, target: int, size: int, aim: float = GUARD_AIM) -> float:
-    """The guard: moves a threshold, which ``count`` of ``size`` entries reached, towards ``aim * target`` of them."""
+    """The guard: the next threshold, after ``count`` of ``size`` entries have reached this one.
+
+    ``threshold * ((count + 0.5) / (aim * target + 0.5)) ** (0.3 * sqrt(target / size))``, with the factor limited to
+    [1 / 1.25, 1.25].
+    """
     exponent = GUARD_GAIN * math.sqrt(target / size)
-    # Half an entry keeps the ratio finite and gentle for tensors of which only one or two entries are sent.
+    # Half an entry keeps the ratio finite, and gentle for targets of one or two entries.
     factor = ((count + 0.5) / (aim * target + 0.5)) ** exponent
     factor = min(max(factor, 1 / GUARD_LARGEST_FACTOR), GUARD_LARGEST_FACTOR)
     return max(threshold * factor, SMALLEST_THRESHOLD)
 
 
 def nudge_all(thresholds: Tensor, counts: Tensor, targets: Tensor, sizes: Tensor) -> Tensor:
-    """The guard for many thresholds at once, without waiting for a GPU; the formula of :func:`nudge`.
+    """:func:`nudge` for many thresholds at once, without waiting for a GPU; all arguments have shape ``[thresholds]``.
 
-    ``thresholds`` (fp32 or fp64, positive), ``counts``, ``targets`` and ``sizes`` have shape ``[thresholds]``, the last
-    two in the thresholds' dtype. The result is like ``thresholds``.
+    ``thresholds`` (positive), ``targets``, ``sizes`` and the result have the same dtype, fp32 or fp64.
     """
     exponents = GUARD_GAIN * (targets / sizes) ** 0.5
     factors = ((counts.to(thresholds.dtype) + 0.5) / (GUARD_AIM * targets + 0.5)) ** exponents
@@ -125,22 +127,11 @@ def nudge_all(thresholds: Tensor, counts: Tensor, targets: Tensor, sizes: Tensor
     return (thresholds * factors).clamp_(SMALLEST_THRESHOLD, torch.finfo(thresholds.dtype).max)
 
 
-class Observed(NamedTuple):
-    """How many entries of a parameter reached its threshold in a step, and how many of all should have."""
-
-    name: str
-    reached: int
-    target: int
-    size: int
-
-
 class Thresholds:
-    """The thresholds of all compressed parameters of one rank, by parameter name.
+    """One rank's thresholds, by parameter name or by label of a piece.
 
-    Each threshold belongs to the number of entries it was selected for. When the density changes, in a warm-up or
-    because a run resumes with another setting, it no longer applies and counts as missing.
-
-    Thresholds of gradients on a GPU stay there as fp64 scalars, because to read one as a number waits for the GPU.
+    A threshold is valid only for the target (number of entries) it was selected for. When the density changes, the
+    threshold counts as missing. On a GPU thresholds are fp64 scalars, because reading a number waits for the GPU.
     """
 
     def __init__(self) -> None:
@@ -149,23 +140,23 @@ class Thresholds:
         self._stacked: dict[tuple[str, ...], Tensor] = {}
 
     def has(self, name: str, target: int) -> bool:
-        """Whether a threshold of this parameter was selected for this target."""
+        """Whether there is a threshold for this target."""
         return self._targets.get(name) == target
 
     def get(self, name: str, target: int) -> float | None:
-        """The threshold of a parameter, or None where none was selected for this target."""
+        """The threshold for this target, or None."""
         return float(self._values[name]) if self.has(name, target) else None
 
     def set(self, name: str, target: int, threshold: float) -> None:
-        """Remember a threshold and the target that it was selected for."""
+        """Store a threshold and its target."""
         self._values[name], self._targets[name] = threshold, target
         self._stacked = {names: stacked for names, stacked in self._stacked.items() if name not in names}
 
     def on_device(self, names: tuple[str, ...], device: torch.device) -> Tensor:
-        """The thresholds of some parameters without waiting: shape ``[len(names)]``, fp64, read-only."""
+        """Some thresholds, without waiting: shape ``[len(names)]``, fp64, read-only."""
         if names not in self._stacked:
             values = [self._values[name] for name in names]
-            # A number reaches the device as the argument of a kernel; a copy from host memory would wait.
+            # `full` passes the number as a kernel argument; a copy from host memory would wait.
             scalars = [
                 v.to(device) if isinstance(v, Tensor) else torch.full((), v, dtype=torch.float64, device=device)
                 for v in values
@@ -175,26 +166,19 @@ class Thresholds:
         return self._stacked[names]
 
     def replace(self, names: tuple[str, ...], thresholds: Tensor) -> None:
-        """Set the thresholds of some parameters, shape ``[len(names)]``, fp64; their targets stay."""
+        """Set some thresholds, shape ``[len(names)]``, fp64, and keep their targets."""
         if names not in self._stacked:
             moved = set(names)
             self._stacked = {old: stacked for old, stacked in self._stacked.items() if not moved.intersection(old)}
         self._stacked[names] = thresholds
         self._values.update(zip(names, thresholds.unbind(), strict=True))
 
-    def guard(self, observed: Iterable[Observed]) -> None:
-        """Nudge each threshold towards its target by what the step has shown."""
-        for name, reached, target, size in observed:
-            threshold = self.get(name, target)
-            if threshold is not None:
-                self.set(name, target, nudge(threshold, reached, target, size))
-
     def forget(self) -> None:
-        """Forget all thresholds."""
+        """Delete all thresholds."""
         self._values, self._targets, self._stacked = {}, {}, {}
 
     def forget_those_of(self, parameters: Collection[str]) -> None:
-        """Forget the thresholds of some parameters, of their pieces, and of the sums of these."""
+        """Delete the thresholds of some parameters, of their pieces and of the pieces' sums."""
         for label in list(self._targets):
             whole = label.removeprefix("sum of ")
             if whole in parameters or whole.rpartition("[")[0] in parameters:
@@ -202,19 +186,19 @@ class Thresholds:
         self._stacked = {}
 
     def values(self) -> list[float]:
-        """All thresholds, in no particular order."""
+        """All thresholds, in no particular order. This waits for a GPU."""
         return list(self.by_label().values())
 
     def by_label(self) -> dict[str, float]:
-        """Each threshold by its label: a parameter, or a piece of one. This waits for a GPU."""
+        """All thresholds by label: a parameter, or a piece of one. This waits for a GPU."""
         return {name: float(value) for name, value in self._values.items()}
 
     def take_over(self, other: Thresholds) -> None:
-        """Copy the thresholds of another object without waiting for a GPU."""
+        """Copy another object's thresholds without waiting for a GPU."""
         self._values, self._targets, self._stacked = dict(other._values), dict(other._targets), dict(other._stacked)
 
     def state_dict(self) -> dict[str, Any]:
-        """The thresholds and their targets as plain numbers."""
+        """Thresholds and targets as plain numbers."""
         return {"values": self.by_label(), "targets": dict(self._targets)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

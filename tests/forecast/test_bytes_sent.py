@@ -9,8 +9,7 @@ from lightning_dct import DCTConfig
 from lightning_dct.forecast import Workload, one_tensor
 from lightning_dct.forecast.bytes_sent import Sent, compressed_step, dense_step
 from lightning_dct.forecast.forecast import layout_of, link_seconds
-from lightning_dct.gradients.exchanges.auto import costs_of
-from lightning_dct.gradients.exchanges.making import plan_model
+from lightning_dct.gradients.exchanges.making import costs_of, plan_model
 
 # a is cut for several owners, b is sent dense, c and d are cut for few; a DDP of small buckets would part them.
 SIZES = {"a": 14_003, "b": 50, "c": 700, "d": 120}

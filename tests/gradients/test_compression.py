@@ -36,9 +36,11 @@ def test_gaps_between_the_tensors_change_nothing(value_format: str, dtype: torch
     gradient = torch.randn(sum(SIZES), generator=noise).to(dtype)
     residuals = torch.randn(sum(SIZES), generator=noise).to(together.residual_dtype)
     spread_residuals = spread(residuals, 9.0)
-    one = compress(gradient.clone(), residuals, together, deferred, Thresholds(), 0.5, reselect=True)
-    other = compress(spread(gradient, 8.0), spread_residuals, apart, deferred, Thresholds(), 0.5, reselect=True)
+    thresholds, spread_thresholds = Thresholds(), Thresholds()
+    one = compress(gradient.clone(), residuals, together, deferred, thresholds, 0.5, guard=True)
+    other = compress(spread(gradient, 8.0), spread_residuals, apart, deferred, spread_thresholds, 0.5, guard=True)
     assert torch.equal(one.payload, other.payload)
+    assert thresholds.state_dict() == spread_thresholds.state_dict()
     assert one[1:] == other[1:]
     assert torch.equal(spread_residuals, spread(residuals, 9.0))
     payloads = torch.stack([one.payload, one.payload])
@@ -52,17 +54,17 @@ def test_sums_of_half_precision_gradients_are_taken_in_fp32() -> None:
     gradient, sums = torch.full((103,), 1.0, dtype=torch.bfloat16), torch.zeros(103)
     gradient[100:] = 2.0**-7
     sent = [
-        compress(part, torch.zeros(103), plan, set(), Thresholds(), 1.0, reselect=False).payload
+        compress(part, torch.zeros(103), plan, set(), Thresholds(), 1.0, guard=False).payload
         for part in (gradient, torch.ones(103, dtype=torch.bfloat16))
     ]
     decompress(torch.stack(sent), sums, plan, 1.0, Awaited())
     assert sums[100:].tolist() == [1 + 2.0**-7] * 3
-    again = compress(sums, torch.zeros(103), plan, set(), Thresholds(), 1.0, reselect=False)
+    again = compress(sums, torch.zeros(103), plan, set(), Thresholds(), 1.0, guard=False)
     assert again.payload.numel() == plan.layout.num_bytes == sent[0].numel()
 
 
 def test_a_plan_without_tensors_writes_nothing() -> None:
     plan = BucketPlan((), (), (), torch.float32, "int8", starts=())
     buffer = torch.ones(5)
-    sent = compress(buffer, torch.ones(5), plan, set(), Thresholds(), 1.0, reselect=False)
+    sent = compress(buffer, torch.ones(5), plan, set(), Thresholds(), 1.0, guard=False)
     assert decompress(sent.payload[None], buffer, plan, 1.0, Awaited()).tolist() == [1.0] * 5

@@ -39,8 +39,6 @@ class Rank:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(compression, "WITHOUT_WAITING", self.way)
             sent = compress(gradient.clone(), self.residual, self.plan, deferred, self.thresholds, scale, self.guard)
-            if self.guard:
-                self.thresholds.guard(sent.observed)
             payloads = torch.stack([sent.payload, sent.payload if self.before is None else self.before])
             self.before = sent.payload
             how = payloads, gradient.clone(), self.plan, 0.5 / scale, self.awaited

@@ -13,11 +13,9 @@ import torch
 
 from lightning_dct.config import DCTConfig
 from lightning_dct.forecast.workload import Workload
-from lightning_dct.gradients.exchanges.all_gather import all_gather_link_traversals
-from lightning_dct.gradients.exchanges.by_node import by_node_link_traversals
+from lightning_dct.gradients.exchanges.compressed import link_traversals
 from lightning_dct.gradients.exchanges.making import share_model
 from lightning_dct.gradients.exchanges.nodes import NodeLayout
-from lightning_dct.gradients.exchanges.sharded import SHARDED_LINK_TRAVERSALS
 from lightning_dct.gradients.plan import BucketPlan, Plans, real_dtype, real_numel
 from lightning_dct.gradients.sharding import Shard, Shards
 from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes, bytes_between_nodes
@@ -79,14 +77,12 @@ def dense_step(workload: Workload, layout: NodeLayout) -> Step:
 def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout: NodeLayout) -> Step:
     """One of the compressed exchanges of two or more ranks; ``"by_node"`` needs a layout without an obstacle."""
     world_size, local = len(layout.places), ranks_per_node(layout)
-    if exchange == "all_gather":
-        link_traversals, owners = all_gather_link_traversals(world_size), 0
-    elif exchange == "sharded":
-        link_traversals, owners = SHARDED_LINK_TRAVERSALS, world_size
-    else:
-        link_traversals, owners = by_node_link_traversals(len(layout.nodes), local), local
-    plans = Plans(config, link_traversals)
-    shards_of = Shards(share_model(config, workload.parameters, link_traversals, owners), owners) if owners else None
+    traversals, owners = link_traversals(exchange, world_size, local), {"sharded": world_size, "by_node": local}
+    plans = Plans(config, traversals)
+    shards_of = None
+    if exchange in owners:
+        pieces = share_model(config, workload.parameters, traversals, owners[exchange])
+        shards_of = Shards(pieces, owners[exchange])
     sent, residuals, entries = [Sent()] * world_size, [0] * world_size, 0
     for names in workload.buckets_under(config):
         tensors = [workload.parameters[name] for name in names]

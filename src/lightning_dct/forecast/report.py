@@ -6,7 +6,7 @@ import torch
 
 from lightning_dct.forecast.bytes_sent import ranks_per_node
 from lightning_dct.forecast.forecast import DENSE, Forecast
-from lightning_dct.gradients.exchanges.auto import INSIDE_IS_FASTER
+from lightning_dct.gradients.exchanges.making import INSIDE_IS_FASTER
 from lightning_dct.kernels import faster_kernel_missing
 from lightning_dct.tables import format_bytes, plain_table, rate_text
 

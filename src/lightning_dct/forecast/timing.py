@@ -98,7 +98,7 @@ def measure_speed(
     residual, total, thresholds, awaited = start.clone(), torch.empty_like(start), Thresholds(), Awaited()
 
     def pack() -> Tensor:
-        return compress(gradient, residual, plan, set(), thresholds, 1.0, reselect=True).payload
+        return compress(gradient, residual, plan, set(), thresholds, 1.0, guard=True).payload
 
     def read(payloads: Tensor) -> None:
         decompress(payloads, total, plan, 0.5, awaited)

@@ -17,7 +17,7 @@ from lightning_dct.gradients.collectives import Link
 from lightning_dct.gradients.exchanges import Exchange
 from lightning_dct.gradients.exchanges.base import complete
 from lightning_dct.gradients.plan import local_of
-from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes, bytes_between_nodes
+from lightning_dct.traffic import all_gather_bytes
 
 
 class ShardGradientSynchronizer(GradientSynchronizer):
@@ -91,9 +91,7 @@ class ShardGradientSynchronizer(GradientSynchronizer):
             self._begin()
         with self.traffic.timed("compress"):
             buffer = torch.cat(places)
-            everyone = self.exchange.everyone
-            dense = all_reduce_bytes(FP32_BYTES * buffer.numel(), everyone.size)
-            self.traffic.add(bytes_dense=bytes_between_nodes(dense, everyone.size, everyone.ranks_per_node))
+            self._count_dense(buffer)
             pending = self._start(buffer, self._plan_of(parameters, sizes, buffer.dtype), set())
         complete([pending], self.traffic)
         torch._foreach_copy_(places, list(pending.future.wait().split(sizes)))

@@ -1,4 +1,4 @@
-"""The collectives: the only place where bytes leave this rank, and where they are counted."""
+"""The collectives: the only place where this rank sends bytes, and where they are counted."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lightning_dct.traffic import Traffic, all_gather_bytes, all_reduce_bytes, b
 
 @dataclass(frozen=True)
 class Link:
-    """Ranks that exchange something, and where the bytes they send are counted.
+    """Ranks that communicate, and a counter of the bytes they send.
 
     Attributes:
         group: The ranks.
-        traffic: Where the bytes are counted.
+        traffic: The counter.
         ranks_per_node: How many neighbouring ranks share a node, to count bytes inside a node apart; 1 counts all
-            alike.
+            bytes alike.
     """
 
     group: dist.ProcessGroup
@@ -29,12 +29,12 @@ class Link:
 
     @property
     def size(self) -> int:
-        """How many ranks take part."""
+        """The number of ranks."""
         return self.group.size()
 
     @property
     def rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's number in the group."""
         return self.group.rank()
 
     def count(self, num_bytes: int) -> None:
@@ -44,26 +44,24 @@ class Link:
 
 
 def all_gather_payload(payload: Tensor, link: Link) -> tuple[dist.Work, Tensor]:
-    """Start sending a payload (uint8, ``[size]``, of the same size on every rank) to all ranks of a link.
+    """Start sending a payload (uint8, ``[size]``, the same size on every rank) to all ranks.
 
     Returns:
-        What to wait for, and then to read: the payloads by rank, shape ``[ranks, size]``, uint8.
+        The work to wait for, and the payloads by rank: shape ``[ranks, size]``, uint8.
     """
     link.count(all_gather_bytes(payload.numel(), link.size))
     gathered = torch.empty(link.size * payload.numel(), dtype=torch.uint8, device=payload.device)
-    # Older versions of torch have only the other name; newer ones deprecate it.
+    # Older versions of torch have only the second name, and newer ones deprecate it.
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     work = getattr(dist, name)(gathered, payload, group=link.group, async_op=True)
     return work, gathered.view(link.size, -1)
 
 
 def deliver_payloads(payloads: Sequence[Tensor], link: Link) -> tuple[dist.Work, Tensor]:
-    """Start sending another payload to every rank.
-
-    The payload for rank ``r`` is uint8 and has the same shape ``[size of r]`` on every rank.
+    """Start sending each rank its own payload: for rank ``r`` uint8, ``[size of r]``, the same size on every sender.
 
     Returns:
-        What to wait for, and then to read: the payloads for this rank by sender, shape ``[ranks, own size]``, uint8.
+        The work to wait for, and the payloads for this rank by sender: shape ``[ranks, own size]``, uint8.
     """
     sizes = [payload.numel() for payload in payloads]
     own = sizes[link.rank]
@@ -75,30 +73,22 @@ def deliver_payloads(payloads: Sequence[Tensor], link: Link) -> tuple[dist.Work,
 
 
 def spread_payload(payload: Tensor, sizes: Sequence[int], link: Link) -> tuple[dist.Work, tuple[Tensor, ...]]:
-    """Start sending a payload (uint8, ``[sizes[own rank]]``) to all ranks, where each rank's has its own size.
+    """Start sending a payload (uint8, ``[sizes[own rank]]``) to all ranks, by all-to-all.
 
-    Backends gather equal sizes only; as an all-to-all nothing has to be padded.
+    An all-gather needs equal sizes, so payloads would have to be padded.
 
     Returns:
-        What to wait for, and then to read: the payloads by rank, uint8.
+        The work to wait for, and the payloads by rank, uint8.
     """
     link.count(all_gather_bytes(payload.numel(), link.size))
     received = payload.new_empty(sum(sizes))
-    copies = payload.repeat(link.size)
-    work = dist.all_to_all_single(
-        received, copies, list(sizes), [payload.numel()] * link.size, group=link.group, async_op=True
-    )
+    sent, sent_sizes = payload.repeat(link.size), [payload.numel()] * link.size
+    work = dist.all_to_all_single(received, sent, list(sizes), sent_sizes, group=link.group, async_op=True)
     return work, received.split(list(sizes))
 
 
-def add_up(numbers: Tensor, link: Link) -> None:
-    """Add a tensor up over all ranks, in place, and wait for it."""
-    link.count(all_reduce_bytes(numbers.numel() * numbers.element_size(), link.size))
-    dist.all_reduce(numbers, group=link.group, async_op=True).wait()
-
-
 def all_reduce_mean(buffer: Tensor, link: Link) -> dist.Work:
-    """Start averaging a dense tensor over all ranks, in place, exactly as DistributedDataParallel does."""
+    """Start averaging a tensor over all ranks, in place, as DistributedDataParallel does."""
     link.count(all_reduce_bytes(buffer.numel() * buffer.element_size(), link.size))
     # Dividing first keeps fp16 sums from overflowing.
     buffer.div_(link.size)
@@ -106,10 +96,9 @@ def all_reduce_mean(buffer: Tensor, link: Link) -> dist.Work:
 
 
 def all_reduce_mean_sparse(gradient: Tensor, link: Link) -> dist.Work:
-    """Start averaging, in place, the sparse gradient of an ``Embedding(sparse=True)``, uncompressed.
+    """Start averaging a sparse gradient over all ranks, in place and uncompressed.
 
-    The backend gathers every rank's indices and rows, as plain DDP does. So they count alike as sent and as dense
-    bytes: a ratio of one.
+    As under plain DDP the backend gathers every rank's indices and rows. So sent and dense bytes are the same.
     """
     indices, values = gradient._indices(), gradient._values()
     num_bytes = indices.numel() * indices.element_size() + values.numel() * values.element_size()

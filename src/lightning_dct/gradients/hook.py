@@ -1,4 +1,4 @@
-"""Gradients, exchanged in every backward: the state behind DDP's communication hook."""
+"""Exchanges gradients in every backward, as DDP's communication hook."""
 
 # No `from __future__ import annotations` here: DistributedDataParallel compares the hook's annotations with classes.
 
@@ -17,21 +17,18 @@ from lightning_dct.traffic import FP32_BYTES, all_reduce_bytes, bytes_between_no
 
 
 class GradientSynchronizer(Synchronizer):
-    """Synchronises the gradients of one rank with the others', as the paper does.
+    """Averages the gradients of all ranks, as the paper does.
 
-    A *synchronisation* is one pass over all buckets, one for each optimizer step whatever the number of
-    micro-batches.
+    A *synchronisation* is one pass over all buckets: one for each optimizer step, whatever the number of micro-batches.
 
     Args:
         config: The settings.
         parameter_names: The name of every parameter that may be in a bucket.
-        exchange: How compressed gradients reach the other ranks; its ranks are the ones that take part.
-        defer_unused: Keep the residual of a tensor that this rank's backward did not use instead of sending from it.
-            With ``find_unused_parameters`` DDP discards the result for a globally unused parameter, and what had been
-            sent for it would be lost.
-        loss_scale: Gives the factor by which mixed-precision training has scaled the gradients; None when it does
-            not. With it, a synchronisation that ends in an infinite or NaN gradient is undone, because the scaler
-            skips that optimizer step.
+        exchange: Sends compressed gradients to the other ranks.
+        defer_unused: Send nothing of a tensor that this rank's backward did not use. With ``find_unused_parameters``
+            DDP discards the mean of a parameter that no rank has used, and what was sent would be lost.
+        loss_scale: Gives the loss scale of mixed-precision training; None if there is none. With it, a synchronisation
+            that ends in an infinite or NaN gradient is undone, because the scaler skips that optimizer step.
     """
 
     def __init__(
@@ -45,15 +42,15 @@ class GradientSynchronizer(Synchronizer):
         super().__init__(config, parameter_names, exchange, undoable=loss_scale is not None)
         self._defer_unused = defer_unused
         self._loss_scale = loss_scale
-        # The rest belongs to the synchronisation under way.
+        # Of the current synchronisation.
         self._pending: list[Pending] = []
         self._refreshing = False
 
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """The communication hook for ``DistributedDataParallel.register_comm_hook``.
 
-        DDP hands the buckets over in the same order on every rank, each as soon as backward has filled it, so its bytes
-        travel while backward goes on.
+        DDP passes the buckets in the same order on every rank, each as soon as backward has filled it. So communication
+        overlaps with backward.
 
         Returns:
             A future of the bucket's averaged gradients.
@@ -64,18 +61,23 @@ class GradientSynchronizer(Synchronizer):
         with self.traffic.timed("compress"):
             self._pending.append(self._send(bucket))
         future = self._pending[-1].future
-        # Now the buckets before this one begin their next round. A count decides that, and never what has arrived:
-        # every rank has to start the same collectives in the same order.
+        # The buckets before this one start their next collective now. This must not depend on what has arrived: every
+        # rank has to start the same collectives in the same order.
         for pending in earlier:
             pending.advance(self.traffic, self._loss_scale is not None)
         if bucket.is_last():
             self._finish()
         return future
 
-    def check_idle(self) -> None:
-        """See :meth:`Synchronizer.check_idle`."""
+    def set_density(self, density: float) -> None:
+        """See :meth:`Synchronizer.set_density`.
+
+        Raises:
+            RuntimeError: Backward is running.
+        """
         if self._pending:
             raise RuntimeError("A synchronisation is under way: change its settings before backward or after it.")
+        super().set_density(density)
 
     def _begin(self) -> None:
         self.request_refresh_when_due()
@@ -85,16 +87,16 @@ class GradientSynchronizer(Synchronizer):
     def _finish(self) -> None:
         """Complete all buckets and count the synchronisation.
 
-        This runs in the thread that runs backward, not in callbacks of the futures: gloo would run those in its own
-        threads, which compete with backward for the interpreter and can abort the process when it ends.
+        This runs in backward's thread and not in callbacks of the futures: gloo would run those in its own threads,
+        which compete with backward for the interpreter and can abort the process when it ends.
         """
         complete(self._pending, self.traffic, self._loss_scale is not None)
         self.memory.awaited.poll()
-        # The scaler will check the same. All ranks hold the same means, so all come to the same answer.
+        # The scaler checks the same. The means are the same on all ranks, and so is the result.
         nonfinite = self._loss_scale is not None and not all(pending.finite for pending in self._pending)
         self.traffic.add(steps=1)
         if nonfinite:
-            # The scaler skips this optimizer step, and so do we. A refresh that was due is due again.
+            # The scaler skips this optimizer step. A requested refresh stays requested.
             self.memory.roll_back()
         else:
             self.synchronisations += 1
@@ -108,16 +110,14 @@ class GradientSynchronizer(Synchronizer):
         buffer = bucket.buffer()
         if buffer.is_sparse:
             return Pending(send_sparse(buffer, self.exchange.everyone), 1, buffer)
-        plan = self._plan_of_bucket(bucket)
+        # DDP passes complex parameters as real numbers of twice their size, and `bucket.gradients()` does not.
+        sizes = [real_numel(parameter) for parameter in bucket.parameters()]
+        plan = self._plan_of(bucket.parameters(), sizes, buffer.dtype)
         self._count_dense(buffer)
         return self._start(buffer, plan, self._deferred(bucket, plan))
 
-    def _plan_of_bucket(self, bucket: GradBucket) -> BucketPlan:
-        # DDP hands a complex parameter over as real numbers of twice its size; `bucket.gradients()` does not know it.
-        sizes = [real_numel(parameter) for parameter in bucket.parameters()]
-        return self._plan_of(bucket.parameters(), sizes, bucket.buffer().dtype)
-
     def _count_dense(self, buffer: Tensor) -> None:
+        """Count the bytes of the dense fp32 exchange of a bucket."""
         everyone = self.exchange.everyone
         dense_bytes = all_reduce_bytes(FP32_BYTES * buffer.numel(), everyone.size)
         self.traffic.add(bytes_dense=bytes_between_nodes(dense_bytes, everyone.size, everyone.ranks_per_node))
@@ -125,8 +125,8 @@ class GradientSynchronizer(Synchronizer):
     def _deferred(self, bucket: GradBucket, plan: BucketPlan) -> set[int]:
         """The tensors of a bucket that this rank's backward did not use.
 
-        DDP fills in zeros for them, or, for parameters switched off as ``toggle_optimizer`` does, any gradient that an
-        earlier backward has left.
+        DDP passes zeros for them, but for parameters that ``toggle_optimizer`` has frozen, the gradient of an earlier
+        backward.
         """
         if not self._defer_unused:
             return set()

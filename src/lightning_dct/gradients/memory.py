@@ -1,12 +1,12 @@
-"""What a rank remembers from one synchronisation to the next: residuals and thresholds; all changes can be undone.
+"""A rank's state between synchronisations: residuals and thresholds. A synchronisation can be undone.
 
 A rank keeps two kinds of residuals, both in the units of its own unscaled gradients:
 
     residuals   what it has not sent of its own gradients, by parameter
-    owned       what it has not passed on of the *sums* it owns, by piece (exchanges that share the model out)
+    owned       what it has not sent of the *sums* it owns, by piece (exchanges that divide the model among ranks)
 
-Both enter the mean over ``W`` ranks with a weight of ``1 / W``. So when a rank comes to own other pieces, because of
-other settings or another exchange, the residual of a lost piece becomes a residual of its own, and nothing is lost.
+Both enter the mean over ``W`` ranks with a weight of ``1 / W``. So when the owner of a piece changes, with other
+settings or another exchange, the old owner's residual of the sum becomes a residual of its own gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_dct.gradients.compression import Compressed, compress, decompress
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.gradients.residual import Residuals, add_pieces, pieces_extent
 from lightning_dct.gradients.sharding import Piece
-from lightning_dct.threshold import Observed, Thresholds
+from lightning_dct.threshold import Thresholds
 
 
 class Memory:
@@ -30,15 +30,15 @@ class Memory:
 
     Args:
         pieces: The pieces this rank owns, by label.
-        guard: Nudge the thresholds after each synchronisation.
+        guard: Adjust the thresholds in each synchronisation.
         undoable: Keep what a synchronisation changes, so that it can be undone.
         kernel: See :func:`~lightning_dct.kernels.select`.
 
     Attributes:
         what: What is exchanged, for messages.
         by_senders: Whether sums are weighted by how many ranks have sent an entry.
-        gradient_scale: Factor that turns gradients as they arrive into unscaled ones.
-        selected: Whether the synchronisation under way has selected any threshold.
+        gradient_scale: Factor on the gradients that undoes the loss scale.
+        selected: Whether the current synchronisation has selected any threshold.
         awaited: Numbers that GPUs have not delivered yet.
     """
 
@@ -58,17 +58,15 @@ class Memory:
         self._guard = guard
         self._undoable = undoable
         self._kernel = kernel
-        # The rest belongs to the synchronisation under way.
-        self._observed: list[Observed] = []
-        self._done_with: list[str] = []
+        # Of the current synchronisation: residuals to delete at its end, and what undoes it.
+        self._to_drop: list[str] = []
         self._undo: list[tuple[Tensor, Tensor]] = []
         self._undo_thresholds = Thresholds()
 
     def begin(self, gradient_scale: float, refresh: bool) -> None:
         """Begin a synchronisation; ``gradient_scale`` is one over the loss scale of mixed-precision training.
 
-        With ``refresh``, each threshold is selected anew when its tensor next takes part: now, or later for a tensor
-        that belongs to another optimizer.
+        With ``refresh``, each threshold is selected anew when its tensor next takes part.
         """
         self.gradient_scale = gradient_scale
         self.selected = False
@@ -78,36 +76,32 @@ class Memory:
             self.thresholds.forget()
 
     def commit(self) -> None:
-        """End a synchronisation that counts."""
-        if self._guard:
-            self.thresholds.guard(self._observed)
-        for name in self._done_with:
+        """End a synchronisation and keep its changes."""
+        for name in self._to_drop:
             self.residuals.drop(name)
-        self._forget()
+        self._to_drop, self._undo = [], []
 
     def roll_back(self) -> None:
         """End a synchronisation and undo its changes."""
         for residual, before in reversed(self._undo):
             residual.copy_(before)
         self.thresholds.take_over(self._undo_thresholds)
-        self._forget()
+        self._to_drop, self._undo = [], []
 
     def residual_of(self, bucket: BucketPlan, device: torch.device) -> Tensor:
-        """What this rank has not sent of a bucket: shape ``[n]``, to be written in place."""
+        """The residual of this rank's own gradients of a bucket: shape ``[n]``, to be written in place."""
         return self._changing(self.residuals.flat(bucket.names, bucket.sizes, bucket.residual_dtype, device))
 
     def owned_of(self, shard: BucketPlan, device: torch.device) -> Tensor:
-        """What this rank has not passed on of its pieces of sums: shape ``[n]``, to be written in place."""
+        """The residual of the sums this rank owns of a bucket: shape ``[n]``, to be written in place."""
         return self._changing(self.owned.flat(shard.names, shard.sizes, shard.residual_dtype, device))
 
     def compress(
         self, buffer: Tensor, residual: Tensor, plan: BucketPlan, deferred: set[int], gradient_scale: float
     ) -> Compressed:
         """See :func:`~lightning_dct.gradients.compression.compress`."""
-        compressed = compress(
-            buffer, residual, plan, deferred, self.thresholds, gradient_scale, self._guard, self._kernel
-        )
-        self._observed += compressed.observed
+        how = self.thresholds, gradient_scale, self._guard, self._kernel
+        compressed = compress(buffer, residual, plan, deferred, *how)
         self.selected |= compressed.selected
         return compressed
 
@@ -121,9 +115,8 @@ class Memory:
     def send_out(self, buffer: Tensor, plan: BucketPlan, deferred: set[int], owned: bool) -> None:
         """Move the residuals of a bucket's tensors, except deferred ones, into the bucket, which is sent uncompressed.
 
-        Residuals exist here only after other settings: a lower density, or another exchange. ``owned`` sends the
-        residuals of sums too. Without it, this rank keeps no residuals of its own from now on, and their memory is
-        freed.
+        Such residuals come from other settings: a lower density, or another exchange. ``owned`` includes the residuals
+        of sums. Without it, this rank keeps no residuals of its own gradients from now on, and their memory is freed.
         """
         for index, (name, (start, _)) in enumerate(zip(plan.names, plan.bounds, strict=True)):
             if index in deferred:
@@ -139,10 +132,10 @@ class Memory:
                 buffer[first : first + left.numel()].add_(left.to(buffer.device), alpha=1.0 / self.gradient_scale)
                 self._changing(left).zero_()
                 if not owned:
-                    self._done_with.append(key)
+                    self._to_drop.append(key)
 
     def norms(self) -> dict[str, float]:
-        """Euclidean norm of the residuals of each parameter, those of its own gradients and of sums together."""
+        """Euclidean norm of both kinds of residuals together, by parameter."""
         squares = {name: norm**2 for name, norm in self.residuals.norms().items()}
         for label, norm in self.owned.norms().items():
             name = self._pieces[label].name
@@ -161,11 +154,8 @@ class Memory:
         for label, residual in self.owned.state_dict().items():
             piece = self._pieces[label]
             owned.setdefault(piece.name, {})[piece.start] = residual
-        return {
-            "thresholds": self.thresholds.state_dict(),
-            "residuals": self.residuals.state_dict(),
-            "owned": owned,
-        }
+        residuals = self.residuals.state_dict()
+        return {"thresholds": self.thresholds.state_dict(), "residuals": residuals, "owned": owned}
 
     def load_state_dict(self, state: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
         """Continue from a saved state; ``sizes`` are the entries of each of the model's parameters.
@@ -195,9 +185,6 @@ class Memory:
         if self._undoable:
             self._undo.append((residual, residual.clone()))
         return residual
-
-    def _forget(self) -> None:
-        self._observed, self._done_with, self._undo = [], [], []
 
 
 def _check_size(name: str, entries: int, sizes: Mapping[str, int], partial: bool) -> None:

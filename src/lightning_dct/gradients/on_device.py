@@ -1,27 +1,28 @@
-""":mod:`lightning_dct.gradients.compression` for gradients on a GPU, without the host ever waiting.
+""":mod:`lightning_dct.gradients.compression` for gradients on a GPU, without the host waiting for it.
 
-A host that asks a GPU for a number waits until all work before it is done, and then the GPU waits for the host:
-backward and compression no longer overlap. So no shape here depends on data. A bucket's selection goes into a buffer of
-fixed capacity, and sorting brings each tensor's largest entries to known slots. How much of all this is in use, the
-thresholds, and whether payloads are valid, are tensors on the device.
+When a host reads a number from a GPU, it waits until all work before it is done, and then the GPU waits for the host:
+backward and compression no longer overlap. So shapes here do not depend on data. A selection goes into a buffer of
+fixed capacity, and sorting brings each tensor's largest entries to known slots. The number of used slots, thresholds,
+and whether payloads are valid, are tensors on the device.
 
     select into buffer     sort by (tensor, magnitude)     keep the first ``target`` of each     back in order, pack
 
-A host starts about as many operations for many ranks as for two: entries for several owners are selected and written
-together, and payloads from several senders are read together.
+The number of operations hardly depends on the number of ranks: entries for several owners are selected and packed
+together, and payloads from several senders are unpacked together.
 
-Payload and residual equal those of the CPU path to the last bit, unless a tensor has more picks than slots. Then a
-regular sample of the picks competes for the payload, and the rest stays in the residual.
+Payload and residual equal those of the CPU path to the last bit, unless more of a tensor's entries are selected than
+it has slots. Then a regular sample of them competes for the payload, and the rest stays in the residual.
 
 Results are reproducible: floating-point numbers are summed only where the order is fixed, or where all but one are zero
 (``torch.use_deterministic_algorithms`` lists the other operations).
 
-This has not run on a GPU yet. Tests run it on the CPU, and on tensors without contents to show that nobody waits.
+This has not run on a GPU yet. Tests run it on the CPU, and on fake tensors to show that the host never waits.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from itertools import accumulate
 
 import torch
@@ -32,7 +33,7 @@ from lightning_dct.kernels import buffer_kernel
 from lightning_dct.kernels.buffered import BufferedSelection, Segments, buffer_capacity
 from lightning_dct.kernels.reference import weights_by_senders
 from lightning_dct.threshold import GUARD_RESELECT, Thresholds, nudge_all
-from lightning_dct.wire import Arrived, SideBySide, Slots, pack_on_device, unpack_on_device
+from lightning_dct.wire import SideBySide, Slots, pack_on_device, unpack_on_device
 
 
 class OnDevice:
@@ -40,8 +41,8 @@ class OnDevice:
 
     Attributes:
         layouts: The payloads.
-        shifts: Shape ``[T]``, int64: how far each tensor's place in the bucket lies from its place in the payloads.
-        dense: Where each tensor lies that is sent dense.
+        shifts: Shape ``[T]``, int64: each tensor's offset in the bucket less its offset in the payloads.
+        dense: The bounds of the tensors sent dense.
     """
 
     def __init__(self, plan: BucketPlan, device: torch.device) -> None:
@@ -55,35 +56,30 @@ class OnDevice:
 
     @staticmethod
     def of(plan: BucketPlan, device: torch.device) -> OnDevice:
-        """The constants that are kept with the plan."""
+        """The constants of a plan, which keeps them."""
         if device not in plan.on_devices:
             plan.on_devices[device] = OnDevice(plan, device)
         known: OnDevice = plan.on_devices[device]
         return known
 
     def selection_buffer(self, used: tuple[int, ...]) -> _SelectionBuffer:
-        """The buffer for some tensors: usually for the same ones as in the step before."""
+        """The buffer for some tensors; it is kept, because the next step usually needs the same."""
         if self._selection_buffer is None or self._selection_buffer.used != used:
             self._selection_buffer = _SelectionBuffer(self._plan, used, self._device)
         return self._selection_buffer
-
-    def in_bucket(self, arrived: Arrived) -> Tensor:
-        """Indices into the bucket: shape ``[n, slots]``, int64."""
-        tensor = torch.searchsorted(self.layouts.tensor_ends, arrived.positions, right=True)
-        return arrived.positions + self.shifts[tensor]
 
 
 class _SelectionBuffer:
     """The buffer of a bucket's selection, with ``R`` slots for ``U`` tensors.
 
     Attributes:
-        used: Which of the plan's tensors.
-        segments: Where they lie, and their slots.
+        used: Indices of the tensors in the plan.
+        segments: Their bounds and slots.
         targets: Shape ``[U]``, int64: entries each may send.
         sizes: Shape ``[U]``, fp64: entries of each.
-        first_targets: As many slots of each tensor as it may send entries, from its first one: int64.
-        in_plan: Shape ``[U]``, int64: each one's index in the plan.
-        edges: Shape ``[payloads + 1]``, int64: where the slots of each payload's tensors begin, and the last ones end.
+        first_targets: The first ``targets`` slots of each tensor: int64.
+        in_plan: ``used`` as a tensor, int64.
+        edges: Shape ``[payloads + 1]``, int64: the first slot of each payload's tensors, and the end of the last.
     """
 
     def __init__(self, plan: BucketPlan, used: tuple[int, ...], device: torch.device) -> None:
@@ -93,20 +89,13 @@ class _SelectionBuffer:
         self.targets = torch.tensor([plan.targets[index] for index in used], dtype=torch.int64).to(device)
         self.sizes = torch.tensor([plan.sizes[index] for index in used], dtype=torch.float64).to(device)
         self.in_plan = torch.tensor(used, dtype=torch.int64).to(device)
-        begins = accumulate(capacities, initial=0)
+        begins = [0, *accumulate(capacities)]
         first_targets = [
             torch.arange(begin, begin + plan.targets[index]) for begin, index in zip(begins, used, strict=False)
         ]
         self.first_targets = torch.cat([torch.empty(0, dtype=torch.int64), *first_targets]).to(device)
-        edges, first = [0], 0
-        for part in plan.parts or (plan,):
-            stop = first + len(part.names)
-            edges.append(
-                edges[-1]
-                + sum(capacity for index, capacity in zip(used, capacities, strict=True) if first <= index < stop)
-            )
-            first = stop
-        self.edges = torch.tensor(edges).to(device)
+        first_of_payload = accumulate((len(part.names) for part in plan.parts or (plan,)), initial=0)
+        self.edges = torch.tensor([begins[bisect_left(used, first)] for first in first_of_payload]).to(device)
 
 
 def send_largest(
@@ -120,15 +109,13 @@ def send_largest(
     guard: bool,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
-    """Fill the payloads with the largest entries of each tensor and leave the rest in the residual.
+    """Pack the largest entries of each tensor and leave the rest in the residual.
 
-    Arguments are those of :func:`~lightning_dct.gradients.compression.compress`, but ``used`` are the indices of the
-    compressed tensors that send something (``thresholds`` has all of theirs), ``dense`` holds the tensors sent dense
-    (uint8), and ``guard`` lets the thresholds follow what this step shows.
+    Arguments are those of :func:`~lightning_dct.gradients.compression.compress`. ``used`` are the indices of the
+    compressed tensors that send something, all of which have thresholds. ``dense`` holds the tensors sent dense, uint8.
 
     Returns:
-        The payloads, one after the other (uint8), and how many entries of compressed tensors are in them (int64,
-        shape ``[]``).
+        The payloads, one after the other (uint8), and the number of compressed entries in them (int64, ``[]``).
     """
     names = tuple(plan.names[index] for index in used)
     on_device = OnDevice.of(plan, buffer.device)
@@ -149,22 +136,23 @@ def send_largest(
 
 
 def add_payloads(payloads: Tensor, total: Tensor, plan: BucketPlan, factor: float, by_senders: bool = False) -> Tensor:
-    """Add up what all ranks sent; see :func:`~lightning_dct.gradients.compression.decompress`.
+    """Add up the payloads of all ranks; see :func:`~lightning_dct.gradients.compression.decompress`.
 
     Returns:
-        Shape ``[ranks, payloads]``, bool: which payloads are valid. The total means nothing when one is not.
+        Shape ``[ranks, payloads]``, bool: which payloads are valid. With an invalid one the total is meaningless.
     """
     on_device = OnDevice.of(plan, payloads.device)
     arrived = unpack_on_device(on_device.layouts, payloads)
     torch._foreach_zero_([total] if plan.starts is None else [total[start:stop] for start, stop in plan.bounds])
-    # This rounds product and sum as `sum_entries` does, in the order of the ranks: on a GPU it sorts first. Positions
-    # lie within bounds, and to check that would wait.
-    values, indices = arrived.values, on_device.in_bucket(arrived)
+    values, tensor = arrived.values, torch.searchsorted(on_device.layouts.tensor_ends, arrived.positions, right=True)
+    indices = arrived.positions + on_device.shifts[tensor]
     if by_senders and len(payloads) > 1:
         counts = torch.zeros(total.numel(), dtype=torch.int32, device=total.device)
         counts.index_add_(0, indices.flatten(), (values != 0).int().flatten())
         values = values * weights_by_senders(len(payloads), total)[counts[indices]]
     values = values.to(total.dtype).mul(factor).flatten()
+    # This rounds product and sum as `sum_entries` does, in the order of the ranks, because it sorts on a GPU. "Unsafe"
+    # does not wait to check that indices lie within bounds; they do.
     torch._index_put_impl_(total, [indices.flatten()], values, accumulate=True, unsafe=True)
     if on_device.dense:
         sums = arrived.dense.view(plan.dtype).to(total.dtype).mul(factor).sum(0)
@@ -174,10 +162,9 @@ def add_payloads(payloads: Tensor, total: Tensor, plan: BucketPlan, factor: floa
 
 
 def _largest_first(picked: BufferedSelection, segments: Segments) -> tuple[Tensor, Tensor]:
-    """The magnitude in each slot, -1 where it is empty, and the order of the slots that puts the largest first.
+    """The magnitude in each slot (-1 in empty ones), and the order of slots: by tensor, and the largest first.
 
-    Each tensor's slots stay together; among equals the first position comes first. Infinite and NaN values are equals:
-    a tensor with any of them holds no others.
+    Of equal magnitudes the first position comes first. Infinite and NaN values count as equal.
     """
     magnitudes = picked.values.abs().nan_to_num_(nan=math.inf, posinf=math.inf)
     magnitudes = torch.where(segments.numbers < picked.counts[segments.segment], magnitudes, -1.0)
@@ -187,10 +174,10 @@ def _largest_first(picked: BufferedSelection, segments: Segments) -> tuple[Tenso
 
 
 def _follow(taus: Tensor, picked: BufferedSelection, descending: Tensor, selection_buffer: _SelectionBuffer) -> Tensor:
-    """The thresholds after the guard has seen a step: shape ``[U]``, fp64.
+    """The thresholds after the guard has adjusted them: shape ``[U]``, fp64.
 
-    A tensor with far too many picks gets a new threshold: the smallest magnitude that is kept. Where the buffer holds
-    only a sample, it is the magnitude of the same rank among all picks.
+    If far too many entries of a tensor were selected, the smallest magnitude that is kept is its new threshold. If the
+    buffer holds only a sample of them, it is the magnitude of the same rank among all.
     """
     counts, targets = picked.counts, selection_buffer.targets
     filled = counts.minimum(selection_buffer.segments.slots)
@@ -198,7 +185,7 @@ def _follow(taus: Tensor, picked: BufferedSelection, descending: Tensor, selecti
     cutoffs = descending[selection_buffer.segments.begins + ranks.clamp_(min=0)].to(taus.dtype)
     nudged = nudge_all(taus, counts, targets.to(taus.dtype), selection_buffer.sizes)
     followed = torch.where(counts > GUARD_RESELECT * targets, cutoffs, nudged)
-    # Infinite and NaN entries say nothing about the others.
+    # Infinite and NaN entries do not count.
     return torch.where(picked.broken, taus, followed)
 
 
@@ -209,18 +196,18 @@ def _keep(
     selection_buffer: _SelectionBuffer,
     on_device: OnDevice,
 ) -> tuple[Tensor, Slots, Tensor]:
-    """The entries that are sent, by payload in the order of their positions.
+    """The entries that are sent, by payload and position.
 
     Returns:
-        Their indices into the bucket, the entries, and each one's tensor, as an index into the plan. Unused slots hold
-        an index into the bucket, too.
+        Their indices into the bucket (unused slots hold one too), the entries, and the index of each one's tensor in
+        the plan.
     """
     layouts = on_device.layouts
     if not selection_buffer.used:
         nothing = torch.zeros_like(layouts.spare)
         in_use, counts = nothing.bool(), torch.zeros_like(layouts.capacities)
         return layouts.spare, Slots(layouts.spare, picked.values.new_zeros(nothing.shape), in_use, counts), nothing
-    # Each of the largest is another slot.
+    # The slots in `largest` are distinct.
     kept = torch.zeros_like(magnitudes, dtype=torch.bool).scatter_(0, largest, magnitudes[largest] >= 0)
     slots, in_use, counts = (found.squeeze(0) for found in layouts.find(kept.unsqueeze(0), selection_buffer.edges))
     slots.clamp_(max=kept.numel() - 1)
@@ -231,7 +218,7 @@ def _keep(
 
 
 def _take_out(residual: Tensor, indices: Tensor, values: Tensor, received: Tensor) -> None:
-    """Leave in the residual what the receivers will not read; for infinite and NaN values it keeps its old value."""
+    """Subtract the received values from the residual, except where the result would be infinite or NaN."""
     taken = (values - received).abs() < math.inf
-    # At most one slot in use names an index. The other slots add minus zero, which keeps even the sign of a zero.
+    # At most one used slot has a given index. Unused slots add minus zero, which even keeps the sign of a zero.
     residual.index_add_(0, indices, torch.where(taken, received, 0.0), alpha=-1)

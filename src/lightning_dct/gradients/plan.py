@@ -1,4 +1,4 @@
-"""What happens to each tensor of a bucket: how many of its entries are sent, or that it is sent dense."""
+"""How each tensor of a bucket is sent: how many of its entries, or dense."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,21 +14,22 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_dct.config import DCTConfig
+from lightning_dct.threshold import entries_at
 from lightning_dct.wire import BITS_PER_VALUE, PayloadLayout
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """A bucket's tensors, or pieces of them, and how each is sent; a pure function of the settings and the model.
+    """A bucket's tensors, or pieces of them, and how each is sent; the same on every rank.
 
     Attributes:
         names: The parameters' names, in the bucket's order.
         sizes: Entries of each.
-        targets: Entries of each that are sent in an exchange; 0 for a tensor sent dense.
+        targets: Entries of each that an exchange sends; 0 for a tensor sent dense.
         dtype: The gradients' dtype, in which dense tensors are sent.
         value_format: How sent entries are written.
-        starts: Where each lies in the flattened bucket, ascending in each payload; None where they lie without gaps.
-            Payloads know nothing of gaps.
+        starts: First entry of each in the flattened bucket, ascending in each payload; None if there are no gaps.
+            Positions in a payload do not count gaps.
         parts: The plans of several payloads that this one joins; empty for a plan of one payload.
     """
 
@@ -42,22 +43,21 @@ class BucketPlan:
 
     @staticmethod
     def joined(parts: Sequence[BucketPlan]) -> BucketPlan:
-        """The plan of several plans of one bucket; its payload is theirs, one after the other."""
+        """The plan of several payloads of one bucket, one after the other."""
         names, sizes, targets = (
-            tuple(chain.from_iterable(getattr(part, field) for part in parts))
-            for field in ("names", "sizes", "targets")
+            sum((getattr(part, field) for part in parts), ()) for field in ("names", "sizes", "targets")
         )
         starts = tuple(start for part in parts for start, _ in part.bounds)
         return replace(parts[0], names=names, sizes=sizes, targets=targets, starts=starts, parts=tuple(parts))
 
     @cached_property
     def is_dense(self) -> bool:
-        """Whether every tensor is sent dense, so that a plain all-reduce does best."""
+        """Whether every tensor is sent dense, by all-reduce."""
         return not any(self.targets)
 
     @cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
-        """Where each tensor lies in the flattened bucket: ``(start, stop)``."""
+        """``(start, stop)`` of each tensor in the flattened bucket."""
         starts = self._starts_in_payload if self.starts is None else self.starts
         return tuple((start, start + size) for start, size in zip(starts, self.sizes, strict=True))
 
@@ -73,17 +73,17 @@ class BucketPlan:
 
     @cached_property
     def layouts(self) -> tuple[PayloadLayout, ...]:
-        """The shape of each payload."""
+        """The layout of each payload."""
         return tuple(part.layout for part in self.parts or (self,))
 
     @cached_property
     def on_devices(self) -> dict[torch.device, Any]:
-        """What :mod:`~lightning_dct.gradients.on_device` has copied to devices for this plan."""
+        """The constants of this plan that :mod:`~lightning_dct.gradients.on_device` has copied to devices."""
         return {}
 
     @cached_property
     def layout(self) -> PayloadLayout:
-        """The payload's shape, for a plan without parts."""
+        """The payload's layout, for a plan without parts."""
         dense_bytes = self.dtype.itemsize * sum(self.sizes[index] for index in self.dense)
         return PayloadLayout(self.sizes, self.targets, self.value_format, dense_bytes)
 
@@ -106,7 +106,7 @@ class BucketPlan:
 
     @property
     def residual_dtype(self) -> torch.dtype:
-        """Residuals are summed over many steps: at least fp32."""
+        """At least fp32, because residuals are summed over many steps."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
 
@@ -121,9 +121,9 @@ def plan_bucket(
 ) -> BucketPlan:
     """Decide for each tensor of a bucket how it is sent.
 
-    A tensor is sent dense when it is smaller than ``min_tensor_size``, when all of its entries are wanted, or when an
-    exchange of its entries would move more bytes than an all-reduce. Each decision looks at one tensor, so it does not
-    depend on the bucket that DistributedDataParallel puts the tensor in.
+    A tensor is sent dense when it is smaller than ``min_tensor_size``, when all of its entries are sent, or when an
+    all-reduce moves fewer bytes. A decision depends on its tensor alone, so the bucket in which
+    DistributedDataParallel puts the tensor does not matter.
 
     Args:
         names: The parameters' names.
@@ -132,12 +132,12 @@ def plan_bucket(
         dtype: The gradients' dtype.
         value_format: How sent entries are written.
         min_tensor_size: Smaller tensors are sent dense.
-        link_traversals: How often each link carries what a rank sends. An all-reduced tensor counts as two, an
-            all-gather as the world size. 1 means that there is nobody to send to.
+        link_traversals: How often each link carries a rank's payload: for an all-gather the world size. An all-reduced
+            tensor counts as two. 1 means that there are no other ranks.
     """
     targets = []
     for size, density in zip(sizes, densities, strict=True):
-        target = target_of(density, size)
+        target = entries_at(density, size)
         if size < min_tensor_size or target >= size or link_traversals == 1:
             targets.append(0)
             continue
@@ -147,7 +147,7 @@ def plan_bucket(
 
 
 class Plans:
-    """Plans of buckets by the present settings; each is made once, until the settings change."""
+    """The plans of buckets under the current settings; each is made once."""
 
     def __init__(self, config: DCTConfig, link_traversals: float) -> None:
         self.config = config
@@ -155,7 +155,7 @@ class Plans:
         self._known: dict[tuple[tuple[str, ...], tuple[int, ...], torch.dtype, float], BucketPlan] = {}
 
     def change(self, config: DCTConfig) -> None:
-        """Plan by other settings from now on."""
+        """Use other settings from now on."""
         if config != self.config:
             self.config, self._known = config, {}
 
@@ -171,21 +171,15 @@ class Plans:
 
 
 def real_numel(tensor: Tensor) -> int:
-    """Real numbers of a tensor that lie on this rank: a complex entry is two."""
+    """Real numbers of a tensor on this rank: a complex entry is two."""
     return local_of(tensor).numel() * (2 if tensor.is_complex() else 1)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The part of a tensor that lies on this rank, in the same memory: the shard of a ``DTensor``, else all."""
+    """A tensor's part on this rank, in the same memory: the shard of a ``DTensor``, else the tensor itself."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 def real_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype of a tensor's real numbers."""
     return tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
-
-
-def target_of(density: float, size: int) -> int:
-    """How many entries of a tensor a density sends, at least 1."""
-    # 0.07 * 100 is 7.000000000000001 in floating point and should be 7 entries.
-    return max(1, math.ceil(density * size * (1 - 1e-12)))

@@ -1,8 +1,8 @@
-"""Residuals: what was not sent, kept by parameter name in buffers laid out as the gradient buckets are.
+"""Residuals: what was not sent, by parameter name, in flat buffers with the layout of the gradient buckets.
 
-DistributedDataParallel builds its buckets anew after the first backward, in another order. A residual kept by bucket
-number would then be added to the wrong parameters, without an error where the sizes happen to match. So residuals are
-kept by name, and the flat buffer of a bucket is laid out again whenever the bucket's names change.
+DistributedDataParallel rebuilds its buckets after the first backward, in another order. Residuals by bucket number
+would then be added to the wrong parameters, without an error if the sizes match. So residuals are kept by name, and a
+bucket's flat buffer is laid out again when the bucket's names change.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Residuals:
         return name in self._views
 
     def flat(self, names: Sequence[str], sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The residual of a bucket, shape ``[sum(sizes)]``, to be written in place.
+        """The residual of a bucket, shape ``[sum(sizes)]``, to be written in place; zeros where there was none.
 
-        The same buffer comes back as long as the bucket holds the same parameters; otherwise their residuals move into
-        a new one of this dtype (fp32 or fp64) on this device.
+        The buffer stays the same as long as the bucket holds the same parameters. Otherwise their residuals move into a
+        new one of this dtype (fp32 or fp64) on this device.
         """
         key = tuple(names)
         if key not in self._flat:
@@ -36,7 +36,7 @@ class Residuals:
                 if name in self._views:
                     view.copy_(self._views[name])
                 self._views[name] = view
-            # A buffer is of use only while it holds the residuals of all its names.
+            # Buffers that have lost a residual to this one are no longer valid.
             moved = set(names)
             self._flat = {old: buffer for old, buffer in self._flat.items() if not moved.intersection(old)}
             self._flat[key] = flat
@@ -48,11 +48,11 @@ class Residuals:
         return self.flat((name,), (size,), dtype, device) if left is None else left
 
     def view(self, name: str) -> Tensor | None:
-        """The residual of one name, shape ``[size]``, to be written in place; None when there is none."""
+        """The residual of one name, shape ``[size]``, to be written in place; None if there is none."""
         return self._views.get(name)
 
     def drop(self, name: str) -> None:
-        """Forget the residual of one name."""
+        """Delete the residual of one name."""
         del self._views[name]
         self._flat = {names: buffer for names, buffer in self._flat.items() if name not in names}
 
@@ -65,25 +65,25 @@ class Residuals:
         return {name: view.detach().to("cpu", copy=True) for name, view in self._views.items() if view.numel()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue with saved residuals; buffers are laid out when they are next asked for."""
+        """Continue with saved residuals; :meth:`flat` lays out the buffers."""
         self._views = {name: tensor.detach().clone().flatten() for name, tensor in state.items()}
         self._flat = {}
 
 
 def pieces_extent(pieces: Mapping[int, Tensor]) -> int:
-    """One after the last entry of these pieces of a tensor, which are given by first entry."""
+    """The end of the last of some pieces of a tensor, which are given by first entry."""
     return max(start + piece.numel() for start, piece in pieces.items())
 
 
 def add_pieces(residual: Tensor | None, pieces: Mapping[int, Tensor], size: int) -> Tensor:
-    """A new tensor: a residual (shape ``[size]``, None for zeros) plus pieces, given by their first entry.
+    """A new tensor: a residual (shape ``[size]``, None for zeros) plus pieces, given by first entry.
 
-    It is longer than ``size`` if the pieces reach further.
+    Without a residual it is longer than ``size`` if the pieces extend further.
     """
     if residual is None:
-        some = next(iter(pieces.values()))
-        residual = some.new_zeros(max(size, pieces_extent(pieces)))
-    total = residual.clone()
+        total = next(iter(pieces.values())).new_zeros(max(size, pieces_extent(pieces)))
+    else:
+        total = residual.clone()
     for start, piece in pieces.items():
         total[start : start + piece.numel()] += piece
     return total

@@ -1,7 +1,7 @@
-"""Who owns what: a small tensor belongs to one rank, a large one is cut evenly into up to a piece for every rank.
+"""Divides a model among owners: a small tensor belongs to one rank, a large one is cut into pieces of equal size.
 
-Owners follow from the model's parameters and the settings alone, whatever bucket DistributedDataParallel puts a tensor
-in. So a piece's owner, its threshold and its residual outlive new buckets and resumes.
+Owners depend on the model's parameters and the settings alone, and not on DistributedDataParallel's buckets. So a
+piece keeps its owner, threshold and residual when buckets are rebuilt and when a run resumes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.wire import BITS_PER_VALUE
 
-# Entries that a piece sends at least. Smaller pieces lose more to rounding up; larger ones spread less evenly.
+# Entries that a piece sends at least. Smaller pieces waste more by rounding up; larger ones spread less evenly.
 SMALLEST_PIECE = 32
 
 
@@ -42,8 +42,8 @@ class Shard:
     """What one rank owns of a bucket.
 
     Attributes:
-        plan: Its pieces, where they lie in the bucket.
-        tensors: For each piece, which of the bucket's tensors it belongs to.
+        plan: Its pieces, with their bounds in the bucket.
+        tensors: For each piece, the index of its tensor in the bucket.
     """
 
     plan: BucketPlan
@@ -56,16 +56,12 @@ class Shard:
 
     @cached_property
     def sums(self) -> BucketPlan:
-        """The same for the owner's sums, without gaps; these have thresholds of their own."""
+        """The same for the owner's sums, which have thresholds of their own."""
         return replace(self.packed, names=tuple(f"sum of {name}" for name in self.plan.names))
 
 
 def share_out(model: BucketPlan, owners: int) -> dict[str, tuple[Piece, ...]]:
-    """Divide a model's tensors so that about as many bytes are sent of them for every owner.
-
-    Args:
-        model: How each tensor of the model is sent; the same on every rank.
-        owners: How many ranks share them.
+    """Divide a model's tensors among owners, so that about as many bytes are sent for each.
 
     Returns:
         Each tensor's pieces in ascending order, by name.
@@ -73,7 +69,7 @@ def share_out(model: BucketPlan, owners: int) -> dict[str, tuple[Piece, ...]]:
     weights = [_bits(size, target, model) for size, target in zip(model.sizes, model.targets, strict=True)]
     loads = [0] * owners
     pieces: dict[str, tuple[Piece, ...]] = {}
-    # The heaviest first; its pieces go to different owners, those with the smallest load.
+    # The heaviest first; its pieces go to the owners with the smallest load.
     for index in sorted(range(len(weights)), key=lambda index: (-weights[index], index)):
         name, size = model.names[index], model.sizes[index]
         count = max(1, min(owners, (model.targets[index] or size) // SMALLEST_PIECE))
@@ -89,7 +85,7 @@ def share_out(model: BucketPlan, owners: int) -> dict[str, tuple[Piece, ...]]:
 
 
 def _bits(size: int, target: int, model: BucketPlan) -> int:
-    """About how many bits are sent of a tensor: an integer, because hosts may differ in the last bit of a float."""
+    """About the bits sent of a tensor, as an integer: hosts may differ in the last bit of a float."""
     if not target:
         return size * model.dtype.itemsize * 8
     return target * (BITS_PER_VALUE[model.value_format] + (size // target).bit_length() + 1)
@@ -101,7 +97,7 @@ def cut(bucket: BucketPlan, pieces: Mapping[str, tuple[Piece, ...]], owners: int
     for tensor, (name, size, target) in enumerate(zip(bucket.names, bucket.sizes, bucket.targets, strict=True)):
         for piece in pieces[name]:
             entries = piece.stop - piece.start
-            # The piece's part of the target, rounded up; a rank may hold nothing of a tensor that FSDP shards.
+            # The piece's part of the target, rounded up. With FSDP a rank's shard may be empty.
             part = -(-target * entries // max(size, 1))
             rows[piece.owner].append((piece.label, entries, part, bucket.bounds[tensor][0] + piece.start, tensor))
     shards = []
@@ -113,24 +109,24 @@ def cut(bucket: BucketPlan, pieces: Mapping[str, tuple[Piece, ...]], owners: int
 
 
 class Cut(NamedTuple):
-    """A bucket divided among owners: what each owns of it, and the plan of all shards together, a payload for each."""
+    """A bucket divided among owners: each one's shard, and the plan of all shards together, a payload for each."""
 
     shards: tuple[Shard, ...]
     plan: BucketPlan
 
     def of(self, tensors: set[int]) -> set[int]:
-        """The pieces, counted through all shards, that belong to some of the bucket's tensors."""
+        """The pieces of some of the bucket's tensors, counted through all shards."""
         owned = chain.from_iterable(shard.tensors for shard in self.shards)
         return {index for index, tensor in enumerate(owned) if tensor in tensors}
 
 
 class Shards:
-    """Buckets divided among the owners of all pieces, which are given by tensor name; each is divided once."""
+    """Buckets divided among the owners of ``pieces`` (by tensor name); each is divided once."""
 
     def __init__(self, pieces: Mapping[str, tuple[Piece, ...]], owners: int) -> None:
         self._pieces = pieces
         self._owners = owners
-        # By names, with the plan that it holds for: what another density made of a bucket is of no more use.
+        # By the bucket's names, with its last plan: another density gives another one.
         self._known: dict[tuple[str, ...], tuple[BucketPlan, Cut]] = {}
 
     def of(self, bucket: BucketPlan) -> Cut:

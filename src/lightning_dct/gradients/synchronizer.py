@@ -1,4 +1,4 @@
-"""What every synchronizer has: thresholds, residuals, plans, an exchange and counters, and how they are saved."""
+"""The base of synchronizers: thresholds, residuals, plans, an exchange and counters, and their state."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from lightning_dct.gradients.plan import BucketPlan, Plans, real_dtype, real_num
 
 
 class TensorFigures(NamedTuple):
-    """One tensor, seen from one rank.
+    """Figures of one tensor on one rank.
 
     Attributes:
         name: The parameter.
-        entries: How many it has.
+        entries: Its number of entries.
         density: Share of them that the next synchronisation may send, in (0, 1].
-        threshold: Magnitude from which on an entry is sent. Where the tensor is cut into pieces with a threshold each,
-            as with ``exchange="sharded"``, their median. None for a tensor sent dense.
+        threshold: The magnitude at or above which an entry is sent; the median if pieces of the tensor have a threshold
+            each, as with ``exchange="sharded"``. None for a tensor sent dense.
         residual_norm: Euclidean norm of this rank's residual.
     """
 
@@ -38,22 +38,23 @@ class TensorFigures(NamedTuple):
 
 
 class Synchronizer:
-    """One rank's side of an exchange of compressed tensors with all others.
+    """Exchanges compressed tensors of one rank with the other ranks.
 
     :class:`~lightning_dct.gradients.GradientSynchronizer` exchanges gradients in every backward, and
-    :class:`~lightning_dct.updates.UpdateSynchronizer` the movement of weights, every so many optimizer steps. All state
-    is kept by parameter name.
+    :class:`~lightning_dct.updates.UpdateSynchronizer` the updates of weights after every ``local_steps`` optimizer
+    steps. All state is kept by parameter name.
 
     Args:
         config: The settings.
         parameter_names: The name of every parameter that may take part.
-        exchange: How payloads reach the other ranks; its ranks are the ones that take part.
+        exchange: Sends payloads to the other ranks.
         undoable: Keep what an exchange changes, so that it can be undone.
 
     Attributes:
         synchronisations: Optimizer steps that count, of all optimizers together.
         steps_since_refresh: The same since the thresholds were last selected.
-        refresh_every: After how many of those steps it requests a refresh itself; infinite where a callback does.
+        refresh_every: The number of those steps after which the synchronizer requests a refresh itself; infinite if a
+            callback requests it.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Synchronizer:
 
     @property
     def config(self) -> DCTConfig:
-        """The settings of the moment."""
+        """The current settings."""
         return self.plans.config
 
     def request_refresh(self) -> None:
@@ -80,20 +81,15 @@ class Synchronizer:
         self.refresh_requested = True
 
     def request_refresh_when_due(self) -> None:
-        """Request a refresh where no callback does."""
+        """Request a refresh after ``refresh_every`` steps."""
         if self.steps_since_refresh >= self.refresh_every:
             self.request_refresh()
 
     def set_density(self, density: float) -> None:
-        """Send another share of the entries from the next exchange on, where no other setting names a parameter.
+        """Change ``DCTConfig.density`` from the next exchange on, on all ranks between the same two exchanges.
 
-        Every rank has to do so between the same two exchanges. Thresholds that no longer apply are selected anew. The
-        density is not saved: whoever changes it does so again after a restart, as the callbacks do.
-
-        Args:
-            density: As ``DCTConfig.density``.
+        Thresholds are selected anew for the new density. The density is not saved.
         """
-        self.check_idle()
         self.plans.change(replace(self.config, density=density))
 
     def density_of(self, parameter: Tensor) -> float:
@@ -113,12 +109,11 @@ class Synchronizer:
     def figures_by_tensor(self) -> list[TensorFigures]:
         """The figures of all synchronised tensors, in the model's order; no communication.
 
-        A tensor that is to be compressed but never has been is left out: it has not taken part yet, or its gradients
-        are sparse and are sent as they are.
+        Tensors that have not been compressed yet are left out, and those with sparse gradients.
         """
         thresholds: dict[str, list[float]] = {name: [] for name in self.parameter_names.values()}
         for label, value in self.thresholds.by_label().items():
-            # A piece's label is the parameter's name and a range. Owners' thresholds on sums are under no such name.
+            # A piece's label is the parameter's name and a range. Thresholds of sums have other labels.
             name = label if label in thresholds else label.rpartition("[")[0]
             if name in thresholds:
                 thresholds[name].append(value)
@@ -134,7 +129,7 @@ class Synchronizer:
         """Wait for GPUs until all sent entries are counted and all payloads are checked.
 
         Raises:
-            PayloadError: A payload was not valid; the message names the rank that sent it.
+            PayloadError: A payload is corrupt; the message names its sender.
         """
         self.memory.awaited.synchronize()
 
@@ -160,21 +155,10 @@ class Synchronizer:
         self.steps_since_refresh = int(state["steps_since_refresh"])
         self.traffic.load_state_dict(state["traffic"])
 
-    def check_idle(self) -> None:
-        """Refuse changes in the middle of an exchange.
-
-        Raises:
-            RuntimeError: An exchange is under way.
-        """
-
     def _plan_of(
         self, tensors: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype, share: float = 1.0
     ) -> BucketPlan:
-        """The plan of some parameters of this many real entries each, at a share of their densities.
-
-        Raises:
-            ValueError: One of them did not exist when synchronisation was set up.
-        """
+        """The plan of some parameters with these sizes (in real numbers), at a share of their densities."""
         self._refuse([tensor for tensor in tensors if tensor not in self.parameter_names])
         return self.plans.of([self.parameter_names[tensor] for tensor in tensors], sizes, dtype, share)
 

@@ -1,4 +1,4 @@
-"""What weights have moved, exchanged every so many optimizer steps, behind an optimizer that nobody touches."""
+"""The exchange of weight updates every ``local_steps`` optimizer steps, after the user's own optimizer."""
 
 from lightning_dct.updates.shared_weights import SharedWeights
 from lightning_dct.updates.synchronizer import UpdateSynchronizer

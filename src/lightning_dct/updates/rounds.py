@@ -1,50 +1,80 @@
-"""When parameters are exchanged, and which of them travel together: pure functions, the same on every rank."""
+"""When an optimizer's parameters are exchanged, in which buckets, and which updates are in flight."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from lightning_dct.gradients.exchanges.base import Pending
 from lightning_dct.gradients.plan import real_dtype, real_numel
 
-# One bucket is compressed while others travel. Smaller ones would cost more calls, larger ones take more memory and
-# leave the link idle while the first is compressed and the last is read.
+# Entries. One bucket is compressed while others are in flight. Smaller buckets cost more calls. Larger ones take more
+# memory, and leave the link idle while the first is compressed and the last is decompressed.
 LARGEST_BUCKET = 1 << 20
-# Once so many entries travel, the oldest bucket is applied before the next is compressed. Twice as many made a step at
-# 100 Mbit/s 6% faster, and took 9 MB more of a rank whose layers have 2 million entries.
-MOST_TRAVELLING = 1 << 21
+# With this many entries in flight, the oldest bucket is applied before the next is compressed. Twice as many made a
+# step at 100 Mbit/s 6% faster, and took 9 MB more of a rank whose layers have 2 million entries.
+MOST_IN_FLIGHT = 1 << 21
 # Below this a collective costs more in latency than in bytes.
 SMALLEST_BUCKET = 1 << 16
 # GPT-2 at its largest rate: 1,000 steps without shorter rounds lost 7%.
 SHORTER_IN_WARMUP = 8
 
 
+@dataclass(eq=False)
+class InFlight:
+    """The updates of some parameters that have been sent and not yet applied.
+
+    Attributes:
+        names: The parameters.
+        due: The optimizer's step after which the mean is applied.
+        pending: The exchange; None once it is complete.
+        mean: Shape ``[n]``: the mean of what all ranks have sent, once the exchange is complete.
+        own: Shape ``[n]``: what this rank has sent, and what the residual loses by its decay.
+    """
+
+    names: Sequence[str]
+    due: int
+    pending: Pending | None
+    mean: Tensor
+    own: Tensor
+
+
+@dataclass
+class Rounds:
+    """One optimizer's parameters and its clock.
+
+    Attributes:
+        steps: Its steps so far.
+        names: Its parameters that take part.
+        buckets: The same, by bucket.
+        dense_bytes: Bytes that the dense fp32 exchange of its gradients would send in a step.
+        sparse: Parameters with sparse gradients, of which that exchange would send the rows that a step has used.
+        in_flight: Updates that have not been applied.
+    """
+
+    steps: int = 0
+    names: list[str] = field(default_factory=list)
+    buckets: list[list[str]] = field(default_factory=list)
+    dense_bytes: int = 0
+    sparse: list[Tensor] = field(default_factory=list)
+    in_flight: list[InFlight] = field(default_factory=list)
+
+
 def round_length(step: int, local_steps: int, warmup_steps: int) -> int:
-    """Optimizer steps from one exchange to the next, about a step of training.
+    """Optimizer steps from one exchange to the next, at a step (from 1 on).
 
-    Weights move fastest while training warms up, and those of ranks that drift apart then cannot be averaged any more
-    (Lin et al., *Don't Use Large Mini-Batches, Use Local SGD*, ICLR 2020). So rounds are shorter until then,
-    and send as much less: the delay, about length / density, is the same.
-
-    Args:
-        step: Steps so far, from 1 on.
-        local_steps: The length once training has warmed up.
-        warmup_steps: Steps until then.
+    Weights move fastest during warm-up, and ranks that drift apart then cannot be averaged any more (Lin et al., *Don't
+    Use Large Mini-Batches, Use Local SGD*, ICLR 2020). So rounds are an eighth as long until then, and send an eighth
+    as much: the delay, about length / density, is the same.
     """
     return max(1, local_steps // SHORTER_IN_WARMUP) if step <= warmup_steps else local_steps
 
 
 def is_due(step: int, length: int, place: int = 0, places: int = 1) -> bool:
-    """Whether a bucket is exchanged after a step of its optimizer.
-
-    Args:
-        step: Steps so far, from 1 on.
-        length: Steps from one exchange to the next.
-        place: The bucket's place among those that take turns.
-        places: How many do. 1 where all are exchanged after the same steps.
-    """
+    """Whether bucket number ``place`` of ``places`` that take turns is exchanged after a step (from 1 on)."""
     return (step - place * length // places) % length == 0
 
 
@@ -53,12 +83,12 @@ def buckets_of(parameters: Sequence[tuple[str, Tensor]], turns: int) -> list[lis
 
     Args:
         parameters: Names and parameters, in the model's order.
-        turns: Into how many buckets of equal size they shall be divided, where they are large enough for that.
+        turns: The number of buckets of equal size, if the parameters are large enough for that.
     """
     entries = sum(real_numel(parameter) for _, parameter in parameters)
     largest = min(LARGEST_BUCKET, max(SMALLEST_BUCKET, -(-entries // turns)))
     buckets: list[list[str]] = []
-    # The bucket that is being filled, by what its tensors have in common: its number, and its entries so far.
+    # The current bucket by dtype and device: its number, and its entries so far.
     filling: dict[tuple[torch.dtype, torch.device], tuple[int, int]] = {}
     for name, parameter in parameters:
         kind, size = (real_dtype(parameter), parameter.device), real_numel(parameter)
@@ -69,3 +99,46 @@ def buckets_of(parameters: Sequence[tuple[str, Tensor]], turns: int) -> list[lis
         buckets[number].append(name)
         filling[kind] = number, filled + size
     return buckets
+
+
+def save_rounds(
+    rounds: Mapping[int, Rounds], parameters: Mapping[str, Tensor], to_refresh: Collection[str]
+) -> tuple[dict[str, int], dict[str, Tensor]]:
+    """The clocks as numbers, and the completed updates in flight as CPU tensors by parameter.
+
+    Args:
+        rounds: By the number of the optimizer.
+        parameters: By name.
+        to_refresh: Parameters whose thresholds are selected anew when they are next sent.
+    """
+    clocks = {f"refresh {name}": 1 for name in to_refresh}
+    in_flight: dict[str, Tensor] = {}
+    for number, own_rounds in rounds.items():
+        clocks[f"steps of {number}"] = own_rounds.steps
+        for item in own_rounds.in_flight:
+            sizes = [real_numel(parameters[name]) for name in item.names]
+            for name, mean, own in zip(item.names, item.mean.split(sizes), item.own.split(sizes), strict=True):
+                clocks[f"due in {number} {name}"] = item.due
+                in_flight |= {f"mean of {name}": mean.cpu().clone(), f"own of {name}": own.cpu().clone()}
+    return clocks, in_flight
+
+
+def load_rounds(
+    clocks: Mapping[str, int], in_flight: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+) -> tuple[dict[int, Rounds], set[str]]:
+    """Undo :func:`save_rounds`: the rounds by the number of the optimizer, and the parameters to refresh."""
+    rounds: dict[int, Rounds] = {}
+    to_refresh = set()
+    for key, value in clocks.items():
+        what, _, of = key.partition(" ")
+        if what == "refresh":
+            to_refresh.add(of)
+        elif what == "steps":
+            rounds.setdefault(int(of.split(" ")[1]), Rounds()).steps = value
+        else:
+            _, number, name = of.split(" ", 2)
+            if name in parameters and f"mean of {name}" in in_flight:
+                device = parameters[name].device
+                mean, own = (in_flight[f"{part} of {name}"].to(device) for part in ("mean", "own"))
+                rounds.setdefault(int(number), Rounds()).in_flight.append(InFlight([name], value, None, mean, own))
+    return rounds, to_refresh

@@ -1,9 +1,9 @@
-"""Two sets of weights on every rank: the ones it trains, and the ones all ranks agree on.
+"""Two sets of weights on every rank: its own, and the shared ones.
 
-A rank trains its *own* weights. The *shared* weights change at exchanges only, by the same on every rank, so they are
-bitwise identical everywhere. What a rank has not sent yet is the difference of the two: there is no other residual.
+A rank trains its *own* weights. The *shared* weights change at exchanges only, by the same amount on every rank, so
+they are bitwise identical everywhere. The difference of the two is the residual.
 
-Either set can stand in the model. To change over is to exchange pointers, so it copies nothing.
+Either set can be in the model. Exchanging them exchanges pointers and copies nothing.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from lightning_dct.gradients.plan import local_of, real_numel
 
 
 class SharedWeights:
-    """The shared weights, and the parameters they belong to.
+    """The shared weights.
 
     Attributes:
-        parameters: Those that have both kinds of weights, by name.
+        parameters: The parameters that have both sets of weights, by name.
     """
 
     def __init__(self) -> None:
         self.parameters: dict[str, Tensor] = {}
         self._shared: dict[str, Tensor] = {}
-        # While the shared weights are shown: a rank's own, and the state of the parameters in which they are shown.
+        # While the shared weights are in the model: this rank's own, and the versions of the parameters.
         self._own: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}
 
     @property
     def shown(self) -> bool:
-        """Whether the shared weights stand in the model."""
+        """Whether the shared weights are in the model."""
         return bool(self._own)
 
     def adopt(self, name: str, parameter: Tensor) -> None:
-        """Give a parameter shared weights: those it has now, which must be the same on every rank."""
+        """Add a parameter; its weights, which must be the same on every rank, become the shared ones."""
         if name not in self.parameters:
             self.parameters[name] = parameter
             self._shared[name] = local_of(parameter).detach().clone()
 
     def shared(self, name: str) -> Tensor:
-        """The shared weights of a parameter, in its shape and dtype; to be changed in place, by exchanges alone."""
+        """The shared weights of a parameter, in its shape and dtype; only exchanges change them, in place."""
         return self._shared[name]
 
     def own(self, name: str) -> Tensor:
-        """This rank's own weights of a parameter, in its shape and dtype; to be changed in place."""
+        """This rank's own weights of a parameter, in its shape and dtype, to be changed in place."""
         return self._own[name] if name in self._own else local_of(self.parameters[name]).data
 
     def show(self) -> None:
-        """Let the shared weights stand in the model."""
+        """Put the shared weights into the model."""
         if self.shown:
             return
         for name, parameter in self.parameters.items():
@@ -59,10 +59,10 @@ class SharedWeights:
             self._versions[name] = parameter._version
 
     def hide(self) -> None:
-        """Let this rank's own weights stand in the model again.
+        """Put this rank's own weights into the model again.
 
-        What was written into the shared weights meanwhile, as by weight averaging or a checkpoint that was loaded,
-        becomes a rank's own: that is what whoever wrote it wants to train from.
+        If something has written into the shared weights meanwhile, such as weight averaging or loading a checkpoint,
+        training continues from what it has written.
         """
         own, self._own = self._own, {}
         for name, weights in own.items():
@@ -73,7 +73,7 @@ class SharedWeights:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """Have the shared weights in the model for a while; nothing happens where they are there already."""
+        """Have the shared weights in the model within the context."""
         already = self.shown
         self.show()
         try:
@@ -83,7 +83,7 @@ class SharedWeights:
                 self.hide()
 
     def set_own(self, name: str, saved: Tensor) -> None:
-        """Give this rank own weights of a parameter.
+        """Set this rank's own weights of a parameter.
 
         Raises:
             ValueError: They have another shape than the parameter.
@@ -97,13 +97,13 @@ class SharedWeights:
         own.copy_(saved)
 
     def follow_parameters(self) -> None:
-        """Keep everything where the parameters are now: the shared weights in them, a rank's own on their device."""
+        """Move both sets to the parameters' device, while the shared weights are in the model."""
         for name, parameter in self.parameters.items():
             self._shared[name] = parameter.data
             self._own[name] = self._own[name].to(parameter.device)
 
     def movement(self, names: Sequence[str], dtype: torch.dtype) -> Tensor:
-        """How far this rank's own weights are from the shared ones: real numbers, one parameter behind the other."""
+        """This rank's own weights less the shared ones: real numbers, flattened, one parameter after the other."""
         weights = [as_real(self.own(name)) for name in names]
         moved = weights[0].new_empty(sum(own.numel() for own in weights), dtype=dtype)
         for name, own, part in zip(names, weights, moved.split([own.numel() for own in weights]), strict=True):
@@ -111,12 +111,12 @@ class SharedWeights:
         return moved
 
     def move(self, names: Sequence[str], mean: Tensor, own: Tensor) -> None:
-        """Move the shared weights by a mean, and let this rank's own have that instead of what it has sent.
+        """Add a mean to the shared weights, and add ``mean - own`` to this rank's own.
 
         Args:
             names: The parameters.
-            mean: Shape ``[n]``: how far, one parameter behind the other.
-            own: Shape ``[n]``: what this rank has sent, and what it forgets of its residual. Overwritten.
+            mean: Shape ``[n]``, one parameter after the other.
+            own: Shape ``[n]``: what this rank has sent, and what its residual loses by decay. Overwritten.
         """
         sizes = [real_numel(self.parameters[name]) for name in names]
         changes = torch.sub(mean, own, out=own).split(sizes)
@@ -125,10 +125,10 @@ class SharedWeights:
                 as_real(weights).add_(by.view(as_real(weights).shape))
 
     def norms(self) -> dict[str, float]:
-        """Euclidean norm of what this rank has not sent of each parameter."""
+        """Euclidean norm of this rank's residual of each parameter."""
         return {name: float(self.movement([name], torch.float32).norm(dtype=torch.float64)) for name in self.parameters}
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """A complex tensor as a view of its real numbers; any other as it is."""
+    """A complex tensor as a view of real numbers; any other unchanged."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -1,23 +1,23 @@
-"""Exchanges what weights have moved, after every so many steps of an optimizer that nobody touches.
+"""Exchanges the updates of weights, after every ``local_steps`` steps of the user's optimizer.
 
     rank r         w_r <- user's optimizer (w_r)                      ``local_steps`` times
-                   a_r  = w_r - S                                     moved, or not sent yet
+                   a_r  = w_r - S                                     the update, and what was not sent before
                    c_r  = the entries of a_r that reach a threshold, in few bits
     every rank     m    = 1 / sqrt(W n) * sum over ranks of c_r       any exchange
                    S   += m,   w_r  = S + decay * (a_r - c_r)
 
 ``S`` are the shared weights. A rank replaces what it has sent by the mean of what all have sent, and keeps what it has
 not sent in its own weights: it trains on with that, as in *Step-Ahead Error Feedback* (Xu and Huang, AAAI 2021). So
-``w_r - S`` is the residual. ``decay`` keeps the ranks from drifting apart while training warms up; then it is 1.
+``w_r - S`` is the residual. ``decay`` keeps the ranks from drifting apart during warm-up; then it is 1.
 
-``n`` is the number of ranks that have sent an entry. Where all have, ``m`` is their mean. The fewer there are, the less
-the ranks agree on where that entry should go. Then their gradients are mostly noise, and the steps of an optimizer that
-divides by the size of gradients, as Adam does, are too short by up to ``sqrt(W)``: noise makes the gradients of one
-rank larger than their mean over all. The square root makes up for that.
+``n`` is the number of ranks that have sent an entry. If all have, ``m`` is their mean. The fewer have, the less the
+ranks agree on where that entry should move. Then their gradients are mostly noise, and an optimizer that divides by
+the size of gradients, such as Adam, takes steps that are too short by up to ``sqrt(W)``, because noise makes the
+gradients of one rank larger than their mean. The square root makes up for that.
 
 Sources: SPARQ-SGD (Singh et al., arXiv 1910.14280) and DiLoCo (Douillard et al., arXiv 2311.08105) for compressed
-local steps, Streaming DiLoCo (Douillard et al., arXiv 2501.18512) for tensors that take turns,
-and travel while training goes on.
+local steps; Streaming DiLoCo (Douillard et al., arXiv 2501.18512) for tensors that take turns, and for exchanges that
+overlap with training.
 """
 
 from __future__ import annotations
@@ -37,26 +37,34 @@ from lightning_dct.gradients.exchanges.base import complete
 from lightning_dct.gradients.plan import local_of, real_dtype, real_numel
 from lightning_dct.gradients.synchronizer import Synchronizer
 from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes, bytes_between_nodes
-from lightning_dct.updates.rounds import MOST_TRAVELLING, buckets_of, is_due, round_length
+from lightning_dct.updates.rounds import (
+    MOST_IN_FLIGHT,
+    InFlight,
+    Rounds,
+    buckets_of,
+    is_due,
+    load_rounds,
+    round_length,
+    save_rounds,
+)
 from lightning_dct.updates.shared_weights import SharedWeights, as_real
-from lightning_dct.updates.turns import Travelling, Turns, load_turns, save_turns
 
 
 class UpdateSynchronizer(Synchronizer):
-    """Exchanges what one rank's weights have moved with the others.
+    """Exchanges the updates of one rank's weights with the other ranks.
 
-    Every optimizer has a clock of its own, which counts its steps, skipped ones included. Parameters take part from the
-    first step of their optimizer that finds them trainable.
+    Every optimizer has its own clock, which counts its steps, skipped ones included. A parameter takes part from the
+    first step of its optimizer at which it is trainable.
 
     Args:
         config: The settings.
-        parameter_names: The name of every parameter that may take part. All ranks have the same values in them.
-        exchange: How payloads get to the other ranks; its ranks are the ones that take part.
-        buffers: The model's floating-point buffers by name, which are averaged, uncompressed.
-        optimizers: Gives all optimizers that step, the same in the same order on every rank.
-        parameters: Gives all parameters of the model, those that are not to take part among them.
-        weights: The shared weights, where the model is to be shown them in another way than by pointers.
-        inside: The ranks over which this rank's replica is spread, where it is; they too have buffers of their own.
+        parameter_names: The name of every parameter that may take part, with the same values on all ranks.
+        exchange: Sends payloads to the other ranks.
+        buffers: Gives the model's floating-point buffers by name, which are averaged uncompressed.
+        optimizers: Gives all optimizers, in the same order on every rank.
+        parameters: Gives all parameters of the model, including those that do not take part.
+        weights: The shared weights; by default those that are shown by exchanging pointers.
+        inside: The ranks of this rank's replica, if it is sharded; they have buffers of their own.
     """
 
     def __init__(
@@ -77,60 +85,59 @@ class UpdateSynchronizer(Synchronizer):
         self._buffers = buffers
         self._optimizers = optimizers
         self._parameters = parameters
-        # Parameters of which it is known whether they take part.
-        self._settled = self._left_alone()
-        self._turns: dict[int, Turns] = {}
+        # Parameters that take part, or are known not to.
+        self._settled = self._excluded()
+        self._rounds: dict[int, Rounds] = {}
         self._to_refresh: set[str] = set()
-        # Nobody to exchange anything with: then a rank's own weights are all there is.
+        # A single rank has only its own weights.
         self._alone = exchange.everyone.size == 1
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Take in the parameters that an optimizer is about to step for the first time."""
-        turns = self._turns.setdefault(self._number_of(optimizer), Turns())
+        """Register parameters that this optimizer steps for the first time."""
+        rounds = self._rounds.setdefault(self._number_of(optimizer), Rounds())
         unsettled = {p for group in optimizer.param_groups for p in group["params"] if p not in self._settled}
         if not unsettled:
             return
-        strangers = unsettled - self.parameter_names.keys()
-        # Those that are no part of the model are their optimizer's own affair, as under DistributedDataParallel.
-        self._refuse([parameter for parameter in self._parameters() if parameter in strangers])
-        new = {parameter for parameter in unsettled - strangers if parameter.requires_grad}
-        self._settled |= strangers | new
+        unknown = unsettled - self.parameter_names.keys()
+        # Parameters outside the model are not synchronised, as under DistributedDataParallel.
+        self._refuse([parameter for parameter in self._parameters() if parameter in unknown])
+        new = {parameter for parameter in unsettled - unknown if parameter.requires_grad}
+        self._settled |= unknown | new
         if not new or self._alone:
             return
-        known = set(turns.names)
-        parameters = {name: parameter for parameter, name in self.parameter_names.items()}
+        known, parameters = set(rounds.names), self._parameters_by_name()
         # In the model's order, which is the same on every rank.
-        turns.names = [name for name, parameter in parameters.items() if name in known or parameter in new]
-        for name in turns.names:
+        rounds.names = [name for name, parameter in parameters.items() if name in known or parameter in new]
+        for name in rounds.names:
             self.weights.adopt(name, parameters[name])
-        turns.buckets = buckets_of(
-            [(name, parameters[name]) for name in turns.names], self.config.round_length if self.config.delay else 1
+        rounds.buckets = buckets_of(
+            [(name, parameters[name]) for name in rounds.names], self.config.round_length if self.config.delay else 1
         )
-        turns.dense_bytes = 0
+        rounds.dense_bytes = 0
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Count a step, apply what is due, and exchange what is due; a collective call."""
+        """Count a step, apply updates that are due, and send the buckets that are due; a collective call."""
         number = self._number_of(optimizer)
-        turns = self._turns[number]
+        rounds = self._rounds[number]
         self.request_refresh_when_due()
-        turns.steps += 1
+        rounds.steps += 1
         self.synchronisations += 1
         self.steps_since_refresh += 1
-        self._count_dense(turns)
-        if arrived := [item for item in turns.travelling if item.due <= turns.steps]:
-            self._apply(turns, arrived)
-        if sending := self._due(turns):
+        self._count_dense(rounds)
+        if arrived := [item for item in rounds.in_flight if item.due <= rounds.steps]:
+            self._apply(rounds, arrived)
+        if sending := self._due(rounds):
             self._forget_thresholds(sending)
             self.memory.begin(1.0, refresh=False)
             for bucket in sending:
-                turns.travelling.append(self._send(bucket, turns))
-                if not self.config.delay and sum(item.own.numel() for item in turns.travelling) >= MOST_TRAVELLING:
-                    self._apply(turns, turns.travelling[:1])
+                rounds.in_flight.append(self._send(bucket, rounds))
+                if not self.config.delay and sum(item.own.numel() for item in rounds.in_flight) >= MOST_IN_FLIGHT:
+                    self._apply(rounds, rounds.in_flight[:1])
             self.traffic.add(refreshes=int(self.memory.selected))
             if not self.config.delay:
-                self._apply(turns, turns.travelling)
-            # Statistics of a BatchNorm say nothing to training, so the shorter rounds of the warm-up spare them.
-            if number == min(self._turns) and turns.steps % self.config.round_length == 0:
+                self._apply(rounds, rounds.in_flight)
+            # Training does not use the running statistics of a BatchNorm, so warm-up does not average them more often.
+            if number == min(self._rounds) and rounds.steps % self.config.round_length == 0:
                 self.average_buffers()
         self.memory.awaited.poll()
 
@@ -146,18 +153,18 @@ class UpdateSynchronizer(Synchronizer):
                 buffer.copy_(mean.view(buffer.shape))
 
     def norms(self) -> dict[str, float]:
-        """Euclidean norm of what this rank has not sent of each parameter, or not passed on."""
+        """Euclidean norm of this rank's residual of each parameter, of its own updates and of sums."""
         norms = self.weights.norms()
         for name, norm in self.memory.norms().items():
             norms[name] = math.hypot(norms.get(name, 0.0), norm)
         return norms
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: plain numbers, dicts and CPU tensors. Waits for what travels, but does not apply it."""
-        for turns in self._turns.values():
-            self._bring_home(turns.travelling)
+        """This rank's state: plain numbers, dicts and CPU tensors. Waits for updates in flight, but keeps them."""
+        for rounds in self._rounds.values():
+            self._complete(rounds.in_flight)
         state = super().state_dict()
-        clocks, in_flight = save_turns(self._turns, self.weights.parameters, self._to_refresh)
+        clocks, in_flight = save_rounds(self._rounds, self.weights.parameters, self._to_refresh)
         own = {name: self.weights.own(name) for name in self.weights.parameters} | dict(self._buffers())
         return {
             **state,
@@ -171,11 +178,10 @@ class UpdateSynchronizer(Synchronizer):
         """Continue from a saved state; the model has the shared weights of the checkpoint.
 
         Raises:
-            ValueError: Something saved has another size than the parameter of its name.
+            ValueError: A saved tensor has another size than the parameter of its name.
         """
         super().load_state_dict(state)
-        parameters = {name: parameter for parameter, name in self.parameter_names.items()}
-        buffers = self._buffers()
+        parameters, buffers = self._parameters_by_name(), self._buffers()
         for name, weights in state.get("weights", {}).items():
             if name in parameters and self._alone:
                 local_of(parameters[name]).data.copy_(weights)
@@ -184,42 +190,40 @@ class UpdateSynchronizer(Synchronizer):
                 self.weights.set_own(name, weights)
             elif name in buffers:
                 buffers[name].copy_(weights)
-        # What owners of sums held back under another exchange, or with another number of ranks.
+        # Residuals of sums, from another exchange or another number of ranks.
         for name, left in self.memory.take_residuals().items():
             if name in self.weights.parameters:
                 own = as_real(self.weights.own(name))
                 own.add_(left.view(own.shape).to(own.device))
         saved = state.get("exchange_clocks", {}), state.get("in_flight", {})
-        self._turns, self._to_refresh = load_turns(*saved, parameters)
-        self._settled = self._left_alone()
+        self._rounds, self._to_refresh = load_rounds(*saved, parameters)
+        self._settled = self._excluded()
 
-    def _left_alone(self) -> set[Tensor]:
-        """Parameters of the model that are not to take part."""
+    def _excluded(self) -> set[Tensor]:
         return set(self._parameters()) - self.parameter_names.keys()
 
-    def _due(self, turns: Turns) -> list[list[str]]:
-        """The buckets that are exchanged after this step, less what is still on its way since a short first round."""
-        config = self.config
-        length = self._length(turns)
-        if not config.delay:
-            return turns.buckets if is_due(turns.steps, length) else []
-        on_their_way = {name for item in turns.travelling for name in item.names}
+    def _parameters_by_name(self) -> dict[str, Tensor]:
+        return {name: parameter for parameter, name in self.parameter_names.items()}
+
+    def _due(self, rounds: Rounds) -> list[list[str]]:
+        """The buckets that are sent after this step, except those still in flight since a short first round."""
+        length = self._length(rounds)
+        if not self.config.delay:
+            return rounds.buckets if is_due(rounds.steps, length) else []
+        in_flight = {name for item in rounds.in_flight for name in item.names}
         return [
             bucket
-            for place, bucket in enumerate(turns.buckets)
-            if is_due(turns.steps, length, place, len(turns.buckets)) and on_their_way.isdisjoint(bucket)
+            for place, bucket in enumerate(rounds.buckets)
+            if is_due(rounds.steps, length, place, len(rounds.buckets)) and in_flight.isdisjoint(bucket)
         ]
 
-    def _length(self, turns: Turns) -> int:
-        return round_length(turns.steps, self.config.round_length, self.config.warmup_steps)
+    def _length(self, rounds: Rounds) -> int:
+        return round_length(rounds.steps, self.config.round_length, self.config.warmup_steps)
 
     def _forget_thresholds(self, buckets: Iterable[Sequence[str]]) -> None:
-        """Select the thresholds of what is about to be sent anew, where that has been asked for since it was sent last.
-
-        Those of what is travelling are still in use.
-        """
+        """Delete the thresholds of buckets about to be sent, if a refresh was requested since they were last sent."""
         if self.refresh_requested:
-            self._to_refresh = {name for turns in self._turns.values() for name in turns.names}
+            self._to_refresh = {name for rounds in self._rounds.values() for name in rounds.names}
             self.refresh_requested, self.steps_since_refresh = False, 1
         names = self._to_refresh & {name for bucket in buckets for name in bucket}
         self.thresholds.forget_those_of(names)
@@ -234,55 +238,50 @@ class UpdateSynchronizer(Synchronizer):
             " Return it there too, so that all ranks know when it steps."
         )
 
-    def _send(self, names: Sequence[str], turns: Turns) -> Travelling:
-        """Start sending what some of the parameters that take turns have moved."""
+    def _send(self, names: Sequence[str], rounds: Rounds) -> InFlight:
+        """Start sending the updates of some parameters."""
         with self.traffic.timed("compress"):
-            parameters, length = [self.weights.parameters[name] for name in names], self._length(turns)
+            parameters, length = [self.weights.parameters[name] for name in names], self._length(rounds)
             share = length / self.config.round_length
-            plan = self._plan_of(parameters, self._sizes(names), real_dtype(parameters[0]), share)
+            plan = self._plan_of(parameters, [real_numel(p) for p in parameters], real_dtype(parameters[0]), share)
             moved = self.weights.movement(names, plan.residual_dtype)
             own = moved.clone() if plan.is_dense or self.exchange.sums_first else None
             pending = self._start(moved, plan, set())
             if own is None:
-                # What is not sent stays in the weights. The residual is only where it has been worked out.
-                is_warming_up = turns.steps <= self.config.warmup_steps
-                kept = self.config.residual_decay if is_warming_up else 1.0
+                # What is not sent stays in the weights, and the residual is not needed any more.
+                kept = self.config.residual_decay if rounds.steps <= self.config.warmup_steps else 1.0
                 left = self.memory.residual_of(plan, moved.device)
                 own = torch.sub(moved, left, alpha=kept, out=left)
                 for name in names:
                     self.memory.residuals.drop(name)
-            return Travelling(names, turns.steps + min(self.config.delay, length), pending, moved, own)
+            return InFlight(names, rounds.steps + min(self.config.delay, length), pending, moved, own)
 
-    def _apply(self, turns: Turns, items: list[Travelling]) -> None:
-        """Replace what this rank has sent by the mean of what all have sent, and move the shared weights by that."""
-        self._bring_home(items)
+    def _apply(self, rounds: Rounds, items: list[InFlight]) -> None:
+        """Add the mean to the shared weights, and replace what this rank has sent by the mean in its own."""
+        self._complete(items)
         with self.traffic.timed("apply"):
             for item in items:
                 self.weights.move(item.names, item.mean, item.own)
-        turns.travelling = [item for item in turns.travelling if item not in items]
+        rounds.in_flight = [item for item in rounds.in_flight if item not in items]
 
-    def _bring_home(self, items: Iterable[Travelling]) -> None:
-        travelling = [item for item in items if item.pending is not None]
-        complete([item.pending for item in travelling if item.pending is not None], self.traffic)
+    def _complete(self, items: Iterable[InFlight]) -> None:
+        pending = [(item, item.pending) for item in items if item.pending is not None]
+        complete([exchange for _, exchange in pending], self.traffic)
         self.memory.commit()
-        for item in travelling:
-            assert item.pending is not None
-            item.mean, item.pending = item.pending.future.wait(), None
+        for item, exchange in pending:
+            item.mean, item.pending = exchange.future.wait(), None
 
-    def _sizes(self, names: Sequence[str]) -> list[int]:
-        return [real_numel(self.weights.parameters[name]) for name in names]
-
-    def _count_dense(self, turns: Turns) -> None:
-        """Count what DistributedDataParallel would have sent for a step."""
+    def _count_dense(self, rounds: Rounds) -> None:
+        """Count the bytes that DistributedDataParallel would have sent for a step."""
         everyone = self.exchange.everyone
-        if not turns.dense_bytes:
-            parameters = [self.weights.parameters[name] for name in turns.names]
-            turns.sparse = [p for p in parameters if p.grad is not None and p.grad.is_sparse]
-            rows = sum(real_numel(parameter) for parameter in turns.sparse)
+        if not rounds.dense_bytes:
+            parameters = [self.weights.parameters[name] for name in rounds.names]
+            rounds.sparse = [p for p in parameters if p.grad is not None and p.grad.is_sparse]
+            rows = sum(real_numel(parameter) for parameter in rounds.sparse)
             entries = sum(real_numel(parameter) for parameter in parameters) - rows
-            turns.dense_bytes = all_reduce_bytes(FP32_BYTES * entries, everyone.size)
-        num_bytes = turns.dense_bytes
-        for gradient in (parameter.grad for parameter in turns.sparse if parameter.grad is not None):
+            rounds.dense_bytes = all_reduce_bytes(FP32_BYTES * entries, everyone.size)
+        num_bytes = rounds.dense_bytes
+        for gradient in (parameter.grad for parameter in rounds.sparse if parameter.grad is not None):
             parts = (gradient._indices(), gradient._values())
             num_bytes += all_gather_bytes(sum(part.numel() * part.element_size() for part in parts), everyone.size)
         self.traffic.add(steps=1, bytes_dense=bytes_between_nodes(num_bytes, everyone.size, everyone.ranks_per_node))

@@ -1,10 +1,8 @@
-"""How compressed gradients get to the other ranks: by all-gather, sharded, or by node."""
+"""Exchanges: how compressed tensors reach the other ranks."""
 
-from lightning_dct.gradients.exchanges.all_gather import AllGather
 from lightning_dct.gradients.exchanges.base import Bucket, Exchange, Flow
-from lightning_dct.gradients.exchanges.by_node import ByNode
+from lightning_dct.gradients.exchanges.compressed import AllGather, ByNode, Sharded
 from lightning_dct.gradients.exchanges.making import make_exchange
 from lightning_dct.gradients.exchanges.nodes import NodeLayout
-from lightning_dct.gradients.exchanges.sharded import Sharded
 
 __all__ = ["AllGather", "Bucket", "ByNode", "Exchange", "Flow", "NodeLayout", "Sharded", "make_exchange"]

@@ -1,6 +1,6 @@
-"""What an exchange is: the way of one bucket to the other ranks and back, as a sequence of collectives.
+"""An exchange: the sequence of collectives by which one bucket is averaged over the ranks.
 
-Buckets in which nothing is compressed, and sparse gradients, go the same way under all exchanges.
+Buckets without compressed tensors, and sparse gradients, are all-reduced in every exchange.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.gradients.sharding import Piece
 from lightning_dct.traffic import Traffic
 
-# The way of one bucket: it starts a collective and yields the work; its caller waits for that and resumes it, and so
-# on. It returns the bucket with the mean in it.
+# The exchange of one bucket. It starts a collective and yields its work, the caller waits for that and resumes it, and
+# so on. It returns the bucket with the mean in it.
 Flow = Generator[dist.Work, None, Tensor]
 
 
@@ -32,7 +32,7 @@ class Bucket(NamedTuple):
     Attributes:
         buffer: Shape ``[n]``: the flattened gradients of this rank. Overwritten.
         plan: How each tensor is sent.
-        deferred: Indices of tensors that this rank's backward did not use: nothing is sent of them.
+        deferred: Indices of tensors that this rank's backward did not use. Nothing is sent of them.
     """
 
     buffer: Tensor
@@ -46,9 +46,9 @@ class Exchange(ABC):
     Attributes:
         everyone: All ranks, for what is not compressed.
         link_traversals: See :func:`~lightning_dct.gradients.plan.plan_bucket`.
-        rounds: Collectives that a bucket takes, one after the other.
-        pieces: What this rank owns of the model, by label.
-        sums_first: Whether a bucket is overwritten before anything is compressed, so this rank has no residual of it.
+        rounds: The number of collectives for a bucket.
+        pieces: The pieces of the model that this rank owns, by label.
+        sums_first: Whether buckets are summed before they are compressed, so a rank has no residual of its own.
     """
 
     everyone: Link
@@ -59,19 +59,19 @@ class Exchange(ABC):
 
     @abstractmethod
     def send(self, bucket: Bucket, memory: Memory) -> Flow:
-        """Exchange a bucket; every rank calls this for the same buckets in the same order."""
+        """Exchange a bucket. Every rank calls this for the same buckets in the same order."""
 
-    def close(self) -> None:  # noqa: B027, there may be none
-        """Destroy the process groups that were made for this exchange."""
+    def close(self) -> None:  # noqa: B027, only some have process groups
+        """Destroy the process groups of this exchange."""
 
 
 class Pending:
-    """A bucket under way, which takes so many rounds of collectives; the first of them starts here.
+    """A bucket whose exchange has started; the first collective starts here.
 
     Attributes:
-        future: What DistributedDataParallel waits for.
+        future: The mean, for which DistributedDataParallel waits.
         rounds_left: Collectives that have not been waited for.
-        finite: Whether the mean is, if anybody has asked.
+        finite: Whether the mean is finite, if :meth:`advance` has checked it.
     """
 
     def __init__(self, flow: Flow, rounds: int, buffer: Tensor) -> None:
@@ -82,9 +82,9 @@ class Pending:
         self._work: dist.Work = next(flow)
 
     def advance(self, traffic: Traffic, check_finite: bool) -> None:
-        """Wait for the bucket's collective, then start its next one or read the result.
+        """Wait for the current collective, then start the next one or read the result.
 
-        ``check_finite`` finds out whether the mean is finite, which waits for a GPU.
+        ``check_finite`` checks whether the mean is finite, which waits for a GPU.
         """
         with traffic.waiting("exchange"):
             self._work.wait()
@@ -100,20 +100,20 @@ class Pending:
 
 
 def complete(pendings: Sequence[Pending], traffic: Traffic, check_finite: bool = False) -> None:
-    """Complete buckets, given in the order of sending, round by round: one is read while the next one travels."""
+    """Complete buckets, in the order of sending, collective by collective: one is read while the next is in flight."""
     while under_way := [pending for pending in pendings if pending.rounds_left]:
         for pending in under_way:
             pending.advance(traffic, check_finite)
 
 
 def send_sparse(gradient: Tensor, everyone: Link) -> Flow:
-    """Exchange a sparse gradient, all of it."""
+    """Exchange a sparse gradient, uncompressed."""
     yield all_reduce_mean_sparse(gradient, everyone)
     return gradient
 
 
 def send_dense(bucket: Bucket, memory: Memory, everyone: Link, dtype: torch.dtype) -> Flow:
-    """Exchange a bucket in which nothing is compressed, with all its residuals, in a dtype."""
+    """Exchange a bucket without compressed tensors, and all of its residuals, in a dtype."""
     memory.send_out(bucket.buffer, bucket.plan, bucket.deferred, owned=True)
     everyone.traffic.add(entries=bucket.buffer.numel(), entries_sent=bucket.buffer.numel())
     sent = bucket.buffer.to(dtype)
@@ -122,7 +122,7 @@ def send_dense(bucket: Bucket, memory: Memory, everyone: Link, dtype: torch.dtyp
 
 
 def count_entries(due: int, sent: Compressed, link: Link, memory: Memory) -> None:
-    """Count the entries of a bucket that are due and sent; a number on a GPU counts once it is known."""
+    """Count the due and the sent entries of a bucket; a number on a GPU is counted once it is known."""
     link.traffic.add(entries=due)
     if isinstance(sent.num_entries, Tensor):
         memory.awaited.when_known(sent.num_entries.view(1), lambda counts: link.traffic.add(entries_sent=counts[0]))
@@ -133,8 +133,8 @@ def count_entries(due: int, sent: Compressed, link: Link, memory: Memory) -> Non
 def unused_tensors(gradients: Tensor, plan: BucketPlan) -> set[int]:
     """Indices of tensors whose gradients are all zero. This waits for a GPU, once.
 
-    With ``find_unused_parameters`` DistributedDataParallel discards the result for a parameter that no rank has used,
-    so its residual has to wait.
+    With ``find_unused_parameters`` DistributedDataParallel discards the mean of a parameter that no rank has used, so
+    nothing of its residual may be sent.
     """
     used = [gradients[slice(*bounds)].any() for bounds in plan.bounds]
     return {index for index, is_used in enumerate(torch.stack(used).tolist() if used else []) if not is_used}

@@ -1,10 +1,11 @@
-"""Makes the exchange that the settings ask for, once the ranks are up."""
+"""Chooses and makes the exchange of a run, once the ranks are up."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
+from typing import NamedTuple
 
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -12,15 +13,18 @@ from torch import Tensor
 
 from lightning_dct.config import DCTConfig
 from lightning_dct.gradients.collectives import Link
-from lightning_dct.gradients.exchanges.all_gather import AllGather
-from lightning_dct.gradients.exchanges.auto import Choice, choose
 from lightning_dct.gradients.exchanges.base import Exchange
-from lightning_dct.gradients.exchanges.by_node import ByNode, by_node_link_traversals
+from lightning_dct.gradients.exchanges.compressed import AllGather, ByNode, Sharded, link_traversals
 from lightning_dct.gradients.exchanges.nodes import NodeLayout, find_layout, make_groups
-from lightning_dct.gradients.exchanges.sharded import SHARDED_LINK_TRAVERSALS, Sharded
-from lightning_dct.gradients.plan import BucketPlan, plan_bucket, real_dtype, real_numel
+from lightning_dct.gradients.plan import BucketPlan, Plans, real_dtype, real_numel
 from lightning_dct.gradients.sharding import Piece, share_out
-from lightning_dct.traffic import Traffic
+from lightning_dct.traffic import Traffic, all_gather_bytes, all_reduce_bytes
+
+# The sharded exchange has a second threshold and a second collective. So it must send at most 1 / 1.75 of the bytes,
+# which it does from four ranks on.
+SHARDED_SAVES = 1.75
+# Assumed speed of a link inside a node over a rank's share of the link between nodes, as of NVLink over Ethernet.
+INSIDE_IS_FASTER = 100
 
 
 def make_exchange(
@@ -32,77 +36,123 @@ def make_exchange(
     defer_unused: bool,
     timeout: timedelta | None = None,
 ) -> Exchange:
-    """Make the exchange; all ranks of the job call this at the same time.
+    """Make the exchange; all ranks of the job call this together.
 
     Args:
         config: The settings.
-        parameters: All that are synchronised, now or once they are unfrozen, by name in the model's order.
-        group: The ranks whose gradients are exchanged.
-        place: The number of this rank's node, and its own number on that node, as the launcher gives them.
-        traffic: Where bytes are counted.
+        parameters: All that are synchronised, now or after unfreezing, by name in the model's order.
+        group: The ranks that take part.
+        place: This rank's node and its number on that node, as the launcher gives them.
+        traffic: Counts bytes.
         defer_unused: See :class:`~lightning_dct.gradients.GradientSynchronizer`.
-        timeout: Of the groups inside and between nodes, where there are any.
+        timeout: Of the groups inside and between nodes.
 
     Raises:
-        ValueError: The settings ask for ``"by_node"``, and these ranks cannot do that.
+        ValueError: ``exchange="by_node"`` does not work with these ranks.
     """
     everyone = Link(group, traffic)
     if everyone.size == 1:
         return AllGather(everyone)
     name: str = config.exchange
-    layout = None
     if name in ("auto", "by_node"):
         layout = find_layout(place, group)
-        name = _resolve(config, parameters, layout)
-        groups = make_groups(layout if name == "by_node" else None, group, timeout)
-    if name == "by_node":
-        assert layout is not None
-        assert groups is not None
-        inside = Link(groups[0], traffic, layout.ranks_per_node)
-        between = Link(groups[1], traffic)
-        pieces = share_model(config, parameters, by_node_link_traversals(between.size, inside.size), inside.size)
-        return ByNode(Link(group, traffic, layout.ranks_per_node), inside, between, pieces, defer_unused)
-    if name == "sharded":
-        pieces = share_model(config, parameters, SHARDED_LINK_TRAVERSALS, everyone.size)
-        return Sharded(everyone, pieces, defer_unused)
-    return AllGather(everyone)
-
-
-def plan_model(config: DCTConfig, parameters: Mapping[str, Tensor], link_traversals: float) -> BucketPlan:
-    """The plan of all tensors once warm-up is over, as if they lay in one bucket."""
-    names = list(parameters)
-    sizes = [real_numel(parameter) for parameter in parameters.values()]
-    dtype = real_dtype(next(iter(parameters.values())))
-    densities = [config.density_of(name) for name in names]
-    return plan_bucket(names, sizes, densities, dtype, config.value_format, config.min_tensor_size, link_traversals)
-
-
-def share_model(
-    config: DCTConfig, parameters: Mapping[str, Tensor], link_traversals: float, owners: int
-) -> dict[str, tuple[Piece, ...]]:
-    """Share a model out; frozen parameters apart from the others, so that both are spread evenly."""
-    pieces: dict[str, tuple[Piece, ...]] = {}
-    for trained in (True, False):
-        some = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad == trained}
-        if some:
-            pieces |= share_out(plan_model(config, some, link_traversals), owners)
-    return pieces
-
-
-def choose_for_model(config: DCTConfig, parameters: Mapping[str, Tensor], layout: NodeLayout) -> Choice:
-    """The choice of ``exchange="auto"`` for a model, by its trained parameters, or by all where none is trained."""
-    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    return choose(partial(plan_model, config, trained or parameters), layout)
-
-
-def _resolve(config: DCTConfig, parameters: Mapping[str, Tensor], layout: NodeLayout) -> str:
-    if config.exchange == "by_node":
-        if layout.obstacle is not None:
+        if name == "auto":
+            choice = choose_for_model(config, parameters, layout)
+            rank_zero_info(f"`exchange='auto'` takes {choice.name!r}: {choice.reason}.")
+            name = choice.name
+        elif layout.obstacle is not None:
             raise ValueError(
                 "`exchange='by_node'` needs several nodes with the same number of ranks, two or more, on each, but"
                 f" {layout.obstacle}. Use `exchange='auto'`, or change what the launcher starts."
             )
-        return "by_node"
-    choice = choose_for_model(config, parameters, layout)
-    rank_zero_info(f"`exchange='auto'` takes {choice.name!r}: {choice.reason}.")
-    return choice.name
+        groups = make_groups(layout if name == "by_node" else None, group, timeout)
+        if groups is not None:
+            inside, between = Link(groups[0], traffic, layout.ranks_per_node), Link(groups[1], traffic)
+            traversals = link_traversals(name, everyone.size, inside.size)
+            pieces = share_model(config, parameters, traversals, inside.size)
+            return ByNode(Link(group, traffic, layout.ranks_per_node), inside, between, pieces, defer_unused)
+    if name == "sharded":
+        pieces = share_model(config, parameters, link_traversals(name, everyone.size), everyone.size)
+        return Sharded(everyone, pieces, defer_unused)
+    return AllGather(everyone)
+
+
+def plan_model(config: DCTConfig, parameters: Mapping[str, Tensor], traversals: float) -> BucketPlan:
+    """The plan of all tensors after warm-up, as if they were in one bucket."""
+    tensors = list(parameters.values())
+    plans = Plans(config, traversals)
+    return plans.of(list(parameters), [real_numel(tensor) for tensor in tensors], real_dtype(tensors[0]))
+
+
+def share_model(
+    config: DCTConfig, parameters: Mapping[str, Tensor], traversals: float, owners: int
+) -> dict[str, tuple[Piece, ...]]:
+    """Divide a model among owners; frozen and trained parameters separately, so that both are spread evenly."""
+    pieces: dict[str, tuple[Piece, ...]] = {}
+    for trained in (True, False):
+        some = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad == trained}
+        if some:
+            pieces |= share_out(plan_model(config, some, traversals), owners)
+    return pieces
+
+
+def choose_for_model(config: DCTConfig, parameters: Mapping[str, Tensor], layout: NodeLayout) -> Choice:
+    """The choice of ``exchange="auto"`` for a model's trained parameters, or for all if none is trained."""
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    return choose(partial(plan_model, config, trained or parameters), layout)
+
+
+class Choice(NamedTuple):
+    """The name of an exchange (``"all_gather"``, ``"sharded"`` or ``"by_node"``), and the reason, for a message."""
+
+    name: str
+    reason: str
+
+
+def choose(plan_for: Callable[[float], BucketPlan], layout: NodeLayout) -> Choice:
+    """Choose an exchange for two or more ranks, the same on each; ``plan_for`` plans the model by link traversals."""
+    costs = costs_of(plan_for, layout)
+    name = "sharded" if SHARDED_SAVES * costs["sharded"] <= costs["all_gather"] else "all_gather"
+    if costs.get("by_node", costs[name]) < costs[name]:
+        name = "by_node"
+    ranks = f"{len(layout.places)} ranks on {len(layout.nodes)} node{'s' if len(layout.nodes) > 1 else ''}"
+    what = "bytes sent"
+    if layout.obstacle is None:
+        what = f"bytes between nodes (those inside count a {INSIDE_IS_FASTER}th)"
+    elif len(layout.nodes) > 1:
+        ranks += f", not by node: {layout.obstacle}"
+    counted = ", ".join(f"{other} {cost / 1000:,.1f} kB" for other, cost in costs.items())
+    return Choice(name, f"{ranks}; {what} by a rank in an exchange: {counted}")
+
+
+def costs_of(plan_for: Callable[[float], BucketPlan], layout: NodeLayout) -> dict[str, float]:
+    """Bytes a rank sends in an exchange, by exchange; bytes inside a node count 1 / ``INSIDE_IS_FASTER``."""
+    world_size = len(layout.places)
+    by_node = layout.obstacle is None
+    nodes, per_node = (len(layout.nodes), layout.ranks_per_node) if by_node else (world_size, 1)
+
+    def ring(num_bytes: float) -> float:
+        # Ranks are in the order of the nodes, so one rank of a node sends to another node.
+        return _cost(num_bytes / per_node, num_bytes - num_bytes / per_node)
+
+    def cost(plan: BucketPlan, compressed: float) -> float:
+        dense = ring(all_reduce_bytes(sum(plan.sizes) * plan.dtype.itemsize, world_size))
+        return dense if plan.is_dense else compressed
+
+    gathered = plan_for(link_traversals("all_gather", world_size))
+    sharded = plan_for(link_traversals("sharded", world_size))
+    payload = 2 * sharded.layout.num_bytes / world_size
+    costs = {
+        "all_gather": cost(gathered, ring(all_gather_bytes(gathered.layout.num_bytes, world_size))),
+        "sharded": cost(sharded, _cost((world_size - per_node) * payload, (per_node - 1) * payload)),
+    }
+    if by_node:
+        plan = plan_for(link_traversals("by_node", world_size, per_node))
+        payload = plan.layout.num_bytes / per_node
+        inside = all_reduce_bytes(sum(plan.sizes) * plan.dtype.itemsize, per_node) + (per_node - 1) * nodes * payload
+        costs["by_node"] = cost(plan, _cost((nodes - 1) * payload, inside))
+    return costs
+
+
+def _cost(between: float, inside: float) -> float:
+    return between + inside / INSIDE_IS_FASTER

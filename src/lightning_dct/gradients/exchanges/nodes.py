@@ -1,8 +1,7 @@
-"""Which ranks share a node, as the launcher says, and the process groups inside and between nodes."""
+"""Which ranks share a node, and the process groups inside and between nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -12,7 +11,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class NodeLayout:
-    """Where ranks run: ``places`` has, for each rank, the number of its node and its own number on that node."""
+    """Where ranks run: ``places`` has each rank's node and its number on that node."""
 
     places: tuple[tuple[int, int], ...]
 
@@ -24,12 +23,12 @@ class NodeLayout:
 
     @cached_property
     def ranks_per_node(self) -> int:
-        """Ranks on each node; only valid where there is no obstacle."""
+        """Ranks on each node; only valid without an obstacle."""
         return len(self.nodes[0])
 
     @cached_property
     def obstacle(self) -> str | None:
-        """Why gradients cannot be exchanged by node, or None."""
+        """Why ranks cannot exchange by node, or None."""
         if len(set(self.places)) < len(self.places):
             return "the launcher gives several ranks the same node and the same local rank"
         if len(self.nodes) == 1:
@@ -41,7 +40,7 @@ class NodeLayout:
 
 
 def find_layout(place: tuple[int, int], group: dist.ProcessGroup) -> NodeLayout:
-    """Learn where all ranks of the group run, from each one's place; they call this at the same time."""
+    """Gather the places of all ranks of a group; a collective call."""
     places: list[tuple[int, int]] = [(0, 0)] * group.size()
     dist.all_gather_object(places, place, group=group)
     return NodeLayout(tuple(places))
@@ -50,20 +49,19 @@ def find_layout(place: tuple[int, int], group: dist.ProcessGroup) -> NodeLayout:
 def make_groups(
     layout: NodeLayout | None, group: dist.ProcessGroup, timeout: timedelta | None
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
-    """Make the groups inside and between nodes; all ranks of the job call this at the same time.
+    """Make the groups inside and between nodes; all ranks of the job call this together.
 
     Args:
-        layout: Of the ranks of ``group``, without an obstacle; None when this group needs none.
-        group: The ranks whose gradients are exchanged: all ranks, or some of them while others have groups of their
-            own, as the stages of a pipeline have.
+        layout: Of the ranks of ``group``, without an obstacle; None if this group needs none.
+        group: The ranks that take part: all ranks of the job, or some of them, such as those of a pipeline's stage.
         timeout: Of the new groups' collectives.
 
     Returns:
-        This rank's group inside its node, and that of the ranks in the same place on other nodes.
+        This rank's group inside its node, and that of the ranks with its local number on all nodes.
     """
+    members = dist.get_process_group_ranks(group)
     wanted: list[tuple[int, ...]] = []
     if layout is not None:
-        members = dist.get_process_group_ranks(group)
         inside = [tuple(members[rank] for rank in ranks) for ranks in layout.nodes]
         wanted = [*inside, *zip(*inside, strict=True)]
     if group.size() < dist.get_world_size():
@@ -71,24 +69,12 @@ def make_groups(
         everyone: list[list[tuple[int, ...]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, wanted)
         wanted = sorted({ranks for theirs in everyone for ranks in theirs})
-    own = _make_all(wanted, dist.get_backend(group), timeout)
-    # A rank that destroys a group at once, as after a fit of no steps, would cut off others that still connect.
+    backend = dist.get_backend(group)
+    made = {ranks: dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in wanted}
+    # A rank that destroys a group at once, as after a fit of no steps, would disconnect others that still connect.
     dist.all_gather_object([None] * group.size(), None, group=group)
     if layout is None:
         return None
-    rank = group.rank()
-    local = next(ranks for ranks in layout.nodes if rank in ranks)
-    inside_ranks = tuple(members[other] for other in local)
-    return own[inside_ranks], next(made for ranks, made in own.items() if ranks != inside_ranks)
-
-
-def _make_all(
-    wanted: Sequence[tuple[int, ...]], backend: str, timeout: timedelta | None
-) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Make groups and return those that this rank belongs to."""
-    own = {}
-    for ranks in wanted:
-        made = dist.new_group(list(ranks), timeout=timeout, backend=backend)
-        if dist.get_rank() in ranks:
-            own[ranks] = made
-    return own
+    own = [ranks for ranks in made if dist.get_rank() in ranks]
+    own.sort(key=lambda ranks: ranks not in inside)
+    return made[own[0]], made[own[1]]

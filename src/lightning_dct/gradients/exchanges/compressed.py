@@ -1,0 +1,171 @@
+"""The three compressed exchanges: all-gather, sharded, and by node.
+
+``all_gather``: every rank sends its payload to all others. Bytes grow with the number of ranks ``W``, because a rank
+sends ``W - 1`` payloads. There is only one threshold, so residuals are smaller than in the other exchanges.
+
+    rank r              compress -> payload_r                         all-gather
+    every rank          sum of all payloads / W
+
+``sharded``: every rank sums the pieces it owns and sends the large entries of the sums. A rank sends ``(W - 1) / W`` of
+its selection, and as much again of the sums it owns: the traffic of a parameter server (Gupta et al., KDD 2021, section
+3) that is distributed over the ranks. The owner keeps the residual of the sums.
+
+    rank r              compress, a payload for each owner            all-to-all
+    owner o             sum the payloads for its shard
+                        compress the sum -> payload_o                 all-gather
+    every rank          unpack the payloads of all owners / W
+
+``by_node``: dense inside a node, compressed between nodes. The ranks of a node act as one worker, whose residual they
+share: a rank compresses ``1 / L`` of the bucket and sends ``(N - 1) / L`` payloads between ``N`` nodes of ``L`` ranks.
+This pays if links inside a node are much faster.
+
+    inside a node       mean of the gradients                         all-reduce, dense
+    rank l of a node    compress shard l of it -> payload_l
+    between nodes       payloads of shard l, one from each node       all-gather among the ranks l
+    inside a node       payloads of all shards                        all-gather, still compressed
+    every rank          sum of all payloads / W
+
+In each of them all ranks sum the same payloads in the same order, so replicas stay bitwise identical.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from lightning_dct.gradients.collectives import (
+    Link,
+    all_gather_payload,
+    all_reduce_mean,
+    deliver_payloads,
+    spread_payload,
+)
+from lightning_dct.gradients.exchanges.base import Bucket, Exchange, Flow, count_entries, unused_tensors
+from lightning_dct.gradients.memory import Memory
+from lightning_dct.gradients.sharding import Piece, Shards, owned_by
+
+
+def link_traversals(exchange: str, world_size: int, ranks_per_node: int = 1) -> float:
+    """How often each link of a ring carries a rank's payload, where an all-reduced tensor counts as 2.
+
+    Links inside nodes do not count for ``"by_node"``.
+    """
+    if exchange == "by_node":
+        return (world_size // ranks_per_node - 1) * world_size / (world_size - 1)
+    return 2.0 if exchange == "sharded" else float(world_size)
+
+
+class AllGather(Exchange):
+    """The exchange for few ranks."""
+
+    def __init__(self, everyone: Link) -> None:
+        self.everyone = everyone
+        self.link_traversals = link_traversals("all_gather", everyone.size)
+
+    def send(self, bucket: Bucket, memory: Memory) -> Flow:
+        """See :meth:`Exchange.send`."""
+        buffer, plan, deferred = bucket
+        residual = memory.residual_of(plan, buffer.device)
+        compressed = memory.compress(buffer, residual, plan, deferred, memory.gradient_scale)
+        count_entries(buffer.numel(), compressed, self.everyone, memory)
+        work, payloads = all_gather_payload(compressed.payload, self.everyone)
+        yield work
+        return memory.decompress(payloads, buffer, plan, 1.0 / (memory.gradient_scale * self.everyone.size))
+
+
+class Sharded(Exchange):
+    """The exchange for many ranks; ``pieces`` are every parameter's pieces, by name, divided among the ranks."""
+
+    rounds = 2
+
+    def __init__(self, everyone: Link, pieces: Mapping[str, tuple[Piece, ...]], defer_unused: bool) -> None:
+        self.everyone = everyone
+        self.link_traversals = link_traversals("sharded", everyone.size)
+        self.pieces = owned_by(pieces, everyone.rank)
+        self._defer_unused = defer_unused
+        self._shards = Shards(pieces, everyone.size)
+
+    def send(self, bucket: Bucket, memory: Memory) -> Flow:
+        """See :meth:`Exchange.send`."""
+        buffer, plan, deferred = bucket
+        shards, joined = cut = self._shards.of(plan)
+        sizes = [shard.plan.layout.num_bytes for shard in shards]
+        residual = memory.residual_of(plan, buffer.device)
+        compressed = memory.compress(buffer, residual, joined, cut.of(deferred), memory.gradient_scale)
+        count_entries(buffer.numel(), compressed, self.everyone, memory)
+        work, received = deliver_payloads(compressed.payload.split(sizes), self.everyone)
+        yield work
+
+        own = shards[self.everyone.rank]
+        sums = torch.zeros(sum(own.plan.sizes), dtype=plan.residual_dtype, device=buffer.device)
+        memory.decompress(received, sums, own.sums, 1.0)
+        deferred = unused_tensors(sums, own.sums) if self._defer_unused else set()
+        sent = memory.compress(sums, memory.owned_of(own.packed, buffer.device), own.sums, deferred, 1.0)
+        work, spread = spread_payload(sent.payload, sizes, self.everyone)
+        yield work
+
+        factor = 1.0 / (memory.gradient_scale * self.everyone.size)
+        return memory.decompress(torch.cat(spread).unsqueeze(0), buffer, joined, factor, "Sums")
+
+
+class ByNode(Exchange):
+    """The exchange for several nodes with several ranks each.
+
+    Args:
+        everyone: All ranks, with the number of ranks per node.
+        inside: The ranks of this node. :meth:`close` destroys the group.
+        between: The ranks with this rank's local number on all nodes. :meth:`close` destroys the group.
+        pieces: Every parameter's pieces, by name, divided among the ranks of a node.
+        defer_unused: See :class:`~lightning_dct.gradients.GradientSynchronizer`.
+    """
+
+    rounds = 3
+    sums_first = True
+
+    def __init__(
+        self, everyone: Link, inside: Link, between: Link, pieces: Mapping[str, tuple[Piece, ...]], defer_unused: bool
+    ) -> None:
+        self.everyone = everyone
+        self.pieces = owned_by(pieces, inside.rank)
+        self.link_traversals = link_traversals("by_node", everyone.size, inside.size)
+        self._inside, self._between = inside, between
+        self._defer_unused = defer_unused
+        self._made = [inside.group, between.group]
+        self._shards = Shards(pieces, inside.size)
+
+    def send(self, bucket: Bucket, memory: Memory) -> Flow:
+        """See :meth:`Exchange.send`."""
+        buffer, plan, deferred = bucket
+        shards, joined = self._shards.of(plan)
+        # Residuals of this rank's own gradients, left by another exchange, are sent with the dense gradients.
+        memory.send_out(buffer, plan, deferred, owned=False)
+        for index in deferred:
+            buffer[slice(*plan.bounds[index])] = 0.0
+        yield all_reduce_mean(buffer, self._inside)
+
+        own = shards[self._inside.rank]
+        gradient = torch.cat([buffer.new_empty(0), *(buffer[slice(*bounds)] for bounds in own.plan.bounds)])
+        deferred = unused_tensors(gradient, own.packed) if self._defer_unused else set()
+        residual = memory.owned_of(own.packed, buffer.device)
+        # The sum over the node's ranks, from their mean.
+        scale = memory.gradient_scale * self._inside.size
+        compressed = memory.compress(gradient, residual, own.packed, deferred, scale)
+        count_entries(gradient.numel(), compressed, self.everyone, memory)
+        work, gathered = all_gather_payload(compressed.payload, self._between)
+        yield work
+
+        nodes = self._between.size
+        sizes = [nodes * shard.plan.layout.num_bytes for shard in shards]
+        work, spread = spread_payload(gathered.flatten(), sizes, self._inside)
+        yield work
+
+        factor = 1.0 / (memory.gradient_scale * self.everyone.size)
+        by_shard = [payloads.view(nodes, -1) for payloads in spread]
+        return memory.decompress(torch.cat(by_shard, dim=1), buffer, joined, factor)
+
+    def close(self) -> None:
+        """Destroy the groups inside and between nodes."""
+        while self._made:
+            dist.destroy_process_group(self._made.pop())
