@@ -19,9 +19,11 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -33,6 +35,7 @@ TIMEOUT_S = 400.0
 GRACE_S = 10.0
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["distributed.preloaded"])
+TESTS = Path(__file__).parents[1]
 
 
 class RankFailure(AssertionError):
@@ -78,9 +81,7 @@ class Ranks:
             port = free_port()
             for rank in range(self.world_size):
                 ours, theirs = CONTEXT.Pipe()
-                arguments = (rank, self.world_size, port, theirs, self._log_path(rank))
-                process = CONTEXT.Process(target=_serve, args=arguments, daemon=True)
-                process.start()
+                process = started(_serve, rank, self.world_size, port, theirs, self._log_path(rank), daemon=True)
                 theirs.close()
                 self._processes.append(process)
                 self._pipes.append(ours)
@@ -126,6 +127,19 @@ class Ranks:
         return path.read_text(errors="replace")[-3000:] if path.exists() else ""
 
 
+def started(function: Callable[..., Any], *arguments: Any, daemon: bool = False) -> Any:
+    """A new process that calls ``function(*arguments)`` and in which :mod:`distributed.preloaded` is imported already.
+
+    A fork server of Python before 3.12.9 looks for what it shall import in ``PYTHONPATH`` alone. It says nothing when
+    it does not find it, and then every process imports everything by itself.
+    """
+    with patch.dict(os.environ, PYTHONPATH=f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"):
+        forkserver.ensure_running()
+    process = CONTEXT.Process(target=function, args=arguments, daemon=daemon)
+    process.start()
+    return process
+
+
 def free_port() -> int:
     """A TCP port nobody listens on, below all that kernels give away: nobody else takes it before it is bound."""
     while True:
@@ -162,6 +176,7 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, log_path: Pa
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     sys.stdout = sys.stderr = log
+    assert "distributed.preloaded" in sys.modules, "every process imports everything by itself"
     os.environ.update(elastic_environment(rank, world_size, port))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

@@ -14,7 +14,7 @@ from pathlib import Path
 from textwrap import dedent
 from unittest.mock import patch
 
-from distributed.harness import CONTEXT, Ranks, elastic_environment, free_port
+from distributed.harness import CONTEXT, Ranks, elastic_environment, free_port, started
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 TRAIN = EXPERIMENTS / "train.py"
@@ -36,9 +36,7 @@ class Script:
         self._output, theirs = CONTEXT.Pipe(duplex=False)
         # Lightning would choose one that the kernel gives to whoever asks first.
         port = {"MASTER_PORT": str(free_port())}
-        settings = (folder, arguments, environment_of_users() | port | variables, theirs)
-        self._process = CONTEXT.Process(target=_run_script, args=settings)
-        self._process.start()
+        self._process = started(_run_script, folder, arguments, environment_of_users() | port | variables, theirs)
         theirs.close()
 
     def is_running(self) -> bool:

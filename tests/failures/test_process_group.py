@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distributed.harness import CONTEXT
+from distributed.harness import CONTEXT, started
 from lightning_dct.failures.process_group import meet_in_fresh_store
 
 WORLD_SIZE = 3
@@ -48,11 +48,7 @@ def test_every_start_has_a_store_of_its_own(agent: dist.TCPStore) -> None:
     ports = set()
     for _ in range(2):
         pipes = [CONTEXT.Pipe(duplex=False) for _ in range(WORLD_SIZE)]
-        processes = [
-            CONTEXT.Process(target=start, args=(rank, agent.port, sender)) for rank, (_, sender) in enumerate(pipes)
-        ]
-        for process in processes:
-            process.start()
+        processes = [started(start, rank, agent.port, sender) for rank, (_, sender) in enumerate(pipes)]
         for receiver, _ in pipes:
             assert receiver.poll(PATIENCE.total_seconds())
             total, port = receiver.recv()

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from torch import Tensor
 
-from distributed.harness import CONTEXT, free_port
+from distributed.harness import CONTEXT, free_port, started
 from reliability.killed_training import BATCHES, KINDS, WORLD_SIZES, train
 
 # Generous: a machine may be paused for minutes.
@@ -106,10 +106,7 @@ def run(kind: str, folder: Path, kill: Kill | None) -> str:
     world_size = WORLD_SIZES[kind]
     for rank in range(world_size):
         ours, theirs = CONTEXT.Pipe()
-        processes.append(
-            CONTEXT.Process(target=train, args=(rank, world_size, port, kind, folder, theirs), daemon=True)
-        )
-        processes[-1].start()
+        processes.append(started(train, rank, world_size, port, kind, folder, theirs, daemon=True))
         theirs.close()
         pipes.append(ours)
     try:

@@ -9,7 +9,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distributed.harness import CONTEXT, elastic_environment, free_port
+from distributed.harness import elastic_environment, free_port, started
 
 
 class Ended(NamedTuple):
@@ -35,13 +35,8 @@ def run_to_the_end(
     """
     port = free_port()
     paths = [folder / f"rank-{rank}.log" for rank in range(world_size)]
-    processes = [
-        CONTEXT.Process(target=_run, args=(rank, world_size, port, paths[rank], function, arguments))
-        for rank in range(world_size)
-    ]
     start = time.monotonic()
-    for process in processes:
-        process.start()
+    processes = [started(_run, rank, world_size, port, paths[rank], function, arguments) for rank in range(world_size)]
     seconds: dict[int, float] = {}
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
     while set(running.values()) - {failing} and (left := start + timeout_s - time.monotonic()) > 0:
