@@ -135,9 +135,15 @@ def started(function: Callable[..., Any], *arguments: Any, daemon: bool = False)
     """
     with patch.dict(os.environ, PYTHONPATH=f"{TESTS}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"):
         forkserver.ensure_running()
-    process = CONTEXT.Process(target=function, args=arguments, daemon=daemon)
+    process = CONTEXT.Process(target=_begin, args=(function, *arguments), daemon=daemon)
     process.start()
     return process
+
+
+def _begin(function: Callable[..., Any], *arguments: Any) -> None:
+    assert "distributed.preloaded" in sys.modules, "the fork server has not found it: every process imports everything"
+    multiprocessing.set_start_method(None, force=True)  # what it starts is started as elsewhere, by no fork server
+    function(*arguments)
 
 
 def free_port() -> int:
@@ -176,7 +182,6 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, log_path: Pa
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     sys.stdout = sys.stderr = log
-    assert "distributed.preloaded" in sys.modules, "every process imports everything by itself"
     os.environ.update(elastic_environment(rank, world_size, port))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 for dtype in (torch.float32, torch.float64):
     select(torch.zeros(8, dtype=dtype), torch.zeros(8, dtype=dtype), [(0, 8)], [1.0])
 
-# The folder of the tests, which was there for this file; see harness.py.
+# The folder of the tests was there for this file; see harness.py.
 os.environ["PYTHONPATH"] = os.environ["PYTHONPATH"].partition(os.pathsep)[2]
 gc.collect()
 gc.freeze()
