@@ -22,12 +22,13 @@ settings.load_profile("tests")
 # Files that take longest come first: begun last, one of them would leave all workers but one with nothing to do.
 LONGEST = {
     "test_readme.py",
+    "test_examples.py",
     "test_restarts.py",
     "test_launchers.py",
+    "test_refusals.py",
     "test_hosts.py",
     "test_jobs.py",
     "test_benchmark.py",
-    "test_failures.py",
     "test_kill_and_resume.py",
 }
 

@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,12 @@ def run(words: list[str], tmp_path: Path) -> str:
 
 def python(words: list[str]) -> list[str]:
     return [sys.executable, "-W", "ignore", *words]
+
+
+@cache
+def is_built(folder: str) -> None:
+    """By pip; its extras change nothing of that."""
+    run(python(["-m", "pip", "install", "--dry-run", "--no-deps", "--quiet", folder]), ROOT)
 
 
 def test_first_snippet_trains_and_prints_the_table(tmp_path, ranks):
@@ -126,7 +133,7 @@ def test_command(words, tmp_path, ranks, monkeypatch):
         case ["pip", "install", requirement]:
             extras = re.findall(r"\[(.*)\]", requirement)
             assert set(extras) <= set(metadata.metadata("lightning-dct").get_all("Provides-Extra"))
-            run(python(["-m", "pip", "install", "--dry-run", "--no-deps", "--quiet", requirement]), tmp_path)
+            is_built(requirement.partition("[")[0])
         case ["python", "experiments/train.py", *overrides]:
             train_on_ranks(ranks, tmp_path, *with_data(overrides), *SHORT, f"hydra.run.dir={tmp_path}/run")
             assert (tmp_path / "run" / "result.json").exists()

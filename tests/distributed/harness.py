@@ -32,7 +32,7 @@ import torch.distributed as dist
 # Far more than anything takes on a quiet machine; a busy one may have a tenth of its speed.
 TIMEOUT_S = 400.0
 # How long the other ranks may take to report their own failure after one rank has reported one.
-GRACE_S = 10.0
+GRACE_S = 3.0
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["distributed.preloaded"])
 TESTS = Path(__file__).parents[1]

@@ -10,11 +10,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmark import kernels, memory, pipeline, recommender, steps
+from benchmark import kernels, memory, pipeline, recommender, session, steps
 from benchmark.job import Job, Run, of_all_ranks, read_runs
 from benchmark.kernels import (
     FLOOR,
@@ -31,8 +32,10 @@ from benchmark.tables import Figure, Take, faster_than, figure_of, link_name, st
 from benchmark.timeline import BACKWARD, FORWARD, SHARING, WAITING, typical_step
 from benchmark.worker import train
 from distributed.harness import Ranks
+from distributed.scripts import run_here
 from distributed.training import on_two_nodes
 from network.hosts import INTERFACE, Link, make_hosts
+from reliability.processes import run_to_the_end
 
 RUN = Run(DDP, 10, 2.0, 8000, 9000, 0.5, 0.1, [3.0, 2.0], None)
 
@@ -217,7 +220,25 @@ def test_bad_options_are_named(options: list[str], capsys: pytest.CaptureFixture
     assert "argument {}: {}: give ".format(*options) in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("settings_of_the_process")
+def run_node(script: str, arguments: tuple[str, ...], folder: str) -> None:
+    """What torchrun does for the only rank of one of two hosts."""
+    with on_two_nodes():
+        run_here(script, arguments, folder, LOCAL_WORLD_SIZE="1", OMP_NUM_THREADS="1", NUMBA_NUM_THREADS="1")
+
+
+@pytest.fixture
+def hosts_that_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks come from the fork server, at little cost: test_steps_on_the_loopback shows that torchrun starts them."""
+
+    def run_ranks(hosts: list[Any], words: list[str], *_: int) -> None:
+        arguments = (words[0], tuple(words[1:]), str(tmp_path))
+        for ended in run_to_the_end(run_node, *arguments, world_size=2, failing=-1, folder=tmp_path, timeout_s=400):
+            assert ended.exit_status == 0, ended.output
+
+    monkeypatch.setattr(session, "run_ranks", run_ranks)
+
+
+@pytest.mark.usefixtures("settings_of_the_process", "hosts_that_fork")
 def test_a_recommender_on_the_loopback(tmp_path: Path) -> None:
     """Oracle: 13 tables are another rank's, whose ids, rows and gradients cross whole where nothing is compressed."""
     sizes = ["--rounds", "1", "--steps", "2", "--batch-size", "8", "--dim", "4", "--table-rows", "50"]
@@ -234,7 +255,7 @@ def test_a_recommender_on_the_loopback(tmp_path: Path) -> None:
     assert [run["evicted"] for run in runs.values()] == [0, 0, 0]  # the caches hold all rows
 
 
-@pytest.mark.usefixtures("settings_of_the_process")
+@pytest.mark.usefixtures("settings_of_the_process", "hosts_that_fork")
 def test_a_pipeline_on_the_loopback(tmp_path: Path) -> None:
     """Oracle: in fp32 every entry crosses whole, each way, and 12 bytes of a header go forward."""
     sizes = ["--rounds", "1", "--steps", "2", "--batch-size", "4", "--micro-batches", "2", "--width", "16"]
