@@ -172,5 +172,7 @@ class ErrorAveraging(Callback):
         for parameter, name in synchronizer.parameter_names.items():
             plan = synchronizer.plans.of((name,), (real_numel(parameter),), real_dtype(parameter))
             if parameter.requires_grad and not plan.is_dense:
-                residual = synchronizer.residuals.of(name, plan.sizes[0], plan.residual_dtype, parameter.device)
+                residual = synchronizer.residuals.view(name)
+                if residual is None:
+                    residual = synchronizer.residuals.flat((name,), plan.sizes, plan.residual_dtype, parameter.device)
                 all_reduce_mean(residual, everyone).wait()
