@@ -162,7 +162,7 @@ class Measured:
 
     def __str__(self) -> str:
         rate = "no limit that shows" if (bits := self.link.bits_per_second) is None else rate_text(float(f"{bits:.2g}"))
-        return f"link: {rate}, {1e3 * self.link.latency:.2g} ms an all-reduce of nothing"
+        return f"link: {rate}, {1e3 * self.link.latency:.2g} ms an empty all-reduce"
 
 
 def measure_speeds(
