@@ -161,9 +161,7 @@ class ErrorAveraging(Callback):
         """Note the step."""
         self._synchronised_before = trainer.strategy.synchronizer.synchronisations
 
-    def on_train_batch_end(
-        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_index: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Average when it is due; a collective call."""
         synchronizer, every = trainer.strategy.synchronizer, self.every_n_steps
         if synchronizer.synchronisations // every == self._synchronised_before // every:
