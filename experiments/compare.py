@@ -1,15 +1,15 @@
-"""Trains the same experiment under several synchronisations and seeds, and sets the results side by side.
+"""Trains the same experiment under several synchronisations and seeds, and compares the results.
 
     python experiments/compare.py experiment=lm --seeds 0 1 2 --strategy ddp --strategy "1%: dct strategy.density=0.01"
 
 The first strategy is the baseline. Each run is a ``train.py`` of its own, in its own folder below ``--output``. A run
-that has left its ``result.json`` there is not repeated, so a comparison that was stopped goes on where it was; one that
-fails is reported, and the others go on. ``--sweep model.learning_rate=0.003,0.01,0.03`` tries each value for every
-strategy with the first seed, takes the best by validation, and runs the other seeds with it. What comes out is
+with a ``result.json`` there is not repeated, so the same command continues a stopped comparison. A run that fails is
+reported, and does not stop the others. ``--sweep model.learning_rate=0.003,0.01,0.03`` tries each value for every
+strategy with the first seed, takes the best by validation, and runs the other seeds with it. The results are
 ``table.md``, ``table.csv`` with every figure of every run, and ``quality.png``: quality against bytes.
 
-``--collect-only`` makes them again from what is there. ``--collect multirun/2026-01-31/12-00-00`` makes them from runs
-that ``train.py --multirun`` has left.
+``--collect-only`` makes these files from finished runs, ``--collect multirun/2026-01-31/12-00-00`` from those of
+``train.py --multirun``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rival of ``dct_fsdp``: torch's hybrid sharding, the same replicas with a dense all-reduce between them."""
+"""The reference for ``dct_fsdp``: torch's hybrid sharding, with a dense all-reduce between replicas."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class HSDPStrategy(MeshStrategy):
         return self.device_mesh[AXES[:2]]
 
     def setup(self, trainer: Any) -> None:
-        """Let gloo take sums, which has no means."""
+        """Let gloo compute sums, because it has no means."""
         for module in sharded_modules(trainer.lightning_module):
             module.set_force_sum_reduction_for_comms(True)
         super().setup(trainer)

@@ -1,8 +1,7 @@
-"""Starts ``train.py`` as a process of its own, in a folder of its own, and leaves nothing of it behind.
+"""Starts ``train.py`` as a process of its own, in a folder of its own, and ends all its processes.
 
-A run sets variables of the environment, opens a process group and starts other ranks, which Lightning gives the same
-command line. Where several runs follow one another, each therefore gets a process for itself, with the overrides of
-this one run on its command line: what it sets ends with it, and no rank can start the other runs again.
+A run sets environment variables, opens a process group and starts other ranks, to which Lightning gives the same
+command line. With a process for each run, these settings end with it, and no rank can start other runs again.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def is_hydra_setting(override: str) -> bool:
 
 def train_command(words: list[str], folder: Path) -> list[str]:
     """The command line of one run: Hydra's options, then overrides, then the folder for all that the run writes."""
-    # In quotes, because a folder's name may hold what Hydra's grammar gives a meaning, as `=` and `,`.
+    # In quotes, because a folder's name may have characters of Hydra's grammar, such as `=` and `,`.
     quoted = str(folder.resolve()).replace("\\", "\\\\").replace("'", "\\'")
     return [sys.executable, str(TRAIN), *words, f"hydra.run.dir='{quoted}'"]
 
@@ -94,7 +93,7 @@ def run_job_of_sweep() -> None:
 
 @contextlib.contextmanager
 def _signals_as_exits() -> Iterator[None]:
-    """Make the signals that end a process raise, so that what it has started can be ended first."""
+    """Make the signals that end a process raise an exception, so that it can end its children first."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -102,7 +101,7 @@ def _signals_as_exits() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    # One that is ignored, as nohup ignores SIGHUP, stays so.
+    # A signal that is ignored, such as SIGHUP under nohup, stays ignored.
     numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, leave) for number in numbers}
     try:
@@ -118,11 +117,11 @@ def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> N
 
 
 def _wait_for_group(process: subprocess.Popen[bytes]) -> None:
-    """Wait until a process and all others of its group have ended, or the time of grace is over."""
+    """Wait until a process and all others of its group have ended, or the grace time is over."""
     deadline = time.monotonic() + _GRACE_S
     while time.monotonic() < deadline:
         process.poll()
-        # As the first process of a container this one inherits what a run leaves, and must see it off.
+        # The first process of a container inherits the orphans of a run, and must reap them.
         with contextlib.suppress(ChildProcessError):
             os.waitpid(-process.pid, os.WNOHANG)
         try:

@@ -1,4 +1,4 @@
-"""Loggers that need a decision first: Weights & Biases runs online only where the user is logged in."""
+"""A logger for Weights & Biases that is online only if the user is logged in."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def wandb_logger(offline: bool | None = None, **settings: Any) -> WandbLogger:
         offline = not logged_in_to_wandb()
     save_dir = settings.get("save_dir")
     if save_dir is not None:
-        # wandb falls back to the temporary folder, in silence nearly, when this one is not there.
+        # wandb uses the temporary folder if this one is missing.
         Path(save_dir).mkdir(parents=True, exist_ok=True)
     return WandbLogger(offline=offline, **settings)

@@ -161,9 +161,7 @@ class ErrorAveraging(Callback):
         """Note the step."""
         self._synchronised_before = trainer.strategy.synchronizer.synchronisations
 
-    def on_train_batch_end(
-        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_index: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Average when it is due; a collective call."""
         synchronizer, every = trainer.strategy.synchronizer, self.every_n_steps
         if synchronizer.synchronisations // every == self._synchronised_before // every:
@@ -172,5 +170,7 @@ class ErrorAveraging(Callback):
         for parameter, name in synchronizer.parameter_names.items():
             plan = synchronizer.plans.of((name,), (real_numel(parameter),), real_dtype(parameter))
             if parameter.requires_grad and not plan.is_dense:
-                residual = synchronizer.residuals.of(name, plan.sizes[0], plan.residual_dtype, parameter.device)
+                residual = synchronizer.residuals.view(name)
+                if residual is None:
+                    residual = synchronizer.residuals.flat((name,), plan.sizes, plan.residual_dtype, parameter.device)
                 all_reduce_mean(residual, everyone).wait()

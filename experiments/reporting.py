@@ -35,9 +35,7 @@ class StepTimer(Callback):
         self._durations.clear()
         self._step, self._finished_at = trainer.global_step, None
 
-    def on_train_batch_end(
-        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_index: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step == self._step:
             return
         now = time.perf_counter()

@@ -40,7 +40,7 @@ def make_trainer(config: DictConfig) -> Trainer:
     loggers: list[Logger] = instantiate_group(config.get("logger"))
     callbacks: list[Callback] = instantiate_group(config.get("callbacks"))
     if not loggers:
-        # This callback refuses to run when there is nowhere to log to.
+        # This callback raises an error without a logger.
         callbacks = [callback for callback in callbacks if not isinstance(callback, LearningRateMonitor)]
     return hydra.utils.instantiate(
         config.trainer,
@@ -51,7 +51,7 @@ def make_trainer(config: DictConfig) -> Trainer:
 
 
 def share_run_folder() -> None:
-    """Make the ranks that torchrun starts use one folder, which rank 0 describes, as Lightning's launcher does."""
+    """Let all ranks that torchrun starts use one folder, as with Lightning's launcher; rank 0 describes it."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -102,7 +102,7 @@ def collect_result(trainer: Trainer, module: LightningModule, metrics: dict[str,
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def main(config: DictConfig) -> None:
-    """Train, score and report one run, in which case every rank comes through here; or a job of ``--multirun``."""
+    """Train, score and report one run, on every rank; or start a job of ``--multirun``."""
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         run_job_of_sweep()
         return
@@ -112,7 +112,7 @@ def main(config: DictConfig) -> None:
     trainer = make_trainer(config)
 
     trainer.fit(module, datamodule=data, ckpt_path=config.ckpt_path)
-    # Scored once more at the end: the last validation within fit may lie some steps back.
+    # The last validation within fit may be some steps old.
     scores = trainer.validate(module, datamodule=data, verbose=False)
     if config.test:
         scores += trainer.test(module, datamodule=data, verbose=False)
@@ -127,6 +127,6 @@ def main(config: DictConfig) -> None:
 if __name__ == "__main__":
     share_run_folder()
     if {"--help", "-h"}.intersection(sys.argv) and not any(word.startswith("experiment=") for word in sys.argv):
-        # Hydra shows a configuration, and without an experiment there is none.
+        # Hydra's help shows a configuration, which needs an experiment.
         sys.argv.append("experiment=lm")
     main()

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
 
+from benchmark.job import QUIET
 from benchmark.tables import describe_machine, link_name, publish
 from benchmark.task import NextBytes, next_bytes_data
 from lightning_dct import DCTStrategy
@@ -103,10 +104,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         max_epochs=-1,
         callbacks=[watch],
         limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(NextBytes(job["width"]), datamodule=next_bytes_data(job["batch_size"]))
     between = [after - before for before, after in zip(watch.ends, watch.ends[1:], strict=False)]

@@ -11,6 +11,8 @@ from benchmark.timeline import Span, typical_step
 from network.hosts import Link
 
 MILLISECONDS = 1e3
+QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+"""Arguments of a Trainer that only trains."""
 
 
 @dataclass(frozen=True)

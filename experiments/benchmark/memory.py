@@ -28,6 +28,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from benchmark.job import QUIET
 from benchmark.session import at_least
 from benchmark.tables import describe_machine, publish
 from hsdp import HSDPStrategy
@@ -77,10 +78,9 @@ def train(name: str, options: argparse.Namespace) -> dict[str, int]:
     seed_everything(0, verbose=False)
     measure_speed(0.3, "1bit", [20_000], seconds=0.0)
     strategy, before = STRATEGIES[name](), peak()
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     place: dict[str, Any] = {"accelerator": "cpu", "devices": RANKS_PER_NODE, "num_nodes": NODES}
     rows = torch.randn(NODES * RANKS_PER_NODE * STEPS * ROWS, options.width)
-    trainer = Trainer(strategy=strategy, max_steps=STEPS, **place, **quiet)
+    trainer = Trainer(strategy=strategy, max_steps=STEPS, **place, **QUIET)
     trainer.fit(Stack(options.layers, options.width), DataLoader(rows, ROWS))
     found, synchronizer = {"peak": peak() - before, "remembered": 0}, getattr(strategy, "synchronizer", None)
     if synchronizer is not None:

@@ -49,9 +49,7 @@ class Stopwatch(Callback):
         self._before = self._sent_so_far(trainer)
         self._started = perf_counter()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_index: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any) -> None:
         self._losses.append(float(outputs["loss"]))
         if trainer.global_step == 1:
             # The first step takes another time than the rest.

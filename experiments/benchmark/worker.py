@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer, seed_everything
 
-from benchmark.job import Job, Run
+from benchmark.job import QUIET, Job, Run
 from benchmark.recommenders import RECOMMENDERS, ClickSteps, click_batches
 from benchmark.stages import CROSSINGS, STAGES, split_model
 from benchmark.stopwatch import Stopwatch, round_length_of
@@ -59,10 +59,7 @@ def train(name: str, job: Job) -> Run:
         check_val_every_n_epoch=None,
         val_check_interval=job.warm_up_steps + job.steps + 1,
         num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(model, **data)
     scores = trainer.validate(model, **data, verbose=False) if job.score else [{}]

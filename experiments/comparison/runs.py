@@ -16,7 +16,7 @@ from jobs import is_hydra_setting, run_alone, train_command
 RESULT = "result.json"
 OUTPUT = "output.txt"
 _LINES_SHOWN = 20
-# A label ends in a colon and a blank, and what comes after it starts with the name of a file.
+# A label ends in a colon and a blank; then comes the name of a file.
 _LABELLED = re.compile(r"(?P<label>.+?):\s+(?P<settings>\w+(\s.*)?)", re.DOTALL)
 _READABLE_LENGTH = 100
 
@@ -89,14 +89,14 @@ def plan_run(common: Sequence[str], strategy: Strategy, swept: Sequence[str], se
 
 
 def folder_name(shown: Sequence[str], all_overrides: Sequence[str]) -> str:
-    """A folder's name that people can read and that no two different runs share, as it ends in a digest."""
-    # No equals sign, which Hydra's command line gives a meaning.
+    """A readable name of a folder, which ends in a digest, so that no two different runs share it."""
+    # Without equals signs, which belong to Hydra's grammar.
     readable = re.sub(r"[^A-Za-z0-9.]+", "-", describe(shown)).strip("-")[:_READABLE_LENGTH]
     return f"{readable}-{hashlib.sha256(json.dumps(list(all_overrides)).encode()).hexdigest()[:8]}"
 
 
 def describe(overrides: Sequence[str]) -> str:
-    """Write overrides as short as a reader can do with.
+    """Overrides in short for a reader.
 
     Example:
         >>> describe(["strategy=dct", "strategy.density=0.01", "model.learning_rate=0.003"])
@@ -106,7 +106,7 @@ def describe(overrides: Sequence[str]) -> str:
 
 
 def setting_name(override: str) -> str:
-    """The setting that an override is about.
+    """The setting of an override.
 
     Example:
         >>> setting_name("+model.learning_rate=0.1")
@@ -159,14 +159,14 @@ class Runner:
         self.problems: list[str] = []
 
     def get(self, planned: Run) -> Run | None:
-        """Find a run done, or do it; None when it has failed, or is not there and nothing shall be started."""
+        """Find a run done, or do it; None when it has failed, or is missing with ``collect_only``."""
         try:
             result = read_result(planned)
             if result is None and self._collect_only:
                 raise ValueError("missing")
             result = result or self._do(planned)
         except (ValueError, OSError) as error:
-            # Of what failed the first line goes into the table: the rest is what the run printed last.
+            # The table gets the first line; the others are the last output of the run.
             self.problems.append(f"{planned.name}: {str(error).partition(chr(10))[0]}")
             print(f"failed   {planned.name}: {error}", flush=True)
             return None
@@ -203,7 +203,7 @@ def collect(folders: Sequence[Path]) -> tuple[list[Entry], list[str], list[str]]
     if not files:
         raise ValueError(f"no {RESULT} below {', '.join(map(str, folders))}")
     groups: dict[tuple[str, ...], list[Run]] = {}
-    # Job 10 comes behind job 9.
+    # Sort job 10 after job 9.
     for file in sorted(files, key=lambda file: [part.zfill(9) for part in re.split(r"(\d+)", str(file))]):
         result = json.loads(file.read_text())
         settings = tuple(override for override in result["overrides"] if setting_name(override) != "seed")

@@ -49,7 +49,7 @@ class Axis:
 
 
 def combinations(axes: Sequence[Axis]) -> list[tuple[str, ...]]:
-    """Every combination of values; without any axis the one that sets nothing."""
+    """Every combination of values; without an axis a single empty one."""
     return list(itertools.product(*(axis.overrides for axis in axes)))
 
 

@@ -1,9 +1,9 @@
 """Criteo's Kaggle clicks: ``data=criteo data.path=train.txt``, converted once to rows that are memory-mapped.
 
 A line is a label, 13 integers and 26 hashes of 8 hexadecimal digits, separated by tabs; all but the label may be empty.
-Copies whose lines were stripped lack up to three empty fields at the end. The file holds 7 days in the order of time
-without marks between them, so days are equal parts of it. All but the last are trained on and give the vocabularies;
-the last is half for validation and half for test.
+Copies with stripped lines lack up to three empty fields at the end. The file has 7 days in the order of time without
+marks between them, so days are equal parts of it. All but the last are for training and vocabularies; the last is half
+for validation and half for test.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class ClickModule(LightningModule):
 
     def _evaluate(self, stage: str, batch: dict[str, Tensor]) -> None:
         labels = batch["label"]
-        # The end of the data may leave a rank with an empty batch.
+        # A rank may have an empty batch at the end of the data.
         if not len(labels):
             return
         logits = self(batch["dense"], batch["categorical"])

@@ -21,9 +21,9 @@ INTERFACE = "eth0"
 SUBNET = "10.213.7"
 HEADER_BYTES = 66  # of a packet: Ethernet 14, IPv4 20, TCP 20 and its time stamps 12
 
-# A link lets through at once what it carries in this time, and not more: what is sent in a burst arrives too early.
+# A link sends at once what it carries in this time: a longer burst would arrive too early.
 _BURST_SECONDS = 0.5e-3
-# Two frames; a burst of less would never hold one.
+# Two frames; a smaller burst may never hold one.
 _SMALLEST_BURST = 3200
 # The largest packet Linux makes for an interface to cut up.
 _LARGEST_PACKET = 65536
@@ -165,7 +165,7 @@ def limit_rate(namespace: list[str], interface: str, megabits: float) -> None:
 
 
 def change_rate(hosts: Sequence[Host], megabits: float) -> None:
-    """Give the links of hosts without a delay another rate, while they carry something."""
+    """Change the rate of the links of hosts without a delay, also during traffic."""
     for host in hosts:
         limit_rate(["-netns", host.namespace], INTERFACE, megabits)
         limit_rate([], host.namespace.replace("-", "p"), megabits)
@@ -189,7 +189,7 @@ def sent_by_interface() -> tuple[int, int]:
 
 
 def _as_invoking_user() -> list[str]:
-    """Words before a command that give root's rights back, under sudo: what it writes shall be the user's own."""
+    """A prefix of commands that drops root's rights under sudo, so that their files are the user's own."""
     user, group = os.environ.get("SUDO_UID"), os.environ.get("SUDO_GID")
     if user is None or group is None or shutil.which("setpriv") is None:
         return []

@@ -95,7 +95,7 @@ class TextData(TokenRows):
     ) -> None:
         super().__init__(tokenizer, vocabulary_size, batch_size, eval_batch_size, held_out_fraction, seed, cache_dir)
         check_at_least(1, context_length=context_length)
-        # Here rather than in setup: before other processes are started, which would wait for this one.
+        # Check before other processes are started, which would wait for this one.
         check_text(path)
         self.path = path
         self.context_length = context_length

@@ -127,7 +127,7 @@ class TransformerLanguageModel(SplitSequential):
                 for part, module in make_split(width, vocabulary_size, **(split or {})).items():
                     self.add_module(f"split_{cuts.index(number)}{part}", module)
         self.head = Head(width, vocabulary_size)
-        # The linear layers keep PyTorch's initialisation; its embeddings of unit variance would drown them.
+        # The linear layers keep PyTorch's initialisation; embeddings of unit variance would be too large for them.
         for embedding in (self.embedding.tokens, self.embedding.positions):
             nn.init.normal_(embedding.weight, std=width**-0.5 / embedding_gain)
         if tie_weights:

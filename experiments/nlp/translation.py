@@ -54,7 +54,7 @@ class TranslationModule(TokenModule):
         super().__init__()
         if translate_examples < 0:
             raise ValueError(f"model.translate_examples={translate_examples}: must be at least 0")
-        # The network says so too, but is built when the other processes have started.
+        # The network checks this too, but only after the other processes have started.
         if width % num_heads:
             raise ValueError(f"model.num_heads={num_heads} must divide model.width={width}")
         check_pieces((split or {}).get("pieces", 1))
@@ -88,13 +88,13 @@ class TranslationModule(TokenModule):
         """Translate those rows of the batch that are among the first ``translate_examples`` of the test part."""
         rank, world_size = rank_and_world_size(self.trainer)
         rows = rank_rows(batch_index, batch_size=len(batch["source"]), rank=rank, world_size=world_size)
-        # A row that only fills up the batch has no target, not even an end.
+        # Rows that only fill the batch have no target, not even an end.
         wanted = torch.from_numpy(rows < self.hparams.translate_examples).to(self.device) & (
             (batch["targets"] == EOS).any(dim=1)
         )
         if not wanted.any():
             for metric in self.chrf.values():
-                # Counts nothing, and keeps a rank that never has a row from warning that it computes without data.
+                # Without an update, a rank that never has a row warns.
                 metric.update([], [])
             return
         source = batch["source"][wanted]

@@ -112,7 +112,7 @@ class ParallelText(TokenRows):
         self.source_length = source_length
         self.target_length = target_length
         self.parts: dict[str, Batch] = {}
-        # Read here rather than in setup: before other processes are started, which would wait for a failing one.
+        # Read before other processes are started, which would wait for a failing one.
         pairs = self._read(source, target, catalogs, package, language)
         kept, self.left_out = clean_pairs(pairs)
         self.num_read = len(pairs)
@@ -184,7 +184,7 @@ class ParallelText(TokenRows):
         return rows
 
     def _blank(self, count: int, dtype: npt.DTypeLike) -> Batch:
-        """Rows of padding. Their source has one token all the same: attention over nothing is not a number."""
+        """Rows of padding. Their source has one token, because attention over no token is NaN."""
         source = np.full((count, self.source_length), PAD, dtype)
         target_in = np.full((count, self.target_length), PAD, dtype)
         source[:, 0], target_in[:, 0] = EOS, BOS

@@ -31,7 +31,7 @@ class PositionedEmbedding(TokenEmbedding):
 
     def __init__(self, vocabulary_size: int, length: int, width: int) -> None:
         super().__init__(vocabulary_size, length, width)
-        # The linear layers keep PyTorch's initialisation; its embeddings of unit variance would drown them.
+        # The linear layers keep PyTorch's initialisation; embeddings of unit variance would be too large for them.
         for embedding in (self.tokens, self.positions):
             nn.init.normal_(embedding.weight, std=width**-0.5)
 
@@ -168,7 +168,7 @@ class EncoderDecoder(SplitSequential):
 
     def remember(self, source: Tensor) -> Tensor:
         """Give the memory of a source as the decoder gets it, float ``[batch, source time, width]``."""
-        # When a pipeline evaluates, the piece that another rank runs is here too, and stays on the CPU.
+        # When a pipeline evaluates, a rank also has the other rank's piece, on the CPU.
         memory = source
         for child in list(self)[:-1]:
             device = next((parameter.device for parameter in child.parameters()), memory.device)

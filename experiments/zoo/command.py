@@ -1,10 +1,10 @@
-"""Trains every member of the zoo under several synchronisations and seeds, and sets all results side by side.
+"""Trains every member of the zoo under several synchronisations and seeds, and compares all results.
 
     python experiments/zoo.py --seeds 0 1 2 --strategy ddp --strategy dct --rates 0.5 1 1.5
 
 The first strategy is the baseline. Each member's learning rate is the one that is best under ddp; ``--rates``
-multiplies it, for every strategy. A run that has left its ``result.json`` below ``--output`` is not repeated, so a zoo
-that was stopped goes on where it was; one that fails is reported, and the others go on. What comes out is ``table.md``,
+multiplies it, for every strategy. A run with a ``result.json`` below ``--output`` is not repeated, so the same command
+continues a stopped zoo. A run that fails is reported, and does not stop the others. The results are ``table.md``,
 ``table.csv`` with every figure of every run, and ``zoo.png``: quality lost beside bytes saved.
 """
 

@@ -1,6 +1,6 @@
 """Fine-tunes a frozen language model through low-rank matrices beside its own (LoRA; Hu et al., 2021).
 
-The base has read a little of Python's documentation; what is fine-tuned on is the source code of Python's library.
+The base is trained on Python's documentation for a few steps; the fine-tuning uses the source of Python's library.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LowRankLinear(nn.Module):
 
 
 class LoRAModule(ScoredModule):
-    """A language model of which only low-rank additions to the blocks' linear layers are trained, under AdamW.
+    """Trains low-rank additions to the blocks' linear layers of a language model, under AdamW.
 
     Args:
         rank: Of the additions.

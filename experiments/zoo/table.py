@@ -79,7 +79,7 @@ def saved(result: Result) -> float | None:
 
 
 def to_markdown(rows: Sequence[Row], remarks: Sequence[str] = ()) -> str:
-    """The table with notes below it, of members of which the baseline has a run; ``remarks`` are further notes."""
+    """The table of members with a run of the baseline, and notes; ``remarks`` are further notes."""
     baseline, *others = [entry.label for entry in rows[0].entries]
     heads = ["member", "judged by", baseline]
     for label in others:

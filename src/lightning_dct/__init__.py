@@ -52,15 +52,10 @@ def _refuse_other_lightning(**_: object) -> None:
     )
 
 
-_STRATEGIES = (DCTStrategy, DCTPipelineStrategy, DCTFSDPStrategy)
-for _strategy in _STRATEGIES:
+for _strategy in (DCTStrategy, DCTPipelineStrategy, DCTFSDPStrategy):
     _strategy.register_strategies(StrategyRegistry)
-if "pytorch_lightning.strategies" in sys.modules:
-    for _name in (
-        *DCTStrategy.registered_names,
-        *DCTPipelineStrategy.registered_names,
-        *DCTFSDPStrategy.registered_names,
-    ):
-        sys.modules["pytorch_lightning.strategies"].StrategyRegistry.register(
-            _name, _refuse_other_lightning, description="use lightning.pytorch.Trainer", override=True
-        )
+    if "pytorch_lightning.strategies" in sys.modules:
+        for _name in _strategy.registered_names:
+            sys.modules["pytorch_lightning.strategies"].StrategyRegistry.register(
+                _name, _refuse_other_lightning, description="use lightning.pytorch.Trainer", override=True
+            )

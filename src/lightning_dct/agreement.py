@@ -1,4 +1,4 @@
-"""Ranks that disagree on settings, versions or the model stop at setup with an error that names the difference."""
+"""Compares settings, versions and the model over all ranks at setup, and names the first difference."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from lightning_dct.activations import CompressedModule
 
 
 def check_agreement(settings: Mapping[str, Any], model: Module, group: dist.ProcessGroup | None) -> None:
-    """Compare settings, versions and the model over all ranks, and raise on every rank when two differ.
+    """Compare settings, versions and the model over all ranks.
+
+    Of the model are compared its parameters' names, shapes, dtypes and ``requires_grad``, except parameters that
+    DistributedDataParallel ignores, and the settings of split points and sharded tables.
 
     Args:
         settings: This rank's settings by name.
-        model: Compared are the names, shapes and dtypes of its parameters and whether they are trained, except those
-            that DistributedDataParallel ignores, and the settings of its split points and sharded tables.
-        group: The ranks that must agree, or None for all.
+        model: The model.
+        group: The ranks, or None for all.
 
     Raises:
-        ValueError: The first setting or parameter that differs, with each rank's value.
+        ValueError: The first setting or parameter that differs, with each rank's value; on every rank.
     """
     parameters = describe_parameters(model)
     checksum = zlib.crc32(repr(parameters).encode())
-    everyone = _compare_settings({**settings, **module_settings(model)}, group, checksum)
-    if any(theirs["checksum"] != checksum for theirs in everyone):
-        # Only now are the descriptions worth sending. Every rank has seen the same checksums and does the same.
+    checksums = _compare_settings({**settings, **module_settings(model)}, group, checksum)
+    if any(theirs != checksum for theirs in checksums):
+        # The descriptions are sent only if they differ. Every rank has the same checksums and does the same.
         descriptions = gather_objects(parameters, group)
         for name in dict.fromkeys(name for description in descriptions for name in description):
             _compare(f"parameter {name}", [description.get(name, "missing") for description in descriptions])
@@ -38,18 +40,12 @@ def check_agreement(settings: Mapping[str, Any], model: Module, group: dist.Proc
 
 
 def check_modules_agree(model: Module) -> None:
-    """Compare versions and the settings of split points and sharded tables, before any of them communicates.
-
-    The model's parameters need not exist yet.
-
-    Raises:
-        ValueError: The first setting that differs, with each rank's value.
-    """
+    """The same for versions and the settings of split points and sharded tables, before parameters exist."""
     _compare_settings(module_settings(model), None, 0)
 
 
 def describe_parameters(model: Module) -> dict[str, str]:
-    """What must agree about each parameter, by name."""
+    """Shape, dtype and ``requires_grad`` of each parameter, by name."""
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     return {
         name: f"{list(p.shape)} {str(p.dtype).removeprefix('torch.')} {'trained' if p.requires_grad else 'frozen'}"
@@ -59,7 +55,7 @@ def describe_parameters(model: Module) -> dict[str, str]:
 
 
 def module_settings(model: Module) -> dict[str, Any]:
-    """What must agree about each split point and each sharded module, by its name and the setting's."""
+    """The settings of split points and sharded modules that must agree, by name of module and setting."""
     return {
         f"{name.replace('_orig_mod.', '')}.{setting}": value
         for name, module in model.named_modules()
@@ -68,14 +64,14 @@ def module_settings(model: Module) -> dict[str, Any]:
     }
 
 
-def _compare_settings(
-    settings: Mapping[str, Any], group: dist.ProcessGroup | None, checksum: int
-) -> list[dict[str, Any]]:
+def _compare_settings(settings: Mapping[str, Any], group: dist.ProcessGroup | None, checksum: int) -> list[int]:
+    """Compare settings and versions, and return each rank's checksum."""
     mine = {"version of lightning_dct": __version__, "version of torch": torch.__version__, **settings}
+    # Ranks with another version of lightning_dct must be able to read this.
     everyone = gather_objects({"mine": mine, "checksum": checksum}, group)
     for setting in dict.fromkeys(setting for theirs in everyone for setting in theirs["mine"]):
         _compare(setting, [theirs["mine"].get(setting) for theirs in everyone])
-    return everyone
+    return [theirs["checksum"] for theirs in everyone]
 
 
 def gather_objects(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning_dct.config import DCTConfig, ValueFormat
 from lightning_dct.forecast.bytes_sent import dense_step
 from lightning_dct.forecast.forecast import make_forecast
-from lightning_dct.forecast.timing import MeasuredLink, Speed, measure_speed
+from lightning_dct.forecast.timing import MeasuredLink, Speed, measure_speed, slowest
 from lightning_dct.forecast.workload import Workload
 from lightning_dct.gradients.exchanges.nodes import NodeLayout
 from lightning_dct.gradients.plan import real_numel
@@ -162,14 +162,7 @@ class Measured:
 
     def __str__(self) -> str:
         rate = "no limit that shows" if (bits := self.link.bits_per_second) is None else rate_text(float(f"{bits:.2g}"))
-        return f"link: {rate}, {1e3 * self.link.latency:.2g} ms an all-reduce of nothing"
-
-
-def agreed(numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """The largest value of each number on any rank; a collective call, whose bytes are not counted."""
-    largest = torch.tensor(numbers, dtype=torch.float64, device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-    return [float(number) for number in largest]
+        return f"link: {rate}, {1e3 * self.link.latency:.2g} ms an empty all-reduce"
 
 
 def measure_speeds(
@@ -184,7 +177,7 @@ def measure_speeds(
         buckets = workload.buckets_under(config)
         sizes = max(([real_numel(workload.parameters[name]) for name in bucket] for bucket in buckets), key=sum)
         own = measure_speed(config.density, config.value_format, sizes, config.min_tensor_size, SECONDS, device)
-        compress, clear, add, move = agreed([own.compress, own.clear, own.add, own.move], group, device)
+        compress, clear, add, move = slowest([own.compress, own.clear, own.add, own.move], group, device)
         speeds[config.density] = Speed(compress, clear, add, own.how, move)
     return speeds
 

@@ -1,4 +1,4 @@
-"""The settings of gradient compression: one frozen dataclass, checked once, when it is made."""
+"""The settings of compression: a frozen dataclass that checks them."""
 
 from __future__ import annotations
 
@@ -18,46 +18,48 @@ ExchangeName = Literal["auto", "all_gather", "sharded", "by_node"]
 EXCHANGES: tuple[str, ...] = get_args(ExchangeName)
 MissingState = Literal["error", "reset"]
 Compress = Literal["updates", "gradients"]
-# Settings that say nothing where gradients are exchanged.
+# Settings for updates only.
 OF_UPDATES = ("local_steps", "delay", "warmup_steps", "residual_decay")
 
 
 @dataclass(frozen=True)
 class DCTConfig:
-    """What is sent, how it is written, and when the thresholds are selected anew.
+    """The settings: what is sent, in which format, and when thresholds are selected.
 
     Attributes:
-        compress: What is exchanged: ``"updates"``, what weights have moved since the last exchange, behind an optimizer
-            that trains on this rank's own gradients; or ``"gradients"``, in every backward, as the paper does. With
-            Adam or momentum the latter loses quality: a residual delays gradients and lets them arrive in bursts.
-        local_steps: Optimizer steps from one exchange of updates to the next, at least 1; 8 unless given. Gradients
-            are exchanged in every step.
+        compress: What the ranks exchange. ``"updates"``: the updates of weights since the last exchange, while each
+            rank's optimizer trains on its own gradients. ``"gradients"``: gradients in every backward, as the paper
+            does. With Adam or momentum the latter loses quality, because residuals delay gradients and release them
+            in bursts.
+        local_steps: Optimizer steps from one exchange of updates to the next, at least 1; by default 8. Gradients are
+            exchanged in every step.
         warmup_steps: Optimizer steps in which updates are exchanged up to eight times as often, and each exchange sends
-            as much less, unless a density is 1: weights of different ranks must not drift apart while they move fast.
-        residual_decay: What remains of an update's residual after each exchange of the warm-up, in (0, 1]. Less than 1
-            draws the ranks together, for learning rates that the batch of one rank alone cannot bear. After the
-            warm-up nothing is forgotten.
-        delay: Optimizer steps that an exchange of updates may travel while training goes on, at most ``local_steps``.
-            With 0 training waits for it. From 1 on tensors take turns, so that the link is never in a burst.
+            as much less, unless a density is 1. Otherwise ranks would drift apart while weights move fast.
+        residual_decay: Factor on an update's residual after each exchange of the warm-up, in (0, 1]. Less than 1 keeps
+            the ranks together at learning rates that are too large for the batch of one rank. After the warm-up it
+            is 1.
+        delay: Optimizer steps for which an exchange of updates may be in flight during training, at most
+            ``local_steps``. With 0 training waits for it. From 1 on tensors take turns, so that the load on the link is
+            even.
         density: Share of each tensor's entries that an exchange sends, in (0, 1]. 1.0 sends everything, as plain DDP
             does.
         density_per_parameter: Densities for some parameters, by name pattern (``fnmatch`` wildcards, as in
             ``{"*.embedding.weight": 0.001}``). The first pattern that matches a name wins. A pattern that matches
             no parameter is an error.
         refresh_every: Optimizer steps between two exact selections of the thresholds.
-        value_format: How a sent entry is written: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"`` (one scale a
-            tensor) or ``"1bit"`` (its sign, times the mean magnitude of what the tensor sends). What rounding loses
-            stays in the residual. Of gradients with a density of 1 ``"bf16"`` is the dtype in which they are averaged.
-        min_tensor_size: Tensors with fewer entries than this are sent whole, in their own dtype.
-        guard: Nudge each threshold between refreshes so that the number of entries above it stays near its target.
-        exchange: How payloads get to the other ranks: ``"all_gather"`` (to all of them), ``"sharded"`` (to the owner of
-            each piece of the model, who sums, thresholds again and passes on), ``"by_node"`` (dense inside a node,
-            compressed between nodes) or ``"auto"``, which chooses by counted bytes and says what it chose.
-        kernel: What adds, compares and compacts: ``"torch"``, ``"numba"`` (on the CPU), ``"triton"`` (on CUDA) or
-            ``"auto"``, the fastest that is installed. All of them give the same to the last bit.
-        missing_state: What happens when a run resumes from a checkpoint and the folder that was saved beside it is not
-            there: ``"error"``, or ``"reset"``, which goes on with nothing held back and says so. Rows of sharded tables
-            are part of the model; without them it is always an error.
+        value_format: The format of a sent entry: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"`` (one scale a
+            tensor) or ``"1bit"`` (its sign, times the mean magnitude of the tensor's sent entries). Rounding errors
+            stay in the residual. Gradients with a density of 1 are averaged in bfloat16 with ``"bf16"``.
+        min_tensor_size: Tensors with fewer entries are sent dense, in their own dtype.
+        guard: Adjust the thresholds between refreshes, so that the number of sent entries stays near its target.
+        exchange: How payloads reach the other ranks: ``"all_gather"`` (each rank sends to all), ``"sharded"`` (to the
+            owner of each piece of the model, who sums, thresholds again and sends to all), ``"by_node"`` (dense inside
+            a node, compressed between nodes) or ``"auto"``, which chooses by counted bytes and logs its choice.
+        kernel: Implementation of the selection and the sum: ``"torch"``, ``"numba"`` (on the CPU), ``"triton"`` (on
+            CUDA) or ``"auto"``, the fastest that is installed. All give the same results to the last bit.
+        missing_state: What happens if a run resumes from a checkpoint without the folder that was saved beside it:
+            ``"error"``, or ``"reset"``, which continues with empty residuals and logs that. Without the rows of sharded
+            tables, which are part of the model, it is always an error.
     """
 
     compress: Compress = "updates"
@@ -84,13 +86,10 @@ class DCTConfig:
             )
         for pattern, density in self.density_per_parameter.items():
             check_density(f"density_per_parameter[{pattern!r}]", density)
-        # A private plain dict: a caller's later change must not reach a running job, and Hydra's own mapping types
-        # must not reach a checkpoint or another process.
-        object.__setattr__(
-            self,
-            "density_per_parameter",
-            {str(pattern): float(density) for pattern, density in self.density_per_parameter.items()},
-        )
+        # A copy as plain dict: later changes of the caller's must have no effect, and Hydra's mapping types must not
+        # enter checkpoints or other processes.
+        plain = {str(pattern): float(density) for pattern, density in self.density_per_parameter.items()}
+        object.__setattr__(self, "density_per_parameter", plain)
         self._check_rounds()
         check_integer("refresh_every", self.refresh_every, minimum=1)
         check_integer("min_tensor_size", self.min_tensor_size, minimum=0)
@@ -109,7 +108,7 @@ class DCTConfig:
         check_integer("local_steps", self.local_steps, minimum=1)
         check_integer("delay", self.delay, minimum=0)
         check_integer("warmup_steps", self.warmup_steps, minimum=0)
-        check_share("residual_decay", self.residual_decay, "what remains of a residual", "To keep all of it")
+        check_density("residual_decay", self.residual_decay, "what remains of a residual", "To keep all of it")
         given = {name: getattr(self, name) for name in OF_UPDATES}
         left_out = {one.name: one.default for one in fields(self) if one.name in OF_UPDATES} | {"local_steps": 1}
         if not updates and given != left_out:
@@ -126,26 +125,22 @@ class DCTConfig:
 
     @property
     def round_length(self) -> int:
-        """Optimizer steps from one exchange to the next."""
+        """``local_steps`` as an integer."""
         assert self.local_steps is not None
         return self.local_steps
 
     @property
     def steps_of_delay(self) -> float:
-        """Optimizer steps until an unsent entry is sent, about."""
+        """About the optimizer steps until an entry is sent."""
         return self.round_length / self.density
 
     @property
     def halves(self) -> bool:
-        """Whether gradients of which everything is sent travel in half as many bits, as with DDP's bf16 hook."""
+        """Whether dense gradients are averaged in bfloat16, as with DDP's bf16 hook."""
         return self.compress == "gradients" and self.density == 1.0 and self.value_format == "bf16"
 
     def check_patterns(self, parameter_names: list[str]) -> None:
-        """Refuse patterns that match none of the model's parameters.
-
-        Raises:
-            ValueError: A pattern in ``density_per_parameter`` matches no name.
-        """
+        """Refuse a pattern in ``density_per_parameter`` that matches none of the model's parameters (ValueError)."""
         for pattern in self.density_per_parameter:
             if not any(fnmatchcase(name, pattern) for name in parameter_names):
                 examples = ", ".join(repr(name) for name in parameter_names[:3])
@@ -161,15 +156,12 @@ class DCTConfig:
 
 
 def check_keywords(kind: type, given: Iterable[str], *more: type) -> None:
-    """Refuse keyword arguments that nobody takes, with the nearest name that somebody does.
+    """Refuse unknown keyword arguments of a class and suggest the nearest names (TypeError).
 
     Args:
-        kind: The class that is made; its base classes take what it passes on.
+        kind: The class; it forwards keyword arguments to its base classes.
         given: The names of its keyword arguments.
-        *more: Further classes that it passes them on to.
-
-    Raises:
-        TypeError: A name is not known.
+        *more: Further classes to which it forwards them.
     """
     taken = {
         name
@@ -177,7 +169,7 @@ def check_keywords(kind: type, given: Iterable[str], *more: type) -> None:
         if (constructor := vars(cls).get("__init__")) is not None
         for name, parameter in signature(constructor).parameters.items()
         if parameter.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    } - {"self", "config", "module", "device_ids"}  # what strategies give themselves
+    } - {"self", "config", "module", "device_ids"}  # which strategies set themselves
     for name in sorted(set(given) - taken):
         nearest = get_close_matches(name, sorted(taken), n=3)
         meant = f" Did you mean {' or '.join(f'`{other}`' for other in nearest)}?" if nearest else ""
@@ -187,29 +179,13 @@ def check_keywords(kind: type, given: Iterable[str], *more: type) -> None:
         )
 
 
-def check_density(setting: str, value: Any) -> None:
-    """Refuse a share of entries outside (0, 1].
-
-    Raises:
-        TypeError: It is not a number.
-        ValueError: It is out of range.
-    """
-    check_share(setting, value, "the share of entries that is sent", "To send everything")
-
-
-def check_share(setting: str, value: Any, meaning: str, remedy: str) -> None:
-    """Refuse what is outside (0, 1].
-
-    Args:
-        setting: Its name.
-        value: What was given.
-        meaning: What the number says.
-        remedy: What 1.0 does.
-
-    Raises:
-        TypeError: It is not a number.
-        ValueError: It is out of range.
-    """
+def check_density(
+    setting: str,
+    value: Any,
+    meaning: str = "the share of entries that is sent",
+    remedy: str = "To send everything",
+) -> None:
+    """Refuse what is not a number (TypeError) in (0, 1] (ValueError); ``remedy`` says what 1.0 does."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"`{setting}` must be a number in (0, 1], such as 0.2; got {value!r}.")
     if not 0.0 < value <= 1.0:
@@ -219,12 +195,7 @@ def check_share(setting: str, value: Any, meaning: str, remedy: str) -> None:
 
 
 def check_integer(setting: str, value: Any, minimum: int) -> None:
-    """Refuse a setting that is not a whole number or too small.
-
-    Raises:
-        TypeError: It is not a whole number.
-        ValueError: It is below ``minimum``.
-    """
+    """Refuse what is not an integer (TypeError) or is below ``minimum`` (ValueError)."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"`{setting}` must be a whole number of at least {minimum}; got {value!r}.")
     if value < minimum:
@@ -232,22 +203,13 @@ def check_integer(setting: str, value: Any, minimum: int) -> None:
 
 
 def check_choice(setting: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Refuse a setting that is none of its choices.
-
-    Raises:
-        ValueError: It is something else.
-    """
+    """Refuse what is none of the choices (ValueError)."""
     if value not in choices:
         raise ValueError(f"`{setting}` must be one of {', '.join(map(repr, choices))}; got {value!r}.")
 
 
 def check_positive(setting: str, value: Any) -> None:
-    """Refuse a setting that is not a number above zero.
-
-    Raises:
-        TypeError: It is not a number.
-        ValueError: It is zero, negative, infinite or NaN.
-    """
+    """Refuse what is not a number (TypeError) above 0 and finite (ValueError)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"`{setting}` must be a number above 0; got {value!r}.")
     if not 0.0 < value < float("inf"):

@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dct import checkpoint as saved
-from lightning_dct.agreement import check_agreement
 from lightning_dct.config import DCTConfig, check_keywords
 from lightning_dct.failures import check_lifelines, group_is_made
 from lightning_dct.files import AtomicCheckpointIO
@@ -29,10 +28,9 @@ from lightning_dct.restoring import agreed_notes, restore_state
 from lightning_dct.strategy import DCTStrategy as TrainerStrategy
 from lightning_dct.synchronizing import (
     check_optimizers,
+    check_settings,
     make_gradient_synchronizer,
     make_update_synchronizer,
-    parameter_names,
-    resolve_process_group,
 )
 from lightning_dct.traffic import Traffic
 from lightning_dct.updates import UpdateSynchronizer
@@ -41,16 +39,16 @@ from lightning_dct.updates import UpdateSynchronizer
 class DCTStrategy(DDPStrategy):
     """Fabric's DDPStrategy with compressed synchronisation.
 
-    Fabric has no callbacks of its own, so the strategy refreshes the thresholds itself, every ``refresh_every``
-    optimizer steps, and an evaluation asks for the weights that all ranks share: ``with strategy.shared_weights():``.
-    ``strategy.traffic`` counts bytes; ``fabric.save`` and ``fabric.load`` with a dict that holds the
-    model save and restore residuals and thresholds too.
+    Fabric has no callbacks of its own, so the strategy itself refreshes the thresholds every ``refresh_every``
+    optimizer steps. Evaluate the shared weights in ``with strategy.shared_weights():``. ``strategy.traffic`` counts
+    bytes. ``fabric.save`` and ``fabric.load`` with a dict that has the model also save and restore residuals and
+    thresholds.
 
     Args:
         accelerator: As for DDPStrategy.
         **kwargs: The settings of :class:`~lightning_dct.DCTConfig`, and everything DDPStrategy and
-            DistributedDataParallel take. ``lifelines=False`` leaves the process as it is: no store of its own under
-            torchrun, no pause at its end. (Lifelines themselves are the Trainer's alone.)
+            DistributedDataParallel take. ``lifelines=False`` uses no store of its own under torchrun and no pause at
+            the end of the process. (Fabric has no lifelines themselves.)
 
     Raises:
         TypeError: A setting has the wrong type, or its name is not known.
@@ -66,55 +64,44 @@ class DCTStrategy(DDPStrategy):
         kwargs.setdefault("gradient_as_bucket_view", True)  # as the Trainer's strategy does
         super().__init__(accelerator=accelerator, **kwargs)
         self.traffic = Traffic(recorded)
-        # One for each module that was set up, in that order.
+        # One for each module, in the order of setup.
         self.synchronizers: list[Synchronizer] = []
-        self._optimizers: list[Optimizer] = []
+        self.optimizers: list[Optimizer] = []
         if self.config.compress == "updates":
-            self._backward_sync_control = _NothingToHoldBack()
+            self._backward_sync_control = _NoBackwardSync()
 
     def setup_environment(self) -> None:
-        """Bring the processes up."""
+        """Start the processes."""
         with group_is_made(self._lifelines, self._timeout):
             super().setup_environment()
 
     def setup_module(self, module: Module) -> Any:
-        """Set synchronisation up; where gradients are exchanged, the module is wrapped with DDP."""
-        self.config.check_patterns(list(parameter_names(module).values()))
-        group = resolve_process_group(self._ddp_kwargs)
-        plain = {name: value for name, value in self._ddp_kwargs.items() if isinstance(value, bool | int | float | str)}
-        check_agreement({**vars(self.config), **plain}, module, group)
-        place = (self.node_rank, self.local_rank)
+        """Set up synchronisation, and wrap the module with DDP if gradients are exchanged."""
+        group = check_settings(self.config, module, self._ddp_kwargs, {})
+        synchronizer: Synchronizer
         if self.config.compress == "gradients":
-            wrapped = super().setup_module(module)
-            synchronizer = make_gradient_synchronizer(
-                wrapped, self.precision, self.config, self.traffic, place, self._timeout
-            )
-            wrapped.register_comm_hook(None, synchronizer.hook)
-            return self._add(synchronizer, wrapped)
-        average_buffers = self._ddp_kwargs.get("broadcast_buffers", True)
-        own = make_update_synchronizer(
-            module, group, self.config, self.traffic, place, self._timeout, lambda: self._optimizers, average_buffers
-        )
-        return self._add(own, module)
-
-    def _add(self, synchronizer: Synchronizer, module: Any) -> Any:
-        # Not asked for in `backward`: where a strategy overrides that, Fabric forbids `loss.backward()`.
+            module = super().setup_module(module)
+            synchronizer = make_gradient_synchronizer(self, module, self.precision)
+            module.register_comm_hook(None, synchronizer.hook)
+        else:
+            average_buffers = self._ddp_kwargs.get("broadcast_buffers", True)
+            synchronizer = make_update_synchronizer(self, module, group, average_buffers)
+        # The synchronizer itself requests refreshes: if a strategy overrides `backward`, Fabric forbids
+        # `loss.backward()`.
         synchronizer.refresh_every = self.config.refresh_every
         self.synchronizers.append(synchronizer)
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Remember an optimizer: each has a clock of its own."""
+        """Register an optimizer."""
         check_optimizers(self.config, [optimizer])
-        self._optimizers.append(optimizer)
+        self.optimizers.append(optimizer)
         return super().setup_optimizer(optimizer)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step, and exchange what the weights have moved when it is time."""
+        """Step, and exchange updates when they are due."""
         stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        updates = [
-            synchronizer for synchronizer in self._updates if not stepped.isdisjoint(synchronizer.parameter_names)
-        ]
+        updates = [update for update in self._updates if not stepped.isdisjoint(update.parameter_names)]
         for synchronizer in updates:
             synchronizer.before_step(optimizer)
         output = super().optimizer_step(optimizer, **kwargs)
@@ -124,7 +111,7 @@ class DCTStrategy(DDPStrategy):
 
     @contextmanager
     def shared_weights(self) -> Iterator[None]:
-        """Have the weights that all ranks share in the modules: to evaluate, or to look at them. A collective call."""
+        """Have the weights that all ranks share in the modules, to evaluate them; a collective call."""
         for synchronizer in self._updates:
             synchronizer.average_buffers()
         with self._shared_weights():
@@ -137,7 +124,7 @@ class DCTStrategy(DDPStrategy):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """What reads and writes files: by default it writes whole files or none."""
+        """Reads and writes files; the default replaces files atomically."""
         if self._checkpoint_io is None:
             self._checkpoint_io = AtomicCheckpointIO()
         return self._checkpoint_io
@@ -150,8 +137,8 @@ class DCTStrategy(DDPStrategy):
         """Save Fabric's checkpoint from rank 0, and beside it the state of each rank."""
         path, save = self.broadcast((str(path), secrets.token_hex(4)))
         notes = []
-        # Optimizers come to Fabric by any name or none: their states lie in the part of the first module.
-        optimizers = [optimizer.state_dict() for optimizer in self._optimizers] if self._updates else []
+        # The first module's part has the states of all optimizers, which Fabric does not know by name.
+        optimizers = [optimizer.state_dict() for optimizer in self.optimizers] if self._updates else []
         for index, synchronizer in enumerate(self.synchronizers):
             note = saved.make_note(self.world_size, synchronizer.synchronisations, f"{save}{index:02d}")
             own = {**synchronizer.state_dict(), "optimizers": [] if index else optimizers}
@@ -164,7 +151,7 @@ class DCTStrategy(DDPStrategy):
                 saved.remove_outdated(self.checkpoint_io, _part(path, index), note)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load Fabric's checkpoint and, into a dict of objects to restore, what this rank has of its own."""
+        """Load Fabric's checkpoint and, with a dict of objects to restore, this rank's own state."""
         with self._shared_weights():
             remainder = super().load_checkpoint(path, state, *args, **kwargs)
         notes = remainder.pop(saved.CHECKPOINT_KEY, []) if isinstance(state, dict) and state else []
@@ -174,7 +161,7 @@ class DCTStrategy(DDPStrategy):
             layout = (self.global_rank, self.world_size, 1)
             own = restore_state(self.checkpoint_io, _part(path, index), note, *layout, self.config)
             synchronizer.load_state_dict(own)
-            for optimizer, optimizer_state in zip(self._optimizers, own.get("optimizers", []), strict=False):
+            for optimizer, optimizer_state in zip(self.optimizers, own.get("optimizers", []), strict=False):
                 optimizer.load_state_dict(optimizer_state)
         return remainder
 
@@ -196,8 +183,8 @@ class DCTStrategy(DDPStrategy):
             strategy_registry.register(name, cls, description="DCT strategy for Fabric", override=True, **settings)
 
 
-class _NothingToHoldBack(_BackwardSyncControl):
-    """Backward synchronises nothing, so accumulation has nothing to suspend."""
+class _NoBackwardSync(_BackwardSyncControl):
+    """Backward does not synchronise, so gradient accumulation has nothing to suspend."""
 
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
         """Change nothing."""

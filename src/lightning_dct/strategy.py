@@ -1,4 +1,4 @@
-"""``Trainer(strategy="dct")``: wires compressed synchronisation into Lightning's DDPStrategy. Holds no maths."""
+"""``Trainer(strategy="dct")``: connects compressed synchronisation to Lightning's DDPStrategy."""
 
 from __future__ import annotations
 
@@ -13,31 +13,28 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dct.agreement import check_agreement
 from lightning_dct.callbacks import AutoSettings, ThresholdRefresh
 from lightning_dct.config import Compress, DCTConfig, ExchangeName, MissingState, ValueFormat, check_keywords
 from lightning_dct.gradients import GradientSynchronizer
 from lightning_dct.kernels import KernelName
 from lightning_dct.synchronizing import (
     check_optimizers,
+    check_settings,
     make_gradient_synchronizer,
     make_update_synchronizer,
-    parameter_names,
-    resolve_process_group,
 )
 from lightning_dct.thresholded import ThresholdedStrategy
 from lightning_dct.updates import UpdateSynchronizer
 
 
 class DCTStrategy(ThresholdedStrategy, DDPStrategy):
-    """Data-parallel training that sends only what moves by more than a threshold and remembers the rest.
+    """Data-parallel training that sends only entries above a threshold and keeps the rest in a residual.
 
-    Every rank trains its own weights with the user's optimizer, and every ``local_steps`` optimizer steps the ranks
-    exchange what their weights have *moved*, compressed by Dynamic Communication Thresholding (Gupta et al., KDD 2021);
-    see :mod:`lightning_dct.updates.synchronizer` for the equations. Validation, checkpoints and the end of fit see the
+    Every rank trains its own weights with the user's optimizer. After every ``local_steps`` optimizer steps the ranks
+    exchange the *updates* of their weights, compressed by Dynamic Communication Thresholding (Gupta et al., KDD 2021);
+    see :mod:`lightning_dct.updates.synchronizer` for the equations. Validation, checkpoints and the end of fit use the
     weights that all ranks share. With ``compress="gradients"`` the ranks exchange gradients in every backward instead,
-    as the paper does. Everything else, from launchers to checkpoints, is
-    :class:`~lightning.pytorch.strategies.DDPStrategy`'s.
+    as the paper does. Everything else is as in :class:`~lightning.pytorch.strategies.DDPStrategy`.
 
     Example::
 
@@ -45,28 +42,27 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
 
     Args:
         accelerator: As for DDPStrategy.
-        compress: ``"updates"``, what weights have moved, or ``"gradients"``.
+        compress: ``"updates"`` of weights, or ``"gradients"``.
         local_steps: Optimizer steps from one exchange of updates to the next; 8 unless given.
         warmup_steps: Optimizer steps in which updates are exchanged up to eight times as often, each with as much less.
-        residual_decay: What remains of an update's residual after each exchange of the warm-up, in (0, 1].
-        delay: Optimizer steps that an exchange of updates may travel while training goes on, at most ``local_steps``.
+        residual_decay: Factor on an update's residual after each exchange of the warm-up, in (0, 1].
+        delay: Optimizer steps for which an exchange may be in flight during training, at most ``local_steps``.
         density: Share of each tensor's entries that an exchange sends, in (0, 1].
         density_per_parameter: Densities for some parameters, by name pattern.
         refresh_every: Optimizer steps between two exact selections of the thresholds.
         value_format: ``"fp32"``, ``"bf16"``, ``"int8"``, ``"int4"`` or ``"1bit"``.
-        min_tensor_size: Tensors with fewer entries are sent whole.
-        guard: Nudge the thresholds between refreshes to hold the number of entries near its target.
+        min_tensor_size: Tensors with fewer entries are sent dense.
+        guard: Adjust the thresholds between refreshes to keep the number of sent entries near its target.
         exchange: ``"all_gather"``, ``"sharded"``, ``"by_node"``, or ``"auto"`` to choose by counted bytes.
         kernel: ``"torch"``, ``"numba"``, ``"triton"``, or ``"auto"`` for the fastest that is installed.
         missing_state: ``"error"``, or ``"reset"`` to resume also without the folder that was saved with a checkpoint.
-        lifelines: False for none of what keeps ranks from waiting for one that has died, failed or been signalled: see
-            ``docs/reliability.md``. A number is the port at which rank 0 listens; by default it is any free one.
-        target_overhead: Choose the settings in the first steps, and again when their times change for long: the least
-            lossy for which a step is by no more than this share longer than without synchronisation, plain DDP first.
-            See :class:`~lightning_dct.callbacks.AutoSettings`.
-        min_density: A lower bound on the density that is chosen then.
-        gradient_as_bucket_view: As for DistributedDataParallel. Gradients live in the buckets that are exchanged: no
-            copy of each in every step.
+        lifelines: False to disable everything that keeps ranks from waiting for one that has died, failed or been
+            signalled: see ``docs/reliability.md``. A number is the port at which rank 0 listens, by default a free one.
+        target_overhead: Choose the settings in the first steps, and again if their times change for long: the least
+            lossy ones that make a step longer by at most this share, starting with plain DDP. See
+            :class:`~lightning_dct.callbacks.AutoSettings`.
+        min_density: A lower bound on the chosen density.
+        gradient_as_bucket_view: As for DistributedDataParallel: gradients are views of the buckets, without copies.
         **kwargs: Everything DDPStrategy and DistributedDataParallel take, by keyword. ``process_group`` may also be a
             function without arguments that returns the group; it is called once the processes are up.
 
@@ -151,21 +147,19 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         super().connect(model)
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Wrap the model, register the hook and take over the state of a checkpoint."""
-        if self.auto is not None and trainer.state.fn == TrainerFn.FITTING:
-            self.config = self.auto.begin()
+        """Wrap the model, register the hook and restore the state of a checkpoint."""
+        auto = self.auto if trainer.state.fn == TrainerFn.FITTING else None
+        if auto is not None:
+            self.config = auto.begin()
         if trainer.state.fn == TrainerFn.FITTING:
-            # Lightning flushes the first backward of a static graph once for each strategy; a second fit needs it too.
+            # Lightning does this once for each strategy, and a second fit needs it again.
             self._pl_static_graph_delay_done = False
         super().setup(trainer)
-        if self.auto is not None and trainer.state.fn == TrainerFn.FITTING:
-            check_optimizers(self.auto.base, self.optimizers)
+        if auto is not None:
+            check_optimizers(auto.base, self.optimizers)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Bring parameters that a callback has unfrozen into the synchronisation.
-
-        DistributedDataParallel synchronises the parameters that were trainable when it was built, and no others.
-        """
+        """Synchronise parameters that a callback has unfrozen: DDP ignores those that were frozen when it was made."""
         super().on_train_batch_start(batch, batch_idx)
         if isinstance(self.model, DistributedDataParallel) and not self._trainable() <= self._synchronised:
             assert self.lightning_module is not None
@@ -175,26 +169,19 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
             self._register_ddp_hooks()
 
     def _setup_model(self, model: Module) -> Any:
-        """Wrap the model where gradients are exchanged; where updates are, it trains as in a single process."""
-        group = resolve_process_group(self._ddp_kwargs)
-        self.config.check_patterns(list(parameter_names(model).values()))
+        """Wrap the model if gradients are exchanged; with updates it trains as in a single process."""
         trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
         refresh = [callback.every_n_steps for callback in trainer.callbacks if isinstance(callback, ThresholdRefresh)]
-        # Before DistributedDataParallel's own collectives, which may hang when models differ.
-        plain = {name: value for name, value in self._ddp_kwargs.items() if isinstance(value, bool | int | float | str)}
-        settings = {**vars(self.config), **plain, "ThresholdRefresh(every_n_steps)": refresh}
-        check_agreement(settings, model, group)
+        # Before DistributedDataParallel's own collectives, which may hang if models differ.
+        check_settings(self.config, model, self._ddp_kwargs, {"ThresholdRefresh(every_n_steps)": refresh})
         return super()._setup_model(model) if self.config.compress == "gradients" else model
 
     def _register_ddp_hooks(self) -> None:
-        # DDPStrategy skips hooks off CUDA; ours runs everywhere.
+        # DDPStrategy registers hooks on CUDA only.
         self.is_fitting = True
         if isinstance(self.model, DistributedDataParallel):
             if not isinstance(self.synchronizer, GradientSynchronizer):
-                place = (self.node_rank, self.local_rank)
-                self.synchronizer = make_gradient_synchronizer(
-                    self.model, self.precision_plugin, self.config, self.traffic, place, self._timeout
-                )
+                self.synchronizer = make_gradient_synchronizer(self, self.model, self.precision_plugin)
                 self._restore(self.synchronizer)
             self._synchronised = self._trainable()
             self.model.register_comm_hook(None, self.synchronizer.hook)
@@ -204,26 +191,14 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
 
     def _make_updates(self, are_alike: bool = False) -> UpdateSynchronizer:
         assert self.model is not None
-        return make_update_synchronizer(
-            self.model,
-            self._ddp_kwargs.get("process_group"),
-            self.config,
-            self.traffic,
-            (self.node_rank, self.local_rank),
-            self._timeout,
-            lambda: self.optimizers,
-            self._ddp_kwargs.get("broadcast_buffers", True),
-            are_alike=are_alike,
-        )
+        group, buffers = self._ddp_kwargs.get("process_group"), self._ddp_kwargs.get("broadcast_buffers", True)
+        return make_update_synchronizer(self, self.model, group, buffers, are_alike=are_alike)
 
     def change_settings(self, config: DCTConfig) -> None:
-        """Go on with other settings between two optimizer steps; all ranks call this together.
+        """Change the settings between two optimizer steps; all ranks call this together.
 
-        From gradients, which are all sent, to their average in other bits or to updates; from updates to others of
-        them. Nothing is lost: what a rank has not sent stays in its own weights.
-
-        Args:
-            config: The settings from now on.
+        Possible are changes from dense gradients to another dtype or to updates, and between settings of updates. What
+        a rank has not sent stays in its own weights.
         """
         assert self.synchronizer is not None
         before, self.config = self.synchronizer, config

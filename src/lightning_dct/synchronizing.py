@@ -1,9 +1,12 @@
-"""What both strategies, the Trainer's and Fabric's, do around a model whose ranks are synchronised."""
+"""Sets up the synchronisation of a model, for the Trainer's and Fabric's strategies alike.
+
+``strategy`` is any of this package's: it has ``config``, ``traffic``, ``optimizers``, the number of this rank's node
+and its number on that node, and the timeout of process groups.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from datetime import timedelta
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -13,13 +16,13 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_dct.agreement import check_agreement
 from lightning_dct.config import DCTConfig
 from lightning_dct.gradients.collectives import Link
 from lightning_dct.gradients.exchanges import Exchange, make_exchange
 from lightning_dct.gradients.hook import GradientSynchronizer
 from lightning_dct.gradients.plan import local_of
 from lightning_dct.kernels import check_kernel
-from lightning_dct.traffic import Traffic
 from lightning_dct.updates import SharedWeights, UpdateSynchronizer
 from lightning_dct.updates.shared_weights import as_real
 
@@ -30,7 +33,7 @@ def parameter_names(module: Module) -> dict[Tensor, str]:
 
 
 def resolve_process_group(ddp_settings: dict[str, Any]) -> dist.ProcessGroup | None:
-    """The process group DDP shall use; a function that makes it is called and replaced by what it returns.
+    """DDP's setting ``process_group``; a function that makes the group is called and replaced by the group.
 
     Strategies are built, and pickled, before any process group can exist; hence the function.
     """
@@ -40,63 +43,63 @@ def resolve_process_group(ddp_settings: dict[str, Any]) -> dist.ProcessGroup | N
     return group
 
 
-def make_gradient_synchronizer(
-    wrapped: DistributedDataParallel,
-    precision: object,
-    config: DCTConfig,
-    traffic: Traffic,
-    place: tuple[int, int],
-    timeout: timedelta | None,
-) -> GradientSynchronizer:
-    """The synchronizer of a wrapped model; its hook has still to be registered. All ranks call this together.
+def check_settings(
+    config: DCTConfig, module: Module, ddp_settings: dict[str, Any], more: Mapping[str, Any]
+) -> dist.ProcessGroup | None:
+    """Check patterns of parameter names, and compare all settings over the ranks; a collective call.
 
-    ``precision`` is Lightning's plugin, with a ``scaler`` when it scales the loss. ``place`` is the number of this
-    rank's node and its own number on that node. ``timeout`` is that of process groups that the exchange makes.
+    Returns:
+        The process group, as :func:`resolve_process_group` does.
 
     Raises:
-        ValueError: The ranks cannot do the exchange that the settings ask for, or this one cannot run the kernel.
+        ValueError: A pattern matches no parameter, or the ranks differ.
+    """
+    config.check_patterns(list(parameter_names(module).values()))
+    group = resolve_process_group(ddp_settings)
+    plain = {name: value for name, value in ddp_settings.items() if isinstance(value, bool | int | float | str)}
+    check_agreement({**vars(config), **plain, **more}, module, group)
+    return group
+
+
+def make_gradient_synchronizer(
+    strategy: Any, wrapped: DistributedDataParallel, precision: object
+) -> GradientSynchronizer:
+    """The synchronizer of a wrapped model, without its hook registered; all ranks call this together.
+
+    ``precision`` is Lightning's plugin, with a ``scaler`` if it scales the loss.
+
+    Raises:
+        ValueError: The exchange or the kernel does not work here.
     """
     scaler = getattr(precision, "scaler", None)
     names = _synchronised_names(wrapped.module, wrapped.parameters_to_ignore)
-    exchange = exchange_of(
-        config, names, wrapped.process_group, traffic, place, timeout, wrapped.find_unused_parameters
-    )
-    return GradientSynchronizer(
-        config,
-        names,
-        exchange,
-        defer_unused=wrapped.find_unused_parameters,
-        loss_scale=None if scaler is None else scaler.get_scale,
-    )
+    unused = wrapped.find_unused_parameters
+    exchange = exchange_of(strategy, names, wrapped.process_group, defer_unused=unused)
+    scale = None if scaler is None else scaler.get_scale
+    return GradientSynchronizer(strategy.config, names, exchange, defer_unused=unused, loss_scale=scale)
 
 
 def make_update_synchronizer(
+    strategy: Any,
     module: Module,
     group: dist.ProcessGroup | None,
-    config: DCTConfig,
-    traffic: Traffic,
-    place: tuple[int, int],
-    timeout: timedelta | None,
-    optimizers: Callable[[], Sequence[Optimizer]],
     average_buffers: bool,
     weights: SharedWeights | None = None,
     inside: Link | None = None,
     are_alike: bool = False,
 ) -> UpdateSynchronizer:
-    """The synchronizer of a model that is not wrapped. All ranks call this together; all get the first one's weights.
+    """The synchronizer of a model that is not wrapped; all ranks call this together, and get the first one's weights.
 
-    The arguments are those of :func:`make_gradient_synchronizer` and of
-    :class:`~lightning_dct.updates.UpdateSynchronizer`. ``optimizers`` gives all that step, in the same order on every
-    rank. ``average_buffers`` averages floating-point buffers. ``are_alike`` says that all ranks have the same
-    weights already.
+    ``average_buffers`` averages floating-point buffers. ``are_alike`` says that all ranks have the same weights
+    already. The other arguments are those of :class:`~lightning_dct.updates.UpdateSynchronizer`.
 
     Raises:
-        ValueError: The ranks cannot do the exchange that the settings ask for, or this one cannot run the kernel.
+        ValueError: The exchange or the kernel does not work here.
     """
     group = group or dist.distributed_c10d._get_default_group()
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     names = _synchronised_names(module, ignored)
-    exchange = exchange_of(config, names, group, traffic, place, timeout, defer_unused=False)
+    exchange = exchange_of(strategy, names, group)
     if not are_alike:
         start_alike(module, group, ignored)
 
@@ -104,13 +107,23 @@ def make_update_synchronizer(
         found = module.named_buffers() if average_buffers else ()
         return {_plain(name): b for name, b in found if name not in ignored and b.is_floating_point() and b.numel()}
 
-    return UpdateSynchronizer(
-        config, names, exchange, buffers, optimizers, lambda: list(module.parameters()), weights, inside
-    )
+    every = (lambda: strategy.optimizers), (lambda: list(module.parameters()))
+    return UpdateSynchronizer(strategy.config, names, exchange, buffers, *every, weights, inside)
+
+
+def exchange_of(
+    strategy: Any, names: Mapping[Tensor, str], group: dist.ProcessGroup, defer_unused: bool = False
+) -> Exchange:
+    """The exchange that the settings name; all ranks call this together."""
+    for device in {parameter.device.type for parameter in names}:
+        check_kernel(strategy.config.kernel, device)
+    parameters = {name: parameter for parameter, name in names.items()}
+    place = (strategy.node_rank, strategy.local_rank)
+    return make_exchange(strategy.config, parameters, group, place, strategy.traffic, defer_unused, strategy._timeout)
 
 
 def start_alike(module: Module, group: dist.ProcessGroup, ignored: Collection[str] = ()) -> None:
-    """Give all ranks the first one's weights and buffers, except those that are ignored; a collective call."""
+    """Give all ranks the first one's weights and buffers, except ignored ones; a collective call."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if name not in ignored:
             own = as_real(local_of(tensor.detach()))
@@ -120,7 +133,7 @@ def start_alike(module: Module, group: dist.ProcessGroup, ignored: Collection[st
 
 
 def check_optimizers(config: DCTConfig, optimizers: Iterable[Optimizer]) -> None:
-    """Refuse optimizers that write one rank's weights into the others', which train weights of their own.
+    """Refuse optimizers that overwrite weights with those of other ranks, if each rank trains its own.
 
     Raises:
         ValueError: With the setting and the remedy.
@@ -134,26 +147,10 @@ def check_optimizers(config: DCTConfig, optimizers: Iterable[Optimizer]) -> None
 
 
 def _synchronised_names(module: Module, ignored: Iterable[str]) -> dict[Tensor, str]:
-    # What DistributedDataParallel is told to leave alone differs between ranks.
-    left_alone = {_plain(name) for name in ignored}
-    return {parameter: name for parameter, name in parameter_names(module).items() if name not in left_alone}
+    # Parameters that DistributedDataParallel ignores differ between ranks.
+    excluded = {_plain(name) for name in ignored}
+    return {parameter: name for parameter, name in parameter_names(module).items() if name not in excluded}
 
 
 def _plain(name: str) -> str:
     return name.replace("_orig_mod.", "")
-
-
-def exchange_of(
-    config: DCTConfig,
-    names: dict[Tensor, str],
-    group: dist.ProcessGroup,
-    traffic: Traffic,
-    place: tuple[int, int],
-    timeout: timedelta | None,
-    defer_unused: bool,
-) -> Exchange:
-    """The exchange that the settings ask for; all ranks call this together."""
-    for device in {parameter.device.type for parameter in names}:
-        check_kernel(config.kernel, device)
-    parameters = {name: parameter for parameter, name in names.items()}
-    return make_exchange(config, parameters, group, place, traffic, defer_unused, timeout)

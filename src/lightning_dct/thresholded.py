@@ -1,4 +1,4 @@
-"""What this package's strategies do alike around Lightning's: callbacks, lifelines, exchanges after steps, the end."""
+"""The common part of this package's strategies: callbacks, lifelines, exchanges after steps, and teardown."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from lightning_dct.traffic import Traffic
 
 
 class ThresholdedStrategy(CheckpointedStrategy):
-    """The half of a strategy that stands in front of one of Lightning's, whatever it does with the model.
+    """A mixin for one of Lightning's strategies.
 
     Args:
         config: The settings.
-        lifelines: False for none of what keeps ranks from waiting for one that has died, failed or been signalled; a
-            number is the port at which rank 0 listens.
-        **kwargs: As for the strategy behind.
+        lifelines: False to disable everything that keeps ranks from waiting for one that has died, failed or been
+            signalled; a number is the port at which rank 0 listens.
+        **kwargs: As for Lightning's strategy.
     """
 
     registered_names: ClassVar[dict[str, dict[str, Any]]]
-    # What the same replicas do without compression, in advice.
+    # The same without compression, for advice.
     dense_rival: ClassVar[str] = "DDP"
     _timeout: timedelta | None
 
@@ -56,13 +56,13 @@ class ThresholdedStrategy(CheckpointedStrategy):
         super().__init__(config, **kwargs)
 
     def __repr__(self) -> str:
-        # Lightning quotes a strategy it does not recognise, as pytorch_lightning's Trainer does with this one.
+        # The Trainer of pytorch_lightning quotes this in an error.
         return f"{type(self).__name__}({self.config}) for lightning.pytorch.Trainer, not pytorch_lightning.Trainer"
 
     def connect(self, model: pl.LightningModule) -> None:
-        """Add the callbacks this strategy works with, where the user gave none of their own."""
+        """Add the callbacks that this strategy needs, unless the user has given them."""
         super().connect(model)
-        # Any: Lightning sets `callbacks` where type checkers do not see it. Stand-ins for a module may have no Trainer.
+        # Type checkers do not know `callbacks`, and substitutes for a module may have no Trainer.
         trainer: Any = getattr(model, "_trainer", None)
         if trainer is None:
             return
@@ -80,11 +80,9 @@ class ThresholdedStrategy(CheckpointedStrategy):
         if lacks(SignalsAfterStep) and self._lifelines:
             missing.append(SignalsAfterStep())
         # Lightning keeps checkpoint callbacks last.
-        end = next(
-            (i for i, old in enumerate(trainer.callbacks) if isinstance(old, Checkpoint)), len(trainer.callbacks)
-        )
-        trainer.callbacks[end:end] = missing
-        # Before all others: they may want all ranks together when evaluation ends, or when there is an exception.
+        trainer.callbacks.extend(missing)
+        trainer.callbacks.sort(key=lambda callback: isinstance(callback, Checkpoint))
+        # First, because other callbacks may need all ranks when evaluation ends, or after an exception.
         if lacks(EvaluationJoin):
             trainer.callbacks.insert(0, EvaluationJoin())
         if lacks(FailureNotice) and self._lifelines:
@@ -94,20 +92,23 @@ class ThresholdedStrategy(CheckpointedStrategy):
             trainer.callbacks.append(SharedWeightsView(opens=False))
 
     def setup_environment(self) -> None:
-        """Bring the processes up, then make the rows of embedding tables that each of them owns."""
+        """Start the processes, then make the rows of embedding tables that each rank owns."""
         with group_is_made(self._lifelines, self._timeout):
             super().setup_environment()
         self.lifeline = Lifeline.open(self._lifelines)
         if self.lightning_module is not None:
-            self._check_modules()
+            # If tables differ, making them would hang.
+            check_modules_agree(self.lightning_module)
             self.sharded_tables()
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Begin counting, and let everything that compresses within a rank know where."""
+        """Start counting bytes, and give modules that compress activations their counter."""
         if trainer.state.fn == TrainerFn.FITTING:
             self.traffic, self.split_traffic = Traffic(shown_by(trainer)), Traffic()
             self.synchronizer = None
-        self._check_modules()
+        assert self.lightning_module is not None
+        # Again, because `configure_model` may have made modules.
+        check_modules_agree(self.lightning_module)
         modules = self.compressed_modules()
         for name, module in modules.items():
             module.name, module.traffic = name, self.split_traffic
@@ -119,14 +120,14 @@ class ThresholdedStrategy(CheckpointedStrategy):
                 " step. Use `precision='bf16-mixed'` instead of `'16-mixed'`."
             )
         install_clipping(self.precision_plugin, tables)
-        # Callbacks of the module have come in since `connect`.
+        # The module's callbacks have been added since `connect`.
         trainer.callbacks.sort(key=_place_of)  # type: ignore[attr-defined]
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             check_optimizers(self.config, self.optimizers)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step; where activations are compressed within a rank, they cross once in it."""
+        """Run the user's step, and count it if activations are compressed."""
         output = super().training_step(*args, **kwargs)
         if self._splits:
             self.split_traffic.add(steps=1)
@@ -139,7 +140,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
         model: pl.LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Step, and exchange what the weights have moved when it is time."""
+        """Step, and exchange updates when they are due."""
         if self.updates is not None:
             self.updates.before_step(optimizer)
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -149,26 +150,26 @@ class ThresholdedStrategy(CheckpointedStrategy):
         return output
 
     def on_validation_end(self) -> None:
-        """Go on with this rank's own weights, where a validation was a part of training."""
+        """Continue with this rank's own weights after a validation during training."""
         super().on_validation_end()
         if self.updates is not None and self.is_fitting:
             self.updates.weights.hide()
 
     def on_train_end(self) -> None:
-        """Wait for what GPUs have still to tell of the last steps."""
+        """Wait for the numbers of the last steps from GPUs."""
         super().on_train_end()
         if self.updates is not None:
-            # Callbacks that average weights have put buffers in of which each rank knew its own.
+            # Callbacks that average weights have set each rank's own buffers.
             self.updates.average_buffers()
         if self.synchronizer is not None:
             self.synchronizer.flush()
 
     def teardown(self) -> None:
-        """Undo the wrapping."""
+        """Close the exchange, and put the shared weights into the model."""
         if self.synchronizer is not None:
             self.synchronizer.exchange.close()
         if self.updates is not None:
-            # A fit that was cut short ends with this rank's own weights in the model.
+            # An interrupted fit ends with this rank's own weights in the model.
             self.updates.weights.show()
         remove_clipping(self.precision_plugin)
         super().teardown()
@@ -179,8 +180,8 @@ class ThresholdedStrategy(CheckpointedStrategy):
         if self.lifeline is not None:
             self.lifeline.close()
             self.lifeline = None
-        # DistributedDataParallel is part of a reference cycle. Still alive when the process ends, it makes gloo's
-        # threads abort it now and then (seen with plain DDP under torch 2.13 too).
+        # DistributedDataParallel is part of a reference cycle. If it is alive when the process ends, gloo's threads
+        # sometimes abort the process (also with plain DDP, torch 2.13).
         gc.collect()
 
     @classmethod
@@ -192,12 +193,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
                 name, cls, description=f"{cls.__name__} with {described}", override=True, **settings
             )
 
-    def _check_modules(self) -> None:
-        # Where tables differ, making them would hang. What `configure_model` makes is there later than the rest.
-        assert self.lightning_module is not None
-        check_modules_agree(self.lightning_module)
-
 
 def _place_of(callback: pl.Callback) -> int:
-    """The view of the shared weights opens before all other callbacks and closes behind them."""
+    """The view of the shared weights opens before all other callbacks and closes after them."""
     return 0 if not isinstance(callback, SharedWeightsView) else -1 if callback.opens else 1

@@ -50,7 +50,7 @@ def test_the_same_as_dicts(capacity: int, admit_after: int, history: list[list[i
     admit_after=st.integers(1, 3),
 )
 @examples(60)
-def test_other_owners_take_over_the_newest(
+def test_other_owners_merge_the_newest(
     worlds: tuple[int, int], capacity: int, history: list[list[int]], admit_after: int
 ) -> None:
     before, after = worlds
@@ -62,7 +62,7 @@ def test_other_owners_take_over_the_newest(
     last = {key: number for number, wanted in enumerate(history) for key in wanted}
     for rank in range(after):
         new = RowDirectory(capacity, admit_after)
-        new.take_over(states, lambda keys, rank=rank: keys % after == rank)
+        new.merge(states, lambda keys, rank=rank: keys % after == rank)
         own = sorted(key for old in olds for key in rows_of(old) if key % after == rank)
         expected = sorted(own, key=lambda key: (-last[key], key))[:capacity]
         assert sorted(rows_of(new)) == sorted(expected)

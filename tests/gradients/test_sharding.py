@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dct.gradients.plan import BucketPlan, plan_bucket
-from lightning_dct.gradients.sharding import SMALLEST_PIECE, Shards, cut, owned_by, share_out
+from lightning_dct.gradients.sharding import SMALLEST_PIECE, cut, owned_by, share_out
 from strategies_for_hypothesis import FORMATS, examples
 
 
@@ -51,7 +51,7 @@ def test_every_entry_has_one_owner(model: BucketPlan, owners: int) -> None:
 @given(model=models, owners=numbers_of_owners)
 @examples(60)
 def test_shards_hold_the_bucket_once_and_send_what_it_would(model: BucketPlan, owners: int) -> None:
-    shards = cut(model, share_out(model, owners), owners)
+    shards, whole = divided = cut(model, share_out(model, owners), owners)
     seen = torch.zeros(sum(model.sizes))
     sent = [0] * len(model.names)
     for shard in shards:
@@ -66,8 +66,7 @@ def test_shards_hold_the_bucket_once_and_send_what_it_would(model: BucketPlan, o
         assert shard.packed.layout == shard.sums.layout == shard.plan.layout
         assert set(shard.sums.names).isdisjoint(shard.plan.names)
     assert bool((seen == 1).all())
-    whole = Shards(share_out(model, owners), owners).of(model)
-    assert whole.of({0}) == {index for index, name in enumerate(whole.plan.names) if name.split("[")[0] == "p0"}
+    assert divided.of({0}) == {index for index, name in enumerate(whole.names) if name.split("[")[0] == "p0"}
     for target, total, size in zip(model.targets, sent, model.sizes, strict=True):
         assert target <= total <= target + owners
         assert total == target or total <= target * (1 + 1 / SMALLEST_PIECE) + 1, size
@@ -85,7 +84,7 @@ def test_a_piece_is_the_same_in_any_bucket(model: BucketPlan, owners: int, data:
         model.value_format,
     )
     pieces = share_out(model, owners)
-    for whole, part in zip(cut(model, pieces, owners), cut(bucket, pieces, owners), strict=True):
+    for whole, part in zip(cut(model, pieces, owners).shards, cut(bucket, pieces, owners).shards, strict=True):
         known = dict(zip(whole.plan.names, zip(whole.plan.sizes, whole.plan.targets, strict=True), strict=True))
         for name, size, target in zip(part.plan.names, part.plan.sizes, part.plan.targets, strict=True):
             assert known[name] == (size, target)
@@ -97,7 +96,7 @@ def test_owners_carry_alike() -> None:
     for owners in (2, 3, 4, 8):
         for density in (0.01, 0.1):
             model = plan_of(sizes, density)
-            loads = [shard.plan.layout.num_bytes for shard in cut(model, share_out(model, owners), owners)]
+            loads = [shard.plan.layout.num_bytes for shard in cut(model, share_out(model, owners), owners).shards]
             assert max(loads) < 1.1 * min(loads), (owners, density, loads)
             assert sum(loads) < 1.05 * model.layout.num_bytes
 
@@ -107,7 +106,7 @@ def test_bytes_of_a_rank_from_2_to_8_ranks() -> None:
     model = plan_of([1024 * 4096, 4096, 4096 * 1024, 1024, 1024 * 1000, 1000], 0.01)
     ratios = []
     for owners in range(2, 9):
-        sizes = [shard.plan.layout.num_bytes for shard in cut(model, share_out(model, owners), owners)]
+        sizes = [shard.plan.layout.num_bytes for shard in cut(model, share_out(model, owners), owners).shards]
         dense = 2 * (owners - 1) / owners * 4 * sum(model.sizes)
         ratios += [dense / (sum(sizes) - own + (owners - 1) * own) for own in sizes]
     assert max(ratios) < 1.02 * min(ratios)

@@ -11,7 +11,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_dct.auto import (
     Measured,
     Option,
-    agreed,
     check_left_out,
     choose,
     dense,
@@ -24,7 +23,7 @@ from lightning_dct.auto import (
 )
 from lightning_dct.callbacks.run_advice import RunAdvice, StepClock, StepCosts
 from lightning_dct.config import DCTConfig, check_density, check_positive
-from lightning_dct.forecast.timing import measure_link
+from lightning_dct.forecast.timing import measure_link, slowest
 from lightning_dct.forecast.workload import Workload, workload_of
 from lightning_dct.gradients.exchanges.nodes import NodeLayout, find_layout
 from lightning_dct.tables import plain_table
@@ -108,9 +107,7 @@ class AutoSettings(RunAdvice):
         if self.chosen is None and self._measured(0.0).all_reduce_seconds(strategy.config) > SPENT:
             self._leave_ddp(strategy)
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """Choose settings when that is due and enough steps have been timed."""
         strategy: Any = trainer.strategy
         if self._link is None or strategy.is_accumulating:
@@ -130,11 +127,9 @@ class AutoSettings(RunAdvice):
         if not self._is_settled or self._have_changed(costs):
             self._decide(strategy, costs, compute)
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Note the time."""
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        super().on_train_batch_end(trainer)
         strategy: Any = trainer.strategy
         self._window.after_step(strategy.traffic.totals)
 
@@ -195,7 +190,7 @@ class AutoSettings(RunAdvice):
         waited = (strategy.traffic.totals - self._before).seconds_waiting
         numbers = own.total, own.compressing, own.waiting, own.total - own.synchronising, waited
         group = strategy.synchronizer.exchange.everyone.group
-        total, compressing, waiting, compute, spent = agreed(numbers, group, strategy.root_device)
+        total, compressing, waiting, compute, spent = slowest(numbers, group, strategy.root_device)
         return StepCosts(total, compressing, waiting), compute, spent
 
     def _mark_end_of_warmup(self, strategy: Any) -> None:

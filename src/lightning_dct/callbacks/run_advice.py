@@ -111,9 +111,7 @@ class RunAdvice(InternalCallback):
         everyone = strategy.synchronizer.exchange.everyone
         self._link = measure_link(everyone.group, device) if everyone.size > 1 else None
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Note the time."""
         strategy: Any = trainer.strategy
         self._clock.after_step(strategy.traffic.totals)

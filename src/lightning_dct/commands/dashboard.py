@@ -12,26 +12,14 @@ from lightning_dct.dashboard import QUALITY, make_workspace, push, to_json
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the command line."""
-    environment = os.environ.get
-    parser.add_argument(
-        "--project", default=environment("WANDB_PROJECT"), help="where the runs are (default: WANDB_PROJECT)"
-    )
-    parser.add_argument(
-        "--entity",
-        default=environment("WANDB_ENTITY"),
-        help="user or team that owns the project (default: WANDB_ENTITY, else your default entity)",
-    )
-    parser.add_argument("--name", default="lightning_dct", help="name of the view (default: %(default)s)")
-    parser.add_argument(
-        "--quality",
-        nargs="+",
-        default=list(QUALITY),
-        metavar="KEY",
-        help=f"keys of the model's quality, the decisive one last (default: {' '.join(QUALITY)})",
-    )
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write JSON to this file and send nothing; needs no login"
-    )
+    add, environment = parser.add_argument, os.environ.get
+    add("--project", default=environment("WANDB_PROJECT"), help="where the runs are (default: WANDB_PROJECT)")
+    owner = "user or team that owns the project (default: WANDB_ENTITY, else your default entity)"
+    add("--entity", default=environment("WANDB_ENTITY"), help=owner)
+    add("--name", default="lightning_dct", help="name of the view (default: %(default)s)")
+    keys = f"keys of the model's quality, the decisive one last (default: {' '.join(QUALITY)})"
+    add("--quality", nargs="+", default=list(QUALITY), metavar="KEY", help=keys)
+    add("--output", type=Path, metavar="FILE", help="write JSON to this file and send nothing; needs no login")
 
 
 def run(arguments: argparse.Namespace) -> int:

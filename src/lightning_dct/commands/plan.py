@@ -37,60 +37,31 @@ _FACTORS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the command line."""
-    defaults = DCTConfig()
-    parser.add_argument("--world-size", type=int, help="number of ranks: processes of the whole job")
-    parser.add_argument(
-        "--nodes", type=int, help="number of machines, with equally many ranks on each (default: one rank on each)"
-    )
-    parser.add_argument(
-        "--shards",
-        type=int,
-        help="forecast `dct_fsdp`: ranks over which each replica is sharded (default of --nodes: one replica on each)",
-    )
-    parser.add_argument(
-        "--link",
-        type=parse_rate,
-        help="rate of the link of each node, which its ranks share (on one node: of each rank), as 1Gbit or 1.2GB",
-    )
+    defaults, add = DCTConfig(), parser.add_argument
+    add("--world-size", type=int, help="number of ranks: processes of the whole job")
+    add("--nodes", type=int, help="number of machines, with equally many ranks on each (default: one rank on each)")
+    shards = "forecast `dct_fsdp`: ranks over which each replica is sharded (default of --nodes: one replica on each)"
+    add("--shards", type=int, help=shards)
+    link = "rate of the link of each node, which its ranks share (on one node: of each rank), as 1Gbit or 1.2GB"
+    add("--link", type=parse_rate, help=link)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--parameters", type=parse_count, help="this many, in one large tensor: 25000000, 100M, 1.3B")
     what.add_argument("--module", metavar="PACKAGE.MODULE:CLASS", help="a LightningModule or nn.Module: its tensors")
-    parser.add_argument(
-        "--arguments",
-        nargs="+",
-        default=[],
-        metavar="KEY=VALUE",
-        help="arguments of the module's constructor, with values in JSON where possible",
-    )
-    parser.add_argument(
-        "--compress", choices=("updates", "gradients"), default=defaults.compress, help="(default: %(default)s)"
-    )
-    parser.add_argument(
-        "--local-steps",
-        type=int,
-        help=f"steps from one exchange of updates to the next (default: {defaults.local_steps})",
-    )
-    parser.add_argument(
-        "--density", type=float, default=defaults.density, help="share of entries sent (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--value-format", choices=VALUE_FORMATS, default=defaults.value_format, help="(default: %(default)s)"
-    )
-    parser.add_argument(
-        "--min-tensor-size",
-        type=int,
-        default=defaults.min_tensor_size,
-        help="smaller tensors are sent dense (default: %(default)s)",
-    )
-    measuring = parser.add_argument_group("measuring, instead of --world-size and --link")
-    measuring.add_argument(
-        "--measure", action="store_true", help="the link between the ranks that torchrun has started this command on"
-    )
-    measuring.add_argument("--compute-ms", type=float, help="what a step takes on one rank alone, milliseconds")
-    measuring.add_argument(
-        "--target-overhead", type=float, default=0.05, help="share by which it may be longer (default: %(default)s)"
-    )
-    measuring.add_argument("--steps", type=float, default=math.inf, help="optimizer steps of the run, where known")
+    values = "arguments of the module's constructor, with values in JSON where possible"
+    add("--arguments", nargs="+", default=[], metavar="KEY=VALUE", help=values)
+    add("--compress", choices=("updates", "gradients"), default=defaults.compress, help="(default: %(default)s)")
+    local_steps = f"steps from one exchange of updates to the next (default: {defaults.local_steps})"
+    add("--local-steps", type=int, help=local_steps)
+    add("--density", type=float, default=defaults.density, help="share of entries sent (default: %(default)s)")
+    add("--value-format", choices=VALUE_FORMATS, default=defaults.value_format, help="(default: %(default)s)")
+    smaller = "smaller tensors are sent dense (default: %(default)s)"
+    add("--min-tensor-size", type=int, default=defaults.min_tensor_size, help=smaller)
+    add = parser.add_argument_group("measuring, instead of --world-size and --link").add_argument
+    add("--measure", action="store_true", help="the link between the ranks that torchrun has started this command on")
+    add("--compute-ms", type=float, help="what a step takes on one rank alone, milliseconds")
+    longer = "share by which it may be longer (default: %(default)s)"
+    add("--target-overhead", type=float, default=0.05, help=longer)
+    add("--steps", type=float, default=math.inf, help="optimizer steps of the run, where known")
 
 
 def run(arguments: argparse.Namespace) -> int:

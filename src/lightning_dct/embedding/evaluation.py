@@ -29,7 +29,6 @@ class ExactReader:
     """A look-up of exact rows: the constructor reads them, :meth:`pooled` pools them."""
 
     def __init__(self, module: TableState, bags: Bags) -> None:
-        self._module = module
         self._rows = DistinctRows(bags, module)
         _, parts = _round(module.evaluated_with or (module,), module, self._rows.wanted)
         own = self._rows.wanted[module.exchange_group.rank]

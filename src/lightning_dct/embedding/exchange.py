@@ -62,16 +62,10 @@ class Exchange:
     def announce(
         self, numbers: Int64Array, traffic: Traffic, least: int = 0, fault: Exception | None = None
     ) -> Int64Array:
-        """Send each rank some numbers, such as the sizes of what follows.
+        """Send each rank some numbers, such as the sizes of the messages that follow.
 
-        Args:
-            numbers: Below 2**31, shape ``[world size, n]``: a row for each receiver.
-            traffic: Counts the bytes.
-            least: The smallest number that is valid.
-            fault: The error in this rank's batch; ``numbers`` are then :data:`FAULT`.
-
-        Returns:
-            A row for each sender, shape ``[world size, n]``.
+        ``numbers``, below 2**31, has a row for each receiver, shape ``[world size, n]``. The result has a row for each
+        sender. A rank whose batch is wrong gives the error as ``fault``, and :data:`FAULT` for each number.
 
         Raises:
             PayloadError: A rank sends a number below ``least``.

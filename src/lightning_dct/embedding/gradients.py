@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dct.embedding.exchange import Incoming
@@ -28,7 +27,7 @@ class CollectedGradients:
 
     def __init__(self, parts: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
         self._parts = list(parts)
-        self._under_way: list[dist.Work] = []
+        self._under_way: list[Incoming] = []
 
     @property
     def parts(self) -> list[tuple[Tensor, Tensor]]:
@@ -42,13 +41,12 @@ class CollectedGradients:
 
     def expect(self, incoming: Incoming) -> None:
         """Wait for these bytes before any gradient is read, because some of the parts are views of them."""
-        if incoming.work is not None:
-            self._under_way.append(incoming.work)
+        self._under_way.append(incoming)
 
     def wait(self) -> None:
         """Wait for all expected bytes."""
-        for work in self._under_way:
-            work.wait()
+        for incoming in self._under_way:
+            incoming.wait()
         self._under_way = []
 
     def deliver(

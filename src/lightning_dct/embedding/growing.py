@@ -52,7 +52,7 @@ class RowDirectory:
         self.rows, self.counted = RowCache(capacity), RowCache(capacity)
 
     def find(self, keys: Int64Array) -> Int64Array:
-        """The slots of keys, ``[k]``, -1 where there is no row."""
+        """The slots of keys, ``[k]``, -1 for keys without a row."""
         return self.rows.find(keys)
 
     def request(self, keys: Int64Array) -> Changed:
@@ -60,11 +60,11 @@ class RowDirectory:
 
         If these are more than fit, the first keys get rows.
         """
-        there = self.find(keys) >= 0
-        due = keys[~there]
+        present = self.find(keys) >= 0
+        due = keys[~present]
         if self.admit_after > 1:
             due = due[self.counted.counts_at(self.counted.admit(due).slots) >= self.admit_after]
-        wanted = np.sort(np.concatenate([keys[there], due[: self.rows.capacity - int(there.sum())]]))
+        wanted = np.sort(np.concatenate([keys[present], due[: self.rows.capacity - int(present.sum())]]))
         admission = self.rows.admit(wanted)
         return Changed(wanted[admission.new], admission.slots[admission.new], admission.evicted.size)
 
@@ -77,7 +77,7 @@ class RowDirectory:
         for part in PARTS:
             getattr(self, part).load_state_dict(state[part])
 
-    def take_over(self, states: Sequence[Mapping[str, Any]], is_own: Callable[[Int64Array], Any]) -> None:
+    def merge(self, states: Sequence[Mapping[str, Any]], is_own: Callable[[Int64Array], Any]) -> None:
         """Merge the states of all owners of another world size: keep the newest keys of this owner."""
         for part in PARTS:
             cache: RowCache = getattr(self, part)

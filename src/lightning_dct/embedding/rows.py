@@ -20,15 +20,8 @@ class RememberedRows:
     The rank that uses rows and the rank that owns them each have an object of this class for the other. Their copies
     are bitwise identical, because both start a row from its initial value and add the same messages.
 
-    Args:
-        capacity: Most rows to remember.
-        universe: Number of the owner's rows.
-        dim: Entries a row.
-        num_tables: Number of tables, each with a threshold of its own.
-        initial: Gives the initial values of rows by their places, shape ``[n, dim]``.
-        with_residual: Whether there are residuals.
-        dtype: Of copies and residuals.
-        device: Of copies and residuals; the cache is always on the CPU.
+    There are at most ``capacity`` rows of the ``universe`` of the owner's rows. ``initial`` gives the initial values of
+    rows by their places, shape ``[n, dim]``. Each table has a threshold. The cache is always on the CPU.
     """
 
     def __init__(
@@ -50,10 +43,10 @@ class RememberedRows:
         self.residual = torch.empty(0, dim if with_residual else 0, dtype=dtype, device=device)
 
     def admit(self, wanted: Int64Array) -> tuple[Admission, Tensor]:
-        """Admit rows: places on the owner, ``[k]``, ascending and distinct.
+        """Admit rows by their places on the owner, ``[k]``, ascending and distinct.
 
         Returns:
-            Their slots, and the residuals of the evicted rows, shape ``[e, dim]`` (``[e, 0]`` without residuals).
+            The admission, and the residuals of the evicted rows, shape ``[e, dim]`` (``[e, 0]`` without residuals).
         """
         admission = self.cache.admit(wanted)
         evicted = self.residual.index_select(0, torch.from_numpy(admission.evicted_slots).to(self.residual.device))
@@ -79,7 +72,7 @@ class RememberedRows:
         self.copies, self.residual = self.copies.to(device), self.residual.to(device)
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state, as numbers and CPU tensors."""
+        """The state as numbers and CPU tensors."""
         used = self.cache.num_slots
         return {
             "cache": self.cache.state_dict(),
@@ -90,7 +83,7 @@ class RememberedRows:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state."""
+        """Restore a saved state."""
         self.cache.load_state_dict(state["cache"])
         self.code.load_state_dict(state["code"])
         self.thresholds = state["thresholds"].numpy().copy()

@@ -182,7 +182,7 @@ def _load_directory(files: RowFiles, name: str, module: GrowingEmbeddingBags) ->
     def is_own(keys: Int64Array) -> Any:
         return module.placement.locate(*module.placement.rows_of(rank, keys))[0] == rank
 
-    module.directory.take_over(states, is_own)
+    module.directory.merge(states, is_own)
     own = sum(int(is_own(keys[keys >= 0]).sum()) for keys in (state["rows"]["row_at"].numpy() for state in states))
     if own > capacity:
         warnings.warn(

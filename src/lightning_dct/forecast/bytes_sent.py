@@ -17,7 +17,7 @@ from lightning_dct.gradients.exchanges.compressed import link_traversals
 from lightning_dct.gradients.exchanges.making import share_model
 from lightning_dct.gradients.exchanges.nodes import NodeLayout
 from lightning_dct.gradients.plan import BucketPlan, Plans, real_dtype, real_numel
-from lightning_dct.gradients.sharding import Shard, Shards
+from lightning_dct.gradients.sharding import Cutter, Shard
 from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes, bytes_between_nodes
 
 COMPRESSED = ("all_gather", "sharded", "by_node")
@@ -79,15 +79,14 @@ def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout
     world_size, local = len(layout.places), ranks_per_node(layout)
     traversals, owners = link_traversals(exchange, world_size, local), {"sharded": world_size, "by_node": local}
     plans = Plans(config, traversals)
-    shards_of = None
+    cut = None
     if exchange in owners:
-        pieces = share_model(config, workload.parameters, traversals, owners[exchange])
-        shards_of = Shards(pieces, owners[exchange])
+        cut = Cutter(share_model(config, workload.parameters, traversals, owners[exchange]), owners[exchange])
     sent, residuals, entries = [Sent()] * world_size, [0] * world_size, 0
     for names in workload.buckets_under(config):
         tensors = [workload.parameters[name] for name in names]
         plan = plans.of(names, [*map(real_numel, tensors)], real_dtype(tensors[0]))
-        shards = shards_of.of(plan).shards if shards_of else ()
+        shards = cut(plan).shards if cut else ()
         to_owners = _sharded(shards, layout) if exchange == "sharded" and not plan.is_dense else []
         entries += 0 if plan.is_dense else sum(plan.sizes)
         for rank in range(world_size):

@@ -182,14 +182,19 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> MeasuredLink
     for size in SIZES:
         tensor = torch.zeros(size // FP32_BYTES, device=device)
         # With the slowest rank's time, all ranks stop at the same size.
-        slowest = torch.tensor([min(_timed_all_reduce(tensor, group) for _ in range(ROUNDS))], device=device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
+        times += slowest([min(_timed_all_reduce(tensor, group) for _ in range(ROUNDS))], group, device)
         sizes.append(size)
-        times.append(float(slowest))
         if len(sizes) > 1 and times[-1] > LONGEST:
             break
     slope = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2])
     return MeasuredLink(group.size(), sizes[-1], times[-1], max(0.0, slope))
+
+
+def slowest(numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """The largest value of each number on any rank; a collective call, whose bytes are not counted."""
+    largest = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    return [float(number) for number in largest]
 
 
 def _timed_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> float:

@@ -1,4 +1,4 @@
-"""The exchange between replicas in a backward: thresholds for FSDP's gradient shards, summed over a replica."""
+"""The exchange of gradient shards between replicas, through FSDP's all-reduce hook."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_dct.traffic import all_gather_bytes
 
 
 class ShardGradientSynchronizer(GradientSynchronizer):
-    """Synchronises this rank's gradient shards with those of the other replicas, one unit of FSDP at a time.
+    """Averages this rank's gradient shards over the replicas, one unit of FSDP at a time.
 
     Args:
         config: The settings.
@@ -30,7 +30,7 @@ class ShardGradientSynchronizer(GradientSynchronizer):
         shards: Ranks per replica.
 
     Attributes:
-        is_blocked: Whether gradients accumulate on this rank; the next backward that is not blocked exchanges all.
+        is_blocked: Whether gradients only accumulate on this rank, until the next backward that is not blocked.
     """
 
     def __init__(self, config: DCTConfig, parameter_names: Mapping[Tensor, str], exchange: Exchange, shards: int):
@@ -40,12 +40,12 @@ class ShardGradientSynchronizer(GradientSynchronizer):
         self._shards = shards
 
     def attach(self, modules: Iterable[FSDPModule]) -> None:
-        """Exchange the gradients of all modules that FSDP gathers, through its all-reduce hook."""
+        """Register the hook with all modules that FSDP gathers."""
         for module in modules:
             module.set_all_reduce_hook(partial(self._reduce, _units_of(module)))
-            # The hook divides itself, so accumulated and received gradients are in the same units.
+            # The hook divides, so that accumulated and received gradients have the same unit.
             module.set_gradient_divide_factor(1.0)
-            # Otherwise the parameters of a flat shard are unknown.
+            # So that all parameters of a unit are in its flat shard.
             module.set_reduce_scatter_unused_params(True, recurse=False)
 
     @staticmethod
@@ -57,15 +57,15 @@ class ShardGradientSynchronizer(GradientSynchronizer):
             module.set_reduce_scatter_unused_params(False, recurse=False)
 
     def finish(self) -> None:
-        """End a backward that has exchanged something."""
+        """End a backward that has exchanged gradients."""
         if self._pending:
             self._finish()
 
     @torch.no_grad()
     def _reduce(self, units: list[Any], flat: Tensor) -> None:
-        """Replace a unit's sum over the ranks of a replica by the mean over all ranks.
+        """Replace a unit's sum over a replica by the mean over all ranks.
 
-        ``flat`` holds this rank's shards of the gradients, each padded to the largest shard of the replica.
+        ``flat`` has this rank's shards of the gradients, each padded to the largest shard of the replica.
         """
         flat.div_(self._shards)
         parts = [part for part in units[0].fsdp_params if part.sharded_param.requires_grad]
@@ -128,5 +128,5 @@ class _Counted(AllGather, ReduceScatter):
 
 
 def _units_of(module: FSDPModule) -> list[Any]:
-    # Not public: FSDP hands its hook a flat tensor and no names.
+    # Not public, but FSDP passes its hook a flat tensor without names.
     return list(module._get_fsdp_state()._fsdp_param_groups)

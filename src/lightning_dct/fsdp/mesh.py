@@ -1,4 +1,4 @@
-"""Ranks as replicas x shards under Lightning's ModelParallelStrategy, and checkpoints that are complete or absent."""
+"""A mesh of replicas x shards for Lightning's ModelParallelStrategy, with atomic checkpoints of one replica."""
 
 from __future__ import annotations
 
@@ -14,35 +14,27 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_dct.fsdp.wrapping import wrap
+from lightning_dct.fsdp.wrapping import Unit, wrap
 
 AXES = ("replicate", "data_parallel", "tensor_parallel")
 
 
 class MeshStrategy(ModelParallelStrategy):
-    """Several replicas of a model, each sharded over neighbouring ranks, without an exchange between replicas.
+    """Replicas of a model, each sharded over neighbouring ranks, without an exchange between replicas.
 
     ``self.device_mesh`` has the dimensions ``replicate``, ``data_parallel`` and ``tensor_parallel`` (of size 1), so a
     ``configure_model`` as in Lightning's documentation shards within a replica.
 
     Args:
-        replicas: How many; None for one per node.
-        wrap_unit: The unit of :func:`~lightning_dct.fsdp.wrapping.wrap`, if the module does not shard itself.
-        shard_settings: For ``fully_shard``, if the module does not shard itself.
+        replicas: Their number; None for one per node.
+        wrap_unit: The unit of :func:`~lightning_dct.fsdp.wrapping.wrap`.
+        shard_settings: For ``fully_shard``.
         **kwargs: As for ModelParallelStrategy.
     """
 
-    def __init__(
-        self,
-        replicas: int | None,
-        wrap_unit: int | type | tuple[type, ...],
-        shard_settings: dict[str, Any],
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, replicas: int | None, wrap_unit: Unit, shard_settings: dict[str, Any], **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._replicas = replicas
-        self._wrap_unit = wrap_unit
-        self._shard_settings = shard_settings
+        self._replicas, self._wrap_unit, self._shard_settings = replicas, wrap_unit, shard_settings
 
     @property
     def replicas(self) -> int:
@@ -65,7 +57,7 @@ class MeshStrategy(ModelParallelStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def setup_environment(self) -> None:
-        """Start the processes, make the mesh, and shard a module whose ``configure_model`` does not.
+        """Start the processes, make the mesh, and prepare ``configure_model`` to shard the module.
 
         Raises:
             ValueError: The replicas cannot have the same size.
@@ -84,12 +76,12 @@ class MeshStrategy(ModelParallelStrategy):
         module.configure_model = partial(_both, module.configure_model, sharding)
 
     def teardown(self) -> None:
-        """Remove from the module what belongs to these processes."""
+        """Restore the module's own ``configure_model``."""
         super().teardown()
         vars(self.lightning_module).pop("configure_model", None)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Save the first replica, in a folder ``.<name>.part`` that gets its own name when it is complete."""
+        """Save the first replica, in a folder ``.<name>.part`` that is renamed when it is complete."""
         path = Path(filepath)
         if not self._save_distributed_checkpoint or storage_options is not None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -116,7 +108,7 @@ def _both(configure_model: Callable[[], None], sharding: Callable[[], None]) -> 
 
 
 def replace(new: Path, path: Path) -> None:
-    """Replace a folder or a file by a folder."""
+    """Move a folder to a path, in place of a folder or a file."""
     old = path.with_name(f".{path.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():

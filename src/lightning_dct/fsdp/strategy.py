@@ -1,4 +1,4 @@
-"""``Trainer(strategy="dct_fsdp")``: thresholds between replicas, FSDP2 inside them, wired into Lightning."""
+"""``Trainer(strategy="dct_fsdp")``: compressed exchange between replicas, and FSDP2 inside them."""
 
 from __future__ import annotations
 
@@ -11,37 +11,43 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
-from lightning_dct.agreement import check_agreement
 from lightning_dct.callbacks.requirements import AVERAGING
 from lightning_dct.config import DCTConfig, check_integer, check_keywords
 from lightning_dct.fsdp.gradients import ShardGradientSynchronizer, count_inside
 from lightning_dct.fsdp.mesh import MeshStrategy
 from lightning_dct.fsdp.weights import ShardWeights, plain, take_over, with_local
-from lightning_dct.fsdp.wrapping import UNIT, check_sharded, shard_of, sharded_modules
+from lightning_dct.fsdp.wrapping import UNIT, Unit, check_sharded, shard_of, sharded_modules
 from lightning_dct.gradients import Synchronizer
 from lightning_dct.gradients.collectives import Link
 from lightning_dct.gradients.plan import local_of
-from lightning_dct.synchronizing import exchange_of, make_update_synchronizer, parameter_names, start_alike
+from lightning_dct.synchronizing import (
+    check_settings,
+    exchange_of,
+    make_update_synchronizer,
+    parameter_names,
+    start_alike,
+)
 from lightning_dct.thresholded import ThresholdedStrategy
 
 OLDEST_TORCH = (2, 13)
 
 
 class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
-    """Replicas that FSDP2 shards over the ranks of a node. They exchange what moves by more than a threshold.
+    """Replicas that FSDP2 shards over the ranks of a node, and that exchange compressed updates.
 
-    Inside a replica FSDP gathers weights and reduces gradients as always. Between replicas the ranks that hold the same
-    shard exchange its update after every ``local_steps`` optimizer steps, or, with ``compress="gradients"``, its
-    gradients in every backward, as the ranks of :class:`~lightning_dct.DCTStrategy` do with whole weights. The state
-    for that is as large as the shard.
+    Inside a replica FSDP gathers weights and reduces gradients as usual. Between replicas the ranks with the same shard
+    exchange its update after every ``local_steps`` optimizer steps, or, with ``compress="gradients"``, its gradients in
+    every backward, as the ranks of :class:`~lightning_dct.DCTStrategy` do with whole weights. The state for that has
+    the size of the shard.
 
-    The strategy shards a module whose ``configure_model`` does not call
+    The strategy shards the module, unless its ``configure_model`` calls
     ``fully_shard(..., mesh=self.device_mesh["data_parallel"])``.
 
     Example::
@@ -50,8 +56,8 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
 
     Args:
         replicas: How many; by default one per node.
-        unit: Modules to gather together: of this class or these classes, or the smallest ones of at least so many
-            entries. For a module that does not shard itself, like ``mp_policy``.
+        unit: Modules to gather together: those of these classes, or the smallest ones with at least this many entries.
+            Like ``mp_policy`` for a module that does not shard itself.
         mp_policy: FSDP's ``MixedPrecisionPolicy``.
         save_distributed_checkpoint: As for ModelParallelStrategy: a folder to which all ranks of a replica write, or
             one file, which plain strategies can load.
@@ -74,7 +80,7 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
         self,
         *,
         replicas: int | None = None,
-        unit: int | type | tuple[type, ...] = UNIT,
+        unit: Unit = UNIT,
         mp_policy: MixedPrecisionPolicy | None = None,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
@@ -113,8 +119,6 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
         """The ranks per replica."""
         return self.shards
 
-    # ------------------------------------------------------------------------------------------------- setting up
-
     def connect(self, model: pl.LightningModule) -> None:
         """Refuse callbacks that copy the model (ValueError), before any process waits for another."""
         trainer: Any = getattr(model, "_trainer", None)
@@ -127,7 +131,7 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
         super().connect(model)
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Check how the module is sharded, and set up the exchange between replicas.
+        """Check the sharding, and set up the exchange between replicas.
 
         Raises:
             ValueError: A parameter is not sharded within the replica, or the ranks differ.
@@ -139,44 +143,33 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
                 " spread over all ranks. Use `torch.nn.EmbeddingBag`, or `DCTStrategy`."
             )
         check_sharded(model, self.shard_mesh)
-        names = parameter_names(model)
-        self.config.check_patterns(list(names.values()))
-        check_agreement({**vars(self.config), "replicas": self.replicas}, model, None)
+        check_settings(self.config, model, {}, {"replicas": self.replicas})
         for module in sharded_modules(model):
-            # gloo has no mean, and the hook of gradients expects the sum.
+            # gloo has no mean, and the hook for gradients needs the sum.
             module.set_force_sum_reduction_for_comms(True)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self.is_fitting = True
             self.synchronizer = self._make_synchronizer(model)
-            self._log_memory()
+            entries = sum(local_of(p).numel() for p in self._parameter_names() if p.requires_grad)
+            what = "shared weights" if self.updates is not None else "residuals"
+            rank_zero_info(
+                f"DCTFSDPStrategy: replicas={self.replicas}, each sharded over {self.shards} ranks; {what} take"
+                f" {4 * entries / 1e6:,.1f} MB per rank, 1 / {self.shards} of the model's."
+            )
 
     def _make_synchronizer(self, model: pl.LightningModule) -> Synchronizer:
         group = self.device_mesh["replicate"].get_group()
         inside = Link(self.shard_mesh.get_group(), self.traffic, self.num_processes)
-        place = (self.node_rank, self.local_rank)
         modules = sharded_modules(model)
         count_inside(modules, inside)
         if self.config.compress == "updates":
-            weights = ShardWeights(modules)
-            return make_update_synchronizer(
-                model, group, self.config, self.traffic, place, self._timeout, lambda: self.optimizers, True,
-                weights, inside,
-            )  # fmt: skip
+            return make_update_synchronizer(self, model, group, True, ShardWeights(modules), inside)
         start_alike(model, group)
         names = parameter_names(model)
-        exchange = exchange_of(self.config, names, group, self.traffic, place, self._timeout, defer_unused=False)
-        synchronizer = ShardGradientSynchronizer(self.config, names, exchange, self.shards)
+        synchronizer = ShardGradientSynchronizer(self.config, names, exchange_of(self, names, group), self.shards)
         synchronizer.attach(modules)
         return synchronizer
-
-    def _log_memory(self) -> None:
-        entries = sum(local_of(p).numel() for p in self._parameter_names() if p.requires_grad)
-        what = "shared weights" if self.updates is not None else "residuals"
-        rank_zero_info(
-            f"DCTFSDPStrategy: replicas={self.replicas}, each sharded over {self.shards} ranks; {what} take"
-            f" {4 * entries / 1e6:,.1f} MB per rank, 1 / {self.shards} of the model's."
-        )
 
     def teardown(self) -> None:
         """Detach the exchange from the module."""
@@ -184,19 +177,17 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
             self.synchronizer.detach(sharded_modules(self._module))
         super().teardown()
 
-    # ---------------------------------------------------------------------------------------------- running steps
-
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Accumulate gradients on this rank, without an exchange between replicas."""
-        if not isinstance(self.synchronizer, ShardGradientSynchronizer):
-            yield
-            return
-        self.synchronizer.is_blocked = True
+        synchronizer = self.synchronizer
+        if isinstance(synchronizer, ShardGradientSynchronizer):
+            synchronizer.is_blocked = True
         try:
             yield
         finally:
-            self.synchronizer.is_blocked = False
+            if isinstance(synchronizer, ShardGradientSynchronizer):
+                synchronizer.is_blocked = False
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run backward, and end its exchange."""
@@ -205,18 +196,16 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
             self.synchronizer.finish()
         return loss
 
-    # -------------------------------------------------------------------------------------------------- checkpoints
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's state, with the weights that all replicas share."""
         if self.updates is None:
             return super().lightning_module_state_dict()
         with self.updates.weights.in_model():
             # Copies, because FSDP's tensors change with the weights.
-            return {name: _copied(value) for name, value in super().lightning_module_state_dict().items()}
+            return apply_to_collection(super().lightning_module_state_dict(), Tensor, Tensor.clone)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load Lightning's checkpoint into the shards and, when fitting, this rank's compression state beside it."""
+        """Load Lightning's checkpoint and, when fitting, this rank's compression state beside it."""
         with nullcontext() if self.updates is None else self.updates.weights.in_model():
             return super().load_checkpoint(checkpoint_path, weights_only)
 
@@ -228,8 +217,7 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
             take_over(optimizer, state)
 
     def _own_state_of(self, optimizer: Optimizer) -> dict[str, Any]:
-        state: dict[str, Any] = plain(Strategy.optimizer_state(self, optimizer))
-        return state
+        return dict(plain(Strategy.optimizer_state(self, optimizer)))
 
     def _accumulated_gradients(self) -> dict[str, Tensor]:
         return {name: local_of(gradient) for name, gradient in super()._accumulated_gradients().items()}
@@ -239,7 +227,7 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
 
     def _state(self) -> dict[str, Any]:
         shapes = {name: list(local_of(parameter).shape) for parameter, name in self._parameter_names().items()}
-        # Updates average buffers; otherwise every rank has its own, as under FSDP.
+        # With updates buffers are averaged; otherwise every rank has its own, as with FSDP.
         buffers = {} if self.updates is not None else dict(self._module.named_buffers())
         return {**super()._state(), "shards": shapes, "buffers": plain(buffers)}
 
@@ -261,7 +249,3 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
     def _module(self) -> pl.LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""A rank's shards: both sets of weights, and copies of local tensors for checkpoints."""
+"""Both sets of weights of a rank's shards, and copies of local tensors for checkpoints."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lightning_dct.updates import SharedWeights
 
 
 class ShardWeights(SharedWeights):
-    """The shared weights of this rank's shards. FSDP keeps pointers into them, so contents are swapped, not pointers.
+    """The shared weights of this rank's shards. FSDP keeps pointers to its memory, so contents are exchanged.
 
     Args:
-        modules: The modules that FSDP gathers, to free what they have gathered of the other set.
+        modules: The modules that FSDP gathers, to free gathered weights of the other set.
     """
 
     def __init__(self, modules: Sequence[FSDPModule]) -> None:
@@ -39,7 +39,7 @@ class ShardWeights(SharedWeights):
             self._versions[name] = local_of(parameter)._version
 
     def hide(self) -> None:
-        """Put this rank's own weights into the model again; what was written into the shared weights becomes both."""
+        """Put this rank's own weights into the model again; weights written meanwhile become both sets."""
         self._free_gathered()
         stored, self._own = self._own, {}
         for name, own in stored.items():
@@ -60,12 +60,12 @@ class ShardWeights(SharedWeights):
 
 
 def plain(value: Any) -> Any:
-    """A tree of dicts and lists, with the local part of every tensor copied to the CPU."""
+    """A tree of dicts and lists with a CPU copy of the local part of every tensor."""
     return apply_to_collection(value, Tensor, lambda tensor: local_of(tensor).detach().to("cpu", copy=True))
 
 
 def take_over(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Load this rank's state, as :func:`plain` saved it, over the state and settings of the checkpoint."""
+    """Load this rank's optimizer state, as :func:`plain` copied it, after the checkpoint's."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, values in saved["state"].items():
         state = optimizer.state[parameters[number]]
@@ -77,7 +77,7 @@ def take_over(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 
 
 def with_local(like: Tensor, local: Tensor) -> Tensor:
-    """A tensor with this local part, sharded like another."""
+    """A tensor with this local part, and sharded like another."""
     if not isinstance(like, DTensor):
         return local.to(like.device)
     mesh, placements = like.device_mesh, like.placements

@@ -1,4 +1,4 @@
-"""Wraps a plain LightningModule with ``fully_shard``, by size or by class, and refuses other sharding."""
+"""Shards a plain LightningModule with ``fully_shard``, by size or by class, and refuses other sharding."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+Unit = int | type | tuple[type, ...]
 UNIT = 1_000_000
 """The default size of a unit, in entries."""
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-# They use the weights of their children without calling them.
+# These use the weights of their children without calling them.
 OPAQUE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
-def wrap(model: pl.LightningModule, mesh: DeviceMesh, unit: int | type | tuple[type, ...], **settings: Any) -> None:
+def wrap(model: pl.LightningModule, mesh: DeviceMesh, unit: Unit, **settings: Any) -> None:
     """Shard all parameters of a module that has not sharded itself.
 
     Args:
-        model: The module. Its steps gather the parameters outside units. With manual optimisation backward runs within
-            a step, so each child is a unit.
+        model: The module. Its steps gather the parameters outside units. With manual optimisation backward runs in a
+            step, so each child is a unit.
         mesh: The ranks, one-dimensional.
-        unit: Modules to gather and free together: those of these classes, or the smallest ones of at least so many
-            entries. Parameters that several modules share stay out of units.
+        unit: Modules to gather and free together: those of these classes, or the smallest ones with at least this many
+            entries. Parameters that several modules share are not in units.
         **settings: As for ``fully_shard``.
     """
     if isinstance(model, FSDPModule) or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
@@ -40,8 +41,8 @@ def wrap(model: pl.LightningModule, mesh: DeviceMesh, unit: int | type | tuple[t
             register_fsdp_forward_method(model, step)
 
 
-def units_of(model: nn.Module, unit: int | type | tuple[type, ...] = UNIT) -> dict[nn.Module, list[Tensor]]:
-    """The modules that :func:`wrap` shards, inner ones first, and the parameters that each gathers."""
+def units_of(model: nn.Module, unit: Unit = UNIT) -> dict[nn.Module, list[Tensor]]:
+    """The modules that :func:`wrap` shards, inner ones first, with the parameters that each gathers."""
     units: dict[nn.Module, list[Tensor]] = {}
     taken: set[Tensor] = set()
 

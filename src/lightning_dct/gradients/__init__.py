@@ -1,4 +1,4 @@
-"""DCT-DP: tensors of all ranks synchronised under thresholds, with what is not sent remembered."""
+"""Gradients of all ranks, averaged under thresholds, and the parts that the exchange of updates shares."""
 
 from lightning_dct.gradients.hook import GradientSynchronizer
 from lightning_dct.gradients.plan import BucketPlan, plan_bucket

@@ -42,6 +42,10 @@ class Link:
         between = bytes_between_nodes(num_bytes, self.size, self.ranks_per_node)
         self.traffic.add(bytes_sent=between, bytes_inside_node=num_bytes - between)
 
+    def count_dense(self, num_bytes: int) -> None:
+        """Count what this rank would send in the dense exchange."""
+        self.traffic.add(bytes_dense=bytes_between_nodes(num_bytes, self.size, self.ranks_per_node))
+
 
 def all_gather_payload(payload: Tensor, link: Link) -> tuple[dist.Work, Tensor]:
     """Start sending a payload (uint8, ``[size]``, the same size on every rank) to all ranks.
@@ -104,7 +108,7 @@ def all_reduce_mean_sparse(gradient: Tensor, link: Link) -> dist.Work:
     num_bytes = indices.numel() * indices.element_size() + values.numel() * values.element_size()
     sent = all_gather_bytes(num_bytes, link.size)
     link.count(sent)
-    dense = bytes_between_nodes(sent, link.size, link.ranks_per_node)
-    link.traffic.add(bytes_dense=dense, entries_sent=values.numel(), entries=values.numel())
+    link.count_dense(sent)
+    link.traffic.add(entries_sent=values.numel(), entries=values.numel())
     gradient.div_(link.size)
     return dist.all_reduce(gradient, group=link.group, async_op=True)

@@ -26,7 +26,7 @@ from lightning_dct.gradients.on_device import add_payloads, send_largest
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.kernels import Selection, select, sum_entries
 from lightning_dct.threshold import GUARD_RESELECT, Thresholds, keep_largest, kth_magnitude, nudge
-from lightning_dct.wire import PayloadError, Unpacked, pack, unpack
+from lightning_dct.wire import PayloadError, pack, unpack
 from lightning_dct.wire.bits import nonzero_indices
 
 # Devices whose host must not wait for numbers. Tests add the CPU.
@@ -151,7 +151,12 @@ def decompress(
 def _add_up(
     payloads: Tensor, total: Tensor, plan: BucketPlan, factor: float, kernel: str, senders: list[str], by_senders: bool
 ) -> None:
-    received = [_unpack(payload, plan, sender) for payload, sender in zip(payloads.unbind(), senders, strict=True)]
+    received = []
+    for payload, sender in zip(payloads.unbind(), senders, strict=True):
+        try:
+            received.append(unpack(plan.layout, payload))
+        except PayloadError as error:
+            raise PayloadError(f"{sender} of the process group: {error}.") from error
     dense_tensors = [dense.clone().view(plan.dtype) for _, _, dense in received]
     for (_, values, _), dense, sender in zip(received, dense_tensors, senders, strict=True):
         # The sum is finite only if all entries are; this is the cheapest check.
@@ -163,13 +168,6 @@ def _add_up(
     for dense in dense_tensors:
         for index, part in zip(plan.dense, dense.split([plan.sizes[index] for index in plan.dense]), strict=True):
             total[slice(*plan.bounds[index])].add_(part, alpha=factor)
-
-
-def _unpack(payload: Tensor, plan: BucketPlan, sender: str) -> Unpacked:
-    try:
-        return unpack(plan.layout, payload)
-    except PayloadError as error:
-        raise PayloadError(f"{sender} of the process group: {error}.") from error
 
 
 @lru_cache(maxsize=256)

@@ -13,7 +13,7 @@ from lightning_dct.gradients.exchanges import Exchange
 from lightning_dct.gradients.exchanges.base import Pending, complete, send_sparse, unused_tensors
 from lightning_dct.gradients.plan import BucketPlan, real_numel
 from lightning_dct.gradients.synchronizer import Synchronizer
-from lightning_dct.traffic import FP32_BYTES, all_reduce_bytes, bytes_between_nodes
+from lightning_dct.traffic import FP32_BYTES, all_reduce_bytes
 
 
 class GradientSynchronizer(Synchronizer):
@@ -119,8 +119,7 @@ class GradientSynchronizer(Synchronizer):
     def _count_dense(self, buffer: Tensor) -> None:
         """Count the bytes of the dense fp32 exchange of a bucket."""
         everyone = self.exchange.everyone
-        dense_bytes = all_reduce_bytes(FP32_BYTES * buffer.numel(), everyone.size)
-        self.traffic.add(bytes_dense=bytes_between_nodes(dense_bytes, everyone.size, everyone.ranks_per_node))
+        everyone.count_dense(all_reduce_bytes(FP32_BYTES * buffer.numel(), everyone.size))
 
     def _deferred(self, bucket: GradBucket, plan: BucketPlan) -> set[int]:
         """The tensors of a bucket that this rank's backward did not use.

@@ -42,7 +42,6 @@ class OnDevice:
     Attributes:
         layouts: The payloads.
         shifts: Shape ``[T]``, int64: each tensor's offset in the bucket less its offset in the payloads.
-        dense: The bounds of the tensors sent dense.
     """
 
     def __init__(self, plan: BucketPlan, device: torch.device) -> None:
@@ -51,7 +50,6 @@ class OnDevice:
         starts = torch.tensor([start for start, _ in plan.bounds], dtype=torch.int64)
         sizes = torch.tensor(plan.sizes, dtype=torch.int64)
         self.shifts = (starts - (sizes.cumsum(0) - sizes)).to(device)
-        self.dense = [plan.bounds[index] for index in plan.dense]
         self._selection_buffer: _SelectionBuffer | None = None
 
     @staticmethod
@@ -131,7 +129,11 @@ def send_largest(
         picked, magnitudes, order[selection_buffer.first_targets], selection_buffer, on_device
     )
     payloads, received = pack_on_device(on_device.layouts, entries, tensor, dense)
-    _take_out(residual, indices, entries.values, received.to(residual.dtype))
+    received = received.to(residual.dtype)
+    taken = (entries.values - received).abs() < math.inf
+    # Infinite and NaN values do not change the residual. At most one used slot has a given index. Unused slots add
+    # minus zero, which even keeps the sign of a zero.
+    residual.index_add_(0, indices, torch.where(taken, received, 0.0), alpha=-1)
     return payloads, entries.counts.sum()
 
 
@@ -154,9 +156,9 @@ def add_payloads(payloads: Tensor, total: Tensor, plan: BucketPlan, factor: floa
     # This rounds product and sum as `sum_entries` does, in the order of the ranks, because it sorts on a GPU. "Unsafe"
     # does not wait to check that indices lie within bounds; they do.
     torch._index_put_impl_(total, [indices.flatten()], values, accumulate=True, unsafe=True)
-    if on_device.dense:
+    if plan.dense:
         sums = arrived.dense.view(plan.dtype).to(total.dtype).mul(factor).sum(0)
-        parts = [total[start:stop] for start, stop in on_device.dense]
+        parts = [total[slice(*plan.bounds[index])] for index in plan.dense]
         torch._foreach_copy_(parts, sums.split([part.numel() for part in parts]))
     return arrived.valid
 
@@ -215,10 +217,3 @@ def _keep(
     indices, values = picked.positions[slots], torch.where(in_use, picked.values[slots], 0.0)
     indices = torch.where(in_use, indices, layouts.spare)
     return indices, Slots(indices - on_device.shifts[tensor], values, in_use, counts), tensor
-
-
-def _take_out(residual: Tensor, indices: Tensor, values: Tensor, received: Tensor) -> None:
-    """Subtract the received values from the residual, except where the result would be infinite or NaN."""
-    taken = (values - received).abs() < math.inf
-    # At most one used slot has a given index. Unused slots add minus zero, which even keeps the sign of a zero.
-    residual.index_add_(0, indices, torch.where(taken, received, 0.0), alpha=-1)

@@ -42,11 +42,6 @@ class Residuals:
             self._flat[key] = flat
         return self._flat[key]
 
-    def of(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The residual of one name, shape ``[size]``, to be written in place; zeros where there was none."""
-        left = self.view(name)
-        return self.flat((name,), (size,), dtype, device) if left is None else left
-
     def view(self, name: str) -> Tensor | None:
         """The residual of one name, shape ``[size]``, to be written in place; None if there is none."""
         return self._views.get(name)

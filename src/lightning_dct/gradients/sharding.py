@@ -91,23 +91,6 @@ def _bits(size: int, target: int, model: BucketPlan) -> int:
     return target * (BITS_PER_VALUE[model.value_format] + (size // target).bit_length() + 1)
 
 
-def cut(bucket: BucketPlan, pieces: Mapping[str, tuple[Piece, ...]], owners: int) -> tuple[Shard, ...]:
-    """Divide a bucket among the owners of its pieces: each owner's shard, possibly without any piece."""
-    rows: list[list[tuple[str, int, int, int, int]]] = [[] for _ in range(owners)]
-    for tensor, (name, size, target) in enumerate(zip(bucket.names, bucket.sizes, bucket.targets, strict=True)):
-        for piece in pieces[name]:
-            entries = piece.stop - piece.start
-            # The piece's part of the target, rounded up. With FSDP a rank's shard may be empty.
-            part = -(-target * entries // max(size, 1))
-            rows[piece.owner].append((piece.label, entries, part, bucket.bounds[tensor][0] + piece.start, tensor))
-    shards = []
-    for own in rows:
-        labels, sizes, targets, starts, tensors = zip(*own, strict=True) if own else ((),) * 5
-        plan = replace(bucket, names=labels, sizes=sizes, targets=targets, starts=starts)
-        shards.append(Shard(plan, tensors))
-    return tuple(shards)
-
-
 class Cut(NamedTuple):
     """A bucket divided among owners: each one's shard, and the plan of all shards together, a payload for each."""
 
@@ -120,20 +103,34 @@ class Cut(NamedTuple):
         return {index for index, tensor in enumerate(owned) if tensor in tensors}
 
 
-class Shards:
-    """Buckets divided among the owners of ``pieces`` (by tensor name); each is divided once."""
+def cut(bucket: BucketPlan, pieces: Mapping[str, tuple[Piece, ...]], owners: int) -> Cut:
+    """Divide a bucket among the owners of its pieces; an owner's shard may be empty."""
+    rows: list[list[tuple[str, int, int, int, int]]] = [[] for _ in range(owners)]
+    for tensor, (name, size, target) in enumerate(zip(bucket.names, bucket.sizes, bucket.targets, strict=True)):
+        for piece in pieces[name]:
+            entries = piece.stop - piece.start
+            # The piece's part of the target, rounded up. With FSDP a rank's shard may be empty.
+            part = -(-target * entries // max(size, 1))
+            rows[piece.owner].append((piece.label, entries, part, bucket.bounds[tensor][0] + piece.start, tensor))
+    shards = []
+    for own in rows:
+        labels, sizes, targets, starts, tensors = zip(*own, strict=True) if own else ((),) * 5
+        shards.append(Shard(replace(bucket, names=labels, sizes=sizes, targets=targets, starts=starts), tensors))
+    return Cut(tuple(shards), BucketPlan.joined([shard.plan for shard in shards]))
+
+
+class Cutter:
+    """Divides buckets among the owners of ``pieces`` (by tensor name), each bucket once."""
 
     def __init__(self, pieces: Mapping[str, tuple[Piece, ...]], owners: int) -> None:
-        self._pieces = pieces
-        self._owners = owners
-        # By the bucket's names, with its last plan: another density gives another one.
+        self._pieces, self._owners = pieces, owners
+        # By the bucket's names. The plan of another density replaces the one before.
         self._known: dict[tuple[str, ...], tuple[BucketPlan, Cut]] = {}
 
-    def of(self, bucket: BucketPlan) -> Cut:
-        """A bucket divided among the owners of its pieces; see :func:`cut`."""
+    def __call__(self, bucket: BucketPlan) -> Cut:
+        """See :func:`cut`."""
         if bucket.names not in self._known or self._known[bucket.names][0] != bucket:
-            shards = cut(bucket, self._pieces, self._owners)
-            self._known[bucket.names] = bucket, Cut(shards, BucketPlan.joined([shard.plan for shard in shards]))
+            self._known[bucket.names] = bucket, cut(bucket, self._pieces, self._owners)
         return self._known[bucket.names][1]
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.config import DCTConfig
-from lightning_dct.gradients.exchanges import Bucket, Exchange
+from lightning_dct.gradients.exchanges import Exchange
 from lightning_dct.gradients.exchanges.base import Pending, send_dense
 from lightning_dct.gradients.memory import Memory
 from lightning_dct.gradients.plan import BucketPlan, Plans, real_dtype, real_numel
@@ -171,8 +171,8 @@ class Synchronizer:
 
     def _start(self, buffer: Tensor, plan: BucketPlan, deferred: set[int]) -> Pending:
         """Start sending a bucket."""
-        ready = Bucket(buffer, plan, deferred)
+        bucket = buffer, plan, deferred, self.memory
         if plan.is_dense:
             dtype = torch.bfloat16 if self.config.halves and buffer.dtype == torch.float32 else buffer.dtype
-            return Pending(send_dense(ready, self.memory, self.exchange.everyone, dtype), 1, buffer)
-        return Pending(self.exchange.send(ready, self.memory), self.exchange.rounds, buffer)
+            return Pending(send_dense(*bucket, self.exchange.everyone, dtype), 1, buffer)
+        return Pending(self.exchange.send(*bucket), self.exchange.rounds, buffer)

@@ -1,16 +1,15 @@
-"""The hot path over memory: add, compare and compact on the way out, sum on the way in. Two contracts, several kernels.
+"""The kernels that read and write whole buckets: select before an exchange, sum after it.
 
 ========  ===========  ==================================================================
-kernel    needs        what it is
+kernel    needs        description
 ========  ===========  ==================================================================
 torch                  cache-sized chunks on the CPU, whole tensors on a GPU
 numba     numba        one pass over memory on the CPU (``pip install '.[fast]'`` in a clone)
 triton    triton       two passes on a CUDA GPU; see :mod:`~lightning_dct.kernels.buffered`
 ========  ===========  ==================================================================
 
-All give the same entries, residuals and sums to the last bit, so ranks may use different ones. On a GPU, torch does the
-sums. :mod:`~lightning_dct.kernels.numba_rows` codes rows of activations as :mod:`lightning_dct.wire.rows` does in
-torch.
+All give the same entries, residuals and sums to the last bit, so ranks may use different ones. On a GPU torch does the
+sums. :mod:`~lightning_dct.kernels.numba_rows` codes rows of activations as :mod:`lightning_dct.wire.rows` does.
 """
 
 from __future__ import annotations
@@ -23,16 +22,18 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from lightning_dct.kernels.reference import Kernel, Selection
+from lightning_dct.kernels.reference import Selection
 
 KernelName = Literal["auto", "torch", "numba", "triton"]
 KERNELS: tuple[str, ...] = get_args(KernelName)
-_DEVICES = {"numba": "cpu", "triton": "cuda"}
-_REMEDIES = {"numba": "pip install '.[fast]' in a clone of lightning_dct", "triton": "pip install triton"}
+# By kernel: its device, and how to install its package.
+_NEEDS = {
+    "numba": ("cpu", "pip install '.[fast]' in a clone of lightning_dct"),
+    "triton": ("cuda", "pip install triton"),
+}
 
 __all__ = [
     "KERNELS",
-    "Kernel",
     "KernelName",
     "Selection",
     "add_rows",
@@ -54,16 +55,17 @@ def select(
     gradient_scale: float = 1.0,
     kernel: str = "auto",
 ) -> Selection:
-    """Add the gradient to the residual and pick the entries at or above the threshold.
+    """Add the gradient to the residual and select the entries whose magnitude reaches their threshold.
 
-    :mod:`lightning_dct.kernels.reference` describes arguments and result. ``kernel="auto"`` takes the fastest kernel
-    that is installed and fits the device; a name forces one.
+    :mod:`lightning_dct.kernels.reference` describes arguments and result. ``kernel="auto"`` takes the fastest installed
+    kernel for the device.
 
     Raises:
         ValueError: The kernel is not installed or does not work on this device.
     """
-    chosen: Kernel = _implementation(kernel, gradient.device.type).select
-    return chosen(gradient, residual, segments, thresholds, gradient_scale)
+    module = _implementation(kernel, gradient.device.type)
+    selection: Selection = module.select(gradient, residual, segments, thresholds, gradient_scale)
+    return selection
 
 
 def sum_entries(
@@ -77,10 +79,10 @@ def sum_entries(
     """Overwrite segments with ``factor`` times the sum of sparse vectors, added one after the other.
 
     Each product and each sum is rounded once, so all kernels give the same result. ``total`` has shape ``[n]``, fp32 or
-    fp64, and keeps what lies outside the ``segments`` (ascending ranges). A vector is its positions (int64, ascending,
-    distinct, within the segments) and its values (fp32 or the total's dtype). With ``by_senders`` a value is first
-    multiplied by the square root of the number of vectors over the number of those that are not zero there. ``kernel``
-    and errors are as for :func:`select`.
+    fp64, and does not change outside the ``segments`` (ascending ranges). A vector is its positions (int64, ascending,
+    distinct, in the segments) and its values (fp32 or the total's dtype). ``by_senders`` first multiplies each value by
+    the square root of the number of vectors over the number of those that are not zero there. ``kernel`` and errors are
+    as for :func:`select`.
     """
     _implementation(kernel, total.device.type).sum_entries(total, segments, entries, factor, by_senders)
 
@@ -98,21 +100,21 @@ def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:
 
 
 def buffer_kernel(kernel: str, device_type: str) -> Any:
-    """What selects into a buffer, by the contract of :mod:`~lightning_dct.kernels.buffered`: triton, or else torch."""
-    name = _name(kernel, device_type)
+    """``select_into_buffer`` of :mod:`~lightning_dct.kernels.buffered`, by triton or else torch."""
+    name = fastest_kernel(device_type) if kernel == "auto" else kernel
     module = "triton_cuda" if name == "triton" else "buffered"
     return import_module(f"lightning_dct.kernels.{module}").select_into_buffer
 
 
 @cache
 def rows_kernel(device_type: str) -> Any:
-    """What codes rows of equal length: :mod:`~lightning_dct.kernels.numba_rows`, or None where only torch does."""
+    """:mod:`~lightning_dct.kernels.numba_rows`, or None without numba."""
     return import_module("lightning_dct.kernels.numba_rows") if fastest_kernel(device_type) == "numba" else None
 
 
 def available_kernels(device_type: str) -> list[str]:
-    """The kernels that are installed and work on a device, the slowest first."""
-    return [name for name in KERNELS[1:] if _DEVICES.get(name, device_type) == device_type and _is_installed(name)]
+    """The installed kernels for a device, the slowest first."""
+    return ["torch", *(name for name, (device, _) in _NEEDS.items() if device == device_type and _is_installed(name))]
 
 
 @cache
@@ -122,7 +124,7 @@ def fastest_kernel(device_type: str) -> str:
 
 
 def faster_kernel_missing(device_type: str) -> str | None:
-    """A sentence if a package that is not installed would speed up compression on a device, else None."""
+    """A message if a package that is not installed would speed up compression on a device, else None."""
     if device_type != "cpu" or _is_installed("numba"):
         return None
     return (
@@ -136,22 +138,18 @@ def check_kernel(name: str, device_type: str) -> None:
     Raises:
         ValueError: It is not installed or does not work on this device.
     """
-    if name in ("auto", "torch"):
-        return
-    if _DEVICES[name] != device_type:
-        raise ValueError(f"`kernel={name!r}` works on {_DEVICES[name]}, not on {device_type}. Use `kernel='auto'`.")
-    if not _is_installed(name):
-        raise ValueError(f"`kernel={name!r}` needs the package {name}: `{_REMEDIES[name]}`, or use `kernel='auto'`.")
-
-
-def _name(kernel: str, device_type: str) -> str:
-    return fastest_kernel(device_type) if kernel == "auto" else kernel
+    if name in _NEEDS:
+        device, remedy = _NEEDS[name]
+        if device != device_type:
+            raise ValueError(f"`kernel={name!r}` works on {device}, not on {device_type}. Use `kernel='auto'`.")
+        if not _is_installed(name):
+            raise ValueError(f"`kernel={name!r}` needs the package {name}: `{remedy}`, or use `kernel='auto'`.")
 
 
 def _implementation(kernel: str, device_type: str) -> Any:
-    name = _name(kernel, device_type)
+    name = fastest_kernel(device_type) if kernel == "auto" else kernel
     check_kernel(name, device_type)
-    # On a GPU triton serves the contract of `buffered`; torch serves these two.
+    # On a GPU torch also serves `kernel="triton"`, which only selects into buffers.
     return import_module(f"lightning_dct.kernels.{'numba_cpu' if name == 'numba' else 'reference'}")
 
 

@@ -1,15 +1,14 @@
-"""Selects into a buffer of fixed capacity, for GPUs, whose host must not wait for a count: the contract, and in torch.
+"""Selects into a buffer of fixed capacity on a GPU, so that the host does not wait for a count: contract and torch.
 
-``select_into_buffer(gradient, residual, segments, numbers)`` treats the residual as
-:mod:`lightning_dct.kernels.reference` says. Its result has the same shape whatever the data, and how much of it is
-filled stays on the device:
+``select_into_buffer(gradient, residual, segments, numbers)`` changes the residual as
+:mod:`lightning_dct.kernels.reference` describes. The shape of its result does not depend on data, and the number of
+filled slots stays on the device:
 
-- each segment has slots of its own, as many as its capacity, which fill from the first one on, in ascending order;
-- of a segment with infinite or NaN sums, only those are picked, until its slots are full;
-- of a segment with more picks than slots, every ``picks / slots``-th goes into a slot: a regular sample of them.
+- each segment has its own slots, which are filled from the first one on, in ascending order of positions;
+- of a segment with infinite or NaN sums only those are selected, up to the number of slots;
+- of a segment with more selected entries than slots, every ``entries / slots``-th is kept: a regular sample.
 
-Thresholds are tensors too: ``numbers``, shape ``[1 + T]`` in the residual's dtype, holds the factor on the gradient and
-then one threshold a segment.
+``numbers``, shape ``[1 + T]`` in the residual's dtype, has the factor on the gradient and one threshold a segment.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Slots for each entry that may be sent. To sort them is the larger part of the cost after the selection.
+# Slots for each entry that may be sent. Sorting them is most of the cost after the selection.
 CAPACITY_FACTOR = 2
-# Entries of a block.
+# Entries in a block.
 BLOCK = 2048
 
 
 class BufferedSelection(NamedTuple):
-    """What was picked: ``R`` slots of ``T`` segments, one segment's after the other's."""
+    """The selected entries in ``R`` slots of ``T`` segments."""
 
-    positions: Tensor  # shape `[R]`, int64: indices into the flattened bucket; anything in a slot that was not filled
-    values: Tensor  # shape `[R]`, the residual's dtype: gradient plus residual there; likewise
-    counts: Tensor  # shape `[T]`, int64: picked entries of each segment, possibly more than it has slots
+    positions: Tensor  # shape `[R]`, int64: indices into the flattened bucket; anything in empty slots
+    values: Tensor  # shape `[R]`, the residual's dtype: gradient plus residual there; anything in empty slots
+    counts: Tensor  # shape `[T]`, int64: selected entries of each segment, possibly more than its slots
     broken: Tensor  # shape `[T]`, bool: whether the segment has infinite or NaN sums
 
 
 class Blocks(NamedTuple):
-    """Where each block begins and ends, and its segment. Shape ``[blocks]``, int64."""
+    """The bounds and the segment of each block: shape ``[blocks]``, int64."""
 
     starts: Tensor
     stops: Tensor
@@ -47,22 +46,20 @@ class Blocks(NamedTuple):
 
 
 class Segments:
-    """Where to pick and into how many slots; computed once for a device.
-
-    ``T`` segments with ``R`` slots and ``N`` entries in all, counted one segment after the other.
+    """The bounds and slots of ``T`` segments, with ``R`` slots and ``N`` entries in all; computed once for a device.
 
     Args:
-        bounds: Ranges ``(start, stop)`` of the bucket, none of them empty.
+        bounds: Ranges ``(start, stop)`` of the bucket, not empty.
         capacities: Slots of each, at least one.
-        device: Where the bucket is.
+        device: The bucket's device.
 
     Attributes:
-        edges: Shape ``[T + 1]``, int64: where each segment's entries begin, and where the last one's end.
+        edges: Shape ``[T + 1]``, int64: the first of the ``N`` entries of each segment, and the end of the last.
         slots: Shape ``[T]``, int64: slots of each.
         begins: Shape ``[T]``, int64: the first slot of each.
         segment: Shape ``[R]``, int64: the segment of each slot.
         numbers: Shape ``[R]``, int64: each slot's number in its segment.
-        table: Shape ``[T, 3]``, int64: slots, last entry and shift of each.
+        table: Shape ``[T, 3]``, int64: slots, last entry and offset in the bucket of each.
     """
 
     def __init__(self, bounds: Sequence[tuple[int, int]], capacities: Sequence[int], device: torch.device) -> None:
@@ -78,45 +75,42 @@ class Segments:
 
     @cached_property
     def blocks(self) -> Blocks:
-        """The segments cut into blocks of at most ``BLOCK`` entries, for kernels that work by the block."""
+        """The segments in blocks of at most ``BLOCK`` entries."""
         starts = [torch.arange(start, stop, BLOCK) for start, stop in self.bounds]
         ends = [(part + BLOCK).clamp(max=stop) for part, (_, stop) in zip(starts, self.bounds, strict=True)]
         segments = [torch.full_like(part, index) for index, part in enumerate(starts)]
         return Blocks(*(torch.cat(parts).to(self.device) for parts in (starts, ends, segments)))
 
-    def cut(self, bucket: Tensor) -> list[Tensor]:
-        """The segments of a bucket."""
-        return [bucket[start:stop] for start, stop in self.bounds]
-
-    def before(self, flags: Tensor) -> Tensor:
-        """How many flags (shape ``[N]``, bool) are set before each entry and in all: shape ``[N + 1]``, int64."""
-        return torch.cat([flags.new_zeros(1), flags]).cumsum(0)
-
 
 def select_into_buffer(gradient: Tensor, residual: Tensor, segments: Segments, numbers: Tensor) -> BufferedSelection:
-    """Select in all segments at once; the module's docstring has the contract."""
+    """Select in all segments at once; see the module's docstring."""
     if not segments.bounds:
         return no_segments(residual)
-    residuals = segments.cut(residual)
+    residuals = [residual[start:stop] for start, stop in segments.bounds]
     old = torch.cat(residuals)
-    # Two operations, because a fused one would round once where the other kernels round twice.
-    fresh = torch.cat(segments.cut(gradient)).to(old.dtype).mul(numbers[0]).add_(old)
+    # Two operations, because a fused one would round once instead of twice.
+    fresh = torch.cat([gradient[start:stop] for start, stop in segments.bounds]).to(old.dtype).mul(numbers[0]).add_(old)
     magnitudes = fresh.abs()
     finite = magnitudes < math.inf
-    broken = segments.before(finite)[segments.edges].diff() < segments.edges.diff()
-    # "Not below" instead of "at or above": it is true for NaN. Infinite and NaN sums alone are not below infinity.
+    broken = _set_before(finite)[segments.edges].diff() < segments.edges.diff()
+    # "Not below" instead of "at or above", because it is true for NaN. Only infinite and NaN sums reach infinity.
     thresholds = torch.where(broken, math.inf, numbers[1:]).unbind()
     spread = [threshold.expand(size) for threshold, size in zip(thresholds, segments.sizes, strict=True)]
-    ranks = segments.before((magnitudes < torch.cat(spread)).logical_not_())
+    ranks = _set_before((magnitudes < torch.cat(spread)).logical_not_())
     at_edges = ranks[segments.edges]
     counts = at_edges.diff()
-    # Which pick goes into a slot: the one of its number, or, of too many, the last of each slot's share.
+    # A slot gets the selected entry with its number, or, of too many, the last one of its share.
     shares = torch.where(broken, segments.slots, torch.maximum(counts, segments.slots))[segments.segment]
     slots, last, shift = segments.table[segments.segment].unbind(1)
     wanted = (segments.numbers * shares + shares + slots - 1).div(slots, rounding_mode="floor")
     indices = (torch.searchsorted(ranks, wanted + at_edges[segments.segment]) - 1).minimum(last)
     torch._foreach_copy_(residuals, torch.where(finite, fresh, old).split(segments.sizes))
     return BufferedSelection(indices + shift, fresh[indices], counts, broken)
+
+
+def _set_before(flags: Tensor) -> Tensor:
+    """The number of set flags (shape ``[N]``, bool) before each entry and in all: shape ``[N + 1]``, int64."""
+    return torch.cat([flags.new_zeros(1), flags]).cumsum(0)
 
 
 def no_segments(residual: Tensor) -> BufferedSelection:
@@ -126,5 +120,5 @@ def no_segments(residual: Tensor) -> BufferedSelection:
 
 
 def buffer_capacity(size: int, target: int) -> int:
-    """Slots for a tensor. A guard that sees more picks than that selects another threshold at once."""
+    """Slots for a tensor. With more selected entries than that, the guard selects a new threshold at once."""
     return min(size, CAPACITY_FACTOR * target)

@@ -1,8 +1,8 @@
-"""Select, compact and sum in one pass over memory, compiled for this CPU by numba (extra ``fast``).
+"""Selects and sums in one pass over memory, compiled for this CPU by numba (extra ``fast``).
 
-A block that fits the first-level cache is walked twice. The first walk writes the sums, one flag an entry, and a copy
-of the old residual for sums that turn out infinite or NaN. It has no branches and runs as vector instructions. The
-second walk reads the flags, eight at a time; at 1% density 92% of these words are zero.
+Each block that fits the first-level cache is read twice. The first loop writes the sums, one flag an entry, and a copy
+of the old residual in case a sum is infinite or NaN. It has no branches and compiles to vector instructions. The second
+loop reads the flags, eight at a time; at 1% density 92% of these words are zero.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_dct.kernels.reference import Selection, nothing, weights_by_senders
 
 BLOCK = 1024
-# Below this many entries a second thread costs more than it saves.
+# With fewer entries a second thread costs more than it saves.
 ENTRIES_PER_THREAD = 1 << 18
 LARGEST_INT32 = np.iinfo(np.int32).max
 
@@ -45,17 +45,17 @@ def select(
     thresholds: Sequence[float],
     gradient_scale: float = 1.0,
 ) -> Selection:
-    """Select on as many threads as torch has; :mod:`lightning_dct.kernels.reference` has the contract."""
+    """Select on as many threads as torch has; see :mod:`lightning_dct.kernels.reference`."""
     if len(thresholds) != len(segments):
         raise ValueError(f"{len(thresholds)} thresholds for {len(segments)} segments")
     sums = residual.numpy()
-    # numba knows no bfloat16.
+    # numba does not support bfloat16.
     addends = gradient.to(residual.dtype).numpy()
     limits = np.array(thresholds, dtype=sums.dtype)
     scale = sums.dtype.type(gradient_scale)
 
     def select_pieces(pieces: list[_Piece]) -> tuple[Tensor, Tensor, NDArray[Any]]:
-        positions, values = _scratch.arrays(sum(piece.stop - piece.start for piece in pieces), sums.size, sums.dtype)
+        positions, values = _scratch(sum(piece.stop - piece.start for piece in pieces), sums.size, sums.dtype)
         counts = np.empty(len(pieces), np.int64)
         count = _select(addends, sums, np.array(pieces, np.int64), limits, scale, positions, values, counts)
         return torch.tensor(positions[:count], dtype=torch.int64), torch.tensor(values[:count]), counts
@@ -87,7 +87,7 @@ def sum_entries(
     positions = [part.numpy() for part, _ in entries]
     ends = np.cumsum([0, *map(len, positions)])
     values = [part.numpy() for _, part in entries]
-    positions_in_turn, values_in_turn = _scratch.arrays(int(ends[-1]), sums.size, np.result_type(*values))
+    positions_in_turn, values_in_turn = _scratch(int(ends[-1]), sums.size, np.result_type(*values))
     np.concatenate(positions, out=positions_in_turn[: ends[-1]], casting="same_kind")
     np.concatenate(values, out=values_in_turn[: ends[-1]])
     weights = weights_by_senders(len(entries), total).numpy() if by_senders else np.empty(0, sums.dtype)
@@ -106,29 +106,22 @@ def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:
     _add_rows(total.numpy(), indices.numpy(), rows.contiguous().numpy())
 
 
-class _Scratch(threading.local):
-    """Arrays that a thread reuses from call to call, with a place for every entry.
+_arrays = threading.local()
 
-    The system hands memory out only as it is written, and few entries are. Asked anew in each call, it would clear the
-    same pages again and again.
+
+def _scratch(count: int, size: int, dtype: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Arrays that a thread reuses: positions below ``size`` in the narrowest dtype, and values; ``[at least count]``.
+
+    The system maps pages only when they are written, and few are. With new arrays in each call it would clear the same
+    pages again and again.
     """
-
-    def __init__(self) -> None:
-        self._arrays: dict[Any, NDArray[Any]] = {}
-
-    def arrays(self, count: int, size: int, dtype: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Positions below ``size`` in the narrowest dtype, and values: shape ``[at least count]`` each."""
-        places = np.dtype(np.int32 if size <= LARGEST_INT32 else np.int64)
-        return self._array("positions", places, count), self._array("values", dtype, count)
-
-    def _array(self, use: str, dtype: Any, count: int) -> NDArray[Any]:
-        array = self._arrays.get((use, dtype))
+    found = []
+    for use, kind in (("positions", np.dtype(np.int32 if size <= LARGEST_INT32 else np.int64)), ("values", dtype)):
+        array = vars(_arrays).get(f"{use} {kind}")
         if array is None or array.size < count:
-            array = self._arrays[use, dtype] = np.empty(count, dtype)
-        return array
-
-
-_scratch = _Scratch()
+            array = vars(_arrays)[f"{use} {kind}"] = np.empty(count, kind)
+        found.append(array)
+    return found[0], found[1]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -143,18 +136,18 @@ def _select(
         limit, stop, before = limits[pieces[piece, 0]], pieces[piece, 2], total
         for start in range(pieces[piece, 1], stop, BLOCK):
             end = min(start + BLOCK, stop)
-            # Slices count from zero, so the compiler sees that no index is negative.
+            # Indices into slices start at zero, so the compiler knows that none is negative.
             addend, block = addends[start:end], sums[start:end]
             for i in range(end - start):
                 old[i] = block[i]
                 fresh = old[i] + scale * addend[i]
                 block[i] = fresh
-                # "Not below" instead of "at or above": it is true for NaN.
+                # "Not below" instead of "at or above", because it is true for NaN.
                 flags[i] = not (abs(fresh) < limit)
             flags[end - start :] = 0
             for word in range(words.shape[0]):
                 if words[word]:
-                    # No branches: which of eight entries are picked, a processor cannot guess.
+                    # Without branches, because a processor cannot predict which of eight entries are selected.
                     for i in range(8 * word, min(8 * word + 8, end - start)):
                         positions[total] = start + i
                         values[total] = block[i]
@@ -202,7 +195,7 @@ def _add_rows(total: Any, indices: Any, rows: Any) -> None:
 
 
 def _shares(segments: Sequence[tuple[int, int]], most: int) -> Iterator[list[_Piece]]:
-    """Cut the segments into at most ``most`` runs of about the same number of entries."""
+    """Divide the segments into at most ``most`` lists of pieces with about the same number of entries."""
     entries = sum(stop - start for start, stop in segments)
     share = max(-(-entries // most), ENTRIES_PER_THREAD)
     pieces: list[_Piece] = []
@@ -227,5 +220,5 @@ def _in_threads(work: Callable[[list[_Piece]], Result], shares: list[list[_Piece
 
 @cache
 def _threads(process: int) -> ThreadPoolExecutor:
-    """Threads of this process; those of a parent do not live on in its forks, hence the argument."""
+    """Threads of this process, by its id, because forks do not inherit their parent's threads."""
     return ThreadPoolExecutor(max_workers=max(torch.get_num_threads(), os.cpu_count() or 1), thread_name_prefix="dct")

@@ -1,8 +1,8 @@
-"""Rows of equal length in 8 or 4 bits, compiled for this CPU by numba (extra ``fast``): a loop, not 60 operations.
+"""Codes rows of equal length in 8 or 4 bits, compiled for this CPU by numba (extra ``fast``).
 
-:mod:`lightning_dct.wire.rows` describes the bytes and :mod:`lightning_dct.activations.noise` the random numbers. Both
-functions here give what these give in torch, to the last bit, so ranks may differ in what they use. All arithmetic is
-fp32, one rounding for each operation, and unsigned integers of 32 bits.
+:mod:`lightning_dct.wire.rows` describes the bytes and :mod:`lightning_dct.activations.noise` the random numbers. The
+results are the same as in torch to the last bit, so ranks may use either. All arithmetic is fp32, with one rounding for
+each operation, and unsigned integers of 32 bits.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ A_LITTLE_LESS = np.float32(1 - 2**-23)
 def encode(
     values: Tensor, num_rows: int, levels: int, shares: NDArray[np.float32], salt: int | None, header: bytes
 ) -> Tensor:
-    """Write values.
+    """Encode values.
 
     Args:
         values: Any shape and floating-point dtype, not empty: ``num_rows`` rows, one after the other.
-        num_rows: How many rows.
+        num_rows: The number of rows.
         levels: Steps of the scale on either side of zero: 127 for int8, 7 for int4.
-        shares: Shape ``[256]``, fp32: what share of the largest scale each code stands for.
+        shares: Shape ``[256]``, fp32: the scale of each code over the largest scale.
         salt: Of the random numbers for stochastic rounding; None rounds to nearest.
-        header: Comes first.
+        header: The first bytes.
 
     Returns:
-        The header, the scales' bytes and the values', uint8.
+        The header, and the bytes of the scales and of the values, uint8.
     """
     rows = values.detach().to(torch.float32).numpy().reshape(num_rows, -1)
     begin = len(header)
@@ -50,7 +50,7 @@ def encode(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def decode(written: Tensor, count: int, num_rows: int, levels: int, shares: NDArray[np.float32]) -> Tensor:
-    """Read ``count`` values from what :func:`encode` has written after the header: shape ``[count]``, fp32."""
+    """Decode ``count`` values from the bytes of :func:`encode` after the header: shape ``[count]``, fp32."""
     values = np.empty(count, np.float32)
     _decode(values.reshape(num_rows, -1), written.numpy(), levels > 7, shares)
     return torch.from_numpy(values)
@@ -66,7 +66,7 @@ def _hashed(x: Any) -> Any:
 
 @njit(inline="always")
 def _noise(place: Any, low: Any, high: Any) -> Any:
-    # Places beyond 32 bits begin again at zero, as they do in torch.
+    # Places wrap around after 32 bits, as in torch.
     number = _hashed(np.uint32(_hashed(np.uint32(np.uint32(place) ^ low)) + high))
     return np.float32(np.int32(number & np.uint32(0xFFFFFF))) * UNIT
 
@@ -76,13 +76,13 @@ def _encode(rows: Any, written: Any, steps: int, shares: Any, noisy: bool, salt:
     (num_rows, length), bits, levels = rows.shape, rows.view(np.int32), np.float32(steps)
     largest, fingerprint = np.empty(num_rows, np.int32), np.int64(salt)
     for i in range(num_rows):
-        # As integers, magnitudes have the order that they have as floats, and NaN is the largest.
+        # Magnitudes have the same order as integers as they have as floats, and NaN is the largest.
         most = np.int32(0)
         for bit in bits[i]:
             most = max(most, np.int32(bit & NO_SIGN))
             fingerprint += np.int64(bit)
         largest[i] = most
-    # What `wire.rows` does with scales.
+    # The scales, as in `wire.rows`.
     needed, top = largest.view(np.float32), ZERO
     for i in range(num_rows):
         if largest[i] < INFINITY:
@@ -105,7 +105,7 @@ def _encode(rows: Any, written: Any, steps: int, shares: Any, noisy: bool, salt:
         scale, row, out, before = named[code], rows[i], codes[i * length : (i + 1) * length], i * length
         for j in range(length):
             step = row[j] / scale
-            # Zero over zero, in a row of zeros, is no step.
+            # A row of zeros gives zero over zero.
             step = step if step == step else ZERO
             if noisy:
                 below = np.floor(step)

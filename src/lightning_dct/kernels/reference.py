@@ -1,6 +1,6 @@
-"""The contract that every kernel keeps to the last bit, and the kernel in plain torch, which works everywhere.
+"""The contract of all kernels, which they keep to the last bit, and the kernel in plain torch.
 
-A kernel takes ``select(gradient, residual, segments, thresholds, gradient_scale)``:
+``select(gradient, residual, segments, thresholds, gradient_scale)`` has the arguments
 
     gradient        shape [n], any floating dtype: the flattened bucket; not changed
     residual        shape [n], fp32 or fp64, finite; changed in place
@@ -9,17 +9,16 @@ A kernel takes ``select(gradient, residual, segments, thresholds, gradient_scale
     gradient_scale  factor on the gradient: one over the loss scale of mixed-precision training
 
 In the segments it leaves ``residual + gradient_scale * gradient`` in the residual, with product and sum each rounded
-once in the residual's dtype. The caller takes what is sent out of it. The kernel picks, in ascending order, the entries
-whose magnitude is not below the threshold of their segment. Where the sum is infinite or NaN, the old residual stays
-and the entry is picked in any case, so that the caller sees it.
+once in the residual's dtype. It selects, in ascending order, the entries whose magnitude is not below the threshold of
+their segment. If a sum is infinite or NaN, the residual keeps its old value, and the entry is always selected.
 
-Naive torch walks all of memory once for each operation. This kernel walks chunk by chunk, which keeps intermediate
-results in the processor's cache: several times faster on tensors of millions of entries.
+The torch kernel works chunk by chunk, so that intermediate results stay in the processor's cache. On tensors of
+millions of entries this is several times faster than one operation after the other on all of memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 17
-# On a GPU one piece is best: a chunk costs a kernel launch, and memory is fast.
+# On a GPU a chunk costs a kernel launch, and memory is fast.
 GPU_CHUNK = 1 << 62
 
 
@@ -36,14 +35,11 @@ class Selection(NamedTuple):
 
     positions: Tensor  # shape `[count]`, int64: ascending indices into the flattened bucket
     values: Tensor  # shape `[count]`, the residual's dtype: gradient plus residual there, not necessarily finite
-    counts: list[int]  # for each segment, how many of them lie in it
-
-
-Kernel = Callable[[Tensor, Tensor, Sequence[tuple[int, int]], Sequence[float], float], Selection]
+    counts: list[int]  # the number of them in each segment
 
 
 def nothing(residual: Tensor, counts: list[int]) -> Selection:
-    """The selection from no segments, or from empty ones."""
+    """The empty selection."""
     return Selection(residual.new_empty(0).long(), residual.new_empty(0), counts)
 
 
@@ -54,7 +50,7 @@ def select(
     thresholds: Sequence[float],
     gradient_scale: float = 1.0,
 ) -> Selection:
-    """Select in cache-sized chunks; the module's docstring has the contract."""
+    """Select in cache-sized chunks; see the module's docstring."""
     chunk = CHUNK if gradient.device.type == "cpu" else GPU_CHUNK
     longest = min(chunk, max((stop - start for start, stop in segments), default=0))
     sums, magnitudes = residual.new_empty(longest), residual.new_empty(longest)
@@ -84,7 +80,7 @@ def select(
 
 
 def weights_by_senders(ranks: int, total: Tensor) -> Tensor:
-    """The weight of an entry by how many ranks have sent it: shape ``[ranks + 1]``, the total's dtype."""
+    """The weight of an entry by the number of ranks that have sent it: shape ``[ranks + 1]``, the total's dtype."""
     senders = torch.arange(ranks + 1, dtype=torch.float64, device=total.device).clamp_(min=1)
     return (ranks / senders).sqrt().to(total.dtype)
 
@@ -96,7 +92,7 @@ def sum_entries(
     factor: float,
     by_senders: bool = False,
 ) -> None:
-    """Overwrite segments with a weighted sum of sparse vectors; see :func:`lightning_dct.kernels.sum_entries`."""
+    """See :func:`lightning_dct.kernels.sum_entries`."""
     for start, stop in segments:
         total[start:stop].zero_()
     if by_senders:
@@ -111,13 +107,13 @@ def sum_entries(
 
 
 def _pick(magnitudes: Tensor, threshold: float) -> tuple[Tensor, bool]:
-    """Indices of the magnitudes that are not below the threshold, and whether any of these is infinite or NaN."""
+    """Indices of magnitudes that are not below the threshold, and whether any of these is infinite or NaN."""
+    # "Not below" instead of "at or above", because it is true for NaN.
     if magnitudes.device.type != "cpu":
         picked = magnitudes.lt(threshold).logical_not_().nonzero().squeeze(1)
         return picked, not bool(magnitudes[picked].isfinite().all())
     # numpy compares and searches several times faster than torch.
     array = magnitudes.numpy()
     below = np.less(array, array.dtype.type(threshold))
-    # "Not below" instead of "at or above": it is true for NaN.
     found = np.flatnonzero(np.logical_not(below, out=below))
     return torch.from_numpy(found), not np.isfinite(array[found]).all()

@@ -1,9 +1,9 @@
 """Selects into a buffer of fixed capacity on a CUDA GPU, compiled by triton, which comes with CUDA builds of torch.
 
-Two launches. The first reads gradient and residual, writes their sum and counts each block's picks: the traffic of
-``torch.add(gradient, residual, out=residual)``. Running sums over the counts, still on the device, say where each
-block's picks begin, so their order is ascending without a sort. The second launch writes them there: it works only on
-blocks with picks, and reads the residual once more.
+The first launch reads gradient and residual, writes their sum and counts each block's selected entries. It moves as
+many bytes as ``torch.add(gradient, residual, out=residual)``. Cumulative sums of the counts give the first slot of each
+block, so entries stay in order without a sort. The second launch reads the residual of blocks with selected entries
+again, and writes these to their slots.
 
 It compiles for GPUs and runs in triton's interpreter. It has not run on a GPU yet.
 """
@@ -25,7 +25,7 @@ def select_into_buffer(gradient: Tensor, residual: Tensor, segments: Segments, n
     blocks, sizes, begins = segments.blocks, segments.slots, segments.begins
     reached = torch.empty_like(blocks.starts)
     nonfinite = torch.empty_like(reached, dtype=torch.int32)
-    # Without fusion of product and sum, which would round once where the other kernels round twice.
+    # Without fusion of product and sum, which would round once instead of twice.
     settings = {"BLOCK": BLOCK, "enable_fp_fusion": False}
     grid = (blocks.starts.numel(),)
     _accumulate[grid](gradient, residual, *blocks, numbers, reached, nonfinite, **settings)
@@ -33,7 +33,7 @@ def select_into_buffer(gradient: Tensor, residual: Tensor, segments: Segments, n
     broken = no_counts.index_add(0, blocks.segments, nonfinite.long()) > 0
     picks = torch.where(broken[blocks.segments], nonfinite.long(), reached)
     counts = no_counts.index_add(0, blocks.segments, picks)
-    # How many picks of the same segment lie in the blocks before.
+    # The number of selected entries of the same segment in the blocks before.
     before = picks.cumsum(0) - picks - (counts.cumsum(0) - counts)[blocks.segments]
     positions = reached.new_zeros(sum(segments.capacities))
     values = residual.new_zeros(positions.numel())
@@ -42,7 +42,7 @@ def select_into_buffer(gradient: Tensor, residual: Tensor, segments: Segments, n
     return BufferedSelection(positions, values, counts, broken)
 
 
-# Annotations have to be names that the compiler knows, which typing.Any is not; the interpreter does not mind.
+# The compiler does not know typing.Any, so annotations are its own types.
 @triton.jit  # type: ignore[untyped-decorator]
 def _accumulate(
     gradient: tl.tensor,
@@ -55,7 +55,7 @@ def _accumulate(
     broken: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Leave the sums in the residual, but for blocks with infinite or NaN sums: these are counted and left alone."""
+    """Write the sums to the residual, except in blocks with infinite or NaN sums; count these and selected entries."""
     block = tl.program_id(0)
     indices = tl.load(starts + block) + tl.arange(0, BLOCK)
     inside = indices < tl.load(stops + block)
@@ -63,7 +63,7 @@ def _accumulate(
     addend = tl.load(gradient + indices, mask=inside, other=0.0).to(old.dtype)
     fresh = old + addend * tl.load(numbers)
     magnitudes = tl.abs(fresh)
-    # "Not below" instead of "at or above": it is true for NaN.
+    # "Not below" instead of "at or above", because it is true for NaN.
     below = magnitudes < tl.load(numbers + 1 + tl.load(segments + block))
     picked = tl.where(below, 0, 1) * inside.to(tl.int32)
     nonfinite = tl.where(magnitudes < float("inf"), 0, 1)
@@ -92,7 +92,7 @@ def _fill(
     values: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write a block's picks to their slots, and the sums of the blocks that the first launch left alone."""
+    """Write a block's selected entries to their slots, and the sums of blocks with infinite or NaN sums."""
     block = tl.program_id(0)
     if tl.load(picks + block) > 0:
         segment = tl.load(segments + block)
@@ -110,7 +110,7 @@ def _fill(
         count = tl.load(counts + segment)
         size = tl.load(sizes + segment)
         ranks = tl.load(before + block) + tl.cumsum(picked).to(tl.int64)
-        # Every (count / size)-th where there are more picks than slots, unless the segment is broken.
+        # Every (count / size)-th of more entries than slots, unless the segment is broken.
         overflows = (1 - is_broken) * tl.where(count > size, 1, 0)
         sampled = ranks * size // count
         is_sample = tl.where(sampled > (ranks - 1) * size // count, 1, 0)

@@ -36,7 +36,7 @@ from lightning_dct.gradients.exchanges import Exchange
 from lightning_dct.gradients.exchanges.base import complete
 from lightning_dct.gradients.plan import local_of, real_dtype, real_numel
 from lightning_dct.gradients.synchronizer import Synchronizer
-from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes, bytes_between_nodes
+from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes
 from lightning_dct.updates.rounds import (
     MOST_IN_FLIGHT,
     InFlight,
@@ -284,4 +284,5 @@ class UpdateSynchronizer(Synchronizer):
         for gradient in (parameter.grad for parameter in rounds.sparse if parameter.grad is not None):
             parts = (gradient._indices(), gradient._values())
             num_bytes += all_gather_bytes(sum(part.numel() * part.element_size() for part in parts), everyone.size)
-        self.traffic.add(steps=1, bytes_dense=bytes_between_nodes(num_bytes, everyone.size, everyone.ranks_per_node))
+        everyone.count_dense(num_bytes)
+        self.traffic.add(steps=1)

@@ -1,7 +1,7 @@
-"""The wire: selected entries as one contiguous ``uint8`` tensor, and back. Pure functions.
+"""The wire format: selected entries as one ``uint8`` tensor, and back. Pure functions.
 
-A payload holds, in this order (all integers little-endian; ``T`` compressed tensors, at most ``K`` entries out of
-``N``; every size follows from the layout alone, so all ranks know it beforehand):
+A payload holds, in this order, for ``T`` compressed tensors and at most ``K`` of ``N`` entries (integers are
+little-endian, and all sizes follow from the layout, so every rank knows them beforehand):
 
 ==================  =====================================  ====================================================
 part                bytes                                  holds

@@ -1,4 +1,4 @@
-"""Packs flags, eight to a byte and the first into the lowest bit, and finds those that are set."""
+"""Packs flags, eight to a byte with the first in the lowest bit, and finds set flags."""
 
 from __future__ import annotations
 
@@ -30,16 +30,8 @@ def unpack_bits(packed: Tensor, num_bits: int) -> Tensor:
     return ((packed.unsqueeze(1) >> shifts) & 1).flatten()[:num_bits]
 
 
-def set_bits(bits: Tensor, indices: Tensor) -> None:
-    """Set flags (shape ``[n]``, uint8) at some indices (int64, shape ``[count]``), in place."""
-    if bits.device.type == "cpu":
-        bits.numpy()[indices.numpy()] = 1
-    else:
-        bits[indices] = 1
-
-
 def nonzero_indices(flags: Tensor) -> Tensor:
-    """Where flags (shape ``[n]``, bool or uint8 of zeros and ones) are set: shape ``[count]``, int64, ascending."""
+    """Indices of set flags (shape ``[n]``, bool or uint8 of zeros and ones): shape ``[count]``, int64, ascending."""
     if flags.device.type == "cpu":
         # numpy searches bools several times faster than torch does.
         return torch.from_numpy(np.flatnonzero(flags.numpy().view(np.bool_)))

@@ -1,11 +1,11 @@
-"""Payloads written and read without the host waiting for a number: for GPUs.
+"""Packs and unpacks payloads on a GPU, without the host waiting for a number.
 
-The bytes are those of :mod:`lightning_dct.wire.payload`, but shapes do not depend on data. Entries come in a fixed
-number of slots. Which slots are in use, and whether a payload that has arrived is valid, are tensors on the device.
-Whatever the bytes say, what is read from them lies within bounds.
+The bytes are those of :mod:`lightning_dct.wire.payload`, but shapes do not depend on data. Entries are in a fixed
+number of slots. Which slots are used, and whether a received payload is valid, are tensors on the device. Indices from
+a payload always lie within bounds, whatever its bytes.
 
-To start an operation costs a GPU's host about as long as a small operation takes the GPU. So payloads for several
-owners, and from several senders, are written and read together, in as many operations as one payload takes.
+Launching an operation takes a host about as long as a small operation takes the GPU. So payloads for several owners,
+and from several senders, are packed and unpacked together, in as many operations as one payload.
 """
 
 from __future__ import annotations
@@ -18,51 +18,49 @@ import torch
 from torch import Tensor
 
 from lightning_dct.wire.bits import num_bytes
-from lightning_dct.wire.payload import FORMAT_CODES, HEADER, MAGIC, VERSION, PayloadError, PayloadLayout
+from lightning_dct.wire.payload import FORMAT_CODES, MAGIC, PayloadError, PayloadLayout, write_header
 from lightning_dct.wire.values import SCALED_FORMATS, decode_values, encode_values, values_num_bytes
 
-# A payload has a multiple of eight slots, of which the last is never in use. So its values begin with a byte in any
-# format, and each entry has a neighbour to be compared with.
+# A payload has a multiple of eight slots, so that its values start with a byte in any format. Its last slot is never
+# used, so that each entry can be compared with the next slot.
 SLOTS = 8
 
 
 class Slots(NamedTuple):
-    """Entries in the slots of some payloads; each payload's first slots are in use."""
+    """Entries in the slots of some payloads; each payload's first slots are used."""
 
-    # Shape `[slots]`, int64: ascending indices, counted through all payloads; anything in unused slots.
-    positions: Tensor
+    positions: Tensor  # shape `[slots]`, int64: ascending, counted through all payloads; anything in unused slots
     values: Tensor  # shape `[slots]`, floating point; zero in unused slots
     in_use: Tensor  # shape `[slots]`, bool
-    counts: Tensor  # shape `[payloads]`, whole numbers: how many slots of each are in use
+    counts: Tensor  # shape `[payloads]`, integers: used slots of each
 
 
 class Arrived(NamedTuple):
     """The contents of the payloads of ``n`` senders."""
 
-    positions: Tensor  # shape `[n, slots]`, int64: indices, counted through all payloads; any of them in unused slots
+    positions: Tensor  # shape `[n, slots]`, int64: counted through all payloads; any valid index in unused slots
     values: Tensor  # shape `[n, slots]`, fp32; zero in unused slots
     in_use: Tensor  # shape `[n, slots]`, bool
     dense: Tensor  # shape `[n, dense bytes]`, uint8: the tensors sent dense, one after the other
-    # Shape `[n, payloads]`, bool: whether the bytes are a payload of their layout. The others mean nothing.
-    valid: Tensor
+    valid: Tensor  # shape `[n, payloads]`, bool: whether each payload is one of its layout
 
 
 class SideBySide:
-    """Payloads one after the other, and their constants, copied to a device once.
+    """The layouts of payloads one after the other, and their constants, copied to a device once.
 
-    ``S`` payloads of ``T`` tensors with ``K`` slots in all. Their layouts have the same value format.
+    ``S`` payloads of ``T`` tensors with ``K`` slots in all, with the same value format.
 
     Attributes:
         num_bytes: Of all payloads together.
         payload: Shape ``[K]``, int64: the payload of each slot.
         number: Shape ``[K]``, int32: each slot's number in its payload.
-        flags_before: Shape ``[K]``, int32: how far its flag lies behind the high part; 0 in a bitmap.
-        spare: Shape ``[K]``, int64: an index for each unused slot: another for each, where there are enough.
-        tensor_ends: Shape ``[T]``, int64: one after the last index of each tensor.
-        table: Shape ``[S, 5]``, int64: each payload's first flag, low bits, first index, one after its last index, and
-            the tensor of its unused slots, of which there is one more a payload.
-        flag_edges: Shape ``[S + 1]``, int64: where each payload's flags begin, and where the last one's end.
-        pair_edges: Shape ``[S + 1]``, int64: the same of slots, of which the last has no neighbour.
+        flags_before: Shape ``[K]``, int32: the index of its flag less the high part; 0 in a bitmap.
+        spare: Shape ``[K]``, int64: an index for each unused slot, distinct if there are enough.
+        tensor_ends: Shape ``[T]``, int64: the end of each tensor's indices.
+        table: Shape ``[S, 5]``, int64: each payload's first flag, low bits, first index, end of indices, and the extra
+            tensor of its unused slots.
+        flag_edges: Shape ``[S + 1]``, int64: the first flag of each payload, and the end of the last.
+        pair_edges: Shape ``[S + 1]``, int64: the same for pairs of adjacent slots.
         capacities: Shape ``[S]``, int64.
         headers: Shape ``[S, 3]``, int32: without the number of entries.
         eight: Shape ``[8]``, uint8: 0 to 7.
@@ -76,7 +74,7 @@ class SideBySide:
         self.num_tensors = sum(len(layout.tensor_sizes) for layout in layouts)
         self.slots = [(layout.capacity // SLOTS + 1) * SLOTS if layout.capacity else 0 for layout in layouts]
         codes = [layout.position_code for layout in layouts]
-        # Low bits are read and written by the byte.
+        # Low bits are coded byte by byte.
         self.low_bytes = num_bytes(max((code.low_bits for code in codes if code.capacity), default=0))
         payload = torch.arange(len(layouts)).repeat_interleave(torch.tensor(self.slots))
         edges = _edges(self.slots)
@@ -84,10 +82,8 @@ class SideBySide:
         flags = _edges([code.num_flags for code in codes])
         tensors = _edges([len(layout.tensor_sizes) for layout in layouts])
         sizes = list(chain.from_iterable(layout.tensor_sizes for layout in layouts))
-        headers = b"".join(
-            HEADER.pack(MAGIC, VERSION, FORMAT_CODES[layout.value_format], 0, 0, layout.fingerprint)
-            for layout in layouts
-        )
+        code = FORMAT_CODES[self.value_format]
+        headers = b"".join(write_header(MAGIC, code, 0, layout.fingerprint) for layout in layouts)
         low_bits = torch.tensor([code.low_bits for code in codes])
         unused_tensor = tensors[1:] + torch.arange(len(layouts))
         self.table = torch.stack([flags[:-1], low_bits, places[:-1], places[1:], unused_tensor], dim=1).to(device)
@@ -105,13 +101,13 @@ class SideBySide:
         self.zero = torch.zeros(1, 1, dtype=torch.uint8).to(device)
 
     def find(self, flags: Tensor, edges: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Where flags (shape ``[n, flags]``, bool or uint8) are set; each payload's flags begin at its edge.
+        """Find set flags (shape ``[n, flags]``, bool or uint8); each payload's flags begin at its edge.
 
         Returns:
-            For each slot the index of the flag with its number (shape ``[n, K]``, int64; anything up to ``flags`` in
-            slots beyond), which slots are in use (``[n, K]``, bool), and each payload's number of flags (``[n, S]``).
+            For each slot the index of the set flag with its number (shape ``[n, K]``, int64; at most ``flags`` in
+            unused slots), which slots are used (``[n, K]``, bool), and each payload's number of set flags (``[n, S]``).
         """
-        # As many as were set before; sums of whole numbers are the same in any order.
+        # The number of set flags before each; integer sums are the same in any order.
         zeros = self.zero.expand(flags.shape[0], 1)
         before = torch.cat([zeros, flags.view(torch.uint8)], dim=1).cumsum(1, dtype=torch.int32)
         at_edges = before[:, edges]
@@ -121,19 +117,19 @@ class SideBySide:
 
 
 def pack_on_device(layouts: SideBySide, entries: Slots, tensor: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
-    """Write payloads: byte for byte what :func:`~lightning_dct.wire.payload.pack` writes for the same entries.
+    """Pack payloads: the same bytes as :func:`~lightning_dct.wire.payload.pack`.
 
     ``tensor`` (``[K]``, int64) is the tensor of each entry, counted through all payloads, and ``dense`` (``[dense
     bytes]``, uint8) holds the tensors sent dense, payload by payload.
 
     Returns:
-        The payloads (uint8, shape ``[layouts.num_bytes]``) and the values as every receiver will read them (fp32; zero
-        in unused slots).
+        The payloads (uint8, shape ``[layouts.num_bytes]``) and the values that every receiver unpacks (fp32; zero in
+        unused slots).
     """
     value_format, every = layouts.value_format, layouts.layouts
     table = layouts.table[layouts.payload]
     if value_format in SCALED_FORMATS:
-        # Unused slots are zeros of one more tensor a payload, whose scale is zero and is not sent.
+        # Unused slots are zeros of an extra tensor a payload, whose scale is zero and is not sent.
         tensor = torch.where(entries.in_use, tensor + layouts.payload, table[:, 4])
     data, scales = encode_values(entries.values, tensor, layouts.num_tensors + len(every), value_format)
     received = decode_values(data, tensor.numel(), tensor, scales, value_format)
@@ -158,10 +154,10 @@ def pack_on_device(layouts: SideBySide, entries: Slots, tensor: Tensor, dense: T
 
 
 def unpack_on_device(layouts: SideBySide, payloads: Tensor) -> Arrived:
-    """Read payloads, shape ``[n, layouts.num_bytes]``, uint8, one row a sender; believe only the valid ones.
+    """Unpack payloads, shape ``[n, layouts.num_bytes]``, uint8, one row a sender.
 
     Raises:
-        PayloadError: They have another size, which is known without waiting.
+        PayloadError: They have another size.
     """
     senders, size = payloads.shape
     if size != layouts.num_bytes:
@@ -171,12 +167,12 @@ def unpack_on_device(layouts: SideBySide, payloads: Tensor) -> Arrived:
     table = layouts.table[layouts.payload]
     headers = torch.cat(parts[0::5], dim=1).view(torch.int32).view(senders, -1, 3)
     local, in_use, raised = _decode_positions(layouts, torch.cat(parts[2::5], dim=1), table)
-    # Unused slots name the end, so an entry in use has to lie below the next slot.
+    # Unused slots have the end as position, so the position of a used slot must be below that of the next slot.
     ends = table[:, 3]
     positions = torch.where(in_use, local + table[:, 2], ends)
     wrong = (positions + in_use)[:, :-1] > positions[:, 1:]
     wrong = torch.cat([layouts.zero.expand(senders, 1), wrong], dim=1).cumsum(1, dtype=torch.int32)
-    # A count that needs all 32 bits is negative here, and so wrong too.
+    # A count that needs all 32 bits is negative here, and does not equal the number of set flags.
     valid = (
         (headers[:, :, ::2] == layouts.headers[:, ::2]).all(2)
         & (headers[:, :, 1] == raised)
@@ -188,20 +184,20 @@ def unpack_on_device(layouts: SideBySide, payloads: Tensor) -> Arrived:
     if value_format in SCALED_FORMATS:
         rows = torch.arange(senders, device=payloads.device) * layouts.num_tensors
         tensor = torch.searchsorted(layouts.tensor_ends, positions, right=True) + rows.unsqueeze(1)
-    # Each payload's values, filled up to the bytes of its slots.
+    # Each payload's values, padded to the bytes of its slots.
     sizes = [
         values_num_bytes(value_format, slots) - layout.part_sizes[3]
         for slots, layout in zip(layouts.slots, every, strict=True)
     ]
-    filling = [layouts.zero.expand(senders, size) for size in sizes]
-    data = torch.cat([*chain.from_iterable(zip(parts[3::5], filling, strict=True))], dim=1)
+    padding = [layouts.zero.expand(senders, size) for size in sizes]
+    data = torch.cat([*chain.from_iterable(zip(parts[3::5], padding, strict=True))], dim=1)
     values = decode_values(data.flatten(), positions.numel(), tensor.flatten(), scales, value_format)
     values = torch.where(in_use, values.view_as(positions), 0.0)
     return Arrived(positions, values, in_use, torch.cat(parts[4::5], dim=1), valid)
 
 
 def _encode_positions(layouts: SideBySide, entries: Slots, table: Tensor) -> Tensor:
-    """What :meth:`PositionCode.encode` writes for the positions in use, payload by payload."""
+    """:meth:`PositionCode.encode` of the used positions, payload by payload."""
     codes = [layout.position_code for layout in layouts.layouts]
     local = torch.where(entries.in_use, entries.positions - table[:, 2], 0)
     # The last flag is for unused slots, and is not sent.
@@ -221,11 +217,11 @@ def _encode_positions(layouts: SideBySide, entries: Slots, table: Tensor) -> Ten
 
 
 def _decode_positions(layouts: SideBySide, message: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Read messages of ``n`` senders (shape ``[n, bytes]``).
+    """Decode the positions of ``n`` senders (shape ``[n, bytes]``).
 
     Returns:
         Indices into each payload (shape ``[n, K]``, int64, not negative; anything in unused slots), which slots are
-        in use (``[n, K]``, bool), and how many flags are set (``[n, S]``).
+        used (``[n, K]``, bool), and the number of set flags (``[n, S]``).
     """
     codes, senders = [layout.position_code for layout in layouts.layouts], message.shape[0]
     bits = ((message.unsqueeze(2) >> layouts.eight) & 1).flatten(1)
@@ -235,7 +231,7 @@ def _decode_positions(layouts: SideBySide, message: Tensor, table: Tensor) -> tu
         for size in (code.num_flags, *[code.capacity] * code.low_bits, 8 * code.num_bytes - code.num_bits)
     ]
     pieces, flags = iter(bits.split(sizes, dim=1)), []
-    # By plane, payload by payload, filled up with zeros to as many planes and slots as all have.
+    # By plane, payload by payload, padded with zeros to the same number of planes and to all slots.
     planes: list[list[Tensor]] = [[] for _ in range(8 * layouts.low_bytes)]
     for code, slots in zip(codes, layouts.slots, strict=True):
         flags.append(next(pieces))
@@ -255,5 +251,5 @@ def _decode_positions(layouts: SideBySide, message: Tensor, table: Tensor) -> tu
 
 
 def _edges(sizes: Sequence[int]) -> Tensor:
-    """Where each part begins, and where the last one ends: shape ``[parts + 1]``, int64."""
+    """The start of each part and the end of the last: shape ``[parts + 1]``, int64."""
     return torch.tensor([0, *accumulate(sizes)])

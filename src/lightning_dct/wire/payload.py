@@ -6,15 +6,15 @@ The header's 12 bytes are
 offset  bytes  holds
 ======  =====  ==============================================================================
 0       1      magic number 0xDC
-1       1      version of the layout, 1
+1       1      version of the layout, 2
 2       1      value format: 0 fp32, 1 bf16, 2 int8, 3 1bit, 4 int4
 3       1      zero, kept for later versions
 4       4      number of entries, uint32
 8       4      fingerprint of the layout (CRC-32 of its numbers), uint32
 ======  =====  ==============================================================================
 
-A receiver checks all of it. So corrupt bytes, and ranks that disagree on the model or the settings, end in an error and
-never in a write out of bounds.
+A receiver checks all of it. So corrupt bytes, or ranks with another model or other settings, cause an error and never
+a write out of bounds.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import struct
 import zlib
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_dct.wire.positions import PositionCode
@@ -40,36 +40,36 @@ FORMAT_CODES = {"fp32": 0, "bf16": 1, "int8": 2, "1bit": 3, "int4": 4}
 
 
 class PayloadError(ValueError):
-    """A payload that no rank can have meant to send."""
+    """A payload that is corrupt, or was made for another layout."""
 
 
 @dataclass(frozen=True)
 class PayloadLayout:
-    """The shape of one bucket's payloads, the same on every rank."""
+    """The sizes of one bucket's payloads, the same on every rank."""
 
     tensor_sizes: tuple[int, ...]  # entries of each tensor of the bucket, in the bucket's order
-    capacities: tuple[int, ...]  # most entries that may be sent of each tensor; 0 for a tensor sent dense
-    value_format: str  # how entries are written
+    capacities: tuple[int, ...]  # the largest number of sent entries of each tensor; 0 for a tensor sent dense
+    value_format: str
     dense_bytes: int = 0  # bytes of all tensors sent dense
 
     @cached_property
     def capacity(self) -> int:
-        """Most entries that one payload can hold."""
+        """The largest number of entries in a payload."""
         return sum(self.capacities)
 
     @cached_property
     def position_code(self) -> PositionCode:
-        """How the positions in the bucket are written."""
+        """The code for positions in the bucket."""
         return PositionCode(sum(self.tensor_sizes), self.capacity)
 
     @cached_property
     def fingerprint(self) -> int:
-        """A number that differs between layouts that differ."""
+        """A checksum of the layout."""
         return zlib.crc32(repr((self.tensor_sizes, self.capacities, self.value_format, self.dense_bytes)).encode())
 
     @cached_property
     def num_scales(self) -> int:
-        """Scales in a payload: one a tensor for the formats that need them."""
+        """Scales in a payload: one a tensor, in formats with scales."""
         return len(self.tensor_sizes) if self.value_format in SCALED_FORMATS else 0
 
     @cached_property
@@ -88,15 +88,14 @@ class PayloadLayout:
         if not self.num_scales:
             return positions.new_empty(0)
         if positions.device.type != "cpu":
-            return torch.searchsorted(self._ends.to(positions.device), positions, right=True)
-        # To look for where each tensor ends takes a few searches instead of one for each position.
-        ends = np.searchsorted(positions.numpy(), self._ends.numpy())
+            return torch.searchsorted(torch.from_numpy(self._ends).to(positions.device), positions, right=True)
+        # Searching for the tensors' ends takes fewer searches than searching for each position.
+        ends = np.searchsorted(positions.numpy(), self._ends)
         return torch.from_numpy(np.repeat(np.arange(self.num_scales, dtype=np.int32), np.diff(ends, prepend=0)))
 
     @cached_property
-    def _ends(self) -> Tensor:
-        """Where each tensor ends: shape ``[tensors]``, int64."""
-        return torch.tensor(list(accumulate(self.tensor_sizes)), dtype=torch.int64)
+    def _ends(self) -> NDArray[np.int64]:
+        return np.cumsum(self.tensor_sizes, dtype=np.int64)
 
 
 class Unpacked(NamedTuple):
@@ -108,13 +107,13 @@ class Unpacked(NamedTuple):
 
 
 def pack(layout: PayloadLayout, positions: Tensor, values: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
-    """Write one payload.
+    """Pack one payload.
 
     ``positions`` (``[count]``, int64, at most ``layout.capacity``) are ascending indices into the flattened bucket and
     ``values`` the entries there. ``dense`` (``[layout.dense_bytes]``, uint8) holds the tensors sent dense.
 
     Returns:
-        The payload (uint8, shape ``[layout.num_bytes]``) and the values as every receiver will read them (fp32).
+        The payload (uint8, shape ``[layout.num_bytes]``) and the values that every receiver unpacks (fp32).
     """
     device, count = positions.device, positions.numel()
     tensor_index = layout.tensor_index(positions)
@@ -131,7 +130,7 @@ def pack(layout: PayloadLayout, positions: Tensor, values: Tensor, dense: Tensor
 
 
 def unpack(layout: PayloadLayout, payload: Tensor) -> Unpacked:
-    """Read one payload (uint8, shape ``[layout.num_bytes]``) and check it.
+    """Check and unpack one payload (uint8, shape ``[layout.num_bytes]``).
 
     Raises:
         PayloadError: The bytes are not a payload of this layout.
@@ -157,7 +156,7 @@ def read_header(data: Tensor, magic: int, format_code: int, fingerprint: int, ca
     """Check the header of a payload, and return its number of entries.
 
     Raises:
-        PayloadError: The payload was made for something else, or is corrupt.
+        PayloadError: The payload is corrupt, or was made for another layout.
     """
     found, version, code, reserved, count, made_for = HEADER.unpack(bytes(data.tolist()))
     if found != magic:

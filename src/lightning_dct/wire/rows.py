@@ -1,7 +1,7 @@
-"""Values in rows, in 32, 16, 8 or 4 bits: one scale a row for the low-bit formats, optional stochastic rounding.
+"""Codes for rows of values in 32, 16, 8 or 4 bits: a scale for each row in low-bit formats, and stochastic rounding.
 
 =======  ====  ==================================================================================================
-format   bits  an entry ``v`` of row ``r`` is read back as
+format   bits  an entry ``v`` of row ``r`` is decoded as
 =======  ====  ==================================================================================================
 fp32     32    ``v`` as a 32-bit float
 bf16     16    ``v`` as a bfloat16, rounded to nearest
@@ -12,11 +12,10 @@ int4     4     ``scale_r * round(v / scale_r)``, with ``scale_r = max |v| / 7`` 
 Activations have no residual to keep rounding errors, so ``round`` can be stochastic: up with the probability that makes
 the expectation exact.
 
-A scale is one byte: ``c`` stands for ``2 ** ((c - 254) / 8)`` of the largest scale, which is written once as fp32.
-Scales are rounded up, by an eleventh at most, so that no value needs more steps than there are. This costs a little
-precision and halves the bytes of bfloat16 scales, which outweigh the values of short rows. Rows that differ by more
-than 31 powers of two share the smallest scale. 0 stands for a row of zeros, 255 for a row with an infinite or NaN
-value: all its values are read back as NaN.
+A scale is one byte: ``c`` means ``2 ** ((c - 254) / 8)`` of the largest scale, which is written once as fp32. Scales
+are rounded up, by at most an eleventh, so that no value exceeds the number of steps. This costs a little precision and
+takes half the bytes of bfloat16 scales, which outweigh the values of short rows. Scales below 2 ** -31 of the largest
+are rounded up to that. 0 means a row of zeros, and 255 a row with an infinite or NaN value, which is decoded as NaN.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lightning_dct.wire.bits import num_bytes
 from lightning_dct.wire.values import decode_values, encode_values, pack_nibbles, unpack_nibbles
 
 ROW_BITS_PER_VALUE: dict[str, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
@@ -37,31 +37,31 @@ LARGEST_CODE, BROKEN_CODE = 254, 255
 
 
 def row_values_num_bytes(value_format: str, capacity: int) -> int:
-    """Bytes that ``capacity`` values take, scales not included."""
-    return (ROW_BITS_PER_VALUE[value_format] * capacity + 7) // 8
+    """Bytes of ``capacity`` values, without scales."""
+    return num_bytes(ROW_BITS_PER_VALUE[value_format] * capacity)
 
 
 def row_scales_num_bytes(value_format: str, num_rows: int) -> int:
-    """Bytes that the scales of ``num_rows`` rows take."""
+    """Bytes of the scales of ``num_rows`` rows."""
     return LARGEST_SCALE_BYTES + num_rows if value_format in LEVELS and num_rows else 0
 
 
 def encode_rows(
     values: Tensor, row_of: Tensor | None, num_rows: int, value_format: str, noise: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Write values.
+    """Encode values.
 
     Args:
         values: Shape ``[count]``, floating point.
-        row_of: Shape ``[count]``, int64 below ``num_rows``: the row of each value; only formats with scales use it.
-            None for ``num_rows`` rows of equal length, one after the other.
-        num_rows: How many rows there are; a row may be empty.
+        row_of: Shape ``[count]``, int64: the row of each value, for formats with scales. None for rows of equal length,
+            one after the other.
+        num_rows: The number of rows, some of which may be empty.
         value_format: One of ``fp32``, ``bf16``, ``int8``, ``int4``.
         noise: Shape ``[count]``, fp32, uniform in [0, 1), for stochastic rounding in formats with scales; None rounds
             to nearest.
 
     Returns:
-        The values' bytes and the scales' bytes (none for formats without scales), uint8.
+        The bytes of the values and of the scales (none in formats without scales), uint8.
     """
     if value_format not in LEVELS:
         return encode_values(values, values.new_empty(0), 0, value_format)[0], values.new_empty(0, dtype=torch.uint8)
@@ -69,7 +69,7 @@ def encode_rows(
     values = values.to(torch.float32)
     scale_bytes = _encode_scales(_largest_magnitudes(values, row_of, num_rows), levels)
     scales = _decode_scales(scale_bytes)
-    # In a row of zeros, zero over zero is no step. In a row that is not finite, any step will do.
+    # A row of zeros gives zero over zero. In a row that is not finite, steps do not matter.
     steps = _in_rows(torch.div, values, scales, row_of).nan_to_num_(nan=0.0)
     if noise is None:
         rounded = steps.round_()
@@ -84,7 +84,7 @@ def encode_rows(
 
 
 def decode_rows(data: Tensor, count: int, row_of: Tensor | None, scale_bytes: Tensor, value_format: str) -> Tensor:
-    """Read ``count`` values from the values' and the scales' bytes of :func:`encode_rows`: shape ``[count]``, fp32."""
+    """Decode ``count`` values from the bytes of :func:`encode_rows`: shape ``[count]``, fp32."""
     if value_format not in LEVELS:
         return decode_values(data, count, data.new_empty(0), data.new_empty(0), value_format)
     if value_format == "int8":
@@ -107,10 +107,10 @@ def _encode_scales(largest: Tensor, levels: int) -> Tensor:
     # "Not below" is true for NaN, and one operation where `isfinite` is four.
     broken = (largest < math.inf).logical_not_()
     needed = largest.masked_fill(broken, 0.0).div_(levels)
-    # A little smaller where `levels` steps would reach infinity although the value did not.
+    # Slightly smaller if `levels` steps would be infinite although the value is finite.
     needed = torch.where(needed * levels < math.inf, needed, needed * (1 - 2**-23))
     top = needed.amax()
-    # Code 0 is below every scale but zero, so zeros get it and nothing else does.
+    # Only zeros get code 0.
     codes = torch.searchsorted(_fractions(largest.device)[: LARGEST_CODE + 1] * top, needed)
     codes = codes.to(torch.uint8).masked_fill_(broken, BROKEN_CODE)
     return torch.cat([top.view(1).view(torch.uint8), codes])
@@ -123,13 +123,13 @@ def _decode_scales(scale_bytes: Tensor) -> Tensor:
 
 
 def _fractions(device: torch.device) -> Tensor:
-    """What share of the largest scale each code stands for: shape ``[256]``, fp32."""
+    """The scale of each code over the largest scale: shape ``[256]``, fp32."""
     return _ON_CPU if device.type == "cpu" else _compute_shares(device)
 
 
 def _compute_shares(device: torch.device) -> Tensor:
     codes = torch.arange(BROKEN_CODE + 1, device=device)
-    # In fp64, so that devices whose last bits differ there agree in fp32.
+    # In fp64, so that devices with different last bits there agree in fp32.
     shares = torch.exp2((codes - LARGEST_CODE).to(torch.float64) / STEPS_PER_OCTAVE).to(torch.float32)
     return shares.masked_fill_(codes == 0, 0.0).masked_fill_(codes == BROKEN_CODE, math.nan)
 
@@ -139,7 +139,7 @@ SHARES = _ON_CPU.numpy()
 
 
 def _in_rows(operation: Callable[..., Tensor], values: Tensor, scales: Tensor, row_of: Tensor | None) -> Tensor:
-    """An operation on each value and the scale of its row."""
+    """An operation on each value and its row's scale."""
     if row_of is not None or not values.numel():
         return operation(values, scales[row_of] if row_of is not None else scales)
     return operation(values.view(scales.numel(), -1), scales.unsqueeze(1)).view(-1)

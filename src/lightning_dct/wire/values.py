@@ -12,7 +12,7 @@ int4     4     its sign times ``scale_t * 2 ** (-l / 2)``, ``l = 0 .. 6``, neare
 =======  ====  ==================================================================================================
 
 Error feedback keeps the rounding error in the residual, so few bits are enough. An infinite or NaN value makes the
-scale of its tensor infinite or NaN, so it reaches the other ranks in every format.
+scale of its tensor infinite or NaN, so the other ranks receive it in every format.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_dct.wire.bits import num_bytes, pack_bits, unpack_bits
 
 BITS_PER_VALUE: dict[str, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "1bit": 1}
 SCALED_FORMATS = ("int8", "int4", "1bit")
-# int4: halvings of the scale from one level to the next, and the level that stands for zero.
+# int4: halvings of the scale from one level to the next, and the level of zero.
 LEVEL_HALVINGS = 0.5
 ZERO_LEVEL = 7
 
@@ -35,12 +35,12 @@ def values_num_bytes(value_format: str, capacity: int) -> int:
 
 
 def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_format: str) -> tuple[Tensor, Tensor]:
-    """Write values.
+    """Encode values.
 
     Args:
         values: Shape ``[count]``, floating point.
-        tensor_index: Shape ``[count]``, int32 or int64, ascending: the tensor of each value; for scales.
-        num_tensors: How many tensors there are.
+        tensor_index: Shape ``[count]``, int32 or int64, ascending: the tensor of each value, for scales.
+        num_tensors: The number of tensors.
         value_format: One of ``fp32``, ``bf16``, ``int8``, ``int4``, ``1bit``.
 
     Returns:
@@ -59,7 +59,7 @@ def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_
     if value_format == "1bit":
         tensors = torch.arange(num_tensors + 1, dtype=tensor_index.dtype, device=values.device)
         edges = torch.searchsorted(tensor_index, tensors)
-        # A scattered sum on a GPU has no fixed order. "Unsafe" does not wait to check the lengths.
+        # Unlike a scattered sum, this has a fixed order on a GPU. "Unsafe" does not wait to check the lengths.
         counts = edges.diff()
         totals = torch.segment_reduce(magnitudes, "sum", lengths=counts, unsafe=True, initial=0)
         return pack_bits(values > 0), (totals / counts.clamp_(min=1)).to(torch.float32)
@@ -80,7 +80,7 @@ def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_
 
 
 def decode_values(data: Tensor, count: int, tensor_index: Tensor, scales: Tensor, value_format: str) -> Tensor:
-    """Read ``count`` values from their bytes (uint8), with the index and scales of :func:`encode_values`: fp32."""
+    """Decode ``count`` values (fp32) from their bytes, with the index and scales of :func:`encode_values`."""
     if value_format == "fp32":
         return _viewed(data[: 4 * count], torch.float32)
     if value_format == "bf16":
@@ -99,13 +99,13 @@ def decode_values(data: Tensor, count: int, tensor_index: Tensor, scales: Tensor
 def pack_nibbles(codes: Tensor) -> Tensor:
     """Pack codes below 16 (uint8), two to a byte and the first into the lower half."""
     padded = torch.nn.functional.pad(codes, (0, 1)) if codes.numel() % 2 else codes
-    # Both of a pair at a time: the upper byte goes, and what it holds has moved to the lower one.
+    # Both codes of a pair at once: the second one moves into the lower byte, and the cast drops the upper byte.
     pairs = padded.view(torch.int16)
     return (pairs | pairs >> 4).to(torch.uint8)
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
-    """Undo :func:`pack_nibbles`, where there was an even number of codes."""
+    """Undo :func:`pack_nibbles`; an odd number of codes has one more zero at its end."""
     return torch.stack([packed & 15, packed >> 4], dim=1).flatten()
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,20 +23,6 @@ from lightning_dct.traffic import Traffic
 # The exchange of one bucket. It starts a collective and yields its work, the caller waits for that and resumes it, and
 # so on. It returns the bucket with the mean in it.
 Flow = Generator[dist.Work, None, Tensor]
-
-
-class Bucket(NamedTuple):
-    """One bucket of gradients.
-
-    Attributes:
-        buffer: Shape ``[n]``: the flattened gradients of this rank. Overwritten.
-        plan: How each tensor is sent.
-        deferred: Indices of tensors that this rank's backward did not use. Nothing is sent of them.
-    """
-
-    buffer: Tensor
-    plan: BucketPlan
-    deferred: set[int]
 
 
 class Exchange(ABC):
@@ -58,8 +43,15 @@ class Exchange(ABC):
     sums_first = False
 
     @abstractmethod
-    def send(self, bucket: Bucket, memory: Memory) -> Flow:
-        """Exchange a bucket. Every rank calls this for the same buckets in the same order."""
+    def send(self, buffer: Tensor, plan: BucketPlan, deferred: set[int], memory: Memory) -> Flow:
+        """Exchange a bucket. Every rank calls this for the same buckets in the same order.
+
+        Args:
+            buffer: Shape ``[n]``: the flattened tensors of this rank. Overwritten with the mean.
+            plan: How each tensor is sent.
+            deferred: Indices of tensors that this rank's backward did not use. Nothing is sent of them.
+            memory: This rank's residuals and thresholds.
+        """
 
     def close(self) -> None:  # noqa: B027, only some have process groups
         """Destroy the process groups of this exchange."""
@@ -112,13 +104,15 @@ def send_sparse(gradient: Tensor, everyone: Link) -> Flow:
     return gradient
 
 
-def send_dense(bucket: Bucket, memory: Memory, everyone: Link, dtype: torch.dtype) -> Flow:
+def send_dense(
+    buffer: Tensor, plan: BucketPlan, deferred: set[int], memory: Memory, everyone: Link, dtype: torch.dtype
+) -> Flow:
     """Exchange a bucket without compressed tensors, and all of its residuals, in a dtype."""
-    memory.send_out(bucket.buffer, bucket.plan, bucket.deferred, owned=True)
-    everyone.traffic.add(entries=bucket.buffer.numel(), entries_sent=bucket.buffer.numel())
-    sent = bucket.buffer.to(dtype)
+    memory.send_out(buffer, plan, deferred, owned=True)
+    everyone.traffic.add(entries=buffer.numel(), entries_sent=buffer.numel())
+    sent = buffer.to(dtype)
     yield all_reduce_mean(sent, everyone)
-    return bucket.buffer if sent is bucket.buffer else bucket.buffer.copy_(sent)
+    return buffer if sent is buffer else buffer.copy_(sent)
 
 
 def count_entries(due: int, sent: Compressed, link: Link, memory: Memory) -> None:

@@ -34,6 +34,7 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_dct.gradients.collectives import (
     Link,
@@ -42,9 +43,10 @@ from lightning_dct.gradients.collectives import (
     deliver_payloads,
     spread_payload,
 )
-from lightning_dct.gradients.exchanges.base import Bucket, Exchange, Flow, count_entries, unused_tensors
+from lightning_dct.gradients.exchanges.base import Exchange, Flow, count_entries, unused_tensors
 from lightning_dct.gradients.memory import Memory
-from lightning_dct.gradients.sharding import Piece, Shards, owned_by
+from lightning_dct.gradients.plan import BucketPlan
+from lightning_dct.gradients.sharding import Cutter, Piece, owned_by
 
 
 def link_traversals(exchange: str, world_size: int, ranks_per_node: int = 1) -> float:
@@ -64,9 +66,8 @@ class AllGather(Exchange):
         self.everyone = everyone
         self.link_traversals = link_traversals("all_gather", everyone.size)
 
-    def send(self, bucket: Bucket, memory: Memory) -> Flow:
+    def send(self, buffer: Tensor, plan: BucketPlan, deferred: set[int], memory: Memory) -> Flow:
         """See :meth:`Exchange.send`."""
-        buffer, plan, deferred = bucket
         residual = memory.residual_of(plan, buffer.device)
         compressed = memory.compress(buffer, residual, plan, deferred, memory.gradient_scale)
         count_entries(buffer.numel(), compressed, self.everyone, memory)
@@ -85,12 +86,11 @@ class Sharded(Exchange):
         self.link_traversals = link_traversals("sharded", everyone.size)
         self.pieces = owned_by(pieces, everyone.rank)
         self._defer_unused = defer_unused
-        self._shards = Shards(pieces, everyone.size)
+        self._cut = Cutter(pieces, everyone.size)
 
-    def send(self, bucket: Bucket, memory: Memory) -> Flow:
+    def send(self, buffer: Tensor, plan: BucketPlan, deferred: set[int], memory: Memory) -> Flow:
         """See :meth:`Exchange.send`."""
-        buffer, plan, deferred = bucket
-        shards, joined = cut = self._shards.of(plan)
+        shards, joined = cut = self._cut(plan)
         sizes = [shard.plan.layout.num_bytes for shard in shards]
         residual = memory.residual_of(plan, buffer.device)
         compressed = memory.compress(buffer, residual, joined, cut.of(deferred), memory.gradient_scale)
@@ -133,12 +133,11 @@ class ByNode(Exchange):
         self._inside, self._between = inside, between
         self._defer_unused = defer_unused
         self._made = [inside.group, between.group]
-        self._shards = Shards(pieces, inside.size)
+        self._cut = Cutter(pieces, inside.size)
 
-    def send(self, bucket: Bucket, memory: Memory) -> Flow:
+    def send(self, buffer: Tensor, plan: BucketPlan, deferred: set[int], memory: Memory) -> Flow:
         """See :meth:`Exchange.send`."""
-        buffer, plan, deferred = bucket
-        shards, joined = self._shards.of(plan)
+        shards, joined = self._cut(plan)
         # Residuals of this rank's own gradients, left by another exchange, are sent with the dense gradients.
         memory.send_out(buffer, plan, deferred, owned=False)
         for index in deferred:
