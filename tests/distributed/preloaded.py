@@ -11,6 +11,7 @@ import pytest  # noqa: F401
 import torch
 import wandb  # noqa: F401
 
+from distributed.harness import TESTS
 from lightning_dct.kernels import select
 
 with contextlib.suppress(ImportError):
@@ -21,7 +22,7 @@ torch.set_num_threads(1)
 for dtype in (torch.float32, torch.float64):
     select(torch.zeros(8, dtype=dtype), torch.zeros(8, dtype=dtype), [(0, 8)], [1.0])
 
-# The folder of the tests was there for this file; see harness.py.
-os.environ["PYTHONPATH"] = os.environ["PYTHONPATH"].partition(os.pathsep)[2]
+# What `started` in harness.py puts there for this file.
+os.environ["PYTHONPATH"] = os.environ.get("PYTHONPATH", "").removeprefix(f"{TESTS}{os.pathsep}")
 gc.collect()
 gc.freeze()
