@@ -81,7 +81,7 @@ def test_lm_with_powersgd_counts_what_it_sends(ranks: Any, tmp_path: Path) -> No
         "logger=none",
     )
     figures = result(tmp_path)
-    assert "PowerSGD sends its first 4 steps whole (`strategy.start_step`)" in printed
+    assert "PowerSGD sends its first 4 steps dense (`strategy.start_step`)" in printed
     assert not [file for file in tmp_path.rglob("*.log") if not file.stat().st_size]
     width, context, vocabulary, rank = 32, 32, 256, 2
     matrices = [(vocabulary, width), (context, width), (3 * width, width), (width, width)]
