@@ -88,9 +88,9 @@ class ClickSteps(LightningModule):
             messages = [name for name in MESSAGES if name != "evicted" or not isinstance(tables, DenseTables)]
             start = exchange.start
 
-            def counted(payloads: list[Tensor], sizes: list[int], traffic: Any) -> Any:
+            def counted(payloads: dict[int, Tensor], sizes: dict[int, int], traffic: Any) -> Any:
                 nonlocal turn
-                others = [payload.numel() for peer, payload in enumerate(payloads) if peer != exchange.rank]
+                others = [payload.numel() for peer, payload in payloads.items() if peer != exchange.rank]
                 self._sent[messages[turn % len(messages)]] += sum(others)
                 turn += 1
                 return start(payloads, sizes, traffic)
