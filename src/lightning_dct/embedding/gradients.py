@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dct.embedding.exchange import Incoming
@@ -27,7 +28,7 @@ class CollectedGradients:
 
     def __init__(self, parts: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
         self._parts = list(parts)
-        self._under_way: list[Incoming] = []
+        self._under_way: list[dist.Work] = []
 
     @property
     def parts(self) -> list[tuple[Tensor, Tensor]]:
@@ -41,12 +42,13 @@ class CollectedGradients:
 
     def expect(self, incoming: Incoming) -> None:
         """Wait for these bytes before any gradient is read, because some of the parts are views of them."""
-        self._under_way.append(incoming)
+        if incoming.work is not None:
+            self._under_way.append(incoming.work)
 
     def wait(self) -> None:
         """Wait for all expected bytes."""
-        for incoming in self._under_way:
-            incoming.wait()
+        for work in self._under_way:
+            work.wait()
         self._under_way = []
 
     def deliver(
