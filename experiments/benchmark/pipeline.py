@@ -67,8 +67,9 @@ def sent_kb(stage: int) -> Take:
 
 
 def fewer_than_fp32(run: Run, others: Mapping[str, Run]) -> float:
-    """Bytes of all stages in fp32 over the bytes of this one."""
-    return sum(others[FP32].parts.values()) / sum(run.parts.values())
+    """Bytes that all stages send in a step in fp32, over those of this run. Runs on slow links measure fewer steps."""
+    dense = others[FP32]
+    return sum(dense.parts.values()) / dense.steps / (sum(run.parts.values()) / run.steps)
 
 
 def parse_options(words: Sequence[str]) -> argparse.Namespace:

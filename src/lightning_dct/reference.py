@@ -1,16 +1,16 @@
 """The whole method in one file, for reading: every rank is an entry of a list, and nothing is fast.
 
 Gupta et al. (*Training Recommender Systems at Scale: Communication-Efficient Model and Data Parallelism*, KDD 2021)
-exchange gradients in this way. This package does so with what *weights* and *embedding rows* have moved, too:
+exchange gradients in this way. This package also exchanges the movement of *weights* and *embedding rows* in this way:
 
-    a    = what the others do not know yet
-    M    = |a| >= tau                         about as many entries as the *target* says
+    a    = what this rank has not sent yet
+    M    = |a| >= tau                         about *target* entries
     sent = the entries of a under M, in few bits
-    e    = a - sent                           the *residual*: nothing is dropped, it goes later
+    e    = a - sent                           the *residual*: it is sent later, so nothing is dropped
 
-Tests compare the package with this file bit for bit, so where a formula can be rounded in several ways, the code here
-follows the package. Tensors are flat, in fp32 or fp64. Left out: loss scaling, activations, which have no residual, and
-how bytes travel.
+Tests compare the package with this file bit for bit. Where a formula can be rounded in several ways, this code follows
+the package. Tensors are flat, in fp32 or fp64. This file leaves out loss scaling, activations (which have no residual)
+and the transport of bytes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-TINY = torch.finfo(torch.float32).tiny  # the smallest threshold: zeros are never worth sending
+TINY = torch.finfo(torch.float32).tiny  # the smallest threshold: zeros are never sent
 BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "1bit": 1}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What :class:`~lightning_dct.DCTConfig` calls the same; ``ranks_per_node`` is for ``exchange="by_node"``."""
+    """Settings of :class:`~lightning_dct.DCTConfig`, and ``ranks_per_node`` for ``exchange="by_node"``."""
 
     density: float = 0.3
     value_format: str = "1bit"
@@ -45,8 +45,8 @@ class Settings:
     delay: int = 0
 
 
-# 1. Thresholds (threshold.py). To select one costs 20 to 70 times as much as to compare with it. So that is done every
-#    thousand steps, as the paper proposes, and in between the guard moves it a little towards its target.
+# 1. Thresholds (threshold.py). An exact selection costs 20 to 70 times as much as a comparison. So it runs only every
+#    thousand steps, as the paper proposes. In between, the guard moves the threshold a little towards its target.
 
 
 def exact_threshold(a: Tensor, target: int) -> float:
@@ -56,18 +56,18 @@ def exact_threshold(a: Tensor, target: int) -> float:
 
 
 def guarded(threshold: float, a: Tensor, reached: int, target: int) -> float:
-    """The next exchange's threshold, from how many entries have reached this one's: aims 5% high, as excess is cut."""
+    """The next threshold, from the number of entries that reached this one. Aims 5% high, because excess is cut."""
     if reached > 2 * target and bool(a.isfinite().all()):
         return exact_threshold(a, target)
     factor = ((reached + 0.5) / (1.05 * target + 0.5)) ** (0.3 * math.sqrt(target / a.numel()))
     return max(threshold * min(max(factor, 1 / 1.25), 1.25), TINY)
 
 
-# 2. Few bits (wire/). What rounding loses goes into the residual, so few are enough.
+# 2. Values and positions in few bits (wire/). Few are enough, because the residual keeps the rounding errors.
 
 
 def as_read(values: Tensor, value_format: str) -> Tensor:
-    """What receivers read where these values of one tensor are sent: fp32, with one scale for all of them."""
+    """The values that receivers decode, in fp32. All values of one tensor share one scale."""
     if value_format == "fp32" or not values.numel():
         return values.float()
     if value_format == "bf16":  # the nearest; finite values stay finite
@@ -90,10 +90,10 @@ def as_read(values: Tensor, value_format: str) -> Tensor:
 
 
 def position_bits(positions: list[int], size: int, capacity: int) -> list[int]:
-    """Where the entries are, in about ``2 + log2(size / capacity)`` bits each: the Elias-Fano code (1974).
+    """Positions of entries in about ``2 + log2(size / capacity)`` bits each: the Elias-Fano code (1974).
 
     Low bits are written as they are. High bits hardly grow from one position to the next: number ``i`` sets one flag,
-    ``high + i``. How many bits there are depends on ``capacity`` alone. Where it is shorter, every place has a flag.
+    ``high + i``. The number of bits depends on ``capacity`` alone. A bitmap takes its place where that is shorter.
     """
     counts = [capacity + (max(size - 1, 0) >> low) + 1 + low * capacity for low in range(max(size.bit_length(), 1))]
     bitmap = size <= min(counts)
@@ -110,24 +110,24 @@ def position_bits(positions: list[int], size: int, capacity: int) -> list[int]:
 
 
 def target_of(tensor: Tensor, ranks: int, settings: Settings, share: float = 1.0) -> int:
-    """How many entries of a tensor go; 0 where it goes dense: all of it is wanted, it is small, or that is shorter.
+    """How many entries of a tensor are sent. 0 means dense: it is small, all of it is wanted, or dense is shorter.
 
-    A payload passes each link ``passes`` times, where an all-reduced tensor passes it twice.
+    A payload traverses each link ``traversals`` times. An all-reduced tensor traverses it twice.
     """
-    nodes, size = ranks // settings.ranks_per_node, tensor.numel()
-    passes = {"all_gather": ranks, "sharded": 2, "by_node": (nodes - 1) * ranks / max(ranks - 1, 1)}[settings.exchange]
+    size, by_node = tensor.numel(), (ranks // settings.ranks_per_node - 1) * ranks / max(ranks - 1, 1)
+    traversals = {"all_gather": ranks, "sharded": 2, "by_node": by_node}[settings.exchange]
     density = settings.density if settings.density == 1.0 else share * settings.density
     target = max(1, math.ceil(density * size * (1 - 1e-12)))
-    bits = passes * target * (BITS[settings.value_format] + 2 + math.log2(size / target))
+    bits = traversals * target * (BITS[settings.value_format] + 2 + math.log2(size / target))
     dense = size < settings.min_tensor_size or target >= size or ranks == 1
     return 0 if dense or bits >= 2 * size * tensor.element_size() * 8 else target
 
 
-def choose(news: list[Tensor], thresholds: list[float], room: int, form: str) -> tuple[list[Tensor], list[int]]:
-    """What goes of some tensors together, as receivers read it, and how many entries of each reach its threshold.
+def choose(news: list[Tensor], thresholds: list[float], capacity: int, form: str) -> tuple[list[Tensor], list[int]]:
+    """What one payload sends of some tensors, as receivers decode it, and how many entries reach each threshold.
 
-    Of more than there is room for, those go that exceed their threshold by the largest factor, of equals the first.
-    Of a tensor with infinite or NaN entries only those go, so that all ranks see them.
+    If more entries than ``capacity`` reach theirs, those that exceed it by the largest factor are sent, the first among
+    equals. A tensor with infinite or NaN entries sends only those, so that all ranks see them.
     """
     excess, counts = [torch.empty(0).double()], []
     for a, threshold in zip(news, thresholds, strict=True):
@@ -135,45 +135,45 @@ def choose(news: list[Tensor], thresholds: list[float], room: int, form: str) ->
         reached = a.abs() >= tau if bool(a.isfinite().all()) else ~a.isfinite()  # M
         excess.append((a.abs().double() / tau).nan_to_num(nan=math.inf, posinf=math.inf).where(reached, -1.0))
         counts.append(int(reached.sum()))
-    largest = torch.cat(excess).argsort(descending=True, stable=True)[: min(room, sum(counts))]
-    goes = torch.zeros(sum(a.numel() for a in news), dtype=torch.bool).index_fill(0, largest, True)
+    largest = torch.cat(excess).argsort(descending=True, stable=True)[: min(capacity, sum(counts))]
+    chosen = torch.zeros(sum(a.numel() for a in news), dtype=torch.bool).index_fill(0, largest, True)
     sent = [torch.zeros_like(a) for a in news]
-    for a, mask, out in zip(news, goes.split([a.numel() for a in news]), sent, strict=True):
+    for a, mask, out in zip(news, chosen.split([a.numel() for a in news]), sent, strict=True):
         out[mask] = as_read(a[mask], form).to(a.dtype)
     return sent, counts
 
 
 @dataclass
-class Held:
-    """What a sender remembers of a tensor from one exchange to the next; its threshold is for this target."""
+class State:
+    """A sender's state of a tensor between two exchanges. The threshold belongs to this target."""
 
     residual: Tensor | float = 0.0
     threshold: float = 0.0
-    target: int = 0  # refresh: 0 has the threshold selected anew
+    target: int = 0  # a refresh sets 0, so that the threshold is selected again
 
 
-def send(news: Tensor, held: Held, target: int, settings: Settings) -> Tensor:
-    """What a sender sends of one tensor, as receivers read it: the paper's data-parallel method, a tensor at a time."""
-    a = held.residual + news  # a = e + g
+def send(news: Tensor, state: State, target: int, settings: Settings) -> Tensor:
+    """What a sender sends of one tensor, as receivers decode it: the paper's data-parallel method."""
+    a = state.residual + news  # a = e + g
     sent = a
     if target:
-        if held.target != target:
-            held.threshold, held.target = exact_threshold(a, target), target
-        (sent,), (reached,) = choose([a], [held.threshold], target, settings.value_format)
+        if state.target != target:
+            state.threshold, state.target = exact_threshold(a, target), target
+        (sent,), (reached,) = choose([a], [state.threshold], target, settings.value_format)
         if settings.guard and bool(a.isfinite().all()):
-            held.threshold = guarded(held.threshold, a, reached, target)
-    held.residual = torch.where((a - sent).isfinite(), a - sent, held.residual)  # e = a - sent; never NaN or infinity
+            state.threshold = guarded(state.threshold, a, reached, target)
+    state.residual = torch.where((a - sent).isfinite(), a - sent, state.residual)  # e = a - sent; never NaN or infinity
     return sent
 
 
-# 4. One exchange (gradients/exchanges/): the mean over ranks of what they send of a tensor, the same for all. An entry
-#    of updates that n of W ranks send counts sqrt(W / n) times: see updates/synchronizer.py for the reason.
+# 4. One exchange (gradients/exchanges/): the mean over ranks of what they send of a tensor, the same on all ranks. For
+#    updates, an entry that n of W ranks send is weighted by sqrt(W / n). updates/synchronizer.py gives the reason.
 
-Memory = defaultdict[tuple[str, int, int], Held]  # of one tensor: by the sender, its number, a piece's first entry
+Memory = defaultdict[tuple[str, int, int], State]  # of one tensor, by sender, its number, a piece's first entry
 
 
 def weighted_sum(sent: list[Tensor], weight: float, dense: bool, by_senders: bool) -> Tensor:
-    """``weight`` times the sum, in the order of the ranks. Of dense tensors torch rounds product and sum only once."""
+    """``weight`` times the sum, in the order of the ranks. For dense tensors torch rounds product and sum once."""
     senders = torch.stack([one != 0 for one in sent]).double().sum(0).clamp(min=1)
     total, factor = torch.zeros_like(sent[0]), (len(sent) / senders).sqrt().to(sent[0].dtype) if by_senders else 1.0
     for one in sent:
@@ -184,9 +184,9 @@ def weighted_sum(sent: list[Tensor], weight: float, dense: bool, by_senders: boo
 def exchange(
     tensors: list[Tensor], memory: Memory, settings: Settings, share: float = 1.0, by_senders: bool = False
 ) -> tuple[Tensor, list[Tensor]]:
-    """Exchange one tensor of all ranks; gives the mean, and what each rank has sent.
+    """Exchange one tensor of all ranks. Returns the mean, and what each rank has sent.
 
-    Where several ranks sum up, each owns some pieces, and a piece is sent as if it were a tensor.
+    If several ranks sum, each owns some pieces of the tensor. A piece is sent like a tensor.
     """
     size, ranks, per_node = tensors[0].numel(), len(tensors), settings.ranks_per_node
     target, usual = (target_of(tensors[0], ranks, settings, part) for part in (share, 1.0))
@@ -194,34 +194,34 @@ def exchange(
     count = max(1, min(owners, (usual or size) // 32))
     means, sent_by_piece = [], []
     for start, stop in pairwise(size * piece // count for piece in range(count + 1)):
-        parts, room = [tensor[start:stop] for tensor in tensors], -(-target * (stop - start) // size)
+        parts, goal = [tensor[start:stop] for tensor in tensors], -(-target * (stop - start) // size)
         news, sender = parts, "rank"
-        if settings.exchange == "by_node":  # dense inside a node, which is one sender then
+        if settings.exchange == "by_node":  # dense inside a node, which then is one sender
             nodes = [parts[first : first + per_node] for first in range(0, ranks, per_node)]
             news, sender = [torch.stack([part / per_node for part in node]).sum(0) * per_node for node in nodes], "node"
-        sent = [send(one, memory[sender, number, start], room, settings) for number, one in enumerate(news)]
+        sent = [send(one, memory[sender, number, start], goal, settings) for number, one in enumerate(news)]
         sent_by_piece.append(sent if sender == "rank" else parts)
-        if settings.exchange == "sharded":  # the owner sends of the sum, and holds back the rest
-            sent = [send(weighted_sum(sent, 1.0, not target, by_senders), memory["owner", 0, start], room, settings)]
+        if settings.exchange == "sharded":  # the owner sends part of the sum, and keeps a residual
+            sent = [send(weighted_sum(sent, 1.0, not target, by_senders), memory["owner", 0, start], goal, settings)]
         means.append(weighted_sum(sent, 1 / ranks, not target, by_senders))
     return torch.cat(means), [torch.cat(parts) for parts in zip(*sent_by_piece, strict=True)]
 
 
 # 5. Gradients (gradients/), in every backward, as in the paper: ``g' = 1/W * sum over ranks of what is sent of g + e``.
-#    That is ``exchange`` of gradients and no more: all ranks have the same weights, and step with the same mean.
+#    ``exchange`` of gradients does it: all ranks have the same weights, and step with the same mean.
 
-# 6. Updates (updates/), the default. A rank trains weights ``w`` of its own. The shared weights ``S`` are the same on
-#    all ranks. ``w - S`` is what a rank has moved or not sent yet, so it is the residual.
+# 6. Updates (updates/), the default. Each rank trains its own weights ``w``. The shared weights ``S`` are the same on
+#    all ranks. ``w - S`` is what a rank has moved and not sent yet, so it is the residual.
 
 
 def exchange_updates(
     own: list[Tensor], shared: Tensor, memory: Memory, settings: Settings, share: float, decay: float
 ) -> list[Tensor]:
-    """Exchange one tensor; gives what is to be added to ``S``, and then to each rank's ``w``."""
+    """Exchange one tensor. Returns what to add to ``S``, followed by what to add to each rank's ``w``."""
     moved = [w - shared for w in own]  # a = w - S
     mean, sent = exchange(moved, memory, settings, share, by_senders=True)  # m = 1 / sqrt(W n) * sum of sent
-    for (sender, _, _), held in memory.items():
-        held.residual = 0.0 if sender == "rank" else held.residual  # it stays in w
+    for (sender, _, _), state in memory.items():
+        state.residual = 0.0 if sender == "rank" else state.residual  # w keeps it
     lost = [a.sub(a - c, alpha=decay) for a, c in zip(moved, sent, strict=True)]  # c: what is sent
     return [mean, *(mean - gone for gone in lost)]  # S = S + m, w = S + decay * (a - c)
 
@@ -229,11 +229,11 @@ def exchange_updates(
 def train(
     weights: list[list[Tensor]], local_step: Callable[[int, int], None], steps: int, settings: Settings
 ) -> tuple[list[Tensor], list[Memory]]:
-    """Train ``weights[rank][tensor]`` in place; gives the shared weights, and what is remembered of each tensor.
+    """Train ``weights[rank][tensor]`` in place. Returns the shared weights and the senders' states of each tensor.
 
-    ``local_step(rank, step)`` is a step of a rank's own optimizer. With a delay an exchange travels while the next run.
+    ``local_step(rank, step)`` is a step of a rank's own optimizer. With a delay, the next steps run during an exchange.
     """
-    shared, memories = [w.clone() for w in weights[0]], [Memory(Held) for _ in weights[0]]
+    shared, memories = [w.clone() for w in weights[0]], [Memory(State) for _ in weights[0]]
     travelling: list[list[Tensor]] = []
     due = since_refresh = 0
 
@@ -250,15 +250,15 @@ def train(
             local_step(rank, step - 1)
         if step == due:
             arrive()
-        # Weights move fastest at first. Then rounds are an eighth as long, send an eighth as much, and forget a little.
+        # Weights move fastest at first. So rounds are an eighth as long, send an eighth as much, and residuals decay.
         length, decay = settings.local_steps, 1.0
         if step <= settings.warmup_steps:
             length, decay = max(1, length // 8), settings.residual_decay
         if step % length or travelling:
             continue
         for number, (w_shared, memory) in enumerate(zip(shared, memories, strict=True)):
-            for held in memory.values() if refresh else ():
-                held.target = 0
+            for state in memory.values() if refresh else ():
+                state.target = 0
             own = [rank_weights[number] for rank_weights in weights]
             travelling.append(exchange_updates(own, w_shared, memory, settings, length / settings.local_steps, decay))
         due, since_refresh = step + min(settings.delay, length), 1 if refresh else since_refresh
@@ -267,12 +267,12 @@ def train(
     return shared, memories
 
 
-# 7. Embedding rows (embedding/changes.py). Each has an owner. It and the user of a row both hold the copy ``R`` that
-#    the user has of the row ``E``, so only differences cross. A message is about the rows that a user asks for.
+# 7. Embedding rows (embedding/changes.py). Each row ``E`` has an owner. The owner and the rank that uses the row both
+#    keep the same copy ``R``, so they exchange only differences. One message is for the rows that a rank requests.
 
 
 def send_rows(news: list[Tensor], thresholds: list[float], settings: Settings) -> list[Tensor]:
-    """What goes of one message; a threshold a table, changed in place, and room for all tables together."""
+    """What one message sends. Each table has a threshold, changed in place; all tables share the capacity."""
     targets = [math.ceil(settings.density * a.numel() * (1 - 1e-12)) for a in news]
     for number, (a, target) in enumerate(zip(news, targets, strict=True)):
         thresholds[number] = 0.0 if target == a.numel() else thresholds[number] or exact_threshold(a, target)
@@ -284,7 +284,7 @@ def send_rows(news: list[Tensor], thresholds: list[float], settings: Settings) -
 
 
 def look_up(rows: list[Tensor], copies: list[Tensor], thresholds: list[float], settings: Settings) -> list[Tensor]:
-    """Owner to user: the copies that both hold from now on, ``R + what is sent of E - R``."""
+    """Owner to user: the copies that both keep from now on, ``R + what is sent of E - R``."""
     news = [row - copy for row, copy in zip(rows, copies, strict=True)]
     return [copy + sent for copy, sent in zip(copies, send_rows(news, thresholds, settings), strict=True)]
 
@@ -292,7 +292,7 @@ def look_up(rows: list[Tensor], copies: list[Tensor], thresholds: list[float], s
 def return_gradients(
     gradients: list[Tensor], residuals: list[Tensor], thresholds: list[float], settings: Settings
 ) -> list[Tensor]:
-    """User to owner: what is sent of ``G + dL/dR``; ``residuals``, the ``G``, change in place. Owners average it."""
+    """User to owner: what is sent of ``G + dL/dR``. ``residuals``, the ``G``, change in place. Owners average it."""
     news = [left + gradient for left, gradient in zip(residuals, gradients, strict=True)]
     sent = send_rows(news, thresholds, settings)
     for number, (a, one) in enumerate(zip(news, sent, strict=True)):

@@ -81,7 +81,7 @@ def test_equals_the_reference(
                 held.target = 0
         means = ranks.step(local)
         for name in sizes:
-            memory = memories.setdefault(name, reference.Memory(reference.Held))
+            memory = memories.setdefault(name, reference.Memory(reference.State))
             plain = reference.Settings(exchange=exchange, ranks_per_node=ranks_per_node, **settings)
             expected, _ = reference.exchange([rank[name] for rank in local], memory, plain)
             assert all(torch.equal(mean[name], expected) for mean in means)
