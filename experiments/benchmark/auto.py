@@ -28,6 +28,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.strategies import DDPStrategy
 
 from benchmark.job import QUIET
+from benchmark.plots import plot_over_rates
 from benchmark.tables import describe_machine, link_name, publish
 from benchmark.task import NextBytes, next_bytes_data
 from lightning_dct import DCTStrategy
@@ -192,6 +193,14 @@ def compare(options: argparse.Namespace) -> tuple[list[list[str]], dict[str, Any
     return rows, figures
 
 
+def plot(file: Path, figures: dict[str, Any]) -> None:
+    """Draw the time to DDP's loss over the rate, for settings that all rates have and for those that a run chose."""
+    times = figures["times"]
+    names = [name for name in figures["allowed"] if figures["needed"][name] is not None]
+    fixed = {name: {rate: found[name] for rate, found in times.items()} for name in names}
+    plot_over_rates(file, fixed, {rate: found["seconds"] for rate, found in figures["auto"].items()})
+
+
 def main(words: list[str]) -> int:
     """Train as a rank, or measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -216,6 +225,8 @@ def main(words: list[str]) -> int:
         return 2
     machine = describe_machine()
     rows, figures = compare(options)
+    options.output.mkdir(parents=True, exist_ok=True)
+    plot(options.output / "auto.png", figures)
     note = f"{options.hosts} hosts, one thread each, {machine['cores']} cores ({machine['processor']}); one run each."
     publish(
         options.output / "auto.md", "Time to DDP's loss", rows, [note, figures["fall in words"]], machine, **figures

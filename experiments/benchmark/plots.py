@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,17 @@ def plot_timelines(file: Path, link: str, runs: Sequence[Run]) -> None:
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), fontsize="small")
     figure.savefig(file, dpi=150)
     plt.close(figure)
+
+
+def plot_over_rates(file: Path, fixed: Mapping[str, Mapping[float, float]], auto: Mapping[float, float]) -> None:
+    """Draw the seconds to a loss over the link's rate in Mbit/s: a curve for each fixed setting, and one for auto."""
+    figure, axis = plt.subplots(figsize=(8, 5))
+    for place, (name, seconds) in enumerate(fixed.items()):
+        axis.plot(*zip(*seconds.items(), strict=True), label=name, color=plt.cm.viridis(place / len(fixed)), lw=1)
+    axis.plot(*zip(*auto.items(), strict=True), label="chosen by the run", color=OURS, lw=3, marker="o")
+    axis.set(xscale="log", yscale="log", xlabel="Mbit/s", ylabel="seconds to DDP's loss")
+    axis.legend(fontsize="small")
+    save(figure, file)
 
 
 def save(figure: Any, file: Path) -> None:

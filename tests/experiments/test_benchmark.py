@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmark import kernels, memory, pipeline, recommender, session, steps
+from benchmark import auto, kernels, memory, pipeline, recommender, session, steps
 from benchmark.job import Job, Run, of_all_ranks, read_runs
 from benchmark.kernels import (
     FLOOR,
@@ -291,3 +291,22 @@ def test_links_are_read() -> None:
     assert [link_name(link) for link in links] == ["no limit", "1 Gbit/s", "10 Mbit/s, 50 ms"]
     with pytest.raises(SystemExit):
         pipeline.parse_options(["--links", "0"])
+
+
+def test_the_time_to_a_loss_is_drawn_for_settings_that_reach_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr(auto, "plot_over_rates", lambda file, fixed, chosen: drawn.update(fixed=fixed, chosen=chosen))
+    figures = {
+        "allowed": ["DDP", "8 steps, 30%", "32 steps, 10%"],
+        "needed": {"DDP": 100, "8 steps, 30%": 90, "32 steps, 10%": None},
+        "times": {10.0: {"DDP": 50.0, "8 steps, 30%": 5.0}, 100.0: {"DDP": 7.0, "8 steps, 30%": 4.0}},
+        "auto": {10.0: {"seconds": 6.0}, 100.0: {"seconds": 4.5}},
+    }
+    auto.plot(tmp_path / "auto.png", figures)
+    assert drawn["fixed"] == {"DDP": {10.0: 50.0, 100.0: 7.0}, "8 steps, 30%": {10.0: 5.0, 100.0: 4.0}}
+    assert drawn["chosen"] == {10.0: 6.0, 100.0: 4.5}
+    monkeypatch.undo()
+    auto.plot(tmp_path / "auto.png", figures)
+    assert (tmp_path / "auto.png").stat().st_size > 0
