@@ -14,7 +14,7 @@ from lightning_dct.config import VALUE_FORMATS
 from lightning_dct.gradients.awaited import Awaited
 from lightning_dct.gradients.compression import compress, decompress
 from lightning_dct.gradients.plan import BucketPlan, plan_bucket
-from lightning_dct.reference import Held, Settings
+from lightning_dct.reference import Settings, State
 from lightning_dct.threshold import Thresholds
 from lightning_dct.wire import PositionCode, decode_values, encode_values
 from lightning_dct.wire.bits import unpack_bits
@@ -89,7 +89,7 @@ def test_what_ranks_send_what_arrives_and_what_they_remember(kernel: str, data: 
     plan = BucketPlan(names, sizes, targets, dtype, settings["value_format"])
     thresholds = [Thresholds() for _ in range(ranks)]
     residuals = [torch.zeros(sum(sizes), dtype=dtype) for _ in range(ranks)]
-    held = [[Held() for _ in sizes] for _ in range(ranks)]
+    held = [[State() for _ in sizes] for _ in range(ranks)]
     for _ in range(3):
         payloads, sent = [], []
         for rank in range(ranks):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from distributed.training import Run, fit, on_two_nodes, rank
 from lightning_dct import DCTStrategy
 from lightning_dct.config import VALUE_FORMATS
-from lightning_dct.reference import Held, Memory, Settings, exchange, train
+from lightning_dct.reference import Memory, Settings, State, exchange, train
 
 STEPS = 23
 # The first five have another value format each.
@@ -106,7 +106,7 @@ def train_gradients(
 ) -> Any:
     """The weights that all ranks end with, and what is remembered of each tensor."""
     module, settings = Springs(case), settings_of(case)
-    parameters, memories = list(module.parameters()), [Memory(Held) for _ in case.shapes]
+    parameters, memories = list(module.parameters()), [Memory(State) for _ in case.shapes]
     optimizer = module.configure_optimizers()
     for step in range(STEPS):
         batches = range(step * accumulate, (step + 1) * accumulate)
