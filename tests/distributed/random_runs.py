@@ -144,7 +144,7 @@ def assert_weights(state: dict[str, Tensor], expected: list[Tensor]) -> None:
 
 
 def assert_remembered(runs: list[Run], memories: list[Memory], ranks_per_node: int) -> None:
-    """Thresholds and what is held back, to the last bit, and by whoever holds it back."""
+    """Thresholds and residuals, to the last bit, by the rank that keeps them."""
     for number, memory in enumerate(memories):
         name, starts = f"weights.{number}", sorted({start for _, _, start in memory})
         for (sender, place, start), held in memory.items():
