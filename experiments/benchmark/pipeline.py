@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/,
 
 from benchmark.job import Job, Run
 from benchmark.plots import plot_timelines
-from benchmark.session import RUN_SECONDS, Session, make_parser
+from benchmark.session import RUN_SECONDS, Session, make_parser, rate
 from benchmark.stages import CROSSINGS, FP32, OURS, STAGES
 from benchmark.steps import WARM_UP_STEPS
-from benchmark.tables import Column, Take, faster_than, link_name, links_in, publish, step_ms, tabulate
+from benchmark.tables import Column, Take, columns_by_link, faster_than, link_name, links_in, publish, tabulate
 from lightning_dct.pipeline.schedule import SCHEDULES
 from network.hosts import Link
 
@@ -38,24 +38,19 @@ def parse_link(word: str) -> Link:
         >>> parse_link("none").megabits, parse_link("10:50")
         (None, Link(megabits=10.0, delay_ms=50.0))
     """
-    rate, _, delay = word.partition(":")
-    link = Link(None if rate == "none" else float(rate), float(delay or 0))
-    if (link.megabits is not None and link.megabits <= 0) or link.delay_ms < 0:
-        raise argparse.ArgumentTypeError(f"{word}: give a rate above 0, and no negative delay")
+    megabits, _, delay = word.partition(":")
+    link = Link(None if megabits == "none" else rate(megabits), float(delay or 0))
+    if link.delay_ms < 0:
+        raise argparse.ArgumentTypeError(f"{word}: give no negative delay")
     return link
 
 
 def columns_of(runs: Sequence[Run]) -> list[Column]:
     """The columns of the table: two for each link, and those of bytes and compressing."""
-    links = links_in(runs)
-    first, has_links = links[0], runs[0].interface_bytes is not None
-    columns = []
-    for link in links:
-        columns.append(Column(f"ms a step, {link_name(link, has_links)}", step_ms, "{:.0f}", link, has_range=True))
-        columns.append(Column("faster than fp32", faster_than(FP32), "{:.2f}x", link, has_range=True))
-    columns += [Column(f"kB a step, host {stage}", sent_kb(stage), "{:,.1f}", first) for stage in range(STAGES)]
+    first = runs[0].link
     return [
-        *columns,
+        *columns_by_link(runs, ("faster than fp32", faster_than(FP32), "{:.2f}x")),
+        *(Column(f"kB a step, host {stage}", sent_kb(stage), "{:,.1f}", first) for stage in range(STAGES)),
         Column("fewer than fp32", fewer_than_fp32, "{:.1f}x", first),
         Column("ms compressing", lambda run, others: run.compressing_ms, "{:.1f}", first),
     ]

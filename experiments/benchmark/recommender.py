@@ -22,7 +22,7 @@ from benchmark.job import MILLISECONDS, Job, Run
 from benchmark.plots import plot_bars
 from benchmark.recommenders import DENSE, MESSAGES, NUM_TABLES, RECOMMENDERS
 from benchmark.session import RUN_SECONDS, Session, at_least, make_parser, rate
-from benchmark.tables import Column, Take, link_name, links_in, publish, step_ms, tabulate, times
+from benchmark.tables import Column, Take, columns_by_link, publish, step_ms, tabulate, times
 from network.hosts import Link
 
 WARM_UP_STEPS = 3
@@ -30,15 +30,10 @@ WARM_UP_STEPS = 3
 
 def columns_of(runs: Sequence[Run]) -> list[Column]:
     """The columns of the table: two for each link, and those of bytes and computing."""
-    links = links_in(runs)
-    first, has_links = links[0], runs[0].interface_bytes is not None
-    columns = []
-    for link in links:
-        columns.append(Column(f"ms a step, {link_name(link, has_links)}", step_ms, "{:.0f}", link, has_range=True))
-        columns.append(Column("times fp32", times(DENSE), "{:.2f}", link, has_range=True))
-    columns += [Column(f"kB {name}", part(name, 1e-3), "{:,.1f}", first) for name in MESSAGES]
+    first = runs[0].link
     return [
-        *columns,
+        *columns_by_link(runs, ("times fp32", times(DENSE), "{:.2f}")),
+        *(Column(f"kB {name}", part(name, 1e-3), "{:,.1f}", first) for name in MESSAGES),
         Column("kB all", sent_kb, "{:,.1f}", first),
         Column("ms exchanging", part("exchange_seconds", MILLISECONDS), "{:,.1f}", first),
         Column("CPU ms", part("cpu_seconds", MILLISECONDS), "{:,.1f}", first),

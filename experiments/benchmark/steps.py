@@ -25,7 +25,16 @@ from benchmark.job import MILLISECONDS, Job, Run
 from benchmark.plots import plot_bars, plot_losses
 from benchmark.session import RUN_SECONDS, Session, at_least, make_parser, rate
 from benchmark.synchronisations import DDP, NOTHING, SYNCHRONISATIONS
-from benchmark.tables import Column, faster_than, figure_of, link_name, links_in, publish, step_ms, tabulate, times
+from benchmark.tables import (
+    Column,
+    columns_by_link,
+    faster_than,
+    figure_of,
+    publish,
+    step_ms,
+    tabulate,
+    times,
+)
 from network.hosts import Link
 
 WARM_UP_STEPS = 4
@@ -33,17 +42,10 @@ WARM_UP_STEPS = 4
 
 def columns_of(runs: Sequence[Run]) -> list[Column]:
     """The columns of the table: three for each link, and those of bytes, which the rate does not change."""
-    links = links_in(runs)
-    first, has_links = links[0], runs[0].interface_bytes is not None
-    columns = []
-    for link in links:
-        columns += [
-            Column(f"ms a step, {link_name(link, has_links)}", step_ms, "{:.0f}", link, has_range=True),
-            Column("times none", times(NOTHING), "{:.2f}x", link),
-            Column("faster than DDP", faster_than(DDP), "{:.1f}x", link),
-        ]
+    first = runs[0].link
+    compared = ("times none", times(NOTHING), "{:.2f}x"), ("faster than DDP", faster_than(DDP), "{:.1f}x")
     return [
-        *columns,
+        *columns_by_link(runs, *compared, has_range=False),
         Column("kB a step", lambda run, others: run.sent_bytes / 1e3, "{:,.1f}", first),
         Column("off by", off_by, "{:+.1%}", first),
         Column("fewer than DDP", fewer_than_ddp, "{:,.1f}x", first),

@@ -82,6 +82,18 @@ class Column:
     scale: str = "linear"
 
 
+def columns_by_link(runs: Sequence[Run], *compared: tuple[str, Take, str], has_range: bool = True) -> list[Column]:
+    """For each link the milliseconds a step, and what is compared with others: its head, the figure and a pattern.
+
+    ``has_range`` is for these.
+    """
+    columns, has_links = [], runs[0].interface_bytes is not None
+    for link in links_in(runs):
+        columns.append(Column(f"ms a step, {link_name(link, has_links)}", step_ms, "{:.0f}", link, has_range=True))
+        columns += [Column(head, take, pattern, link, has_range) for head, take, pattern in compared]
+    return columns
+
+
 def tabulate(runs: Sequence[Run], names: Sequence[str], columns: Sequence[Column]) -> list[list[str]]:
     """A row of cells for each name."""
     rows = []

@@ -125,3 +125,53 @@ def load(path: str, fit: bool = False) -> tuple[dict[str, Tensor], Any]:
 
 def files_in(folder: str) -> list[str]:
     return sorted(str(file.relative_to(folder)) for file in Path(folder).rglob("*") if file.is_file())
+
+
+def residuals_then(make: Callable[..., Hybrid], exchange: dict[str, Any], path: str) -> dict[tuple[int, int], Tensor]:
+    """Train a little, save, and give what this rank's residuals are by table and row."""
+    module = make(exchange)
+    trainer = trainer_for(DCTStrategy(**ALL_GRADIENTS))
+    trainer.fit(module, batches(5))
+    trainer.save_checkpoint(path)
+    tables, found = module.tables, {}
+    for owner, held in tables.held.items():
+        places, slots = held.cache.contents()
+        for table, row, slot in zip(*tables.placement.rows_of(owner, places), slots, strict=True):
+            found[int(table), int(row)] = held.residual[slot].clone()
+    return found
+
+
+def collected_after(make: Callable[..., Hybrid], exchange: dict[str, Any], path: str) -> dict[tuple[int, int], Tensor]:
+    """Resume, and give the gradients that this rank has collected by table and row."""
+    module = make(exchange)
+    seen: dict = {}
+
+    def look(*_: Any) -> None:
+        tables, rank = module.tables, module.tables.exchange_group.rank
+        for places, gradient in tables.collected.parts:
+            assert tables.resolve(places, gradient)[0].numel() == places.numel()  # all of them have rows
+            for table, row, values in zip(*tables.placement.rows_of(rank, places.numpy()), gradient, strict=True):
+                seen[int(table), int(row)] = seen.get((int(table), int(row)), 0) + values.double()
+
+    module.on_train_start = look
+    trainer_for(DCTStrategy(**ALL_GRADIENTS), max_epochs=2).fit(module, batches(5), ckpt_path=path)
+    return seen
+
+
+def assert_residuals_are_conserved(
+    ranks: Any, folder: Path, world_size: int, make: Callable[..., Hybrid], exchange: dict[str, Any]
+) -> None:
+    """The mean residual of two ranks is collected by the owners when other ranks resume."""
+    path = str(folder / "x.ckpt")
+    given: dict = {}
+    for part in ranks(2).run(residuals_then, make, exchange, path):
+        for key, values in part.items():
+            given[key] = given.get(key, 0) + values.double() / 2
+    found: dict = {}
+    for part in ranks(world_size).run(collected_after, make, exchange, path):
+        for key, values in part.items():
+            found[key] = found.get(key, 0) + values / world_size
+    assert any(float(values.abs().max()) > 0 for values in given.values())
+    assert given.keys() == found.keys()
+    for key, values in given.items():
+        torch.testing.assert_close(found[key], values, rtol=1e-6, atol=1e-12)

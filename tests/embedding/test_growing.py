@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distributed.training import trainer_for
 from embedding.growing import Growing, spread, train, train_beside_the_reference, whole
-from embedding.hybrid import ALL_GRADIENTS, EVERYTHING, TABLE_ROWS, batches, together
+from embedding.hybrid import ALL_GRADIENTS, EVERYTHING, TABLE_ROWS, assert_residuals_are_conserved, batches, together
 from embedding.test_hybrid import difference
 from lightning_dct import CheckpointError, DCTStrategy, GrowingEmbeddingBags, RowWiseAdagrad, ShardedEmbeddingBags
 from lightning_dct.config import VALUE_FORMATS
@@ -107,50 +107,10 @@ def test_a_smaller_room_keeps_the_newest_and_says_so(ranks: Any, tmp_path: Any) 
             assert "least recently requested are evicted. Raise `max_rows` to keep them" in warned[0]
 
 
-def residuals_then(path: str, exchange: dict[str, Any]) -> dict[Any, Tensor]:
-    module = Growing(exchange)
-    trainer = trainer_for(DCTStrategy(**ALL_GRADIENTS))
-    trainer.fit(module, batches(5))
-    trainer.save_checkpoint(path)
-    tables, found = module.tables, {}
-    for owner, held in tables.held.items():
-        places, slots = held.cache.contents()
-        for table, row, slot in zip(*tables.placement.rows_of(owner, places), slots, strict=True):
-            found[int(table), int(row)] = held.residual[slot].clone()
-    return found
-
-
-def collected_after(path: str, exchange: dict[str, Any]) -> dict[Any, Tensor]:
-    module = Growing(exchange)
-    seen: dict = {}
-
-    def look(*_: Any) -> None:
-        tables, rank = module.tables, module.tables.exchange_group.rank
-        for keys, gradient in tables.collected.parts:
-            assert (tables.directory.find(keys.numpy()) >= 0).all()
-            for table, row, values in zip(*tables.placement.rows_of(rank, keys.numpy()), gradient, strict=True):
-                seen[int(table), int(row)] = seen.get((int(table), int(row)), 0) + values.double()
-
-    module.on_train_start = look
-    trainer_for(DCTStrategy(**ALL_GRADIENTS), max_epochs=2).fit(module, batches(5), ckpt_path=path)
-    return seen
-
-
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_residuals_of_another_world_are_not_lost(ranks: Any, tmp_path: Any, world_size: int) -> None:
-    path, exchange = str(tmp_path / "x.ckpt"), {"density": 0.05, "value_format": "int8", "max_rows": 2000}
-    given: dict = {}
-    for part in ranks(2).run(residuals_then, path, exchange):
-        for key, values in part.items():
-            given[key] = given.get(key, 0) + values.double() / 2
-    found: dict = {}
-    for part in ranks(world_size).run(collected_after, path, exchange):
-        for key, values in part.items():
-            found[key] = found.get(key, 0) + values / world_size
-    assert any(float(values.abs().max()) > 0 for values in given.values())
-    assert given.keys() == found.keys()
-    for key, values in given.items():
-        torch.testing.assert_close(found[key], values, rtol=1e-6, atol=1e-12)
+def test_residuals_of_another_world_are_not_lost(ranks: Any, tmp_path: Path, world_size: int) -> None:
+    exchange = {"density": 0.05, "value_format": "int8", "max_rows": 2000}
+    assert_residuals_are_conserved(ranks, tmp_path, world_size, Growing, exchange)
 
 
 def save_and_load_both(folder: str, damaged: bool) -> str:

@@ -16,6 +16,7 @@ from embedding.hybrid import (
     TABLE_ROWS,
     Batches,
     Hybrid,
+    assert_residuals_are_conserved,
     batches,
     load,
     together,
@@ -101,50 +102,9 @@ def test_training_goes_on_with_another_number_of_ranks(ranks, tmp_path):
         assert all(bool((value >= 0).all()) for part in sums for value in part.values())
 
 
-def residuals_then(path):
-    """Train a little, save, and give what this rank's residuals are by table and row."""
-    module = Hybrid({**FEW, "density": 0.05})
-    trainer = trainer_for(DCTStrategy(**ALL_GRADIENTS))
-    trainer.fit(module, batches(5))
-    trainer.save_checkpoint(path)
-    tables, found = module.tables, {}
-    for owner, held in tables.held.items():
-        places, slots = held.cache.contents()
-        for table, row, slot in zip(*tables.placement.rows_of(owner, places), slots, strict=True):
-            found[int(table), int(row)] = held.residual[slot].clone()
-    return found
-
-
-def collected_after(path):
-    module = Hybrid({**FEW, "density": 0.05})
-    seen: dict = {}
-
-    def look(*_):
-        tables, rank = module.tables, module.tables.exchange_group.rank
-        for places, gradient in tables.collected.parts:
-            for table, row, values in zip(*tables.placement.rows_of(rank, places.numpy()), gradient, strict=True):
-                seen[int(table), int(row)] = seen.get((int(table), int(row)), 0) + values.double()
-
-    module.on_train_start = look
-    trainer_for(DCTStrategy(**ALL_GRADIENTS), max_epochs=2).fit(module, batches(5), ckpt_path=path)
-    return seen
-
-
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_residuals_of_another_world_are_not_lost(ranks, tmp_path, world_size):
-    path = str(tmp_path / "x.ckpt")
-    given: dict = {}
-    for part in ranks(2).run(residuals_then, path):
-        for key, values in part.items():
-            given[key] = given.get(key, 0) + values.double() / 2
-    found: dict = {}
-    for part in ranks(world_size).run(collected_after, path):
-        for key, values in part.items():
-            found[key] = found.get(key, 0) + values / world_size
-    assert any(float(values.abs().max()) > 0 for values in given.values())
-    assert given.keys() == found.keys()
-    for key, values in given.items():
-        torch.testing.assert_close(found[key], values, rtol=1e-6, atol=1e-12)
+    assert_residuals_are_conserved(ranks, tmp_path, world_size, Hybrid, {**FEW, "density": 0.05})
 
 
 def predict_unequally(numbers):

@@ -9,9 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dct.embedding.placement import Int64Array
-
-_LARGEST = 2**63 - 1  # of int64
+from lightning_dct.embedding.placement import ID_SPACE, Int64Array
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ def read_bags(ids: Tensor, offsets: Tensor | None, table_rows: Sequence[int], po
     if bad.any():
         first = int(bad.argmax())
         rows = table_rows[tables[first]]
-        if rows > _LARGEST:
+        if rows == ID_SPACE:
             has, remedy = "takes ids from 0 to 2**63 - 1", "Make hashes positive: `ids & (2**63 - 1)`."
         else:
             has, remedy = f"has {rows} rows", "Correct the ids or `table_rows`."
