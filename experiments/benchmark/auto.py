@@ -29,12 +29,13 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from benchmark.job import QUIET
 from benchmark.plots import plot_over_rates
+from benchmark.session import parse_link
 from benchmark.tables import describe_machine, link_name, publish
 from benchmark.task import NextBytes, next_bytes_data
 from lightning_dct import DCTStrategy
 from lightning_dct.auto import LONGEST_DELAY, ROUNDS
 from lightning_dct.config import DCTConfig
-from network.hosts import Link, change_rate, make_hosts, shared_folder, why_not
+from network.hosts import Link, change_rate, shared_folder, some_hosts, why_not
 from network.running import run_ranks
 
 SMOOTHING, EVERY = 20, 10
@@ -118,13 +119,11 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def run(
-    options: argparse.Namespace, megabits: float | None, fall_after: float = math.inf, **job: Any
-) -> dict[str, Any]:
+def run(options: argparse.Namespace, link: Link, fall_after: float = math.inf, **job: Any) -> dict[str, Any]:
     """Train on hosts of their own, and return the figures of the first rank; after some steps their links may fall."""
     job = {"loss": None, "seconds": None, "width": options.width, "batch_size": options.batch_size, **job}
     fell_after: list[int] = []
-    with shared_folder() as folder, make_hosts(options.hosts, megabits) as hosts:
+    with shared_folder() as folder, some_hosts(options.hosts, link, has_links=True) as hosts:
         file = folder / "job.json"
         file.write_text(json.dumps(job))
 
@@ -138,7 +137,7 @@ def run(
         run_ranks(hosts, [str(Path(__file__).resolve()), "--job", str(file)], show=show)
         found: dict[str, Any] = json.loads((folder / "found.json").read_text())
     found["fell_after"] = fell_after
-    print(f"  {link_name(Link(megabits))}, {job['name']}: {found}", flush=True)
+    print(f"  {link_name(link)}, {job['name']}: {found}", flush=True)
     return found
 
 
@@ -150,29 +149,29 @@ def seconds_of(steps: int, pace: float, pace_after: float) -> float:
 def compare(options: argparse.Namespace) -> tuple[list[list[str]], dict[str, Any]]:
     """Every setting on every link: the rows of a table with their heads, and all figures."""
     names = [DDP, *(fixed(*one) for one in ROUNDS)]
-    reference = run(options, None, name=DDP, steps=options.steps)
+    reference = run(options, Link(), name=DDP, steps=options.steps)
     goal, most = reference["loss"], 2 * options.steps
     needed = {DDP: reference["steps"]}
     for name in names[1:]:
-        found = run(options, None, name=name, steps=most, loss=goal)
+        found = run(options, Link(), name=name, steps=most, loss=goal)
         needed[name] = found["steps"] if found["loss"] <= goal else None
     allowed = [DDP, *(fixed(*one) for one in ROUNDS if one[0] / one[1] <= LONGEST_DELAY * most)]
     heads = ["link", "DDP, s", "longer delay, s", "best fixed, s", "auto, s", "auto / best", "auto took last"]
     rows = [[*heads, "real step / predicted"]]
-    figures: dict[str, Any] = {"goal": goal, "needed": needed, "allowed": allowed, "times": {}, "auto": {}}
-    for rate in options.rates:
-        paces = {n: run(options, rate, name=n, steps=PACED, seconds=options.seconds)["paces"] for n in names}
+    figures: dict[str, Any] = {"goal": goal, "needed": needed, "allowed": allowed, "links": []}
+    for link in options.links:
+        paces = {n: run(options, link, name=n, steps=PACED, seconds=options.seconds)["paces"] for n in names}
         times = {name: seconds_of(needed[name], *paces[name]) for name in names if needed[name] is not None}
-        found = run(options, rate, name=AUTO, steps=most, loss=goal)
+        found = run(options, link, name=AUTO, steps=most, loss=goal)
         of_any = min(times, key=lambda name: times[name])
         best = min((name for name in allowed if name in times), key=lambda name: times[name])
         reached = "" if found["loss"] <= goal else f" (not reached: {found['loss']:.3f})"
-        figures["times"][rate], figures["auto"][rate] = times, found
+        figures["links"].append((link, times, found))
         off = "-" if not found.get("real") else f"{100 * (found['real'] / found['predicted'] - 1):+.0f}%"
         last = found["decisions"][-1].partition("takes ")[2].partition(":")[0] if "decisions" in found else "-"
         rows.append(
             [
-                link_name(Link(rate)),
+                link_name(link),
                 f"{times[DDP]:,.1f}",
                 "-" if of_any in allowed else f"{of_any}: {times[of_any]:,.1f}",
                 f"{best}: {times[best]:,.1f}",
@@ -182,7 +181,7 @@ def compare(options: argparse.Namespace) -> tuple[list[list[str]], dict[str, Any
                 off,
             ]
         )
-    figures["fall"] = found = run(options, FALLS_FROM, options.steps // 2, name=AUTO, steps=options.steps)
+    figures["fall"] = found = run(options, Link(FALLS_FROM), options.steps // 2, name=AUTO, steps=options.steps)
     (fell,), decisions = found["fell_after"], found.get("decisions", [])
     after = [words for words in decisions if int(words.split()[1].replace(",", "")) > fell]
     figures["fall in words"] = (
@@ -193,20 +192,13 @@ def compare(options: argparse.Namespace) -> tuple[list[list[str]], dict[str, Any
     return rows, figures
 
 
-def plot(file: Path, figures: dict[str, Any]) -> None:
-    """Draw the time to DDP's loss over the rate, for settings that all rates have and for those that a run chose."""
-    times = figures["times"]
-    names = [name for name in figures["allowed"] if figures["needed"][name] is not None]
-    fixed = {name: {rate: found[name] for rate, found in times.items()} for name in names}
-    plot_over_rates(file, fixed, {rate: found["seconds"] for rate, found in figures["auto"].items()})
-
-
 def main(words: list[str]) -> int:
     """Train as a rank, or measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--hosts", type=int, default=2, help="one rank on each")
-    parser.add_argument("--rates", type=float, nargs="+", default=[10, 30, 100, 1000, 10_000], help="in Mbit/s")
+    links = [*map(parse_link, ["10", "30", "100", "1000", "10000"])]
+    parser.add_argument("--links", type=parse_link, nargs="+", default=links, help="as those of steps.py")
     parser.add_argument("--steps", type=int, default=2000, help="of DDP, whose loss is what all others train to")
     parser.add_argument("--seconds", type=float, default=60.0, help="for which each pace is timed")
     parser.add_argument("--width", type=int, default=512, help="of the hidden layers; 512 makes 1.6 million parameters")
@@ -225,8 +217,9 @@ def main(words: list[str]) -> int:
         return 2
     machine = describe_machine()
     rows, figures = compare(options)
+    settings = [name for name in figures["allowed"] if figures["needed"][name] is not None]
     options.output.mkdir(parents=True, exist_ok=True)
-    plot(options.output / "auto.png", figures)
+    plot_over_rates(options.output / "auto.png", figures["links"], settings)
     note = f"{options.hosts} hosts, one thread each, {machine['cores']} cores ({machine['processor']}); one run each."
     publish(
         options.output / "auto.md", "Time to DDP's loss", rows, [note, figures["fall in words"]], machine, **figures

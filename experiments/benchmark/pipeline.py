@@ -21,28 +21,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/,
 
 from benchmark.job import Job, Run
 from benchmark.plots import plot_timelines
-from benchmark.session import RUN_SECONDS, Session, make_parser, rate
+from benchmark.session import RUN_SECONDS, Session, make_parser
 from benchmark.stages import CROSSINGS, FP32, OURS, STAGES
 from benchmark.steps import WARM_UP_STEPS
 from benchmark.tables import Column, Take, columns_by_link, faster_than, link_name, links_in, publish, tabulate
 from lightning_dct.pipeline.schedule import SCHEDULES
-from network.hosts import Link
-
-LINKS = [Link(), Link(1000), Link(100), Link(10, 50)]
-
-
-def parse_link(word: str) -> Link:
-    """Read a link from the command line.
-
-    Example:
-        >>> parse_link("none").megabits, parse_link("10:50")
-        (None, Link(megabits=10.0, delay_ms=50.0))
-    """
-    megabits, _, delay = word.partition(":")
-    link = Link(None if megabits == "none" else rate(megabits), float(delay or 0))
-    if link.delay_ms < 0:
-        raise argparse.ArgumentTypeError(f"{word}: give no negative delay")
-    return link
 
 
 def columns_of(runs: Sequence[Run]) -> list[Column]:
@@ -69,9 +52,8 @@ def fewer_than_fp32(run: Run, others: Mapping[str, Run]) -> float:
 
 def parse_options(words: Sequence[str]) -> argparse.Namespace:
     """Read the command line, less the script's name."""
-    parser = make_parser(__doc__.splitlines()[0], 40, 8, "windows of 128 bytes a step", "outputs/pipeline")
-    help = "of these Mbit/s, or none for no limit, and after a colon the milliseconds that frames travel each way"
-    parser.add_argument("--links", type=parse_link, nargs="+", default=LINKS, help=help)
+    links = "none 1000 100 10:50"
+    parser = make_parser(__doc__.splitlines()[0], 40, 8, "windows of 128 bytes a step", "outputs/pipeline", links)
     parser.add_argument("--micro-batches", type=int, default=4, help="that they are cut into")
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="of the micro-batches")
     parser.add_argument("--width", type=int, default=256, help="of the model, which has two blocks")
@@ -85,7 +67,7 @@ def main(words: Sequence[str]) -> int:
     names = session.chosen(list(CROSSINGS), FP32)
     cut = {"micro_batches": options.micro_batches, "schedule": options.schedule}
     job = Job(names, WARM_UP_STEPS, options.steps, RUN_SECONDS, False, options.batch_size, options.width, **cut)
-    runs = session.rounds(job, options.links)
+    runs = session.rounds(job)
     if not all(math.isfinite(loss) for run in runs for loss in run.losses):
         raise RuntimeError("A loss is not finite, so the times of the steps mean nothing.")
 

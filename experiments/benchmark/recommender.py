@@ -21,9 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/,
 from benchmark.job import MILLISECONDS, Job, Run
 from benchmark.plots import plot_bars
 from benchmark.recommenders import DENSE, MESSAGES, NUM_TABLES, RECOMMENDERS
-from benchmark.session import RUN_SECONDS, Session, at_least, make_parser, rate
+from benchmark.session import RUN_SECONDS, Session, at_least, make_parser
 from benchmark.tables import Column, Take, columns_by_link, publish, step_ms, tabulate, times
-from network.hosts import Link
 
 WARM_UP_STEPS = 3
 
@@ -52,9 +51,10 @@ def sent_kb(run: Run, others: Mapping[str, Run]) -> float | None:
 
 def parse_options(words: Sequence[str]) -> argparse.Namespace:
     """Read the command line, less the script's name."""
-    parser = make_parser(__doc__.splitlines()[0], 20, 2048, "rows of data a rank", "outputs/recommender")
+    parser = make_parser(
+        __doc__.splitlines()[0], 20, 2048, "rows of data a rank", "outputs/recommender", "10000 1000 100"
+    )
     parser.add_argument("--hosts", type=at_least(2), default=2, help="how many hosts, one rank on each")
-    parser.add_argument("--rates", type=rate, nargs="+", default=[10000, 1000, 100], help="of the links, in Mbit/s")
     parser.add_argument("--dim", type=int, default=64, help="entries a row of the tables")
     parser.add_argument("--table-rows", type=int, default=400_000, help=f"rows of each of the {NUM_TABLES} tables")
     return parser.parse_args(words)
@@ -67,7 +67,7 @@ def main(words: Sequence[str]) -> int:
     names = session.chosen(list(RECOMMENDERS), DENSE)
     sizes = {"batch_size": options.batch_size, "width": options.dim, "table_rows": options.table_rows}
     job = Job(names, WARM_UP_STEPS, options.steps, RUN_SECONDS, False, **sizes)
-    runs = session.rounds(job, [Link(megabits) for megabits in options.rates])
+    runs = session.rounds(job)
 
     columns, machine = columns_of(runs), session.machine
     file = options.output / f"hosts{options.hosts}-batch{options.batch_size}-dim{options.dim}.md"

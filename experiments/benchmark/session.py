@@ -21,12 +21,16 @@ WORKER = Path(__file__).with_name("worker.py")
 RUN_SECONDS = 3.0
 
 
-def make_parser(description: str, steps: int, batch_size: int, batch: str, output: str) -> argparse.ArgumentParser:
+def make_parser(
+    description: str, steps: int, batch_size: int, batch: str, output: str, links: str
+) -> argparse.ArgumentParser:
     """The options that all have, with a benchmark's own defaults."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--rounds", type=at_least(1), default=3, help="how often everything is measured")
     parser.add_argument("--steps", type=at_least(1), default=steps, help="most steps measured in a run")
     parser.add_argument("--batch-size", type=at_least(1), default=batch_size, help=batch)
+    help = "of so many Mbit/s, or none for no limit, and after a colon the milliseconds that frames travel each way"
+    parser.add_argument("--links", type=parse_link, nargs="+", default=[*map(parse_link, links.split())], help=help)
     parser.add_argument("--only", nargs="+", default=[""], help="parts of names: only these, and the references")
     parser.add_argument("--loopback", action="store_true", help="make no hosts, as where there is no root")
     parser.add_argument("--output", type=Path, default=Path(output), help="folder for tables and plots")
@@ -44,11 +48,18 @@ def at_least(least: int) -> Callable[[str], int]:
     return whole_number
 
 
-def rate(text: str) -> float:
-    """Reads the rate of a link in Mbit/s from the command line."""
-    if (value := float(text)) <= 0:
-        raise argparse.ArgumentTypeError(f"{text}: give a rate above 0")
-    return value
+def parse_link(word: str) -> Link:
+    """Read a link from the command line.
+
+    Example:
+        >>> parse_link("none").megabits, parse_link("10:50")
+        (None, Link(megabits=10.0, delay_ms=50.0))
+    """
+    megabits, _, delay = word.partition(":")
+    link = Link(None if megabits == "none" else float(megabits), float(delay or 0))
+    if link.delay_ms < 0 or (link.megabits is not None and link.megabits <= 0):
+        raise argparse.ArgumentTypeError(f"{word}: give a rate above 0 and no negative delay")
+    return link
 
 
 def in_order(names: Sequence[str], round: int) -> list[str]:
@@ -95,10 +106,10 @@ class Session:
                 sys.exit(str(error))
             return read_runs(folder, self._hosts * self._ranks_per_host, link, round)
 
-    def rounds(self, job: Job, links: Sequence[Link]) -> list[Run]:
-        """Run a job on all links, in another order of its synchronisations in each round."""
+    def rounds(self, job: Job) -> list[Run]:
+        """Run a job on the links of ``--links``, in another order of its synchronisations in each round."""
         runs, count = [], self._options.rounds
-        for round, link in product(range(count), links if self.has_links else [Link()]):
+        for round, link in product(range(count), self._options.links if self.has_links else [Link()]):
             runs += self.run(job, link, round)
             print(f"{link_name(link, self.has_links)}: round {round + 1} of {count} is done", flush=True)
         return runs

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/,
 
 from benchmark.job import MILLISECONDS, Job, Run
 from benchmark.plots import plot_bars, plot_losses
-from benchmark.session import RUN_SECONDS, Session, at_least, make_parser, rate
+from benchmark.session import RUN_SECONDS, Session, at_least, make_parser
 from benchmark.synchronisations import DDP, NOTHING, SYNCHRONISATIONS
 from benchmark.tables import (
     Column,
@@ -102,11 +102,9 @@ def names_in(runs: Sequence[Run]) -> list[str]:
 
 def parse_options(words: Sequence[str]) -> argparse.Namespace:
     """Read the command line, less the script's name."""
-    parser = make_parser(__doc__.splitlines()[0], 30, 128, "rows a rank", "outputs/benchmark")
+    parser = make_parser(__doc__.splitlines()[0], 30, 128, "rows a rank", "outputs/benchmark", "1000 100")
     parser.add_argument("--hosts", type=at_least(2), default=2, help="how many hosts")
     parser.add_argument("--ranks-per-host", type=at_least(1), default=1, help="of which each has so many")
-    parser.add_argument("--rates", type=rate, nargs="+", default=[1000, 100], help="of the links, in Mbit/s")
-    parser.add_argument("--delay", type=float, default=0.0, help="that frames travel each way, in milliseconds")
     parser.add_argument("--quality-steps", type=int, default=100, help="steps of the scored round; 0 leaves it out")
     parser.add_argument(
         "--width", type=at_least(1), default=2048, help="of hidden layers; 2048 makes 9.4 million parameters"
@@ -124,11 +122,9 @@ def main(words: Sequence[str]) -> int:
     scored: list[Run] = []
     if options.quality_steps:
         longer = replace(job, steps=options.quality_steps, seconds=None, score=True)
-        scored = sorted(
-            session.run(longer, Link(None, options.delay)), key=lambda run: names.index(run.synchronisation)
-        )
+        scored = sorted(session.run(longer, Link()), key=lambda run: names.index(run.synchronisation))
         print("Losses on held-out text: done", flush=True)
-    runs = session.rounds(job, [Link(megabits, options.delay) for megabits in options.rates])
+    runs = session.rounds(job)
 
     columns, names, folder = columns_of(runs), names_in(runs), options.output
     rows = [["synchronisation", *(column.head for column in columns)], *tabulate(runs, names, columns)]

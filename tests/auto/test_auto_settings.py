@@ -26,7 +26,9 @@ from distributed.training import (
 )
 from lightning_dct import DCTStrategy
 from lightning_dct.callbacks import auto_settings, run_advice
+from lightning_dct.callbacks.run_advice import StepCosts
 from lightning_dct.commands import main, plan
+from lightning_dct.config import DCTConfig
 from lightning_dct.forecast.timing import MeasuredLink
 
 NEVER = 10**9
@@ -198,3 +200,22 @@ def test_a_plan_measures_and_prints_what_a_run_would_choose(ranks: Any) -> None:
     assert printed.count("too long for this run") == 7
     for lacking in ([], ["--compute-ms", "0"]):
         assert ranks(2).run(measure_and_plan, "--parameters", "1M", *lacking) == [(2, "")] * 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "windows"),
+    [
+        # Of a usual step of 1 s, of which it waits for 0.1 s: within a third; beyond it twice; three times as long.
+        ([(1.3, 0.12), (0.7, 0.08)] * 3, None),
+        ([(1.0, 0.1), (1.4, 0.1), (1.4, 0.1)], 3),
+        ([(1.4, 0.1), (1.0, 0.1), (1.4, 0.1)], None),
+        ([(1.0, 0.14), (1.0, 0.06)], 2),
+        ([(1.0, 0.1), (3.1, 0.1)], 2),
+        ([(1.2, 0.31)], 1),
+    ],
+)
+def test_a_change_is_noticed(seconds: list[tuple[float, float]], windows: int | None) -> None:
+    auto = auto_settings.AutoSettings(DCTConfig(), 0.05)
+    assert not auto._have_changed(StepCosts(1.0, 0.0, 0.1))
+    noticed = [auto._have_changed(StepCosts(total, 0.0, waiting)) for total, waiting in seconds]
+    assert (noticed.index(True) + 1 if True in noticed else None) == windows

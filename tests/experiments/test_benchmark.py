@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from benchmark import auto, kernels, memory, pipeline, recommender, session, steps
+from benchmark import kernels, memory, pipeline, plots, recommender, session, steps
 from benchmark.job import Job, Run, of_all_ranks, read_runs
 from benchmark.kernels import (
     FLOOR,
@@ -213,7 +214,7 @@ def test_kernels_are_held_to_topk() -> None:
     assert "torch.topk takes 25 times as long as select: b" in note
 
 
-@pytest.mark.parametrize("options", [["--hosts", "1"], ["--rates", "0"], ["--rounds", "0"]])
+@pytest.mark.parametrize("options", [["--hosts", "1"], ["--links", "0"], ["--rounds", "0"]])
 def test_bad_options_are_named(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         steps.parse_options(options)
@@ -289,24 +290,25 @@ def test_links_are_read() -> None:
     words = ["none", "1000", "10:50"]
     links = pipeline.parse_options(["--links", *words]).links
     assert [link_name(link) for link in links] == ["no limit", "1 Gbit/s", "10 Mbit/s, 50 ms"]
-    with pytest.raises(SystemExit):
-        pipeline.parse_options(["--links", "0"])
+    for wrong in ("0", "10:-1", "fast"):
+        with pytest.raises(SystemExit):
+            pipeline.parse_options(["--links", wrong])
 
 
-def test_the_time_to_a_loss_is_drawn_for_settings_that_reach_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: dict[str, Any] = {}
-    monkeypatch.setattr(auto, "plot_over_rates", lambda file, fixed, chosen: drawn.update(fixed=fixed, chosen=chosen))
-    figures = {
-        "allowed": ["DDP", "8 steps, 30%", "32 steps, 10%"],
-        "needed": {"DDP": 100, "8 steps, 30%": 90, "32 steps, 10%": None},
-        "times": {10.0: {"DDP": 50.0, "8 steps, 30%": 5.0}, 100.0: {"DDP": 7.0, "8 steps, 30%": 4.0}},
-        "auto": {10.0: {"seconds": 6.0}, 100.0: {"seconds": 4.5}},
-    }
-    auto.plot(tmp_path / "auto.png", figures)
-    assert drawn["fixed"] == {"DDP": {10.0: 50.0, 100.0: 7.0}, "8 steps, 30%": {10.0: 5.0, 100.0: 4.0}}
-    assert drawn["chosen"] == {10.0: 6.0, 100.0: 4.5}
-    monkeypatch.undo()
-    auto.plot(tmp_path / "auto.png", figures)
+def test_the_time_to_a_loss_is_drawn(tmp_path: Path) -> None:
+    """Oracle: one panel for each delay, and in it a curve for each setting and one for the run's own choice."""
+    links = [
+        (Link(10), {"DDP": 50.0, "8 steps, 30%": 5.0, "2 steps, 30%": 9.0}, {"seconds": 6.0}),
+        (Link(100), {"DDP": 7.0, "8 steps, 30%": 4.0, "2 steps, 30%": 5.0}, {"seconds": 4.5}),
+        (Link(10, 50), {"DDP": 80.0, "8 steps, 30%": 15.0, "2 steps, 30%": 30.0}, {"seconds": 16.0}),
+    ]
+    with patch.object(plots, "save") as save:
+        plots.plot_over_rates(tmp_path / "auto.png", links, ["DDP", "8 steps, 30%"])
+    figure = save.call_args.args[0]
+    curves = [{line.get_label(): line.get_xydata().tolist() for line in axis.lines} for axis in figure.axes]
+    assert curves[0]["DDP"] == [[10.0, 50.0], [100.0, 7.0]]
+    assert [{name: len(points) for name, points in panel.items()} for panel in curves] == [
+        {"DDP": count, "8 steps, 30%": count, "chosen by the run": count} for count in (2, 1)
+    ]
+    plots.save(figure, tmp_path / "auto.png")
     assert (tmp_path / "auto.png").stat().st_size > 0

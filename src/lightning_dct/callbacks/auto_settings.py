@@ -35,6 +35,8 @@ SPENT = 1.0
 CHANGED = 1 / 3
 PATIENCE = 2
 """So many windows in a row must differ by that share before anything is measured again."""
+LARGE = 6
+"""A window that differs by so many times that share counts twice. It takes three times as long."""
 
 
 class AutoSettings(RunAdvice):
@@ -206,9 +208,12 @@ class AutoSettings(RunAdvice):
         """Whether steps have taken another time than usual for so many windows that measuring again is worth it."""
         usual = self._usual = self._usual or costs
         least = self.target_overhead * usual.total / 2
-        differ = abs(costs.total - usual.total) > CHANGED * usual.total
-        waits = abs(costs.synchronising - usual.synchronising) > max(CHANGED * usual.synchronising, least)
-        self._changed = self._changed + 1 if differ or waits else 0
+        steps, waits = abs(costs.total - usual.total), abs(costs.synchronising - usual.synchronising)
+        windows = sum(
+            steps > times * CHANGED * usual.total or waits > times * max(CHANGED * usual.synchronising, least)
+            for times in (1, LARGE)
+        )
+        self._changed = self._changed + windows if windows else 0
         return self._changed >= self._patience
 
     def _leave_ddp(self, strategy: Any) -> None:
