@@ -100,7 +100,7 @@ def plot_timelines(file: Path, link: str, runs: Sequence[Run]) -> None:
 
 
 def plot_over_rates(file: Path, links: Sequence[tuple[Link, Mapping[str, float], Any]], settings: list[str]) -> None:
-    """Draw the seconds to a loss over the link's rate: a curve for each fixed setting, and one for the run's own choice.
+    """Draw the seconds to a loss over the rate: a curve for each fixed setting, and one for the run's own choice.
 
     Links of one delay share a panel.
 
