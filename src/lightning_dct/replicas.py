@@ -30,7 +30,7 @@ def _whole(pieces: Sequence[State]) -> dict[str, Any]:
     whole["owned"] = {}
     before: dict[str, int] = {}
     for piece in pieces:
-        for name, parts in piece.get("owned", {}).items():
+        for name, parts in piece["owned"].items():
             moved = {before.get(name, 0) + start: tensor for start, tensor in parts.items()}
             whole["owned"].setdefault(name, {}).update(moved)
         for name, shape in piece["shards"].items():

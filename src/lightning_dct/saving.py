@@ -188,7 +188,7 @@ class CheckpointedStrategy(ParallelStrategy):
         # After `dct_spawn` the module has no Trainer in the process that started the others.
         trainer = getattr(self.lightning_module, "_trainer", None)
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            if not note.get("has_state", bool(note)):
+            if not note.get("has_state"):
                 rank_zero_info(f"{checkpoint_path} holds no state of DCTStrategy: residuals start at zero.")
                 return checkpoint
             layout = (self.global_rank, self.world_size, self.stages)
@@ -250,8 +250,7 @@ class CheckpointedStrategy(ParallelStrategy):
             return
         synchronizer.load_state_dict(self._saved_state)
         self._own_optimizers = self._saved_state.get("optimizers", [])
-        if "split_traffic" in self._saved_state:
-            self.split_traffic.load_state_dict(self._saved_state["split_traffic"])
+        self.split_traffic.load_state_dict(self._saved_state.get("split_traffic", {}))
         self._accumulated = self._saved_state.get("accumulated", {})
         modules = self.compressed_modules()
         for name, states in self._saved_state["modules"].items():

@@ -75,14 +75,6 @@ def test_pieces_of_another_owner_become_residuals() -> None:
     assert taken.residuals.view("b").tolist() == [0.0, 9.0, 9.0]
 
 
-def test_states_of_before_there_were_owners_load() -> None:
-    old = state()
-    del old["owned"]
-    taken = memory()
-    taken.load_state_dict(old, {"a": 6, "b": 3})
-    assert taken.state_dict()["owned"] == {}
-
-
 def test_pieces_beyond_the_parameter_are_refused() -> None:
     with pytest.raises(ValueError, match="residual of parameter 'a' has 7 entries, the model's parameter has 6"):
         memory().load_state_dict(state(a={5: [1.0, 1.0]}), {"a": 6, "b": 3})

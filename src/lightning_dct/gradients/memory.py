@@ -164,11 +164,10 @@ class Memory:
             ValueError: A saved residual does not fit the parameter of its name.
         """
         residuals: dict[str, Tensor] = dict(state["residuals"])
-        owned: Mapping[str, Mapping[int, Tensor]] = state.get("owned", {})
         for name, residual in residuals.items():
             _check_size(name, residual.numel(), sizes, partial=False)
         kept = {}
-        for name, parts in owned.items():
+        for name, parts in state["owned"].items():
             _check_size(name, pieces_extent(parts), sizes, partial=True)
             lost = dict(parts)
             for label in self._labels.get(name, ()):
