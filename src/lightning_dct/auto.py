@@ -22,7 +22,7 @@ from lightning_dct.forecast.bytes_sent import dense_step
 from lightning_dct.forecast.forecast import make_forecast
 from lightning_dct.forecast.timing import MeasuredLink, Speed, measure_speed, slowest
 from lightning_dct.forecast.workload import Workload
-from lightning_dct.gradients.exchanges.nodes import NodeLayout
+from lightning_dct.gradients.exchanges.making import NodeLayout
 from lightning_dct.gradients.plan import real_numel
 from lightning_dct.tables import rate_text
 from lightning_dct.traffic import FP32_BYTES

@@ -13,6 +13,7 @@ files that no note names.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -24,8 +25,7 @@ from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 
 from lightning_dct.files import no_checkpoint_name
-from lightning_dct.gradients.residual import add_pieces, pieces_extent
-from lightning_dct.replicas import put_together
+from lightning_dct.gradients.memory import add_pieces, pieces_extent
 from lightning_dct.state_file import Check, CheckpointError, is_count, must_be, read_checked
 
 CHECKPOINT_KEY = "lightning_dct"
@@ -143,7 +143,6 @@ def read_state(
         CheckpointError: A file is corrupt, or belongs to another rank, save or step.
         FileNotFoundError: The files are not beside the checkpoint.
     """
-    path = resolve_symlink(path)
     states = []
     saved_stages = note.get("stages", 1)
     same_layout = (world_size, stages) == (note["world_size"], saved_stages)
@@ -247,5 +246,44 @@ def _mean_residual(states: Sequence[Mapping[str, Any]], name: str, replicas: int
             raise CheckpointError(f"they disagree on the number of entries of residuals[{name!r}]")
         total += residual.flatten()
     for pieces in owned:
-        total = add_pieces(total, pieces, size)
+        add_pieces(total, pieces)
     return (total / replicas).to(dtype)
+
+
+def put_together(states: Sequence[Mapping[str, Any]], shards: int) -> list[dict[str, Any]]:
+    """The states of whole replicas of ``shards`` ranks each, from the states of all ranks, to be cut anew.
+
+    ``"shards"`` in a state has the shapes of its pieces: consecutive ranks of a replica have consecutive rows of every
+    parameter and of its residual.
+    """
+    return [_whole(states[first : first + shards]) for first in range(0, len(states), shards)]
+
+
+def _whole(pieces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    whole = {key: value for key, value in pieces[0].items() if key != "shards"}
+    for part in ("weights", "residuals", "accumulated"):
+        names = dict.fromkeys(name for piece in pieces for name in piece.get(part, {}))
+        if part in whole:
+            whole[part] = {name: _joined(pieces, part, name) for name in names}
+    whole["owned"] = {}
+    before: dict[str, int] = {}
+    for piece in pieces:
+        for name, parts in piece["owned"].items():
+            moved = {before.get(name, 0) + start: tensor for start, tensor in parts.items()}
+            whole["owned"].setdefault(name, {}).update(moved)
+        for name, shape in piece["shards"].items():
+            before[name] = before.get(name, 0) + math.prod(shape)
+    return whole
+
+
+def _joined(pieces: Sequence[Mapping[str, Any]], part: str, name: str) -> Tensor:
+    """One tensor of the ranks' shards, with zeros for a rank without one; a buffer is whole on every rank."""
+    there = next(piece[part][name] for piece in pieces if name in piece[part])
+    if name not in pieces[0]["shards"]:
+        return there
+    flat = [
+        piece[part][name].reshape(-1) if name in piece[part] else there.new_zeros(math.prod(piece["shards"][name]))
+        for piece in pieces
+    ]
+    is_flat = part == "residuals"
+    return torch.cat(flat) if is_flat else torch.cat(flat).view(-1, *there.shape[1:])

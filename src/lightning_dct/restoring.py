@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning.fabric.plugins import CheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_dct.agreement import gather_objects
 from lightning_dct.checkpoint import CHECKPOINT_KEY, NOTE_FIELDS, check_note, empty_state, read_state
-from lightning_dct.config import DCTConfig
 from lightning_dct.state_file import CheckpointError
 
 
@@ -43,18 +41,10 @@ def agreed_notes(notes: Any, path: str) -> list[dict[str, Any]]:
     return notes
 
 
-def restore_state(
-    checkpoint_io: CheckpointIO,
-    path: str,
-    note: Mapping[str, Any],
-    rank: int,
-    world_size: int,
-    stages: int,
-    config: DCTConfig,
-) -> dict[str, Any]:
-    """The state that this rank starts from; a collective call.
+def restore_state(strategy: Any, path: str, note: Mapping[str, Any]) -> dict[str, Any]:
+    """The state from which this rank of a strategy of this package starts; a collective call.
 
-    The arguments are those of :func:`~lightning_dct.checkpoint.read_state`. ``config.missing_state`` decides what
+    :func:`~lightning_dct.checkpoint.read_state` explains the other arguments. ``config.missing_state`` decides what
     happens if any rank's file is missing or was saved with another ``compress``: ``"error"``, or ``"reset"``, with
     which every rank starts without residuals. All ranks reset, because their states must agree.
 
@@ -63,17 +53,18 @@ def restore_state(
         CheckpointError: Some rank cannot use the file it read. Raised on every rank.
         ValueError: The state was saved with another ``compress``. Raised on every rank.
     """
-    state: dict[str, Any] = {}
+    config, state = strategy.config, {}
     failure: Exception | None = None
     try:
-        state = read_state(checkpoint_io, path, note, rank, world_size, stages)
+        layout = strategy.global_rank, strategy.world_size, strategy.stages
+        state = read_state(strategy.checkpoint_io, path, note, *layout)
     except Exception as error:
         failure = error
     mine = None if failure is None else (isinstance(failure, FileNotFoundError), str(failure))
     failed = [theirs for theirs in gather_objects(mine) if theirs is not None]
     if not failed:
         # Ranks save weights of their own only if updates are exchanged.
-        return state if ("weights" in state) == (config.compress == "updates") else _of_other_kind(path, note, config)
+        return state if ("weights" in state) == (config.compress == "updates") else _of_other_kind(strategy, path, note)
     if config.missing_state == "reset" and all(missing for missing, _ in failed):
         rank_zero_warn(
             f"{failed[0][1]} That is set: training continues from step {note['synchronisations']} with an empty"
@@ -86,13 +77,14 @@ def restore_state(
     raise FileNotFoundError(message) if missing else CheckpointError(message)
 
 
-def _of_other_kind(path: str, note: Mapping[str, Any], config: DCTConfig) -> dict[str, Any]:
-    other = "gradients" if config.compress == "updates" else "updates"
+def _of_other_kind(strategy: Any, path: str, note: Mapping[str, Any]) -> dict[str, Any]:
+    compress = strategy.config.compress
+    other = "gradients" if compress == "updates" else "updates"
     problem = (
         f"The checkpoint {path!r} was saved with `compress={other!r}`: the ranks' residuals are {other}, and this run"
-        f" exchanges {config.compress}."
+        f" exchanges {compress}."
     )
-    if config.missing_state == "error":
+    if strategy.config.missing_state == "error":
         raise ValueError(
             f"{problem} Resume with `compress={other!r}`, or continue without the residuals: `missing_state='reset'`."
         )

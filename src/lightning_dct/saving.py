@@ -191,8 +191,7 @@ class CheckpointedStrategy(ParallelStrategy):
             if not note.get("has_state"):
                 rank_zero_info(f"{checkpoint_path} holds no state of DCTStrategy: residuals start at zero.")
                 return checkpoint
-            layout = (self.global_rank, self.world_size, self.stages)
-            self._saved_state = restore_state(self.checkpoint_io, path, note, *layout, self.config)
+            self._saved_state = restore_state(self, path, note)
         return checkpoint
 
     def _take_settings(self, checkpoint: Mapping[str, Any]) -> None:

@@ -191,7 +191,9 @@ class UpdateSynchronizer(Synchronizer):
             elif name in buffers:
                 buffers[name].copy_(weights)
         # Residuals of sums, from another exchange or another number of ranks.
-        for name, left in self.memory.take_residuals().items():
+        residuals = self.residuals.state_dict()
+        self.residuals.load_state_dict({})
+        for name, left in residuals.items():
             if name in self.weights.parameters:
                 own = as_real(self.weights.own(name))
                 own.add_(left.view(own.shape).to(own.device))

@@ -2,7 +2,6 @@
 
 from lightning_dct.gradients.exchanges.base import Exchange, Flow
 from lightning_dct.gradients.exchanges.compressed import AllGather, ByNode, Sharded
-from lightning_dct.gradients.exchanges.making import make_exchange
-from lightning_dct.gradients.exchanges.nodes import NodeLayout
+from lightning_dct.gradients.exchanges.making import NodeLayout, make_exchange
 
 __all__ = ["AllGather", "ByNode", "Exchange", "Flow", "NodeLayout", "Sharded", "make_exchange"]
