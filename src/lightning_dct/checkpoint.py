@@ -216,15 +216,13 @@ def empty_state(note: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mean_over_replicas(states: Sequence[Mapping[str, Any]], part: str, replicas: int) -> dict[str, Tensor]:
-    """The mean of gradients or weights by name, in fp64 or complex128, as DistributedDataParallel would compute it.
-
-    Sparse gradients are left out: those of sharded tables belong to rows that another rank owns now.
-    """
+    """The mean of gradients or weights by name, computed in fp64 or complex128."""
     total: dict[str, Tensor] = {}
     first: dict[str, Tensor] = {}
     for state in states:
         for name, tensor in state.get(part, {}).items():
             if tensor.is_sparse:
+                # Those of sharded tables belong to rows that another rank owns now.
                 continue
             of_first = first.setdefault(name, tensor)
             if (tensor.shape, tensor.dtype) != (of_first.shape, of_first.dtype):

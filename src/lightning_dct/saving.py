@@ -53,7 +53,7 @@ class CheckpointedStrategy(ParallelStrategy):
         # Ends this rank when another one dies; None for a single process.
         self.lifeline: Lifeline | None = None
         # Whether gradients of earlier micro-batches wait for their step, and those of a checkpoint, by parameter.
-        self._accumulating = False
+        self.is_accumulating = False
         self._accumulated: dict[str, Tensor] = {}
         self._saved_state: dict[str, Any] | None = None
         # The state of this rank's optimizers, if each rank's optimizer has its own.
@@ -66,11 +66,6 @@ class CheckpointedStrategy(ParallelStrategy):
     def updates(self) -> UpdateSynchronizer | None:
         """The synchronizer, if updates are exchanged."""
         return self.synchronizer if isinstance(self.synchronizer, UpdateSynchronizer) else None
-
-    @property
-    def is_accumulating(self) -> bool:
-        """Whether gradients wait for more to be added to them."""
-        return self._accumulating
 
     def compressed_modules(self) -> dict[str, CompressedModule]:
         """The modules whose activations are compressed, by name."""
@@ -99,7 +94,7 @@ class CheckpointedStrategy(ParallelStrategy):
         super().on_train_start()
         assert self.lightning_module is not None
         warn_of_uploads(self.lightning_module.trainer.loggers)
-        self._accumulating = bool(self._accumulated)
+        self.is_accumulating = bool(self._accumulated)
         for parameter, name in self._parameter_names().items():
             if name in self._accumulated:
                 self._take_up(parameter, self._accumulated[name])
@@ -112,7 +107,7 @@ class CheckpointedStrategy(ParallelStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run backward, and note that gradients wait for another micro-batch or a step."""
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        self._accumulating = True
+        self.is_accumulating = True
         return loss
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -232,7 +227,7 @@ class CheckpointedStrategy(ParallelStrategy):
 
     def _accumulated_gradients(self) -> dict[str, Tensor]:
         """Gradients of micro-batches whose optimizer step is still to come; Lightning does not save them."""
-        if not self._accumulating:
+        if not self.is_accumulating:
             return {}
         return {
             name: parameter.grad.detach().to("cpu", copy=True)

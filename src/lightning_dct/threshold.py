@@ -46,11 +46,8 @@ def kth_magnitude(values: Tensor, k: int) -> float:
 
 
 def _candidates(magnitudes: Tensor, k: int) -> Tensor:
-    """A small subset of the magnitudes that contains the ``k`` largest; all of them if the sample was misleading.
-
-    A regular sample gives a lower bound on the k-th magnitude, by four standard deviations of the sample's rank. The
-    k-th largest of the entries above the bound is the k-th largest of all, so the result is exact.
-    """
+    """A small subset of the magnitudes that contains the ``k`` largest; all of them if the sample was misleading."""
+    # A regular sample gives a lower bound on the k-th magnitude, by four standard deviations of the sample's rank.
     sample = magnitudes[:: magnitudes.numel() // SAMPLE_SIZE]
     expected = k / magnitudes.numel() * sample.numel()
     rank = min(math.ceil(expected + 4 * math.sqrt(expected) + 4), sample.numel())
@@ -69,11 +66,8 @@ def _kth_largest(values: Tensor, k: int) -> Tensor:
 
 
 def _kth_largest_by_halving(magnitudes: Tensor, k: int) -> Tensor:
-    """The ``k``-th largest of any number of magnitudes, by bisection over bit patterns.
-
-    Non-negative floats keep their order when read as integers. Each bit takes one pass over all magnitudes and one GPU
-    synchronization. This is for tensors that sampling does not reduce, such as billions of zeros.
-    """
+    """The ``k``-th largest of any number of magnitudes, such as billions of zeros, by bisection over bit patterns."""
+    # Non-negative floats keep their order when read as integers.
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[magnitudes.element_size()]
     patterns = magnitudes.view(whole)
     low, high = 0, torch.iinfo(whole).max

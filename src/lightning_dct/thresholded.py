@@ -144,7 +144,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
         if self.updates is not None:
             self.updates.before_step(optimizer)
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._accumulating = False
+        self.is_accumulating = False
         if self.updates is not None:
             self.updates.after_step(optimizer)
         return output

@@ -79,7 +79,7 @@ class Held(Callback):
         shapes = {name: list(local_of(parameter).shape) for name, parameter in names.items()}
         weights = {name: local_of(parameter).clone() for name, parameter in names.items()}
         residuals = {} if synchronizer is None else dict(synchronizer.memory.residuals.state_dict())
-        self.seen.append({"weights": weights, "residuals": residuals, "shards": shapes})
+        self.seen.append({"weights": weights, "residuals": residuals, "owned": {}, "shards": shapes})
 
 
 def start(kind: str, replicas: int, compress: str, path: Path) -> dict[str, Any]:

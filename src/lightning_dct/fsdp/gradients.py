@@ -63,10 +63,7 @@ class ShardGradientSynchronizer(GradientSynchronizer):
 
     @torch.no_grad()
     def _reduce(self, units: list[Any], flat: Tensor) -> None:
-        """Replace a unit's sum over a replica by the mean over all ranks.
-
-        ``flat`` has this rank's shards of the gradients, each padded to the largest shard of the replica.
-        """
+        """Replace a unit's sum over a replica, this rank's padded shards one after the other, by the mean of all."""
         flat.div_(self._shards)
         parts = [part for part in units[0].fsdp_params if part.sharded_param.requires_grad]
         padded = [part.padded_sharded_param_size.numel() for part in parts]

@@ -210,13 +210,10 @@ def _fit(
     thresholds: Thresholds,
     guard: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Cut a selection to the payload's capacity, keep each tensor's largest entries, and adjust the thresholds.
-
-    The capacity is fixed, because collectives need equal sizes. Of a tensor with infinite or NaN entries only those
-    are sent, because the step is lost anyway.
-    """
+    """Cut a selection to the payload's capacity, keep each tensor's largest entries, and adjust the thresholds."""
     positions, values, counts = selection
     finite = None if _all_finite(values) else values.isfinite()
+    # The capacity is fixed, because collectives need equal sizes.
     keep: Tensor | None = None
     stop = 0
     for index, tau, count in zip(used, taus, counts, strict=True):
@@ -226,6 +223,7 @@ def _fit(
         if keep is None and (is_broken or count > target):
             keep = torch.ones_like(positions, dtype=torch.bool)
         if finite is not None and keep is not None and is_broken:
+            # Only the infinite and NaN entries are sent, because the step is lost anyway.
             keep[start:stop] = False
             keep[start + nonzero_indices(~finite[start:stop])[:target]] = True
             continue

@@ -110,11 +110,8 @@ _arrays = threading.local()
 
 
 def _scratch(count: int, size: int, dtype: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Arrays that a thread reuses: positions below ``size`` in the narrowest dtype, and values; ``[at least count]``.
-
-    The system maps pages only when they are written, and few are. With new arrays in each call it would clear the same
-    pages again and again.
-    """
+    """Arrays that a thread reuses: positions below ``size`` in the narrowest dtype, and values, ``count`` or more."""
+    # The system maps pages only when they are written, and few are. New arrays would have it clear them in each call.
     found = []
     for use, kind in (("positions", np.dtype(np.int32 if size <= LARGEST_INT32 else np.int64)), ("values", dtype)):
         array = vars(_arrays).get(f"{use} {kind}")
