@@ -54,14 +54,16 @@ def describe_parameters(model: Module) -> dict[str, str]:
     }
 
 
+def compressed_modules(model: Module) -> dict[str, CompressedModule]:
+    """The split points and sharded tables of a model by name, the same with and without ``torch.compile``."""
+    modules = model.named_modules()
+    return {name.replace("_orig_mod.", ""): one for name, one in modules if isinstance(one, CompressedModule)}
+
+
 def module_settings(model: Module) -> dict[str, Any]:
-    """The settings of split points and sharded modules that must agree, by name of module and setting."""
-    return {
-        f"{name.replace('_orig_mod.', '')}.{setting}": value
-        for name, module in model.named_modules()
-        if isinstance(module, CompressedModule)
-        for setting, value in module.agreed_settings().items()
-    }
+    """The settings of split points and sharded tables that must agree, by name of module and setting."""
+    modules = compressed_modules(model).items()
+    return {f"{name}.{setting}": value for name, one in modules for setting, value in one.agreed_settings().items()}
 
 
 def _compare_settings(settings: Mapping[str, Any], group: dist.ProcessGroup | None, checksum: int) -> list[int]:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_dct import checkpoint as saved
 from lightning_dct.activations import CompressedModule
+from lightning_dct.agreement import compressed_modules
 from lightning_dct.config import DCTConfig
 from lightning_dct.embedding import ShardedEmbeddingBags
 from lightning_dct.embedding.hosting import find_tables
@@ -70,11 +71,7 @@ class CheckpointedStrategy(ParallelStrategy):
     def compressed_modules(self) -> dict[str, CompressedModule]:
         """The modules whose activations are compressed, by name."""
         assert self.lightning_module is not None
-        return {
-            name.replace("_orig_mod.", ""): module
-            for name, module in self.lightning_module.named_modules()
-            if isinstance(module, CompressedModule)
-        }
+        return compressed_modules(self.lightning_module)
 
     def sharded_tables(self) -> dict[str, ShardedEmbeddingBags]:
         """The embedding tables that are sharded over the ranks, by name, materialized."""

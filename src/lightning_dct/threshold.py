@@ -30,7 +30,7 @@ GUARD_RESELECT = 2.0
 # Selection from more entries than this begins with a sample of about SAMPLE_SIZE.
 EXACT_UP_TO = 1 << 18
 SAMPLE_SIZE = 1 << 16
-# kthvalue counts in int32 on CUDA.
+# kthvalue counts in int32 on CUDA. Only tensors that sampling does not reduce, such as billions of zeros, have more.
 MOST_TO_SELECT_FROM = 2**31 - 1
 SMALLEST_THRESHOLD = torch.finfo(torch.float32).tiny
 
@@ -56,25 +56,12 @@ def _candidates(magnitudes: Tensor, k: int) -> Tensor:
 
 
 def _kth_largest(values: Tensor, k: int) -> Tensor:
-    # Both select the k-th smallest without sorting; numpy uses vector instructions.
     index = values.numel() - k
-    if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
-        return torch.as_tensor(np.partition(values.numpy(), index)[index])
-    if values.numel() > MOST_TO_SELECT_FROM:
-        return _kth_largest_by_halving(values, k)
-    return torch.kthvalue(values, index + 1).values
-
-
-def _kth_largest_by_halving(magnitudes: Tensor, k: int) -> Tensor:
-    """The ``k``-th largest of any number of magnitudes, such as billions of zeros, by bisection over bit patterns."""
-    # Non-negative floats keep their order when read as integers.
-    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[magnitudes.element_size()]
-    patterns = magnitudes.view(whole)
-    low, high = 0, torch.iinfo(whole).max
-    while low < high:
-        middle = high - (high - low) // 2
-        low, high = (middle, high) if int((patterns >= middle).sum()) >= k else (low, middle - 1)
-    return torch.tensor(low, dtype=whole, device=magnitudes.device).view(magnitudes.dtype)
+    # Both select the k-th smallest without sorting; numpy uses vector instructions.
+    if values.device.type == "cuda" and values.numel() <= MOST_TO_SELECT_FROM:
+        return torch.kthvalue(values, index + 1).values
+    wide = values if values.dtype == torch.float64 else values.to(torch.float32)
+    return torch.as_tensor(np.partition(wide.cpu().numpy(), index)[index])
 
 
 def keep_largest(values: Tensor, k: int) -> tuple[Tensor, float]:
