@@ -23,11 +23,7 @@ from lightning_dct.traffic import all_gather_bytes
 class ShardGradientSynchronizer(GradientSynchronizer):
     """Averages this rank's gradient shards over the replicas, one unit of FSDP at a time.
 
-    Args:
-        config: The settings.
-        parameter_names: The name of every parameter.
-        exchange: Sends compressed gradients to the other replicas.
-        shards: Ranks per replica.
+    ``shards`` is the number of ranks per replica.
 
     Attributes:
         is_blocked: Whether gradients only accumulate on this rank, until the next backward that is not blocked.

@@ -22,9 +22,9 @@ class GradientSynchronizer(Synchronizer):
     A *synchronisation* is one pass over all buckets: one for each optimizer step, whatever the number of micro-batches.
 
     Args:
-        config: The settings.
-        parameter_names: The name of every parameter that may be in a bucket.
-        exchange: Sends compressed gradients to the other ranks.
+        config: See :class:`Synchronizer`.
+        parameter_names: See there.
+        exchange: See there.
         defer_unused: Send nothing of a tensor that this rank's backward did not use. With ``find_unused_parameters``
             DDP discards the mean of a parameter that no rank has used, and what was sent would be lost.
         loss_scale: Gives the loss scale of mixed-precision training; None if there is none. With it, a synchronisation

@@ -11,9 +11,9 @@ not sent in its own weights: it trains on with that, as in *Step-Ahead Error Fee
 ``w_r - S`` is the residual. ``decay`` keeps the ranks from drifting apart during warm-up; then it is 1.
 
 ``n`` is the number of ranks that have sent an entry. If all have, ``m`` is their mean. The fewer have, the less the
-ranks agree on where that entry should move. Then their gradients are mostly noise, and an optimizer that divides by
-the size of gradients, such as Adam, takes steps that are too short by up to ``sqrt(W)``, because noise makes the
-gradients of one rank larger than their mean. The square root makes up for that.
+ranks agree on where that entry should move. Then their gradients are mostly noise, which makes the gradients of one
+rank larger than their mean. So an optimizer that divides by the size of gradients, such as Adam, takes steps that are
+too short by up to ``sqrt(W)``. The square root makes up for that.
 
 Sources: SPARQ-SGD (Singh et al., arXiv 1910.14280) and DiLoCo (Douillard et al., arXiv 2311.08105) for compressed
 local steps; Streaming DiLoCo (Douillard et al., arXiv 2501.18512) for tensors that take turns, and for exchanges that
@@ -57,9 +57,9 @@ class UpdateSynchronizer(Synchronizer):
     first step of its optimizer at which it is trainable.
 
     Args:
-        config: The settings.
-        parameter_names: The name of every parameter that may take part, with the same values on all ranks.
-        exchange: Sends payloads to the other ranks.
+        config: See :class:`Synchronizer`.
+        parameter_names: See there. These parameters have the same values on all ranks.
+        exchange: See there.
         buffers: Gives the model's floating-point buffers by name, which are averaged uncompressed.
         optimizers: Gives all optimizers, in the same order on every rank.
         parameters: Gives all parameters of the model, including those that do not take part.

@@ -75,14 +75,9 @@ def make_exchange(
 ) -> Exchange:
     """Make the exchange; all ranks of the job call this together.
 
-    Args:
-        config: The settings.
-        parameters: All that are synchronised, now or after unfreezing, by name in the model's order.
-        group: The ranks that take part.
-        place: This rank's node and its number on that node, as the launcher gives them.
-        traffic: Counts bytes.
-        defer_unused: See :class:`~lightning_dct.gradients.GradientSynchronizer`.
-        timeout: Of the groups inside and between nodes.
+    ``parameters`` are all that are synchronised, now or after unfreezing, by name in the model's order. ``place`` is
+    this rank's node and its number on that node, as the launcher gives them. ``timeout`` is that of the groups inside
+    and between nodes. :class:`~lightning_dct.gradients.GradientSynchronizer` explains ``defer_unused``.
 
     Raises:
         ValueError: ``exchange="by_node"`` does not work with these ranks.
@@ -198,15 +193,10 @@ def _cost(between: float, inside: float) -> float:
 def make_groups(
     layout: NodeLayout | None, group: dist.ProcessGroup, timeout: timedelta | None
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
-    """Make the groups inside and between nodes; all ranks of the job call this together.
+    """This rank's group inside its node, and that of the ranks with its local number on all nodes.
 
-    Args:
-        layout: Of the ranks of ``group``, without an obstacle; None if this group needs none.
-        group: The ranks that take part: all ranks of the job, or some of them, such as those of a pipeline's stage.
-        timeout: Of the new groups' collectives.
-
-    Returns:
-        This rank's group inside its node, and that of the ranks with its local number on all nodes.
+    All ranks of the job call this together. ``group`` has all of them or some, such as those of a pipeline's stage.
+    ``layout`` is that of its ranks, without an obstacle; None if it needs no groups.
     """
     members = dist.get_process_group_ranks(group)
     wanted: list[tuple[int, ...]] = []
