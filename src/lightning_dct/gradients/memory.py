@@ -39,11 +39,8 @@ class Residuals:
         return name in self._views
 
     def flat(self, names: Sequence[str], sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The residual of a bucket, shape ``[sum(sizes)]``, to be written in place; zeros where there was none.
-
-        The buffer stays the same as long as the bucket holds the same parameters. Otherwise their residuals move into a
-        new one of this dtype (fp32 or fp64) on this device.
-        """
+        """The residual of a bucket, shape ``[sum(sizes)]``, to be written in place; zeros where there was none."""
+        # The buffer stays the same as long as the bucket holds the same parameters.
         key = tuple(names)
         if key not in self._flat:
             flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
@@ -83,11 +80,7 @@ class Residuals:
 class Memory:
     """One rank's residuals and thresholds.
 
-    Args:
-        pieces: The pieces this rank owns, by label.
-        guard: Adjust the thresholds in each synchronisation.
-        undoable: Keep what a synchronisation changes, so that it can be undone.
-        kernel: See :func:`~lightning_dct.kernels.select`.
+    ``pieces`` are those this rank owns, by label. If it is ``undoable``, it keeps what a synchronisation changes.
 
     Attributes:
         what: What is exchanged, for messages.

@@ -46,7 +46,7 @@ class OnDevice:
 
     def __init__(self, plan: BucketPlan, device: torch.device) -> None:
         self._plan, self._device = plan, device
-        self.layouts = SideBySide(plan.layouts, device)
+        self.layouts = SideBySide([part.layout for part in plan.parts or (plan,)], device)
         starts = torch.tensor([start for start, _ in plan.bounds], dtype=torch.int64)
         sizes = torch.tensor(plan.sizes, dtype=torch.int64)
         self.shifts = (starts - (sizes.cumsum(0) - sizes)).to(device)

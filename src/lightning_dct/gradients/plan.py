@@ -72,11 +72,6 @@ class BucketPlan:
         return tuple(index for index, target in enumerate(self.targets) if not target)
 
     @cached_property
-    def layouts(self) -> tuple[PayloadLayout, ...]:
-        """The layout of each payload."""
-        return tuple(part.layout for part in self.parts or (self,))
-
-    @cached_property
     def on_devices(self) -> dict[torch.device, Any]:
         """The constants of this plan that :mod:`~lightning_dct.gradients.on_device` has copied to devices."""
         return {}

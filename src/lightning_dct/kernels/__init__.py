@@ -58,10 +58,7 @@ def select(
     """Add the gradient to the residual and select the entries whose magnitude reaches their threshold.
 
     :mod:`lightning_dct.kernels.reference` describes arguments and result. ``kernel="auto"`` takes the fastest installed
-    kernel for the device.
-
-    Raises:
-        ValueError: The kernel is not installed or does not work on this device.
+    kernel for the device. :func:`check_kernel` describes errors.
     """
     module = _implementation(kernel, gradient.device.type)
     selection: Selection = module.select(gradient, residual, segments, thresholds, gradient_scale)
@@ -133,11 +130,7 @@ def faster_kernel_missing(device_type: str) -> str | None:
 
 
 def check_kernel(name: str, device_type: str) -> None:
-    """Refuse a kernel that cannot run.
-
-    Raises:
-        ValueError: It is not installed or does not work on this device.
-    """
+    """Refuse a kernel that is not installed or does not work on this device (ValueError)."""
     if name in _NEEDS:
         device, remedy = _NEEDS[name]
         if device != device_type:

@@ -1,7 +1,7 @@
 """Exchanges: how compressed tensors reach the other ranks."""
 
-from lightning_dct.gradients.exchanges.base import Exchange, Flow
+from lightning_dct.gradients.exchanges.base import Exchange
 from lightning_dct.gradients.exchanges.compressed import AllGather, ByNode, Sharded
 from lightning_dct.gradients.exchanges.making import NodeLayout, make_exchange
 
-__all__ = ["AllGather", "ByNode", "Exchange", "Flow", "NodeLayout", "Sharded", "make_exchange"]
+__all__ = ["AllGather", "ByNode", "Exchange", "NodeLayout", "Sharded", "make_exchange"]
