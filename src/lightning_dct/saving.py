@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
@@ -64,14 +65,18 @@ class CheckpointedStrategy(ParallelStrategy):
         self._rows_folder: str | None = None
 
     @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
     def updates(self) -> UpdateSynchronizer | None:
         """The synchronizer, if updates are exchanged."""
         return self.synchronizer if isinstance(self.synchronizer, UpdateSynchronizer) else None
 
     def compressed_modules(self) -> dict[str, CompressedModule]:
         """The modules whose activations are compressed, by name."""
-        assert self.lightning_module is not None
-        return compressed_modules(self.lightning_module)
+        return compressed_modules(self._module)
 
     def sharded_tables(self) -> dict[str, ShardedEmbeddingBags]:
         """The embedding tables that are sharded over the ranks, by name, materialized."""
@@ -89,8 +94,7 @@ class CheckpointedStrategy(ParallelStrategy):
     def on_train_start(self) -> None:
         """Restore accumulated gradients of a checkpoint: Lightning has just set all gradients to zero."""
         super().on_train_start()
-        assert self.lightning_module is not None
-        warn_of_uploads(self.lightning_module.trainer.loggers)
+        warn_of_uploads(self._module.trainer.loggers)
         self.is_accumulating = bool(self._accumulated)
         for parameter, name in self._parameter_names().items():
             if name in self._accumulated:
@@ -233,8 +237,7 @@ class CheckpointedStrategy(ParallelStrategy):
         }
 
     def _parameter_names(self) -> dict[Tensor, str]:
-        assert self.lightning_module is not None
-        return parameter_names(self.lightning_module)
+        return parameter_names(self._module)
 
     def _restore(self, synchronizer: Synchronizer) -> None:
         if self._saved_state is None:

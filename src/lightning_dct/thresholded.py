@@ -96,9 +96,8 @@ class ThresholdedStrategy(CheckpointedStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.traffic, self.split_traffic = Traffic(shown_by(trainer)), Traffic()
             self.synchronizer = None
-        assert self.lightning_module is not None
         # Again, because `configure_model` may have made modules.
-        check_modules_agree(self.lightning_module)
+        check_modules_agree(self._module)
         modules = self.compressed_modules()
         for name, module in modules.items():
             module.name, module.traffic = name, self.split_traffic

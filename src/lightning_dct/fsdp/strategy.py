@@ -244,8 +244,3 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
                     for name, whole in state.get(part, {}).items()
                 }
         super()._restore(synchronizer)
-
-    @property
-    def _module(self) -> pl.LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
