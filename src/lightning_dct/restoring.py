@@ -14,6 +14,9 @@ from lightning_dct.agreement import gather_objects
 from lightning_dct.checkpoint import CHECKPOINT_KEY, NOTE_FIELDS, check_note, empty_state, read_state
 from lightning_dct.state_file import CheckpointError
 
+# The errors after which `missing_state="reset"` continues.
+RESETTABLE = (FileNotFoundError, ValueError)
+
 
 def agreed_notes(notes: Any, path: str) -> list[dict[str, Any]]:
     """The notes that this rank found in a checkpoint, if all ranks found the same; a collective call.
@@ -58,14 +61,22 @@ def restore_state(strategy: Any, path: str, note: Mapping[str, Any]) -> dict[str
     try:
         layout = strategy.global_rank, strategy.world_size, strategy.stages
         state = read_state(strategy.checkpoint_io, path, note, *layout)
+        # Ranks save weights of their own only if updates are exchanged.
+        if ("weights" in state) != (config.compress == "updates"):
+            other = "gradients" if config.compress == "updates" else "updates"
+            raise ValueError(
+                f"The checkpoint {path!r} was saved with `compress={other!r}`: the ranks' residuals are {other}, and"
+                f" this run exchanges {config.compress}. Resume with `compress={other!r}`, or continue without the"
+                " ranks' residuals: `missing_state='reset'` in the strategy."
+            )
     except Exception as error:
         failure = error
-    mine = None if failure is None else (isinstance(failure, FileNotFoundError), str(failure))
+    kind = type(failure) if type(failure) in RESETTABLE else CheckpointError
+    mine = None if failure is None else (kind, str(failure))
     failed = [theirs for theirs in gather_objects(mine) if theirs is not None]
     if not failed:
-        # Ranks save weights of their own only if updates are exchanged.
-        return state if ("weights" in state) == (config.compress == "updates") else _of_other_kind(strategy, path, note)
-    if config.missing_state == "reset" and all(missing for missing, _ in failed):
+        return state
+    if config.missing_state == "reset" and all(kind in RESETTABLE for kind, _ in failed):
         rank_zero_warn(
             f"{failed[0][1]} That is set: training continues from step {note['synchronisations']} with an empty"
             " residual on every rank. What had not been sent yet is lost."
@@ -73,20 +84,5 @@ def restore_state(strategy: Any, path: str, note: Mapping[str, Any]) -> dict[str
         return empty_state(note)
     if failure is not None:
         raise failure
-    missing, message = failed[0]
-    raise FileNotFoundError(message) if missing else CheckpointError(message)
-
-
-def _of_other_kind(strategy: Any, path: str, note: Mapping[str, Any]) -> dict[str, Any]:
-    compress = strategy.config.compress
-    other = "gradients" if compress == "updates" else "updates"
-    problem = (
-        f"The checkpoint {path!r} was saved with `compress={other!r}`: the ranks' residuals are {other}, and this run"
-        f" exchanges {compress}."
-    )
-    if strategy.config.missing_state == "error":
-        raise ValueError(
-            f"{problem} Resume with `compress={other!r}`, or continue without the residuals: `missing_state='reset'`."
-        )
-    rank_zero_warn(f"{problem} As is set, training continues with an empty residual on every rank.")
-    return empty_state(note)
+    kind, message = failed[0]
+    raise kind(message)
