@@ -45,11 +45,10 @@ def agreed_notes(notes: Any, path: str) -> list[dict[str, Any]]:
 
 
 def restore_state(strategy: Any, path: str, note: Mapping[str, Any]) -> dict[str, Any]:
-    """The state from which this rank of a strategy of this package starts; a collective call.
+    """The state that this rank starts from; a collective call.
 
-    :func:`~lightning_dct.checkpoint.read_state` explains the other arguments. ``config.missing_state`` decides what
-    happens if any rank's file is missing or was saved with another ``compress``: ``"error"``, or ``"reset"``, with
-    which every rank starts without residuals. All ranks reset, because their states must agree.
+    ``strategy`` is any of this package's, and ``note`` has been checked. If any rank's file is missing or was saved
+    with another ``compress``, ``config.missing_state`` chooses: an error, or all ranks start without residuals.
 
     Raises:
         FileNotFoundError: The state of some rank is missing. Raised on every rank.

@@ -174,7 +174,9 @@ class CheckpointedStrategy(ParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load Lightning's checkpoint and, when fitting, this rank's compression state beside it."""
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        with nullcontext() if self.updates is None else self.updates.weights.in_model():
+            # ModelParallelStrategy loads into the model here.
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         path = saved.resolve_symlink(str(checkpoint_path))
         found = [checkpoint[saved.CHECKPOINT_KEY]] if saved.CHECKPOINT_KEY in checkpoint else []
         note = next(iter(agreed_notes(found, path)), {})

@@ -18,14 +18,13 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torch import Tensor
 
 from lightning_dct.kernels.reference import Selection
 
 KernelName = Literal["auto", "torch", "numba", "triton"]
-KERNELS: tuple[str, ...] = get_args(KernelName)
 # By kernel: its device, and how to install its package.
 _NEEDS = {
     "numba": ("cpu", "pip install '.[fast]' in a clone of lightning_dct"),
@@ -33,7 +32,6 @@ _NEEDS = {
 }
 
 __all__ = [
-    "KERNELS",
     "KernelName",
     "Selection",
     "add_rows",
