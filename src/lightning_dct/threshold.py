@@ -60,8 +60,8 @@ def _kth_largest(values: Tensor, k: int) -> Tensor:
     # Both select the k-th smallest without sorting; numpy uses vector instructions.
     if values.device.type == "cuda" and values.numel() <= MOST_TO_SELECT_FROM:
         return torch.kthvalue(values, index + 1).values
-    wide = values if values.dtype == torch.float64 else values.to(torch.float32)
-    return torch.as_tensor(np.partition(wide.cpu().numpy(), index)[index])
+    numbers = values.cpu() if values.dtype == torch.float64 else values.cpu().to(torch.float32)
+    return torch.as_tensor(np.partition(numbers.numpy(), index)[index])
 
 
 def keep_largest(values: Tensor, k: int) -> tuple[Tensor, float]:

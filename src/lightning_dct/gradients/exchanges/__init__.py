@@ -2,6 +2,6 @@
 
 from lightning_dct.gradients.exchanges.base import Exchange
 from lightning_dct.gradients.exchanges.compressed import AllGather, ByNode, Sharded
-from lightning_dct.gradients.exchanges.making import NodeLayout, make_exchange
+from lightning_dct.gradients.exchanges.making import make_exchange
 
-__all__ = ["AllGather", "ByNode", "Exchange", "NodeLayout", "Sharded", "make_exchange"]
+__all__ = ["AllGather", "ByNode", "Exchange", "Sharded", "make_exchange"]
