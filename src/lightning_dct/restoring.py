@@ -6,6 +6,7 @@ Otherwise the other ranks would wait for it in their next collective.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -26,15 +27,14 @@ def agreed_notes(notes: Any, path: str) -> list[dict[str, Any]]:
     Raises:
         CheckpointError: A rank's notes are corrupt, or two ranks read different ones. Raised on every rank.
     """
-    found = []
-    for theirs in gather_objects(notes):
+    everyone = gather_objects(notes)
+    for theirs in everyone:
         if not isinstance(theirs, list):
             raise CheckpointError(f"The field {CHECKPOINT_KEY} of {path!r} is not a list. Resume with what saved it.")
         for note in theirs:
             check_note(note, path)
-        found.append({(index, field): note.get(field) for index, note in enumerate(theirs) for field in NOTE_FIELDS})
-    for index, field in dict.fromkeys(key for fields in found for key in fields):
-        values = [fields.get((index, field)) for fields in found]
+    for index, field in product(range(max(map(len, everyone))), NOTE_FIELDS):
+        values = [theirs[index].get(field) if index < len(theirs) else None for theirs in everyone]
         if any(value != values[0] for value in values):
             per_rank = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
             raise CheckpointError(
