@@ -24,7 +24,8 @@ from torch import Tensor
 from lightning_dct.gradients.awaited import Awaited
 from lightning_dct.gradients.on_device import add_payloads, send_largest
 from lightning_dct.gradients.plan import BucketPlan
-from lightning_dct.kernels import Selection, select, sum_entries
+from lightning_dct.kernels import select, sum_entries
+from lightning_dct.kernels.reference import Selection
 from lightning_dct.threshold import GUARD_RESELECT, Thresholds, keep_largest, kth_magnitude, nudge
 from lightning_dct.wire import PayloadError, pack, unpack
 from lightning_dct.wire.bits import nonzero_indices

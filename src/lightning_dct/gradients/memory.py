@@ -35,9 +35,6 @@ class Residuals:
         self._views: dict[str, Tensor] = {}
         self._flat: dict[tuple[str, ...], Tensor] = {}
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._views
-
     def flat(self, names: Sequence[str], sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """The residual of a bucket, shape ``[sum(sizes)]``, to be written in place; zeros where there was none."""
         # The buffer stays the same as long as the bucket holds the same parameters.

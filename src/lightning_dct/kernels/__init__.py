@@ -31,19 +31,6 @@ _NEEDS = {
     "triton": ("cuda", "pip install triton"),
 }
 
-__all__ = [
-    "KernelName",
-    "Selection",
-    "add_rows",
-    "available_kernels",
-    "buffer_kernel",
-    "check_kernel",
-    "fastest_kernel",
-    "rows_kernel",
-    "select",
-    "sum_entries",
-]
-
 
 def select(
     gradient: Tensor,
