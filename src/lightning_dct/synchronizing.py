@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from lightning_dct.agreement import check_agreement
 from lightning_dct.config import DCTConfig
 from lightning_dct.gradients.collectives import Link
-from lightning_dct.gradients.exchanges import Exchange, make_exchange
+from lightning_dct.gradients.exchanges.base import Exchange
+from lightning_dct.gradients.exchanges.making import make_exchange
 from lightning_dct.gradients.hook import GradientSynchronizer
 from lightning_dct.gradients.plan import local_of
 from lightning_dct.kernels import check_kernel

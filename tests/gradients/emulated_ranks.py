@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from lightning_dct import DCTConfig
 from lightning_dct.gradients import GradientSynchronizer, collectives
 from lightning_dct.gradients.collectives import Link
-from lightning_dct.gradients.exchanges import AllGather, ByNode, Exchange, Sharded
+from lightning_dct.gradients.exchanges.base import Exchange
+from lightning_dct.gradients.exchanges.compressed import AllGather, ByNode, Sharded
 from lightning_dct.gradients.exchanges.making import share_model
 from lightning_dct.traffic import Traffic
 

@@ -14,8 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from lightning_dct.config import DCTConfig
 from lightning_dct.gradients import GradientSynchronizer
 from lightning_dct.gradients.collectives import Link
-from lightning_dct.gradients.exchanges import Exchange
-from lightning_dct.gradients.exchanges.base import complete
+from lightning_dct.gradients.exchanges.base import Exchange, complete
 from lightning_dct.gradients.plan import local_of
 from lightning_dct.traffic import all_gather_bytes
 

@@ -9,8 +9,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from lightning_dct.config import DCTConfig
-from lightning_dct.gradients.exchanges import Exchange
-from lightning_dct.gradients.exchanges.base import Pending, complete, send_sparse, unused_tensors
+from lightning_dct.gradients.exchanges.base import Exchange, Pending, complete, send_sparse, unused_tensors
 from lightning_dct.gradients.plan import BucketPlan, real_numel
 from lightning_dct.gradients.synchronizer import Synchronizer
 from lightning_dct.traffic import FP32_BYTES, all_reduce_bytes

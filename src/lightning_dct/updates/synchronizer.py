@@ -32,8 +32,7 @@ from torch.optim import Optimizer
 
 from lightning_dct.config import DCTConfig
 from lightning_dct.gradients.collectives import Link, all_reduce_mean
-from lightning_dct.gradients.exchanges import Exchange
-from lightning_dct.gradients.exchanges.base import complete
+from lightning_dct.gradients.exchanges.base import Exchange, complete
 from lightning_dct.gradients.plan import local_of, real_dtype, real_numel
 from lightning_dct.gradients.synchronizer import Synchronizer
 from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes
