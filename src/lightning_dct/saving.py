@@ -33,12 +33,7 @@ from lightning_dct.updates import UpdateSynchronizer
 
 
 class CheckpointedStrategy(ParallelStrategy):
-    """Saves and restores the state of each rank; see :mod:`lightning_dct.checkpoint` for the files.
-
-    Args:
-        config: The settings.
-        **kwargs: The arguments of Lightning's strategy.
-    """
+    """Saves and restores the state of each rank; see :mod:`lightning_dct.checkpoint` for the files."""
 
     # Number of ranks that together hold one replica of the parameters.
     stages = 1

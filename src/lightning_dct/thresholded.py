@@ -38,11 +38,8 @@ from lightning_dct.traffic import Traffic
 class ThresholdedStrategy(CheckpointedStrategy):
     """A mixin for one of Lightning's strategies.
 
-    Args:
-        config: The settings.
-        lifelines: False to disable everything that keeps ranks from waiting for one that has died, failed or been
-            signalled; a number is the port at which rank 0 listens.
-        **kwargs: As for Lightning's strategy.
+    ``lifelines`` is False to disable everything that keeps ranks from waiting for one that has died, failed or been
+    signalled. A number is the port at which rank 0 listens.
     """
 
     registered_names: ClassVar[dict[str, dict[str, Any]]]
