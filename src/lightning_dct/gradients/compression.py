@@ -60,8 +60,8 @@ def compress(
 ) -> Compressed:
     """Pack the largest entries and leave the rest in the residual.
 
-    Afterwards ``decoded(payload) + residual`` equals the earlier ``gradient_scale * buffer + residual``. The exception
-    are infinite and NaN entries: they go into the payload, and the residual keeps its old value.
+    Afterwards ``decoded(payload) + residual`` equals the earlier ``gradient_scale * buffer + residual``, except
+    for infinite and NaN entries: they go into the payload, and the residual keeps its old value.
 
     Args:
         buffer: Shape ``[n]``: the flattened bucket. Not changed.
