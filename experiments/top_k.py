@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from lightning_dct.gradients.residual import Residuals
+from lightning_dct.gradients.memory import Residuals
 from lightning_dct.synchronizing import parameter_names
 from lightning_dct.traffic import FP32_BYTES, Traffic, all_gather_bytes, all_reduce_bytes
 

@@ -22,7 +22,7 @@ NOTE = saved.make_note(world_size=2, synchronisations=7, save="5f0c93ab")
 
 
 def state(residuals: dict[str, Tensor], **others: Any) -> dict[str, Any]:
-    counted = {"synchronisations": 7, "steps_since_refresh": 3, "traffic": {}}
+    counted = {"synchronisations": 7, "steps_since_refresh": 3, "traffic": {}, "owned": {}}
     return {**counted, "thresholds": {"values": {}, "targets": {}}, "residuals": residuals, **others}
 
 
@@ -33,21 +33,15 @@ def test_names() -> None:
     assert saved.rows_path("epoch=3.ckpt", note) == "epoch=3.ckpt.dct/000000001200-5f0c93ab-rows"
 
 
-def test_names_of_version_1() -> None:
-    note = {"format_version": 1, "world_size": 2, "synchronisations": 1200, "has_state": 1, "has_rows": 0}
-    assert saved.state_path("epoch=3.ckpt", note, rank=1) == "epoch=3.ckpt.dct/000000001200-rank-1-of-2.pt"
-    assert saved.rows_path("epoch=3.ckpt", note) == "epoch=3.ckpt.dct/000000001200-rows"
-
-
 def test_no_folder_looks_like_a_checkpoint_of_a_requeued_job() -> None:
     """Lightning resumes from the largest N of all names with ``hpc_ckpt_N``, whatever they are."""
     assert saved.state_folder("runs/hpc_ckpt_3.ckpt") == "runs/hpc-ckpt-3.ckpt.dct"
 
 
-@pytest.mark.parametrize("note", [{"format_version": 4, "world_size": 1}, {"format_version": "1"}, {}])
+@pytest.mark.parametrize("note", [{**NOTE, "format_version": 2}, {"format_version": "3"}, {}])
 def test_notes_of_other_versions_are_refused(note: dict[str, Any]) -> None:
     found = repr(note.get("format_version"))
-    with pytest.raises(CheckpointError, match=rf"'a.ckpt' has format version {found};.*\s+reads versions 1, 2, 3"):
+    with pytest.raises(CheckpointError, match=rf"'a.ckpt' has format version {found};.*\s+reads version 3"):
         agreed_notes([note], "a.ckpt")
 
 
@@ -79,7 +73,7 @@ def test_notes_that_cannot_be_are_refused(field: str, value: Any) -> None:
 
 @pytest.mark.parametrize(
     "notes",
-    [[], [NOTE], [{**NOTE, "another": 1}, {**NOTE, "format_version": 2}], [saved.make_note(4, 0, "a", stages=2)]],
+    [[], [NOTE], [{**NOTE, "another": 1}, NOTE], [saved.make_note(4, 0, "a", stages=2)]],
 )
 def test_notes_that_can_be_are_taken(notes: list[Any]) -> None:
     assert agreed_notes(notes, "a.ckpt") == notes
@@ -91,32 +85,12 @@ def test_what_is_no_note_is_refused(notes: Any) -> None:
         agreed_notes(notes, "a.ckpt")
 
 
-def test_state_of_version_1_is_read(tmp_path: Path) -> None:
-    """Oracle: the name that version 1 gave its files, and what they hold."""
-    note = {"format_version": 1, "world_size": 1, "synchronisations": 7, "has_state": 1, "has_rows": 0}
-    file = tmp_path / "a.ckpt.dct" / "000000000007-rank-0-of-1.pt"
-    file.parent.mkdir()
-    torch.save(state({"a": torch.tensor([3.0])}), file)
-    read = saved.read_state(TorchCheckpointIO(), str(tmp_path / "a.ckpt"), note, 0, 1)
-    assert read["residuals"]["a"].item() == 3.0
-
-
 def test_a_checkpoint_loads_where_the_module_has_no_trainer(tmp_path: Path) -> None:
     """Oracle: what was saved; so it is in the process that has started others, once ``dct_spawn`` is done."""
     strategy = DCTStrategy()
     strategy._lightning_module = BoringModel()
     torch.save({"lightning_dct": NOTE}, tmp_path / "a.ckpt")
     assert strategy.load_checkpoint(tmp_path / "a.ckpt") == {"lightning_dct": NOTE}
-
-
-def test_files_of_version_2_say_their_step_only(tmp_path: Path) -> None:
-    """Oracle: a file as version 2 wrote it; one of an older step is refused."""
-    note, path = {**NOTE, "format_version": 2}, str(tmp_path / "a.ckpt")
-    for step, file in ((7, saved.state_path(path, note, 0)), (6, saved.state_path(path, note, 1))):
-        TorchCheckpointIO().save_checkpoint({**state({"a": torch.ones(1)}), "synchronisations": step}, file)
-    assert saved.read_state(TorchCheckpointIO(), path, note, 0, 2)["residuals"]["a"].item() == 1
-    with pytest.raises(CheckpointError, match="'synchronisations' is 6, and the checkpoint says 7"):
-        saved.read_state(TorchCheckpointIO(), path, note, 1, 2)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_dct.synchronizing import parameter_names, resolve_process_group
+from lightning_dct import DCTConfig
+from lightning_dct.synchronizing import check_settings, parameter_names
 
 
 def test_names_are_the_same_with_and_without_compile() -> None:
@@ -15,21 +16,19 @@ def test_names_are_the_same_with_and_without_compile() -> None:
     assert parameter_names(nn.Sequential(torch.compile(plain[0]), plain[1])) == expected
 
 
+def group_of(settings: dict[str, Any]) -> Any:
+    return check_settings(DCTConfig(), nn.Linear(3, 4), settings, {})
+
+
 def test_a_function_is_replaced_by_the_group_it_makes() -> None:
-    made: list[object] = []
-
-    def make_group() -> Any:
-        made.append(object())
-        return made[-1]
-
-    settings: dict[str, Any] = {"process_group": make_group}
-    assert resolve_process_group(settings) is made[0] is settings["process_group"]
-    assert len(made) == 1
+    made = iter([object()])
+    settings: dict[str, Any] = {"process_group": lambda: next(made)}
+    assert group_of(settings) is settings["process_group"] is group_of(settings)
 
 
 def test_groups_and_their_absence_are_left_alone() -> None:
     group = dist.ProcessGroup(0, 1)
     settings: dict[str, Any] = {"process_group": group}
-    assert resolve_process_group(settings) is group
+    assert group_of(settings) is group
     assert settings == {"process_group": group}
-    assert resolve_process_group({}) is None
+    assert group_of({}) is None

@@ -17,13 +17,9 @@ from lightning_dct.activations import CompressedModule
 def check_agreement(settings: Mapping[str, Any], model: Module, group: dist.ProcessGroup | None) -> None:
     """Compare settings, versions and the model over all ranks.
 
-    Of the model are compared its parameters' names, shapes, dtypes and ``requires_grad``, except parameters that
-    DistributedDataParallel ignores, and the settings of split points and sharded tables.
-
-    Args:
-        settings: This rank's settings by name.
-        model: The model.
-        group: The ranks, or None for all.
+    The model must have the same parameters (names, shapes, dtypes and ``requires_grad``), except those that
+    DistributedDataParallel ignores, and the same settings of split points and sharded tables. ``group`` are the ranks;
+    None means all.
 
     Raises:
         ValueError: The first setting or parameter that differs, with each rank's value; on every rank.
@@ -40,7 +36,7 @@ def check_agreement(settings: Mapping[str, Any], model: Module, group: dist.Proc
 
 
 def check_modules_agree(model: Module) -> None:
-    """The same for versions and the settings of split points and sharded tables, before parameters exist."""
+    """Compare versions and the settings of split points and sharded tables, before parameters exist."""
     _compare_settings(module_settings(model), None, 0)
 
 
@@ -54,14 +50,16 @@ def describe_parameters(model: Module) -> dict[str, str]:
     }
 
 
+def compressed_modules(model: Module) -> dict[str, CompressedModule]:
+    """The split points and sharded tables of a model by name, the same with and without ``torch.compile``."""
+    modules = model.named_modules()
+    return {name.replace("_orig_mod.", ""): one for name, one in modules if isinstance(one, CompressedModule)}
+
+
 def module_settings(model: Module) -> dict[str, Any]:
-    """The settings of split points and sharded modules that must agree, by name of module and setting."""
-    return {
-        f"{name.replace('_orig_mod.', '')}.{setting}": value
-        for name, module in model.named_modules()
-        if isinstance(module, CompressedModule)
-        for setting, value in module.agreed_settings().items()
-    }
+    """The settings of split points and sharded tables that must agree, by name of module and setting."""
+    modules = compressed_modules(model).items()
+    return {f"{name}.{setting}": value for name, one in modules for setting, value in one.agreed_settings().items()}
 
 
 def _compare_settings(settings: Mapping[str, Any], group: dist.ProcessGroup | None, checksum: int) -> list[int]:

@@ -22,7 +22,7 @@ from lightning_dct.forecast.bytes_sent import dense_step
 from lightning_dct.forecast.forecast import make_forecast
 from lightning_dct.forecast.timing import MeasuredLink, Speed, measure_speed, slowest
 from lightning_dct.forecast.workload import Workload
-from lightning_dct.gradients.exchanges.nodes import NodeLayout
+from lightning_dct.gradients.exchanges.making import NodeLayout
 from lightning_dct.gradients.plan import real_numel
 from lightning_dct.tables import rate_text
 from lightning_dct.traffic import FP32_BYTES
@@ -84,10 +84,8 @@ class Choice:
 def choose(options: Sequence[Option], longest: float, steps: float) -> Choice:
     """The first option whose step is short enough; if there is none, the fastest that the run is long enough for.
 
-    Args:
-        options: At least one, from the least to the most lossy.
-        longest: Seconds that a step may take.
-        steps: Optimizer steps of the whole run; infinite if unknown.
+    ``options`` is at least one, from the least to the most lossy. ``longest`` is the seconds that a step may take, and
+    ``steps`` the optimizer steps of the whole run: infinite if unknown.
     """
     allowed = [option for option in options if option.fits(steps)] or [options[0]]
     for option in allowed:
@@ -183,13 +181,10 @@ def measure_speeds(
 
 
 def predict_dense(measured: Measured, base: DCTConfig, now: tuple[DCTConfig, float] | None = None) -> list[Option]:
-    """DDP in fp32 and in bf16.
+    """DDP in fp32 and in bf16; ``base`` has the settings that are not chosen.
 
-    Args:
-        measured: The run.
-        base: The settings that are not chosen.
-        now: The present one of the two, and the seconds a step waits for it, because backward hides the rest. With None
-            backward hides nothing.
+    ``now`` is the present one of the two, and the seconds a step waits for it, because backward hides the rest. With
+    None backward hides nothing.
     """
     hidden = 0.0 if now is None else measured.all_reduce_seconds(now[0]) - now[1]
     sent = dense_step(measured.workload, measured.layout).sent[0].total

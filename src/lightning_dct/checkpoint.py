@@ -13,6 +13,7 @@ files that no note names.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -24,14 +25,11 @@ from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 
 from lightning_dct.files import no_checkpoint_name
-from lightning_dct.gradients.residual import add_pieces, pieces_extent
-from lightning_dct.replicas import put_together
+from lightning_dct.gradients.memory import add_pieces, pieces_extent
 from lightning_dct.state_file import Check, CheckpointError, is_count, must_be, read_checked
 
 CHECKPOINT_KEY = "lightning_dct"
 FORMAT_VERSION = 3
-# Files of versions 1 and 2 record only their step; those of version 1 also have only the step in their names.
-READABLE_VERSIONS = (1, 2, 3)
 _is_flag = must_be("0 or 1", lambda value: isinstance(value, int) and value in (0, 1))
 _is_several = must_be("a number from 1 on", lambda value: is_count(value) and value > 0)
 _NOTE: dict[str, Check] = {
@@ -63,27 +61,23 @@ def make_note(
 
 def check_note(note: Any, path: str) -> None:
     """Refuse a value that is no note, one of another format version, or an impossible field, with a CheckpointError."""
-    if not isinstance(note, Mapping):
-        fault = " is not a dict"
-    elif not is_count(note.get("format_version")) or note["format_version"] not in READABLE_VERSIONS:
+    version = note.get("format_version") if isinstance(note, Mapping) else FORMAT_VERSION
+    if not is_count(version) or version != FORMAT_VERSION:
         raise CheckpointError(
-            f"The compression state of {path!r} has format version {note.get('format_version')!r}; this lightning_dct"
-            f" reads versions {', '.join(map(str, READABLE_VERSIONS))}. Resume with the version that saved it."
+            f"The compression state of {path!r} has format version {version!r}; this lightning_dct reads version"
+            f" {FORMAT_VERSION}. Resume with the version that saved it."
         )
-    else:
-        fault = _fault_in(note)
-    if fault:
+    if fault := _fault_in(note):
         raise CheckpointError(
             f"The checkpoint {path!r} is damaged or was changed: its field {CHECKPOINT_KEY}{fault}. Restore it from a"
             " copy, or resume from an earlier checkpoint."
         )
 
 
-def _fault_in(note: Mapping[str, Any]) -> str:
-    absent: dict[str, Any] = {"stages": 1, "has_state": 1, "has_rows": 0}
-    if note["format_version"] == 1:
-        absent["save"] = "none"
-    complete = {**absent, **note}
+def _fault_in(note: Any) -> str:
+    if not isinstance(note, Mapping):
+        return " is not a dict"
+    complete = {"stages": 1, **note}
     for field, check in _NOTE.items():
         if fault := check(complete.get(field)):
             return f"[{field!r}]{fault}"
@@ -91,11 +85,8 @@ def _fault_in(note: Mapping[str, Any]) -> str:
 
 
 def identity(note: Mapping[str, Any], rank: int) -> dict[str, int | str]:
-    """The identity that a rank's file must record; files of versions 1 and 2 record only their step."""
-    step = {"synchronisations": note["synchronisations"]}
-    if note["format_version"] in (1, 2):
-        return step
-    return {**step, "save": note["save"], "world_size": note["world_size"], "rank": rank}
+    """The identity that a rank's file must record."""
+    return {**{field: note[field] for field in ("synchronisations", "save", "world_size")}, "rank": rank}
 
 
 def state_folder(checkpoint_path: str) -> str:
@@ -115,8 +106,7 @@ def rows_path(checkpoint_path: str, note: Mapping[str, Any]) -> str:
 
 
 def _prefix(note: Mapping[str, Any]) -> str:
-    save = f"{note['save']}-" if "save" in note else ""
-    return f"{note['synchronisations']:012d}-{save}"
+    return f"{note['synchronisations']:012d}-{note['save']}-"
 
 
 def resolve_symlink(checkpoint_path: str) -> str:
@@ -153,7 +143,6 @@ def read_state(
         CheckpointError: A file is corrupt, or belongs to another rank, save or step.
         FileNotFoundError: The files are not beside the checkpoint.
     """
-    path = resolve_symlink(path)
     states = []
     saved_stages = note.get("stages", 1)
     same_layout = (world_size, stages) == (note["world_size"], saved_stages)
@@ -198,7 +187,7 @@ def merge_states(states: Sequence[Mapping[str, Any]], stages: int = 1) -> dict[s
     # weights, and are sent again.
     for part in ("optimizers", "in_flight"):
         merged.pop(part, None)
-    names = {name for state in states for part in ("residuals", "owned") for name in state.get(part, {})}
+    names = {name for state in states for part in ("residuals", "owned") for name in state[part]}
     merged["residuals"] = {name: _mean_residual(states, name, replicas) for name in sorted(names)}
     merged["owned"] = {}
     merged["accumulated"] = _mean_over_replicas(states, "accumulated", replicas)
@@ -227,15 +216,13 @@ def empty_state(note: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mean_over_replicas(states: Sequence[Mapping[str, Any]], part: str, replicas: int) -> dict[str, Tensor]:
-    """The mean of gradients or weights by name, in fp64 or complex128, as DistributedDataParallel would compute it.
-
-    Sparse gradients are left out: those of sharded tables belong to rows that another rank owns now.
-    """
+    """The mean of gradients or weights by name, computed in fp64 or complex128."""
     total: dict[str, Tensor] = {}
     first: dict[str, Tensor] = {}
     for state in states:
         for name, tensor in state.get(part, {}).items():
             if tensor.is_sparse:
+                # Those of sharded tables belong to rows that another rank owns now.
                 continue
             of_first = first.setdefault(name, tensor)
             if (tensor.shape, tensor.dtype) != (of_first.shape, of_first.dtype):
@@ -248,7 +235,7 @@ def _mean_over_replicas(states: Sequence[Mapping[str, Any]], part: str, replicas
 def _mean_residual(states: Sequence[Mapping[str, Any]], name: str, replicas: int) -> Tensor:
     """The ranks' residuals of a tensor, of their own gradients and of sums they own, over the number of replicas."""
     residuals = [state["residuals"][name] for state in states if name in state["residuals"]]
-    owned = [state["owned"][name] for state in states if name in state.get("owned", {})]
+    owned = [state["owned"][name] for state in states if name in state["owned"]]
     dtype = residuals[0].dtype if residuals else next(iter(owned[0].values())).dtype
     size = max([residual.numel() for residual in residuals] + [pieces_extent(pieces) for pieces in owned])
     total = torch.zeros(size, dtype=torch.float64)
@@ -257,5 +244,44 @@ def _mean_residual(states: Sequence[Mapping[str, Any]], name: str, replicas: int
             raise CheckpointError(f"they disagree on the number of entries of residuals[{name!r}]")
         total += residual.flatten()
     for pieces in owned:
-        total = add_pieces(total, pieces, size)
+        add_pieces(total, pieces)
     return (total / replicas).to(dtype)
+
+
+def put_together(states: Sequence[Mapping[str, Any]], shards: int) -> list[dict[str, Any]]:
+    """The states of whole replicas of ``shards`` ranks each, from the states of all ranks, to be cut anew.
+
+    ``"shards"`` in a state has the shapes of its pieces: consecutive ranks of a replica have consecutive rows of every
+    parameter and of its residual.
+    """
+    return [_whole(states[first : first + shards]) for first in range(0, len(states), shards)]
+
+
+def _whole(pieces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    whole = {key: value for key, value in pieces[0].items() if key != "shards"}
+    for part in ("weights", "residuals", "accumulated"):
+        names = dict.fromkeys(name for piece in pieces for name in piece.get(part, {}))
+        if part in whole:
+            whole[part] = {name: _joined(pieces, part, name) for name in names}
+    whole["owned"] = {}
+    before: dict[str, int] = {}
+    for piece in pieces:
+        for name, parts in piece["owned"].items():
+            moved = {before.get(name, 0) + start: tensor for start, tensor in parts.items()}
+            whole["owned"].setdefault(name, {}).update(moved)
+        for name, shape in piece["shards"].items():
+            before[name] = before.get(name, 0) + math.prod(shape)
+    return whole
+
+
+def _joined(pieces: Sequence[Mapping[str, Any]], part: str, name: str) -> Tensor:
+    """One tensor of the ranks' shards, with zeros for a rank without one; a buffer is whole on every rank."""
+    there = next(piece[part][name] for piece in pieces if name in piece[part])
+    if name not in pieces[0]["shards"]:
+        return there
+    flat = [
+        piece[part][name].reshape(-1) if name in piece[part] else there.new_zeros(math.prod(piece["shards"][name]))
+        for piece in pieces
+    ]
+    is_flat = part == "residuals"
+    return torch.cat(flat) if is_flat else torch.cat(flat).view(-1, *there.shape[1:])

@@ -10,14 +10,14 @@ from inspect import Parameter, signature
 from numbers import Integral
 from typing import Any, Literal, get_args
 
-from lightning_dct.kernels import KERNELS, KernelName
+from lightning_dct.kernels import KernelName
 
 ValueFormat = Literal["fp32", "bf16", "int8", "int4", "1bit"]
 VALUE_FORMATS: tuple[str, ...] = get_args(ValueFormat)
 ExchangeName = Literal["auto", "all_gather", "sharded", "by_node"]
-EXCHANGES: tuple[str, ...] = get_args(ExchangeName)
 MissingState = Literal["error", "reset"]
 Compress = Literal["updates", "gradients"]
+CHOICES = {"exchange": ExchangeName, "kernel": KernelName, "missing_state": MissingState, "value_format": ValueFormat}
 # Settings for updates only.
 OF_UPDATES = ("local_steps", "delay", "warmup_steps", "residual_decay")
 
@@ -93,10 +93,8 @@ class DCTConfig:
         self._check_rounds()
         check_integer("refresh_every", self.refresh_every, minimum=1)
         check_integer("min_tensor_size", self.min_tensor_size, minimum=0)
-        check_choice("value_format", self.value_format, VALUE_FORMATS)
-        check_choice("exchange", self.exchange, EXCHANGES)
-        check_choice("kernel", self.kernel, KERNELS)
-        check_choice("missing_state", self.missing_state, get_args(MissingState))
+        for setting, choices in CHOICES.items():
+            check_choice(setting, getattr(self, setting), get_args(choices))
         if not isinstance(self.guard, bool):
             raise TypeError(f"`guard` must be True or False, got {self.guard!r}.")
 

@@ -55,6 +55,9 @@ class DCTStrategy(DDPStrategy):
         ValueError: A setting is out of range.
     """
 
+    # Ranks that together hold one replica of the parameters.
+    stages = 1
+
     def __init__(self, accelerator: Accelerator | None = None, **kwargs: Any) -> None:
         self._lifelines = kwargs.pop("lifelines", True)
         check_lifelines(self._lifelines)
@@ -158,8 +161,7 @@ class DCTStrategy(DDPStrategy):
         path = saved.resolve_symlink(str(path))
         notes = agreed_notes(notes, path)
         for index, (synchronizer, note) in enumerate(zip(self.synchronizers, notes, strict=False)):
-            layout = (self.global_rank, self.world_size, 1)
-            own = restore_state(self.checkpoint_io, _part(path, index), note, *layout, self.config)
+            own = restore_state(self, _part(path, index), note)
             synchronizer.load_state_dict(own)
             for optimizer, optimizer_state in zip(self.optimizers, own.get("optimizers", []), strict=False):
                 optimizer.load_state_dict(optimizer_state)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_dct import checkpoint as saved
 from lightning_dct.activations import CompressedModule
+from lightning_dct.agreement import compressed_modules
 from lightning_dct.config import DCTConfig
 from lightning_dct.embedding import ShardedEmbeddingBags
 from lightning_dct.embedding.hosting import find_tables
@@ -31,12 +33,7 @@ from lightning_dct.updates import UpdateSynchronizer
 
 
 class CheckpointedStrategy(ParallelStrategy):
-    """Saves and restores the state of each rank; see :mod:`lightning_dct.checkpoint` for the files.
-
-    Args:
-        config: The settings.
-        **kwargs: The arguments of Lightning's strategy.
-    """
+    """Saves and restores the state of each rank; see :mod:`lightning_dct.checkpoint` for the files."""
 
     # Number of ranks that together hold one replica of the parameters.
     stages = 1
@@ -53,7 +50,7 @@ class CheckpointedStrategy(ParallelStrategy):
         # Ends this rank when another one dies; None for a single process.
         self.lifeline: Lifeline | None = None
         # Whether gradients of earlier micro-batches wait for their step, and those of a checkpoint, by parameter.
-        self._accumulating = False
+        self.is_accumulating = False
         self._accumulated: dict[str, Tensor] = {}
         self._saved_state: dict[str, Any] | None = None
         # The state of this rank's optimizers, if each rank's optimizer has its own.
@@ -63,23 +60,18 @@ class CheckpointedStrategy(ParallelStrategy):
         self._rows_folder: str | None = None
 
     @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
     def updates(self) -> UpdateSynchronizer | None:
         """The synchronizer, if updates are exchanged."""
         return self.synchronizer if isinstance(self.synchronizer, UpdateSynchronizer) else None
 
-    @property
-    def is_accumulating(self) -> bool:
-        """Whether gradients wait for more to be added to them."""
-        return self._accumulating
-
     def compressed_modules(self) -> dict[str, CompressedModule]:
         """The modules whose activations are compressed, by name."""
-        assert self.lightning_module is not None
-        return {
-            name.replace("_orig_mod.", ""): module
-            for name, module in self.lightning_module.named_modules()
-            if isinstance(module, CompressedModule)
-        }
+        return compressed_modules(self._module)
 
     def sharded_tables(self) -> dict[str, ShardedEmbeddingBags]:
         """The embedding tables that are sharded over the ranks, by name, materialized."""
@@ -97,9 +89,8 @@ class CheckpointedStrategy(ParallelStrategy):
     def on_train_start(self) -> None:
         """Restore accumulated gradients of a checkpoint: Lightning has just set all gradients to zero."""
         super().on_train_start()
-        assert self.lightning_module is not None
-        warn_of_uploads(self.lightning_module.trainer.loggers)
-        self._accumulating = bool(self._accumulated)
+        warn_of_uploads(self._module.trainer.loggers)
+        self.is_accumulating = bool(self._accumulated)
         for parameter, name in self._parameter_names().items():
             if name in self._accumulated:
                 self._take_up(parameter, self._accumulated[name])
@@ -112,7 +103,7 @@ class CheckpointedStrategy(ParallelStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run backward, and note that gradients wait for another micro-batch or a step."""
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        self._accumulating = True
+        self.is_accumulating = True
         return loss
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -178,7 +169,9 @@ class CheckpointedStrategy(ParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load Lightning's checkpoint and, when fitting, this rank's compression state beside it."""
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        with nullcontext() if self.updates is None else self.updates.weights.in_model():
+            # ModelParallelStrategy loads into the model here.
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         path = saved.resolve_symlink(str(checkpoint_path))
         found = [checkpoint[saved.CHECKPOINT_KEY]] if saved.CHECKPOINT_KEY in checkpoint else []
         note = next(iter(agreed_notes(found, path)), {})
@@ -188,11 +181,10 @@ class CheckpointedStrategy(ParallelStrategy):
         # After `dct_spawn` the module has no Trainer in the process that started the others.
         trainer = getattr(self.lightning_module, "_trainer", None)
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            if not note.get("has_state", bool(note)):
+            if not note.get("has_state"):
                 rank_zero_info(f"{checkpoint_path} holds no state of DCTStrategy: residuals start at zero.")
                 return checkpoint
-            layout = (self.global_rank, self.world_size, self.stages)
-            self._saved_state = restore_state(self.checkpoint_io, path, note, *layout, self.config)
+            self._saved_state = restore_state(self, path, note)
         return checkpoint
 
     def _take_settings(self, checkpoint: Mapping[str, Any]) -> None:
@@ -233,7 +225,7 @@ class CheckpointedStrategy(ParallelStrategy):
 
     def _accumulated_gradients(self) -> dict[str, Tensor]:
         """Gradients of micro-batches whose optimizer step is still to come; Lightning does not save them."""
-        if not self._accumulating:
+        if not self.is_accumulating:
             return {}
         return {
             name: parameter.grad.detach().to("cpu", copy=True)
@@ -242,16 +234,14 @@ class CheckpointedStrategy(ParallelStrategy):
         }
 
     def _parameter_names(self) -> dict[Tensor, str]:
-        assert self.lightning_module is not None
-        return parameter_names(self.lightning_module)
+        return parameter_names(self._module)
 
     def _restore(self, synchronizer: Synchronizer) -> None:
         if self._saved_state is None:
             return
         synchronizer.load_state_dict(self._saved_state)
         self._own_optimizers = self._saved_state.get("optimizers", [])
-        if "split_traffic" in self._saved_state:
-            self.split_traffic.load_state_dict(self._saved_state["split_traffic"])
+        self.split_traffic.load_state_dict(self._saved_state.get("split_traffic", {}))
         self._accumulated = self._saved_state.get("accumulated", {})
         modules = self.compressed_modules()
         for name, states in self._saved_state["modules"].items():

@@ -42,7 +42,6 @@ def read_checked(checkpoint_io: CheckpointIO, file: str, identity: Mapping[str, 
             f"The file {file!r}, one rank's part of a checkpoint, is damaged or is something else ({error}). Restore it"
             " from a copy, or resume from an earlier checkpoint."
         ) from error
-    # Files of all versions record their step.
     found = {**state.pop("identity", {}), "synchronisations": state["synchronisations"]}
     for field, value in identity.items():
         if found.get(field) != value:
@@ -162,19 +161,18 @@ _PARTS: dict[str, Check] = {
     "steps_since_refresh": _count,
     "thresholds": _thresholds,
     "residuals": each(_residual),
+    "owned": each(each(_residual, _count)),
     "traffic": _totals,
 }
 _OPTIONAL_PARTS: dict[str, Check] = {
     "accumulated": each(must_be("a gradient", _is_real_or_complex)),
-    # From format version 3 on.
     "identity": each(must_be("a number or a name", lambda value: isinstance(value, (int, str)))),
     # With updates each rank has its own between two exchanges.
     "weights": _tensors,
     "optimizers": must_be("a list", lambda value: isinstance(value, list)),
     "exchange_clocks": each(_count),
     "in_flight": each(must_be("a tensor", _is_dense)),
-    # Checkpoints of the first release have none of these.
-    "owned": each(each(_residual, _count)),
+    # With a Trainer.
     "split_traffic": _totals,
     "modules": each(each(_anything)),
 }

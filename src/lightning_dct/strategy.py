@@ -162,15 +162,14 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         """Synchronise parameters that a callback has unfrozen: DDP ignores those that were frozen when it was made."""
         super().on_train_batch_start(batch, batch_idx)
         if isinstance(self.model, DistributedDataParallel) and not self._trainable() <= self._synchronised:
-            assert self.lightning_module is not None
             rank_zero_info("Parameters have become trainable: DCTStrategy wraps the model anew to synchronise them.")
             self.model._remove_autograd_hooks()
-            self.model = self._setup_model(self.lightning_module)
+            self.model = self._setup_model(self._module)
             self._register_ddp_hooks()
 
     def _setup_model(self, model: Module) -> Any:
         """Wrap the model if gradients are exchanged; with updates it trains as in a single process."""
-        trainer: Any = self.lightning_module.trainer  # type: ignore[union-attr]
+        trainer: Any = self._module.trainer
         refresh = [callback.every_n_steps for callback in trainer.callbacks if isinstance(callback, ThresholdRefresh)]
         # Before DistributedDataParallel's own collectives, which may hang if models differ.
         check_settings(self.config, model, self._ddp_kwargs, {"ThresholdRefresh(every_n_steps)": refresh})
@@ -225,5 +224,4 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
             self.config = self.auto.settings
 
     def _trainable(self) -> set[int]:
-        assert self.lightning_module is not None
-        return {id(parameter) for parameter in self.lightning_module.parameters() if parameter.requires_grad}
+        return {id(parameter) for parameter in self._module.parameters() if parameter.requires_grad}

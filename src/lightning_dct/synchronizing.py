@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from lightning_dct.agreement import check_agreement
 from lightning_dct.config import DCTConfig
 from lightning_dct.gradients.collectives import Link
-from lightning_dct.gradients.exchanges import Exchange, make_exchange
+from lightning_dct.gradients.exchanges.base import Exchange
+from lightning_dct.gradients.exchanges.making import make_exchange
 from lightning_dct.gradients.hook import GradientSynchronizer
 from lightning_dct.gradients.plan import local_of
 from lightning_dct.kernels import check_kernel
@@ -32,30 +33,22 @@ def parameter_names(module: Module) -> dict[Tensor, str]:
     return {parameter: _plain(name) for name, parameter in module.named_parameters()}
 
 
-def resolve_process_group(ddp_settings: dict[str, Any]) -> dist.ProcessGroup | None:
-    """DDP's setting ``process_group``; a function that makes the group is called and replaced by the group.
-
-    Strategies are built, and pickled, before any process group can exist; hence the function.
-    """
-    group = ddp_settings.get("process_group")
-    if callable(group) and not isinstance(group, dist.ProcessGroup):
-        ddp_settings["process_group"] = group = group()
-    return group
-
-
 def check_settings(
     config: DCTConfig, module: Module, ddp_settings: dict[str, Any], more: Mapping[str, Any]
 ) -> dist.ProcessGroup | None:
     """Check patterns of parameter names, and compare all settings over the ranks; a collective call.
 
     Returns:
-        The process group, as :func:`resolve_process_group` does.
+        DDP's setting ``process_group``. A function that makes the group is called and replaced by the group.
 
     Raises:
         ValueError: A pattern matches no parameter, or the ranks differ.
     """
     config.check_patterns(list(parameter_names(module).values()))
-    group = resolve_process_group(ddp_settings)
+    group = ddp_settings.get("process_group")
+    # Strategies are built, and pickled, before any process group can exist; hence the function.
+    if callable(group) and not isinstance(group, dist.ProcessGroup):
+        ddp_settings["process_group"] = group = group()
     plain = {name: value for name, value in ddp_settings.items() if isinstance(value, bool | int | float | str)}
     check_agreement({**vars(config), **plain, **more}, module, group)
     return group

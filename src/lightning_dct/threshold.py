@@ -30,7 +30,7 @@ GUARD_RESELECT = 2.0
 # Selection from more entries than this begins with a sample of about SAMPLE_SIZE.
 EXACT_UP_TO = 1 << 18
 SAMPLE_SIZE = 1 << 16
-# kthvalue counts in int32 on CUDA.
+# kthvalue counts in int32 on CUDA. Only tensors that sampling does not reduce, such as billions of zeros, have more.
 MOST_TO_SELECT_FROM = 2**31 - 1
 SMALLEST_THRESHOLD = torch.finfo(torch.float32).tiny
 
@@ -46,11 +46,8 @@ def kth_magnitude(values: Tensor, k: int) -> float:
 
 
 def _candidates(magnitudes: Tensor, k: int) -> Tensor:
-    """A small subset of the magnitudes that contains the ``k`` largest; all of them if the sample was misleading.
-
-    A regular sample gives a lower bound on the k-th magnitude, by four standard deviations of the sample's rank. The
-    k-th largest of the entries above the bound is the k-th largest of all, so the result is exact.
-    """
+    """A small subset of the magnitudes that contains the ``k`` largest; all of them if the sample was misleading."""
+    # A regular sample gives a lower bound on the k-th magnitude, by four standard deviations of the sample's rank.
     sample = magnitudes[:: magnitudes.numel() // SAMPLE_SIZE]
     expected = k / magnitudes.numel() * sample.numel()
     rank = min(math.ceil(expected + 4 * math.sqrt(expected) + 4), sample.numel())
@@ -59,28 +56,12 @@ def _candidates(magnitudes: Tensor, k: int) -> Tensor:
 
 
 def _kth_largest(values: Tensor, k: int) -> Tensor:
-    # Both select the k-th smallest without sorting; numpy uses vector instructions.
     index = values.numel() - k
-    if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
-        return torch.as_tensor(np.partition(values.numpy(), index)[index])
-    if values.numel() > MOST_TO_SELECT_FROM:
-        return _kth_largest_by_halving(values, k)
-    return torch.kthvalue(values, index + 1).values
-
-
-def _kth_largest_by_halving(magnitudes: Tensor, k: int) -> Tensor:
-    """The ``k``-th largest of any number of magnitudes, by bisection over bit patterns.
-
-    Non-negative floats keep their order when read as integers. Each bit takes one pass over all magnitudes and one GPU
-    synchronization. This is for tensors that sampling does not reduce, such as billions of zeros.
-    """
-    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[magnitudes.element_size()]
-    patterns = magnitudes.view(whole)
-    low, high = 0, torch.iinfo(whole).max
-    while low < high:
-        middle = high - (high - low) // 2
-        low, high = (middle, high) if int((patterns >= middle).sum()) >= k else (low, middle - 1)
-    return torch.tensor(low, dtype=whole, device=magnitudes.device).view(magnitudes.dtype)
+    # Both select the k-th smallest without sorting; numpy uses vector instructions.
+    if values.device.type == "cuda" and values.numel() <= MOST_TO_SELECT_FROM:
+        return torch.kthvalue(values, index + 1).values
+    numbers = values.cpu() if values.dtype == torch.float64 else values.cpu().to(torch.float32)
+    return torch.as_tensor(np.partition(numbers.numpy(), index)[index])
 
 
 def keep_largest(values: Tensor, k: int) -> tuple[Tensor, float]:

@@ -38,11 +38,8 @@ from lightning_dct.traffic import Traffic
 class ThresholdedStrategy(CheckpointedStrategy):
     """A mixin for one of Lightning's strategies.
 
-    Args:
-        config: The settings.
-        lifelines: False to disable everything that keeps ranks from waiting for one that has died, failed or been
-            signalled; a number is the port at which rank 0 listens.
-        **kwargs: As for Lightning's strategy.
+    ``lifelines`` is False to disable everything that keeps ranks from waiting for one that has died, failed or been
+    signalled. A number is the port at which rank 0 listens.
     """
 
     registered_names: ClassVar[dict[str, dict[str, Any]]]
@@ -67,29 +64,19 @@ class ThresholdedStrategy(CheckpointedStrategy):
         if trainer is None:
             return
 
-        def lacks(kind: type[pl.Callback]) -> bool:
-            return not any(isinstance(callback, kind) for callback in trainer.callbacks)
+        def missing(*callbacks: pl.Callback) -> list[pl.Callback]:
+            return [one for one in callbacks if not any(isinstance(given, type(one)) for given in trainer.callbacks)]
 
-        missing: list[pl.Callback] = []
-        if lacks(ThresholdRefresh):
-            missing.append(ThresholdRefresh(self.config.refresh_every))
-        if lacks(CompressionMonitor) and not trainer.barebones:
-            missing.append(CompressionMonitor())
-        if lacks(RunAdvice) and not trainer.barebones:
-            missing.append(RunAdvice())
-        if lacks(SignalsAfterStep) and self._lifelines:
-            missing.append(SignalsAfterStep())
-        # Lightning keeps checkpoint callbacks last.
-        trainer.callbacks.extend(missing)
-        trainer.callbacks.sort(key=lambda callback: isinstance(callback, Checkpoint))
+        reports = () if trainer.barebones else (CompressionMonitor(), RunAdvice())
+        before, after = ((FailureNotice(),), (SignalsAfterStep(),)) if self._lifelines else ((), ())
+        views = missing(SharedWeightsView(opens=True), SharedWeightsView(opens=False))
+        views = views if self.config.compress == "updates" else []
         # First, because other callbacks may need all ranks when evaluation ends, or after an exception.
-        if lacks(EvaluationJoin):
-            trainer.callbacks.insert(0, EvaluationJoin())
-        if lacks(FailureNotice) and self._lifelines:
-            trainer.callbacks.insert(0, FailureNotice())
-        if lacks(SharedWeightsView) and self.config.compress == "updates":
-            trainer.callbacks.insert(0, SharedWeightsView(opens=True))
-            trainer.callbacks.append(SharedWeightsView(opens=False))
+        first = missing(*before, EvaluationJoin())
+        last = missing(ThresholdRefresh(self.config.refresh_every), *reports, *after)
+        # Lightning keeps checkpoint callbacks last.
+        rest = sorted([*trainer.callbacks, *last], key=lambda callback: isinstance(callback, Checkpoint))
+        trainer.callbacks[:] = [*views[:1], *first, *rest, *views[1:]]
 
     def setup_environment(self) -> None:
         """Start the processes, then make the rows of embedding tables that each rank owns."""
@@ -106,9 +93,8 @@ class ThresholdedStrategy(CheckpointedStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.traffic, self.split_traffic = Traffic(shown_by(trainer)), Traffic()
             self.synchronizer = None
-        assert self.lightning_module is not None
         # Again, because `configure_model` may have made modules.
-        check_modules_agree(self.lightning_module)
+        check_modules_agree(self._module)
         modules = self.compressed_modules()
         for name, module in modules.items():
             module.name, module.traffic = name, self.split_traffic
@@ -144,7 +130,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
         if self.updates is not None:
             self.updates.before_step(optimizer)
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._accumulating = False
+        self.is_accumulating = False
         if self.updates is not None:
             self.updates.after_step(optimizer)
         return output

@@ -129,24 +129,14 @@ class Traffic:
             self._counts[name] += amount
 
     @contextmanager
-    def timed(self, work: str | None = None) -> Iterator[None]:
-        """Count the time within as spent compressing; profilers show work that has a name."""
+    def timed(self, work: str | None = None, total: str = "seconds") -> Iterator[None]:
+        """Add the time within to a total, by default that of compressing; profilers show work that has a name."""
         start = perf_counter()
         try:
             with nullcontext() if work is None else self.span(work):
                 yield
         finally:
-            self.add(seconds=perf_counter() - start)
-
-    @contextmanager
-    def waiting(self, work: str) -> Iterator[None]:
-        """Count the time within as spent waiting for others; profilers show it."""
-        start = perf_counter()
-        try:
-            with self.span(work):
-                yield
-        finally:
-            self.add(seconds_waiting=perf_counter() - start)
+            self.add(**{total: perf_counter() - start})
 
     def state_dict(self) -> dict[str, int | float]:
         """The totals as plain numbers."""

@@ -22,7 +22,7 @@ from lightning_dct.auto import (
 from lightning_dct.forecast import Speed, one_tensor
 from lightning_dct.forecast.forecast import layout_of
 from lightning_dct.forecast.timing import MeasuredLink
-from lightning_dct.gradients.exchanges.nodes import NodeLayout
+from lightning_dct.gradients.exchanges.making import NodeLayout
 
 BASE = DCTConfig()
 LADDER = [dense(BASE), dense(BASE, "bf16"), *rungs(BASE)]

@@ -13,8 +13,8 @@ from distributed.test_resume import twice_ten_batches
 from distributed.training import assert_weights_close, assert_weights_equal
 from fsdp.training import Plain, fsdp, train
 from lightning_dct import DCTStrategy
+from lightning_dct.checkpoint import put_together
 from lightning_dct.gradients.plan import local_of
-from lightning_dct.replicas import put_together
 from lightning_dct.synchronizing import parameter_names
 
 UPDATES = {"local_steps": 4, "density": 0.1, "warmup_steps": 0}
@@ -79,7 +79,7 @@ class Held(Callback):
         shapes = {name: list(local_of(parameter).shape) for name, parameter in names.items()}
         weights = {name: local_of(parameter).clone() for name, parameter in names.items()}
         residuals = {} if synchronizer is None else dict(synchronizer.memory.residuals.state_dict())
-        self.seen.append({"weights": weights, "residuals": residuals, "shards": shapes})
+        self.seen.append({"weights": weights, "residuals": residuals, "owned": {}, "shards": shapes})
 
 
 def start(kind: str, replicas: int, compress: str, path: Path) -> dict[str, Any]:

@@ -12,12 +12,39 @@ from torch import Tensor, nn
 from lightning_dct import DCTConfig
 from lightning_dct.gradients import GradientSynchronizer, collectives
 from lightning_dct.gradients.collectives import Link
-from lightning_dct.gradients.exchanges import AllGather, ByNode, Exchange, Sharded
+from lightning_dct.gradients.exchanges.base import Exchange
+from lightning_dct.gradients.exchanges.compressed import AllGather, ByNode, Sharded
 from lightning_dct.gradients.exchanges.making import share_model
 from lightning_dct.traffic import Traffic
 
 TIMEOUT = 240.0
 Gradients = Mapping[str, Tensor]
+
+
+def heavy_tailed(
+    step: int, world_size: int = 2, dtype: torch.dtype = torch.float32, *, sizes: Mapping[str, int]
+) -> list[dict[str, Tensor]]:
+    """Gradients by rank, others on every rank and step."""
+    noise = torch.Generator().manual_seed(step)
+    return [
+        {name: torch.randn(size, generator=noise).pow(3).to(dtype) for name, size in sizes.items()}
+        for _ in range(world_size)
+    ]
+
+
+def assert_same_bits(left: Any, right: Any) -> None:
+    """Equality of nested states, NaN equal to NaN."""
+    if isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key in left:
+            assert_same_bits(left[key], right[key])
+    elif isinstance(left, list):
+        for one, other in zip(left, right, strict=True):
+            assert_same_bits(one, other)
+    elif isinstance(left, Tensor):
+        torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True)
+    else:
+        assert left == right
 
 
 class Meeting:
@@ -152,6 +179,7 @@ class EmulatedRanks:
         **settings: Any,
     ) -> None:
         self.sizes, self.world_size, self._defer_unused = dict(sizes), world_size, defer_unused
+        config = DCTConfig(compress="gradients", **{"min_tensor_size": 0, **settings})
         self.meetings: list[Meeting] = []
         self._meetings_of: dict[tuple[int, ...], list[Meeting]] = {}
         self._meetings_lock = Condition()
@@ -160,14 +188,9 @@ class EmulatedRanks:
         ]
         self.synchronizers = [
             GradientSynchronizer(
-                DCTConfig(compress="gradients", **{"min_tensor_size": 0, **settings}),
+                config,
                 {parameter: name for name, parameter in parameters.items()},
-                self._exchange(
-                    exchange,
-                    rank,
-                    ranks_per_node,
-                    DCTConfig(compress="gradients", **{"min_tensor_size": 0, **settings}),
-                ),
+                self._exchange(exchange, rank, ranks_per_node, config),
                 defer_unused=defer_unused,
                 loss_scale=loss_scale,
             )

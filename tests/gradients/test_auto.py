@@ -6,8 +6,7 @@ import pytest
 import torch
 from emulated_ranks import EmulatedRanks
 
-from lightning_dct.gradients.exchanges.making import INSIDE_IS_FASTER, choose, costs_of
-from lightning_dct.gradients.exchanges.nodes import NodeLayout
+from lightning_dct.gradients.exchanges.making import INSIDE_IS_FASTER, NodeLayout, choose, costs_of
 from lightning_dct.gradients.plan import BucketPlan, plan_bucket
 
 SIZES = {"a": 40_000, "b": 30, "c": 9_000}

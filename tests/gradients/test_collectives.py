@@ -16,7 +16,7 @@ from lightning_dct.gradients.collectives import (
     deliver_payloads,
     spread_payload,
 )
-from lightning_dct.gradients.exchanges import AllGather
+from lightning_dct.gradients.exchanges.compressed import AllGather
 from lightning_dct.traffic import Traffic
 
 

@@ -2,11 +2,12 @@
 
 import math
 import random
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from emulated_ranks import EmulatedRanks, Meeting
+from emulated_ranks import EmulatedRanks, Meeting, assert_same_bits, heavy_tailed
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -24,19 +25,11 @@ SETTINGS: dict[str, Any] = {"density": 0.2, "min_tensor_size": 60}
 EXCHANGES = [(2, "all_gather", 1), (3, "sharded", 1), (4, "sharded", 1), (6, "by_node", 2)]
 EVERY_EXCHANGE = pytest.mark.parametrize(("world_size", "exchange", "ranks_per_node"), EXCHANGES)
 Gradients = list[dict[str, Tensor]]
+gradients = partial(heavy_tailed, sizes=SIZES)
 
 
 def ranks_of(world_size: int, exchange: str, ranks_per_node: int, **settings: Any) -> EmulatedRanks:
     return EmulatedRanks(SIZES, world_size, exchange, ranks_per_node, **{**SETTINGS, **settings})
-
-
-def gradients(step: int, world_size: int, dtype: torch.dtype = torch.float32) -> Gradients:
-    """Heavy-tailed numbers, others on every rank and step."""
-    noise = torch.Generator().manual_seed(step)
-    return [
-        {name: torch.randn(size, generator=noise).pow(3).to(dtype) for name, size in SIZES.items()}
-        for _ in range(world_size)
-    ]
 
 
 def total(local: Gradients) -> dict[str, Tensor]:
@@ -46,18 +39,6 @@ def total(local: Gradients) -> dict[str, Tensor]:
 def compressed(mean: dict[str, Tensor]) -> dict[str, Tensor]:
     """Without b, which is all-reduced where it has a bucket of its own, and rounded at another place then."""
     return {name: mean[name] for name in ("a", "c", "d")}
-
-
-def assert_same(left: Any, right: Any) -> None:
-    """Equality of nested states to the last bit."""
-    if isinstance(left, dict):
-        assert left.keys() == right.keys()
-        for key in left:
-            assert_same(left[key], right[key])
-    elif isinstance(left, Tensor):
-        assert torch.equal(left, right)
-    else:
-        assert left == right
 
 
 @given(form=st.sampled_from(FORMATS), guard=st.booleans(), seed=st.integers(0, 2**32))
@@ -133,10 +114,10 @@ def test_buckets_do_not_matter(world_size: int, exchange: str, ranks_per_node: i
         means = [
             ranks.step(gradients(step, world_size), BUCKETS[which]) for ranks, which in ((one, 0), (other, step % 3))
         ]
-        assert_same(*[compressed(mean) for (mean, *_) in means])
+        assert_same_bits(*[compressed(mean) for (mean, *_) in means])
     for mine, theirs in zip(one.state_dicts(), other.state_dicts(), strict=True):
         for key in ("thresholds", "residuals", "owned"):
-            assert_same(mine[key], theirs[key])
+            assert_same_bits(mine[key], theirs[key])
 
 
 @EVERY_EXCHANGE
@@ -149,7 +130,7 @@ def test_a_resumed_run_continues_bit_for_bit(world_size: int, exchange: str, ran
     for step in range(3, 6):
         local = gradients(step, world_size)
         means = unbroken.step(local, BUCKETS[2])[1], resumed.step(local, BUCKETS[0])[1]
-        assert_same(*map(compressed, means))
+        assert_same_bits(*map(compressed, means))
 
 
 @pytest.mark.parametrize("new", [(1, "all_gather", 1), (3, "all_gather", 1), *EXCHANGES[2:]])
@@ -222,7 +203,7 @@ def test_a_step_the_scaler_skips_is_undone(world_size: int, exchange: str, ranks
     ranks.step(local, BUCKETS[2])
     for old, new in zip(before, ranks.state_dicts(), strict=True):
         for key in ("synchronisations", "steps_since_refresh", "thresholds", "residuals", "owned"):
-            assert_same(old[key], new[key])
+            assert_same_bits(old[key], new[key])
     ranks.step(gradients(3, world_size), BUCKETS[2])
     assert [synchronizer.steps_since_refresh for synchronizer in ranks.synchronizers] == [1] * world_size
 
@@ -237,7 +218,7 @@ def test_leaving_another_exchange_is_undone_too() -> None:
     local[3]["a"][0] = math.nan
     after.step(local)
     for old, new in zip(before.state_dicts(), after.state_dicts(), strict=True):
-        assert_same(old["residuals"], new["residuals"])
+        assert_same_bits(old["residuals"], new["residuals"])
     assert not any(bool(piece.any()) for s in after.state_dicts() for p in s["owned"].values() for piece in p.values())
     local = gradients(1, 4)
     mean, held = after.step([{n: 4.0 * g for n, g in rank.items()} for rank in local])[0], after.held_back()

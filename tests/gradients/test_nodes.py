@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from distributed.training import rank
-from lightning_dct.gradients.exchanges.nodes import NodeLayout, find_layout, make_groups
+from lightning_dct.gradients.exchanges.making import NodeLayout, find_layout, make_groups
 
 
 def layout(*places: tuple[int, int]) -> NodeLayout:

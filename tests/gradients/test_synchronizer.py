@@ -1,9 +1,10 @@
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from emulated_ranks import EmulatedRanks, Meeting
+from emulated_ranks import EmulatedRanks, Meeting, assert_same_bits, heavy_tailed
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,17 +17,7 @@ from strategies_for_hypothesis import FORMATS, examples
 SIZES = {"a": 300, "b": 50, "c": 200}
 BUCKETS = [[["c", "b", "a"]], [["c"], ["b", "a"]], [["a", "c"], ["b"]]]
 Gradients = list[dict[str, Tensor]]
-
-
-def gradients(
-    step: int, world_size: int = 2, dtype: torch.dtype = torch.float32, sizes: dict[str, int] = SIZES
-) -> Gradients:
-    """Heavy-tailed numbers, others on every rank and step."""
-    noise = torch.Generator().manual_seed(step)
-    return [
-        {name: torch.randn(size, generator=noise).pow(3).to(dtype) for name, size in sizes.items()}
-        for _ in range(world_size)
-    ]
+gradients = partial(heavy_tailed, sizes=SIZES)
 
 
 def sent(ranks: EmulatedRanks, names: list[str], bucket: int = 0, dtype: torch.dtype = torch.float32) -> list[Unpacked]:
@@ -53,22 +44,6 @@ def sent_by_name(ranks: EmulatedRanks, buckets: list[list[str]], dtype: torch.dt
             dense[positions] = values
             everyone[rank].update(zip(names, dense.split([ranks.sizes[name] for name in names]), strict=True))
     return everyone
-
-
-def assert_same_bits(left: Any, right: Any) -> None:
-    """Equality of nested states, NaN equal to NaN."""
-    if isinstance(left, dict):
-        assert left.keys() == right.keys()
-        for key in left:
-            assert_same_bits(left[key], right[key])
-    elif isinstance(left, list):
-        for one, other in zip(left, right, strict=True):
-            assert_same_bits(one, other)
-    elif isinstance(left, Tensor):
-        assert left.dtype == right.dtype
-        torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True)
-    else:
-        assert left == right
 
 
 # Conservation

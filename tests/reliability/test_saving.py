@@ -26,7 +26,7 @@ from distributed.training import (
 )
 from embedding.hybrid import Hybrid, batches, together, whole
 from lightning_dct import DCTStrategy
-from lightning_dct.checkpoint import rows_path, state_path
+from lightning_dct.checkpoint import state_path
 from lightning_dct.files import AtomicCheckpointIO
 from reliability.killed_training import BATCHES, Resumable
 
@@ -269,28 +269,3 @@ def test_tables_go_on_without_what_was_held_back_but_not_without_rows(ranks: Any
     shutil.rmtree(tmp_path / "a.ckpt.dct")
     with pytest.raises(RankFailure, match="embedding rows should be in"):
         ranks(2).run(resume_tables, tmp_path / "a.ckpt")
-
-
-def rewrite_as_version_1(path: Path) -> None:
-    """What version 1 would have written: files named without the save, no token in the note."""
-    checkpoint = torch.load(path, weights_only=True)
-    note = checkpoint["lightning_dct"]
-    old = {**{key: value for key, value in note.items() if key != "save"}, "format_version": 1}
-    for of in range(note["world_size"]):
-        os.rename(state_path(str(path), note, of), state_path(str(path), old, of))
-    if note["has_rows"]:
-        os.rename(rows_path(str(path), note), rows_path(str(path), old))
-    checkpoint["lightning_dct"] = old
-    torch.save(checkpoint, path)
-
-
-def test_checkpoint_of_version_1_resumes(ranks: Any, tmp_path: Path) -> None:
-    """Oracle: the same checkpoint as it was written."""
-    ranks(2).run(save, tmp_path)
-    expected = ranks(2).run(resume, tmp_path / "a.ckpt", {})
-    rewrite_as_version_1(tmp_path / "a.ckpt")
-    for (run, start), (run_of_2, start_of_2) in zip(
-        ranks(2).run(resume, tmp_path / "a.ckpt", {}), expected, strict=True
-    ):
-        assert run.hashes == run_of_2.hashes
-        assert_weights_equal(start["residuals"], start_of_2["residuals"])

@@ -25,7 +25,7 @@ from lightning_dct.callbacks.run_advice import RunAdvice, StepClock, StepCosts
 from lightning_dct.config import DCTConfig, check_density, check_positive
 from lightning_dct.forecast.timing import measure_link, slowest
 from lightning_dct.forecast.workload import Workload, workload_of
-from lightning_dct.gradients.exchanges.nodes import NodeLayout, find_layout
+from lightning_dct.gradients.exchanges.making import NodeLayout, find_layout
 from lightning_dct.tables import plain_table
 
 WINDOW = 10

@@ -25,7 +25,7 @@ from lightning_dct.forecast.report import describe
 from lightning_dct.forecast.shards import check_shards
 from lightning_dct.forecast.timing import measure_link
 from lightning_dct.fsdp.wrapping import units_of
-from lightning_dct.gradients.exchanges.nodes import find_layout
+from lightning_dct.gradients.exchanges.making import find_layout
 from lightning_dct.gradients.plan import real_numel
 from lightning_dct.synchronizing import parameter_names
 from lightning_dct.tables import plain_table

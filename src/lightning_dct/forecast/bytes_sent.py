@@ -14,8 +14,7 @@ import torch
 from lightning_dct.config import DCTConfig
 from lightning_dct.forecast.workload import Workload
 from lightning_dct.gradients.exchanges.compressed import link_traversals
-from lightning_dct.gradients.exchanges.making import share_model
-from lightning_dct.gradients.exchanges.nodes import NodeLayout
+from lightning_dct.gradients.exchanges.making import NodeLayout, share_model
 from lightning_dct.gradients.plan import BucketPlan, Plans, real_dtype, real_numel
 from lightning_dct.gradients.sharding import Cutter, Shard
 from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes, bytes_between_nodes

@@ -10,8 +10,7 @@ from lightning_dct.forecast.bytes_sent import COMPRESSED, Sent, Step, compressed
 from lightning_dct.forecast.shards import fsdp_bytes, groups_of, step_of_all
 from lightning_dct.forecast.timing import Speed
 from lightning_dct.forecast.workload import Workload
-from lightning_dct.gradients.exchanges.making import INSIDE_IS_FASTER, Choice, choose_for_model
-from lightning_dct.gradients.exchanges.nodes import NodeLayout
+from lightning_dct.gradients.exchanges.making import INSIDE_IS_FASTER, Choice, NodeLayout, choose_for_model
 
 DENSE = "ddp"
 MOST_RANKS = 10_000

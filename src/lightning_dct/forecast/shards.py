@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_dct.forecast.bytes_sent import Sent, Step
 from lightning_dct.forecast.workload import Workload
-from lightning_dct.gradients.exchanges.nodes import NodeLayout
+from lightning_dct.gradients.exchanges.making import NodeLayout
 from lightning_dct.traffic import all_gather_bytes, bytes_between_nodes
 
 Group = tuple[Workload, NodeLayout]

@@ -14,8 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from lightning_dct.config import DCTConfig
 from lightning_dct.gradients import GradientSynchronizer
 from lightning_dct.gradients.collectives import Link
-from lightning_dct.gradients.exchanges import Exchange
-from lightning_dct.gradients.exchanges.base import complete
+from lightning_dct.gradients.exchanges.base import Exchange, complete
 from lightning_dct.gradients.plan import local_of
 from lightning_dct.traffic import all_gather_bytes
 
@@ -23,11 +22,7 @@ from lightning_dct.traffic import all_gather_bytes
 class ShardGradientSynchronizer(GradientSynchronizer):
     """Averages this rank's gradient shards over the replicas, one unit of FSDP at a time.
 
-    Args:
-        config: The settings.
-        parameter_names: The name of every parameter.
-        exchange: Sends compressed gradients to the other replicas.
-        shards: Ranks per replica.
+    ``shards`` is the number of ranks per replica.
 
     Attributes:
         is_blocked: Whether gradients only accumulate on this rank, until the next backward that is not blocked.
@@ -63,10 +58,7 @@ class ShardGradientSynchronizer(GradientSynchronizer):
 
     @torch.no_grad()
     def _reduce(self, units: list[Any], flat: Tensor) -> None:
-        """Replace a unit's sum over a replica by the mean over all ranks.
-
-        ``flat`` has this rank's shards of the gradients, each padded to the largest shard of the replica.
-        """
+        """Replace a unit's sum over a replica, this rank's padded shards one after the other, by the mean of all."""
         flat.div_(self._shards)
         parts = [part for part in units[0].fsdp_params if part.sharded_param.requires_grad]
         padded = [part.padded_sharded_param_size.numel() for part in parts]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -204,11 +204,6 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
             # Copies, because FSDP's tensors change with the weights.
             return apply_to_collection(super().lightning_module_state_dict(), Tensor, Tensor.clone)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load Lightning's checkpoint and, when fitting, this rank's compression state beside it."""
-        with nullcontext() if self.updates is None else self.updates.weights.in_model():
-            return super().load_checkpoint(checkpoint_path, weights_only)
-
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load this rank's optimizer state."""
         super().load_model_state_dict(checkpoint, strict)
@@ -244,8 +239,3 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
                     for name, whole in state.get(part, {}).items()
                 }
         super()._restore(synchronizer)
-
-    @property
-    def _module(self) -> pl.LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module

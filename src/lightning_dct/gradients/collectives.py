@@ -50,8 +50,7 @@ class Link:
 def all_gather_payload(payload: Tensor, link: Link) -> tuple[dist.Work, Tensor]:
     """Start sending a payload (uint8, ``[size]``, the same size on every rank) to all ranks.
 
-    Returns:
-        The work to wait for, and the payloads by rank: shape ``[ranks, size]``, uint8.
+    Return the work to wait for, and the payloads by rank: shape ``[ranks, size]``, uint8.
     """
     link.count(all_gather_bytes(payload.numel(), link.size))
     gathered = torch.empty(link.size * payload.numel(), dtype=torch.uint8, device=payload.device)
@@ -64,8 +63,7 @@ def all_gather_payload(payload: Tensor, link: Link) -> tuple[dist.Work, Tensor]:
 def deliver_payloads(payloads: Sequence[Tensor], link: Link) -> tuple[dist.Work, Tensor]:
     """Start sending each rank its own payload: for rank ``r`` uint8, ``[size of r]``, the same size on every sender.
 
-    Returns:
-        The work to wait for, and the payloads for this rank by sender: shape ``[ranks, own size]``, uint8.
+    Return the work to wait for, and the payloads for this rank by sender: shape ``[ranks, own size]``, uint8.
     """
     sizes = [payload.numel() for payload in payloads]
     own = sizes[link.rank]
@@ -77,12 +75,9 @@ def deliver_payloads(payloads: Sequence[Tensor], link: Link) -> tuple[dist.Work,
 
 
 def spread_payload(payload: Tensor, sizes: Sequence[int], link: Link) -> tuple[dist.Work, tuple[Tensor, ...]]:
-    """Start sending a payload (uint8, ``[sizes[own rank]]``) to all ranks, by all-to-all.
+    """Start sending a payload (uint8, ``[sizes[own rank]]``) to all ranks, by all-to-all: all-gather needs equal sizes.
 
-    An all-gather needs equal sizes, so payloads would have to be padded.
-
-    Returns:
-        The work to wait for, and the payloads by rank, uint8.
+    Return the work to wait for, and the payloads by rank, uint8.
     """
     link.count(all_gather_bytes(payload.numel(), link.size))
     received = payload.new_empty(sum(sizes))

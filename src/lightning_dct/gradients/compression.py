@@ -24,7 +24,8 @@ from torch import Tensor
 from lightning_dct.gradients.awaited import Awaited
 from lightning_dct.gradients.on_device import add_payloads, send_largest
 from lightning_dct.gradients.plan import BucketPlan
-from lightning_dct.kernels import Selection, select, sum_entries
+from lightning_dct.kernels import select, sum_entries
+from lightning_dct.kernels.reference import Selection
 from lightning_dct.threshold import GUARD_RESELECT, Thresholds, keep_largest, kth_magnitude, nudge
 from lightning_dct.wire import PayloadError, pack, unpack
 from lightning_dct.wire.bits import nonzero_indices
@@ -59,8 +60,8 @@ def compress(
 ) -> Compressed:
     """Pack the largest entries and leave the rest in the residual.
 
-    Afterwards ``decoded(payload) + residual`` equals the earlier ``gradient_scale * buffer + residual``. The exception
-    are infinite and NaN entries: they go into the payload, and the residual keeps its old value.
+    Afterwards ``decoded(payload) + residual`` equals the earlier ``gradient_scale * buffer + residual``, except
+    for infinite and NaN entries: they go into the payload, and the residual keeps its old value.
 
     Args:
         buffer: Shape ``[n]``: the flattened bucket. Not changed.
@@ -210,13 +211,10 @@ def _fit(
     thresholds: Thresholds,
     guard: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Cut a selection to the payload's capacity, keep each tensor's largest entries, and adjust the thresholds.
-
-    The capacity is fixed, because collectives need equal sizes. Of a tensor with infinite or NaN entries only those
-    are sent, because the step is lost anyway.
-    """
+    """Cut a selection to the payload's capacity, keep each tensor's largest entries, and adjust the thresholds."""
     positions, values, counts = selection
     finite = None if _all_finite(values) else values.isfinite()
+    # The capacity is fixed, because collectives need equal sizes.
     keep: Tensor | None = None
     stop = 0
     for index, tau, count in zip(used, taus, counts, strict=True):
@@ -226,6 +224,7 @@ def _fit(
         if keep is None and (is_broken or count > target):
             keep = torch.ones_like(positions, dtype=torch.bool)
         if finite is not None and keep is not None and is_broken:
+            # Only the infinite and NaN entries are sent, because the step is lost anyway.
             keep[start:stop] = False
             keep[start + nonzero_indices(~finite[start:stop])[:target]] = True
             continue

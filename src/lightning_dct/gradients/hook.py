@@ -9,8 +9,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from lightning_dct.config import DCTConfig
-from lightning_dct.gradients.exchanges import Exchange
-from lightning_dct.gradients.exchanges.base import Pending, complete, send_sparse, unused_tensors
+from lightning_dct.gradients.exchanges.base import Exchange, Pending, complete, send_sparse, unused_tensors
 from lightning_dct.gradients.plan import BucketPlan, real_numel
 from lightning_dct.gradients.synchronizer import Synchronizer
 from lightning_dct.traffic import FP32_BYTES, all_reduce_bytes
@@ -22,9 +21,9 @@ class GradientSynchronizer(Synchronizer):
     A *synchronisation* is one pass over all buckets: one for each optimizer step, whatever the number of micro-batches.
 
     Args:
-        config: The settings.
-        parameter_names: The name of every parameter that may be in a bucket.
-        exchange: Sends compressed gradients to the other ranks.
+        config: See :class:`Synchronizer`.
+        parameter_names: See there.
+        exchange: See there.
         defer_unused: Send nothing of a tensor that this rank's backward did not use. With ``find_unused_parameters``
             DDP discards the mean of a parameter that no rank has used, and what was sent would be lost.
         loss_scale: Gives the loss scale of mixed-precision training; None if there is none. With it, a synchronisation
@@ -85,11 +84,9 @@ class GradientSynchronizer(Synchronizer):
         self.memory.begin(1.0 if self._loss_scale is None else 1.0 / self._loss_scale(), self._refreshing)
 
     def _finish(self) -> None:
-        """Complete all buckets and count the synchronisation.
-
-        This runs in backward's thread and not in callbacks of the futures: gloo would run those in its own threads,
-        which compete with backward for the interpreter and can abort the process when it ends.
-        """
+        """Complete all buckets and count the synchronisation."""
+        # In backward's thread and not in callbacks of the futures: gloo would run those in its own threads, which
+        # compete with backward for the interpreter and can abort the process when it ends.
         complete(self._pending, self.traffic, self._loss_scale is not None)
         self.memory.awaited.poll()
         # The scaler checks the same. The means are the same on all ranks, and so is the result.
@@ -122,13 +119,10 @@ class GradientSynchronizer(Synchronizer):
         everyone.count_dense(all_reduce_bytes(FP32_BYTES * buffer.numel(), everyone.size))
 
     def _deferred(self, bucket: GradBucket, plan: BucketPlan) -> set[int]:
-        """The tensors of a bucket that this rank's backward did not use.
-
-        DDP passes zeros for them, but for parameters that ``toggle_optimizer`` has frozen, the gradient of an earlier
-        backward.
-        """
+        """The tensors of a bucket that this rank's backward did not use."""
         if not self._defer_unused:
             return set()
+        # DDP passes zeros for them, but for parameters that `toggle_optimizer` has frozen, the gradient of an earlier
+        # backward.
         parameters = enumerate(bucket.parameters())
-        switched_off = {index for index, parameter in parameters if not parameter.requires_grad}
-        return switched_off | unused_tensors(bucket.buffer(), plan)
+        return unused_tensors(bucket.buffer(), plan) | {index for index, p in parameters if not p.requires_grad}

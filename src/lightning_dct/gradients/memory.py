@@ -11,7 +11,7 @@ settings or another exchange, the old owner's residual of the sum becomes a resi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,19 +20,64 @@ from torch import Tensor
 from lightning_dct.gradients.awaited import Awaited
 from lightning_dct.gradients.compression import Compressed, compress, decompress
 from lightning_dct.gradients.plan import BucketPlan
-from lightning_dct.gradients.residual import Residuals, add_pieces, pieces_extent
 from lightning_dct.gradients.sharding import Piece
 from lightning_dct.threshold import Thresholds
+
+
+class Residuals:
+    """One rank's residuals by parameter name, in flat buffers with the layout of the gradient buckets.
+
+    DistributedDataParallel rebuilds its buckets after the first backward, in another order. Residuals by bucket number
+    would then be added to the wrong parameters.
+    """
+
+    def __init__(self) -> None:
+        self._views: dict[str, Tensor] = {}
+        self._flat: dict[tuple[str, ...], Tensor] = {}
+
+    def flat(self, names: Sequence[str], sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The residual of a bucket, shape ``[sum(sizes)]``, to be written in place; zeros where there was none."""
+        # The buffer stays the same as long as the bucket holds the same parameters.
+        key = tuple(names)
+        if key not in self._flat:
+            flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+            for name, view in zip(names, flat.split(list(sizes)), strict=True):
+                if name in self._views:
+                    view.copy_(self._views[name])
+                self._views[name] = view
+            # Buffers that have lost a residual to this one are no longer valid.
+            moved = set(names)
+            self._flat = {old: buffer for old, buffer in self._flat.items() if not moved.intersection(old)}
+            self._flat[key] = flat
+        return self._flat[key]
+
+    def view(self, name: str) -> Tensor | None:
+        """The residual of one name, shape ``[size]``, to be written in place; None if there is none."""
+        return self._views.get(name)
+
+    def drop(self, name: str) -> None:
+        """Delete the residual of one name."""
+        del self._views[name]
+        self._flat = {names: buffer for names, buffer in self._flat.items() if name not in names}
+
+    def norms(self) -> dict[str, float]:
+        """Euclidean norm of each residual, by name."""
+        return {name: float(view.norm(dtype=torch.float64)) for name, view in self._views.items()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Each residual by parameter name: 1-D tensors on the CPU, copies. Parameters without entries have none."""
+        return {name: view.detach().to("cpu", copy=True) for name, view in self._views.items() if view.numel()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue with saved residuals; :meth:`flat` lays out the buffers."""
+        self._views = {name: tensor.detach().clone().flatten() for name, tensor in state.items()}
+        self._flat = {}
 
 
 class Memory:
     """One rank's residuals and thresholds.
 
-    Args:
-        pieces: The pieces this rank owns, by label.
-        guard: Adjust the thresholds in each synchronisation.
-        undoable: Keep what a synchronisation changes, so that it can be undone.
-        kernel: See :func:`~lightning_dct.kernels.select`.
+    ``pieces`` are those this rank owns, by label. If it is ``undoable``, it keeps what a synchronisation changes.
 
     Attributes:
         what: What is exchanged, for messages.
@@ -142,12 +187,6 @@ class Memory:
             squares[name] = squares.get(name, 0.0) + norm**2
         return {name: square**0.5 for name, square in squares.items()}
 
-    def take_residuals(self) -> dict[str, Tensor]:
-        """Remove and return the residuals of this rank's own tensors, by parameter."""
-        taken = self.residuals.state_dict()
-        self.residuals.load_state_dict({})
-        return taken
-
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, dicts and CPU tensors: residuals by parameter, those of sums by parameter and first entry."""
         owned: dict[str, dict[int, Tensor]] = {}
@@ -164,11 +203,10 @@ class Memory:
             ValueError: A saved residual does not fit the parameter of its name.
         """
         residuals: dict[str, Tensor] = dict(state["residuals"])
-        owned: Mapping[str, Mapping[int, Tensor]] = state.get("owned", {})
         for name, residual in residuals.items():
             _check_size(name, residual.numel(), sizes, partial=False)
         kept = {}
-        for name, parts in owned.items():
+        for name, parts in state["owned"].items():
             _check_size(name, pieces_extent(parts), sizes, partial=True)
             lost = dict(parts)
             for label in self._labels.get(name, ()):
@@ -176,7 +214,8 @@ class Memory:
                 if piece.start in lost and lost[piece.start].numel() == piece.stop - piece.start:
                     kept[label] = lost.pop(piece.start)
             if lost:
-                residuals[name] = add_pieces(residuals.get(name), lost, sizes.get(name, 0))
+                none_yet = next(iter(lost.values())).new_zeros(max(sizes.get(name, 0), pieces_extent(lost)))
+                residuals[name] = add_pieces(residuals.get(name, none_yet).clone(), lost)
         self.thresholds.load_state_dict(state["thresholds"])
         self.residuals.load_state_dict(residuals)
         self.owned.load_state_dict(kept)
@@ -194,3 +233,15 @@ def _check_size(name: str, entries: int, sizes: Mapping[str, int], partial: bool
             f"The checkpoint's residual of parameter {name!r} has {entries} entries, the model's parameter has"
             f" {expected}. Resume with the model that was saved."
         )
+
+
+def pieces_extent(pieces: Mapping[int, Tensor]) -> int:
+    """The end of the last of some pieces of a tensor, which are given by first entry."""
+    return max(start + piece.numel() for start, piece in pieces.items())
+
+
+def add_pieces(residual: Tensor, pieces: Mapping[int, Tensor]) -> Tensor:
+    """Add pieces, given by first entry, to a residual (shape ``[size]``) in place, and return it."""
+    for start, piece in pieces.items():
+        residual[start : start + piece.numel()] += piece
+    return residual

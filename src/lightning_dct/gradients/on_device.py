@@ -46,7 +46,7 @@ class OnDevice:
 
     def __init__(self, plan: BucketPlan, device: torch.device) -> None:
         self._plan, self._device = plan, device
-        self.layouts = SideBySide(plan.layouts, device)
+        self.layouts = SideBySide([part.layout for part in plan.parts or (plan,)], device)
         starts = torch.tensor([start for start, _ in plan.bounds], dtype=torch.int64)
         sizes = torch.tensor(plan.sizes, dtype=torch.int64)
         self.shifts = (starts - (sizes.cumsum(0) - sizes)).to(device)
@@ -68,30 +68,23 @@ class OnDevice:
 
 
 class _SelectionBuffer:
-    """The buffer of a bucket's selection, with ``R`` slots for ``U`` tensors.
-
-    Attributes:
-        used: Indices of the tensors in the plan.
-        segments: Their bounds and slots.
-        targets: Shape ``[U]``, int64: entries each may send.
-        sizes: Shape ``[U]``, fp64: entries of each.
-        first_targets: The first ``targets`` slots of each tensor: int64.
-        in_plan: ``used`` as a tensor, int64.
-        edges: Shape ``[payloads + 1]``, int64: the first slot of each payload's tensors, and the end of the last.
-    """
+    """The buffer of a bucket's selection, with slots for ``U`` tensors; ``used`` are their indices in the plan."""
 
     def __init__(self, plan: BucketPlan, used: tuple[int, ...], device: torch.device) -> None:
         self.used = used
         capacities = [buffer_capacity(plan.sizes[index], plan.targets[index]) for index in used]
         self.segments = Segments([plan.bounds[index] for index in used], capacities, device)
+        # Shape `[U]`: entries each tensor may send, its entries, and its index in the plan.
         self.targets = torch.tensor([plan.targets[index] for index in used], dtype=torch.int64).to(device)
         self.sizes = torch.tensor([plan.sizes[index] for index in used], dtype=torch.float64).to(device)
         self.in_plan = torch.tensor(used, dtype=torch.int64).to(device)
+        # int64: the first `targets` slots of each tensor.
         begins = [0, *accumulate(capacities)]
         first_targets = [
             torch.arange(begin, begin + plan.targets[index]) for begin, index in zip(begins, used, strict=False)
         ]
         self.first_targets = torch.cat([torch.empty(0, dtype=torch.int64), *first_targets]).to(device)
+        # Shape `[payloads + 1]`, int64: the first slot of each payload's tensors, and the end of the last.
         first_of_payload = accumulate((len(part.names) for part in plan.parts or (plan,)), initial=0)
         self.edges = torch.tensor([begins[bisect_left(used, first)] for first in first_of_payload]).to(device)
 
@@ -164,10 +157,7 @@ def add_payloads(payloads: Tensor, total: Tensor, plan: BucketPlan, factor: floa
 
 
 def _largest_first(picked: BufferedSelection, segments: Segments) -> tuple[Tensor, Tensor]:
-    """The magnitude in each slot (-1 in empty ones), and the order of slots: by tensor, and the largest first.
-
-    Of equal magnitudes the first position comes first. Infinite and NaN values count as equal.
-    """
+    """The magnitude in each slot (-1 in empty ones), and the order of slots: by tensor, largest, position."""
     magnitudes = picked.values.abs().nan_to_num_(nan=math.inf, posinf=math.inf)
     magnitudes = torch.where(segments.numbers < picked.counts[segments.segment], magnitudes, -1.0)
     by_magnitude = torch.argsort(magnitudes, descending=True, stable=True)
@@ -176,12 +166,10 @@ def _largest_first(picked: BufferedSelection, segments: Segments) -> tuple[Tenso
 
 
 def _follow(taus: Tensor, picked: BufferedSelection, descending: Tensor, selection_buffer: _SelectionBuffer) -> Tensor:
-    """The thresholds after the guard has adjusted them: shape ``[U]``, fp64.
-
-    If far too many entries of a tensor were selected, the smallest magnitude that is kept is its new threshold. If the
-    buffer holds only a sample of them, it is the magnitude of the same rank among all.
-    """
+    """The thresholds after the guard has adjusted them: shape ``[U]``, fp64."""
     counts, targets = picked.counts, selection_buffer.targets
+    # If far too many entries of a tensor were selected, the smallest magnitude that is kept is its new threshold. If
+    # the buffer holds only a sample of them, it is the magnitude of the same rank among all.
     filled = counts.minimum(selection_buffer.segments.slots)
     ranks = (targets * filled + counts - 1).div(counts.clamp(min=1), rounding_mode="floor") - 1
     cutoffs = descending[selection_buffer.segments.begins + ranks.clamp_(min=0)].to(taus.dtype)
@@ -198,12 +186,7 @@ def _keep(
     selection_buffer: _SelectionBuffer,
     on_device: OnDevice,
 ) -> tuple[Tensor, Slots, Tensor]:
-    """The entries that are sent, by payload and position.
-
-    Returns:
-        Their indices into the bucket (unused slots hold one too), the entries, and the index of each one's tensor in
-        the plan.
-    """
+    """Of the entries that are sent: indices into the bucket (unused slots hold one too), values, tensors' indices."""
     layouts = on_device.layouts
     if not selection_buffer.used:
         nothing = torch.zeros_like(layouts.spare)

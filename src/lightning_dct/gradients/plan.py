@@ -72,11 +72,6 @@ class BucketPlan:
         return tuple(index for index, target in enumerate(self.targets) if not target)
 
     @cached_property
-    def layouts(self) -> tuple[PayloadLayout, ...]:
-        """The layout of each payload."""
-        return tuple(part.layout for part in self.parts or (self,))
-
-    @cached_property
     def on_devices(self) -> dict[torch.device, Any]:
         """The constants of this plan that :mod:`~lightning_dct.gradients.on_device` has copied to devices."""
         return {}
@@ -125,15 +120,9 @@ def plan_bucket(
     all-reduce moves fewer bytes. A decision depends on its tensor alone, so the bucket in which
     DistributedDataParallel puts the tensor does not matter.
 
-    Args:
-        names: The parameters' names.
-        sizes: Entries of each.
-        densities: Share of each one's entries to send, in (0, 1].
-        dtype: The gradients' dtype.
-        value_format: How sent entries are written.
-        min_tensor_size: Smaller tensors are sent dense.
-        link_traversals: How often each link carries a rank's payload: for an all-gather the world size. An all-reduced
-            tensor counts as two. 1 means that there are no other ranks.
+    ``names``, ``sizes`` and ``densities`` (the share of entries to send, in (0, 1]) have an item for each tensor.
+    ``dtype`` is the gradients'. ``link_traversals`` says how often each link carries a rank's payload: for an
+    all-gather the world size. An all-reduced tensor counts as two. 1 means that there are no other ranks.
     """
     targets = []
     for size, density in zip(sizes, densities, strict=True):

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.config import DCTConfig
-from lightning_dct.gradients.exchanges import Exchange
-from lightning_dct.gradients.exchanges.base import Pending, send_dense
+from lightning_dct.gradients.exchanges.base import Exchange, Pending, send_dense
 from lightning_dct.gradients.memory import Memory
 from lightning_dct.gradients.plan import BucketPlan, Plans, real_dtype, real_numel
 

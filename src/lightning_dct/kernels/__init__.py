@@ -18,33 +18,18 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torch import Tensor
 
 from lightning_dct.kernels.reference import Selection
 
 KernelName = Literal["auto", "torch", "numba", "triton"]
-KERNELS: tuple[str, ...] = get_args(KernelName)
 # By kernel: its device, and how to install its package.
 _NEEDS = {
     "numba": ("cpu", "pip install '.[fast]' in a clone of lightning_dct"),
     "triton": ("cuda", "pip install triton"),
 }
-
-__all__ = [
-    "KERNELS",
-    "KernelName",
-    "Selection",
-    "add_rows",
-    "available_kernels",
-    "buffer_kernel",
-    "check_kernel",
-    "fastest_kernel",
-    "rows_kernel",
-    "select",
-    "sum_entries",
-]
 
 
 def select(
@@ -58,10 +43,7 @@ def select(
     """Add the gradient to the residual and select the entries whose magnitude reaches their threshold.
 
     :mod:`lightning_dct.kernels.reference` describes arguments and result. ``kernel="auto"`` takes the fastest installed
-    kernel for the device.
-
-    Raises:
-        ValueError: The kernel is not installed or does not work on this device.
+    kernel for the device. :func:`check_kernel` describes errors.
     """
     module = _implementation(kernel, gradient.device.type)
     selection: Selection = module.select(gradient, residual, segments, thresholds, gradient_scale)
@@ -133,11 +115,7 @@ def faster_kernel_missing(device_type: str) -> str | None:
 
 
 def check_kernel(name: str, device_type: str) -> None:
-    """Refuse a kernel that cannot run.
-
-    Raises:
-        ValueError: It is not installed or does not work on this device.
-    """
+    """Refuse a kernel that is not installed or does not work on this device (ValueError)."""
     if name in _NEEDS:
         device, remedy = _NEEDS[name]
         if device != device_type:

@@ -48,10 +48,7 @@ class Blocks(NamedTuple):
 class Segments:
     """The bounds and slots of ``T`` segments, with ``R`` slots and ``N`` entries in all; computed once for a device.
 
-    Args:
-        bounds: Ranges ``(start, stop)`` of the bucket, not empty.
-        capacities: Slots of each, at least one.
-        device: The bucket's device.
+    ``bounds`` are ranges of the bucket, not empty; ``capacities`` are the slots of each, at least one.
 
     Attributes:
         edges: Shape ``[T + 1]``, int64: the first of the ``N`` entries of each segment, and the end of the last.

@@ -20,7 +20,7 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_dct.kernels.reference import Selection, nothing, weights_by_senders
+from lightning_dct.kernels.reference import Selection, weights_by_senders
 
 BLOCK = 1024
 # With fewer entries a second thread costs more than it saves.
@@ -61,14 +61,13 @@ def select(
         return torch.tensor(positions[:count], dtype=torch.int64), torch.tensor(values[:count]), counts
 
     shares = list(_shares(segments, torch.get_num_threads()))
-    if not shares:
-        return nothing(residual, [0] * len(segments))
-    done = _in_threads(select_pieces, shares)
-    counts = [0] * len(segments)
-    for share, (_, _, piece_counts) in zip(shares, done, strict=True):
-        for piece, count in zip(share, piece_counts.tolist(), strict=True):
+    positions, values, counts = [residual.new_empty(0).long()], [residual.new_empty(0)], [0] * len(segments)
+    for share, (places, found, reached) in zip(shares, _in_threads(select_pieces, shares), strict=True):
+        positions.append(places)
+        values.append(found)
+        for piece, count in zip(share, reached.tolist(), strict=True):
             counts[piece.segment] += count
-    return Selection(torch.cat([share[0] for share in done]), torch.cat([share[1] for share in done]), counts)
+    return Selection(torch.cat(positions), torch.cat(values), counts)
 
 
 def sum_entries(
@@ -110,11 +109,8 @@ _arrays = threading.local()
 
 
 def _scratch(count: int, size: int, dtype: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Arrays that a thread reuses: positions below ``size`` in the narrowest dtype, and values; ``[at least count]``.
-
-    The system maps pages only when they are written, and few are. With new arrays in each call it would clear the same
-    pages again and again.
-    """
+    """Arrays that a thread reuses: positions below ``size`` in the narrowest dtype, and values, ``count`` or more."""
+    # The system maps pages only when they are written, and few are. New arrays would have it clear them in each call.
     found = []
     for use, kind in (("positions", np.dtype(np.int32 if size <= LARGEST_INT32 else np.int64)), ("values", dtype)):
         array = vars(_arrays).get(f"{use} {kind}")

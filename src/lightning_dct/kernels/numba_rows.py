@@ -27,18 +27,11 @@ A_LITTLE_LESS = np.float32(1 - 2**-23)
 def encode(
     values: Tensor, num_rows: int, levels: int, shares: NDArray[np.float32], salt: int | None, header: bytes
 ) -> Tensor:
-    """Encode values.
+    """The header, and the bytes of the scales and of the values, uint8.
 
-    Args:
-        values: Any shape and floating-point dtype, not empty: ``num_rows`` rows, one after the other.
-        num_rows: The number of rows.
-        levels: Steps of the scale on either side of zero: 127 for int8, 7 for int4.
-        shares: Shape ``[256]``, fp32: the scale of each code over the largest scale.
-        salt: Of the random numbers for stochastic rounding; None rounds to nearest.
-        header: The first bytes.
-
-    Returns:
-        The header, and the bytes of the scales and of the values, uint8.
+    ``values`` (any shape and floating-point dtype, not empty) are ``num_rows`` rows, one after the other. ``levels``
+    are the steps of the scale on either side of zero: 127 for int8, 7 for int4. ``shares`` (shape ``[256]``, fp32) has
+    the scale of each code over the largest scale. ``salt`` is that of stochastic rounding; None rounds to nearest.
     """
     rows = values.detach().to(torch.float32).numpy().reshape(num_rows, -1)
     begin = len(header)

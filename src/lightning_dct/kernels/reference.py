@@ -38,11 +38,6 @@ class Selection(NamedTuple):
     counts: list[int]  # the number of them in each segment
 
 
-def nothing(residual: Tensor, counts: list[int]) -> Selection:
-    """The empty selection."""
-    return Selection(residual.new_empty(0).long(), residual.new_empty(0), counts)
-
-
 def select(
     gradient: Tensor,
     residual: Tensor,
@@ -54,7 +49,7 @@ def select(
     chunk = CHUNK if gradient.device.type == "cpu" else GPU_CHUNK
     longest = min(chunk, max((stop - start for start, stop in segments), default=0))
     sums, magnitudes = residual.new_empty(longest), residual.new_empty(longest)
-    positions, values, counts = [], [], []
+    positions, values, counts = [residual.new_empty(0).long()], [residual.new_empty(0)], []
     for (start, stop), threshold in zip(segments, thresholds, strict=True):
         count = 0
         for low in range(start, stop, chunk):
@@ -74,8 +69,6 @@ def select(
             values.append(picked_values)
             count += picked.numel()
         counts.append(count)
-    if not positions:
-        return nothing(residual, counts)
     return Selection(torch.cat(positions), torch.cat(values), counts)
 
 

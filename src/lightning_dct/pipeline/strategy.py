@@ -285,11 +285,6 @@ class DCTPipelineStrategy(DCTStrategy):
         super()._restore(synchronizer)
 
     @property
-    def _module(self) -> pl.LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
-
-    @property
     def _placed(self) -> PipelineMesh:
         assert self.mesh is not None
         return self.mesh

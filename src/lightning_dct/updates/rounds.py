@@ -79,11 +79,9 @@ def is_due(step: int, length: int, place: int = 0, places: int = 1) -> bool:
 
 
 def buckets_of(parameters: Sequence[tuple[str, Tensor]], turns: int) -> list[list[str]]:
-    """Divide parameters into buckets of one dtype and device each.
+    """Divide parameters, in the model's order, into buckets of one dtype and device each.
 
-    Args:
-        parameters: Names and parameters, in the model's order.
-        turns: The number of buckets of equal size, if the parameters are large enough for that.
+    ``turns`` is the number of buckets of equal size, if the parameters are large enough for that.
     """
     entries = sum(real_numel(parameter) for _, parameter in parameters)
     largest = min(LARGEST_BUCKET, max(SMALLEST_BUCKET, -(-entries // turns)))
@@ -106,10 +104,8 @@ def save_rounds(
 ) -> tuple[dict[str, int], dict[str, Tensor]]:
     """The clocks as numbers, and the completed updates in flight as CPU tensors by parameter.
 
-    Args:
-        rounds: By the number of the optimizer.
-        parameters: By name.
-        to_refresh: Parameters whose thresholds are selected anew when they are next sent.
+    ``rounds`` are by the number of the optimizer. ``to_refresh`` are the parameters whose thresholds are selected anew
+    when they are next sent.
     """
     clocks = {f"refresh {name}": 1 for name in to_refresh}
     in_flight: dict[str, Tensor] = {}

@@ -113,10 +113,8 @@ class SharedWeights:
     def move(self, names: Sequence[str], mean: Tensor, own: Tensor) -> None:
         """Add a mean to the shared weights, and add ``mean - own`` to this rank's own.
 
-        Args:
-            names: The parameters.
-            mean: Shape ``[n]``, one parameter after the other.
-            own: Shape ``[n]``: what this rank has sent, and what its residual loses by decay. Overwritten.
+        ``mean`` and ``own`` have shape ``[n]``, one parameter after the other. ``own`` is what this rank has sent, and
+        what its residual loses by decay. It is overwritten.
         """
         sizes = [real_numel(self.parameters[name]) for name in names]
         changes = torch.sub(mean, own, out=own).split(sizes)

@@ -11,9 +11,9 @@ not sent in its own weights: it trains on with that, as in *Step-Ahead Error Fee
 ``w_r - S`` is the residual. ``decay`` keeps the ranks from drifting apart during warm-up; then it is 1.
 
 ``n`` is the number of ranks that have sent an entry. If all have, ``m`` is their mean. The fewer have, the less the
-ranks agree on where that entry should move. Then their gradients are mostly noise, and an optimizer that divides by
-the size of gradients, such as Adam, takes steps that are too short by up to ``sqrt(W)``, because noise makes the
-gradients of one rank larger than their mean. The square root makes up for that.
+ranks agree on where that entry should move. Then their gradients are mostly noise, which makes the gradients of one
+rank larger than their mean. So an optimizer that divides by the size of gradients, such as Adam, takes steps that are
+too short by up to ``sqrt(W)``. The square root makes up for that.
 
 Sources: SPARQ-SGD (Singh et al., arXiv 1910.14280) and DiLoCo (Douillard et al., arXiv 2311.08105) for compressed
 local steps; Streaming DiLoCo (Douillard et al., arXiv 2501.18512) for tensors that take turns, and for exchanges that
@@ -32,8 +32,7 @@ from torch.optim import Optimizer
 
 from lightning_dct.config import DCTConfig
 from lightning_dct.gradients.collectives import Link, all_reduce_mean
-from lightning_dct.gradients.exchanges import Exchange
-from lightning_dct.gradients.exchanges.base import complete
+from lightning_dct.gradients.exchanges.base import Exchange, complete
 from lightning_dct.gradients.plan import local_of, real_dtype, real_numel
 from lightning_dct.gradients.synchronizer import Synchronizer
 from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes
@@ -57,9 +56,9 @@ class UpdateSynchronizer(Synchronizer):
     first step of its optimizer at which it is trainable.
 
     Args:
-        config: The settings.
-        parameter_names: The name of every parameter that may take part, with the same values on all ranks.
-        exchange: Sends payloads to the other ranks.
+        config: See :class:`Synchronizer`.
+        parameter_names: See there. These parameters have the same values on all ranks.
+        exchange: See there.
         buffers: Gives the model's floating-point buffers by name, which are averaged uncompressed.
         optimizers: Gives all optimizers, in the same order on every rank.
         parameters: Gives all parameters of the model, including those that do not take part.
@@ -191,7 +190,9 @@ class UpdateSynchronizer(Synchronizer):
             elif name in buffers:
                 buffers[name].copy_(weights)
         # Residuals of sums, from another exchange or another number of ranks.
-        for name, left in self.memory.take_residuals().items():
+        residuals = self.residuals.state_dict()
+        self.residuals.load_state_dict({})
+        for name, left in residuals.items():
             if name in self.weights.parameters:
                 own = as_real(self.weights.own(name))
                 own.add_(left.view(own.shape).to(own.device))

@@ -1,8 +1,1 @@
 """Exchanges: how compressed tensors reach the other ranks."""
-
-from lightning_dct.gradients.exchanges.base import Exchange, Flow
-from lightning_dct.gradients.exchanges.compressed import AllGather, ByNode, Sharded
-from lightning_dct.gradients.exchanges.making import make_exchange
-from lightning_dct.gradients.exchanges.nodes import NodeLayout
-
-__all__ = ["AllGather", "ByNode", "Exchange", "Flow", "NodeLayout", "Sharded", "make_exchange"]

@@ -78,7 +78,7 @@ class Pending:
 
         ``check_finite`` checks whether the mean is finite, which waits for a GPU.
         """
-        with traffic.waiting("exchange"):
+        with traffic.timed("exchange", "seconds_waiting"):
             self._work.wait()
         with traffic.timed("decompress"):
             self.rounds_left -= 1

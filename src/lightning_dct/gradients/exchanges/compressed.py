@@ -113,12 +113,8 @@ class Sharded(Exchange):
 class ByNode(Exchange):
     """The exchange for several nodes with several ranks each.
 
-    Args:
-        everyone: All ranks, with the number of ranks per node.
-        inside: The ranks of this node. :meth:`close` destroys the group.
-        between: The ranks with this rank's local number on all nodes. :meth:`close` destroys the group.
-        pieces: Every parameter's pieces, by name, divided among the ranks of a node.
-        defer_unused: See :class:`~lightning_dct.gradients.GradientSynchronizer`.
+    ``inside`` are the ranks of this node, and ``between`` those with this rank's local number on all nodes. ``pieces``
+    are every parameter's, by name, divided among the ranks of a node.
     """
 
     rounds = 3

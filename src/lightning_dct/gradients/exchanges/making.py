@@ -1,10 +1,11 @@
-"""Chooses and makes the exchange of a run, once the ranks are up."""
+"""Finds which ranks share a node, chooses the exchange of a run, and makes it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -15,7 +16,6 @@ from lightning_dct.config import DCTConfig
 from lightning_dct.gradients.collectives import Link
 from lightning_dct.gradients.exchanges.base import Exchange
 from lightning_dct.gradients.exchanges.compressed import AllGather, ByNode, Sharded, link_traversals
-from lightning_dct.gradients.exchanges.nodes import NodeLayout, find_layout, make_groups
 from lightning_dct.gradients.plan import BucketPlan, Plans, real_dtype, real_numel
 from lightning_dct.gradients.sharding import Piece, share_out
 from lightning_dct.traffic import Traffic, all_gather_bytes, all_reduce_bytes
@@ -25,6 +25,43 @@ from lightning_dct.traffic import Traffic, all_gather_bytes, all_reduce_bytes
 SHARDED_SAVES = 1.75
 # Assumed speed of a link inside a node over a rank's share of the link between nodes, as of NVLink over Ethernet.
 INSIDE_IS_FASTER = 100
+
+
+@dataclass(frozen=True)
+class NodeLayout:
+    """Where ranks run: ``places`` has each rank's node and its number on that node."""
+
+    places: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each node, ascending."""
+        numbers = sorted({node for node, _ in self.places})
+        return tuple(tuple(rank for rank, (node, _) in enumerate(self.places) if node == number) for number in numbers)
+
+    @cached_property
+    def ranks_per_node(self) -> int:
+        """Ranks on each node; only valid without an obstacle."""
+        return len(self.nodes[0])
+
+    @cached_property
+    def obstacle(self) -> str | None:
+        """Why ranks cannot exchange by node, or None."""
+        if len(set(self.places)) < len(self.places):
+            return "the launcher gives several ranks the same node and the same local rank"
+        if len(self.nodes) == 1:
+            return "all ranks are on one node"
+        counts = [len(ranks) for ranks in self.nodes]
+        if len(set(counts)) > 1:
+            return f"the nodes have different numbers of ranks: {', '.join(map(str, counts))}"
+        return "every node has one rank only" if counts[0] == 1 else None
+
+
+def find_layout(place: tuple[int, int], group: dist.ProcessGroup) -> NodeLayout:
+    """Gather the places of all ranks of a group; a collective call."""
+    places: list[tuple[int, int]] = [(0, 0)] * group.size()
+    dist.all_gather_object(places, place, group=group)
+    return NodeLayout(tuple(places))
 
 
 def make_exchange(
@@ -38,14 +75,9 @@ def make_exchange(
 ) -> Exchange:
     """Make the exchange; all ranks of the job call this together.
 
-    Args:
-        config: The settings.
-        parameters: All that are synchronised, now or after unfreezing, by name in the model's order.
-        group: The ranks that take part.
-        place: This rank's node and its number on that node, as the launcher gives them.
-        traffic: Counts bytes.
-        defer_unused: See :class:`~lightning_dct.gradients.GradientSynchronizer`.
-        timeout: Of the groups inside and between nodes.
+    ``parameters`` are all that are synchronised, now or after unfreezing, by name in the model's order. ``place`` is
+    this rank's node and its number on that node, as the launcher gives them. ``timeout`` is that of the groups inside
+    and between nodes. :class:`~lightning_dct.gradients.GradientSynchronizer` explains ``defer_unused``.
 
     Raises:
         ValueError: ``exchange="by_node"`` does not work with these ranks.
@@ -156,3 +188,32 @@ def costs_of(plan_for: Callable[[float], BucketPlan], layout: NodeLayout) -> dic
 
 def _cost(between: float, inside: float) -> float:
     return between + inside / INSIDE_IS_FASTER
+
+
+def make_groups(
+    layout: NodeLayout | None, group: dist.ProcessGroup, timeout: timedelta | None
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
+    """This rank's group inside its node, and that of the ranks with its local number on all nodes.
+
+    All ranks of the job call this together. ``group`` has all of them or some, such as those of a pipeline's stage.
+    ``layout`` is that of its ranks, without an obstacle; None if it needs no groups.
+    """
+    members = dist.get_process_group_ranks(group)
+    wanted: list[tuple[int, ...]] = []
+    if layout is not None:
+        inside = [tuple(members[rank] for rank in ranks) for ranks in layout.nodes]
+        wanted = [*inside, *zip(*inside, strict=True)]
+    if group.size() < dist.get_world_size():
+        # Every rank of the job takes part in making every group.
+        everyone: list[list[tuple[int, ...]]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, wanted)
+        wanted = sorted({ranks for theirs in everyone for ranks in theirs})
+    backend = dist.get_backend(group)
+    made = {ranks: dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in wanted}
+    # A rank that destroys a group at once, as after a fit of no steps, would disconnect others that still connect.
+    dist.all_gather_object([None] * group.size(), None, group=group)
+    if layout is None:
+        return None
+    own = [ranks for ranks in made if dist.get_rank() in ranks]
+    own.sort(key=lambda ranks: ranks not in inside)
+    return made[own[0]], made[own[1]]
