@@ -16,10 +16,6 @@ def made_up(overrides: list[str] | None = None, seed: int = 0, sent: float = 100
             for name, value in metrics.items()
         },
         "best_known": {},
-        "validations": [
-            {"step": 2, **{f"val/{name}": value and value - 0.5 for name, value in metrics.items()}},
-            {"step": 4, **{f"val/{name}": value for name, value in metrics.items()}},
-        ],
         "compression_ratio": 8000 / sent if sent else None,
         "bytes_sent_per_step": sent,
         "bytes_dense_per_step": 8000.0,

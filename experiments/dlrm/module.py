@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
-from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics import MetricCollection
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
 
 from dlrm.model import DLRM
@@ -68,15 +68,10 @@ class ClickModule(LightningModule):
             raise ValueError(f"model.tables={tables!r}: choose one of {', '.join(TABLES)}")
         self.save_hyperparameters()
         self.network: nn.Module | None = None
+        scores = MetricCollection({"auc": BinaryAUROC(), "accuracy": BinaryAccuracy()})
         self.metrics = nn.ModuleDict(
-            {
-                f"{stage}_metrics": MetricCollection(
-                    {"auc": BinaryAUROC(), "accuracy": BinaryAccuracy()}, prefix=f"{stage}/"
-                )
-                for stage in ("val", "test")
-            }
+            {f"{stage}_metrics": scores.clone(prefix=f"{stage}/") for stage in ("val", "test")}
         )
-        self.losses = nn.ModuleDict({f"{stage}_loss": MeanMetric() for stage in ("val", "test")})
         self.best_auc = BinaryAUROC()
         if num_dense is not None and table_rows is not None:
             self._build()
@@ -119,6 +114,7 @@ class ClickModule(LightningModule):
         self._evaluate("test", batch)
         if "probability" in batch and len(batch["label"]):
             self.best_auc.update(batch["probability"], batch["label"].int())
+            self.log("test/best_auc", self.best_auc)
 
     def _evaluate(self, stage: str, batch: dict[str, Tensor]) -> None:
         labels = batch["label"]
@@ -127,25 +123,10 @@ class ClickModule(LightningModule):
             return
         logits = self(batch["dense"], batch["categorical"])
         loss = functional.binary_cross_entropy_with_logits(logits, labels)
-        self.losses[f"{stage}_loss"].update(loss, weight=len(labels))
-        self.metrics[f"{stage}_metrics"].update(logits.sigmoid(), labels.int())
-
-    def on_validation_epoch_end(self) -> None:
-        self._report("val")
-
-    def on_test_epoch_end(self) -> None:
-        self._report("test")
-        if self.best_auc.update_called:
-            self.log("test/best_auc", self.best_auc.compute(), sync_dist=True)
-            self.best_auc.reset()
-
-    def _report(self, stage: str) -> None:
-        metrics, loss = self.metrics[f"{stage}_metrics"], self.losses[f"{stage}_loss"]
-        # The metrics gather all ranks' rows: sync_dist averages equal numbers, and stays quiet.
-        figures: dict[str, Any] = {f"{stage}/loss": loss.compute(), **metrics.compute()}
-        self.log_dict(figures, prog_bar=True, sync_dist=True)
-        metrics.reset()
-        loss.reset()
+        self.log(f"{stage}/loss", loss, prog_bar=True, batch_size=len(labels), on_epoch=True, sync_dist=True)
+        metrics = self.metrics[f"{stage}_metrics"]
+        metrics.update(logits.sigmoid(), labels.int())
+        self.log_dict(metrics, prog_bar=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return OPTIMIZERS[self.hparams.optimizer](self.parameters(), lr=self.hparams.learning_rate)

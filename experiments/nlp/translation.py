@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchmetrics.text import CHRFScore
 
 from nlp.splits import reads_tokens
-from nlp.token_module import TokenModule, mean_token_loss
+from nlp.token_module import TokenModule, token_figures
 from nlp.translation_data import BOS, EOS
 from nlp.translation_model import EncoderDecoder, check_pieces, translate_greedily
 from streams import rank_and_world_size, rank_rows
@@ -76,13 +76,14 @@ class TranslationModule(TokenModule):
         """Translate sources ``[batch, source time]`` greedily into tokens ``[batch, target_length]``."""
         return translate_greedily(self.network, source, BOS, EOS, self.hparams.target_length)
 
-    def loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The mean loss of the target's tokens, and their number."""
-        return mean_token_loss(self(batch["source"], batch["target_in"]), batch["targets"])
+    def figures(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+        return token_figures(self(batch["source"], batch["target_in"]), batch["targets"])
 
     def test_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
         super().test_step(batch, batch_index)
-        self._score_translations(batch, batch_index)
+        if self.hparams.translate_examples:
+            self._score_translations(batch, batch_index)
+            self.log_dict({f"test/{name}": metric for name, metric in self.chrf.items()})
 
     def _score_translations(self, batch: dict[str, Tensor], batch_index: int) -> None:
         """Translate those rows of the batch that are among the first ``translate_examples`` of the test part."""
@@ -103,11 +104,3 @@ class TranslationModule(TokenModule):
         translations = decode(self.translate(source))
         self.chrf["chrf"].update(translations, [[reference] for reference in references])
         self.chrf["copied_chrf"].update(sources, [[reference] for reference in references])
-
-    def on_test_epoch_end(self) -> None:
-        super().on_test_epoch_end()
-        if not self.hparams.translate_examples:
-            return
-        for name, metric in self.chrf.items():
-            self.log(f"test/{name}", metric.compute(), sync_dist=True)
-            metric.reset()

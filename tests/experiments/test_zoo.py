@@ -16,13 +16,13 @@ from torch import nn
 
 import comparison.runs
 from made_up_results import made_up
+from nlp.token_module import token_figures
 from nlp.token_rows import IGNORED
 from train import make_trainer
 from zoo.command import MEMBERS, main, member_names
 from zoo.digits import CLASSES, draw_digits
 from zoo.images import ResidualModule
 from zoo.lora import LowRankLinear
-from zoo.scored import token_figures
 from zoo.table import saved
 
 CONF = MEMBERS.parents[1]
