@@ -93,8 +93,6 @@ def _finite(value: Any) -> Any:
     """Replace NaN and infinity by None at all levels, because JSON has no such numbers."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -33,6 +33,10 @@ class ScoredModule(LightningModule):
 
     def score(self, stage: str, batch: Any) -> None:
         """Log the figures of a batch."""
-        figures, count = self.figures(batch)
+        self.log_means(stage, *self.figures(batch))
+
+    def log_means(self, stage: str, figures: dict[str, Tensor], count: int) -> None:
+        """Log figures that are means over so many examples, for the mean over all examples of all ranks."""
         named = {f"{stage}/{name}": figure for name, figure in figures.items()}
-        self.log_dict(named, prog_bar=True, batch_size=count, on_epoch=True, sync_dist=True)
+        # A float, because Lightning drops the remainder when it averages whole numbers over the ranks.
+        self.log_dict(named, prog_bar=True, batch_size=float(count), on_epoch=True, sync_dist=True)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics import MetricCollection
@@ -14,6 +13,7 @@ from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
 
 from dlrm.model import DLRM
 from lightning_dct import DCTStrategy
+from scored import ScoredModule
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -25,7 +25,7 @@ TABLES = ("auto", "replicated", "sharded", "growing", "thresholded")
 """Names that ``model.tables`` takes."""
 
 
-class ClickModule(LightningModule):
+class ClickModule(ScoredModule):
     """DLRM as Lightning trains it.
 
     Logs ``train/loss``, and for validation and test ``loss`` (nats), ``auc``, ``accuracy`` under ``val/`` and
@@ -33,20 +33,15 @@ class ClickModule(LightningModule):
     same rows: the best that a model can reach.
 
     Args:
-        embedding_dim: Size of an embedding.
-        bottom_sizes: Hidden widths of the network over the dense features.
-        top_sizes: Hidden widths of the network over the interactions.
+        embedding_dim: As ``bottom_sizes`` and ``top_sizes`` those of :class:`dlrm.model.DLRM`.
         optimizer: ``sgd``, ``adagrad`` or ``adam``.
-        learning_rate: Its learning rate.
         tables: ``replicated`` (whole tables on every rank, their gradients synchronised), ``sharded`` (hybrid
             parallel: every row on one rank, exchanged as ``exchange`` says), ``growing`` (sharded, a row is made when
             its id comes), ``thresholded`` (sharded and masked, as in the paper) or ``auto``: sharded under
             ``DCTStrategy``.
         exchange: Settings of ``lightning_dct.ShardedEmbeddingBags``, of ``lightning_dct.GrowingEmbeddingBags``, or of
             :class:`dlrm.model.ThresholdedTables`.
-        num_dense: Number of dense features; read from the data module when None.
-        table_rows: Rows of each table; read from the data module when None.
-
+        num_dense: As ``table_rows`` read from the data module when None.
     """
 
     def __init__(
@@ -101,29 +96,25 @@ class ClickModule(LightningModule):
         """Logits ``[batch]``; see :class:`dlrm.model.DLRM`."""
         return self.network(dense, categorical)
 
-    def training_step(self, batch: dict[str, Tensor], batch_index: int) -> Tensor:
+    def figures(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
         logits = self(batch["dense"], batch["categorical"])
-        loss = functional.binary_cross_entropy_with_logits(logits, batch["label"])
-        self.log("train/loss", loss, prog_bar=True, batch_size=len(logits))
-        return loss
-
-    def validation_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
-        self._evaluate("val", batch)
+        return {"loss": functional.binary_cross_entropy_with_logits(logits, batch["label"])}, len(logits)
 
     def test_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
-        self._evaluate("test", batch)
+        self.score("test", batch)
         if "probability" in batch and len(batch["label"]):
             self.best_auc.update(batch["probability"], batch["label"].int())
             self.log("test/best_auc", self.best_auc)
 
-    def _evaluate(self, stage: str, batch: dict[str, Tensor]) -> None:
+    def score(self, stage: str, batch: dict[str, Tensor]) -> None:
+        """Log the figures of a batch, and the scores of all rows."""
         labels = batch["label"]
         # A rank may have an empty batch at the end of the data.
         if not len(labels):
             return
         logits = self(batch["dense"], batch["categorical"])
         loss = functional.binary_cross_entropy_with_logits(logits, labels)
-        self.log(f"{stage}/loss", loss, prog_bar=True, batch_size=len(labels), on_epoch=True, sync_dist=True)
+        self.log_means(stage, {"loss": loss}, len(labels))
         metrics = self.metrics[f"{stage}_metrics"]
         metrics.update(logits.sigmoid(), labels.int())
         self.log_dict(metrics, prog_bar=True)

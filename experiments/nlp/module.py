@@ -19,12 +19,9 @@ class LanguageModule(TokenModule):
     The data module gives ``vocabulary_size`` and ``context_length`` when they are None.
 
     Args:
-        num_layers: Number of transformer blocks.
-        tie_weights: Use the token embedding as the output matrix.
         momentum: Train with SGD and this momentum instead of AdamW; None for AdamW.
         split: ``pieces`` to cut the network into (1, or None, for no cut), and the settings of
             :func:`~nlp.splits.make_split` for the split points.
-        embedding_gain: Of the network's token embedding.
     """
 
     size_names = ("vocabulary_size", "context_length")
@@ -68,5 +65,4 @@ class LanguageModule(TokenModule):
         """Log the loss of a batch, also in bits a byte of text."""
         figures, count = self.figures(batch)
         bits = figures["loss"] / math.log(2) / self.trainer.datamodule.bytes_per_token[stage]
-        named = {f"{stage}/loss": figures["loss"], f"{stage}/bits_per_byte": bits}
-        self.log_dict(named, prog_bar=True, batch_size=count, on_epoch=True, sync_dist=True)
+        self.log_means(stage, {**figures, "bits_per_byte": bits}, count)

@@ -24,8 +24,6 @@ class TranslationModule(TokenModule):
     translation, so the floor is not 0. The data module gives the sizes that are None.
 
     Args:
-        num_layers: Number of blocks in the encoder, and again in the decoder.
-        tie_weights: Use the decoder's token embedding as its output matrix.
         translate_examples: Test sentences to translate, over all ranks; 0 for none.
         split: ``pieces`` to cut the network into (1, or None, for no cut; 2 for a cut between encoder and decoder), and
             the settings of :func:`~nlp.splits.make_split` for the split point.
