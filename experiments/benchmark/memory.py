@@ -28,7 +28,7 @@ from benchmark.job import QUIET, do_job, run_job
 from benchmark.session import at_least
 from benchmark.tables import describe_machine, publish
 from hsdp import HSDPStrategy
-from lightning_dct import DCTFSDPStrategy, DCTStrategy
+from lightning_dct import DCTConfig, DCTFSDPStrategy, DCTStrategy
 from lightning_dct.forecast import measure_speed
 from network.hosts import Host
 
@@ -70,7 +70,7 @@ def num_bytes(state: Any) -> int:
 def train(name: str, layers: int, width: int) -> dict[str, int]:
     """One rank: bytes of the peak beyond what there was before, and of what is remembered."""
     seed_everything(0, verbose=False)
-    measure_speed(0.3, "1bit", [20_000], seconds=0.0)
+    measure_speed(DCTConfig(density=0.3), [20_000], seconds=0.0)
     strategy, before = STRATEGIES[name](), peak()
     place: dict[str, Any] = {"accelerator": "cpu", "devices": RANKS_PER_NODE, "num_nodes": NODES}
     rows = torch.randn(NODES * RANKS_PER_NODE * STEPS * ROWS, width)

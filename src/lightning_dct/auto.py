@@ -176,7 +176,7 @@ def measure_speeds(
     for config in {config.density: config for config in configs}.values():
         buckets = workload.buckets_under(config)
         sizes = max(([real_numel(workload.parameters[name]) for name in bucket] for bucket in buckets), key=sum)
-        own = measure_speed(config.density, config.value_format, sizes, config.min_tensor_size, SECONDS, device)
+        own = measure_speed(config, sizes, SECONDS, device)
         compress, clear, add, move = slowest([own.compress, own.clear, own.add, own.move], group, device)
         speeds[config.density] = Speed(compress, clear, add, own.how, move)
     return speeds
