@@ -6,7 +6,6 @@ import json
 import math
 import statistics
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,79 +53,36 @@ class StepTimer(Callback):
         return _MILLISECONDS * statistics.median(measured) if measured else None
 
 
-class ValidationHistory(Callback):
-    """Keeps the figures of every validation, oldest first, each with its ``step``; the last is after training."""
-
-    def __init__(self) -> None:
-        self.validations: list[dict[str, float]] = []
-
-    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self.validations.clear()
-
-    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
-        if trainer.sanity_checking:
-            return
-        figures = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
-        measured, _ = split_best_known(figures)
-        # Training may have ended at a step with a validation: keep the last one.
-        self.validations[:] = [found for found in self.validations if found["step"] != trainer.global_step]
-        self.validations.append({"step": trainer.global_step, **measured})
+def write_result(file: Path, figures: dict[str, Any]) -> None:
+    """Write a whole JSON file or none; figures that are not finite become null."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(f".{file.name}.part")
+    unfinished.write_text(json.dumps(_finite(figures), indent=2) + "\n")
+    unfinished.replace(file)
 
 
-@dataclass(frozen=True)
-class Result:
-    """The figures of one run; None for a figure that it does not have.
-
-    ``choices`` has the file of each configuration group, ``metrics`` the figures of validation (``val/...``) and test
-    (``test/...``) after the last step, and ``best_known`` those of a perfect model. Bytes are those of this rank;
-    ``split_ratio`` is the ratio inside a split model, ids included, of all ranks. The time of a step is a median.
-    """
-
-    choices: dict[str, Any]
-    overrides: list[str]
-    seed: int
-    world_size: int
-    steps: int
-    metrics: dict[str, float]
-    best_known: dict[str, float]
-    validations: list[dict[str, float]]
-    compression_ratio: float | None
-    bytes_sent_per_step: float | None
-    bytes_dense_per_step: float | None
-    split_ratio: float | None
-    split_bytes_per_step: float | None
-    split_bytes_dense_per_step: float | None
-    milliseconds_per_step: float | None
-    trainable_parameters: int
-
-    def write(self, file: Path) -> None:
-        """Write a whole JSON file or none; figures that are not finite become null."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_name(f".{file.name}.part")
-        unfinished.write_text(json.dumps(_finite(asdict(self)), indent=2) + "\n")
-        unfinished.replace(file)
-
-    def print(self) -> None:
-        """Print as a table."""
-        rows = [("figure", "value")]
-        for name, value in self.metrics.items():
-            best = self.best_known.get(name)
-            rows.append((name, f"{value:.4f}" + (f" (best known {best:.4f})" if best is not None else "")))
-        rows += [
-            ("compression ratio, against dense fp32", _text(self.compression_ratio, "{:.1f}x")),
-            ("bytes sent a step, each rank", _text(self.bytes_sent_per_step, "{:,.0f}")),
-            ("bytes of dense fp32 a step, each rank", _text(self.bytes_dense_per_step, "{:,.0f}")),
-        ]
-        if self.split_ratio is not None:
-            rows.append(("inside the model: compression ratio, all ranks", _text(self.split_ratio, "{:.1f}x")))
-            rows.append(("inside the model: bytes sent a step, this rank", _text(self.split_bytes_per_step, "{:,.0f}")))
-        rows += [
-            ("ms a training step, median", _text(self.milliseconds_per_step, "{:.1f}")),
-            ("training steps", f"{self.steps:,}"),
-            ("processes", str(self.world_size)),
-            ("trainable parameters", f"{self.trainable_parameters:,}"),
-        ]
-        print(f"\nResult\n{plain_table(rows)}", flush=True)
+def print_result(figures: dict[str, Any]) -> None:
+    """Print the figures of a run as a table."""
+    rows = [("figure", "value")]
+    for name, value in figures["metrics"].items():
+        best = figures["best_known"].get(name)
+        rows.append((name, f"{value:.4f}" + (f" (best known {best:.4f})" if best is not None else "")))
+    rows += [
+        ("compression ratio, against dense fp32", _text(figures["compression_ratio"], "{:.1f}x")),
+        ("bytes sent a step, each rank", _text(figures["bytes_sent_per_step"], "{:,.0f}")),
+        ("bytes of dense fp32 a step, each rank", _text(figures["bytes_dense_per_step"], "{:,.0f}")),
+    ]
+    if figures["split_ratio"] is not None:
+        inside = _text(figures["split_bytes_per_step"], "{:,.0f}")
+        rows.append(("inside the model: compression ratio, all ranks", _text(figures["split_ratio"], "{:.1f}x")))
+        rows.append(("inside the model: bytes sent a step, this rank", inside))
+    rows += [
+        ("ms a training step, median", _text(figures["milliseconds_per_step"], "{:.1f}")),
+        ("training steps", f"{figures['steps']:,}"),
+        ("processes", str(figures["world_size"])),
+        ("trainable parameters", f"{figures['trainable_parameters']:,}"),
+    ]
+    print(f"\nResult\n{plain_table(rows)}", flush=True)
 
 
 def _text(value: float | None, pattern: str) -> str:
@@ -137,8 +93,6 @@ def _finite(value: Any) -> Any:
     """Replace NaN and infinity by None at all levels, because JSON has no such numbers."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -7,7 +7,7 @@ processes can be compared. The loaders here are plain iterables: Lightning wraps
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -145,7 +145,7 @@ class RowData(LightningDataModule):
 
     def training_rows(self, rows: Rows) -> Batch:
         """The training rows with these global numbers, which grow without end."""
-        raise NotImplementedError
+        return self.evaluation_rows("train", rows)
 
     def evaluation_rows(self, part: str, rows: Rows) -> Batch:
         """These rows of a part, counted from 0."""
@@ -182,3 +182,32 @@ class RowData(LightningDataModule):
             return self.evaluation_rows(part, rank_rows(batch, rank=rank, total=total, **split))
 
         return EvaluationRange(make_batch, batches_to_cover(total, **split))
+
+
+class ShuffledRows(RowData):
+    """Rows of a set that is all there: training takes them in a seeded order, another one in each epoch.
+
+    Epochs follow each other without a seam, so every global batch is full and no row is left out.
+    """
+
+    parts: Mapping[str, Rows | range]
+    """Numbers of the rows of each part; known after ``setup``."""
+
+    def __init__(self, batch_size: int, eval_batch_size: int, seed: int) -> None:
+        super().__init__(batch_size, eval_batch_size)
+        self.seed = seed
+        self.parts = {}
+
+    def rows(self, numbers: Rows) -> Batch:
+        """The rows with these numbers, as a batch."""
+        raise NotImplementedError
+
+    def num_rows(self, part: str) -> int:
+        return len(self.parts[part])
+
+    def training_rows(self, rows: Rows) -> Batch:
+        return self.evaluation_rows("train", shuffled(rows, self.num_rows("train"), self.seed))
+
+    def evaluation_rows(self, part: str, rows: Rows) -> Batch:
+        numbers = self.parts[part]
+        return self.rows(numbers.start + rows if isinstance(numbers, range) else numbers[rows])

@@ -27,7 +27,7 @@ from torch.distributed import TCPStore
 from jobs import run_job_of_sweep
 from lightning_dct import CompressionRatio
 from lightning_dct.traffic import Traffic
-from reporting import Result, StepTimer, ValidationHistory, split_best_known
+from reporting import StepTimer, print_result, split_best_known, write_result
 
 
 def instantiate_group(group: DictConfig | None) -> list[Any]:
@@ -66,38 +66,39 @@ def share_run_folder() -> None:
         sys.argv += ["hydra.output_subdir=null", f"hydra.job.name=train_ddp_process_{rank}"]
 
 
-def collect_result(trainer: Trainer, module: LightningModule, metrics: dict[str, float], seed: int) -> Result:
-    """The figures of a run that has been trained and scored; a collective call."""
+def collect_result(trainer: Trainer, module: LightningModule, metrics: dict[str, float], seed: int) -> dict[str, Any]:
+    """The content of ``result.json`` of a run that has been trained and scored; a collective call.
+
+    ``choices`` has the file of each configuration group, ``metrics`` the figures of validation (``val/...``) and test
+    (``test/...``) after the last step, and ``best_known`` those of a perfect model. Bytes are those of this rank;
+    ``split_ratio`` is the ratio inside a split model, ids included, of all ranks. The time of a step is a median.
+    A figure that the run does not have is None, or NaN.
+    """
     measured, best_known = split_best_known(metrics)
-    traffic = getattr(trainer.strategy, "traffic", None)
-    totals = traffic.totals if traffic is not None and traffic.totals.steps else None
+    totals = getattr(trainer.strategy, "traffic", Traffic()).totals
     split = getattr(trainer.strategy, "split_traffic", Traffic()).totals
     split_ratio = CompressionRatio().to(trainer.strategy.root_device)
     split_ratio.update(split)
-    split_ratio_of_all_ranks = float(split_ratio.compute())
+    ratio_of_all_ranks = float(split_ratio.compute())
     timers = [callback for callback in trainer.callbacks if isinstance(callback, StepTimer)]
-    histories = [callback for callback in trainer.callbacks if isinstance(callback, ValidationHistory)]
-    hydra_config = HydraConfig.get()
-    return Result(
-        choices={
-            group: choice for group, choice in hydra_config.runtime.choices.items() if not group.startswith("hydra")
-        },
-        overrides=list(hydra_config.overrides.task),
-        seed=seed,
-        world_size=trainer.world_size,
-        steps=trainer.global_step,
-        metrics=measured,
-        best_known=best_known,
-        validations=histories[0].validations if histories else [],
-        compression_ratio=totals.compression_ratio if totals else None,
-        bytes_sent_per_step=totals.bytes_sent / totals.steps if totals else None,
-        bytes_dense_per_step=totals.bytes_dense / totals.steps if totals else None,
-        split_ratio=None if math.isnan(split_ratio_of_all_ranks) else split_ratio_of_all_ranks,
-        split_bytes_per_step=split.bytes_sent / split.steps if split.steps else None,
-        split_bytes_dense_per_step=split.bytes_dense / split.steps if split.steps else None,
-        milliseconds_per_step=timers[0].median_milliseconds if timers else None,
-        trainable_parameters=sum(p.numel() for p in module.parameters() if p.requires_grad),
-    )
+    choices, overrides = HydraConfig.get().runtime.choices, HydraConfig.get().overrides.task
+    return {
+        "choices": {group: choice for group, choice in choices.items() if not group.startswith("hydra")},
+        "overrides": list(overrides),
+        "seed": seed,
+        "world_size": trainer.world_size,
+        "steps": trainer.global_step,
+        "metrics": measured,
+        "best_known": best_known,
+        "compression_ratio": totals.compression_ratio if totals.steps else None,
+        "bytes_sent_per_step": totals.bytes_sent / totals.steps if totals.steps else None,
+        "bytes_dense_per_step": totals.bytes_dense / totals.steps if totals.steps else None,
+        "split_ratio": None if math.isnan(ratio_of_all_ranks) else ratio_of_all_ranks,
+        "split_bytes_per_step": split.bytes_sent / split.steps if split.steps else None,
+        "split_bytes_dense_per_step": split.bytes_dense / split.steps if split.steps else None,
+        "milliseconds_per_step": timers[0].median_milliseconds if timers else None,
+        "trainable_parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
+    }
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
@@ -120,8 +121,8 @@ def main(config: DictConfig) -> None:
     metrics = {name: float(value) for stage in scores for name, value in stage.items()}
     result = collect_result(trainer, module, metrics, config.seed)
     if trainer.is_global_zero:
-        result.write(Path(config.paths.output_dir) / "result.json")
-        result.print()
+        write_result(Path(config.paths.output_dir) / "result.json", result)
+        print_result(result)
 
 
 if __name__ == "__main__":

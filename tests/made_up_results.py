@@ -1,5 +1,12 @@
 """A run's ``result.json`` without the run."""
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
 
 def made_up(overrides: list[str] | None = None, seed: int = 0, sent: float = 1000.0, **metrics: float | None) -> dict:
     """A ``result.json`` with the metrics for both parts, those of the test part a thousandth higher."""
@@ -16,10 +23,6 @@ def made_up(overrides: list[str] | None = None, seed: int = 0, sent: float = 100
             for name, value in metrics.items()
         },
         "best_known": {},
-        "validations": [
-            {"step": 2, **{f"val/{name}": value and value - 0.5 for name, value in metrics.items()}},
-            {"step": 4, **{f"val/{name}": value for name, value in metrics.items()}},
-        ],
         "compression_ratio": 8000 / sent if sent else None,
         "bytes_sent_per_step": sent,
         "bytes_dense_per_step": 8000.0,
@@ -29,3 +32,24 @@ def made_up(overrides: list[str] | None = None, seed: int = 0, sent: float = 100
         "milliseconds_per_step": 10.0,
         "trainable_parameters": 1000,
     }
+
+
+def run_in_no_time(started: list[str], figures: Callable[[dict[str, str]], dict[str, Any] | None]) -> Any:
+    """Stands in for ``run_alone``: leaves a result with the figures for the settings of a run, or fails without any.
+
+    ``started`` gets the name of each run's folder.
+    """
+
+    def start(command: list[str], output: Any) -> int:
+        overrides = OverridesParser.create().parse_overrides(command[2:])
+        settings = {override.key_or_group: str(override.value()) for override in overrides}
+        folder = Path(settings["hydra.run.dir"])
+        started.append(folder.name)
+        if (found := figures(settings)) is None:
+            output.write("a line of what went wrong\n")
+            return 1
+        result = made_up(command[2:-1], int(settings["seed"]), **found)
+        (folder / "result.json").write_text(json.dumps(result))
+        return 0
+
+    return start

@@ -10,12 +10,10 @@ tenth of the run. Settings with longer delays have a column of their own.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import statistics
 import sys
-import warnings
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -27,7 +25,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
 
-from benchmark.job import QUIET
+from benchmark.job import QUIET, do_job, run_job
 from benchmark.plots import plot_over_rates
 from benchmark.session import parse_link
 from benchmark.tables import describe_machine, link_name, publish
@@ -35,11 +33,12 @@ from benchmark.task import NextBytes, next_bytes_data
 from lightning_dct import DCTStrategy
 from lightning_dct.auto import LONGEST_DELAY, ROUNDS
 from lightning_dct.config import DCTConfig
-from network.hosts import Link, change_rate, shared_folder, some_hosts, why_not
-from network.running import run_ranks
+from network.hosts import Link, change_rate, some_hosts, why_not
 
 SMOOTHING, EVERY = 20, 10
 DDP, AUTO = "DDP", "target_overhead=0.05"
+FIXED = {f"{local_steps} steps, {100 * density:g}%": (local_steps, density) for local_steps, density in ROUNDS}
+"""Local steps and density of fixed settings, by their name."""
 SKIPPED = 5
 # Mbit/s, of the link that falls in the middle of a run.
 FALLS_FROM, FALLS_TO = 1000.0, 20.0
@@ -50,17 +49,10 @@ PACED = WARM_UP + 200
 
 def strategy_of(name: str) -> DDPStrategy:
     """The strategy of a name."""
-    if name == DDP:
-        return DDPStrategy()
-    if name == AUTO:
-        return DCTStrategy(target_overhead=0.05)
-    local_steps, density = next(one for one in ROUNDS if name == fixed(*one))
+    if name not in FIXED:
+        return DDPStrategy() if name == DDP else DCTStrategy(target_overhead=0.05)
+    local_steps, density = FIXED[name]
     return DCTStrategy(local_steps=local_steps, density=density)
-
-
-def fixed(local_steps: int, density: float) -> str:
-    """The name of fixed settings."""
-    return f"{local_steps} steps, {100 * density:g}%"
 
 
 class Watch(Callback):
@@ -123,9 +115,7 @@ def run(options: argparse.Namespace, link: Link, fall_after: float = math.inf, *
     """Train on hosts of their own, and return the figures of the first rank; after some steps their links may fall."""
     job = {"loss": None, "seconds": None, "width": options.width, "batch_size": options.batch_size, **job}
     fell_after: list[int] = []
-    with shared_folder() as folder, some_hosts(options.hosts, link, has_links=True) as hosts:
-        file = folder / "job.json"
-        file.write_text(json.dumps(job))
+    with some_hosts(options.hosts, link, has_links=True) as hosts:
 
         def show(line: str) -> None:
             if line.startswith("step") and not fell_after and (steps := int(line.split()[1])) >= fall_after:
@@ -134,8 +124,7 @@ def run(options: argparse.Namespace, link: Link, fall_after: float = math.inf, *
             if line.startswith(("step", "After", "updates", "plain")):
                 print("   ", line.strip(), flush=True)
 
-        run_ranks(hosts, [str(Path(__file__).resolve()), "--job", str(file)], show=show)
-        found: dict[str, Any] = json.loads((folder / "found.json").read_text())
+        found: dict[str, Any] = run_job(hosts, str(Path(__file__).resolve()), job, show=show)[0]
     found["fell_after"] = fell_after
     print(f"  {link_name(link)}, {job['name']}: {found}", flush=True)
     return found
@@ -148,14 +137,15 @@ def seconds_of(steps: int, pace: float, pace_after: float) -> float:
 
 def compare(options: argparse.Namespace) -> tuple[list[list[str]], dict[str, Any]]:
     """Every setting on every link: the rows of a table with their heads, and all figures."""
-    names = [DDP, *(fixed(*one) for one in ROUNDS)]
+    names = [DDP, *FIXED]
     reference = run(options, Link(), name=DDP, steps=options.steps)
     goal, most = reference["loss"], 2 * options.steps
     needed = {DDP: reference["steps"]}
-    for name in names[1:]:
+    for name in FIXED:
         found = run(options, Link(), name=name, steps=most, loss=goal)
         needed[name] = found["steps"] if found["loss"] <= goal else None
-    allowed = [DDP, *(fixed(*one) for one in ROUNDS if one[0] / one[1] <= LONGEST_DELAY * most)]
+    delays = {name: local_steps / density for name, (local_steps, density) in FIXED.items()}
+    allowed = [DDP, *(name for name in FIXED if delays[name] <= LONGEST_DELAY * most)]
     heads = ["link", "DDP, s", "longer delay, s", "best fixed, s", "auto, s", "auto / best", "auto took last"]
     rows = [[*heads, "real step / predicted"]]
     figures: dict[str, Any] = {"goal": goal, "needed": needed, "allowed": allowed, "links": []}
@@ -206,11 +196,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmark"), help="folder for the table")
     options = parser.parse_args(words)
     if options.job:
-        warnings.simplefilter("ignore")
-        found = train(json.loads(Path(options.job).read_text()))
-        if dist.get_rank() == 0:
-            Path(options.job).with_name("found.json").write_text(json.dumps(found))
-        dist.destroy_process_group()
+        do_job(options.job, train)
         return 0
     if reason := why_not():
         print(f"This needs hosts, and {reason}.", file=sys.stderr)

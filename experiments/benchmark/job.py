@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
 
 from benchmark.timeline import Span, typical_step
-from network.hosts import Link
+from network.hosts import Host, Link, shared_folder
+from network.running import run_ranks
 
 MILLISECONDS = 1e3
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
@@ -29,7 +35,6 @@ class Job:
         batch_size: Rows a rank.
         width: Units of the model's hidden layers; of a recommender, entries a row.
         has_links: Whether each rank has a network interface of its own.
-        folder: Where ranks write their results.
         table_rows: Rows of each table of a recommender.
         micro_batches: Parts of a pipeline's batch.
         schedule: Of a pipeline.
@@ -43,21 +48,9 @@ class Job:
     batch_size: int
     width: int
     has_links: bool = False
-    folder: str = ""
     table_rows: int = 0
     micro_batches: int = 1
     schedule: str = ""
-
-    def write(self) -> Path:
-        """Write for the ranks to read."""
-        file = Path(self.folder) / "job.json"
-        file.write_text(json.dumps(asdict(self)))
-        return file
-
-    @staticmethod
-    def read(file: Path) -> Job:
-        """Read what :meth:`write` has written."""
-        return Job(**json.loads(file.read_text()))
 
 
 @dataclass(frozen=True)
@@ -137,7 +130,26 @@ def of_all_ranks(runs: Sequence[Run], link: Link, round: int) -> Run:
     )
 
 
-def read_runs(folder: Path, count: int, link: Link, round: int) -> list[Run]:
-    """The runs that the ranks of a job have written; a FileNotFoundError if a rank has written none."""
-    ranks = [[Run(**run) for run in json.loads((folder / f"rank{rank}.json").read_text())] for rank in range(count)]
-    return [of_all_ranks(runs, link, round) for runs in zip(*ranks, strict=True)]
+def run_job(
+    hosts: Sequence[Host], script: str, job: Mapping[str, Any], ranks_per_host: int = 1, threads: int = 1, **more: Any
+) -> list[Any]:
+    """Run a script that calls :func:`do_job` on each host, and return the result of each rank.
+
+    ``more`` are further arguments of :func:`network.running.run_ranks`. A FileNotFoundError means that a rank has
+    written no result.
+    """
+    with shared_folder() as folder:
+        file = folder / "job.json"
+        file.write_text(json.dumps(job))
+        run_ranks(hosts, [script, "--job", str(file)], ranks_per_host, threads, **more)
+        files = [folder / f"rank{rank}.json" for rank in range(len(hosts) * ranks_per_host)]
+        return [json.loads(file.read_text()) for file in files]
+
+
+def do_job(file: str, do: Callable[[dict[str, Any]], Any]) -> None:
+    """As a rank, do the job of a file, and write the result beside it."""
+    # Warnings of torch and Lightning are for users who can change their scripts.
+    warnings.simplefilter("ignore")
+    result = do(json.loads(Path(file).read_text()))
+    Path(file).with_name(f"rank{os.environ['RANK']}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()

@@ -9,11 +9,8 @@ freed memory, which hides what a strategy needs. Here it returns that memory, un
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import resource
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
@@ -22,20 +19,18 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/, where `benchmark` is
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmark.job import QUIET
+from benchmark.job import QUIET, do_job, run_job
 from benchmark.session import at_least
 from benchmark.tables import describe_machine, publish
 from hsdp import HSDPStrategy
-from lightning_dct import DCTFSDPStrategy, DCTStrategy
+from lightning_dct import DCTConfig, DCTFSDPStrategy, DCTStrategy
 from lightning_dct.forecast import measure_speed
-from network.hosts import Host, shared_folder
-from network.running import run_ranks
+from network.hosts import Host
 
 NODES, RANKS_PER_NODE, STEPS, ROWS = 2, 2, 10, 8
 HSDP = "hsdp"
@@ -72,16 +67,15 @@ def num_bytes(state: Any) -> int:
     return state.nbytes if isinstance(state, Tensor) else sum(map(num_bytes, state.values()))
 
 
-def train(name: str, options: argparse.Namespace) -> dict[str, int]:
+def train(name: str, layers: int, width: int) -> dict[str, int]:
     """One rank: bytes of the peak beyond what there was before, and of what is remembered."""
-    warnings.simplefilter("ignore")
     seed_everything(0, verbose=False)
-    measure_speed(0.3, "1bit", [20_000], seconds=0.0)
+    measure_speed(DCTConfig(density=0.3), [20_000], seconds=0.0)
     strategy, before = STRATEGIES[name](), peak()
     place: dict[str, Any] = {"accelerator": "cpu", "devices": RANKS_PER_NODE, "num_nodes": NODES}
-    rows = torch.randn(NODES * RANKS_PER_NODE * STEPS * ROWS, options.width)
+    rows = torch.randn(NODES * RANKS_PER_NODE * STEPS * ROWS, width)
     trainer = Trainer(strategy=strategy, max_steps=STEPS, **place, **QUIET)
-    trainer.fit(Stack(options.layers, options.width), DataLoader(rows, ROWS))
+    trainer.fit(Stack(layers, width), DataLoader(rows, ROWS))
     found, synchronizer = {"peak": peak() - before, "remembered": 0}, getattr(strategy, "synchronizer", None)
     if synchronizer is not None:
         # A rank's own weights are as large as the shared ones that it keeps beside them.
@@ -90,13 +84,11 @@ def train(name: str, options: argparse.Namespace) -> dict[str, int]:
     return found
 
 
-def measure(name: str, words: Sequence[str], keep_freed: bool) -> dict[str, float]:
+def measure(name: str, options: argparse.Namespace) -> dict[str, float]:
     """Start the ranks, and return the means over them, in bytes."""
-    with shared_folder() as folder:
-        command = [__file__, *words, "--rank-of", name, "--output", str(folder)]
-        environment = {} if keep_freed else {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
-        run_ranks([Host()] * NODES, command, RANKS_PER_NODE, environment=environment)
-        found = [json.loads(file.read_text()) for file in folder.glob("rank*.json")]
+    job = {"name": name, "layers": options.layers, "width": options.width}
+    environment = {} if options.keep_freed else {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
+    found = run_job([Host()] * NODES, __file__, job, RANKS_PER_NODE, environment=environment)
     return {key: mean(one[key] for one in found) for key in found[0]}
 
 
@@ -107,13 +99,12 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--width", type=at_least(2), default=2048, help="of each; 6 of 2048 have 25 million parameters")
     parser.add_argument("--keep-freed", action="store_true", help="leave malloc as it is")
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmark"), help="folder for the table")
-    parser.add_argument("--rank-of", choices=STRATEGIES, help=argparse.SUPPRESS)
+    parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args(words)
-    if options.rank_of:
-        (options.output / f"rank{os.environ['RANK']}.json").write_text(json.dumps(train(options.rank_of, options)))
-        dist.destroy_process_group()
+    if options.job:
+        do_job(options.job, lambda job: train(**job))
         return
-    found = {name: measure(name, words, options.keep_freed) for name in STRATEGIES}
+    found = {name: measure(name, options) for name in STRATEGIES}
     rows = [["strategy", "peak, MB", f"beyond {HSDP}", "residuals and shared weights", "not explained"]]
     for name, one in found.items():
         beyond = one["peak"] - found[HSDP]["peak"]

@@ -85,7 +85,7 @@ def main(words: Sequence[str]) -> int:
         f" ({machine['processor']}), torch {machine['torch']}; medians (and ranges) over {options.rounds} rounds."
     )
     title = f"One step of a language model in {STAGES} stages"
-    rows = [["between the stages", *(column.head for column in columns)], *tabulate(runs, names, columns)]
+    rows = tabulate("between the stages", runs, names, columns)
     found = [asdict(run) for run in runs]
     publish(folder / "pipeline.md", title, rows, [note, *session.notes], machine, runs=found)
     return 0

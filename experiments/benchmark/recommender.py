@@ -19,10 +19,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/, where `benchmark` is
 
 from benchmark.job import MILLISECONDS, Job, Run
-from benchmark.plots import plot_bars
 from benchmark.recommenders import DENSE, MESSAGES, NUM_TABLES, RECOMMENDERS
 from benchmark.session import RUN_SECONDS, Session, at_least, make_parser
-from benchmark.tables import Column, Take, columns_by_link, publish, step_ms, tabulate, times
+from benchmark.tables import Column, Take, columns_by_link, publish, tabulate, times
 
 WARM_UP_STEPS = 3
 
@@ -61,7 +60,7 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
 
 
 def main(words: Sequence[str]) -> int:
-    """Measure, print the table, write it and the plot."""
+    """Measure, print the table and write it."""
     options = parse_options(words)
     session = Session(options, options.hosts)
     names = session.chosen(list(RECOMMENDERS), DENSE)
@@ -69,16 +68,14 @@ def main(words: Sequence[str]) -> int:
     job = Job(names, WARM_UP_STEPS, options.steps, RUN_SECONDS, False, **sizes)
     runs = session.rounds(job)
 
-    columns, machine = columns_of(runs), session.machine
+    machine = session.machine
     file = options.output / f"hosts{options.hosts}-batch{options.batch_size}-dim{options.dim}.md"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    plot_bars(file.with_suffix(".png"), runs, names, [column for column in columns if column.take is step_ms])
     note = (
         f"{NUM_TABLES} tables of {options.table_rows:,} rows, one thread a rank, {machine['cores']} cores"
         f" ({machine['processor']}), torch {machine['torch']}; medians (and ranges) over {options.rounds} rounds."
     )
     title = f"One step of a DLRM, {options.hosts} hosts, {options.batch_size} rows a rank, dim {options.dim}"
-    rows = [["exchange of tables", *(column.head for column in columns)], *tabulate(runs, names, columns)]
+    rows = tabulate("exchange of tables", runs, names, columns_of(runs))
     publish(file, title, rows, [note, *session.notes], machine, runs=[asdict(run) for run in runs])
     return 0
 

@@ -7,16 +7,16 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 
-from benchmark.job import Job, Run, read_runs
+from benchmark.job import Job, Run, of_all_ranks, run_job
 from benchmark.tables import describe_machine, link_name
-from network.hosts import Link, shared_folder, some_hosts, why_not
-from network.running import HostFailedError, run_ranks
+from network.hosts import Link, some_hosts, why_not
+from network.running import HostFailedError
 
-WORKER = Path(__file__).with_name("worker.py")
+WORKER = str(Path(__file__).with_name("worker.py"))
 # After which a run ends that is too slow for all its steps.
 RUN_SECONDS = 3.0
 
@@ -97,14 +97,14 @@ class Session:
 
     def run(self, job: Job, link: Link, round: int = 0) -> list[Run]:
         """Start the ranks of a job, and read their runs; if a host fails, show why and exit."""
-        with shared_folder() as folder, some_hosts(self._hosts, link, self.has_links) as hosts:
-            names = in_order(job.synchronisations, round)
-            job = replace(job, synchronisations=names, folder=str(folder), has_links=self.has_links)
+        job = replace(job, synchronisations=in_order(job.synchronisations, round), has_links=self.has_links)
+        with some_hosts(self._hosts, link, self.has_links) as hosts:
             try:
-                run_ranks(hosts, [str(WORKER), str(job.write())], self._ranks_per_host, self._threads)
+                found = run_job(hosts, WORKER, asdict(job), self._ranks_per_host, self._threads)
             except HostFailedError as error:
                 sys.exit(str(error))
-            return read_runs(folder, self._hosts * self._ranks_per_host, link, round)
+        ranks = [[Run(**run) for run in runs] for runs in found]
+        return [of_all_ranks(runs, link, round) for runs in zip(*ranks, strict=True)]
 
     def rounds(self, job: Job) -> list[Run]:
         """Run a job on the links of ``--links``, in another order of its synchronisations in each round."""

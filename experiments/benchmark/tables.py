@@ -94,9 +94,9 @@ def columns_by_link(runs: Sequence[Run], *compared: tuple[str, Take, str], has_r
     return columns
 
 
-def tabulate(runs: Sequence[Run], names: Sequence[str], columns: Sequence[Column]) -> list[list[str]]:
-    """A row of cells for each name."""
-    rows = []
+def tabulate(head: str, runs: Sequence[Run], names: Sequence[str], columns: Sequence[Column]) -> list[list[str]]:
+    """The heads of the columns, ``head`` that of the names, and a row of cells for each name."""
+    rows = [[head, *(column.head for column in columns)]]
     for name in names:
         figures = [figure_of(runs, name, column.link, column.take) for column in columns]
         cells = [

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
-import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/, where `benchmark` is
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer, seed_everything
 
-from benchmark.job import QUIET, Job, Run
+from benchmark.job import QUIET, Job, Run, do_job
 from benchmark.recommenders import RECOMMENDERS, ClickSteps, click_batches
 from benchmark.stages import CROSSINGS, STAGES, split_model
 from benchmark.stopwatch import Stopwatch, round_length_of
@@ -70,21 +68,16 @@ def train(name: str, job: Job) -> Run:
     return replace(run, parts=mine, spans=timeline.steps[-run.steps :])
 
 
-def main() -> None:
-    """Do the job that the file on the command line describes."""
-    job = Job.read(Path(sys.argv[1]))
-    # Warnings of torch and Lightning are for users who can change their scripts.
-    warnings.simplefilter("ignore")
+def train_all(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Train under each synchronisation of a :class:`benchmark.job.Job`, and return the runs."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    rank = int(os.environ["RANK"])
     runs = []
-    for name in job.synchronisations:
-        runs.append(train(name, job))
+    for name in job["synchronisations"]:
+        runs.append(asdict(train(name, Job(**job))))
         # DistributedDataParallel is in a reference cycle, and gloo may abort a process that ends with one alive.
         gc.collect()
-    (Path(job.folder) / f"rank{rank}.json").write_text(json.dumps([asdict(run) for run in runs]))
-    dist.destroy_process_group()
+    return runs
 
 
 if __name__ == "__main__":
-    main()
+    do_job(sys.argv[-1], train_all)

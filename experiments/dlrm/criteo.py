@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from streams import Batch, RowData, Rows, check_at_least, shuffled
+from streams import Batch, Rows, ShuffledRows, check_at_least
 
 NUM_INTEGERS, NUM_CATEGORIES = 13, 26
 NUM_FIELDS = 1 + NUM_INTEGERS + NUM_CATEGORIES
@@ -190,12 +190,12 @@ class Folder:
         os.replace(part, self.root / name)
 
 
-class Criteo(RowData):
+class Criteo(ShuffledRows):
     """Criteo's Kaggle Display Advertising Challenge.
 
     Batches are ``{"dense": float32 [n, 13], "categorical": int64 [n, 26], "label": float32 [n]}``. In every table, id 0
     is a missing value, id 1 a value that is rare or was never seen in training, and the others follow from the most
-    frequent in training to the least. Epochs follow each other without a seam, each in a seeded order.
+    frequent in training to the least.
 
     One process a node converts the text, and the others wait, without a time limit. A row takes 160 bytes on the disk
     (7.3 GB for the whole file), and twice that during the conversion.
@@ -231,7 +231,7 @@ class Criteo(RowData):
         seed: int = 0,
         cache_dir: str = "outputs/cache",
     ) -> None:
-        super().__init__(batch_size, eval_batch_size)
+        super().__init__(batch_size, eval_batch_size, seed)
         check_at_least(2, days=days)
         check_at_least(1, min_count=min_count)
         if max_rows_per_table is not None:
@@ -246,7 +246,6 @@ class Criteo(RowData):
                 f"data.path={path}: there is no such file (looked for {text.resolve()}); give train.txt of Criteo's"
                 " Kaggle Display Advertising Challenge"
             )
-        self.seed = seed
         settings = {"days": days, "min_count": min_count, "max_rows_per_table": max_rows_per_table}
         settings["on_error"] = on_error
         status = text.stat()
@@ -254,7 +253,6 @@ class Criteo(RowData):
         digest = hashlib.sha256(key.encode()).hexdigest()[:12]
         self.folder = Folder(Path(cache_dir) / f"criteo-{text.name.split('.')[0]}-{digest}", text, settings)
         self.table_rows: list[int] = []
-        self.parts: dict[str, range] = {}
 
     def prepare_data(self) -> None:
         """Convert the text if that is not done: one process a node does, the others wait."""
@@ -271,18 +269,6 @@ class Criteo(RowData):
         self.table_rows, self.parts = notes["table_rows"], self.folder.parts
         if bad := sum(shard["bad"] for shard in notes["shards"]):
             rank_zero_warn(f"{bad} lines of the text are left out, the first is {notes['bad']}")
-
-    def num_rows(self, part: str) -> int:
-        """Rows of a part; known after ``setup``."""
-        return len(self.parts[part])
-
-    def training_rows(self, rows: Rows) -> Batch:
-        """Training rows in a seeded order, another one in each epoch."""
-        return self.rows(shuffled(rows, self.num_rows("train"), self.seed))
-
-    def evaluation_rows(self, part: str, rows: Rows) -> Batch:
-        """These rows of a part."""
-        return self.rows(self.parts[part].start + rows)
 
     def rows_a_rank(self, total: int, world_size: int) -> int:
         """At most ``eval_batch_size``: a sample of the file may have fewer rows than a batch on every rank."""

@@ -218,10 +218,6 @@ class SyntheticClicks(RowData):
         """Training batches between two validations."""
         return self.batches_per_epoch
 
-    def training_rows(self, rows: Rows) -> Batch:
-        """The training rows with these global numbers."""
-        return self.evaluation_rows("train", rows)
-
     def evaluation_rows(self, part: str, rows: Rows) -> Batch:
         """These rows of a part."""
         return self.teacher.batch(rows + FIRST_ROW[part])

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional
-from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics import MetricCollection
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
 
 from dlrm.model import DLRM
 from lightning_dct import DCTStrategy
+from scored import ScoredModule
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -25,7 +25,7 @@ TABLES = ("auto", "replicated", "sharded", "growing", "thresholded")
 """Names that ``model.tables`` takes."""
 
 
-class ClickModule(LightningModule):
+class ClickModule(ScoredModule):
     """DLRM as Lightning trains it.
 
     Logs ``train/loss``, and for validation and test ``loss`` (nats), ``auc``, ``accuracy`` under ``val/`` and
@@ -33,20 +33,15 @@ class ClickModule(LightningModule):
     same rows: the best that a model can reach.
 
     Args:
-        embedding_dim: Size of an embedding.
-        bottom_sizes: Hidden widths of the network over the dense features.
-        top_sizes: Hidden widths of the network over the interactions.
+        embedding_dim: As ``bottom_sizes`` and ``top_sizes`` those of :class:`dlrm.model.DLRM`.
         optimizer: ``sgd``, ``adagrad`` or ``adam``.
-        learning_rate: Its learning rate.
         tables: ``replicated`` (whole tables on every rank, their gradients synchronised), ``sharded`` (hybrid
             parallel: every row on one rank, exchanged as ``exchange`` says), ``growing`` (sharded, a row is made when
             its id comes), ``thresholded`` (sharded and masked, as in the paper) or ``auto``: sharded under
             ``DCTStrategy``.
         exchange: Settings of ``lightning_dct.ShardedEmbeddingBags``, of ``lightning_dct.GrowingEmbeddingBags``, or of
             :class:`dlrm.model.ThresholdedTables`.
-        num_dense: Number of dense features; read from the data module when None.
-        table_rows: Rows of each table; read from the data module when None.
-
+        num_dense: As ``table_rows`` read from the data module when None.
     """
 
     def __init__(
@@ -68,15 +63,10 @@ class ClickModule(LightningModule):
             raise ValueError(f"model.tables={tables!r}: choose one of {', '.join(TABLES)}")
         self.save_hyperparameters()
         self.network: nn.Module | None = None
+        scores = MetricCollection({"auc": BinaryAUROC(), "accuracy": BinaryAccuracy()})
         self.metrics = nn.ModuleDict(
-            {
-                f"{stage}_metrics": MetricCollection(
-                    {"auc": BinaryAUROC(), "accuracy": BinaryAccuracy()}, prefix=f"{stage}/"
-                )
-                for stage in ("val", "test")
-            }
+            {f"{stage}_metrics": scores.clone(prefix=f"{stage}/") for stage in ("val", "test")}
         )
-        self.losses = nn.ModuleDict({f"{stage}_loss": MeanMetric() for stage in ("val", "test")})
         self.best_auc = BinaryAUROC()
         if num_dense is not None and table_rows is not None:
             self._build()
@@ -106,46 +96,28 @@ class ClickModule(LightningModule):
         """Logits ``[batch]``; see :class:`dlrm.model.DLRM`."""
         return self.network(dense, categorical)
 
-    def training_step(self, batch: dict[str, Tensor], batch_index: int) -> Tensor:
+    def figures(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
         logits = self(batch["dense"], batch["categorical"])
-        loss = functional.binary_cross_entropy_with_logits(logits, batch["label"])
-        self.log("train/loss", loss, prog_bar=True, batch_size=len(logits))
-        return loss
-
-    def validation_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
-        self._evaluate("val", batch)
+        return {"loss": functional.binary_cross_entropy_with_logits(logits, batch["label"])}, len(logits)
 
     def test_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
-        self._evaluate("test", batch)
+        self.score("test", batch)
         if "probability" in batch and len(batch["label"]):
             self.best_auc.update(batch["probability"], batch["label"].int())
+            self.log("test/best_auc", self.best_auc)
 
-    def _evaluate(self, stage: str, batch: dict[str, Tensor]) -> None:
+    def score(self, stage: str, batch: dict[str, Tensor]) -> None:
+        """Log the figures of a batch, and the scores of all rows."""
         labels = batch["label"]
         # A rank may have an empty batch at the end of the data.
         if not len(labels):
             return
         logits = self(batch["dense"], batch["categorical"])
         loss = functional.binary_cross_entropy_with_logits(logits, labels)
-        self.losses[f"{stage}_loss"].update(loss, weight=len(labels))
-        self.metrics[f"{stage}_metrics"].update(logits.sigmoid(), labels.int())
-
-    def on_validation_epoch_end(self) -> None:
-        self._report("val")
-
-    def on_test_epoch_end(self) -> None:
-        self._report("test")
-        if self.best_auc.update_called:
-            self.log("test/best_auc", self.best_auc.compute(), sync_dist=True)
-            self.best_auc.reset()
-
-    def _report(self, stage: str) -> None:
-        metrics, loss = self.metrics[f"{stage}_metrics"], self.losses[f"{stage}_loss"]
-        # The metrics gather all ranks' rows: sync_dist averages equal numbers, and stays quiet.
-        figures: dict[str, Any] = {f"{stage}/loss": loss.compute(), **metrics.compute()}
-        self.log_dict(figures, prog_bar=True, sync_dist=True)
-        metrics.reset()
-        loss.reset()
+        self.log_means(stage, {"loss": loss}, len(labels))
+        metrics = self.metrics[f"{stage}_metrics"]
+        metrics.update(logits.sigmoid(), labels.int())
+        self.log_dict(metrics, prog_bar=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return OPTIMIZERS[self.hparams.optimizer](self.parameters(), lr=self.hparams.learning_rate)

@@ -7,7 +7,6 @@ ratings of a film, are counted over the training part alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +16,13 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 
 from dlrm.movielens_files import Film, Rating, User, download, find_form, read_films, read_ratings, read_users
-from streams import Batch, RowData, Rows, shuffled
+from streams import Batch, Rows, ShuffledRows
 
 POSITIVE_FROM = 4
 """Ratings from here up are clicks (55.4% of them)."""
 
 _SECONDS_PER_DAY = 86_400
 _SECONDS_PER_YEAR = 365.25 * _SECONDS_PER_DAY
-
-
-@dataclass(frozen=True)
-class Clicks:
-    """All rows as arrays: ``dense`` float32 ``[n, 7]``, ``categorical`` int64 ``[n, 9]``, ``label`` float32 ``[n]``."""
-
-    dense: npt.NDArray[np.float32]
-    categorical: npt.NDArray[np.int64]
-    label: npt.NDArray[np.float32]
-    table_rows: list[int]
 
 
 def _number_values(values: list[Any]) -> tuple[npt.NDArray[np.int64], int]:
@@ -44,8 +33,12 @@ def _number_values(values: list[Any]) -> tuple[npt.NDArray[np.int64], int]:
 
 def make_features(
     ratings: list[Rating], users: dict[int, User], films: dict[int, Film], training: npt.NDArray[np.int64]
-) -> Clicks:
-    """Turn ratings into rows for DLRM; counts and scales come from the ``training`` ratings alone."""
+) -> tuple[Batch, list[int]]:
+    """Turn ratings into rows for DLRM; counts and scales come from the ``training`` ratings alone.
+
+    Returns:
+        All rows as one batch, and the rows of each embedding table.
+    """
     time = np.array([rating.timestamp for rating in ratings], dtype=np.float64)
     raters = [users[rating.user] for rating in ratings]
     rated = [films[rating.film] for rating in ratings]
@@ -94,14 +87,14 @@ def make_features(
     mean, deviation = dense[training].mean(axis=0), dense[training].std(axis=0)
     dense = (dense - mean) / np.where(deviation > 0, deviation, 1)
     label = np.array([rating.stars >= POSITIVE_FROM for rating in ratings])
-    return Clicks(dense.astype(np.float32), categorical, label.astype(np.float32), [size for _, size in numbered])
+    arrays = {"dense": dense.astype(np.float32), "categorical": categorical, "label": label.astype(np.float32)}
+    return {name: torch.from_numpy(values) for name, values in arrays.items()}, [size for _, size in numbered]
 
 
-class MovieLens(RowData):
+class MovieLens(ShuffledRows):
     """MovieLens 100K: 80% to train, 10% to validate, 10% to test, drawn at random.
 
-    Batches are ``{"dense": float32 [n, 7], "categorical": int64 [n, 9], "label": float32 [n]}``. An epoch is one seeded
-    shuffle after the other without a seam, so that every global batch is full and no row is left out.
+    Batches are ``{"dense": float32 [n, 7], "categorical": int64 [n, 9], "label": float32 [n]}``.
 
     The files in ``root`` are downloaded if it has none. ``seed`` chooses the split and the order.
     """
@@ -109,21 +102,9 @@ class MovieLens(RowData):
     num_dense = 7
 
     def __init__(self, root: str, batch_size: int = 128, eval_batch_size: int = 1024, seed: int = 0) -> None:
-        super().__init__(batch_size, eval_batch_size)
+        super().__init__(batch_size, eval_batch_size, seed)
         self.root = Path(root)
-        self.seed = seed
-        self.clicks: Clicks | None = None
-        self.parts: dict[str, npt.NDArray[np.int64]] = {}
-
-    @property
-    def table_rows(self) -> list[int]:
-        """Rows of each embedding table; known after ``setup``."""
-        return self._get_clicks().table_rows
-
-    def _get_clicks(self) -> Clicks:
-        if self.clicks is None:
-            raise RuntimeError("the rows are known after MovieLens.setup()")
-        return self.clicks
+        self.table_rows: list[int] = []
 
     def prepare_data(self) -> None:
         """Download the files if they are not there: one process a node does, the others wait."""
@@ -132,7 +113,7 @@ class MovieLens(RowData):
 
     def setup(self, stage: str | None = None) -> None:
         """Read, split and encode the ratings."""
-        if self.clicks is not None:
+        if self.parts:
             return
         users, films = read_users(self.root), read_films(self.root)
         ratings = read_ratings(self.root, users, films)
@@ -144,25 +125,7 @@ class MovieLens(RowData):
         order = np.random.default_rng(self.seed).permutation(len(ratings))
         first, second = int(0.8 * len(order)), int(0.9 * len(order))
         self.parts = {"train": order[:first], "val": order[first:second], "test": order[second:]}
-        self.clicks = make_features(ratings, users, films, self.parts["train"])
+        self._clicks, self.table_rows = make_features(ratings, users, films, self.parts["train"])
 
     def rows(self, numbers: Rows) -> Batch:
-        """Give the ratings with these numbers as a batch."""
-        clicks = self._get_clicks()
-        return {
-            "dense": torch.from_numpy(clicks.dense[numbers]),
-            "categorical": torch.from_numpy(clicks.categorical[numbers]),
-            "label": torch.from_numpy(clicks.label[numbers]),
-        }
-
-    def num_rows(self, part: str) -> int:
-        """Rows of a part; known after ``setup``."""
-        return len(self.parts[part])
-
-    def training_rows(self, rows: Rows) -> Batch:
-        """Training rows in a seeded order, another one in each epoch."""
-        return self.evaluation_rows("train", shuffled(rows, self.num_rows("train"), self.seed))
-
-    def evaluation_rows(self, part: str, rows: Rows) -> Batch:
-        """These rows of a part."""
-        return self.rows(self.parts[part][rows])
+        return {name: values[numbers] for name, values in self._clicks.items()}

@@ -8,8 +8,8 @@ import urllib.error
 import urllib.request
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 URL = "https://files.grouplens.org/datasets/movielens/ml-100k.zip"
 MD5 = "0e33842e24a9c977be4e0107933c0723"
@@ -17,21 +17,10 @@ MD5 = "0e33842e24a9c977be4e0107933c0723"
 GROUPLENS_FILES = ("u.data", "u.user", "u.item")
 RECBOLE_FILES = ("ml-100k.inter", "ml-100k.user", "ml-100k.item")
 
-_GENRES = [
-    *(
-        "unknown",
-        "Action",
-        "Adventure",
-        "Animation",
-        "Children's",
-        "Comedy",
-        "Crime",
-        "Documentary",
-        "Drama",
-        "Fantasy",
-    ),
-    *("Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western"),
-]
+_GENRES = (
+    "unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama", "Fantasy",
+    "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western",
+)  # fmt: skip
 
 _NO_YEAR = ("", "unkonwn", "V")
 """The release years of films without one: nothing in u.item, these (sic) in RecBole's file."""
@@ -40,8 +29,7 @@ _DOWNLOAD_TIMEOUT_SECONDS = 30
 _FIRST_FLAG = 5  # of the genres in u.item
 
 
-@dataclass(frozen=True)
-class User:
+class User(NamedTuple):
     """A user as the files describe one."""
 
     age: int
@@ -50,16 +38,14 @@ class User:
     zip_code: str
 
 
-@dataclass(frozen=True)
-class Film:
+class Film(NamedTuple):
     """A film; ``year`` is None if the files have none."""
 
     year: int | None
     genres: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Rating:
+class Rating(NamedTuple):
     """One rating; ``timestamp`` in seconds since 1970, ``stars`` from 1 to 5."""
 
     user: int
@@ -72,8 +58,7 @@ class BadLineError(ValueError):
     """A line that cannot be read; the message names the file and the line, counted from 1."""
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A line of a file, and its fields."""
 
     file: Path

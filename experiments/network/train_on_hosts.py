@@ -1,8 +1,8 @@
 """Runs an experiment on hosts made of network namespaces: ``train_on_hosts.py --hosts 2 experiment=lm``.
 
-Starts torchrun with one process on each host (Linux, as root), and in it ``experiments/train.py`` with the Hydra
-given overrides. The table at the end compares the bytes that the strategy counted with those that the hosts' interfaces
-sent, less the Ethernet, IPv4 and TCP headers. Not counted are
+Starts ``experiments/train.py`` under torchrun with the given overrides of Hydra, one process on each host (Linux, as
+root). The table at the end compares the bytes that the strategy counted with those that the hosts' interfaces sent,
+less the Ethernet, IPv4 and TCP headers. Not counted are
 
 * gloo's own framing: 48 bytes with each message, and 48 for each notice that a peer is ready to receive one;
 * the buffers of the model, which DistributedDataParallel copies from rank 0 before every forward, unless

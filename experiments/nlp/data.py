@@ -39,11 +39,6 @@ def check_text(path: str | Path | None) -> None:
         raise ValueError(f"data.path={path}: the file is empty; give a file with text in it")
 
 
-def read_text(path: str | Path | None) -> bytes:
-    """Read the text to model: a file's, or with None what CPython ships."""
-    return builtin_text() if path is None else Path(path).read_bytes()
-
-
 def split_text(text: bytes, held_out_fraction: float) -> dict[str, bytes]:
     """Cut text into contiguous blocks, validation and test at the end, between characters of UTF-8."""
 
@@ -104,7 +99,7 @@ class TextData(TokenRows):
 
     def read(self) -> bytes:
         """The whole text."""
-        return read_text(self.path)
+        return builtin_text() if self.path is None else Path(self.path).read_bytes()
 
     def training_text(self) -> bytes:
         """The training part."""

@@ -69,6 +69,11 @@ class TokenEmbedding(nn.Module):
         self.tokens = nn.Embedding(vocabulary_size, width)
         self.positions = nn.Embedding(context_length, width)
 
+    def initialise(self) -> None:
+        """Draw small values: the linear layers keep PyTorch's, for which embeddings of unit variance are too large."""
+        for embedding in (self.tokens, self.positions):
+            nn.init.normal_(embedding.weight, std=embedding.embedding_dim**-0.5 / self.gain)
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Map int64 ``[batch, time]`` to ``[batch, time, width]``."""
         return self.gain * (self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device)))
@@ -95,9 +100,7 @@ class TransformerLanguageModel(SplitSequential):
     pieces on ranks. If its splits know the tokens (:func:`~nlp.splits.reads_tokens`), call it with ``tokens=``.
 
     Args:
-        vocabulary_size: Number of distinct tokens.
         context_length: Longest sequence, in tokens.
-        num_heads: Attention heads; must divide ``width``.
         tie_weights: Use the token embedding as the output matrix.
         pieces: Parts that can run on different ranks; 1 for a model without split points.
         split: The settings of :func:`~nlp.splits.make_split`, of each split point.
@@ -127,9 +130,7 @@ class TransformerLanguageModel(SplitSequential):
                 for part, module in make_split(width, vocabulary_size, **(split or {})).items():
                     self.add_module(f"split_{cuts.index(number)}{part}", module)
         self.head = Head(width, vocabulary_size)
-        # The linear layers keep PyTorch's initialisation; embeddings of unit variance would be too large for them.
-        for embedding in (self.embedding.tokens, self.embedding.positions):
-            nn.init.normal_(embedding.weight, std=width**-0.5 / embedding_gain)
+        self.embedding.initialise()
         if tie_weights:
             self.head.output.weight = self.embedding.tokens.weight
 

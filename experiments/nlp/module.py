@@ -9,22 +9,19 @@ from torch import Tensor, nn
 
 from nlp.model import TransformerLanguageModel
 from nlp.splits import reads_tokens
-from nlp.token_module import TokenModule, mean_token_loss
+from nlp.token_module import TokenModule, token_figures
 
 
 class LanguageModule(TokenModule):
     """The language model as Lightning trains it.
 
-    Logs ``val/bits_per_byte`` and ``test/bits_per_byte`` beside the losses of :class:`~nlp.token_module.TokenModule`.
+    Logs ``val/bits_per_byte`` and ``test/bits_per_byte`` beside the losses.
     The data module gives ``vocabulary_size`` and ``context_length`` when they are None.
 
     Args:
-        num_layers: Number of transformer blocks.
-        tie_weights: Use the token embedding as the output matrix.
         momentum: Train with SGD and this momentum instead of AdamW; None for AdamW.
         split: ``pieces`` to cut the network into (1, or None, for no cut), and the settings of
             :func:`~nlp.splits.make_split` for the split points.
-        embedding_gain: Of the network's token embedding.
     """
 
     size_names = ("vocabulary_size", "context_length")
@@ -61,13 +58,11 @@ class LanguageModule(TokenModule):
         """Logits ``[batch, time, vocabulary]`` of tokens ``[batch, time]``."""
         return self.network(tokens, tokens=tokens) if reads_tokens(self.network) else self.network(tokens)
 
-    def loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The mean loss of the next tokens, and their number."""
-        return mean_token_loss(self(batch["inputs"]), batch["targets"])
+    def figures(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+        return token_figures(self(batch["inputs"]), batch["targets"])
 
-    def report(self, stage: str) -> Tensor:
-        """Log the loss of a whole evaluation, also in bits a byte of text."""
-        loss = super().report(stage)
-        bytes_per_token = self.trainer.datamodule.bytes_per_token[stage]
-        self.log(f"{stage}/bits_per_byte", loss / math.log(2) / bytes_per_token, sync_dist=True)
-        return loss
+    def score(self, stage: str, batch: dict[str, Tensor]) -> None:
+        """Log the loss of a batch, also in bits a byte of text."""
+        figures, count = self.figures(batch)
+        bits = figures["loss"] / math.log(2) / self.trainer.datamodule.bytes_per_token[stage]
+        self.log_means(stage, {**figures, "bits_per_byte": bits}, count)

@@ -21,6 +21,8 @@ class TokenRows(RowData):
     number of ranks (see ``streams``). The arguments are those of :class:`~nlp.data.TextData`.
     """
 
+    tokenizer: ByteTokenizer | BytePairTokenizer
+    """Known after ``setup``."""
     special_tokens = 0
     """Tokens that come before the tokenizer's own."""
 
@@ -44,7 +46,6 @@ class TokenRows(RowData):
         self.held_out_fraction = held_out_fraction
         self.seed = seed
         self.cache_dir = Path(cache_dir)
-        self.tokenizer: ByteTokenizer | BytePairTokenizer | None = None
 
     @abstractmethod
     def training_text(self) -> bytes:
@@ -53,13 +54,7 @@ class TokenRows(RowData):
     @property
     def vocabulary_size(self) -> int:
         """Number of distinct tokens, the special ones included; known after ``setup``."""
-        return self.known_tokenizer().vocabulary_size + self.special_tokens
-
-    def known_tokenizer(self) -> ByteTokenizer | BytePairTokenizer:
-        """The tokenizer that ``setup`` has made."""
-        if self.tokenizer is None:
-            raise RuntimeError(f"the tokenizer is known after {type(self).__name__}.setup()")
-        return self.tokenizer
+        return self.tokenizer.vocabulary_size + self.special_tokens
 
     def load_tokenizer(self, training_text: bytes) -> ByteTokenizer | BytePairTokenizer:
         """Make the tokenizer, learnt from a text where it learns at all."""

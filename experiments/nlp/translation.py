@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchmetrics.text import CHRFScore
 
 from nlp.splits import reads_tokens
-from nlp.token_module import TokenModule, mean_token_loss
+from nlp.token_module import TokenModule, token_figures
 from nlp.translation_data import BOS, EOS
 from nlp.translation_model import EncoderDecoder, check_pieces, translate_greedily
 from streams import rank_and_world_size, rank_rows
@@ -24,8 +24,6 @@ class TranslationModule(TokenModule):
     translation, so the floor is not 0. The data module gives the sizes that are None.
 
     Args:
-        num_layers: Number of blocks in the encoder, and again in the decoder.
-        tie_weights: Use the decoder's token embedding as its output matrix.
         translate_examples: Test sentences to translate, over all ranks; 0 for none.
         split: ``pieces`` to cut the network into (1, or None, for no cut; 2 for a cut between encoder and decoder), and
             the settings of :func:`~nlp.splits.make_split` for the split point.
@@ -76,13 +74,14 @@ class TranslationModule(TokenModule):
         """Translate sources ``[batch, source time]`` greedily into tokens ``[batch, target_length]``."""
         return translate_greedily(self.network, source, BOS, EOS, self.hparams.target_length)
 
-    def loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The mean loss of the target's tokens, and their number."""
-        return mean_token_loss(self(batch["source"], batch["target_in"]), batch["targets"])
+    def figures(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+        return token_figures(self(batch["source"], batch["target_in"]), batch["targets"])
 
     def test_step(self, batch: dict[str, Tensor], batch_index: int) -> None:
         super().test_step(batch, batch_index)
-        self._score_translations(batch, batch_index)
+        if self.hparams.translate_examples:
+            self._score_translations(batch, batch_index)
+            self.log_dict({f"test/{name}": metric for name, metric in self.chrf.items()})
 
     def _score_translations(self, batch: dict[str, Tensor], batch_index: int) -> None:
         """Translate those rows of the batch that are among the first ``translate_examples`` of the test part."""
@@ -103,11 +102,3 @@ class TranslationModule(TokenModule):
         translations = decode(self.translate(source))
         self.chrf["chrf"].update(translations, [[reference] for reference in references])
         self.chrf["copied_chrf"].update(sources, [[reference] for reference in references])
-
-    def on_test_epoch_end(self) -> None:
-        super().on_test_epoch_end()
-        if not self.hparams.translate_examples:
-            return
-        for name, metric in self.chrf.items():
-            self.log(f"test/{name}", metric.compute(), sync_dist=True)
-            metric.reset()

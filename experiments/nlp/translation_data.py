@@ -73,15 +73,12 @@ class ParallelText(TokenRows):
         catalogs: A gettext catalog (.mo) or a folder with some.
         package: An installed Python package that brings its own catalogs.
         language: Language of the catalogs to use, as their folder is named; None takes all of a folder.
-        tokenizer: ``byte`` or ``bpe``.
         vocabulary_size: Tokens that BPE may learn, three special ones not counted; bytes need no setting.
         source_length: Tokens a source may have, its end included; longer pairs are left out and counted.
         target_length: The same for targets.
-        batch_size: Training pairs a rank.
-        eval_batch_size: Validation pairs a rank.
         held_out_fraction: Part of the sources for validation, and again for test.
-        seed: Chooses the training pairs.
-        cache_dir: Where trained tokenizers are kept, by the hash of their training text.
+
+    The other arguments are those of :class:`~nlp.data.TextData`.
 
     Raises:
         ValueError: A setting is out of range, a file cannot be read, files are not aligned, or a part has no pair.
@@ -168,7 +165,7 @@ class ParallelText(TokenRows):
 
     def _encode(self, pairs: list[Pair]) -> Batch:
         """Turn pairs into rows, leaving out those that are too long; int32, as a large corpus stays in memory."""
-        tokens = [[self.known_tokenizer().encode(text.encode())[0] + FIRST_TOKEN for text in pair] for pair in pairs]
+        tokens = [[self.tokenizer.encode(text.encode())[0] + FIRST_TOKEN for text in pair] for pair in pairs]
         fitting = [
             (source, target)
             for source, target in tokens
@@ -208,5 +205,5 @@ class ParallelText(TokenRows):
         for row in tokens.cpu().numpy():
             ends = np.flatnonzero(row == EOS)
             text = row[: ends[0]] if len(ends) else row
-            texts.append(self.known_tokenizer().decode(text[text >= FIRST_TOKEN] - FIRST_TOKEN))
+            texts.append(self.tokenizer.decode(text[text >= FIRST_TOKEN] - FIRST_TOKEN))
         return texts

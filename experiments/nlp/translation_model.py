@@ -26,16 +26,6 @@ def visible(source: Tensor) -> Tensor:
     return (source != PAD)[:, None, None, :]
 
 
-class PositionedEmbedding(TokenEmbedding):
-    """The embedding of a token plus that of its position, initialised with a small variance."""
-
-    def __init__(self, vocabulary_size: int, length: int, width: int) -> None:
-        super().__init__(vocabulary_size, length, width)
-        # The linear layers keep PyTorch's initialisation; embeddings of unit variance would be too large for them.
-        for embedding in (self.tokens, self.positions):
-            nn.init.normal_(embedding.weight, std=width**-0.5)
-
-
 class DecoderBlock(Block):
     """A causal block that also looks at the memory, between looking at itself and the two-layer network."""
 
@@ -79,7 +69,8 @@ class Encoder(nn.Module):
         self, vocabulary_size: int, source_length: int, num_layers: int, width: int, num_heads: int, dropout: float
     ) -> None:
         super().__init__()
-        self.embedding = PositionedEmbedding(vocabulary_size, source_length, width)
+        self.embedding = TokenEmbedding(vocabulary_size, source_length, width)
+        self.embedding.initialise()
         self.blocks = nn.ModuleList(Block(width, num_heads, dropout, causal=False) for _ in range(num_layers))
         self.output_norm = nn.LayerNorm(width)
 
@@ -106,7 +97,8 @@ class Decoder(nn.Module):
         tie_weights: bool,
     ) -> None:
         super().__init__()
-        self.embedding = PositionedEmbedding(vocabulary_size, target_length, width)
+        self.embedding = TokenEmbedding(vocabulary_size, target_length, width)
+        self.embedding.initialise()
         self.blocks = nn.ModuleList(DecoderBlock(width, num_heads, dropout) for _ in range(num_layers))
         self.output_norm = nn.LayerNorm(width)
         self.output = nn.Linear(width, vocabulary_size, bias=False)
@@ -134,11 +126,9 @@ class EncoderDecoder(SplitSequential):
     knows the tokens (:func:`~nlp.splits.reads_tokens`), call it with ``tokens=source`` besides.
 
     Args:
-        vocabulary_size: Number of distinct tokens, of both languages.
-        source_length: Longest source, in tokens.
-        target_length: Longest target, in tokens.
+        vocabulary_size: Of both languages.
+        source_length: Longest source, as ``target_length`` in tokens.
         num_layers: Number of blocks in the encoder, and again in the decoder.
-        num_heads: Attention heads; must divide ``width``.
         tie_weights: Use the decoder's token embedding as its output matrix. The encoder has an embedding of its own, as
             it may be on another machine.
         pieces: 2 with a split point between encoder and decoder, 1 without.

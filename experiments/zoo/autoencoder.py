@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zoo.scored import ScoredModule
+from scored import ScoredModule
 
 
 class AutoencoderModule(ScoredModule):

@@ -6,9 +6,9 @@ The images are the same in every run; the run's seed decides their order only.
 from __future__ import annotations
 
 import torch
+from lightning.pytorch import LightningDataModule
 from torch import Tensor
-
-from zoo.scored import DrawnData
+from torch.utils.data import DataLoader, TensorDataset
 
 CLASSES = 10
 _CORNERS = {"a": (-1, 2), "b": (1, 2), "c": (-1, 0), "d": (1, 0), "e": (-1, -2), "f": (1, -2)}
@@ -70,6 +70,23 @@ def _distance(strokes: Tensor, side: int) -> Tensor:
         away = offset - place.clamp(0, 1).unsqueeze(-1) * along.unsqueeze(1)
         nearest = torch.minimum(nearest, away.norm(dim=-1))
     return nearest.unflatten(1, (side, side))
+
+
+class DrawnData(LightningDataModule):
+    """Examples that ``setup`` draws, the same in every run; the run's seed decides their order only."""
+
+    val_batch_size = 256
+
+    def keep(self, train: int, *tensors: Tensor) -> None:
+        """Train on the first examples, and validate on the others."""
+        self.train = TensorDataset(*(tensor[:train] for tensor in tensors))
+        self.val = TensorDataset(*(tensor[train:] for tensor in tensors))
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.train, self.hparams.batch_size, shuffle=True, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self.val, self.val_batch_size)
 
 
 class Digits(DrawnData):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nlp.optimizing import warmup_and_cosine
-from zoo.scored import DrawnData
+from zoo.digits import DrawnData
 
 
 def draw_spirals(count: int, seed: int) -> Tensor:

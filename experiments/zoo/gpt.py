@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from nlp.optimizing import optimizer_with_cosine, warmup_and_cosine
-from zoo.scored import ScoredModule, token_figures
+from nlp.token_module import token_figures
+from scored import ScoredModule
 
 try:
     from transformers import GPT2Config, GPT2LMHeadModel

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from nlp.model import Block
 from nlp.optimizing import optimizer_with_cosine
+from scored import ScoredModule
 from zoo.digits import CLASSES
-from zoo.scored import ScoredModule
 
 SCHEDULES = ("cosine", "one_cycle")
 """Names that the residual network's ``model.schedule`` takes."""

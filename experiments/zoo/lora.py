@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from nlp.data import TextData, builtin_text
 from nlp.model import TransformerLanguageModel
 from nlp.optimizing import optimizer_with_cosine
-from zoo.scored import ScoredModule, token_figures
+from nlp.token_module import token_figures
+from scored import ScoredModule
 
 _SOURCES = ("argparse", "ast", "datetime", "doctest", "inspect", "pdb", "pickle", "subprocess", "tarfile", "typing")
 

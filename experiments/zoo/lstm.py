@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from nlp.optimizing import warmup_and_cosine
-from zoo.scored import ScoredModule, token_figures
+from nlp.token_module import token_figures
+from scored import ScoredModule
 
 
 class LSTMModule(ScoredModule):

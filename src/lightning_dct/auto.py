@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from lightning_dct.config import DCTConfig, ValueFormat
 from lightning_dct.forecast.bytes_sent import dense_step
-from lightning_dct.forecast.forecast import make_forecast
+from lightning_dct.forecast.forecast import Forecast
 from lightning_dct.forecast.timing import MeasuredLink, Speed, measure_speed, slowest
 from lightning_dct.forecast.workload import Workload
 from lightning_dct.gradients.exchanges.making import NodeLayout
@@ -174,7 +174,7 @@ def measure_speeds(
     for config in {config.density: config for config in configs}.values():
         buckets = workload.buckets_under(config)
         sizes = max(([real_numel(workload.parameters[name]) for name in bucket] for bucket in buckets), key=sum)
-        own = measure_speed(config.density, config.value_format, sizes, config.min_tensor_size, SECONDS, device)
+        own = measure_speed(config, sizes, SECONDS, device)
         compress, clear, add, move = slowest([own.compress, own.clear, own.add, own.move], group, device)
         speeds[config.density] = Speed(compress, clear, add, own.how, move)
     return speeds
@@ -202,7 +202,7 @@ def predict_updates(measured: Measured, configs: Sequence[DCTConfig], speeds: Ma
     """Updates, once warm-up is over; ``speeds`` is the cost of compressing by density."""
     options, rate = [], measured.link.bits_per_second or math.inf
     for config in configs:
-        forecast = make_forecast(
+        forecast = Forecast(
             config, measured.workload, measured.layout, rate, speeds[config.density], measured.link.latency
         )
         row = forecast.row(forecast.choice.name if config.exchange == "auto" else config.exchange)

@@ -137,6 +137,6 @@ def test_misuse_is_refused_by_name(settings: dict[str, Any], error: type[Excepti
 def test_speed_of_many_tensors_is_measured_with_the_small_ones_whole() -> None:
     from lightning_dct.forecast import measure_speed
 
-    speed = measure_speed(0.2, "1bit", [300, 10, 5000], 128, 0.0, torch.device("cpu"))
+    speed = measure_speed(DCTConfig(density=0.2, min_tensor_size=128), [300, 10, 5000], 0.0, torch.device("cpu"))
     assert min(speed.compress, speed.move) > 0
     assert "5,310 entries" in speed.how

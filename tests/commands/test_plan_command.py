@@ -5,7 +5,7 @@ import re
 import pytest
 from lightning.pytorch.demos import LightningTransformer
 
-from lightning_dct import forecast
+from lightning_dct import DCTConfig, forecast
 from lightning_dct.commands import main
 from lightning_dct.forecast import Speed, measure_speed
 
@@ -138,11 +138,12 @@ def misuse(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_speed_is_measured() -> None:
-    speed = measure_speed(0.05, "bf16", [20_000], seconds=0.0)
+    speed = measure_speed(DCTConfig(density=0.05, value_format="bf16"), [20_000], seconds=0.0)
     assert speed.compress > 0
     assert min(speed.clear, speed.add) >= 0
     assert "20,000 entries" in speed.how
-    assert measure_speed(1.0, "bf16", [20_000], seconds=0.0).seconds("all_gather", 20_000, 2, 1) == 0
+    dense = measure_speed(DCTConfig(density=1.0, value_format="bf16"), [20_000], seconds=0.0)
+    assert dense.seconds("all_gather", 20_000, 2, 1) == 0
 
 
 def test_what_an_exchange_costs() -> None:

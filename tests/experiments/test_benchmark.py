@@ -1,6 +1,5 @@
 """The benchmark on the loopback, a few steps long: that it measures what it says, never how long anything takes."""
 
-import argparse
 import gc
 import json
 import math
@@ -16,8 +15,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from benchmark import kernels, memory, pipeline, plots, recommender, session, steps
-from benchmark.job import Job, Run, of_all_ranks, read_runs
+from benchmark import job, kernels, memory, pipeline, plots, recommender, steps
+from benchmark.job import Job, Run, of_all_ranks, run_job
 from benchmark.kernels import (
     FLOOR,
     WARM_UP_ROUNDS,
@@ -35,7 +34,7 @@ from benchmark.worker import train
 from distributed.harness import Ranks
 from distributed.scripts import run_here
 from distributed.training import on_two_nodes
-from network.hosts import INTERFACE, Link, make_hosts
+from network.hosts import INTERFACE, Host, Link, make_hosts
 from reliability.processes import run_to_the_end
 
 RUN = Run(DDP, 10, 2.0, 8000, 9000, 0.5, 0.1, [3.0, 2.0], None)
@@ -73,7 +72,7 @@ def test_steps_on_the_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def remember(name: str) -> dict[str, int]:
     with on_two_nodes():
-        return memory.train(name, argparse.Namespace(layers=2, width=16))
+        return memory.train(name, layers=2, width=16)
 
 
 @pytest.mark.parametrize(("name", "share"), [("hsdp", 0), ("dct_fsdp, updates", 1 / 2)])
@@ -84,24 +83,22 @@ def test_memory_of_a_rank(ranks: Callable[[int], Ranks], name: str, share: float
         assert found["peak"] >= 0
 
 
-def train_and_score(folder: str) -> tuple[Run, dict[str, float]]:
-    job = Job(["DCT, 1%, int8"], 1, 3, None, True, 8, 16, folder=folder)
+def train_and_score() -> Run:
     warnings.simplefilter("ignore")
-    run = train(job.synchronisations[0], job)
+    run = train("DCT, 1%, int8", Job(["DCT, 1%, int8"], 1, 3, None, True, 8, 16))
     gc.collect()
-    return run, vars(job)
+    return run
 
 
-def test_a_scored_run_tells_its_losses(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_a_scored_run_tells_its_losses(ranks: Callable[[int], Ranks]) -> None:
     """Oracle: guesses of a network that has learnt nothing cost the logarithm of 256, which is 5.55."""
-    (mine, job), (others, _) = ranks(2).run(train_and_score, str(tmp_path))
+    mine, others = ranks(2).run(train_and_score)
     assert mine.steps == 3
     assert len(mine.losses) == 4
     assert mine.losses[0] == pytest.approx(math.log(256), abs=0.1)
     assert mine.score == others.score
     assert 0 < mine.score < mine.losses[0]
     assert mine.counted_bytes == others.counted_bytes > 0
-    assert vars(Job.read(Job(**job).write())) == job
 
 
 @pytest.mark.usefixtures("settings_of_the_process")
@@ -153,12 +150,12 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert found("PowerSGD, rank 1", step_ms) is None
 
 
-def test_the_slowest_rank_counts(tmp_path: Path) -> None:
+def test_the_slowest_rank_counts() -> None:
     ranks = [RUN, replace(RUN, seconds=3.0, interface_bytes=9500, compressing_seconds=0.4)]
     together = of_all_ranks(ranks, Link(100), 2)
     assert together == replace(RUN, seconds=3.0, interface_bytes=9500, megabits=100, round=2)
-    with pytest.raises(FileNotFoundError, match=r"rank0\.json"):
-        read_runs(tmp_path, 1, Link(), 0)
+    with patch.object(job, "run_ranks"), pytest.raises(FileNotFoundError, match=r"rank0\.json"):
+        run_job([Host()], "script.py", {})
 
 
 def test_rounds_differ_in_their_order_only() -> None:
@@ -176,7 +173,7 @@ def test_a_table_has_three_columns_for_each_kind_of_link() -> None:
     assert columns[3].head == "ms a step, 100 Mbit/s"
     names = steps.names_in(runs)
     assert names == [NOTHING, DDP]
-    assert tabulate(runs, names, columns)[1] == [
+    assert tabulate("", runs, names, columns)[2] == [
         DDP,
         "200",
         "1.00x",
@@ -236,7 +233,7 @@ def hosts_that_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for ended in run_to_the_end(run_node, *arguments, world_size=2, failing=-1, folder=tmp_path, timeout_s=400):
             assert ended.exit_status == 0, ended.output
 
-    monkeypatch.setattr(session, "run_ranks", run_ranks)
+    monkeypatch.setattr(job, "run_ranks", run_ranks)
 
 
 @pytest.mark.usefixtures("settings_of_the_process", "hosts_that_fork")

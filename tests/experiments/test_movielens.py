@@ -12,7 +12,6 @@ import torch
 from dlrm import movielens_files
 from dlrm.movielens import MovieLens
 from dlrm.movielens_files import BadLineError, read_films, read_ratings, read_users
-from streams import shuffled
 
 GENRES = movielens_files._GENRES
 USERS = [(1, 24, "M", "technician", "85711"), (2, 53, "F", "other", "94043"), (3, 23, "M", "writer", "T8H1N")]
@@ -80,19 +79,6 @@ def test_rows_features_and_split(tmp_path: Path) -> None:
     assert (batch["categorical"] < torch.tensor(data.table_rows)).all()
     assert torch.isfinite(batch["dense"]).all()
     assert batch["label"].tolist() == [float(rating[2] >= 4) for rating in RATINGS]
-
-
-def test_epochs_follow_each_other_without_a_seam(tmp_path: Path) -> None:
-    data = MovieLens(str(write_recbole(tmp_path)), batch_size=8)
-    data.setup()
-    training = data.parts["train"]
-    places = np.arange(3 * len(training))
-    seen = np.concatenate([training[shuffled(part, 57, data.seed)] for part in np.array_split(places, 20)])
-    for epoch in range(3):
-        np.testing.assert_array_equal(np.sort(seen[epoch * 57 : (epoch + 1) * 57]), np.sort(training))
-    assert not np.array_equal(seen[:57], seen[57:114])
-    assert len(data.train_dataloader()) == 8
-    assert all(len(batch["label"]) == 8 for batch in data.train_dataloader())
 
 
 @pytest.mark.parametrize(

@@ -53,11 +53,6 @@ def test_dlrm_with_ddp(ranks: Any, tmp_path: Path) -> None:
     assert figures["world_size"] == 2
     assert figures["steps"] == 30
     assert figures["seed"] == 0
-    (validation,) = figures["validations"]
-    assert validation == {
-        "step": 30,
-        **{name: value for name, value in figures["metrics"].items() if name.startswith("val/")},
-    }
     assert figures["compression_ratio"] == pytest.approx(1.0)
     assert figures["bytes_sent_per_step"] == all_reduce_bytes(4 * figures["trainable_parameters"], 2)
     assert figures["milliseconds_per_step"] > 0

@@ -57,19 +57,19 @@ def test_the_encoder_looks_both_ways_and_the_padding_is_not_seen() -> None:
 def test_the_loss_and_its_gradient_ignore_padding() -> None:
     module = TranslationModule(1, 16, 2, vocabulary_size=12, source_length=6, target_length=5)
     batch = {"source": SOURCE, "target_in": TARGET_IN, "targets": TARGETS}
-    loss, count = module.loss(batch)
+    figures, count = module.figures(batch)
     assert count == 11
-    loss.backward()
+    figures["loss"].backward()
     other = {**batch, "target_in": TARGET_IN.where(TARGETS != IGNORED, 10)}
     # A shorter source in a longer row, and rows with nothing to predict, change nothing either.
     blank = {"source": [[EOS] + 5 * [PAD]], "target_in": [[BOS] + 4 * [PAD]], "targets": [5 * [IGNORED]]}
     longer = {name: torch.cat([other[name], torch.tensor(rows)]) for name, rows in blank.items()}
-    torch.testing.assert_close(module.loss(longer), (loss, count))
+    torch.testing.assert_close(module.figures(longer), (figures, count))
     padding = module.network.encoder.embedding.tokens.weight.grad[PAD]
     assert torch.equal(padding, torch.zeros(16))
     # Nothing but padding: no loss, and no division by nothing.
-    nothing, count = module.loss({name: torch.tensor(rows) for name, rows in blank.items()})
-    assert (nothing.item(), count.item()) == (0.0, 0)
+    nothing, count = module.figures({name: torch.tensor(rows) for name, rows in blank.items()})
+    assert (nothing["loss"].item(), count) == (0.0, 0)
 
 
 def test_greedy_translations_end_once() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from distributed.training import Module, on_two_nodes
 from fsdp.training import train
 from lightning_dct import DCTConfig, DCTFSDPStrategy
-from lightning_dct.forecast import Speed, make_forecast, workload_of
+from lightning_dct.forecast import Forecast, Speed, workload_of
 from lightning_dct.forecast.forecast import layout_of
 from lightning_dct.fsdp.wrapping import units_of
 from lightning_dct.synchronizing import parameter_names
@@ -51,7 +51,7 @@ def test_the_plan_says_what_each_rank_counts(
     names = parameter_names(module)
     units = [[names[parameter] for parameter in own] for own in units_of(module, UNIT).values()]
     workload = replace(workload_of(module), units=units)
-    plan = make_forecast(config, workload, layout_of(4, 2), 1e9, Speed(0, 0, 0, ""), shards=4 // replicas)
+    plan = Forecast(config, workload, layout_of(4, 2), 1e9, Speed(0, 0, 0, ""), shards=4 // replicas)
     dense, row = plan.rows[0], plan.row(exchange)
     rounds = STEPS // row.local_steps
     assert [counted.bytes_sent for counted in totals] == [rounds * sent.between for sent in row.step.sent]

@@ -116,13 +116,11 @@ class RunAdvice(InternalCallback):
         strategy: Any = trainer.strategy
         self._clock.after_step(strategy.traffic.totals)
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave a validation out of the time of steps."""
+    def on_validation_end(self, *_: Any, **__: Any) -> None:
+        """Leave validations and checkpoints out of the time of steps."""
         self._pause()
 
-    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
-        """Leave a checkpoint out of it."""
-        self._pause()
+    on_save_checkpoint = on_validation_end
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the closing line, where enough was measured."""

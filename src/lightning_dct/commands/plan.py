@@ -85,8 +85,8 @@ def _print_forecast(arguments: argparse.Namespace) -> None:
     names = ("compress", "local_steps", "density", "value_format", "min_tensor_size")
     config, workload = DCTConfig(**{name: getattr(arguments, name) for name in names}), _workload(arguments)
     sizes = [real_numel(workload.parameters[name]) for bucket in workload.buckets for name in bucket]
-    speed = forecast.measure_speed(config.density, config.value_format, sizes)
-    print(describe(forecast.make_forecast(config, workload, layout, arguments.link, speed, shards=shards)))
+    speed = forecast.measure_speed(config, sizes)
+    print(describe(forecast.Forecast(config, workload, layout, arguments.link, speed, shards=shards)))
 
 
 def _print_measured(arguments: argparse.Namespace) -> None:

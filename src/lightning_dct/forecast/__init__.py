@@ -9,17 +9,15 @@
 Sizes come from the plans, the shards and the traffic formulas of a run. Tests compare them with the counters of runs.
 """
 
-from lightning_dct.forecast.forecast import Forecast, Row, make_forecast
+from lightning_dct.forecast.forecast import Forecast
 from lightning_dct.forecast.timing import Speed, measure_speed
 from lightning_dct.forecast.workload import Workload, load_module, one_tensor, workload_of
 
 __all__ = [
     "Forecast",
-    "Row",
     "Speed",
     "Workload",
     "load_module",
-    "make_forecast",
     "measure_speed",
     "one_tensor",
     "workload_of",

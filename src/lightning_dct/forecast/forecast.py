@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 from lightning_dct.config import DCTConfig
 from lightning_dct.forecast.bytes_sent import COMPRESSED, Sent, Step, compressed_step, dense_step, ranks_per_node
-from lightning_dct.forecast.shards import fsdp_bytes, groups_of, step_of_all
+from lightning_dct.forecast.shards import Group, fsdp_bytes, groups_of, step_of_all
 from lightning_dct.forecast.timing import Speed
 from lightning_dct.forecast.workload import Workload
 from lightning_dct.gradients.exchanges.making import INSIDE_IS_FASTER, Choice, NodeLayout, choose_for_model
@@ -58,27 +58,65 @@ class Row:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The exchanges of a run.
+    """The exchanges of a run on two ranks or more, with equally many on every node.
 
     Attributes:
         config: The settings.
         workload: What is synchronised.
         layout: Where the ranks run.
         link: Bits a second of each node's link, or of each rank's where all are on one node.
-        rows: The dense all-reduce, and each exchange that is possible.
-        choice: That of ``exchange="auto"``.
-        speed: Cost of compressing on this machine.
-        shards: Ranks per replica of ``dct_fsdp``, None for ``dct``.
+        speed: Cost of compressing on this machine, at the settings' density and value format.
+        latency: Time of an empty all-reduce in seconds, two rounds of messages.
+        shards: Ranks per replica of ``dct_fsdp``, None for ``dct``. With shards, ``rows`` raises a ValueError if FSDP2
+            cannot shard a parameter.
     """
 
     config: DCTConfig
     workload: Workload
     layout: NodeLayout
     link: float
-    rows: tuple[Row, ...]
-    choice: Choice
     speed: Speed
+    latency: float = 0.0
     shards: int | None = None
+
+    @cached_property
+    def _groups(self) -> list[Group]:
+        """The ranks that exchange with each other; the first ranks of replicas hold the largest shards."""
+        if self.shards is None:
+            return [(self.workload, self.layout)]
+        return groups_of(self.workload, self.layout, self.shards, by_unit=self.config.compress == "gradients")
+
+    @cached_property
+    def choice(self) -> Choice:
+        """That of ``exchange="auto"``."""
+        largest, peers = self._groups[0]
+        return choose_for_model(self.config, largest.parameters, peers)
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """The dense all-reduce, and each exchange that is possible."""
+        config, layout, every, groups = self.config, self.layout, self.config.round_length, self._groups
+        fsdp = Sent() if self.shards is None else fsdp_bytes(self.workload, layout, self.shards)
+        largest, peers = groups[0]
+        world_size, local = len(peers.places), ranks_per_node(peers)
+        dense = step_of_all(dense_step, groups, fsdp, 1)
+        rows = [Row(DENSE, dense, 1, 1.0, link_seconds(dense, layout, self.link), 0.0)]
+        for name in COMPRESSED:
+            if name == "by_node" and any(ranks.obstacle is not None for _, ranks in groups):
+                continue
+            step = step_of_all(partial(compressed_step, name, config), groups, fsdp, every)
+            if name == "by_node" or self.shards is not None:
+                most = max(sent.between for sent in step.sent)
+                ratio = (max(sent.between for sent in dense.sent) - fsdp.between) / most
+            else:
+                ratio = dense.sent[0].total / max(sent.total for sent in step.sent)
+            waits = COLLECTIVES[name] * len(largest.buckets_under(config)) * self.latency / 2
+            busy = link_seconds(step, layout, self.link)
+            compressing = self.speed.seconds(name, step.entries, world_size, local)
+            if config.compress == "updates":
+                compressing += self.speed.move * largest.entries
+            rows.append(Row(name, step, every, ratio * every, (busy + waits) / every, compressing / every))
+        return tuple(rows)
 
     def row(self, name: str) -> Row:
         """The row of a name."""
@@ -102,49 +140,6 @@ def layout_of(world_size: int, nodes: int) -> NodeLayout:
             f" Give {', '.join(possible[:-1])} or {possible[-1]}"
         )
     return NodeLayout(tuple(divmod(rank, world_size // nodes) for rank in range(world_size)))
-
-
-def make_forecast(
-    config: DCTConfig,
-    workload: Workload,
-    layout: NodeLayout,
-    link: float,
-    speed: Speed,
-    latency: float = 0.0,
-    shards: int | None = None,
-) -> Forecast:
-    """Compute all exchanges of two ranks or more, with equally many on every node.
-
-    The arguments are those of :class:`Forecast`, with a speed at the settings' density and value format. ``latency`` is
-    the time of an empty all-reduce in seconds, two rounds of messages.
-
-    Raises:
-        ValueError: FSDP2 cannot shard a parameter.
-    """
-    every, groups, fsdp = config.round_length, [(workload, layout)], Sent()
-    if shards is not None:
-        groups = groups_of(workload, layout, shards, by_unit=config.compress == "gradients")
-        fsdp = fsdp_bytes(workload, layout, shards)
-    # The first ranks of replicas hold the largest shards.
-    largest, peers = groups[0]
-    world_size, local = len(peers.places), ranks_per_node(peers)
-    dense = step_of_all(dense_step, groups, fsdp, 1)
-    rows = [Row(DENSE, dense, 1, 1.0, link_seconds(dense, layout, link), 0.0)]
-    for name in COMPRESSED:
-        if name == "by_node" and any(ranks.obstacle is not None for _, ranks in groups):
-            continue
-        step = step_of_all(partial(compressed_step, name, config), groups, fsdp, every)
-        if name == "by_node" or shards is not None:
-            ratio = (max(sent.between for sent in dense.sent) - fsdp.between) / max(sent.between for sent in step.sent)
-        else:
-            ratio = dense.sent[0].total / max(sent.total for sent in step.sent)
-        waits = COLLECTIVES[name] * len(largest.buckets_under(config)) * latency / 2
-        busy, compressing = link_seconds(step, layout, link), speed.seconds(name, step.entries, world_size, local)
-        if config.compress == "updates":
-            compressing += speed.move * largest.entries
-        rows.append(Row(name, step, every, ratio * every, (busy + waits) / every, compressing / every))
-    choice = choose_for_model(config, largest.parameters, peers)
-    return Forecast(config, workload, layout, link, tuple(rows), choice, speed, shards)
 
 
 def link_seconds(step: Step, layout: NodeLayout, link: float) -> float:

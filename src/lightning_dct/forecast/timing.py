@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dct.config import DCTConfig
 from lightning_dct.gradients.awaited import Awaited
 from lightning_dct.gradients.compression import compress, decompress
 from lightning_dct.gradients.plan import plan_bucket
@@ -63,22 +64,15 @@ class Speed:
 
 
 def measure_speed(
-    density: float,
-    value_format: str,
-    sizes: Sequence[int],
-    min_tensor_size: int = 0,
-    seconds: float = 1.0,
-    device: torch.device | None = None,
+    config: DCTConfig, sizes: Sequence[int], seconds: float = 1.0, device: torch.device | None = None
 ) -> Speed:
-    """Time the code that a run uses, with its settings (see :class:`~lightning_dct.DCTConfig`).
+    """Time the code that a run uses.
 
     The fastest of a few times counts, because other processes only add to it.
 
     Args:
-        density: That of the run.
-        value_format: That of the run.
+        config: The settings of the run: its density, value format and smallest compressed tensor.
         sizes: Entries of each tensor; at most the first few millions are timed.
-        min_tensor_size: That of the run.
         seconds: For how long, at least.
         device: By default a GPU if there is one.
     """
@@ -87,11 +81,10 @@ def measure_speed(
     sizes = [stop - start for start, stop in pairwise(bounds) if stop > start]
     names, size = [f"measured {index}" for index in range(len(sizes))], sum(sizes)
     # Without link traversals compressing is always worth it.
-    plan = plan_bucket(
-        names, sizes, [density] * len(sizes), torch.float32, value_format, min_tensor_size, link_traversals=0.0
-    )
+    densities, smallest = [config.density] * len(sizes), config.min_tensor_size
+    plan = plan_bucket(names, sizes, densities, torch.float32, config.value_format, smallest, link_traversals=0.0)
     if plan.is_dense:
-        return Speed(0.0, 0.0, 0.0, f"nothing to measure: at density {density:g} tensors are sent dense")
+        return Speed(0.0, 0.0, 0.0, f"nothing to measure: at density {config.density:g} tensors are sent dense")
     noise = torch.Generator(device).manual_seed(0)
     gradient = torch.randn(size, generator=noise, device=device)
     start = torch.randn(size, generator=noise, device=device)

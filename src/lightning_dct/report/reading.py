@@ -76,11 +76,7 @@ def find_runs(path: Path) -> list[tuple[Path, Path]]:
             f"{path}: no run in it or below: neither {CSV_FILE} (CSVLogger) nor *.wandb (offline W&B)"
         )
     # version_10 comes after version_9.
-    return sorted(runs, key=lambda run: [(p.isdecimal(), int(p) if p.isdecimal() else 0, p) for p in _parts(run[1])])
-
-
-def _parts(file: Path) -> list[str]:
-    return re.split(r"(\d+)", str(file))
+    return sorted(runs, key=lambda run: [p.zfill(20) if p.isdecimal() else p for p in re.split(r"(\d+)", str(run[1]))])
 
 
 def _home_of(log: Path) -> Path:
