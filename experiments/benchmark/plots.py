@@ -14,10 +14,12 @@ from matplotlib.patches import Patch
 
 from benchmark.job import Run
 from benchmark.synchronisations import NOTHING
-from benchmark.tables import Column, figure_of
+from benchmark.tables import Column, figure_of, link_name, links_in, step_ms
 from benchmark.timeline import BACKWARD, FORWARD, SHARING, WAITING
 from network.hosts import Link
 
+# Steps over which a loss is averaged.
+SMOOTHING = 10
 OURS, FLOOR, OTHERS = "tab:orange", "tab:green", "tab:gray"
 SPANS: dict[str, dict[str, str]] = {
     FORWARD: {"facecolor": "tab:blue"},
@@ -50,6 +52,27 @@ def plot_bars(file: Path, runs: Sequence[Run], names: Sequence[str], columns: Se
         axis.margins(x=0.25)
         axis.set_ylim(len(names) - 0.5, -0.5)
         axis.set_xlabel(column.head)
+    save(figure, file)
+
+
+def plot_losses(file: Path, runs: Sequence[Run], scored: Sequence[Run]) -> None:
+    """Draw the training loss over time: the losses of the scored runs, at the pace measured on each link."""
+    links, has_links = links_in(runs), runs[0].interface_bytes is not None
+    figure, axes = plt.subplots(1, len(links), figsize=(6 * len(links), 4), sharey=True, squeeze=False)
+    for link, axis in zip(links, axes[0], strict=True):
+        for run in scored:
+            pace = figure_of(runs, run.synchronisation, link, step_ms)
+            if pace is None:
+                continue
+            window = min(SMOOTHING, len(run.losses))
+            means = [sum(run.losses[i : i + window]) / window for i in range(len(run.losses) - window + 1)]
+            seconds = [(i + window) * pace.median / 1e3 for i in range(len(means))]
+            ours = run.synchronisation.startswith("DCT")
+            axis.plot(seconds, means, label=run.synchronisation, linestyle="-" if ours else "--")
+        axis.set_xscale("log")
+        axis.set_xlabel(f"seconds, {link_name(link, has_links)}")
+    axes[0][0].set_ylabel("training loss, nats a byte")
+    axes[0][-1].legend(fontsize="x-small")
     save(figure, file)
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/, where `benchmark` is
 
 from benchmark.job import MILLISECONDS, Job, Run
-from benchmark.plots import plot_bars
+from benchmark.plots import plot_bars, plot_losses
 from benchmark.session import RUN_SECONDS, Session, at_least, make_parser
 from benchmark.synchronisations import DDP, NOTHING, SYNCHRONISATIONS
 from benchmark.tables import (
@@ -136,6 +136,8 @@ def main(words: Sequence[str]) -> int:
     axes = [column for column in columns if column.take is step_ms]
     bytes_axis = next(column for column in columns if column.head == "kB a step")
     plot_bars(folder / "steps.png", runs, names, [*axes, replace(bytes_axis, head=sent, scale="log")])
+    if scored:
+        plot_losses(folder / "losses.png", runs, scored)
     about = {"options": {**vars(options), "output": str(folder)}}
     about |= {"runs": [asdict(run) for run in runs], "scored": [asdict(run) for run in scored]}
     notes, title = notes_on(options, session, threads, runs), f"One training step, {options.hosts} hosts"
