@@ -162,7 +162,7 @@ def test_errors() -> None:
         code.decode(message[:0], MOST)
     with pytest.raises(PayloadError, match="ends too early"):
         code.decode(message[:-1], MOST)
-    with pytest.raises(PayloadError, match="is corrupt"):
+    with pytest.raises(PayloadError, match="positions are corrupt"):
         code.decode(torch.cat([message[:1], torch.full((message.numel() - 1,), 255, dtype=torch.uint8)]), MOST)
     with pytest.raises(PayloadError, match="claims 2 of them, for 1 look-ups"):
         code.decode(message, 1)

@@ -95,10 +95,7 @@ class RequestCode:
                 start += code.num_bits
                 if part.numel() < code.num_bits:
                     raise PayloadError("a request for rows ends too early")
-                try:
-                    places = code.decode_bits(part, count).numpy()
-                except ValueError as error:
-                    raise PayloadError(f"a request for rows is corrupt: {error}") from error
+                places = code.decode_bits(part, count).numpy()
             found.append(places if group == len(self._sizes) else self._members[group][places])
         if num_bytes(start) != data.numel():
             raise PayloadError(f"a request for rows has {data.numel()} bytes, but its content takes {num_bytes(start)}")
