@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from lightning_dct.__about__ import __version__
-from lightning_dct.activations import CompressedModule
+from lightning_dct.activations import CompressedModule, modules_of
 
 
 def check_agreement(settings: Mapping[str, Any], model: Module, group: dist.ProcessGroup | None) -> None:
@@ -57,9 +57,8 @@ def describe_parameters(model: Module) -> dict[str, str]:
 def module_settings(model: Module) -> dict[str, Any]:
     """The settings of split points and sharded modules that must agree, by name of module and setting."""
     return {
-        f"{name.replace('_orig_mod.', '')}.{setting}": value
-        for name, module in model.named_modules()
-        if isinstance(module, CompressedModule)
+        f"{name}.{setting}": value
+        for name, module in modules_of(model, CompressedModule).items()
         for setting, value in module.agreed_settings().items()
     }
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_dct.agreement import check_agreement
-from lightning_dct.clipping import clip_grad_norm
+from lightning_dct.clipping import install_clipping
 from lightning_dct.config import check_choice, check_integer
 from lightning_dct.gradients import Synchronizer
 from lightning_dct.pipeline.checks import (
@@ -145,8 +145,7 @@ class DCTPipelineStrategy(DCTStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             placement.check_parameters()
             super().setup(trainer)
-            # A hack: Lightning clips in the precision plugin, which has only this rank's gradients.
-            self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+            install_clipping(self.precision_plugin, mesh.pipeline, lambda parameter: True)
         else:
             assert self.accelerator is not None
             for name, compressed in self.compressed_modules().items():
@@ -188,7 +187,6 @@ class DCTPipelineStrategy(DCTStrategy):
         """Undo the wrapping, and give every rank the whole model unless fit has failed."""
         for metric in self._metrics:
             metric.dist_sync_fn = None
-        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         self._ddp_kwargs.pop("process_group", None)
         self._runner, self._metrics, self._own_parameters = None, [], []
         spread = self._spread
@@ -227,11 +225,6 @@ class DCTPipelineStrategy(DCTStrategy):
         assert self._runner is not None
         with precision:
             return self._runner.evaluate(step, *arguments)
-
-    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip by the norm over all stages."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        clip_grad_norm(parameters, clip_val, self._placed.pipeline)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Combine over the pipelines: all ranks of a pipeline have the same value, which counts once."""
