@@ -1,10 +1,8 @@
-from typing import Any
-
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from embedding.plain_directory import PlainDirectory
+from embedding.test_cache import asked, slots_of
 from lightning_dct.embedding.growing import RowDirectory
 from strategies_for_hypothesis import examples
 
@@ -13,12 +11,8 @@ keys = st.integers(0, 20) | st.sampled_from([2**62, 2**63 - 2, 2**63 - 1])
 histories = st.lists(st.sets(keys, max_size=10).map(sorted), max_size=20)
 
 
-def asked(wanted: list[int]) -> Any:
-    return np.array(wanted, dtype=np.int64)
-
-
 def rows_of(directory: RowDirectory) -> dict[int, int]:
-    return dict(zip(*map(np.ndarray.tolist, directory.rows.contents()), strict=True))
+    return slots_of(directory.rows)
 
 
 @given(capacity=st.integers(1, 12), admit_after=st.integers(1, 3), history=histories, resumed_at=st.integers(0, 20))
@@ -67,7 +61,7 @@ def test_other_owners_merge_the_newest(
         expected = sorted(own, key=lambda key: (-last[key], key))[:capacity]
         assert sorted(rows_of(new)) == sorted(expected)
         # Counts go on, too: an id that was seen often enough but for one time gets its row now.
-        counted = [dict(zip(old.counted.contents()[0].tolist(), old.counted.counts(), strict=True)) for old in olds]
+        counted = [{key: old.counted.counts[slot] for key, slot in slots_of(old.counted).items()} for old in olds]
         due = [
             key
             for counts in counted

@@ -130,7 +130,7 @@ def test_both_ends_regroup_and_halve_at_the_same_request() -> None:
             learnt_at.append(number)
     assert all(number % REGROUP_EVERY == 0 or number & (number - 1) == 0 for number in learnt_at)
     # The first row is in every request: 1024 at the halving, 512 after it.
-    assert user.cache.counts()[0] == HALVE_EVERY // 2 + 2 * REGROUP_EVERY
+    assert user.cache.counts[user.cache.find(places_of([0]))] == HALVE_EVERY // 2 + 2 * REGROUP_EVERY
 
 
 @given(code=learnt(), wanted=wanted_places, data=st.data())

@@ -238,7 +238,7 @@ def take_over(state: dict[str, Any]) -> None:
                 assert rows.copies[admission.slots].shape == (3, DIM)
                 assert rows.residual.isfinite().all()
                 assert np.isfinite(rows.thresholds).all()
-                assert rows.cache.holds(np.array([1, 3, 8], dtype=np.int64), admission.slots)
+                assert rows.cache.row_at[admission.slots].tolist() == [1, 3, 8]
 
 
 def change_something(chance: random.Random, state: Any) -> None:

@@ -60,13 +60,14 @@ class RowDirectory:
 
         If these are more than fit, the first keys get rows.
         """
-        present = self.find(keys) >= 0
-        due = keys[~present]
+        slots = self.find(keys)
+        wanted = slots >= 0
+        due = np.flatnonzero(~wanted)
         if self.admit_after > 1:
-            due = due[self.counted.counts_at(self.counted.admit(due).slots) >= self.admit_after]
-        wanted = np.sort(np.concatenate([keys[present], due[: self.rows.capacity - int(present.sum())]]))
-        admission = self.rows.admit(wanted)
-        return Changed(wanted[admission.new], admission.slots[admission.new], admission.evicted.size)
+            due = due[self.counted.counts[self.counted.admit(keys[due]).slots] >= self.admit_after]
+        wanted[due[: self.rows.capacity - int(wanted.sum())]] = True
+        admission = self.rows.admit(keys[wanted], slots[wanted])
+        return Changed(keys[wanted][admission.new], admission.slots[admission.new], admission.evicted.size)
 
     def state_dict(self) -> dict[str, Any]:
         """Both caches."""

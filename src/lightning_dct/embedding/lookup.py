@@ -215,7 +215,7 @@ class ChangesLookup:
     def _held(self, owner: int) -> tuple[RememberedRows, Tensor]:
         """This rank's copies of an owner's rows, and the slots of this look-up's rows."""
         held, slots = self._module.held[owner], self._slots[owner]
-        if not held.cache.holds(self._rows.wanted[owner], slots.cpu().numpy()):
+        if (held.cache.row_at[slots.cpu().numpy()] != self._rows.wanted[owner]).any():
             raise RuntimeError(
                 "Rows were evicted between a request and its backward: with several requests before a backward,"
                 f" `cache_rows` ({self._module.cache_rows}) must hold the rows of all of them. Raise it."

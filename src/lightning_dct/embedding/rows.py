@@ -62,9 +62,10 @@ class RememberedRows:
             self.residual[fresh] = 0
         requests = self.cache.requests
         if requests % REGROUP_EVERY == 0 or requests & (requests - 1) == 0:
-            self.code.learn(self.cache.contents()[0], self.cache.counts())
+            places, slots = self.cache.contents()
+            self.code.learn(places, self.cache.counts[slots])
         if requests % HALVE_EVERY == 0:
-            self.cache.halve_counts()
+            self.cache.counts >>= 1  # so that old requests lose weight
         return admission, evicted
 
     def move(self, device: torch.device) -> None:
