@@ -22,9 +22,7 @@ def places_of(rows: list[int] | range) -> np.ndarray:
 
 
 def remembered(universe: int, capacity: int) -> RememberedRows:
-    return RememberedRows(
-        capacity, universe, 1, 1, lambda places: torch.zeros(len(places), 1), False, torch.float32, torch.device("cpu")
-    )
+    return RememberedRows(capacity, universe, 1, lambda places: torch.zeros(len(places), 1), torch.empty(0, 1), False)
 
 
 @st.composite
