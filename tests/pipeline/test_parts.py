@@ -9,7 +9,7 @@ from torch import nn
 from lightning_dct import SplitPoint
 from lightning_dct.pipeline.borders import Border, as_bytes, as_floats, trace_borders
 from lightning_dct.pipeline.delivery import deliver, set_aside
-from lightning_dct.pipeline.placement import cut, materialise, release
+from lightning_dct.pipeline.placement import convert, cut
 from lightning_dct.pipeline.sequential import NetworkCall
 from lightning_dct.pipeline.steps import LogCall, combine, join, split_batch, split_ragged
 
@@ -22,12 +22,12 @@ def test_released_pieces_keep_names_shapes_and_shared_tensors() -> None:
     layers[2].weight = layers[0].weight
     before = {name: parameter.shape for name, parameter in layers.named_parameters()}
     first, last = cut(layers)
-    release([first])
+    convert([first], lambda tensor: tensor.to("meta"))
     assert {name: parameter.shape for name, parameter in layers.named_parameters()} == before
     assert [p.is_meta for p in layers.parameters()] == [True] * 5 + [False] * 2
     assert layers[2].weight is layers[0].weight
     assert layers[1].running_mean.is_meta
-    materialise([first])
+    convert([first], lambda tensor: torch.empty_like(tensor, device="cpu"))
     assert not any(tensor.is_meta for tensor in [*layers.parameters(), *layers.buffers()])
     assert layers[2].weight is layers[0].weight
     assert (first.names, last.names) == (("0", "1", "2"), ("4",))
@@ -39,7 +39,7 @@ def test_borders_are_found_without_running_anything(where: str) -> None:
     layers = nn.Sequential(nn.Linear(40, 6), nn.BatchNorm1d(6), nn.Dropout(), SplitPoint(), nn.Linear(6, 3))
     pieces = cut(layers)
     if where == "meta":
-        release(pieces)
+        convert(pieces, lambda tensor: tensor.to("meta"))
     random = torch.get_rng_state()
     autocast = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
     call = NetworkCall(torch.randn(5, 40), {})

@@ -7,14 +7,13 @@ loss whose backward puts them into ``.grad``. Gradient accumulation and Distribu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.parallel import DistributedDataParallel
 
 
 @contextmanager
@@ -35,18 +34,6 @@ def set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor | None
 def deliver(loss: Tensor, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter]) -> Tensor:
     """A copy of a scalar loss. Its backward, which may run once, scales the gradients in place and returns them."""
     return _Deliver.apply(loss, list(gradients), *parameters)
-
-
-def through_ddp(ddp: DistributedDataParallel, function: Callable[[], Any]) -> Any:
-    """Call ``function`` as the forward of a wrapped model, so that DistributedDataParallel synchronises its backward.
-
-    Like Lightning, this replaces the module's ``forward`` during the call.
-    """
-    ddp.module.forward = function
-    try:
-        return ddp()
-    finally:
-        del ddp.module.forward
 
 
 class _Deliver(torch.autograd.Function):

@@ -115,7 +115,7 @@ class Placement:
 
     def spread_out(self) -> None:
         """Move the pieces of other ranks to the meta device."""
-        release(self.foreign)
+        convert(self.foreign, lambda tensor: tensor.to("meta"))
         self.spread = True
 
     @contextmanager
@@ -131,7 +131,7 @@ class Placement:
 
     def make_whole(self) -> None:
         """Copy every piece, on the CPU, from the rank that has trained it to the others of the pipeline."""
-        materialise(self.foreign)
+        convert(self.foreign, lambda tensor: torch.empty_like(tensor, device="cpu"))
         for piece in self.pieces:
             owner = piece.index % self.mesh.stages
             for tensor in _tensors_of(piece.modules):
@@ -208,18 +208,8 @@ def check_pieces(pieces: Sequence[Piece], stages: int, interleaved: bool) -> Non
         )
 
 
-def release(pieces: Iterable[Piece]) -> None:
-    """Move the parameters and buffers of some pieces to the meta device."""
-    _replace(pieces, lambda tensor: tensor.to("meta"))
-
-
-def materialise(pieces: Iterable[Piece]) -> None:
-    """Give released pieces uninitialised memory on the CPU."""
-    _replace(pieces, lambda tensor: torch.empty_like(tensor, device="cpu"))
-
-
-def _replace(pieces: Iterable[Piece], convert: Callable[[Tensor], Tensor]) -> None:
-    """Replace all tensors of some pieces; shared tensors stay shared."""
+def convert(pieces: Iterable[Piece], function: Callable[[Tensor], Tensor]) -> None:
+    """Replace each parameter and buffer of some pieces by a function of it; shared tensors stay shared."""
     converted: dict[Tensor, Tensor] = {}
     for module in (module for piece in pieces for module in piece.modules.modules()):
         for tensors in (module._parameters, module._buffers):
@@ -227,7 +217,7 @@ def _replace(pieces: Iterable[Piece], convert: Callable[[Tensor], Tensor]) -> No
                 if tensor is None:
                     continue
                 if tensor not in converted:
-                    new = convert(tensor.detach())
+                    new = function(tensor.detach())
                     is_parameter = isinstance(tensor, nn.Parameter)
                     converted[tensor] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
                 tensors[name] = converted[tensor]  # type: ignore[assignment]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from torchmetrics import Metric
 
+from lightning_dct.agreement import gather_objects
 from lightning_dct.pipeline import steps
 from lightning_dct.pipeline.borders import Border, signature, trace_borders
 from lightning_dct.pipeline.mesh import to_device
@@ -149,5 +150,5 @@ class Runner:
             if isinstance(leaf, Tensor):
                 digest.update(str(leaf.shape).encode())
                 digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        if len(set(self._mesh.collect(digest.hexdigest()))) > 1:
+        if len(set(gather_objects(digest.hexdigest(), self._mesh.control))) > 1:
             raise ValueError(f"The ranks of one pipeline have {_DIFFERENT[what].format(step=step)}")

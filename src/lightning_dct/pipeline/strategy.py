@@ -28,12 +28,13 @@ from lightning_dct.pipeline.checks import (
     check_torch,
     check_training,
 )
-from lightning_dct.pipeline.delivery import deliver, set_aside, through_ddp
+from lightning_dct.pipeline.delivery import deliver, set_aside
 from lightning_dct.pipeline.mesh import PipelineMesh
 from lightning_dct.pipeline.placement import Placement, merge_optimizer_states, part_of_optimizer_state
 from lightning_dct.pipeline.results import synchronise_metrics
 from lightning_dct.pipeline.runner import Runner
 from lightning_dct.pipeline.schedule import SCHEDULES, Pipeline, ScheduleName
+from lightning_dct.pipeline.steps import exchanged
 from lightning_dct.strategy import DCTStrategy
 
 
@@ -131,7 +132,7 @@ class DCTPipelineStrategy(DCTStrategy):
             # Before the groups: if ranks made different ones, they would hang.
             check_agreement({**own, **vars(self.config)}, nn.Module(), None)
             self.mesh = PipelineMesh.create(self.stages, self.root_device.type, self._timeout)
-            if self.mesh.width == 1:
+            if self.stages == self.world_size:
                 # There is no other pipeline to exchange updates with.
                 self.config = replace(self.config, density=1.0, density_per_parameter={})
 
@@ -207,7 +208,12 @@ class DCTPipelineStrategy(DCTStrategy):
             loss = self._runner.train(*arguments)
         self.split_traffic.add(steps=1)
         delivery = partial(deliver, loss, gradients, self._own_parameters)
-        return through_ddp(self.model, delivery) if isinstance(self.model, DistributedDataParallel) else delivery()
+        if not isinstance(self.model, DistributedDataParallel):
+            return delivery()
+        # As the forward of the wrapped model, so that DistributedDataParallel synchronises its backward.
+        with exchanged(self.model.module, "forward", delivery):
+            output: Tensor = self.model()
+        return output
 
     def validation_step(self, *arguments: Any) -> Any:
         """Run a batch through the stages, and the step on the last."""
