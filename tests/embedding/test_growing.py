@@ -14,18 +14,13 @@ from distributed.training import trainer_for
 from embedding.growing import Growing, spread, train, train_beside_the_reference, whole
 from embedding.hybrid import ALL_GRADIENTS, EVERYTHING, TABLE_ROWS, assert_residuals_are_conserved, batches, together
 from embedding.test_hybrid import difference
+from embedding.test_sharded import SETTINGS
 from lightning_dct import CheckpointError, DCTStrategy, GrowingEmbeddingBags, RowWiseAdagrad, ShardedEmbeddingBags
-from lightning_dct.config import VALUE_FORMATS
 from lightning_dct.embedding.shards import load_row_states, load_rows, save_rows
 
 ROOMY = {**EVERYTHING, "max_rows": 2000, "admit_after": 2}
 # Rows and copies come and go all the time.
 TIGHT = {"density": 0.1, "value_format": "int8", "refresh_every": 5, "cache_rows": 20, "max_rows": 24}
-
-SETTINGS = [
-    {"density": 1.0, "value_format": "fp32", "refresh_every": 1},
-    *({"density": 0.1, "value_format": form, "refresh_every": 3} for form in VALUE_FORMATS),
-]
 
 
 @pytest.mark.parametrize(
