@@ -7,11 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distributed.training import trainer_for
-from embedding.hybrid import ALL_GRADIENTS, DIM, TABLE_ROWS, Hybrid, batches
+from embedding.hybrid import DIM, TABLE_ROWS, Hybrid, fit
 from embedding.plain_directory import GrowingEmulation
 from embedding.training import train_beside
-from lightning_dct import DCTStrategy, GrowingEmbeddingBags
+from lightning_dct import GrowingEmbeddingBags
 from lightning_dct.embedding.placement import place_by_hash
 from lightning_dct.reference import Settings
 
@@ -46,20 +45,11 @@ def whole(module: Growing) -> dict[str, Tensor]:
 
 
 def train(
-    number: int,
-    exchange: dict[str, Any],
-    optimizer: str = "sgd",
-    ckpt_path: str | None = None,
-    save_to: str | None = None,
-    max_epochs: int = 1,
-    strategy: dict[str, Any] | None = None,
+    number: int, exchange: dict[str, Any], optimizer: str = "sgd", settings: dict[str, Any] | None = None
 ) -> tuple[dict[str, Tensor], int]:
     """Train, save when told where, and give this rank's weights, and how many rows it has evicted."""
     module = Growing(exchange, optimizer)
-    trainer = trainer_for(DCTStrategy(**{**ALL_GRADIENTS, **(strategy or {})}), max_epochs=max_epochs)
-    trainer.fit(module, batches(number), ckpt_path=ckpt_path)
-    if save_to is not None:
-        trainer.save_checkpoint(save_to)
+    fit(module, number, **(settings or {}))
     return whole(module), module.tables.traffic.totals.evicted_rows
 
 

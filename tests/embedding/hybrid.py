@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -97,30 +97,33 @@ def together(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: value for part in parts for name, value in part.items()}
 
 
-def train(
+def train(number: int, exchange: dict[str, Any], optimizer: str = "sgd", **settings: Any) -> dict[str, Tensor]:
+    """Train, save when told where, and give this rank's weights."""
+    module = Hybrid(exchange, optimizer)
+    fit(module, number, **settings)
+    return whole(module)
+
+
+def fit(
+    module: Hybrid,
     number: int,
-    exchange: dict[str, Any],
-    optimizer: str = "sgd",
     ckpt_path: str | None = None,
     save_to: str | None = None,
     strategy: dict[str, Any] | None = None,
     **settings: Any,
-) -> dict[str, Tensor]:
-    """Train, save when told where, and give this rank's weights."""
-    module = Hybrid(exchange, optimizer)
+) -> None:
+    """Train, and save when told where."""
     trainer = trainer_for(DCTStrategy(**{**ALL_GRADIENTS, **(strategy or {})}), **settings)
     trainer.fit(module, batches(number), ckpt_path=ckpt_path)
     if save_to is not None:
         trainer.save_checkpoint(save_to)
-    return whole(module)
 
 
-def load(path: str, fit: bool = False) -> tuple[dict[str, Tensor], Any]:
-    """Load a checkpoint by validating it, or by a fit of no steps; this rank's weights and what is held back."""
+def load(path: str) -> dict[str, Tensor]:
+    """Load a checkpoint by validating it; this rank's weights."""
     module = Hybrid({"density": 0.2})
-    trainer: Trainer = trainer_for(DCTStrategy(**ALL_GRADIENTS), max_steps=0 if fit else -1)
-    trainer.validate(module, batches(1), ckpt_path=path, verbose=False)
-    return whole(module), None
+    trainer_for(DCTStrategy(**ALL_GRADIENTS)).validate(module, batches(1), ckpt_path=path, verbose=False)
+    return whole(module)
 
 
 def files_in(folder: str) -> list[str]:
@@ -130,9 +133,7 @@ def files_in(folder: str) -> list[str]:
 def residuals_then(make: Callable[..., Hybrid], exchange: dict[str, Any], path: str) -> dict[tuple[int, int], Tensor]:
     """Train a little, save, and give what this rank's residuals are by table and row."""
     module = make(exchange)
-    trainer = trainer_for(DCTStrategy(**ALL_GRADIENTS))
-    trainer.fit(module, batches(5))
-    trainer.save_checkpoint(path)
+    fit(module, 5, save_to=path)
     tables, found = module.tables, {}
     for owner, held in tables.held.items():
         places, slots = held.cache.contents()
@@ -154,7 +155,7 @@ def collected_after(make: Callable[..., Hybrid], exchange: dict[str, Any], path:
                 seen[int(table), int(row)] = seen.get((int(table), int(row)), 0) + values.double()
 
     module.on_train_start = look
-    trainer_for(DCTStrategy(**ALL_GRADIENTS), max_epochs=2).fit(module, batches(5), ckpt_path=path)
+    fit(module, 5, path, max_epochs=2)
     return seen
 
 

@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distributed.training import trainer_for
 from embedding.growing import Growing, spread, train, train_beside_the_reference, whole
-from embedding.hybrid import ALL_GRADIENTS, EVERYTHING, TABLE_ROWS, assert_residuals_are_conserved, batches, together
+from embedding.hybrid import EVERYTHING, TABLE_ROWS, assert_residuals_are_conserved, fit, together
 from embedding.test_hybrid import difference
 from embedding.test_sharded import SETTINGS
-from lightning_dct import CheckpointError, DCTStrategy, GrowingEmbeddingBags, RowWiseAdagrad, ShardedEmbeddingBags
+from lightning_dct import CheckpointError, GrowingEmbeddingBags, RowWiseAdagrad, ShardedEmbeddingBags
 from lightning_dct.embedding.shards import load_row_states, load_rows, save_rows
 
 ROOMY = {**EVERYTHING, "max_rows": 2000, "admit_after": 2}
@@ -59,10 +58,11 @@ def test_resumed_run_equals_the_uninterrupted_one(
 ) -> None:
     # Other than a dense sum, this one does not depend on how DistributedDataParallel has cut its buckets.
     gradients = {"density": 0.2, "value_format": "bf16", "min_tensor_size": 1}
-    straight = ranks(world_size).run(train, 6, exchange, optimizer, None, None, 2, gradients)
+    straight = ranks(world_size).run(train, 6, exchange, optimizer, {"max_epochs": 2, "strategy": gradients})
     path = str(tmp_path / "half.ckpt")
-    ranks(world_size).run(train, 6, exchange, optimizer, None, path, 1, gradients)
-    resumed = ranks(world_size).run(train, 6, exchange, optimizer, path, None, 2, gradients)
+    ranks(world_size).run(train, 6, exchange, optimizer, {"save_to": path, "strategy": gradients})
+    settings = {"ckpt_path": path, "max_epochs": 2, "strategy": gradients}
+    resumed = ranks(world_size).run(train, 6, exchange, optimizer, settings)
     assert difference(together([part for part, _ in straight]), together([part for part, _ in resumed])) == 0.0
     assert [number for _, number in straight] == [number for _, number in resumed]
     assert all(number > 0 for _, number in straight)
@@ -72,17 +72,16 @@ def load(path: str, exchange: dict[str, Any]) -> tuple[dict[str, Tensor], list[s
     """Load rows and their optimizer states by a fit of no steps; this rank's weights, and the warnings."""
     module, seen = Growing(exchange, "adagrad"), []
     module.on_train_start = lambda: seen.append(whole(module))
-    trainer = trainer_for(DCTStrategy(**ALL_GRADIENTS), max_epochs=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(module, batches(4), ckpt_path=path)
+        fit(module, 4, path, max_epochs=2)
     return seen[0], [str(warning.message) for warning in caught if "max_rows" in str(warning.message)]
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(1, 3), (2, 4), (3, 2)])
 def test_checkpoint_loads_at_another_number_of_ranks(ranks: Any, tmp_path: Any, saved: int, loaded: int) -> None:
     path, exchange = str(tmp_path / "x.ckpt"), {**TIGHT, "max_rows": 60}
-    before = together([part for part, _ in ranks(saved).run(train, 4, exchange, "adagrad", None, path)])
+    before = together([part for part, _ in ranks(saved).run(train, 4, exchange, "adagrad", {"save_to": path})])
     assert len([name for name in before if name.endswith(" sum")]) > 30
     answers = ranks(loaded).run(load, path, {**exchange, "max_rows": 200})
     assert difference(before, together([part for part, _ in answers])) == 0.0
@@ -91,7 +90,8 @@ def test_checkpoint_loads_at_another_number_of_ranks(ranks: Any, tmp_path: Any, 
 
 def test_a_smaller_room_keeps_the_newest_and_says_so(ranks: Any, tmp_path: Any) -> None:
     path = str(tmp_path / "x.ckpt")
-    before = together([part for part, _ in ranks(2).run(train, 4, {**TIGHT, "max_rows": 80}, "adagrad", None, path)])
+    saved = ranks(2).run(train, 4, {**TIGHT, "max_rows": 80}, "adagrad", {"save_to": path})
+    before = together([part for part, _ in saved])
     for world_size in (2, 3):
         answers = ranks(world_size).run(load, path, {**TIGHT, "max_rows": 12})
         after = together([part for part, _ in answers])
