@@ -64,7 +64,8 @@ class RowDirectory:
         wanted = slots >= 0
         due = np.flatnonzero(~wanted)
         if self.admit_after > 1:
-            due = due[self.counted.counts[self.counted.admit(keys[due]).slots] >= self.admit_after]
+            counted = self.counted.admit(keys[due]).slots
+            due = due[self.counted.counts[counted] >= self.admit_after]
         wanted[due[: self.rows.capacity - int(wanted.sum())]] = True
         admission = self.rows.admit(keys[wanted], slots[wanted])
         return Changed(keys[wanted][admission.new], admission.slots[admission.new], admission.evicted.size)
