@@ -4,11 +4,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from embedding.reference import Emulation, bags_of
+from embedding.reference import Emulation, bags_of, first_rows
 from lightning_dct import ShardedEmbeddingBags
 from lightning_dct.reference import Settings
 
@@ -94,7 +95,8 @@ def train_sharded(steps: int, kind: str, pooling: str, **settings: Any) -> dict[
     """Train tables of fixed size beside the reference; the largest differences, and how far rows have moved."""
     tables = ShardedEmbeddingBags(TABLE_ROWS, DIM, seed=3, pooling=pooling, **settings)
     tables.materialize()
-    emulation = Emulation(TABLE_ROWS, DIM, tables.placement, Settings(**settings), 3)
+    first, ids = first_rows(TABLE_ROWS, DIM, 3), [np.arange(rows) for rows in TABLE_ROWS]
+    emulation = Emulation(first, ids, tables.placement, Settings(**settings))
 
     def compared(dense: list[Tensor]) -> list[tuple[str, Tensor, Tensor]]:
         assert tables.weight.grad is not None

@@ -95,12 +95,6 @@ class PipelineMesh:
                 values.append(box[0])
         return values
 
-    def count(self, decision: bool) -> int:
-        """The number of ranks of the job whose decision is True."""
-        votes = torch.tensor(int(decision))
-        dist.all_reduce(votes, group=self.everyone)
-        return int(votes)
-
     def broadcast(self, tensor: Tensor, stage: int) -> None:
         """Overwrite a CPU tensor with that of one stage, on every rank of the pipeline."""
         dist.broadcast(tensor, src=self.rank_of(stage), group=self.control)

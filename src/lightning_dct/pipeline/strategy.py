@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_dct.agreement import check_agreement
+from lightning_dct.agreement import check_agreement, gather_objects
 from lightning_dct.clipping import install_clipping
 from lightning_dct.config import check_choice, check_integer
 from lightning_dct.gradients import Synchronizer
@@ -238,7 +238,7 @@ class DCTPipelineStrategy(DCTStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any, decided for something."""
-        votes = self._placed.count(decision)
+        votes = sum(gather_objects(decision, self._placed.everyone))
         return votes == self.world_size if all else votes > 0
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
