@@ -40,8 +40,7 @@ class DistinctRows:
         bags: The look-ups.
         wanted: For each owner, the places there: ascending, distinct.
         lookups: For each owner, the number of look-ups of these rows.
-        starts: Shape ``[world size + 1]``: where each owner's rows start among all distinct rows.
-        inverse: Shape ``[lookups]``, int64: the distinct row of each look-up.
+        inverse: Shape ``[lookups]``, int64: the distinct row of each look-up, counted through all owners.
     """
 
     def __init__(self, bags: Bags, module: TableState) -> None:
@@ -50,20 +49,16 @@ class DistinctRows:
         inverse = np.empty(places.size, dtype=np.int64)
         self.bags = bags
         self.wanted: list[Int64Array] = []
-        self.starts = np.zeros(placement.world_size + 1, dtype=np.int64)
+        start = 0
         # Owner by owner, because keys of growing tables leave no bits for the owner.
         for rank in range(placement.world_size):
             here = np.flatnonzero(owners == rank)
             wanted, which = np.unique(places[here], return_inverse=True)
-            inverse[here] = self.starts[rank] + which.reshape(-1)
-            self.starts[rank + 1] = self.starts[rank] + wanted.size
+            inverse[here] = start + which.reshape(-1)
+            start += wanted.size
             self.wanted.append(wanted)
         self.lookups = np.bincount(owners, minlength=placement.world_size)
         self.inverse = torch.from_numpy(inverse).to(module.weight.device)
-
-    def part(self, rows: Tensor, rank: int) -> Tensor:
-        """The rows of one owner among all distinct rows."""
-        return rows[self.starts[rank] : self.starts[rank + 1]]
 
 
 class Request(NamedTuple):
@@ -126,9 +121,11 @@ class ChangesLookup:
         module, rows, dim = self._module, self._rows, self._module.embedding_dim
         with module.traffic.timed():
             each = rows.bags.spread(pooled_gradient).to(module.remembered_dtype)
-            gradient = each.new_zeros(int(rows.starts[-1]), dim)
+            sizes = [wanted.size for wanted in rows.wanted]
+            gradient = each.new_zeros(sum(sizes), dim)
             add_rows(gradient, rows.inverse, each)
-            payloads = {peer: self._gradient_payload(peer, rows.part(gradient, peer)) for peer in self._peers}
+            parts = gradient.split(sizes)
+            payloads = {peer: self._gradient_payload(peer, parts[peer]) for peer in self._peers}
         incoming = module.exchange_group.start(payloads, _sizes(self._with_user), module.traffic)
 
         def finish() -> None:
@@ -136,7 +133,7 @@ class ChangesLookup:
             module.collected.wait()
             with module.traffic.timed():
                 own = torch.from_numpy(rows.wanted[self._rank]).to(gradient.device)
-                module.collected.add(own, rows.part(gradient, self._rank))
+                module.collected.add(own, parts[self._rank])
                 for peer, request in self._requests.items():
                     positions, values, _ = self._read(peer, received[peer], self._with_user[peer])
                     touched, within = torch.unique_consecutive(positions // dim, return_inverse=True)

@@ -54,7 +54,7 @@ Pieces = tuple[int, Mapping[int, Tensor]]
 
 
 def write_rows(folder: str, tensors: Mapping[str, Pieces]) -> None:
-    """Write every rank's pieces of tensors, which overwrites what the folder holds; a collective call."""
+    """Write every rank's pieces of tensors over what the folder holds; a collective call, on which rank 0 ends last."""
     files, path = url_to_fs(folder)
     if isinstance(files, LocalFileSystem):
         writer = FileSystemWriter(path)
