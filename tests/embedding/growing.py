@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from embedding.hybrid import DIM, TABLE_ROWS, Hybrid, fit
+from embedding.hybrid import DIM, TABLE_ROWS, Hybrid, fit, whole
 from embedding.plain_directory import GrowingEmulation
 from embedding.training import train_beside
 from lightning_dct import GrowingEmbeddingBags
@@ -27,21 +27,13 @@ class Growing(Hybrid):
         super().__init__({}, optimizer, learning_rate)
         self.tables = GrowingEmbeddingBags(len(TABLE_ROWS), DIM, seed=5, **exchange)
 
+    def slots(self) -> dict[str, int]:
+        keys, slots = self.tables.directory.rows.contents()
+        located = zip(*self.tables.placement.rows_of(0, keys), slots, strict=True)
+        return {f"{table}.{row}": slot for table, row, slot in located}
+
     def forward(self, ids: Tensor) -> Tensor:
         return super().forward(spread(ids))
-
-
-def whole(module: Growing) -> dict[str, Tensor]:
-    """This rank's rows and their optimizer states by table and id, and the replicated weights by name."""
-    tables = module.tables
-    found = {name: value.detach().clone() for name, value in module.top.named_parameters()}
-    keys, slots = tables.directory.rows.contents()
-    optimizers = [] if module._trainer is None else module.trainer.optimizers
-    states = [optimizer.state.get(tables.weight, {}).get("sum") for optimizer in optimizers]
-    for table, row, slot in zip(*tables.placement.rows_of(0, keys), slots, strict=True):
-        found[f"{table}.{row}"] = tables.weight[slot].detach().clone()
-        found |= {f"{table}.{row} sum": state[slot].clone() for state in states if state is not None}
-    return found
 
 
 def train(

@@ -1,6 +1,7 @@
 """A small hybrid-parallel model: sharded tables below, a replicated network on top."""
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,13 @@ class Hybrid(LightningModule):
             self.top = nn.Sequential(nn.Linear(len(TABLE_ROWS) * DIM, 8), nn.Tanh(), nn.Linear(8, 1))
         self.optimizer, self.learning_rate = optimizer, learning_rate
         self.unused_dense: list[bool] = []
+
+    def slots(self) -> dict[str, int]:
+        """The slot of each of this rank's rows, by table and row."""
+        ranges = self.tables.placement.ranges(self.tables.exchange_group.rank)
+        return {
+            f"{table}.{row}": place + row - start for table, start, stop, place in ranges for row in range(start, stop)
+        }
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.top(self.tables(ids).flatten(1)).squeeze(1)
@@ -83,12 +91,14 @@ def batches(number: int) -> DataLoader:
 
 
 def whole(module: Hybrid) -> dict[str, Tensor]:
-    """This rank's rows by table and first row, and the replicated weights by name."""
-    tables = module.tables
+    """This rank's rows and their optimizer states by table and row, and the replicated weights by name."""
+    weight = module.tables.weight
     found = {name: value.detach().clone() for name, value in module.top.named_parameters()}
-    for table, start, stop, place in tables.placement.ranges(tables.exchange_group.rank):
-        for row in range(start, stop):
-            found[f"{table}.{row}"] = tables.weight[place + row - start].detach().clone()
+    optimizers = [] if module._trainer is None else module.trainer.optimizers
+    states = [optimizer.state.get(weight, {}).get("sum") for optimizer in optimizers]
+    for name, slot in module.slots().items():
+        found[name] = weight[slot].detach().clone()
+        found |= {f"{name} sum": state[slot].clone() for state in states if state is not None}
     return found
 
 
@@ -124,6 +134,16 @@ def load(path: str) -> dict[str, Tensor]:
     module = Hybrid({"density": 0.2})
     trainer_for(DCTStrategy(**ALL_GRADIENTS)).validate(module, batches(1), ckpt_path=path, verbose=False)
     return whole(module)
+
+
+def resume(path: str, make: Callable[..., Hybrid], exchange: dict[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+    """Train on from a checkpoint; what this rank has at the start, and the warnings."""
+    module, seen = make(exchange, "adagrad"), []
+    module.on_train_start = lambda: seen.append(whole(module))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(module, 4, path, max_epochs=2)
+    return seen[0], [str(warning.message) for warning in caught if "max_rows" in str(warning.message)]
 
 
 def files_in(folder: str) -> list[str]:

@@ -1,7 +1,6 @@
 """Growing tables on 1 to 4 ranks: against dicts and `lightning_dct.reference`, saved, resumed, given wrong batches."""
 
 import gc
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from embedding.growing import Growing, spread, train, train_beside_the_reference, whole
-from embedding.hybrid import EVERYTHING, TABLE_ROWS, assert_residuals_are_conserved, fit, together
+from embedding.growing import Growing, spread, train, train_beside_the_reference
+from embedding.hybrid import EVERYTHING, TABLE_ROWS, assert_residuals_are_conserved, resume, together
 from embedding.test_hybrid import difference
 from embedding.test_sharded import SETTINGS
 from lightning_dct import CheckpointError, GrowingEmbeddingBags, RowWiseAdagrad, ShardedEmbeddingBags
@@ -68,22 +67,12 @@ def test_resumed_run_equals_the_uninterrupted_one(
     assert all(number > 0 for _, number in straight)
 
 
-def load(path: str, exchange: dict[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
-    """Load rows and their optimizer states by a fit of no steps; this rank's weights, and the warnings."""
-    module, seen = Growing(exchange, "adagrad"), []
-    module.on_train_start = lambda: seen.append(whole(module))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(module, 4, path, max_epochs=2)
-    return seen[0], [str(warning.message) for warning in caught if "max_rows" in str(warning.message)]
-
-
 @pytest.mark.parametrize(("saved", "loaded"), [(1, 3), (2, 4), (3, 2)])
 def test_checkpoint_loads_at_another_number_of_ranks(ranks: Any, tmp_path: Any, saved: int, loaded: int) -> None:
     path, exchange = str(tmp_path / "x.ckpt"), {**TIGHT, "max_rows": 60}
     before = together([part for part, _ in ranks(saved).run(train, 4, exchange, "adagrad", {"save_to": path})])
     assert len([name for name in before if name.endswith(" sum")]) > 30
-    answers = ranks(loaded).run(load, path, {**exchange, "max_rows": 200})
+    answers = ranks(loaded).run(resume, path, Growing, {**exchange, "max_rows": 200})
     assert difference(before, together([part for part, _ in answers])) == 0.0
     assert not any(warned for _, warned in answers)
 
@@ -93,7 +82,7 @@ def test_a_smaller_room_keeps_the_newest_and_says_so(ranks: Any, tmp_path: Any) 
     saved = ranks(2).run(train, 4, {**TIGHT, "max_rows": 80}, "adagrad", {"save_to": path})
     before = together([part for part, _ in saved])
     for world_size in (2, 3):
-        answers = ranks(world_size).run(load, path, {**TIGHT, "max_rows": 12})
+        answers = ranks(world_size).run(resume, path, Growing, {**TIGHT, "max_rows": 12})
         after = together([part for part, _ in answers])
         assert len([name for name in after if name.endswith(" sum")]) == 12
         assert all(torch.equal(value, before[name]) for name, value in after.items())

@@ -19,6 +19,7 @@ from embedding.hybrid import (
     assert_residuals_are_conserved,
     batches,
     load,
+    resume,
     together,
     train,
     whole,
@@ -48,9 +49,9 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 )
 def test_any_number_of_ranks_trains_the_same_model(ranks, optimizer, settings):
     alone = together(ranks(1).run(run, 6, EVERYTHING, optimizer, settings))
-    assert len(alone) == sum(TABLE_ROWS) + 4
     start = together(ranks(1).run(run, 0, EVERYTHING, optimizer, settings))
-    assert difference(alone, start) > 1e-3
+    assert len(start) == sum(TABLE_ROWS) + 4
+    assert difference({name: alone[name] for name in start}, start) > 1e-3
     for world_size in (2, 3):
         assert difference(together(ranks(world_size).run(run, 6, EVERYTHING, optimizer, settings)), alone) < 2e-5
 
@@ -79,27 +80,9 @@ def test_resumed_run_equals_the_uninterrupted_one(ranks, tmp_path, world_size, o
 def test_checkpoint_loads_at_another_number_of_ranks(ranks, tmp_path, saved, loaded):
     path = str(tmp_path / "x.ckpt")
     before = together(ranks(saved).run(run, 4, FEW, "adagrad", {"save_to": path}))
-    after = together(ranks(loaded).run(load, path))
+    assert len([name for name in before if name.endswith(" sum")]) == sum(TABLE_ROWS)
+    after = together([part for part, _ in ranks(loaded).run(resume, path, Hybrid, FEW)])
     assert difference(before, after) == 0.0
-
-
-def resume_elsewhere(path, number):
-    module = Hybrid(FEW, "adagrad")
-    trainer = trainer_for(DCTStrategy(**ALL_GRADIENTS), max_epochs=2)
-    trainer.fit(module, batches(number), ckpt_path=path)
-    state = trainer.optimizers[0].state[module.tables.weight]["sum"]
-    ranges = module.tables.placement.ranges(module.tables.exchange_group.rank)
-    return {(table, start): state[place : place + stop - start].clone() for table, start, stop, place in ranges}
-
-
-def test_training_goes_on_with_another_number_of_ranks(ranks, tmp_path):
-    path = str(tmp_path / "x.ckpt")
-    ranks(2).run(run, 4, FEW, "adagrad", {"save_to": path})
-    for world_size in (1, 3):
-        sums = ranks(world_size).run(resume_elsewhere, path, 4)
-        rows = sum(len(value) for part in sums for value in part.values())
-        assert rows == sum(TABLE_ROWS)
-        assert all(bool((value >= 0).all()) for part in sums for value in part.values())
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -54,7 +54,10 @@ Pieces = tuple[int, Mapping[int, Tensor]]
 
 
 def write_rows(folder: str, tensors: Mapping[str, Pieces]) -> None:
-    """Write every rank's pieces of tensors over what the folder holds; a collective call, on which rank 0 ends last."""
+    """Write every rank's pieces of tensors, and overwrite what the folder holds.
+
+    A collective call. Rank 0 ends last, so other ranks can read the folder after a barrier only.
+    """
     files, path = url_to_fs(folder)
     if isinstance(files, LocalFileSystem):
         writer = FileSystemWriter(path)
