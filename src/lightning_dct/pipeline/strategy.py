@@ -238,7 +238,7 @@ class DCTPipelineStrategy(DCTStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any, decided for something."""
-        votes = sum(gather_objects(decision, self._placed.everyone))
+        votes = sum(gather_objects(bool(decision), self._placed.everyone))
         return votes == self.world_size if all else votes > 0
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
