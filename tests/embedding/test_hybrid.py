@@ -50,8 +50,9 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 def test_any_number_of_ranks_trains_the_same_model(ranks, optimizer, settings):
     alone = together(ranks(1).run(run, 6, EVERYTHING, optimizer, settings))
     start = together(ranks(1).run(run, 0, EVERYTHING, optimizer, settings))
-    assert len(start) == sum(TABLE_ROWS) + 4
-    assert difference({name: alone[name] for name in start}, start) > 1e-3
+    weights = [name for name in start if not name.endswith(" sum")]  # Adagrad makes its sums in advance
+    assert len(weights) == sum(TABLE_ROWS) + 4
+    assert difference({name: alone[name] for name in weights}, {name: start[name] for name in weights}) > 1e-3
     for world_size in (2, 3):
         assert difference(together(ranks(world_size).run(run, 6, EVERYTHING, optimizer, settings)), alone) < 2e-5
 
