@@ -8,8 +8,8 @@ from torch import nn
 
 from lightning_dct import SplitPoint
 from lightning_dct.pipeline.borders import Border, as_bytes, as_floats, trace_borders
-from lightning_dct.pipeline.delivery import deliver, set_aside
 from lightning_dct.pipeline.placement import convert, cut
+from lightning_dct.pipeline.runner import deliver, set_aside
 from lightning_dct.pipeline.sequential import NetworkCall
 from lightning_dct.pipeline.steps import LogCall, combine, join, split_batch, split_ragged
 

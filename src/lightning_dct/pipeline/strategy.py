@@ -28,11 +28,10 @@ from lightning_dct.pipeline.checks import (
     check_torch,
     check_training,
 )
-from lightning_dct.pipeline.delivery import deliver, set_aside
 from lightning_dct.pipeline.mesh import PipelineMesh
 from lightning_dct.pipeline.placement import Placement, merge_optimizer_states, part_of_optimizer_state
 from lightning_dct.pipeline.results import synchronise_metrics
-from lightning_dct.pipeline.runner import Runner
+from lightning_dct.pipeline.runner import Runner, deliver, set_aside
 from lightning_dct.pipeline.schedule import SCHEDULES, Pipeline, ScheduleName
 from lightning_dct.pipeline.steps import exchanged
 from lightning_dct.strategy import DCTStrategy
