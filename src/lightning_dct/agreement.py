@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from lightning_dct.__about__ import __version__
-from lightning_dct.activations import CompressedModule
+from lightning_dct.activations import CompressedModule, modules_of
 
 
 def check_agreement(settings: Mapping[str, Any], model: Module, group: dist.ProcessGroup | None) -> None:
@@ -50,16 +50,13 @@ def describe_parameters(model: Module) -> dict[str, str]:
     }
 
 
-def compressed_modules(model: Module) -> dict[str, CompressedModule]:
-    """The split points and sharded tables of a model by name, the same with and without ``torch.compile``."""
-    modules = model.named_modules()
-    return {name.replace("_orig_mod.", ""): one for name, one in modules if isinstance(one, CompressedModule)}
-
-
 def module_settings(model: Module) -> dict[str, Any]:
-    """The settings of split points and sharded tables that must agree, by name of module and setting."""
-    modules = compressed_modules(model).items()
-    return {f"{name}.{setting}": value for name, one in modules for setting, value in one.agreed_settings().items()}
+    """The settings of split points and sharded modules that must agree, by name of module and setting."""
+    return {
+        f"{name}.{setting}": value
+        for name, module in modules_of(model, CompressedModule).items()
+        for setting, value in module.agreed_settings().items()
+    }
 
 
 def _compare_settings(settings: Mapping[str, Any], group: dist.ProcessGroup | None, checksum: int) -> list[int]:

@@ -1,12 +1,44 @@
-"""Clips gradients by their norm over several ranks with different parameters."""
+"""Clips gradients by their norm over several ranks with different parameters, also when Lightning clips."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
+
+
+def install_clipping(precision: Any, group: dist.ProcessGroup | None, is_own: Callable[[Tensor], bool]) -> None:
+    """Make a precision plugin clip by the norm over the own parameters of a group's ranks and the shared ones.
+
+    If ranks clipped by their own norms, replicas would differ. Lightning clips in the precision plugin, so this
+    replaces two methods of that one object.
+    """
+
+    def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
+        parameters: list[Tensor] = list(precision.main_params(optimizer))
+        own = [parameter for parameter in parameters if is_own(parameter)]
+        shared = [parameter for parameter in parameters if not is_own(parameter)]
+        clip_grad_norm(own, float(clip_val), group, shared)
+
+    def clip_grad_by_value(optimizer: Optimizer, clip_val: float) -> None:
+        for parameter in precision.main_params(optimizer):
+            if parameter.grad is not None:
+                values = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
+                with torch.no_grad():
+                    values.clamp_(-clip_val, clip_val)
+
+    precision.clip_grad_by_norm = clip_grad_by_norm
+    precision.clip_grad_by_value = clip_grad_by_value
+
+
+def remove_clipping(precision: Any) -> None:
+    """Undo :func:`install_clipping`, so that the plugin holds no reference to a group."""
+    for method in ("clip_grad_by_norm", "clip_grad_by_value"):
+        vars(precision).pop(method, None)
 
 
 def clip_grad_norm(

@@ -17,11 +17,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dct import checkpoint as saved
-from lightning_dct.activations import CompressedModule
-from lightning_dct.agreement import compressed_modules
+from lightning_dct.activations import CompressedModule, modules_of
 from lightning_dct.config import DCTConfig
 from lightning_dct.embedding import ShardedEmbeddingBags
-from lightning_dct.embedding.hosting import find_tables
 from lightning_dct.embedding.shards import load_row_states, load_rows, save_rows, without_rows
 from lightning_dct.failures import Lifeline
 from lightning_dct.files import AtomicCheckpointIO, finish_writing, write_at_once
@@ -71,12 +69,12 @@ class CheckpointedStrategy(ParallelStrategy):
 
     def compressed_modules(self) -> dict[str, CompressedModule]:
         """The modules whose activations are compressed, by name."""
-        return compressed_modules(self._module)
+        return modules_of(self._module, CompressedModule)
 
     def sharded_tables(self) -> dict[str, ShardedEmbeddingBags]:
         """The embedding tables that are sharded over the ranks, by name, materialized."""
         model: Any = self.lightning_module
-        tables = find_tables(model)
+        tables = modules_of(model, ShardedEmbeddingBags)
         for module in tables.values():
             module.materialize()
             module.saved_in_shards = True

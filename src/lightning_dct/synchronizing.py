@@ -16,6 +16,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_dct.activations import plain_name
 from lightning_dct.agreement import check_agreement
 from lightning_dct.config import DCTConfig
 from lightning_dct.gradients.collectives import Link
@@ -30,7 +31,7 @@ from lightning_dct.updates.shared_weights import as_real
 
 def parameter_names(module: Module) -> dict[Tensor, str]:
     """The name of each parameter, the same with and without ``torch.compile``: saved state must fit either."""
-    return {parameter: _plain(name) for name, parameter in module.named_parameters()}
+    return {parameter: plain_name(name) for name, parameter in module.named_parameters()}
 
 
 def check_settings(
@@ -98,7 +99,7 @@ def make_update_synchronizer(
 
     def buffers() -> dict[str, Tensor]:
         found = module.named_buffers() if average_buffers else ()
-        return {_plain(name): b for name, b in found if name not in ignored and b.is_floating_point() and b.numel()}
+        return {plain_name(name): b for name, b in found if name not in ignored and b.is_floating_point() and b.numel()}
 
     every = (lambda: strategy.optimizers), (lambda: list(module.parameters()))
     return UpdateSynchronizer(strategy.config, names, exchange, buffers, *every, weights, inside)
@@ -141,9 +142,5 @@ def check_optimizers(config: DCTConfig, optimizers: Iterable[Optimizer]) -> None
 
 def _synchronised_names(module: Module, ignored: Iterable[str]) -> dict[Tensor, str]:
     # Parameters that DistributedDataParallel ignores differ between ranks.
-    excluded = {_plain(name) for name in ignored}
+    excluded = {plain_name(name) for name in ignored}
     return {parameter: name for parameter, name in parameter_names(module).items() if name not in excluded}
-
-
-def _plain(name: str) -> str:
-    return name.replace("_orig_mod.", "")

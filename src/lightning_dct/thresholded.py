@@ -26,8 +26,8 @@ from lightning_dct.callbacks import (
     SignalsAfterStep,
     ThresholdRefresh,
 )
+from lightning_dct.clipping import install_clipping, remove_clipping
 from lightning_dct.config import DCTConfig
-from lightning_dct.embedding.hosting import install_clipping, remove_clipping
 from lightning_dct.failures import Lifeline, check_lifelines, group_is_made
 from lightning_dct.profiling import shown_by
 from lightning_dct.saving import CheckpointedStrategy
@@ -105,7 +105,10 @@ class ThresholdedStrategy(CheckpointedStrategy):
                 "Sharded embedding tables do not work with a loss scaler: their residuals would be scaled anew in every"
                 " step. Use `precision='bf16-mixed'` instead of `'16-mixed'`."
             )
-        install_clipping(self.precision_plugin, tables)
+        if tables:
+            rows = {id(module.weight) for module in tables.values()}
+            group = next(iter(tables.values())).exchange_group.group
+            install_clipping(self.precision_plugin, group, lambda parameter: id(parameter) in rows)
         # The module's callbacks have been added since `connect`.
         trainer.callbacks.sort(key=_place_of)  # type: ignore[attr-defined]
         super().setup(trainer)

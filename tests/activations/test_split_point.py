@@ -135,7 +135,7 @@ def test_bytes_that_would_travel_are_counted_where_gradients_come_back() -> None
     assert (totals.bytes_dense, totals.entries_sent, totals.entries) == (2 * 4 * 48, 2 * 10, 2 * 48)
 
 
-# Fixed room
+# Payloads of one size
 
 
 def test_overflow_keeps_the_largest_and_is_counted() -> None:
@@ -234,7 +234,7 @@ def test_activation_checkpointing_sees_the_same_mask(settings: dict[str, Any]) -
         assert torch.equal(ours, theirs)
 
 
-# Chance
+# Stochastic rounding
 
 
 @pytest.mark.parametrize("value_format", ["int8", "int4"])
@@ -396,8 +396,7 @@ def test_entries_at_a_density(density: float, size: int, entries: int) -> None:
     assert entries_at(density, size) == entries
 
 
-def test_rooms_are_pure() -> None:
-    """No network and no Lightning in here: those are the business of whoever puts payloads on a wire."""
+def test_activations_import_neither_lightning_nor_torch_distributed() -> None:
     for path in Path(lightning_dct.activations.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

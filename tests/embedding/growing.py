@@ -1,17 +1,16 @@
 """What ranks do in the tests of growing tables."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distributed.training import trainer_for
-from embedding.hybrid import ALL_GRADIENTS, DIM, TABLE_ROWS, Hybrid, batches
+from embedding.hybrid import DIM, TABLE_ROWS, Hybrid, fit, whole
 from embedding.plain_directory import GrowingEmulation
-from embedding.reference import bags_of
-from embedding.training import INPUTS, generator, loss_of, samples_of
-from lightning_dct import DCTStrategy, GrowingEmbeddingBags
+from embedding.training import train_beside
+from lightning_dct import GrowingEmbeddingBags
 from lightning_dct.embedding.placement import place_by_hash
 from lightning_dct.reference import Settings
 
@@ -28,43 +27,26 @@ class Growing(Hybrid):
         super().__init__({}, optimizer, learning_rate)
         self.tables = GrowingEmbeddingBags(len(TABLE_ROWS), DIM, seed=5, **exchange)
 
+    def slots(self) -> dict[str, int]:
+        keys, slots = self.tables.directory.rows.contents()
+        located = zip(*self.tables.placement.rows_of(0, keys), slots, strict=True)
+        return {f"{table}.{row}": slot for table, row, slot in located}
+
     def forward(self, ids: Tensor) -> Tensor:
         return super().forward(spread(ids))
 
 
-def whole(module: Growing) -> dict[str, Tensor]:
-    """This rank's rows and their optimizer states by table and id, and the replicated weights by name."""
-    tables = module.tables
-    found = {name: value.detach().clone() for name, value in module.top.named_parameters()}
-    keys, slots = tables.directory.rows.contents()
-    optimizers = [] if module._trainer is None else module.trainer.optimizers
-    states = [optimizer.state.get(tables.weight, {}).get("sum") for optimizer in optimizers]
-    for table, row, slot in zip(*tables.placement.rows_of(0, keys), slots, strict=True):
-        found[f"{table}.{row}"] = tables.weight[slot].detach().clone()
-        found |= {f"{table}.{row} sum": state[slot].clone() for state in states if state is not None}
-    return found
-
-
 def train(
-    number: int,
-    exchange: dict[str, Any],
-    optimizer: str = "sgd",
-    ckpt_path: str | None = None,
-    save_to: str | None = None,
-    max_epochs: int = 1,
-    strategy: dict[str, Any] | None = None,
+    number: int, exchange: dict[str, Any], optimizer: str = "sgd", settings: dict[str, Any] | None = None
 ) -> tuple[dict[str, Tensor], int]:
     """Train, save when told where, and give this rank's weights, and how many rows it has evicted."""
     module = Growing(exchange, optimizer)
-    trainer = trainer_for(DCTStrategy(**{**ALL_GRADIENTS, **(strategy or {})}), max_epochs=max_epochs)
-    trainer.fit(module, batches(number), ckpt_path=ckpt_path)
-    if save_to is not None:
-        trainer.save_checkpoint(save_to)
+    fit(module, number, **(settings or {}))
     return whole(module), module.tables.traffic.totals.evicted_rows
 
 
 def train_beside_the_reference(steps: int, kind: str, admit_after: int, **settings: Any) -> dict[str, Any]:
-    """Train tables that are too small with SGD, beside the reference; gives the largest differences."""
+    """Train tables that are too small beside the reference; the largest differences, and how many rows there are."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     sizes = [40, 3, 17, 200]
     tables = GrowingEmbeddingBags(len(sizes), DIM, max_rows=40, admit_after=admit_after, seed=3, **settings)
@@ -76,49 +58,22 @@ def train_beside_the_reference(steps: int, kind: str, admit_after: int, **settin
         keys = placement.locate(torch.full_like(known, table).numpy(), known.numpy())[1]
         ids[table] = known[torch.from_numpy(keys).argsort()]
     options = Settings(**settings)
-    defaults = tables._default_rows
-    emulation = GrowingEmulation(ids, defaults, placement, options, tables.capacity(), admit_after)
-    learning_rate = 0.25
-    optimizer = torch.optim.SGD([tables.weight], lr=learning_rate)
-    worst = {"pooled": 0.0, "rows": 0.0}
-    for step in range(steps):
-        tables.advance(step)
-        counts = {peer: samples_of(step, peer) for peer in range(world_size)}
-        inputs = {peer: INPUTS[kind](step, peer, counts[peer], sizes) for peer in range(world_size)}
-        bags = {peer: bags_of(*inputs[peer], len(sizes)) for peer in range(world_size)}
-        small, offsets = inputs[rank]
+    emulation = GrowingEmulation(ids, tables._default_rows, placement, options, tables.capacity(), admit_after)
+
+    def given(small: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if offsets is None:
-            large = torch.stack([ids[table][column] for table, column in enumerate(small.T)], dim=1)
-        else:
-            of_table = offsets[:: max(counts[rank], 1)] if counts[rank] else offsets.new_zeros(len(sizes) + 1)
-            pieces = zip(ids, of_table, of_table[1:], strict=False)
-            large = torch.cat([known[small[start:stop]] for known, start, stop in pieces])
-        expected = emulation.forward(step, bags, "sum")
-        pooled = tables(large, offsets)
-        worst["pooled"] = max(worst["pooled"], _difference(pooled.detach(), expected[rank]))
-        gradients = {}
-        for peer in range(world_size):
-            leaf = expected[peer].clone().requires_grad_()
-            loss_of(leaf, _target(step, peer, leaf)).backward()
-            gradients[peer] = leaf.grad
-        dense = emulation.backward(bags, gradients, "sum")
-        optimizer.zero_grad()
-        loss_of(pooled, _target(step, rank, pooled)).backward()
-        optimizer.step()
-        for table, gradient in zip(emulation.tables, dense, strict=True):
-            table -= learning_rate * gradient
+            return torch.stack([ids[table][column] for table, column in enumerate(small.T)], dim=1), None
+        samples = (len(offsets) - 1) // len(sizes)
+        of_table = offsets[::samples] if samples else offsets.new_zeros(len(sizes) + 1)
+        pieces = zip(ids, of_table, of_table[1:], strict=False)
+        return torch.cat([known[small[start:stop]] for known, start, stop in pieces]), offsets
+
+    def compared(_: list[Tensor]) -> Iterator[tuple[str, Tensor, Tensor]]:
         for keys, rows in zip(emulation.keys, emulation.tables, strict=True):
-            own = torch.from_numpy((placement.locate(*placement.rows_of(0, keys))[0] == rank).nonzero()[0])
-            worst["rows"] = max(worst["rows"], _difference(tables.own_rows(keys[own.numpy()]), rows[own]))
+            own = (placement.locate(*placement.rows_of(0, keys))[0] == rank).nonzero()[0]
+            yield "rows", tables.own_rows(keys[own]), rows[torch.from_numpy(own)]
+
+    worst = train_beside(emulation, tables, steps, kind, sizes, given, compared)
     totals, there = tables.traffic.totals, len(tables.directory.rows)
     assert (totals.admitted_rows, totals.evicted_rows) == (emulation.admitted[rank], emulation.evicted[rank])
     return {**worst, "evicted": totals.evicted_rows, "there": there, "room": tables.capacity()}
-
-
-def _target(step: int, rank: int, like: Tensor) -> Tensor:
-    return torch.randn(like.shape, generator=generator(step, rank, 4))
-
-
-def _difference(one: Tensor, other: Tensor) -> float:
-    assert one.shape == other.shape, (one.shape, other.shape)
-    return float((one - other).abs().max()) if one.numel() else 0.0

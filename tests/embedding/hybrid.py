@@ -1,12 +1,13 @@
 """A small hybrid-parallel model: sharded tables below, a replicated network on top."""
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -37,6 +38,13 @@ class Hybrid(LightningModule):
             self.top = nn.Sequential(nn.Linear(len(TABLE_ROWS) * DIM, 8), nn.Tanh(), nn.Linear(8, 1))
         self.optimizer, self.learning_rate = optimizer, learning_rate
         self.unused_dense: list[bool] = []
+
+    def slots(self) -> dict[str, int]:
+        """The slot of each of this rank's rows, by table and row."""
+        ranges = self.tables.placement.ranges(self.tables.exchange_group.rank)
+        return {
+            f"{table}.{row}": place + row - start for table, start, stop, place in ranges for row in range(start, stop)
+        }
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.top(self.tables(ids).flatten(1)).squeeze(1)
@@ -83,12 +91,14 @@ def batches(number: int) -> DataLoader:
 
 
 def whole(module: Hybrid) -> dict[str, Tensor]:
-    """This rank's rows by table and first row, and the replicated weights by name."""
-    tables = module.tables
+    """This rank's rows and their optimizer states by table and row, and the replicated weights by name."""
+    weight = module.tables.weight
     found = {name: value.detach().clone() for name, value in module.top.named_parameters()}
-    for table, start, stop, place in tables.placement.ranges(tables.exchange_group.rank):
-        for row in range(start, stop):
-            found[f"{table}.{row}"] = tables.weight[place + row - start].detach().clone()
+    optimizers = [] if module._trainer is None else module.trainer.optimizers
+    states = [optimizer.state.get(weight, {}).get("sum") for optimizer in optimizers]
+    for name, slot in module.slots().items():
+        found[name] = weight[slot].detach().clone()
+        found |= {f"{name} sum": state[slot].clone() for state in states if state is not None}
     return found
 
 
@@ -97,30 +107,43 @@ def together(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: value for part in parts for name, value in part.items()}
 
 
-def train(
+def train(number: int, exchange: dict[str, Any], optimizer: str = "sgd", **settings: Any) -> dict[str, Tensor]:
+    """Train, save when told where, and give this rank's weights."""
+    module = Hybrid(exchange, optimizer)
+    fit(module, number, **settings)
+    return whole(module)
+
+
+def fit(
+    module: Hybrid,
     number: int,
-    exchange: dict[str, Any],
-    optimizer: str = "sgd",
     ckpt_path: str | None = None,
     save_to: str | None = None,
     strategy: dict[str, Any] | None = None,
     **settings: Any,
-) -> dict[str, Tensor]:
-    """Train, save when told where, and give this rank's weights."""
-    module = Hybrid(exchange, optimizer)
+) -> None:
+    """Train, and save when told where."""
     trainer = trainer_for(DCTStrategy(**{**ALL_GRADIENTS, **(strategy or {})}), **settings)
     trainer.fit(module, batches(number), ckpt_path=ckpt_path)
     if save_to is not None:
         trainer.save_checkpoint(save_to)
+
+
+def load(path: str) -> dict[str, Tensor]:
+    """Load a checkpoint by validating it; this rank's weights."""
+    module = Hybrid({"density": 0.2})
+    trainer_for(DCTStrategy(**ALL_GRADIENTS)).validate(module, batches(1), ckpt_path=path, verbose=False)
     return whole(module)
 
 
-def load(path: str, fit: bool = False) -> tuple[dict[str, Tensor], Any]:
-    """Load a checkpoint by validating it, or by a fit of no steps; this rank's weights and what is held back."""
-    module = Hybrid({"density": 0.2})
-    trainer: Trainer = trainer_for(DCTStrategy(**ALL_GRADIENTS), max_steps=0 if fit else -1)
-    trainer.validate(module, batches(1), ckpt_path=path, verbose=False)
-    return whole(module), None
+def resume(path: str, make: Callable[..., Hybrid], exchange: dict[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+    """Train on from a checkpoint; what this rank has at the start, and the warnings."""
+    module, seen = make(exchange, "adagrad"), []
+    module.on_train_start = lambda: seen.append(whole(module))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(module, 4, path, max_epochs=2)
+    return seen[0], [str(warning.message) for warning in caught if "max_rows" in str(warning.message)]
 
 
 def files_in(folder: str) -> list[str]:
@@ -130,9 +153,7 @@ def files_in(folder: str) -> list[str]:
 def residuals_then(make: Callable[..., Hybrid], exchange: dict[str, Any], path: str) -> dict[tuple[int, int], Tensor]:
     """Train a little, save, and give what this rank's residuals are by table and row."""
     module = make(exchange)
-    trainer = trainer_for(DCTStrategy(**ALL_GRADIENTS))
-    trainer.fit(module, batches(5))
-    trainer.save_checkpoint(path)
+    fit(module, 5, save_to=path)
     tables, found = module.tables, {}
     for owner, held in tables.held.items():
         places, slots = held.cache.contents()
@@ -154,7 +175,7 @@ def collected_after(make: Callable[..., Hybrid], exchange: dict[str, Any], path:
                 seen[int(table), int(row)] = seen.get((int(table), int(row)), 0) + values.double()
 
     module.on_train_start = look
-    trainer_for(DCTStrategy(**ALL_GRADIENTS), max_epochs=2).fit(module, batches(5), ckpt_path=path)
+    fit(module, 5, path, max_epochs=2)
     return seen
 
 

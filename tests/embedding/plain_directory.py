@@ -1,10 +1,7 @@
 """Growing tables without arrays: which ids have rows, in dicts, and all ranks' rows and messages in one process."""
 
 from collections import defaultdict
-from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from embedding.reference import Emulation
@@ -62,14 +59,9 @@ class GrowingEmulation(Emulation):
     def __init__(
         self, ids: list[Tensor], defaults: Tensor, placement: Placement, settings: Settings, room: int, admit_after: int
     ) -> None:
-        self.tables = [row.repeat(len(known), 1) for row, known in zip(defaults, ids, strict=True)]
-        self.defaults, self.dim, self.settings = defaults, defaults.shape[1], settings
-        located = [placement.locate(np.full(len(known), t), known.numpy()) for t, known in enumerate(ids)]
-        self.owners, self.keys = [owner for owner, _ in located], [keys for _, keys in located]
-        self.world = range(placement.world_size)
-        self.copies = [[table.clone() for table in self.tables] for _ in self.world]
-        self.residuals = [[torch.zeros_like(table) for table in self.tables] for _ in self.world]
-        self.thresholds: dict[Any, list[float]] = {}
+        tables = [row.repeat(len(known), 1) for row, known in zip(defaults, ids, strict=True)]
+        super().__init__(tables, [known.numpy() for known in ids], placement, settings)
+        self.defaults = defaults
         self.directories = [PlainDirectory(room, admit_after) for _ in self.world]
         self.admitted, self.evicted = [0 for _ in self.world], [0 for _ in self.world]
 

@@ -40,14 +40,14 @@ def bags_of(ids: Tensor, offsets: Tensor | None, num_tables: int) -> list[list[l
 
 
 class Emulation:
-    """All ranks at once."""
+    """All ranks at once, for the ids whose rows ``tables`` hold."""
 
-    def __init__(self, table_rows: list[int], dim: int, placement: Placement, settings: Settings, seed: int) -> None:
-        self.tables = first_rows(table_rows, dim, seed)
-        self.dim, self.settings = dim, settings
-        self.owners = [placement.locate(np.full(n, t), np.arange(n))[0] for t, n in enumerate(table_rows)]
+    def __init__(self, tables: list[Tensor], ids: list[np.ndarray], placement: Placement, settings: Settings) -> None:
+        self.tables, self.dim, self.settings = tables, tables[0].shape[1], settings
+        located = [placement.locate(np.full(len(known), table), known) for table, known in enumerate(ids)]
+        self.owners, self.keys = [owner for owner, _ in located], [keys for _, keys in located]
         self.world = range(placement.world_size)
-        self.copies = [first_rows(table_rows, dim, seed) for _ in self.world]
+        self.copies = [[table.clone() for table in tables] for _ in self.world]
         self.residuals = [[torch.zeros_like(table) for table in self.tables] for _ in self.world]
         self.thresholds: dict[Any, list[float]] = {}
 

@@ -6,34 +6,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from embedding.plain_directory import PlainCache
 from lightning_dct.embedding.cache import RowCache
 from strategies_for_hypothesis import examples
 
 UNIVERSE = 24
 requests = st.lists(st.sets(st.integers(0, UNIVERSE - 1), max_size=12).map(sorted), max_size=25)
 capacities = st.integers(1, 14)
-
-
-class PlainCache:
-    """Rows with the time of their last request and how often they were asked for, in a dict."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity, self.time = capacity, 0
-        self.last_used: dict[int, int] = {}
-        self.counts: dict[int, int] = {}
-
-    def admit(self, wanted: list[int], slots: dict[int, int]) -> tuple[list[int], list[bool]]:
-        """The rows evicted, and which of those wanted are new; of equally old rows that with the lowest slot goes."""
-        self.time += 1
-        new = [row not in self.last_used for row in wanted]
-        for row in wanted:
-            self.last_used[row] = self.time
-            self.counts[row] = self.counts.get(row, 0) + 1
-        oldest = sorted(set(self.last_used) - set(wanted), key=lambda row: (self.last_used[row], slots[row]))
-        evicted = oldest[: max(len(self.last_used) - max(self.capacity, len(wanted)), 0)]
-        for row in evicted:
-            del self.last_used[row], self.counts[row]
-        return evicted, new
 
 
 def slots_of(cache: RowCache) -> dict[int, int]:
@@ -49,31 +28,21 @@ def asked(rows: list[int]) -> Any:
 @examples(60)
 def test_the_same_as_a_dict(capacity: int, history: list[list[int]]) -> None:
     cache, plain = RowCache(capacity), PlainCache(capacity)
-    most = 0
     for wanted in history:
-        before = slots_of(cache)
-        evicted, new = plain.admit(wanted, before)
+        before = dict(plain.slots)
+        evicted = plain.admit(wanted)
         admission = cache.admit(asked(wanted))
         after = slots_of(cache)
-        assert admission.new.tolist() == new
+        assert after == plain.slots
+        assert list(after) == sorted(after)
+        assert admission.slots.tolist() == [after[row] for row in wanted]
+        assert admission.new.tolist() == [row not in before for row in wanted]
         assert dict(zip(admission.evicted.tolist(), admission.evicted_slots.tolist(), strict=True)) == {
             row: before[row] for row in evicted
         }
-        assert not set(evicted) & set(wanted)
-        # What stays, stays where it was; no two rows share a slot.
-        assert after == {row: slot for row, slot in before.items() if row not in evicted} | dict(
-            zip(wanted, admission.slots.tolist(), strict=True)
-        )
-        assert len(set(after.values())) == len(after) == len(cache)
-        assert list(after) == sorted(plain.last_used)
-        assert len(cache) <= max(capacity, len(wanted))
-        most = max(most, len(cache))
-        assert cache.num_slots == most  # no slot is made while one is free
-        assert all(0 <= slot < cache.num_slots for slot in after.values())
-        assert cache.counts().tolist() == [plain.counts[row] for row in after]
-        assert cache.holds(asked(wanted), admission.slots)
-        for row, slot in zip(evicted, admission.evicted_slots.tolist(), strict=True):
-            assert not cache.holds(asked([row]), asked([slot]))
+        assert len(cache) == len(after) <= max(capacity, len(wanted))
+        assert cache.counts[list(after.values())].tolist() == [plain.counts[row] for row in after]
+        assert cache.find(asked([*after, UNIVERSE])).tolist() == [*after.values(), -1]
 
 
 @given(capacity=capacities, history=requests, cut=st.integers(0, 25))
@@ -87,8 +56,8 @@ def test_a_resumed_cache_goes_on_as_the_other_end_does(capacity: int, history: l
             other = RowCache(capacity)
             other.load_state_dict(saved)
         if number % 4 == 3:
-            one.halve_counts()
-            other.halve_counts()
+            one.counts >>= 1
+            other.counts >>= 1
         ours, theirs = one.admit(asked(wanted)), other.admit(asked(wanted))
         for mine, yours in zip(ours, theirs, strict=True):
             assert mine.tolist() == yours.tolist()
@@ -104,12 +73,12 @@ def test_counts_are_halved_and_start_anew_after_an_eviction() -> None:
     for _ in range(5):
         cache.admit(asked([3, 6]))
     cache.admit(asked([6]))
-    assert cache.counts().tolist() == [5, 6]
-    cache.halve_counts()
-    assert cache.counts().tolist() == [2, 3]
+    assert cache.counts[cache.find(asked([3, 6]))].tolist() == [5, 6]
+    cache.counts >>= 1
     cache.admit(asked([1, 2]))
     cache.admit(asked([3]))
-    assert dict(zip(cache.contents()[0].tolist(), cache.counts().tolist(), strict=True)) == {2: 1, 3: 1}
+    assert slots_of(cache).keys() == {2, 3}
+    assert cache.counts.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("last_used", [2**31, 2**31 + 5])

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_dct.embedding import changes as changes_module
-from lightning_dct.embedding.changes import Message, Sent, message_about, read_changes
+from lightning_dct.embedding.changes import Message, Sent, message_about
 from lightning_dct.reference import Settings, send_rows
 from lightning_dct.threshold import SMALLEST_THRESHOLD, nudge
-from lightning_dct.wire import PayloadError
+from lightning_dct.wire import PayloadError, unpack
 from strategies_for_hypothesis import FORMATS, examples
 
 NUM_TABLES = 4
@@ -74,7 +74,7 @@ def test_equals_the_reference(case: Case, data: st.DataObject) -> None:
     # Something must tell the other end of a broken table.
     assert bool(accumulated.isfinite().all() == was.isfinite().all())
     # The other end reads what this one says it reads, bit for bit.
-    positions, values = read_changes(sent.payload, message)
+    positions, values, _ = unpack(message.layout, sent.payload)
     assert torch.equal(positions, sent.positions)
     assert torch.equal(values.nan_to_num(7.0), sent.received.nan_to_num(7.0))
 
@@ -115,7 +115,7 @@ def test_nothing_lost_over_many_steps(value_format: str) -> None:
         held, added = held + change, added + change
         sent = compress_changes(held, message, thresholds)
         held.view(-1)[sent.positions] = sent.left
-        positions, values = read_changes(sent.payload, message)
+        positions, values, _ = unpack(message.layout, sent.payload)
         arrived.view(-1)[positions] += values
         torch.testing.assert_close(held + arrived, added, rtol=0, atol=1e-12)
     assert float(held.abs().max()) < 1e-3 * float(added.abs().max())
@@ -147,7 +147,7 @@ def test_the_largest_go_whatever_the_threshold(dtype: torch.dtype) -> None:
 
 def unpacked(message: Message, sent: Sent, payload: Tensor) -> None:
     try:
-        positions, values = read_changes(payload, message)
+        positions, values, _ = unpack(message.layout, payload)
     except PayloadError:
         return
     places = positions.tolist()
@@ -168,7 +168,7 @@ def test_corrupt_messages(case: Case, data: st.DataObject) -> None:
     unpacked(message, sent, corrupt)
     for other in (sent.payload[:-1], torch.cat([sent.payload, sent.payload[:1]])):
         with pytest.raises(PayloadError, match="bytes"):
-            read_changes(other, message)
+            unpack(message.layout, other)
 
 
 def test_a_message_about_other_rows_is_refused() -> None:
@@ -177,7 +177,7 @@ def test_a_message_about_other_rows_is_refused() -> None:
     sent = compress_changes(torch.ones(3, 2), message, np.zeros(2))
     assert message.layout.num_bytes == other.layout.num_bytes
     with pytest.raises(PayloadError, match="other tensor sizes"):
-        read_changes(sent.payload, other)
+        unpack(other.layout, sent.payload)
 
 
 def test_no_rows() -> None:
@@ -185,5 +185,5 @@ def test_no_rows() -> None:
     assert message.tables == []
     sent = compress_changes(torch.empty(0, 4), message, np.ones(2))
     assert sent.payload.numel() == message.layout.num_bytes
-    positions, values = read_changes(sent.payload, message)
+    positions, values, _ = unpack(message.layout, sent.payload)
     assert positions.numel() == values.numel() == 0

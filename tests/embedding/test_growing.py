@@ -1,7 +1,6 @@
 """Growing tables on 1 to 4 ranks: against dicts and `lightning_dct.reference`, saved, resumed, given wrong batches."""
 
 import gc
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distributed.training import trainer_for
-from embedding.growing import Growing, spread, train, train_beside_the_reference, whole
-from embedding.hybrid import ALL_GRADIENTS, EVERYTHING, TABLE_ROWS, assert_residuals_are_conserved, batches, together
+from embedding.growing import Growing, spread, train, train_beside_the_reference
+from embedding.hybrid import EVERYTHING, TABLE_ROWS, assert_residuals_are_conserved, resume, together
 from embedding.test_hybrid import difference
-from lightning_dct import CheckpointError, DCTStrategy, GrowingEmbeddingBags, RowWiseAdagrad, ShardedEmbeddingBags
-from lightning_dct.config import VALUE_FORMATS
+from embedding.test_sharded import SETTINGS
+from lightning_dct import CheckpointError, GrowingEmbeddingBags, RowWiseAdagrad, ShardedEmbeddingBags
 from lightning_dct.embedding.shards import load_row_states, load_rows, save_rows
 
 ROOMY = {**EVERYTHING, "max_rows": 2000, "admit_after": 2}
 # Rows and copies come and go all the time.
 TIGHT = {"density": 0.1, "value_format": "int8", "refresh_every": 5, "cache_rows": 20, "max_rows": 24}
-
-SETTINGS = [
-    {"density": 1.0, "value_format": "fp32", "refresh_every": 1},
-    *({"density": 0.1, "value_format": form, "refresh_every": 3} for form in VALUE_FORMATS),
-]
 
 
 @pytest.mark.parametrize(
@@ -64,41 +57,32 @@ def test_resumed_run_equals_the_uninterrupted_one(
 ) -> None:
     # Other than a dense sum, this one does not depend on how DistributedDataParallel has cut its buckets.
     gradients = {"density": 0.2, "value_format": "bf16", "min_tensor_size": 1}
-    straight = ranks(world_size).run(train, 6, exchange, optimizer, None, None, 2, gradients)
+    straight = ranks(world_size).run(train, 6, exchange, optimizer, {"max_epochs": 2, "strategy": gradients})
     path = str(tmp_path / "half.ckpt")
-    ranks(world_size).run(train, 6, exchange, optimizer, None, path, 1, gradients)
-    resumed = ranks(world_size).run(train, 6, exchange, optimizer, path, None, 2, gradients)
+    ranks(world_size).run(train, 6, exchange, optimizer, {"save_to": path, "strategy": gradients})
+    settings = {"ckpt_path": path, "max_epochs": 2, "strategy": gradients}
+    resumed = ranks(world_size).run(train, 6, exchange, optimizer, settings)
     assert difference(together([part for part, _ in straight]), together([part for part, _ in resumed])) == 0.0
     assert [number for _, number in straight] == [number for _, number in resumed]
     assert all(number > 0 for _, number in straight)
 
 
-def load(path: str, exchange: dict[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
-    """Load rows and their optimizer states by a fit of no steps; this rank's weights, and the warnings."""
-    module, seen = Growing(exchange, "adagrad"), []
-    module.on_train_start = lambda: seen.append(whole(module))
-    trainer = trainer_for(DCTStrategy(**ALL_GRADIENTS), max_epochs=2)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.fit(module, batches(4), ckpt_path=path)
-    return seen[0], [str(warning.message) for warning in caught if "max_rows" in str(warning.message)]
-
-
 @pytest.mark.parametrize(("saved", "loaded"), [(1, 3), (2, 4), (3, 2)])
 def test_checkpoint_loads_at_another_number_of_ranks(ranks: Any, tmp_path: Any, saved: int, loaded: int) -> None:
     path, exchange = str(tmp_path / "x.ckpt"), {**TIGHT, "max_rows": 60}
-    before = together([part for part, _ in ranks(saved).run(train, 4, exchange, "adagrad", None, path)])
+    before = together([part for part, _ in ranks(saved).run(train, 4, exchange, "adagrad", {"save_to": path})])
     assert len([name for name in before if name.endswith(" sum")]) > 30
-    answers = ranks(loaded).run(load, path, {**exchange, "max_rows": 200})
+    answers = ranks(loaded).run(resume, path, Growing, {**exchange, "max_rows": 200})
     assert difference(before, together([part for part, _ in answers])) == 0.0
     assert not any(warned for _, warned in answers)
 
 
 def test_a_smaller_room_keeps_the_newest_and_says_so(ranks: Any, tmp_path: Any) -> None:
     path = str(tmp_path / "x.ckpt")
-    before = together([part for part, _ in ranks(2).run(train, 4, {**TIGHT, "max_rows": 80}, "adagrad", None, path)])
+    saved = ranks(2).run(train, 4, {**TIGHT, "max_rows": 80}, "adagrad", {"save_to": path})
+    before = together([part for part, _ in saved])
     for world_size in (2, 3):
-        answers = ranks(world_size).run(load, path, {**TIGHT, "max_rows": 12})
+        answers = ranks(world_size).run(resume, path, Growing, {**TIGHT, "max_rows": 12})
         after = together([part for part, _ in answers])
         assert len([name for name in after if name.endswith(" sum")]) == 12
         assert all(torch.equal(value, before[name]) for name, value in after.items())
@@ -127,14 +111,13 @@ def save_and_load_both(folder: str, damaged: bool) -> str:
         tables(torch.tensor([[1, 2], [3, 0], [4, 5]])).sum().backward()
         torch.optim.SGD([tables.weight], lr=0.1).step()
     save_rows(folder, before, [])
-    if damaged:
-        dist.barrier()
-        if dist.get_rank() == 0:
-            for file in Path(folder).glob("__1_*"):
-                data = bytearray(file.read_bytes())
-                data[len(data) // 2] ^= 255
-                file.write_bytes(data)
-        dist.barrier()
+    dist.barrier()  # as in the strategy: rank 0 writes the checksum of the index last
+    if damaged and dist.get_rank() == 0:
+        for file in Path(folder).glob("__1_*"):
+            data = bytearray(file.read_bytes())
+            data[len(data) // 2] ^= 255
+            file.write_bytes(data)
+    dist.barrier()
     try:
         load_rows(folder, after)
     except CheckpointError as error:

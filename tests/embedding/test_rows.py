@@ -21,7 +21,7 @@ def initial(places: np.ndarray) -> Tensor:
 
 
 def remembered(capacity: int, with_residual: bool = True, dtype: torch.dtype = torch.float32) -> RememberedRows:
-    return RememberedRows(capacity, UNIVERSE, DIM, 2, initial, with_residual, dtype, torch.device("cpu"))
+    return RememberedRows(capacity, UNIVERSE, 2, initial, torch.empty(0, DIM, dtype=dtype), with_residual)
 
 
 def places_of(rows: list[int]) -> np.ndarray:

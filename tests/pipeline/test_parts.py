@@ -1,21 +1,17 @@
 """The parts of a pipeline by themselves, without ranks."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_dct import SplitPoint, clipping
-from lightning_dct.clipping import clip_grad_norm
+from lightning_dct import SplitPoint
 from lightning_dct.pipeline.borders import Border, as_bytes, as_floats, trace_borders
-from lightning_dct.pipeline.delivery import deliver, set_aside
-from lightning_dct.pipeline.placement import cut, materialise, release
+from lightning_dct.pipeline.placement import convert, cut
+from lightning_dct.pipeline.runner import deliver, set_aside
 from lightning_dct.pipeline.sequential import NetworkCall
 from lightning_dct.pipeline.steps import LogCall, combine, join, split_batch, split_ragged
-from pipeline.split_models import network
 
 CPU = torch.device("cpu")
 
@@ -26,12 +22,12 @@ def test_released_pieces_keep_names_shapes_and_shared_tensors() -> None:
     layers[2].weight = layers[0].weight
     before = {name: parameter.shape for name, parameter in layers.named_parameters()}
     first, last = cut(layers)
-    release([first])
+    convert([first], lambda tensor: tensor.to("meta"))
     assert {name: parameter.shape for name, parameter in layers.named_parameters()} == before
     assert [p.is_meta for p in layers.parameters()] == [True] * 5 + [False] * 2
     assert layers[2].weight is layers[0].weight
     assert layers[1].running_mean.is_meta
-    materialise([first])
+    convert([first], lambda tensor: torch.empty_like(tensor, device="cpu"))
     assert not any(tensor.is_meta for tensor in [*layers.parameters(), *layers.buffers()])
     assert layers[2].weight is layers[0].weight
     assert (first.names, last.names) == (("0", "1", "2"), ("4",))
@@ -43,7 +39,7 @@ def test_borders_are_found_without_running_anything(where: str) -> None:
     layers = nn.Sequential(nn.Linear(40, 6), nn.BatchNorm1d(6), nn.Dropout(), SplitPoint(), nn.Linear(6, 3))
     pieces = cut(layers)
     if where == "meta":
-        release(pieces)
+        convert(pieces, lambda tensor: tensor.to("meta"))
     random = torch.get_rng_state()
     autocast = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
     call = NetworkCall(torch.randn(5, 40), {})
@@ -136,46 +132,3 @@ def test_batch_sizes_weigh() -> None:
     (call,) = combine(calls)
     assert float(call.value) == 2.5
     assert call.settings["batch_size"] == 4
-
-
-@pytest.mark.parametrize("max_norm", [0.1, 100.0])
-def test_clipping_equals_torchs(max_norm: float) -> None:
-    """Oracle: torch.nn.utils.clip_grad_norm_, for dense gradients on one rank."""
-    torch.manual_seed(0)
-    layers, twin = network(2), network(2)
-    for one, other in zip(layers.parameters(), twin.parameters(), strict=True):
-        one.grad = torch.randn_like(one)
-        other.grad = one.grad.clone()
-    first, *rest = layers.parameters()
-    norm = clip_grad_norm([first], max_norm, None, shared=rest)
-    expected = nn.utils.clip_grad_norm_(twin.parameters(), max_norm)
-    torch.testing.assert_close(norm, expected)
-    for one, other in zip(layers.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
-
-
-def test_clipping_of_sparse_gradients() -> None:
-    """Oracle: the same gradient, dense: row 1 is named twice and counts with its sum."""
-    embedding = nn.Embedding(5, 2, sparse=True)
-    embedding(torch.tensor([1, 1, 3])).sum().backward()
-    dense = embedding.weight.grad.to_dense()
-    norm = clip_grad_norm([embedding.weight], 0.5, None)
-    torch.testing.assert_close(norm, dense.norm())
-    torch.testing.assert_close(embedding.weight.grad.to_dense(), dense * 0.5 / dense.norm())
-
-
-def test_clipping_without_gradients() -> None:
-    assert float(clip_grad_norm([nn.Parameter(torch.ones(2))], 1.0, None)) == 0.0
-
-
-@pytest.mark.parametrize("has_parameters", [True, False])
-def test_clipping_without_gradients_meets_the_others_on_the_device(
-    has_parameters: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A CPU tensor in a collective among GPUs is an error with NCCL, or a hang; "meta" stands for the GPU."""
-    summed: list[torch.Tensor] = []
-    monkeypatch.setattr(clipping.dist, "all_reduce", lambda squares, group: summed.append(squares))
-    group = SimpleNamespace(_device_types=[torch.device("meta")])
-    own = [nn.Parameter(torch.ones(2, device="meta"))] if has_parameters else []
-    clip_grad_norm(own, 1.0, group)  # type: ignore[arg-type]
-    assert [squares.device.type for squares in summed] == ["meta"]

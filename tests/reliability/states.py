@@ -12,7 +12,9 @@ import math
 import os
 import pickle
 import random
+import zlib
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -164,8 +166,9 @@ class CheckpointCases:
         if in_rows:
             for path, data in self._row_files.items():
                 path.write_bytes(data)
-            (self._rows_folder / "metadata.crc32").unlink(missing_ok=True)
-            (self._rows_folder / ".metadata").write_bytes(pickle.dumps(state))
+            index = pickle.dumps(state)
+            (self._rows_folder / "metadata.crc32").write_text(f"{zlib.crc32(index):08x} {self._rows_folder.name}\n")
+            (self._rows_folder / ".metadata").write_bytes(index)
         else:
             torch.save(state, self._file)
 
@@ -190,9 +193,8 @@ def example_state() -> dict[str, Any]:
     for rows in (held, mirror):
         rows.admit(wanted)
         rows.admit(wanted[:2])
-    fields = ("world_size", "table_rows", "block_rows", "first_rank")
     tables = {
-        "placement": {name: getattr(placement, name) for name in fields},
+        "placement": asdict(placement),
         "held": {1: held.state_dict()},
         "mirrors": {1: mirror.state_dict()},
         "collected": [(torch.tensor([2, 5]), torch.randn(2, DIM))],
@@ -238,7 +240,7 @@ def take_over(state: dict[str, Any]) -> None:
                 assert rows.copies[admission.slots].shape == (3, DIM)
                 assert rows.residual.isfinite().all()
                 assert np.isfinite(rows.thresholds).all()
-                assert rows.cache.holds(np.array([1, 3, 8], dtype=np.int64), admission.slots)
+                assert rows.cache.row_at[admission.slots].tolist() == [1, 3, 8]
 
 
 def change_something(chance: random.Random, state: Any) -> None:
@@ -293,13 +295,5 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def _remembered(universe: int, with_residual: bool) -> RememberedRows:
-    return RememberedRows(
-        5,
-        universe,
-        DIM,
-        len(TABLES),
-        lambda places: torch.zeros(len(places), DIM),
-        with_residual,
-        torch.float32,
-        torch.device("cpu"),
-    )
+    empty = torch.empty(0, DIM)
+    return RememberedRows(5, universe, len(TABLES), lambda places: torch.zeros(len(places), DIM), empty, with_residual)

@@ -16,7 +16,7 @@ from lightning_dct.activations import ActivationLayout, SplitPoint
 from lightning_dct.activations.codec import decode_backward, decode_forward, encode_backward, encode_forward
 from lightning_dct.activations.split_point import ROW_FORMATS
 from lightning_dct.embedding.changes import Message as Changes
-from lightning_dct.embedding.changes import message_about, read_changes
+from lightning_dct.embedding.changes import message_about
 from lightning_dct.embedding.exchange import check_announced
 from lightning_dct.embedding.ids import RequestCode
 from lightning_dct.gradients.awaited import Awaited
@@ -133,7 +133,7 @@ def _changes() -> list[Message]:
         payload, _ = pack(message.layout, positions, torch.randn(len(positions)), torch.empty(0, dtype=torch.uint8))
 
         def decode(data: Tensor, message: Changes = message) -> None:
-            read, values = read_changes(data, message)
+            read, values, _ = unpack(message.layout, data)
             _check_positions(read, sum(message.layout.tensor_sizes), message.layout.capacity)
             assert values.numel() == read.numel()
 

@@ -7,20 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dct.wire.rows import (
-    LEVELS,
-    ROW_BITS_PER_VALUE,
-    decode_rows,
-    encode_rows,
-    row_scales_num_bytes,
-    row_values_num_bytes,
-)
+from lightning_dct.activations.split_point import ROW_FORMATS
+from lightning_dct.wire.rows import LEVELS, decode_rows, encode_rows, row_scales_num_bytes
+from lightning_dct.wire.values import values_num_bytes
 from rows_by_loop import scales_by_loop
 from strategies_for_hypothesis import examples, floats
 
 LARGEST = torch.finfo(torch.float32).max
 NUM_ROWS = 3
-FORMATS = sorted(ROW_BITS_PER_VALUE)
+FORMATS = sorted(ROW_FORMATS)
 LOW_BIT = sorted(LEVELS)
 entries = st.lists(st.tuples(st.integers(0, NUM_ROWS - 1), floats), max_size=40)
 
@@ -31,7 +26,7 @@ def round_trip(
     """The values as read back, and the scales."""
     data, scale_bytes = encode_rows(values, rows, num_rows, value_format, noise)
     assert data.dtype == scale_bytes.dtype == torch.uint8
-    assert data.numel() == row_values_num_bytes(value_format, values.numel())
+    assert data.numel() == values_num_bytes(value_format, values.numel())
     assert scale_bytes.numel() == row_scales_num_bytes(value_format, num_rows)
     decoded = decode_rows(data, values.numel(), rows, scale_bytes, value_format)
     assert decoded.dtype == torch.float32
@@ -46,11 +41,6 @@ def round_trip(
 def as_rows(case: list[tuple[int, float]]) -> tuple[Tensor, Tensor]:
     rows = torch.tensor([row for row, _ in case], dtype=torch.int64)
     return torch.tensor([value for _, value in case], dtype=torch.float32), rows
-
-
-@pytest.mark.parametrize(("value_format", "num_bytes"), [("fp32", 52), ("bf16", 26), ("int8", 13), ("int4", 7)])
-def test_size(value_format: str, num_bytes: int) -> None:
-    assert row_values_num_bytes(value_format, 13) == num_bytes == math.ceil(13 * ROW_BITS_PER_VALUE[value_format] / 8)
 
 
 @given(case=entries)

@@ -28,16 +28,10 @@ from torch import Tensor
 
 from lightning_dct.activations.noise import BACKWARD_ROUNDING, FORWARD_ROUNDING, salt, uniform
 from lightning_dct.kernels import rows_kernel
-from lightning_dct.wire.payload import HEADER, PayloadError, read_header, write_header
-from lightning_dct.wire.positions import PositionCode
-from lightning_dct.wire.rows import (
-    LEVELS,
-    SHARES,
-    decode_rows,
-    encode_rows,
-    row_scales_num_bytes,
-    row_values_num_bytes,
-)
+from lightning_dct.wire.payload import HEADER, read_header, write_header
+from lightning_dct.wire.positions import PayloadError, PositionCode
+from lightning_dct.wire.rows import LEVELS, SHARES, decode_rows, encode_rows, row_scales_num_bytes
+from lightning_dct.wire.values import values_num_bytes
 
 MAGIC = 0xDA
 
@@ -108,7 +102,7 @@ class ActivationLayout:
     def values_bytes(self, value_format: str) -> int:
         """Bytes of values and scales in a format."""
         scales = row_scales_num_bytes(value_format, self.scales_capacity)
-        return scales + row_values_num_bytes(value_format, self.capacity)
+        return scales + values_num_bytes(value_format, self.capacity)
 
 
 def encode_forward(
@@ -147,10 +141,7 @@ def decode_forward(
     header, positions_data, values = payload.tensor_split([HEADER.size, layout.values_begin])
     count, positions = read_header(header, MAGIC, 0, layout.fingerprint, layout.capacity), None
     if layout.position_code is not None:
-        try:
-            positions = layout.position_code.decode(positions_data, count)
-        except ValueError as error:
-            raise PayloadError(f"the activations' positions are corrupt: {error}") from error
+        positions = layout.position_code.decode(positions_data, count)
     elif count != layout.numel:
         raise PayloadError(f"the activations' payload claims {count} entries where all {layout.numel} are sent")
     return _decode_values(layout, layout.forward_format, values, positions, dtype), positions
@@ -216,7 +207,7 @@ def _decode_values(
         count = layout.numel if positions is None else positions.numel()
         scales, data = payload.tensor_split([row_scales_num_bytes(value_format, layout.scales_capacity)])
         rows = _rows_of(layout, value_format, positions)
-        data = data[: row_values_num_bytes(value_format, count)]
+        data = data[: values_num_bytes(value_format, count)]
         values = decode_rows(data, count, rows, scales, value_format)
     if dtype == torch.float16:
         # Rounding may exceed the range of fp16.

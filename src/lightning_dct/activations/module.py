@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from lightning_dct.config import check_integer
 from lightning_dct.traffic import Traffic
+
+Kind = TypeVar("Kind", bound=nn.Module)
+
+
+def modules_of(model: nn.Module, kind: type[Kind]) -> dict[str, Kind]:
+    """A model's modules of a kind, by the names that they have without ``torch.compile``."""
+    return {plain_name(name): module for name, module in model.named_modules() if isinstance(module, kind)}
+
+
+def plain_name(name: str) -> str:
+    """A module's or parameter's name without the prefixes of ``torch.compile``."""
+    return name.replace("_orig_mod.", "")
 
 
 class CompressedModule(nn.Module):

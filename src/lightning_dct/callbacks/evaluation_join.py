@@ -6,8 +6,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_dct.activations import modules_of
 from lightning_dct.callbacks.requirements import InternalCallback
-from lightning_dct.embedding.hosting import find_tables
+from lightning_dct.embedding import ShardedEmbeddingBags
 
 
 class EvaluationJoin(InternalCallback):
@@ -40,7 +41,7 @@ class EvaluationJoin(InternalCallback):
     def _finish(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str = "") -> None:
         if self._is_due:
             self._is_due = False
-            for module in find_tables(pl_module).values():
+            for module in modules_of(pl_module, ShardedEmbeddingBags).values():
                 module.finish_evaluation()  # of all the model's tables together
                 return
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_dct.activations import CompressedModule
+from lightning_dct.activations import CompressedModule, modules_of
 from lightning_dct.callbacks.requirements import require_dct
 from lightning_dct.config import check_integer
 from lightning_dct.gradients import Synchronizer
@@ -39,8 +39,7 @@ class ThresholdRefresh(pl.Callback):
     ) -> None:
         """Request a refresh when one is due; the next synchronisation performs it."""
         synchronizer: Synchronizer = trainer.strategy.synchronizer  # type: ignore[attr-defined]
-        for module in pl_module.modules():
-            if isinstance(module, CompressedModule):
-                module.advance(synchronizer.synchronisations)
+        for module in modules_of(pl_module, CompressedModule).values():
+            module.advance(synchronizer.synchronisations)
         if synchronizer.steps_since_refresh >= self.every_n_steps:
             synchronizer.request_refresh()

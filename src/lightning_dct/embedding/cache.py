@@ -33,25 +33,30 @@ CACHE_ARRAYS = ("row_at", "last_used", "counts")
 
 
 class RowCache:
-    """At most ``capacity`` rows, or those of one larger request, with slots, times and counts of requests."""
+    """At most ``capacity`` rows, or those of one larger request.
+
+    Attributes:
+        row_at: By slot: its row, -1 where it is free.
+        last_used: By slot: the time of its last request.
+        counts: By slot: the number of requests of its row since admission.
+        requests: The number of requests so far.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._row_at = np.empty(0, dtype=np.int64)  # by slot; -1 where it is free
-        self._last_used = np.empty(0, dtype=np.int64)  # by slot
-        self._counts = np.empty(0, dtype=np.int64)  # by slot: number of requests
+        self.row_at, self.last_used, self.counts = (np.empty(0, dtype=np.int64) for _ in CACHE_ARRAYS)
         self.requests = 0
         self._derive()
 
     def _derive(self) -> None:
         """Derive the index of rows, the free slots, and the queue for eviction from the slots."""
-        self._index = SlotIndex(self._row_at)
-        self._free = np.flatnonzero(self._row_at < 0)
+        self._index = SlotIndex(self.row_at)
+        self._free = np.flatnonzero(self.row_at < 0)
         # Slots and the times of their requests, oldest first, then lowest first. An entry is stale, and is skipped, if
         # its slot was requested again or has another row now.
-        used = np.flatnonzero(self._row_at >= 0)
-        order = used[np.argsort(self._last_used[used], kind="stable")]
-        self._queue = deque([(order, self._last_used[order])])
+        used = np.flatnonzero(self.row_at >= 0)
+        order = used[np.argsort(self.last_used[used], kind="stable")]
+        self._queue = deque([(order, self.last_used[order])])
         self._queued = order.size
 
     def __len__(self) -> int:
@@ -60,58 +65,41 @@ class RowCache:
     @property
     def num_slots(self) -> int:
         """Slots that were ever used."""
-        return self._row_at.size
+        return self.row_at.size
 
     def contents(self) -> tuple[Int64Array, Int64Array]:
         """The rows, ascending, and their slots."""
-        used = np.flatnonzero(self._row_at >= 0)
-        slots = used[np.argsort(self._row_at[used])]
-        return self._row_at[slots], slots
-
-    def counts(self) -> Int64Array:
-        """The number of requests since admission of each row in :meth:`contents`."""
-        return self._counts[self.contents()[1]]
-
-    def halve_counts(self) -> None:
-        """Halve all counts, so that old requests lose weight."""
-        self._counts >>= 1
-
-    def counts_at(self, slots: Int64Array) -> Int64Array:
-        """The number of requests since admission of the rows in some slots."""
-        return self._counts[slots]
+        used = np.flatnonzero(self.row_at >= 0)
+        slots = used[np.argsort(self.row_at[used])]
+        return self.row_at[slots], slots
 
     def find(self, rows: Int64Array) -> Int64Array:
         """The slots of rows, ``[k]``, -1 for missing rows."""
-        return self._index.find(rows, self._row_at)
+        return self._index.find(rows, self.row_at)
 
-    def holds(self, rows: Int64Array, slots: Int64Array) -> bool:
-        """Whether rows are in these slots."""
-        return bool((self._row_at[slots] == rows).all())
-
-    def admit(self, wanted: Int64Array) -> Admission:
-        """Admit rows, ``[k]``, ascending and distinct."""
+    def admit(self, wanted: Int64Array, slots: Int64Array | None = None) -> Admission:
+        """Admit rows, ``[k]``, ascending and distinct. ``slots`` are those that :meth:`find` has given, if it has."""
         self.requests += 1
-        slots = self.find(wanted)
+        slots = self.find(wanted) if slots is None else slots
         new = slots < 0
-        self._last_used[slots[~new]] = self.requests
+        self.last_used[slots[~new]] = self.requests
         misses = wanted[new]
         evicted_slots = self._oldest(len(self) + misses.size - max(self.capacity, wanted.size))
-        evicted = self._row_at[evicted_slots]
-        self._row_at[evicted_slots] = -1
+        evicted = self.row_at[evicted_slots]
+        self.row_at[evicted_slots] = -1
         free = np.sort(np.concatenate([self._free, evicted_slots]))
         grown = max(misses.size - free.size, 0)
         taken = np.concatenate([free[: misses.size], np.arange(self.num_slots, self.num_slots + grown)])
         self._free = free[misses.size :]
         slots[new] = taken
-        if grown:
-            self._row_at = np.concatenate([self._row_at, np.full(grown, -1, dtype=np.int64)])
-            self._last_used = np.concatenate([self._last_used, np.zeros(grown, dtype=np.int64)])
-            self._counts = np.concatenate([self._counts, np.zeros(grown, dtype=np.int64)])
-        self._row_at[taken] = misses
-        self._last_used[taken] = self.requests
-        self._counts[taken] = 0
-        self._counts[slots] += 1
-        self._index.insert(misses, taken, self._row_at)
+        if grown:  # the new slots are all taken
+            for name in CACHE_ARRAYS:
+                setattr(self, name, np.concatenate([getattr(self, name), np.full(grown, -1)]))
+        self.row_at[taken] = misses
+        self.last_used[taken] = self.requests
+        self.counts[taken] = 0
+        self.counts[slots] += 1
+        self._index.insert(misses, taken, self.row_at)
         self._queue.append((np.sort(slots), np.full(slots.size, self.requests)))
         self._queued += slots.size
         if self._queued > 4 * self.num_slots + 1:  # most of it is stale
@@ -120,16 +108,13 @@ class RowCache:
 
     def state_dict(self) -> dict[str, Any]:
         """The state as integers and tensors."""
-        arrays = (self._row_at, self._last_used, self._counts)
-        return {
-            "requests": self.requests,
-            **{name: torch.from_numpy(array.copy()) for name, array in zip(CACHE_ARRAYS, arrays, strict=True)},
-        }
+        arrays = {name: torch.from_numpy(getattr(self, name).copy()) for name in CACHE_ARRAYS}
+        return {"requests": self.requests, **arrays}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state."""
         self.requests = int(state["requests"])
-        self._row_at, self._last_used, self._counts = (state[name].numpy().copy() for name in CACHE_ARRAYS)
+        self.row_at, self.last_used, self.counts = (state[name].numpy().copy() for name in CACHE_ARRAYS)
         self._derive()
 
     def _oldest(self, number: int) -> Int64Array:
@@ -139,7 +124,7 @@ class RowCache:
             slots, times = self._queue.popleft()
             # Most entries at the head are current, so twice the number is usually enough.
             piece = min(2 * number, slots.size)
-            due = np.flatnonzero(self._last_used[slots[:piece]] == times[:piece])[:number]
+            due = np.flatnonzero(self.last_used[slots[:piece]] == times[:piece])[:number]
             seen = int(due[-1]) + 1 if due.size == number else piece
             if seen < slots.size:
                 self._queue.appendleft((slots[seen:], times[seen:]))

@@ -1,7 +1,8 @@
-"""Messages of changed entries: those that exceed their table's threshold, as bytes and back. No communication.
+"""Messages of changed entries: those that exceed their table's threshold, as bytes. No communication.
 
-Both ends know the rows of a message and their order. The size follows from the number of rows: for each table,
-``density`` times its entries among them. So no rank announces a size. The sender keeps the entries that do not fit::
+The receiver reads a message with :func:`~lightning_dct.wire.unpack`. Both ends know its rows and their order. The size
+follows from the number of rows: for each table, ``density`` times its entries among them. So no rank announces a size.
+The sender keeps the entries that do not fit::
 
     rows [k, d]            to be sent: rows + addend
     sent                   the entries with |a| >= tau(table), the largest of them if there are too many
@@ -22,7 +23,7 @@ from torch import Tensor
 from lightning_dct.embedding.placement import Int64Array
 from lightning_dct.kernels import select
 from lightning_dct.threshold import GUARD_RESELECT, SMALLEST_THRESHOLD, entries_at, keep_largest, kth_magnitude, nudge
-from lightning_dct.wire import PayloadLayout, pack, unpack
+from lightning_dct.wire import PayloadLayout, pack
 from lightning_dct.wire.bits import nonzero_indices
 
 Float64Array = npt.NDArray[np.float64]
@@ -100,16 +101,6 @@ def compress_changes(
     _guard(message, thresholds, reached, finite, flat)
     payload, received = pack(layout, positions, values, flat.new_empty(0, dtype=torch.uint8))
     return Sent(payload, positions, received, values - received.to(values.dtype))
-
-
-def read_changes(payload: Tensor, message: Message) -> tuple[Tensor, Tensor]:
-    """Decode a payload: positions in the flattened rows (int64) and their values (fp32), both shape ``[count]``.
-
-    Raises:
-        PayloadError: The bytes are not a message about these rows.
-    """
-    received = unpack(message.layout, payload)
-    return received.positions, received.values
 
 
 def _guard(message: Message, thresholds: Float64Array, reached: list[int], finite: BoolArray, flat: Tensor) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.embedding.bags import Bags
+from lightning_dct.embedding.exchange import reading
 from lightning_dct.embedding.lookup import DistinctRows
 from lightning_dct.embedding.placement import Int64Array
 from lightning_dct.embedding.state import TableState
@@ -81,10 +82,8 @@ def _round(
     requests = exchange.start(payloads, sizes, traffic).wait()
     answers = {}
     for peer, code in codes.items():
-        try:
+        with reading(f"Ids that rank {peer} of the process group requests"):
             requested_places = code.decode(requests[peer], code.capacity).cpu().numpy()
-        except ValueError as error:
-            raise PayloadError(f"the ids that another rank requests are corrupt: {error}") from error
         answers[peer] = modules[requested[peer]].own_rows(requested_places).view(-1).view(torch.uint8)
         sizes[peer] = len(places[peer]) * row_bytes
     received = exchange.start(answers, sizes, traffic).wait()

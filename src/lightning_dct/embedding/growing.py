@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,14 +32,6 @@ from lightning_dct.embedding.state import is_row_state
 PARTS = ("rows", "counted")
 
 
-class Changed(NamedTuple):
-    """The changes that a look-up causes."""
-
-    keys: Int64Array  # shape `[k]`, ascending: the keys with a new row
-    slots: Int64Array  # shape `[k]`: the slots of the new rows
-    evicted: int  # number of evicted rows
-
-
 class RowDirectory:
     """The keys that have rows, at most ``capacity``, and their slots; and as many keys that are being counted.
 
@@ -55,18 +47,23 @@ class RowDirectory:
         """The slots of keys, ``[k]``, -1 for keys without a row."""
         return self.rows.find(keys)
 
-    def request(self, keys: Int64Array) -> Changed:
+    def request(self, keys: Int64Array) -> tuple[Int64Array, Int64Array, int]:
         """Count a look-up of keys, ``[k]``, ascending and distinct, and make rows for those that are due.
 
         If these are more than fit, the first keys get rows.
+
+        Returns:
+            The keys with a new row, ascending, its slots, and the number of evicted rows.
         """
-        present = self.find(keys) >= 0
-        due = keys[~present]
+        slots = self.find(keys)
+        wanted = slots >= 0
+        due = np.flatnonzero(~wanted)
         if self.admit_after > 1:
-            due = due[self.counted.counts_at(self.counted.admit(due).slots) >= self.admit_after]
-        wanted = np.sort(np.concatenate([keys[present], due[: self.rows.capacity - int(present.sum())]]))
-        admission = self.rows.admit(wanted)
-        return Changed(wanted[admission.new], admission.slots[admission.new], admission.evicted.size)
+            counted = self.counted.admit(keys[due]).slots
+            due = due[self.counted.counts[counted] >= self.admit_after]
+        wanted[due[: self.rows.capacity - int(wanted.sum())]] = True
+        admission = self.rows.admit(keys[wanted], slots[wanted])
+        return keys[wanted][admission.new], admission.slots[admission.new], admission.evicted.size
 
     def state_dict(self) -> dict[str, Any]:
         """Both caches."""
@@ -211,12 +208,12 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
     @torch.no_grad()
     def note_requests(self, places: list[Int64Array]) -> None:
         """Make the rows that are due, and evict others if the capacity is reached."""
-        changed = self.directory.request(np.unique(np.concatenate(places)))
-        self.traffic.add(admitted_rows=changed.keys.size, evicted_rows=changed.evicted)
-        if not changed.keys.size:
+        keys, new_slots, evicted = self.directory.request(np.unique(np.concatenate(places)))
+        self.traffic.add(admitted_rows=keys.size, evicted_rows=evicted)
+        if not keys.size:
             return
-        slots = torch.from_numpy(changed.slots).to(self.weight.device)
-        self.weight[slots] = self.initial(self.exchange_group.rank, changed.keys).to(self.weight)
+        slots = torch.from_numpy(new_slots).to(self.weight.device)
+        self.weight[slots] = self.initial(self.exchange_group.rank, keys).to(self.weight)
         if self.weight.grad is not None:  # of an earlier micro-batch
             self.weight.grad = _without(self.weight.grad, slots)
         self._renewed.append(slots)

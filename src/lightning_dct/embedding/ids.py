@@ -57,13 +57,13 @@ class RequestCode:
         known[inside] = self._rows[found[inside]] == places[inside]
         found = found[known]
         groups, ranks = self._groups[found], self._ranks[found]
-        parts = [np.sort(ranks[groups == group]) for group in range(len(self._sizes))]
+        parts = [np.sort(ranks[groups == group]) for group in range(len(self._members))]
         parts.append(places[~known])
         bits = [
             torch.tensor([part.size >> place & 1 for place in range(size.bit_length())], dtype=torch.uint8)
-            for part, size in zip(parts, self._all_sizes, strict=True)
+            for part, size in zip(parts, self._sizes, strict=True)
         ]
-        for part, size in zip(parts, self._all_sizes, strict=True):
+        for part, size in zip(parts, self._sizes, strict=True):
             if 0 < part.size < size:
                 bits.append(PositionCode(size, part.size).encode_bits(torch.from_numpy(part)))
         return pack_bits(torch.cat(bits))
@@ -74,7 +74,7 @@ class RequestCode:
         Raises:
             PayloadError: The bytes are not a request.
         """
-        widths = [size.bit_length() for size in self._all_sizes]
+        widths = [size.bit_length() for size in self._sizes]
         bits = unpack_bits(data.cpu(), 8 * data.numel())
         if bits.numel() < sum(widths):
             raise PayloadError("a request for rows ends too early")
@@ -82,12 +82,12 @@ class RequestCode:
         for width in widths:
             counts.append(sum(bit << place for place, bit in enumerate(bits[start : start + width].tolist())))
             start += width
-        if any(count > size for count, size in zip(counts, self._all_sizes, strict=True)):
+        if any(count > size for count, size in zip(counts, self._sizes, strict=True)):
             raise PayloadError("a request for rows claims more of them than there are")
         if sum(counts) > most:
             raise PayloadError(f"a request for rows claims {sum(counts)} of them, for {most} look-ups")
         found = []
-        for group, (count, size) in enumerate(zip(counts, self._all_sizes, strict=True)):
+        for group, (count, size) in enumerate(zip(counts, self._sizes, strict=True)):
             places = np.arange(count, dtype=np.int64)
             if 0 < count < size:
                 code = PositionCode(size, count)
@@ -95,11 +95,8 @@ class RequestCode:
                 start += code.num_bits
                 if part.numel() < code.num_bits:
                     raise PayloadError("a request for rows ends too early")
-                try:
-                    places = code.decode_bits(part, count).numpy()
-                except ValueError as error:
-                    raise PayloadError(f"a request for rows is corrupt: {error}") from error
-            found.append(places if group == len(self._sizes) else self._members[group][places])
+                places = code.decode_bits(part, count).numpy()
+            found.append(places if group == len(self._members) else self._members[group][places])
         if num_bytes(start) != data.numel():
             raise PayloadError(f"a request for rows has {data.numel()} bytes, but its content takes {num_bytes(start)}")
         wanted = np.sort(np.concatenate(found))
@@ -119,8 +116,7 @@ class RequestCode:
     def _learn_ranks(self) -> None:
         number = int(self._groups.max()) + 1 if self._groups.size else 0
         self._members = [self._rows[self._groups == group] for group in range(number)]
-        self._sizes = [members.size for members in self._members]
-        self._all_sizes = [*self._sizes, self.universe]
+        self._sizes = [*(members.size for members in self._members), self.universe]
         self._ranks = np.zeros(self._rows.size, dtype=np.int64)
-        for group, size in enumerate(self._sizes):
-            self._ranks[self._groups == group] = np.arange(size)
+        for group, members in enumerate(self._members):
+            self._ranks[self._groups == group] = np.arange(members.size)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.embedding.bags import Bags
-from lightning_dct.embedding.changes import Message, compress_changes, message_about, read_changes
+from lightning_dct.embedding.changes import Message, compress_changes, message_about
 from lightning_dct.embedding.exchange import reading
 from lightning_dct.embedding.gradients import deliver, when_backward_ends
 from lightning_dct.embedding.placement import Int64Array
@@ -30,7 +30,7 @@ from lightning_dct.embedding.rows import RememberedRows, add_entries
 from lightning_dct.embedding.state import TableState
 from lightning_dct.kernels import add_rows
 from lightning_dct.traffic import FP32_BYTES, ID_BYTES
-from lightning_dct.wire import PayloadError
+from lightning_dct.wire import PayloadError, Unpacked, unpack
 
 
 class DistinctRows:
@@ -40,8 +40,7 @@ class DistinctRows:
         bags: The look-ups.
         wanted: For each owner, the places there: ascending, distinct.
         lookups: For each owner, the number of look-ups of these rows.
-        starts: Shape ``[world size + 1]``: where each owner's rows start among all distinct rows.
-        inverse: Shape ``[lookups]``, int64: the distinct row of each look-up.
+        inverse: Shape ``[lookups]``, int64: the distinct row of each look-up, counted through all owners.
     """
 
     def __init__(self, bags: Bags, module: TableState) -> None:
@@ -50,20 +49,16 @@ class DistinctRows:
         inverse = np.empty(places.size, dtype=np.int64)
         self.bags = bags
         self.wanted: list[Int64Array] = []
-        self.starts = np.zeros(placement.world_size + 1, dtype=np.int64)
+        start = 0
         # Owner by owner, because keys of growing tables leave no bits for the owner.
         for rank in range(placement.world_size):
             here = np.flatnonzero(owners == rank)
             wanted, which = np.unique(places[here], return_inverse=True)
-            inverse[here] = self.starts[rank] + which.reshape(-1)
-            self.starts[rank + 1] = self.starts[rank] + wanted.size
+            inverse[here] = start + which.reshape(-1)
+            start += wanted.size
             self.wanted.append(wanted)
         self.lookups = np.bincount(owners, minlength=placement.world_size)
         self.inverse = torch.from_numpy(inverse).to(module.weight.device)
-
-    def part(self, rows: Tensor, rank: int) -> Tensor:
-        """The rows of one owner among all distinct rows."""
-        return rows[self.starts[rank] : self.starts[rank + 1]]
 
 
 class Request(NamedTuple):
@@ -115,7 +110,7 @@ class ChangesLookup:
                     parts.append(module.own_rows(places))
                     continue
                 held, slots = self._held(rank)
-                positions, values = self._read(rank, answers[rank], self._with_owner[rank])
+                positions, values, _ = self._read(rank, answers[rank], self._with_owner[rank])
                 add_entries(held.copies, slots, positions, values)
                 parts.append(held.copies.index_select(0, slots))
             pooled = rows.bags.pool(torch.cat(parts).to(module.weight.dtype).index_select(0, rows.inverse))
@@ -126,9 +121,11 @@ class ChangesLookup:
         module, rows, dim = self._module, self._rows, self._module.embedding_dim
         with module.traffic.timed():
             each = rows.bags.spread(pooled_gradient).to(module.remembered_dtype)
-            gradient = each.new_zeros(int(rows.starts[-1]), dim)
+            sizes = [wanted.size for wanted in rows.wanted]
+            gradient = each.new_zeros(sum(sizes), dim)
             add_rows(gradient, rows.inverse, each)
-            payloads = {peer: self._gradient_payload(peer, rows.part(gradient, peer)) for peer in self._peers}
+            parts = gradient.split(sizes)
+            payloads = {peer: self._gradient_payload(peer, parts[peer]) for peer in self._peers}
         incoming = module.exchange_group.start(payloads, _sizes(self._with_user), module.traffic)
 
         def finish() -> None:
@@ -136,9 +133,9 @@ class ChangesLookup:
             module.collected.wait()
             with module.traffic.timed():
                 own = torch.from_numpy(rows.wanted[self._rank]).to(gradient.device)
-                module.collected.add(own, rows.part(gradient, self._rank))
+                module.collected.add(own, parts[self._rank])
                 for peer, request in self._requests.items():
-                    positions, values = self._read(peer, received[peer], self._with_user[peer])
+                    positions, values, _ = self._read(peer, received[peer], self._with_user[peer])
                     touched, within = torch.unique_consecutive(positions // dim, return_inverse=True)
                     dense = gradient.new_zeros(touched.numel(), dim)
                     dense.view(-1).index_copy_(0, within * dim + positions % dim, values.to(dense.dtype))
@@ -215,7 +212,7 @@ class ChangesLookup:
     def _held(self, owner: int) -> tuple[RememberedRows, Tensor]:
         """This rank's copies of an owner's rows, and the slots of this look-up's rows."""
         held, slots = self._module.held[owner], self._slots[owner]
-        if not held.cache.holds(self._rows.wanted[owner], slots.cpu().numpy()):
+        if (held.cache.row_at[slots.cpu().numpy()] != self._rows.wanted[owner]).any():
             raise RuntimeError(
                 "Rows were evicted between a request and its backward: with several requests before a backward,"
                 f" `cache_rows` ({self._module.cache_rows}) must hold the rows of all of them. Raise it."
@@ -227,9 +224,9 @@ class ChangesLookup:
         tables = module.placement.tables_of(owner, places)
         return message_about(tables, module.embedding_dim, module.density, module.value_format)
 
-    def _read(self, peer: int, payload: Tensor, message: Message) -> tuple[Tensor, Tensor]:
+    def _read(self, peer: int, payload: Tensor, message: Message) -> Unpacked:
         with reading(f"Embedding rows from rank {peer} of the process group"):
-            return read_changes(payload, message)
+            return unpack(message.layout, payload)
 
     def _count(self) -> None:
         """Count the dense exchange: fp32 rows both ways, and the int64 id of every look-up."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ MOST_GROUPS = 63
 def memory_of(module: TableState) -> dict[str, Any]:
     """Copies, residuals, thresholds and collected gradients, as plain numbers, dicts and CPU tensors."""
     return {
-        "placement": _fields(module.placement),
+        "placement": asdict(module.placement),
         "held": {peer: rows.state_dict() for peer, rows in module.held.items()},
         "mirrors": {peer: rows.state_dict() for peer, rows in module.mirrors.items()},
         "collected": [(places.cpu(), gradient.cpu()) for places, gradient in module.collected.parts],
@@ -41,7 +42,7 @@ def restore_memory(module: TableState, states: Sequence[Mapping[str, Any]]) -> N
     kind = type(module.placement)
     for state in states:
         check_memory(state, module.table_rows, module.embedding_dim, kind)
-    if len(states) == 1 and states[0]["placement"] == _fields(module.placement):
+    if len(states) == 1 and states[0]["placement"] == asdict(module.placement):
         for saved, rows in (("held", module.held), ("mirrors", module.mirrors)):
             for peer, state in states[0][saved].items():
                 rows[peer].load_state_dict(state)
@@ -145,7 +146,3 @@ def _is_places(places: Tensor, universe: int) -> bool:
     if places.dtype != torch.int64 or places.ndim != 1:
         return False
     return places.numel() == 0 or (int(places.min()) >= 0 and int(places.max()) < universe)
-
-
-def _fields(placement: Placement) -> dict[str, Any]:
-    return {name: getattr(placement, name) for name in ("world_size", "table_rows", "block_rows", "first_rank")}

@@ -29,7 +29,7 @@ from lightning_dct.agreement import gather_objects
 from lightning_dct.state_file import CheckpointError, check_sums
 
 INDEX = ".metadata"
-# The index's CRC-32 in hexadecimal digits, and the folder's name. Older versions wrote neither.
+# The index's CRC-32 in hexadecimal digits, and the folder's name.
 INDEX_CHECKSUM = "metadata.crc32"
 _CHECKPOINT = "torch.distributed.checkpoint"
 ALLOWED = {
@@ -54,7 +54,10 @@ Pieces = tuple[int, Mapping[int, Tensor]]
 
 
 def write_rows(folder: str, tensors: Mapping[str, Pieces]) -> None:
-    """Write every rank's pieces of tensors, which overwrites what the folder holds; a collective call."""
+    """Write every rank's pieces of tensors, and overwrite what the folder holds.
+
+    A collective call. Rank 0 ends last, so other ranks can read the folder after a barrier only.
+    """
     files, path = url_to_fs(folder)
     if isinstance(files, LocalFileSystem):
         writer = FileSystemWriter(path)
@@ -105,14 +108,12 @@ class RowFiles:
 
     def __init__(self, folder: str) -> None:
         self._files, self._folder = url_to_fs(folder)
-        index = self._files.cat_file(f"{self._folder}/{INDEX}")
-        checksum_file = f"{self._folder}/{INDEX_CHECKSUM}"
-        if self._files.exists(checksum_file):
-            checksum, *owner = self._files.cat_file(checksum_file).decode().split(maxsplit=1)
-            if checksum != f"{zlib.crc32(index):08x}":
-                raise ValueError("the index does not match its checksum")
-            if owner and owner[0].strip() != os.path.basename(self._folder):
-                raise ValueError(f"they are those of {owner[0].strip()!r}")
+        index, note = (self._files.cat_file(f"{self._folder}/{name}") for name in (INDEX, INDEX_CHECKSUM))
+        checksum, _, owner = note.decode().strip().partition(" ")
+        if checksum != f"{zlib.crc32(index):08x}":
+            raise ValueError("the index does not match its checksum")
+        if owner != os.path.basename(self._folder):
+            raise ValueError(f"they are those of {owner!r}")
         metadata = _IndexUnpickler(io.BytesIO(index)).load()
         if not isinstance(metadata, Metadata):
             raise ValueError(f"the index is a {type(metadata).__name__}")

@@ -21,26 +21,24 @@ class RememberedRows:
     are bitwise identical, because both start a row from its initial value and add the same messages.
 
     There are at most ``capacity`` rows of the ``universe`` of the owner's rows. ``initial`` gives the initial values of
-    rows by their places, shape ``[n, dim]``. Each table has a threshold. The cache is always on the CPU.
+    rows by their places, shape ``[n, dim]``. ``empty``, shape ``[0, dim]``, has the copies' dtype and device. Each
+    table has a threshold. The cache is always on the CPU.
     """
 
     def __init__(
         self,
         capacity: int,
         universe: int,
-        dim: int,
         num_tables: int,
         initial: Callable[[Int64Array], Tensor],
+        empty: Tensor,
         with_residual: bool,
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
         self.cache = RowCache(capacity)
         self.code = RequestCode(universe)
         self.thresholds = np.zeros(num_tables, dtype=np.float64)
         self._initial = initial
-        self.copies = torch.empty(0, dim, dtype=dtype, device=device)
-        self.residual = torch.empty(0, dim if with_residual else 0, dtype=dtype, device=device)
+        self.copies, self.residual = empty, empty if with_residual else empty[:, :0]
 
     def admit(self, wanted: Int64Array) -> tuple[Admission, Tensor]:
         """Admit rows by their places on the owner, ``[k]``, ascending and distinct.
@@ -62,9 +60,10 @@ class RememberedRows:
             self.residual[fresh] = 0
         requests = self.cache.requests
         if requests % REGROUP_EVERY == 0 or requests & (requests - 1) == 0:
-            self.code.learn(self.cache.contents()[0], self.cache.counts())
+            places, slots = self.cache.contents()
+            self.code.learn(places, self.cache.counts[slots])
         if requests % HALVE_EVERY == 0:
-            self.cache.halve_counts()
+            self.cache.counts >>= 1  # so that old requests lose weight
         return admission, evicted
 
     def move(self, device: torch.device) -> None:

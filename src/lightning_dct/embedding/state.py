@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -92,18 +93,11 @@ class TableState(CompressedModule):
 
     def reset_memory(self) -> None:
         """Drop all copies, residuals and thresholds, as before the first step."""
+        empty = self.weight.new_empty(0, self.embedding_dim, dtype=self.remembered_dtype)
 
         def remembered(owner: int, with_residual: bool) -> RememberedRows:
-            return RememberedRows(
-                self.cache_rows,
-                self.placement.owned_rows[owner],
-                self.embedding_dim,
-                len(self.table_rows),
-                lambda places: self.initial(owner, places),
-                with_residual,
-                self.remembered_dtype,
-                self.weight.device,
-            )
+            universe, initial = self.placement.owned_rows[owner], partial(self.initial, owner)
+            return RememberedRows(self.cache_rows, universe, len(self.table_rows), initial, empty, with_residual)
 
         self.held = {peer: remembered(peer, True) for peer in self.peers}
         self.mirrors = {peer: remembered(self.exchange_group.rank, False) for peer in self.peers}

@@ -14,8 +14,9 @@ from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES, _compute_buc
 from torch.nn.parallel import distributed as ddp
 from torch.nn.parameter import is_lazy
 
+from lightning_dct.activations import modules_of
 from lightning_dct.config import DCTConfig
-from lightning_dct.embedding.hosting import find_tables
+from lightning_dct.embedding import ShardedEmbeddingBags
 from lightning_dct.gradients.plan import real_numel
 from lightning_dct.synchronizing import parameter_names
 from lightning_dct.updates.rounds import buckets_of
@@ -81,7 +82,7 @@ def workload_of(module: nn.Module) -> Workload:
     sparse = {
         id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
     }
-    tables = list(find_tables(module).values())
+    tables = list(modules_of(module, ShardedEmbeddingBags).values())
     sharded = {id(table.weight) for table in tables}
     parameters: dict[str, Tensor] = {}
     not_counted: dict[str, int] = {}

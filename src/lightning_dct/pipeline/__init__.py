@@ -1,10 +1,10 @@
 """Stages of a model on several ranks: compressed activations between them, compressed updates between replicas.
 
 mesh         ranks and process groups          schedule    runs pieces with torch.distributed.pipelining
-placement    cuts the model, places pieces     delivery    gives the schedule's gradients to DDP
-borders      sends activations and gradients   results     the last stage's loss, logs and metrics
-steps        the user's steps and logs         sequential  a network with keywords
-runner       the steps over the pipeline       checks      of settings and models
+placement    cuts the model, places pieces     results     the last stage's loss, logs and metrics
+borders      sends activations and gradients   sequential  a network with keywords
+steps        the user's steps and logs         checks      of settings and models
+runner       the steps over the pipeline, and the schedule's gradients for DDP
 """
 
 from lightning_dct.pipeline.sequential import SplitSequential

@@ -28,10 +28,9 @@ class PipelineMesh:
     """One rank's place in the mesh, and its process groups."""
 
     stages: int  # ranks in a pipeline
-    width: int  # pipelines, each with its own part of the data
     stage: int  # this rank's stage, from 0
     replica: int  # this rank's pipeline, from 0
-    device_mesh: DeviceMesh  # `[width, stages]`, with dimensions `"data_parallel"` and `"pipeline"`
+    device_mesh: DeviceMesh  # `[pipelines, stages]`, with dimensions `"data_parallel"` and `"pipeline"`
     control: dist.ProcessGroup  # the pipeline's ranks, for logs and checkpoints, on the CPU
     everyone: dist.ProcessGroup  # all ranks, on the CPU
 
@@ -48,9 +47,8 @@ class PipelineMesh:
                 f"`stages={stages}` does not divide the {world_size} processes of this run (devices x nodes): every"
                 f" pipeline takes {stages} of them. Give a multiple of {stages} devices, or another `stages`."
             )
-        width = world_size // stages
-        names = ("data_parallel", "pipeline")
-        device_mesh = init_device_mesh(device_type, (width, stages), mesh_dim_names=names)
+        names, shape = ("data_parallel", "pipeline"), (world_size // stages, stages)
+        device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
         # Every rank takes part in making every group.
         everyone = dist.new_group(backend="gloo", timeout=timeout)
         controls = [
@@ -58,7 +56,7 @@ class PipelineMesh:
             for start in range(0, world_size, stages)
         ]
         replica, stage = divmod(rank, stages)
-        return cls(stages, width, stage, replica, device_mesh, controls[replica], everyone)
+        return cls(stages, stage, replica, device_mesh, controls[replica], everyone)
 
     @property
     def is_last(self) -> bool:
@@ -85,12 +83,6 @@ class PipelineMesh:
         dist.broadcast_object_list(box, src=self.rank_of(stage), group=self.control)
         return box[0]
 
-    def collect(self, value: Any) -> list[Any]:
-        """Every rank's value, in order of stages, on every rank of the pipeline."""
-        box: list[Any] = [None] * self.stages
-        dist.all_gather_object(box, value, group=self.control)
-        return box
-
     def gather_on_first(self, value: Any) -> list[Any]:
         """All stages' objects on global rank 0, in order of stages; elsewhere this rank's alone."""
         values = [value]
@@ -102,12 +94,6 @@ class PipelineMesh:
                 dist.recv_object_list(box, src=stage, group=self.control)
                 values.append(box[0])
         return values
-
-    def count(self, decision: bool) -> int:
-        """The number of ranks of the job whose decision is True."""
-        votes = torch.tensor(int(decision))
-        dist.all_reduce(votes, group=self.everyone)
-        return int(votes)
 
     def broadcast(self, tensor: Tensor, stage: int) -> None:
         """Overwrite a CPU tensor with that of one stage, on every rank of the pipeline."""

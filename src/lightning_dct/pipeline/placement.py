@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from lightning_dct.activations import SplitPoint
 from lightning_dct.pipeline.mesh import PipelineMesh
 from lightning_dct.pipeline.sequential import SplitSequential
+from lightning_dct.synchronizing import start_alike
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,7 @@ class Placement:
     @property
     def own_parameters(self) -> list[nn.Parameter]:
         """The parameters that this rank trains, each once."""
-        found = {id(p): p for piece in self.own for p in piece.modules.parameters() if p.requires_grad}
-        return list(found.values())
+        return list(dict.fromkeys(p for piece in self.own for p in piece.modules.parameters() if p.requires_grad))
 
     @property
     def split_points(self) -> dict[str, SplitPoint]:
@@ -115,7 +115,7 @@ class Placement:
 
     def spread_out(self) -> None:
         """Move the pieces of other ranks to the meta device."""
-        release(self.foreign)
+        convert(self.foreign, lambda tensor: tensor.to("meta"))
         self.spread = True
 
     @contextmanager
@@ -131,7 +131,7 @@ class Placement:
 
     def make_whole(self) -> None:
         """Copy every piece, on the CPU, from the rank that has trained it to the others of the pipeline."""
-        materialise(self.foreign)
+        convert(self.foreign, lambda tensor: torch.empty_like(tensor, device="cpu"))
         for piece in self.pieces:
             owner = piece.index % self.mesh.stages
             for tensor in _tensors_of(piece.modules):
@@ -142,15 +142,15 @@ class Placement:
 
     def copy_from_rank_zero(self) -> None:
         """Give every rank the model of rank 0, as DDPStrategy does for evaluation."""
-        tensors = _tensors_of(self.model)
-        if any(tensor.is_meta for tensor in tensors):  # after a failed fit each rank has only its own pieces
+        if any(
+            tensor.is_meta for tensor in _tensors_of(self.model)
+        ):  # after a failed fit each rank has only its own pieces
             return
         box = [{name: split.state_dict() for name, split in self.split_points.items()}]
         dist.broadcast_object_list(box, src=0, group=self.mesh.everyone)
         for name, split in self.split_points.items():
             split.load_state_dict(box[0][name])
-        for tensor in tensors:
-            dist.broadcast(tensor, src=0, group=self.mesh.everyone)
+        start_alike(self.model, self.mesh.everyone)
 
     def _names(self, pieces: list[Piece]) -> tuple[str, ...]:
         return tuple(f"{self._prefix}{name}." for piece in pieces for name in piece.names)
@@ -208,18 +208,8 @@ def check_pieces(pieces: Sequence[Piece], stages: int, interleaved: bool) -> Non
         )
 
 
-def release(pieces: Iterable[Piece]) -> None:
-    """Move the parameters and buffers of some pieces to the meta device."""
-    _replace(pieces, lambda tensor: tensor.to("meta"))
-
-
-def materialise(pieces: Iterable[Piece]) -> None:
-    """Give released pieces uninitialised memory on the CPU."""
-    _replace(pieces, lambda tensor: torch.empty_like(tensor, device="cpu"))
-
-
-def _replace(pieces: Iterable[Piece], convert: Callable[[Tensor], Tensor]) -> None:
-    """Replace all tensors of some pieces; shared tensors stay shared."""
+def convert(pieces: Iterable[Piece], function: Callable[[Tensor], Tensor]) -> None:
+    """Replace each parameter and buffer of some pieces by a function of it; shared tensors stay shared."""
     converted: dict[Tensor, Tensor] = {}
     for module in (module for piece in pieces for module in piece.modules.modules()):
         for tensors in (module._parameters, module._buffers):
@@ -227,7 +217,7 @@ def _replace(pieces: Iterable[Piece], convert: Callable[[Tensor], Tensor]) -> No
                 if tensor is None:
                     continue
                 if tensor not in converted:
-                    new = convert(tensor.detach())
+                    new = function(tensor.detach())
                     is_parameter = isinstance(tensor, nn.Parameter)
                     converted[tensor] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
                 tensors[name] = converted[tensor]  # type: ignore[assignment]
@@ -235,7 +225,7 @@ def _replace(pieces: Iterable[Piece], convert: Callable[[Tensor], Tensor]) -> No
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:
     """A module's parameters and buffers, each once."""
-    return list({id(tensor): tensor.detach() for tensor in [*module.parameters(), *module.buffers()]}.values())
+    return [tensor.detach() for tensor in dict.fromkeys([*module.parameters(), *module.buffers()])]
 
 
 def part_of_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:

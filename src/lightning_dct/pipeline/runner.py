@@ -1,18 +1,24 @@
-"""Runs the user's steps over a pipeline: the last stage runs them to their end, and every rank logs."""
+"""Runs the user's steps over a pipeline, and gives the schedule's gradients to DistributedDataParallel.
+
+The last stage runs the steps to their end, and every rank logs.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten
 from torchmetrics import Metric
 
+from lightning_dct.agreement import gather_objects
 from lightning_dct.pipeline import steps
 from lightning_dct.pipeline.borders import Border, signature, trace_borders
 from lightning_dct.pipeline.mesh import to_device
@@ -149,5 +155,43 @@ class Runner:
             if isinstance(leaf, Tensor):
                 digest.update(str(leaf.shape).encode())
                 digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        if len(set(self._mesh.collect(digest.hexdigest()))) > 1:
+        if len(set(gather_objects(digest.hexdigest(), self._mesh.control))) > 1:
             raise ValueError(f"The ranks of one pipeline have {_DIFFERENT[what].format(step=step)}")
+
+
+@contextmanager
+def set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor | None]]:
+    """Collect the gradients of the code inside in a list, one or None per parameter, and leave ``.grad`` unchanged.
+
+    A schedule runs its own backward passes in the middle of ``training_step``, and then Lightning calls ``zero_grad``
+    and ``backward``. With :func:`deliver`, accumulation and DistributedDataParallel's hooks work as usual.
+    """
+    before = [parameter.grad for parameter in parameters]
+    gradients: list[Tensor | None] = []
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        yield gradients
+        gradients.extend(parameter.grad for parameter in parameters)
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+
+def deliver(loss: Tensor, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter]) -> Tensor:
+    """A copy of a scalar loss. Its backward, which may run once, scales the gradients in place and returns them."""
+    return _Deliver.apply(loss, list(gradients), *parameters)
+
+
+class _Deliver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor | None], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (scale,) = grad_outputs
+        gradients, ctx.gradients = ctx.gradients, None
+        return (None, None, *(None if g is None else g.mul_(scale.to(g.dtype)) for g in gradients))

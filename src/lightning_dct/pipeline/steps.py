@@ -55,8 +55,8 @@ def capture_call(
         check_no_gradients(context)
         raise _Reached(NetworkCall(input, context))
 
-    log_nothing = _exchanged(module, "log", lambda *_, **__: None)
-    with _exchanged(network, "forward", reach), log_nothing, _exchanged(module, "all_gather", _refuse_gathering):
+    log_nothing = exchanged(module, "log", lambda *_, **__: None)
+    with exchanged(network, "forward", reach), log_nothing, exchanged(module, "all_gather", _refuse_gathering):
         try:
             getattr(module, step)(*arguments)
         except _Reached as reached:
@@ -83,8 +83,8 @@ def run_step(
         times_called += 1
         return output
 
-    log = _exchanged(module, "log", _recorder(module, calls))
-    with _exchanged(network, "forward", answer), log, _exchanged(module, "all_gather", _refuse_gathering):
+    log = exchanged(module, "log", _recorder(module, calls))
+    with exchanged(network, "forward", answer), log, exchanged(module, "all_gather", _refuse_gathering):
         result = getattr(module, step)(*arguments)
     if times_called != 1:
         raise RuntimeError(
@@ -169,7 +169,7 @@ def join(outputs: Sequence[Any]) -> Any:
 
 
 @contextmanager
-def _exchanged(module: nn.Module, method: str, replacement: Callable[..., Any]) -> Iterator[None]:
+def exchanged(module: nn.Module, method: str, replacement: Callable[..., Any]) -> Iterator[None]:
     """Replace a method of one module, as Lightning does for DDP: the instance's attribute hides the class's."""
     setattr(module, method, replacement)
     try:

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_dct.agreement import check_agreement
-from lightning_dct.clipping import clip_grad_norm
+from lightning_dct.agreement import check_agreement, gather_objects
+from lightning_dct.clipping import install_clipping
 from lightning_dct.config import check_choice, check_integer
 from lightning_dct.gradients import Synchronizer
 from lightning_dct.pipeline.checks import (
@@ -28,12 +28,12 @@ from lightning_dct.pipeline.checks import (
     check_torch,
     check_training,
 )
-from lightning_dct.pipeline.delivery import deliver, set_aside, through_ddp
 from lightning_dct.pipeline.mesh import PipelineMesh
 from lightning_dct.pipeline.placement import Placement, merge_optimizer_states, part_of_optimizer_state
 from lightning_dct.pipeline.results import synchronise_metrics
-from lightning_dct.pipeline.runner import Runner
+from lightning_dct.pipeline.runner import Runner, deliver, set_aside
 from lightning_dct.pipeline.schedule import SCHEDULES, Pipeline, ScheduleName
+from lightning_dct.pipeline.steps import exchanged
 from lightning_dct.strategy import DCTStrategy
 
 
@@ -131,7 +131,7 @@ class DCTPipelineStrategy(DCTStrategy):
             # Before the groups: if ranks made different ones, they would hang.
             check_agreement({**own, **vars(self.config)}, nn.Module(), None)
             self.mesh = PipelineMesh.create(self.stages, self.root_device.type, self._timeout)
-            if self.mesh.width == 1:
+            if self.stages == self.world_size:
                 # There is no other pipeline to exchange updates with.
                 self.config = replace(self.config, density=1.0, density_per_parameter={})
 
@@ -145,8 +145,7 @@ class DCTPipelineStrategy(DCTStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             placement.check_parameters()
             super().setup(trainer)
-            # A hack: Lightning clips in the precision plugin, which has only this rank's gradients.
-            self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+            install_clipping(self.precision_plugin, mesh.pipeline, lambda parameter: True)
         else:
             assert self.accelerator is not None
             for name, compressed in self.compressed_modules().items():
@@ -188,7 +187,6 @@ class DCTPipelineStrategy(DCTStrategy):
         """Undo the wrapping, and give every rank the whole model unless fit has failed."""
         for metric in self._metrics:
             metric.dist_sync_fn = None
-        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         self._ddp_kwargs.pop("process_group", None)
         self._runner, self._metrics, self._own_parameters = None, [], []
         spread = self._spread
@@ -209,7 +207,12 @@ class DCTPipelineStrategy(DCTStrategy):
             loss = self._runner.train(*arguments)
         self.split_traffic.add(steps=1)
         delivery = partial(deliver, loss, gradients, self._own_parameters)
-        return through_ddp(self.model, delivery) if isinstance(self.model, DistributedDataParallel) else delivery()
+        if not isinstance(self.model, DistributedDataParallel):
+            return delivery()
+        # As the forward of the wrapped model, so that DistributedDataParallel synchronises its backward.
+        with exchanged(self.model.module, "forward", delivery):
+            output: Tensor = self.model()
+        return output
 
     def validation_step(self, *arguments: Any) -> Any:
         """Run a batch through the stages, and the step on the last."""
@@ -228,18 +231,13 @@ class DCTPipelineStrategy(DCTStrategy):
         with precision:
             return self._runner.evaluate(step, *arguments)
 
-    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip by the norm over all stages."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        clip_grad_norm(parameters, clip_val, self._placed.pipeline)
-
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Combine over the pipelines: all ranks of a pipeline have the same value, which counts once."""
         return super().reduce(tensor, self._placed.data_parallel if group is None else group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any, decided for something."""
-        votes = self._placed.count(decision)
+        votes = sum(gather_objects(bool(decision), self._placed.everyone))
         return votes == self.world_size if all else votes > 0
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -15,8 +15,8 @@ dense tensors       their own bytes                        tensors too small to 
 """
 
 from lightning_dct.wire.on_device import Arrived, SideBySide, Slots, pack_on_device, unpack_on_device
-from lightning_dct.wire.payload import PayloadError, PayloadLayout, Unpacked, pack, unpack
-from lightning_dct.wire.positions import PositionCode
+from lightning_dct.wire.payload import PayloadLayout, Unpacked, pack, unpack
+from lightning_dct.wire.positions import PayloadError, PositionCode
 from lightning_dct.wire.values import BITS_PER_VALUE, decode_values, encode_values
 
 __all__ = [

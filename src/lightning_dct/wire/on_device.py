@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from lightning_dct.wire.bits import num_bytes
-from lightning_dct.wire.payload import FORMAT_CODES, MAGIC, PayloadError, PayloadLayout, write_header
+from lightning_dct.wire.payload import FORMAT_CODES, MAGIC, PayloadLayout, write_header
+from lightning_dct.wire.positions import PayloadError
 from lightning_dct.wire.values import SCALED_FORMATS, decode_values, encode_values, values_num_bytes
 
 # A payload has a multiple of eight slots, so that its values start with a byte in any format. Its last slot is never

@@ -30,17 +30,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_dct.wire.positions import PositionCode
+from lightning_dct.wire.positions import PayloadError, PositionCode
 from lightning_dct.wire.values import SCALED_FORMATS, decode_values, encode_values, values_num_bytes
 
 MAGIC = 0xDC
 VERSION = 2
 HEADER = struct.Struct("<BBBBII")
 FORMAT_CODES = {"fp32": 0, "bf16": 1, "int8": 2, "1bit": 3, "int4": 4}
-
-
-class PayloadError(ValueError):
-    """A payload that is corrupt, or was made for another layout."""
 
 
 @dataclass(frozen=True)
@@ -139,10 +135,7 @@ def unpack(layout: PayloadLayout, payload: Tensor) -> Unpacked:
         raise PayloadError(f"the payload has {payload.numel()} bytes, the layout says {layout.num_bytes}")
     header, scales, positions_data, values_data, dense = payload.split(layout.part_sizes)
     count = read_header(header, MAGIC, FORMAT_CODES[layout.value_format], layout.fingerprint, layout.capacity)
-    try:
-        positions = layout.position_code.decode(positions_data, count)
-    except ValueError as error:
-        raise PayloadError(f"the payload's positions are corrupt: {error}") from error
+    positions = layout.position_code.decode(positions_data, count)
     index, scales = layout.tensor_index(positions), scales.clone().view(torch.float32)
     return Unpacked(positions, decode_values(values_data, count, index, scales, layout.value_format), dense)
 

@@ -27,6 +27,10 @@ from torch import Tensor
 from lightning_dct.wire.bits import nonzero_indices, num_bytes, pack_bits, unpack_bits
 
 
+class PayloadError(ValueError):
+    """A payload that is corrupt, or was made for another layout."""
+
+
 @dataclass(frozen=True)
 class PositionCode:
     """The shorter code for up to ``capacity`` positions below ``universe``.
@@ -104,11 +108,13 @@ class PositionCode:
         """Read ``count`` positions from an unpacked message (shape ``[num_bits]``, uint8): int64, ascending.
 
         Raises:
-            ValueError: The message does not hold ``count`` ascending positions below ``universe``.
+            PayloadError: The message does not hold ``count`` ascending positions below ``universe``.
         """
         flags = nonzero_indices(bits[: self.num_flags])
         if flags.numel() != count:
-            raise ValueError(f"{flags.numel()} positions are marked, but the header says {count}")
+            raise PayloadError(
+                f"the positions are corrupt: {flags.numel()} positions are marked, but the header says {count}"
+            )
         if self.is_bitmap:
             return flags
         planes = bits[self.num_flags :].view(self.low_bits, self.capacity)[:, :count].to(self._low_dtype)
@@ -117,7 +123,7 @@ class PositionCode:
             low |= planes[plane] << plane
         positions = ((flags - torch.arange(count, device=bits.device)) << self.low_bits) | low
         if count and (int(positions[-1]) >= self.universe or not bool((positions[1:] > positions[:-1]).all())):
-            raise ValueError(f"positions are not ascending below {self.universe}")
+            raise PayloadError(f"the positions are corrupt: they are not ascending below {self.universe}")
         return positions
 
     def encode(self, positions: Tensor) -> Tensor:
@@ -127,5 +133,5 @@ class PositionCode:
     def decode(self, message: Tensor, count: int) -> Tensor:
         """Read a packed message, shape ``[num_bytes]``; see :meth:`decode_bits`."""
         if message.numel() != self.num_bytes:
-            raise ValueError(f"the positions take {self.num_bytes} bytes, but {message.numel()} have arrived")
+            raise PayloadError(f"the positions take {self.num_bytes} bytes, but {message.numel()} have arrived")
         return self.decode_bits(unpack_bits(message, self.num_bits), count)
