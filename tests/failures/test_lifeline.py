@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
+from lightning.pytorch import Callback
 
 from distributed.harness import free_port
 from distributed.training import Module, loader, rank, trainer_for
@@ -167,3 +168,34 @@ def test_lifelines_can_be_turned_off(ranks: Any) -> None:
     """Oracle: nothing of all that lifelines bring."""
     for found in ranks(2).run(train_without):
         assert not any(found.values()), found
+
+
+class Broadcasts(Callback):
+    """Counts the process group's broadcasts from the start of the first batch to the start of the last."""
+
+    def __init__(self) -> None:
+        self.at_starts: list[int] = []
+
+    def on_train_start(self, *_: Any) -> None:
+        self.patch = patch.object(dist, "broadcast", wraps=dist.broadcast)
+        self.broadcast = self.patch.start()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.at_starts.append(self.broadcast.call_count)
+
+    def on_train_end(self, *_: Any) -> None:
+        self.patch.stop()
+
+
+def broadcasts_in_steps(lifelines: bool) -> tuple[int, bool]:
+    counter = Broadcasts()
+    trainer = trainer_for(DCTStrategy(lifelines=lifelines), callbacks=[counter])
+    trainer.fit(Module(), loader(6, 40, 8))
+    is_lightnings = trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor.__name__ == "_broadcast_sigterm_tensor"
+    return counter.at_starts[-1] - counter.at_starts[0], is_lightnings
+
+
+@pytest.mark.parametrize(("lifelines", "broadcasts"), [(True, 0), (False, 5)])
+def test_lifelines_save_lightnings_round_trip(ranks: Any, lifelines: bool, broadcasts: int) -> None:
+    """Oracle: Lightning agrees on SIGTERM before every batch, and does so again after fit."""
+    assert ranks(2).run(broadcasts_in_steps, lifelines) == [(broadcasts, True)] * 2

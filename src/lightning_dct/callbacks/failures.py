@@ -14,6 +14,9 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_dct.callbacks.requirements import InternalCallback
 from lightning_dct.failures import Lifeline
 
+# Of Lightning's epoch loop; private, as what follows is.
+_AGREEMENT = "_broadcast_sigterm_tensor"
+
 
 class FailureNotice(InternalCallback):
     """Report an exception on one rank to all others; ``DCTStrategy`` adds this callback, before all others.
@@ -61,6 +64,13 @@ class SignalsAfterStep(InternalCallback):
         # Private: no hook lies between Lightning's handlers, which broadcast, and data loaders, which take long.
         connector: Any = trainer._signal_connector
         connector._sigterm_notifier_fn = connector._slurm_sigusr_handler_fn = self._record
+        if self._lifeline is not None:
+            # Lightning agrees on SIGTERM by a broadcast before every batch: a round trip on the link in each step.
+            setattr(trainer.fit_loop.epoch_loop, _AGREEMENT, _is_not_needed)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Give Lightning its own agreement back."""
+        vars(trainer.fit_loop.epoch_loop).pop(_AGREEMENT, None)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note the first step."""
@@ -103,6 +113,10 @@ class SignalsAfterStep(InternalCallback):
         # Lightning's launcher would take the ends of the other ranks for failures, and kill this one before its own.
         getattr(trainer.strategy.launcher, "procs", []).clear()
         raise SIGTERMException(0 if self._requeued else 128 + signal.SIGTERM)
+
+
+def _is_not_needed() -> None:
+    """Lifelines carry signals, and cost nothing in a step without one."""
 
 
 def _save(trainer: pl.Trainer) -> None:
