@@ -70,7 +70,7 @@ class SignalsAfterStep(InternalCallback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Give Lightning its own agreement back."""
-        vars(trainer.fit_loop.epoch_loop).pop(_AGREEMENT, None)
+        trainer.fit_loop.epoch_loop.__dict__.pop(_AGREEMENT, None)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note the first step."""
