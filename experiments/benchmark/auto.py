@@ -27,7 +27,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from benchmark.job import QUIET, do_job, run_job
 from benchmark.plots import plot_over_rates
-from benchmark.session import parse_link
+from benchmark.session import add_links
 from benchmark.tables import describe_machine, link_name, publish
 from benchmark.task import NextBytes, next_bytes_data
 from lightning_dct import DCTStrategy
@@ -187,8 +187,7 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--hosts", type=int, default=2, help="one rank on each")
-    links = [*map(parse_link, ["10", "30", "100", "1000", "10000"])]
-    parser.add_argument("--links", type=parse_link, nargs="+", default=links, help="as those of steps.py")
+    add_links(parser, "10 30 100 1000 10000")
     parser.add_argument("--steps", type=int, default=2000, help="of DDP, whose loss is what all others train to")
     parser.add_argument("--seconds", type=float, default=60.0, help="for which each pace is timed")
     parser.add_argument("--width", type=int, default=512, help="of the hidden layers; 512 makes 1.6 million parameters")

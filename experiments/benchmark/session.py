@@ -29,12 +29,17 @@ def make_parser(
     parser.add_argument("--rounds", type=at_least(1), default=3, help="how often everything is measured")
     parser.add_argument("--steps", type=at_least(1), default=steps, help="most steps measured in a run")
     parser.add_argument("--batch-size", type=at_least(1), default=batch_size, help=batch)
-    help = "of so many Mbit/s, or none for no limit, and after a colon the milliseconds that frames travel each way"
-    parser.add_argument("--links", type=parse_link, nargs="+", default=[*map(parse_link, links.split())], help=help)
+    add_links(parser, links)
     parser.add_argument("--only", nargs="+", default=[""], help="parts of names: only these, and the references")
     parser.add_argument("--loopback", action="store_true", help="make no hosts, as where there is no root")
     parser.add_argument("--output", type=Path, default=Path(output), help="folder for tables and plots")
     return parser
+
+
+def add_links(parser: argparse.ArgumentParser, links: str) -> None:
+    """The option ``--links``, whose default is given as on the command line."""
+    help = "of so many Mbit/s, or none for no limit, and after a colon the milliseconds that frames travel each way"
+    parser.add_argument("--links", type=parse_link, nargs="+", default=[*map(parse_link, links.split())], help=help)
 
 
 def at_least(least: int) -> Callable[[str], int]:

@@ -214,8 +214,11 @@ class Memory:
                 if piece.start in lost and lost[piece.start].numel() == piece.stop - piece.start:
                     kept[label] = lost.pop(piece.start)
             if lost:
-                none_yet = next(iter(lost.values())).new_zeros(max(sizes.get(name, 0), pieces_extent(lost)))
-                residuals[name] = add_pieces(residuals.get(name, none_yet).clone(), lost)
+                if name in residuals:
+                    own = residuals[name].clone()
+                else:
+                    own = next(iter(lost.values())).new_zeros(max(sizes.get(name, 0), pieces_extent(lost)))
+                residuals[name] = add_pieces(own, lost)
         self.thresholds.load_state_dict(state["thresholds"])
         self.residuals.load_state_dict(residuals)
         self.owned.load_state_dict(kept)

@@ -142,9 +142,8 @@ class Placement:
 
     def copy_from_rank_zero(self) -> None:
         """Give every rank the model of rank 0, as DDPStrategy does for evaluation."""
-        if any(
-            tensor.is_meta for tensor in _tensors_of(self.model)
-        ):  # after a failed fit each rank has only its own pieces
+        # After a failed fit each rank has only its own pieces.
+        if any(tensor.is_meta for tensor in _tensors_of(self.model)):
             return
         box = [{name: split.state_dict() for name, split in self.split_points.items()}]
         dist.broadcast_object_list(box, src=0, group=self.mesh.everyone)
