@@ -109,9 +109,29 @@ def test_ranks_decide_alike(
     assert len(told) == len(taken)
     for sentence, settings in zip(told, taken, strict=True):
         assert any(f"DCTStrategy takes {one}: predicted at " in sentence for one in settings.split("|"))
-    assert told[0].startswith("After 0 steps" if rates == [HOPELESS] else "After 11 steps")
+    # Nobody leaves DDP by its first ten steps alone.
+    steps = 0 if rates == [HOPELESS] else 11 if strategy else 21
+    assert told[0].startswith(f"After {steps} steps")
     assert_replicas_equal([run, other[0]])
     assert run.totals.steps == 60
+
+
+def slow_at_first() -> Any:
+    """A run under DDP whose first ten steps wait for four fifths of their time, and no later one at all."""
+
+    def agreed(self: Any, strategy: Any) -> tuple[StepCosts, float, float]:
+        steps = strategy.traffic.totals.steps
+        waiting = 0.04 if steps <= 11 else 0.0
+        return StepCosts(0.01 + waiting, 0.0, waiting), 0.01, steps * waiting
+
+    with patch.object(auto_settings.AutoSettings, "_agreed", agreed):
+        return decisions([FAST], {"target_overhead": 0.05})
+
+
+def test_slow_first_steps_do_not_end_ddp(ranks: Any) -> None:
+    for _, told, *_ in ranks(2).run(slow_at_first):
+        (decision,) = told
+        assert decision.startswith("After 21 steps DCTStrategy takes plain DDP")
 
 
 def under_ddp() -> Run:

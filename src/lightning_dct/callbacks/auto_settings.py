@@ -74,6 +74,7 @@ class AutoSettings(RunAdvice):
         self._is_settled = False
         self._world_size = 0
         self._is_resumed = False
+        self._is_first_window = True  # of DDP's steps
         self._forget()
 
     @property
@@ -121,10 +122,17 @@ class AutoSettings(RunAdvice):
         if self.chosen is not None and steps < -(-WINDOW // length) * length:
             return
         costs, compute, spent = self._agreed(strategy)
-        if self.chosen is None and steps < WINDOW:
-            if spent > SPENT and costs.total > (1 + self.target_overhead) * compute:
-                self._leave_ddp(strategy)
-            return
+        if self.chosen is None:
+            is_slow = costs.total > (1 + self.target_overhead) * compute
+            if steps < WINDOW:
+                if spent > SPENT and is_slow:
+                    self._leave_ddp(strategy)
+                return
+            # Nobody returns to DDP, and its first steps are slower than later ones: time ten more before leaving it.
+            if is_slow and self._is_first_window and spent <= SPENT:
+                self._is_first_window = False
+                self._window.restart()
+                return
         self._window.restart()
         if not self._is_settled or self._have_changed(costs):
             self._decide(strategy, costs, compute)
@@ -176,6 +184,7 @@ class AutoSettings(RunAdvice):
         self._usual: StepCosts | None = None
         self._changed, self._patience = 0, PATIENCE
         self._was_warm = True
+        self._is_first_window = True
 
     def _pause(self) -> None:
         super()._pause()
