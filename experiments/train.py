@@ -96,7 +96,7 @@ def collect_result(trainer: Trainer, module: LightningModule, metrics: dict[str,
         "split_ratio": None if math.isnan(ratio_of_all_ranks) else ratio_of_all_ranks,
         "split_bytes_per_step": split.bytes_sent / split.steps if split.steps else None,
         "split_bytes_dense_per_step": split.bytes_dense / split.steps if split.steps else None,
-        "milliseconds_per_step": timers[0].median_milliseconds if timers else None,
+        "milliseconds_per_step": timers[0].mean_milliseconds if timers else None,
         "trainable_parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
     }
 

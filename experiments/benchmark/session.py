@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmark.job import Job, Run, of_all_ranks, run_job
 from benchmark.tables import describe_machine, link_name
-from network.hosts import Link, some_hosts, why_not
+from network.hosts import Link, parse_link, some_hosts, why_not
 from network.running import HostFailedError
 
 WORKER = str(Path(__file__).with_name("worker.py"))
@@ -51,20 +51,6 @@ def at_least(least: int) -> Callable[[str], int]:
         return value
 
     return whole_number
-
-
-def parse_link(word: str) -> Link:
-    """Read a link from the command line.
-
-    Example:
-        >>> parse_link("none").megabits, parse_link("10:50")
-        (None, Link(megabits=10.0, delay_ms=50.0))
-    """
-    megabits, _, delay = word.partition(":")
-    link = Link(None if megabits == "none" else float(megabits), float(delay or 0))
-    if link.delay_ms < 0 or (link.megabits is not None and link.megabits <= 0):
-        raise argparse.ArgumentTypeError(f"{word}: give a rate above 0 and no negative delay")
-    return link
 
 
 def in_order(names: Sequence[str], round: int) -> list[str]:

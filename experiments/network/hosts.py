@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import pwd
 import secrets
@@ -37,6 +38,20 @@ class Link(NamedTuple):
 
     megabits: float | None = None
     delay_ms: float = 0.0
+
+
+def parse_link(word: str) -> Link:
+    """Read a link from the command line.
+
+    Example:
+        >>> parse_link("none").megabits, parse_link("10:50")
+        (None, Link(megabits=10.0, delay_ms=50.0))
+    """
+    megabits, _, delay = word.partition(":")
+    link = Link(None if megabits == "none" else float(megabits), float(delay or 0))
+    if link.delay_ms < 0 or (link.megabits is not None and link.megabits <= 0):
+        raise argparse.ArgumentTypeError(f"{word}: give a rate above 0 and no negative delay")
+    return link
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/, where `network` is
 
 from lightning_dct.tables import format_bytes, plain_table
-from network.hosts import HEADER_BYTES, make_hosts, shared_folder, why_not
+from network.hosts import HEADER_BYTES, Link, make_hosts, parse_link, shared_folder, why_not
 from network.ledger import OTHER, SET_UP, STEPS, Sent, read_ledgers
 from network.running import HostFailedError, run_ranks
 
@@ -85,6 +85,7 @@ def main() -> int:
     """Train, and print the table; 1 when a host fails."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hosts", type=int, default=2, help="how many hosts to make, one rank on each")
+    parser.add_argument("--link", type=parse_link, default=Link(), help="Mbit/s, and after a colon ms each way: 10:50")
     parser.add_argument("--skip", type=int, default=5, help="first steps that count as set-up in the table")
     parser.add_argument("overrides", nargs="+", help="of Hydra, as in experiment=dlrm model.tables=sharded")
     arguments = parser.parse_args()
@@ -97,9 +98,9 @@ def main() -> int:
         return 2
     # Remove the hosts also on SIGTERM, as on ctrl-C.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    count = arguments.hosts
+    count, link = arguments.hosts, arguments.link
     threads = int(os.environ.get("OMP_NUM_THREADS", max(1, (os.cpu_count() or 1) // count)))
-    with shared_folder() as folder, make_hosts(count) as hosts:
+    with shared_folder() as folder, make_hosts(count, link.megabits, link.delay_ms / 1000) as hosts:
         try:
             words = words_for(count, arguments.overrides, folder, arguments.skip)
             run_ranks(hosts, words, 1, threads, {"PYTHONUNBUFFERED": "1"}, partial(print, end="", flush=True))

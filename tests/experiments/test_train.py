@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from lightning_dct.traffic import all_reduce_bytes
 from nlp.data import TextData
 from nlp.module import LanguageModule
 from offline_runs import OfflineRun
+from reporting import StepTimer
 
 SMALL_CLICKS = (
     "experiment=dlrm",
@@ -43,6 +45,18 @@ def test_help_says_how_to_begin_and_what_there_is(tmp_path: Path) -> None:
     strategies = "dct, dct_auto, dct_fsdp, dct_pipeline, ddp, ddp_bf16, ddp_fp16, hsdp, none, powersgd, top_k"
     assert f"strategy: {strategies}" in printed
     assert "  density: 0.2\n" in printed
+
+
+def test_the_time_of_a_step_is_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most steps between two exchanges send nothing, so a median would not show what an exchange costs."""
+    clock, trainer = 0.0, SimpleNamespace(global_step=0)
+    monkeypatch.setattr("reporting.time.perf_counter", lambda: clock)
+    timer = StepTimer(skip=2)
+    timer.on_train_start(trainer, None)
+    for step, seconds in enumerate([9.0, 9.0, 9.0, 0.1, 0.1, 0.1, 0.5], start=1):
+        clock, trainer.global_step = clock + seconds, step
+        timer.on_train_batch_end(trainer)
+    assert timer.mean_milliseconds == pytest.approx(200)
 
 
 def test_dlrm_with_ddp(ranks: Any, tmp_path: Path) -> None:
