@@ -71,7 +71,7 @@ def plot_losses(file: Path, runs: Sequence[Run], scored: Sequence[Run]) -> None:
             axis.plot(seconds, means, label=run.synchronisation, linestyle="-" if ours else "--")
         axis.set_xscale("log")
         axis.set_xlabel(f"seconds, {link_name(link, has_links)}")
-    axes[0][0].set_ylabel("training loss, nats a byte")
+    axes[0][0].set_ylabel("training loss, nats a byte, of the ranks' own weights")
     axes[0][-1].legend(fontsize="x-small")
     save(figure, file)
 
