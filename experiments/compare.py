@@ -6,7 +6,9 @@ The first strategy is the baseline. Each run is a ``train.py`` of its own, in it
 with a ``result.json`` there is not repeated, so the same command continues a stopped comparison. A run that fails is
 reported, and does not stop the others. ``--sweep model.learning_rate=0.003,0.01,0.03`` tries each value for every
 strategy with the first seed, takes the best by validation, and runs the other seeds with it. The results are
-``table.md``, ``table.csv`` with every figure of every run, and ``quality.png``: quality against bytes.
+``table.md``, ``table.csv`` with every figure of every run, ``quality.png``, quality against bytes, and ``pace.png``,
+validation over the seconds of training. With ``--hosts 2 --link 100`` each run trains on hosts made of network
+namespaces, with a link of 100 Mbit/s (Linux, as root).
 
 ``--collect-only`` makes these files from finished runs, ``--collect multirun/2026-01-31/12-00-00`` from those of
 ``train.py --multirun``.
@@ -32,7 +34,8 @@ from comparison.runs import (
     setting_name,
 )
 from comparison.sweep import Axis, choose, combinations
-from comparison.table import draw, to_markdown, write_runs
+from comparison.table import draw, draw_pace, to_markdown, write_runs
+from network.hosts import parse_link
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -55,7 +58,10 @@ def main(words: Sequence[str] | None = None) -> int:
             require_distinct(strategies, common, {"seed": "--seeds", **{axis.setting: "--sweep" for axis in axes}})
             output = arguments.output or Path("outputs/compare") / folder_name(common, common)
             runner = Runner(arguments.collect_only)
-            entries = [compare(runner, common, strategy, axes, seeds, output) for strategy in strategies]
+            hosts = ("--hosts", str(arguments.hosts)) if arguments.hosts else ()
+            if arguments.link:
+                hosts += ("--link", f"{arguments.link.megabits or 'none'}:{arguments.link.delay_ms}")
+            entries = [compare(runner, common, strategy, axes, seeds, output, hosts) for strategy in strategies]
             problems = runner.problems
     except ValueError as error:
         parser.error(str(error))
@@ -69,17 +75,24 @@ def main(words: Sequence[str] | None = None) -> int:
         (output / "table.md").write_text(table)
         write_runs(output / "table.csv", entries)
         draw(output / "quality.png", entries, " ".join(common))
-        print(f"Written to {output}: table.md, table.csv, quality.png")
+        draw_pace(output / "pace.png", entries, " ".join(common))
+        print(f"Written to {output}: table.md, table.csv, quality.png, pace.png")
     return 1 if problems else 0
 
 
 def compare(
-    runner: Runner, common: list[str], strategy: Strategy, axes: list[Axis], seeds: list[int], output: Path
+    runner: Runner,
+    common: list[str],
+    strategy: Strategy,
+    axes: list[Axis],
+    seeds: list[int],
+    output: Path,
+    hosts: tuple[str, ...],
 ) -> Entry:
     """All runs of one strategy: with the first seed those of the sweep, then the best values with all seeds."""
 
     def get(swept: tuple[str, ...], seed: int) -> Run | None:
-        return runner.get(plan_run(common, strategy, swept, seed, output))
+        return runner.get(plan_run(common, strategy, swept, seed, output, hosts))
 
     trials = {swept: get(swept, seeds[0]) for swept in combinations(axes)}
     found = tuple(run for run in trials.values() if run is not None)
@@ -121,6 +134,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, nargs="+", help="one run of each strategy for each (default: 0)")
     parser.add_argument("--sweep", action="append", default=[], help="as in model.learning_rate=0.003,0.01,0.03")
     parser.add_argument("--output", type=Path, help="folder of the runs (default: outputs/compare/<overrides>)")
+    parser.add_argument("--hosts", type=int, help="train on so many hosts of network namespaces, a rank on each")
+    parser.add_argument(
+        "--link", type=parse_link, help="between hosts: Mbit/s, and after a colon ms each way, as in 10:50"
+    )
     parser.add_argument("--collect-only", action="store_true", help="start nothing: show what is there")
     kind = parser.add_mutually_exclusive_group(required=True)
     kind.add_argument("--strategy", action="append", help='as in "dct strategy.density=0.001"; "label: dct" to name it')

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -22,6 +22,7 @@ from typing import IO
 from hydra.core.hydra_config import HydraConfig
 
 TRAIN = Path(__file__).with_name("train.py")
+ON_HOSTS = Path(__file__).with_name("network") / "train_on_hosts.py"
 
 # How long processes may take to end once they are asked to, or once rank 0 has ended.
 _GRACE_S = 15.0
@@ -35,11 +36,15 @@ def is_hydra_setting(override: str) -> bool:
     return _HYDRA_SETTING.match(override) is not None
 
 
-def train_command(words: list[str], folder: Path) -> list[str]:
-    """The command line of one run: Hydra's options, then overrides, then the folder for all that the run writes."""
+def train_command(words: list[str], folder: Path, hosts: Sequence[str] = ()) -> list[str]:
+    """The command line of one run: Hydra's options, then overrides, then the folder for all that the run writes.
+
+    With ``hosts``, the options of ``train_on_hosts.py``, its ranks run on hosts made of network namespaces.
+    """
     # In quotes, because a folder's name may have characters of Hydra's grammar, such as `=` and `,`.
     quoted = str(folder.resolve()).replace("\\", "\\\\").replace("'", "\\'")
-    return [sys.executable, str(TRAIN), *words, f"hydra.run.dir='{quoted}'"]
+    script = [str(ON_HOSTS), *hosts] if hosts else [str(TRAIN)]
+    return [sys.executable, *script, *words, f"hydra.run.dir='{quoted}'"]
 
 
 def run_alone(command: list[str], output: IO[str] | None = None, folder: Path | None = None) -> int:

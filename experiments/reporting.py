@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_dct.tables import plain_table
 
@@ -19,38 +20,49 @@ _MILLISECONDS = 1e3
 
 
 class StepTimer(Callback):
-    """Measures the wall time between optimizer steps, except the first ``skip``, which compile and allocate."""
+    """Measures the wall time of optimizer steps, and what each validation finds after how much of it.
+
+    Attributes:
+        history: The steps taken, the seconds they took and the metrics of each validation.
+
+    Args:
+        skip: First steps to leave out of the mean: they compile and allocate.
+    """
 
     def __init__(self, skip: int = 20) -> None:
         if skip < 0:
             raise ValueError(f"callbacks.step_timer.skip={skip}: must not be negative")
         self.skip = skip
-        self._seconds = 0.0
+        self.history: list[dict[str, Any]] = []
+        self._seconds = self._skipped_seconds = self._since = 0.0
         self._steps = self._step = 0
-        self._finished_at: float | None = None
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self._seconds, self._steps = 0.0, -self.skip
-        self._step, self._finished_at = trainer.global_step, None
+        self._seconds, self._skipped_seconds, self._steps, self.history = 0.0, 0.0, 0, []
+        self._step, self._since = trainer.global_step, time.perf_counter()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step == self._step:
             return
         now = time.perf_counter()
-        if self._finished_at is not None:
-            self._steps += 1
-            if self._steps > 0:
-                self._seconds += now - self._finished_at
-        self._step, self._finished_at = trainer.global_step, now
+        self._steps += 1
+        self._seconds += now - self._since
+        if self._steps == self.skip:
+            self._skipped_seconds = self._seconds
+        self._step, self._since = trainer.global_step, now
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         # A validation between two steps is not part of them.
-        self._finished_at = None
+        self._since = time.perf_counter()
+        if trainer.state.fn == TrainerFn.FITTING:
+            metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            self.history.append({"step": trainer.global_step, "seconds": self._seconds, "metrics": metrics})
 
     @property
     def mean_milliseconds(self) -> float | None:
         """The mean step, because most steps between two exchanges send nothing; None after too few steps."""
-        return _MILLISECONDS * self._seconds / self._steps if self._steps > 0 else None
+        measured = self._steps - self.skip
+        return _MILLISECONDS * (self._seconds - self._skipped_seconds) / measured if measured > 0 else None
 
 
 def write_result(file: Path, figures: dict[str, Any]) -> None:
@@ -93,6 +105,8 @@ def _finite(value: Any) -> Any:
     """Replace NaN and infinity by None at all levels, because JSON has no such numbers."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

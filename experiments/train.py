@@ -71,8 +71,8 @@ def collect_result(trainer: Trainer, module: LightningModule, metrics: dict[str,
 
     ``choices`` has the file of each configuration group, ``metrics`` the figures of validation (``val/...``) and test
     (``test/...``) after the last step, and ``best_known`` those of a perfect model. Bytes are those of this rank;
-    ``split_ratio`` is the ratio inside a split model, ids included, of all ranks. The time of a step is a median.
-    A figure that the run does not have is None, or NaN.
+    ``split_ratio`` is the ratio inside a split model, ids included, of all ranks. The time of a step is a mean, and
+    ``history`` has the metrics of each validation. A figure that the run does not have is None, or NaN.
     """
     measured, best_known = split_best_known(metrics)
     totals = getattr(trainer.strategy, "traffic", Traffic()).totals
@@ -97,6 +97,7 @@ def collect_result(trainer: Trainer, module: LightningModule, metrics: dict[str,
         "split_bytes_per_step": split.bytes_sent / split.steps if split.steps else None,
         "split_bytes_dense_per_step": split.bytes_dense / split.steps if split.steps else None,
         "milliseconds_per_step": timers[0].mean_milliseconds if timers else None,
+        "history": timers[0].history if timers else [],
         "trainable_parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
     }
 

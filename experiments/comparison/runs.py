@@ -51,6 +51,7 @@ class Run:
     """One run, with the content of its ``result.json`` once it is done.
 
     ``swept`` are the overrides that a sweep adds, ``overrides`` all of them, in the order in which Hydra gets them.
+    ``hosts`` are the options of ``train_on_hosts.py``, for a run on hosts of its own.
     """
 
     seed: int
@@ -59,6 +60,7 @@ class Run:
     result: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
     overrides: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,20 @@ class Entry:
     note: str = ""
 
 
-def plan_run(common: Sequence[str], strategy: Strategy, swept: Sequence[str], seed: int, output: Path) -> Run:
+def plan_run(
+    common: Sequence[str],
+    strategy: Strategy,
+    swept: Sequence[str],
+    seed: int,
+    output: Path,
+    hosts: tuple[str, ...] = (),
+) -> Run:
     """Describe one run: the overrides of all runs, then those of the strategy and of a sweep, then the seed."""
     own = [*strategy.overrides, *swept, f"seed={seed}"]
     overrides = (*common, *own)
     name = ", ".join([strategy.label, *(describe([value]) for value in swept), f"seed {seed}"])
-    return Run(seed, tuple(swept), output / folder_name(own, overrides), {}, name, overrides)
+    folder = output / folder_name(own, [*overrides, *hosts])
+    return Run(seed, tuple(swept), folder, {}, name, overrides, hosts)
 
 
 def folder_name(shown: Sequence[str], all_overrides: Sequence[str]) -> str:
@@ -142,6 +152,8 @@ def read_result(planned: Run) -> Mapping[str, Any] | None:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is no result of a run; remove it and start again") from error
     expected = [override for override in planned.overrides if not is_hydra_setting(override)]
+    if planned.hosts:
+        found = [override for override in found if override in expected]  # `train_on_hosts.py` adds its own.
     if found != expected:
         raise ValueError(
             f"{file} is the result of another run, with {' '.join(found)} where this one has {' '.join(expected)}; "
@@ -178,7 +190,7 @@ class Runner:
         print(f"running  {planned.name}", flush=True)
         started = time.monotonic()
         with log.open("w") as output:
-            status = run_alone(train_command(list(planned.overrides), planned.folder), output)
+            status = run_alone(train_command(list(planned.overrides), planned.folder, planned.hosts), output)
         # The result is the last thing a run writes, so a failure after it changes nothing.
         result = read_result(planned)
         if result is None:

@@ -1,4 +1,4 @@
-"""The figures of a comparison over seeds, as a table, as every figure of every run, and as a picture."""
+"""The figures of a comparison over seeds, as a table, as every figure of every run, and as pictures."""
 
 from __future__ import annotations
 
@@ -206,6 +206,26 @@ def draw(file: Path, entries: Sequence[Entry], title: str) -> None:
             axis.axhline(quality.mean, color=colour, linestyle=":", label=f"{entry.label} (no bytes counted)")
     axis.set(xscale="log", xlabel="bytes a rank sends a step")
     axis.set_ylabel(f"{name} ({'higher' if higher_is_better(name) else 'lower'} is better)")
+    _finish(figure, axis, file, title)
+
+
+def draw_pace(file: Path, entries: Sequence[Entry], title: str) -> None:
+    """Draw what each validation found over the seconds of training before it: a curve for each run."""
+    names = {name for entry in entries for run in entry.runs for name in run.result["metrics"]}
+    name = f"val/{main_metric(names)}"
+    figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
+    for number, entry in enumerate(entries):
+        for place, run in enumerate(entry.runs):
+            known = [point for point in run.result.get("history", []) if point["metrics"].get(name) is not None]
+            seconds, found = [point["seconds"] for point in known], [point["metrics"][name] for point in known]
+            look = {"color": f"C{(number - 1) % 10}" if number else "black", "marker": "."}
+            axis.plot(seconds, found, label=None if place else entry.label, **look)
+    axis.set(xscale="log", xlabel="seconds of training, without validation")
+    axis.set_ylabel(f"{name} ({'higher' if higher_is_better(name) else 'lower'} is better)")
+    _finish(figure, axis, file, title)
+
+
+def _finish(figure: Any, axis: Any, file: Path, title: str) -> None:
     axis.set_title(title, fontsize="small", wrap=True)
     axis.grid(alpha=0.3)
     figure.legend(loc="outside lower center", fontsize="small", ncols=2)

@@ -119,6 +119,8 @@ def test_no_two_runs_share_a_folder(tmp_path: Path) -> None:
     ]
     assert len({plan.folder for plan in plans}) == len(plans)
     assert all(len(plan.folder.name) < 128 and "=" not in plan.folder.name for plan in plans)
+    on_hosts = plan_run(common[0], Strategy.parse(texts[0]), (), 0, tmp_path, ("--hosts", "2"))
+    assert on_hosts.folder not in {plan.folder for plan in plans}
     labelled = plan_run(common[0], Strategy.parse("a label: dct a=1 b=2"), (), 0, tmp_path)
     assert labelled.folder in {plan.folder for plan in plans}
 
@@ -134,6 +136,27 @@ def test_the_result_of_another_run_is_refused(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ValueError, match=r"result\.json is"):
             read_result(planned)
+
+
+def test_runs_on_hosts_are_told_how_and_may_have_the_overrides_of_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], output: Any) -> int:
+        commands.append(command)
+        folder = Path(command[-1].partition("=")[2].strip("'"))
+        (folder / "result.json").write_text(json.dumps(made_up([*command[6:-1], "trainer.num_nodes=2"], loss=1.0)))
+        return 0
+
+    monkeypatch.setattr(comparison.runs, "run_alone", run)
+    words = ["experiment=lm", "--strategy", "ddp", "--hosts", "2", "--link", "100:50", "--output", str(tmp_path)]
+    assert main(words) == 0
+    ((_, script, *options),) = commands
+    assert Path(script).name == "train_on_hosts.py"
+    assert options[:-1] == ["--hosts", "2", "--link", "100.0:50.0", "experiment=lm", "strategy=ddp", "seed=0"]
+    with pytest.raises(SystemExit):
+        main([*words, "--link", "0"])
 
 
 def figures_of(settings: dict[str, str]) -> dict[str, float]:
@@ -174,7 +197,8 @@ def test_an_interrupted_comparison_goes_on(tmp_path: Path, monkeypatch: pytest.M
     assert ddp.startswith("| ddp | 2 | 0.01 (edge) | 1.0060 ± 0.0071 | - |")
     assert dct.startswith("| 1% | 2 | 0.01 (edge) | 1.1060 ± 0.0071 | +9.9% ± 0.1% |")
     assert len((tmp_path / "table.csv").read_text().splitlines()) == 1 + 6
-    assert (tmp_path / "quality.png").stat().st_size > 0
+    for picture in ("quality.png", "pace.png"):
+        assert (tmp_path / picture).stat().st_size > 0
 
     (tmp_path / "table.md").unlink()
     assert main([*words, "--collect-only"]) == 0
