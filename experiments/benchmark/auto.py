@@ -62,7 +62,9 @@ class Watch(Callback):
         self._goal, self._longest = loss, seconds
         self.losses: list[float] = []
         self.ends: list[float] = []
-        self.loss = float("inf")
+        # The steps, the mean loss and the seconds that all ranks have agreed on last.
+        self.steps, self.loss, self.seconds = 0, float("inf"), 0.0
+        self._agreeing: tuple[int, torch.Tensor, dist.Work] | None = None
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self.ends.append(perf_counter())
@@ -70,18 +72,31 @@ class Watch(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, out: Any, batch: Any, index: int) -> None:
         self.losses.append(float(out["loss"]))
         self.ends.append(perf_counter())
-        steps = len(self.losses)
-        if steps % EVERY:
+        if len(self.losses) % EVERY:
             return
-        seconds = self.ends[-1] - self.ends[0]
-        mean = torch.tensor([statistics.fmean(self.losses[-SMOOTHING:]), seconds], dtype=torch.float64)
-        dist.all_reduce(mean)
-        self.loss, seconds = (mean / dist.get_world_size()).tolist()
+        # Wait for the result ten steps later: a round trip may take as long as they do.
+        self.read(trainer)
+        if not trainer.should_stop:
+            own = [statistics.fmean(self.losses[-SMOOTHING:]), self.ends[-1] - self.ends[0]]
+            mean = torch.tensor(own, dtype=torch.float64) / dist.get_world_size()
+            self._agreeing = len(self.losses), mean, dist.all_reduce(mean, async_op=True)
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self.read(trainer)
+
+    def read(self, trainer: Trainer) -> None:
+        """Take what the ranks have agreed on, and stop at the goal."""
+        if self._agreeing is None:
+            return
+        (self.steps, mean, work), self._agreeing = self._agreeing, None
+        work.wait()
+        self.loss, self.seconds = mean.tolist()
         if trainer.is_global_zero:
             config = getattr(trainer.strategy, "config", "")
-            print(f"step {steps} {self.loss:.4f} {self.ends[-1] - self.ends[-1 - EVERY]:.2f} s {config}", flush=True)
-        reached = self._goal is not None and steps >= SMOOTHING and self.loss <= self._goal
-        if reached or (self._longest is not None and seconds > self._longest):
+            pace = self.ends[self.steps] - self.ends[self.steps - EVERY]
+            print(f"step {self.steps} {self.loss:.4f} {pace:.2f} s {config}", flush=True)
+        reached = self._goal is not None and self.steps >= SMOOTHING and self.loss <= self._goal
+        if reached or (self._longest is not None and self.seconds > self._longest):
             trainer.should_stop = True
 
 
@@ -102,7 +117,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     )
     trainer.fit(NextBytes(job["width"]), datamodule=next_bytes_data(job["batch_size"]))
     between = [after - before for before, after in zip(watch.ends, watch.ends[1:], strict=False)]
-    found: dict[str, Any] = {"steps": len(watch.losses), "loss": watch.loss, "seconds": watch.ends[-1] - watch.ends[0]}
+    found: dict[str, Any] = {"steps": watch.steps, "loss": watch.loss, "seconds": watch.seconds}
     first, after = between[SKIPPED:WARM_UP], between[WARM_UP:]
     found["paces"] = [statistics.fmean(first), statistics.fmean(after or first)]
     if isinstance(strategy, DCTStrategy) and strategy.auto is not None and strategy.auto.chosen is not None:

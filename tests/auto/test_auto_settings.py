@@ -29,6 +29,7 @@ from lightning_dct.callbacks import auto_settings, run_advice
 from lightning_dct.callbacks.run_advice import StepCosts
 from lightning_dct.commands import main, plan
 from lightning_dct.config import DCTConfig
+from lightning_dct.forecast import timing
 from lightning_dct.forecast.timing import MeasuredLink
 
 NEVER = 10**9
@@ -132,6 +133,40 @@ def test_slow_first_steps_do_not_end_ddp(ranks: Any) -> None:
     for _, told, *_ in ranks(2).run(slow_at_first):
         (decision,) = told
         assert decision.startswith("After 21 steps DCTStrategy takes plain DDP")
+
+
+def steps_of_agreements() -> list[tuple[int, int]]:
+    """The steps before which each agreement on the costs of a window began, and was read."""
+    now, seen = Counted(), []
+
+    def find(*arguments: Any) -> Any:
+        started, result = now.steps, timing.find_slowest(*arguments)
+
+        def read() -> list[float]:
+            seen.append((started, now.steps))
+            return result()
+
+        return read
+
+    with patch.object(auto_settings, "find_slowest", find):
+        decisions([(10.0, 1e-9)], {"target_overhead": 1e6}, callbacks=[now])
+    return seen
+
+
+class Counted(Callback):
+    steps = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.steps += 1
+
+
+def test_nobody_waits_for_an_agreement_on_a_settled_run(ranks: Any) -> None:
+    """A round trip may take as long as many steps: here far longer than a window, so it is read after the next one."""
+    first, other = ranks(2).run(steps_of_agreements)
+    assert first == other
+    # The decision needs the first window at once. The window in which the warm-up ended is dropped.
+    assert first[0][0] == first[0][1]
+    assert first[1:] == [(30, 40), (40, 50)]
 
 
 def under_ddp() -> Run:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +25,7 @@ from lightning_dct.auto import (
 )
 from lightning_dct.callbacks.run_advice import RunAdvice, StepClock, StepCosts
 from lightning_dct.config import DCTConfig, check_density, check_positive
-from lightning_dct.forecast.timing import measure_link, slowest
+from lightning_dct.forecast.timing import find_slowest, measure_link
 from lightning_dct.forecast.workload import Workload, workload_of
 from lightning_dct.gradients.exchanges.making import NodeLayout, find_layout
 from lightning_dct.tables import plain_table
@@ -119,7 +121,18 @@ class AutoSettings(RunAdvice):
         if not self._window.steps:
             return
         steps, length = self._window.steps, strategy.config.round_length
-        if self.chosen is not None and steps < -(-WINDOW // length) * length:
+        window = -(-WINDOW // length) * length
+        if self._agreed_later is not None and steps >= min(window, self._steps_of_agreement()):
+            costs, compute, _ = self._agreed_later()
+            self._agreed_later = None
+            if self._have_changed(costs):
+                self._decide(strategy, costs, compute)
+                return
+        if self.chosen is not None and steps < window:
+            return
+        if self._is_settled:
+            self._agreed_later = self._agree(strategy)
+            self._window.restart()
             return
         costs, compute, spent = self._agreed(strategy)
         if self.chosen is None:
@@ -133,9 +146,7 @@ class AutoSettings(RunAdvice):
                 self._is_first_window = False
                 self._window.restart()
                 return
-        self._window.restart()
-        if not self._is_settled or self._have_changed(costs):
-            self._decide(strategy, costs, compute)
+        self._decide(strategy, costs, compute)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Note the time."""
@@ -182,6 +193,7 @@ class AutoSettings(RunAdvice):
         """Begin to time steps anew."""
         self._window = StepClock(skipped=1, fewest=1)
         self._usual: StepCosts | None = None
+        self._agreed_later: Callable[[], tuple[StepCosts, float, float]] | None = None
         self._changed, self._patience = 0, PATIENCE
         self._was_warm = True
         self._is_first_window = True
@@ -196,19 +208,33 @@ class AutoSettings(RunAdvice):
 
     def _agreed(self, strategy: Any) -> tuple[StepCosts, float, float]:
         """The costs of a step, its compute, and how long the run has waited, on the slowest rank."""
+        return self._agree(strategy)()
+
+    def _agree(self, strategy: Any) -> Callable[[], tuple[StepCosts, float, float]]:
+        """Start to find them, and return a function that waits for them."""
         own = self._window.costs
         assert own is not None
         waited = (strategy.traffic.totals - self._before).seconds_waiting
         numbers = own.total, own.compressing, own.waiting, own.total - own.synchronising, waited
         group = strategy.synchronizer.exchange.everyone.group
-        total, compressing, waiting, compute, spent = slowest(numbers, group, strategy.root_device)
-        return StepCosts(total, compressing, waiting), compute, spent
+        find = find_slowest(numbers, group, strategy.root_device)
+
+        def agreed() -> tuple[StepCosts, float, float]:
+            total, compressing, waiting, compute, spent = find()
+            return StepCosts(total, compressing, waiting), compute, spent
+
+        return agreed
+
+    def _steps_of_agreement(self) -> float:
+        """Steps that an agreement takes, so that nobody waits for it; the same on every rank."""
+        assert self._link is not None
+        return math.inf if self._usual is None else self._link.latency / self._usual.total
 
     def _mark_end_of_warmup(self, strategy: Any) -> None:
         """Steps of the warm-up take another time than later ones: do not compare the two."""
         is_warm = strategy.updates is None or strategy.traffic.totals.steps > self.base.warmup_steps
         if is_warm and not self._was_warm:
-            self._usual = None
+            self._usual, self._agreed_later = None, None
             self._clock.restart()
             self._window.restart()
         self._was_warm = is_warm

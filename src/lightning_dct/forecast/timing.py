@@ -185,9 +185,20 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> MeasuredLink
 
 def slowest(numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
     """The largest value of each number on any rank; a collective call, whose bytes are not counted."""
+    return find_slowest(numbers, group, device)()
+
+
+def find_slowest(numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> Callable[[], list[float]]:
+    """Start what :func:`slowest` does, and return a function that waits for its result."""
     largest = torch.tensor(numbers, dtype=torch.float64, device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-    return [float(number) for number in largest]
+    work = dist.all_reduce(largest, dist.ReduceOp.MAX, group, async_op=True)
+
+    def result() -> list[float]:
+        if work is not None:
+            work.wait()
+        return [float(number) for number in largest]
+
+    return result
 
 
 def _timed_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> float:
