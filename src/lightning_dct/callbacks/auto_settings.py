@@ -77,6 +77,8 @@ class AutoSettings(RunAdvice):
         self._world_size = 0
         self._is_resumed = False
         self._is_first_window = True  # of DDP's steps
+        # An agreement on the costs of the last window that is under way.
+        self._agreed_later: Callable[[], tuple[StepCosts, float, float]] | None = None
         self._forget()
 
     @property
@@ -193,7 +195,7 @@ class AutoSettings(RunAdvice):
         """Begin to time steps anew."""
         self._window = StepClock(skipped=1, fewest=1)
         self._usual: StepCosts | None = None
-        self._agreed_later: Callable[[], tuple[StepCosts, float, float]] | None = None
+        self._agreed_later = None
         self._changed, self._patience = 0, PATIENCE
         self._was_warm = True
         self._is_first_window = True
