@@ -125,10 +125,9 @@ class AutoSettings(RunAdvice):
         steps, length = self._window.steps, strategy.config.round_length
         window = -(-WINDOW // length) * length
         if self._agreed_later is not None and steps >= min(window, self._steps_of_agreement()):
-            costs, compute, _ = self._agreed_later()
-            self._agreed_later = None
-            if self._have_changed(costs):
-                self._decide(strategy, costs, compute)
+            found, self._agreed_later = self._agreed_later(), None
+            if self._have_changed(found[0]):
+                self._decide(strategy, *found[:2])
                 return
         if self.chosen is not None and steps < window:
             return
