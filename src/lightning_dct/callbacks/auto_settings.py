@@ -227,9 +227,10 @@ class AutoSettings(RunAdvice):
         return agreed
 
     def _steps_of_agreement(self) -> float:
-        """Steps that an agreement takes, so that nobody waits for it; the same on every rank."""
+        """Steps without an exchange that an agreement takes, so that nobody waits for it; the same on every rank."""
         assert self._link is not None
-        return math.inf if self._usual is None else self._link.latency / self._usual.total
+        usual = self._usual
+        return math.inf if usual is None else self._link.latency / max(usual.total - usual.synchronising, 1e-9)
 
     def _mark_end_of_warmup(self, strategy: Any) -> None:
         """Steps of the warm-up take another time than later ones: do not compare the two."""
@@ -257,7 +258,7 @@ class AutoSettings(RunAdvice):
         self._choose(strategy, self._measured(0.0), [], SPENT / WINDOW, "until steps without DDP have been timed")
 
     def _decide(self, strategy: Any, costs: StepCosts, compute: float) -> None:
-        if self.chosen is not None:
+        if self._is_settled:
             self._link = measure_link(strategy.synchronizer.exchange.everyone.group, strategy.root_device)
         measured = self._measured(compute)
         options: list[Option] = []
