@@ -20,7 +20,7 @@ from lightning_dct import checkpoint as saved
 from lightning_dct.activations import CompressedModule, modules_of
 from lightning_dct.config import DCTConfig
 from lightning_dct.embedding import ShardedEmbeddingBags
-from lightning_dct.embedding.shards import load_row_states, load_rows, save_rows, without_rows
+from lightning_dct.embedding.shards import keeping_row_states, load_row_states, load_rows, save_rows, without_rows
 from lightning_dct.failures import Lifeline
 from lightning_dct.files import AtomicCheckpointIO, finish_writing, write_at_once
 from lightning_dct.gradients import Synchronizer
@@ -202,7 +202,8 @@ class CheckpointedStrategy(ParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers' states; this rank's own, and those of sharded rows, come from the folder."""
         own, self._own_optimizers = self._own_optimizers, []
-        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": own} if own else checkpoint)
+        with keeping_row_states(self.sharded_tables(), self.optimizers):
+            super().load_optimizer_state_dict({**checkpoint, "optimizer_states": own} if own else checkpoint)
         if self._rows_folder is not None:
             load_row_states(self._rows_folder, self.sharded_tables(), self.optimizers)
 

@@ -67,6 +67,17 @@ def test_resumed_run_equals_the_uninterrupted_one(
     assert all(number > 0 for _, number in straight)
 
 
+def test_resumes_from_before_the_first_row(ranks: Any, tmp_path: Any) -> None:
+    """`Adagrad` makes its state when it is made, so the checkpoint of a table without rows must not take it away."""
+    path, exchange = str(tmp_path / "early.ckpt"), {**TIGHT, "admit_after": 4}
+    straight = ranks(2).run(train, 3, exchange, "adagrad", {"max_epochs": 2})
+    early = ranks(2).run(train, 3, exchange, "adagrad", {"save_to": path})
+    resumed = ranks(2).run(train, 3, exchange, "adagrad", {"ckpt_path": path, "max_epochs": 2})
+    assert difference(together([part for part, _ in straight]), together([part for part, _ in resumed])) == 0.0
+    rows = [[name for part, _ in run for name in part if name.endswith(" sum")] for run in (early, straight)]
+    assert (bool(rows[0]), bool(rows[1])) == (False, True)
+
+
 @pytest.mark.parametrize(("saved", "loaded"), [(1, 3), (2, 4), (3, 2)])
 def test_checkpoint_loads_at_another_number_of_ranks(ranks: Any, tmp_path: Any, saved: int, loaded: int) -> None:
     path, exchange = str(tmp_path / "x.ckpt"), {**TIGHT, "max_rows": 60}

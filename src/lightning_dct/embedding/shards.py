@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,25 @@ def without_rows(state: dict[str, Any], optimizer: Optimizer, tables: Mapping[st
         for index, entries in state["state"].items()
     }
     return {**state, "state": kept}
+
+
+@contextmanager
+def keeping_row_states(tables: Mapping[str, TableState], optimizers: list[Optimizer]) -> Iterator[None]:
+    """Keep what optimizers have for rows while they load a state without it.
+
+    ``Adagrad`` makes its state when it is made, and growing tables without a row have nothing saved to replace it.
+    """
+    before = [
+        (optimizer, module.weight, dict(optimizer.state[module.weight]))
+        for module in tables.values()
+        for optimizer in optimizers
+        if module.weight in optimizer.state
+    ]
+    yield
+    for optimizer, weight, state in before:
+        for key, value in state.items():
+            if is_row_state(value, weight):
+                optimizer.state[weight].setdefault(key, value)
 
 
 def _pieces_of(key: str, module: TableState, values: Tensor) -> dict[str, Pieces]:
