@@ -43,8 +43,12 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = make_parser()
     # Overrides may come before and after options.
     arguments = parser.parse_intermixed_args(words)
-    if arguments.collect and (arguments.overrides or arguments.seeds or arguments.sweep or arguments.collect_only):
-        parser.error("--collect takes runs as they are: leave out overrides, --seeds, --sweep and --collect-only")
+    own = (arguments.seeds, arguments.sweep, arguments.hosts, arguments.link, arguments.collect_only)
+    if arguments.collect and (arguments.overrides or any(own)):
+        parser.error(
+            "--collect takes runs as they are: leave out overrides, --seeds, --sweep, --hosts, --link"
+            " and --collect-only"
+        )
     if arguments.strategy and not arguments.overrides:
         parser.error("say what all runs share, as in experiment=lm")
     try:

@@ -94,6 +94,7 @@ def test_seeds_are_given_in_one_place() -> None:
         (["--strategy", "ddp"], "say what all runs share"),
         (["experiment=lm", "--collect", "multirun"], "takes runs as they are"),
         (["--collect", "multirun", "--seeds", "1"], "takes runs as they are"),
+        (["--collect", "multirun", "--link", "10"], "takes runs as they are"),
         (["experiment=lm", "--strategy", "ddp", "--strategy", "ddp"], "label of its own"),
         (["experiment=lm"], "--strategy --collect is required"),
     ],
