@@ -32,6 +32,7 @@ def moved_between_request_and_backward() -> tuple[int, int, list[str], list[str]
         pooled = tables((torch.arange(10).view(-1, 1) + torch.tensor([10 * step, 3 * step + rank])) % 30)
         if step < 2:
             pooled.sum().backward()
+    tables.collected.wait()
     numbers = [tensor.numel() for tensor in tensors_in(tables)]
     tables.to("meta")
     devices = [tensor.device.type for tensor in tensors_in(tables)] + [tables.exchange_group.device.type]

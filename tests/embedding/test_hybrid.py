@@ -219,7 +219,9 @@ def test_nothing_is_lost(ranks, world_size, value_format, cache_rows):
             for key, values in part.items():
                 total[key] = total.get(key, 0) - values
     size = max(float(values.abs().max()) for computed, *_ in answers for values in computed.values())
-    assert max(float(values.abs().max()) for values in total.values()) < 1e-5 * size
+    # What is left of evicted rows is rounded to int8, by at most 1/254 of the row's largest entry and an eleventh more.
+    is_rounded = cache_rows == 20 and value_format != "fp32"
+    assert max(float(values.abs().max()) for values in total.values()) < (5e-3 if is_rounded else 1e-5) * size
     # And the two ends of every pair hold the same copies, to the last bit.
     for rank, (*_, copies, _, evictions) in enumerate(answers):
         assert (evictions > 0) == (cache_rows == 20)

@@ -7,6 +7,9 @@ The sender keeps the entries that do not fit::
     rows [k, d]            to be sent: rows + addend
     sent                   the entries with |a| >= tau(table), the largest of them if there are too many
     left                   rows - decoded(sent)
+
+What is left of rows that leave a cache is sent at once, because no end remembers it any longer: in the same format if
+that is fp32 or bf16, else in int8 with a scale for each row.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from lightning_dct.kernels import select
 from lightning_dct.threshold import GUARD_RESELECT, SMALLEST_THRESHOLD, entries_at, keep_largest, kth_magnitude, nudge
 from lightning_dct.wire import PayloadLayout, pack
 from lightning_dct.wire.bits import nonzero_indices
+from lightning_dct.wire.rows import decode_rows, encode_rows, row_scales_num_bytes
+from lightning_dct.wire.values import values_num_bytes
 
 Float64Array = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
@@ -101,6 +106,30 @@ def compress_changes(
     _guard(message, thresholds, reached, finite, flat)
     payload, received = pack(layout, positions, values, flat.new_empty(0, dtype=torch.uint8))
     return Sent(payload, positions, received, values - received.to(values.dtype))
+
+
+def encode_evicted(residuals: Tensor, value_format: str) -> Tensor:
+    """The residuals of evicted rows, ``[e, dim]``, as bytes; ``value_format`` is that of changes."""
+    return torch.cat(encode_rows(residuals.reshape(-1), None, len(residuals), _format_of_evicted(value_format)))
+
+
+def evicted_num_bytes(num_rows: int, dim: int, value_format: str) -> int:
+    """Bytes of :func:`encode_evicted`."""
+    row_format = _format_of_evicted(value_format)
+    return values_num_bytes(row_format, num_rows * dim) + row_scales_num_bytes(row_format, num_rows)
+
+
+def decode_evicted(data: Tensor, num_rows: int, dim: int, value_format: str) -> Tensor:
+    """Undo :func:`encode_evicted`: shape ``[num_rows, dim]``, fp32."""
+    row_format = _format_of_evicted(value_format)
+    values, scales = data.split(
+        [values_num_bytes(row_format, num_rows * dim), row_scales_num_bytes(row_format, num_rows)]
+    )
+    return decode_rows(values, num_rows * dim, None, scales, row_format).view(num_rows, dim)
+
+
+def _format_of_evicted(value_format: str) -> str:
+    return value_format if value_format in ("fp32", "bf16") else "int8"
 
 
 def _guard(message: Message, thresholds: Float64Array, reached: list[int], finite: BoolArray, flat: Tensor) -> None:

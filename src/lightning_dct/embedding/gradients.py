@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dct.embedding.exchange import Incoming
 from lightning_dct.kernels import add_rows
 
 
@@ -28,7 +26,7 @@ class CollectedGradients:
 
     def __init__(self, parts: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
         self._parts = list(parts)
-        self._under_way: list[dist.Work] = []
+        self._expected: list[Callable[[], Iterable[tuple[Tensor, Tensor]]]] = []
 
     @property
     def parts(self) -> list[tuple[Tensor, Tensor]]:
@@ -40,16 +38,15 @@ class CollectedGradients:
         """Add the gradient of a rank's mean loss at ``places``; a row may occur more than once."""
         self._parts.append((places, gradient))
 
-    def expect(self, incoming: Incoming) -> None:
-        """Wait for these bytes before any gradient is read, because some of the parts are views of them."""
-        if incoming.work is not None:
-            self._under_way.append(incoming.work)
+    def expect(self, arrive: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> None:
+        """Add what ``arrive`` waits for and returns, places and gradients, before any part is read."""
+        self._expected.append(arrive)
 
     def wait(self) -> None:
-        """Wait for all expected bytes."""
-        for work in self._under_way:
-            work.wait()
-        self._under_way = []
+        """Wait for all expected parts."""
+        for arrive in self._expected:
+            self._parts += arrive()
+        self._expected = []
 
     def deliver(
         self, weight: Tensor, world_size: int, resolve: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -14,7 +14,7 @@ What is below the threshold is sent later. The paper instead sends pooled embedd
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,14 @@ import torch
 from torch import Tensor
 
 from lightning_dct.embedding.bags import Bags
-from lightning_dct.embedding.changes import Message, compress_changes, message_about
+from lightning_dct.embedding.changes import (
+    Message,
+    compress_changes,
+    decode_evicted,
+    encode_evicted,
+    evicted_num_bytes,
+    message_about,
+)
 from lightning_dct.embedding.exchange import reading
 from lightning_dct.embedding.gradients import deliver, when_backward_ends
 from lightning_dct.embedding.placement import Int64Array
@@ -82,7 +89,7 @@ class ChangesLookup:
         self._rank, self._peers = module.exchange_group.rank, module.peers
         with module.traffic.timed():
             self._rows = DistinctRows(bags, module)
-            payloads, residuals, numbers = self._make_requests()
+            payloads, evicted, numbers = self._make_requests()
         announced = module.exchange_group.announce(numbers, module.traffic)
         sizes = dict(enumerate(announced[:, 0].tolist()))
         requests = module.exchange_group.start(payloads, sizes, module.traffic).wait()
@@ -97,7 +104,7 @@ class ChangesLookup:
             self._with_user = {peer: self._message(self._rank, r.places) for peer, r in self._requests.items()}
             answers = {peer: self._answer(peer) for peer in self._peers}
         self._incoming = module.exchange_group.start(answers, _sizes(self._with_owner), module.traffic)
-        self._send_evicted(residuals)
+        self._send_evicted(evicted)
 
     def pooled(self) -> Tensor:
         """Wait for the rows and pool them, ``[samples, tables, dim]``."""
@@ -155,7 +162,7 @@ class ChangesLookup:
             payloads[peer] = module.held[peer].code.encode(wanted).to(device)
             admission, residuals = module.held[peer].admit(wanted)
             self._slots[peer] = torch.from_numpy(admission.slots).to(device)
-            evicted[peer] = residuals.view(-1).view(torch.uint8)
+            evicted[peer] = encode_evicted(residuals, module.value_format)
             numbers[peer] = payloads[peer].numel(), self._rows.lookups[peer], len(residuals)
         return payloads, evicted, numbers
 
@@ -173,20 +180,25 @@ class ChangesLookup:
         slots = torch.from_numpy(admission.slots).to(module.weight.device)
         return Request(places, slots, lookups, admission.evicted)
 
-    def _send_evicted(self, residuals: Mapping[int, Tensor]) -> None:
+    def _send_evicted(self, payloads: Mapping[int, Tensor]) -> None:
         """Start to send the residuals of evicted rows, which are not needed before backward ends.
 
         They are sent after the answers, which pooling waits for, because they can be many times as long.
         """
-        module, dim = self._module, self._module.embedding_dim
-        row_bytes = dim * module.remembered_dtype.itemsize
-        sizes = {peer: request.evicted.size * row_bytes for peer, request in self._requests.items()}
-        incoming = module.exchange_group.start(residuals, sizes, module.traffic)
-        for peer, request in self._requests.items():
-            if request.evicted.size:
-                received = incoming.parts[peer].view(module.remembered_dtype).view(-1, dim)
-                module.collected.add(torch.from_numpy(request.evicted).to(received.device), received)
-        module.collected.expect(incoming)
+        module, dim, value_format = self._module, self._module.embedding_dim, self._module.value_format
+        evicted = {peer: request.evicted for peer, request in self._requests.items()}
+        sizes = {peer: evicted_num_bytes(places.size, dim, value_format) for peer, places in evicted.items()}
+        incoming = module.exchange_group.start(payloads, sizes, module.traffic)
+
+        def arrive() -> Iterator[tuple[Tensor, Tensor]]:
+            received = incoming.wait()
+            for peer, places in evicted.items():
+                if places.size:
+                    with module.traffic.timed():
+                        rows = decode_evicted(received[peer], places.size, dim, value_format)
+                    yield torch.from_numpy(places).to(rows.device), rows.to(module.remembered_dtype)
+
+        module.collected.expect(arrive)
 
     def _answer(self, peer: int) -> Tensor:
         module = self._module

@@ -54,7 +54,8 @@ class ShardedEmbeddingBags(TableState):
             message. The rounding error is sent later.
         refresh_every: Optimizer steps between two exact selections of the thresholds. In between, a guard moves them a
             little in every step, to keep the number of entries near its target.
-        cache_rows: Most rows of each other rank to remember. The residual of an evicted row is sent. A row takes
+        cache_rows: Most rows of each other rank to remember. The residual of an evicted row is sent: in fp32
+            or bf16 if ``value_format`` is that, else in int8 with a scale for the row. A remembered row takes
             ``8 * embedding_dim`` bytes here and ``4 * embedding_dim`` on its owner.
         expected_lookups: Look-ups per sample of each table, to balance the ranks; one each when None.
         initial_bound: Rows start uniform on ``[-bound, bound)``; ``1 / sqrt(rows)`` of each table when None.
