@@ -284,8 +284,8 @@ class AutoSettings(RunAdvice):
         is_new = before is None or before.config != choice.option.config
         if strategy.config != choice.option.config:
             strategy.change_settings(choice.option.config)
-        # If measuring again changed nothing, be twice as patient, but no more: a link that falls must be seen soon.
-        self._patience = PATIENCE if is_new else 2 * PATIENCE
+        # If measuring again changed nothing, be more patient, but little: a link that falls must be seen soon.
+        self._patience = PATIENCE if is_new else PATIENCE + 1
         self._usual, self._changed = None, 0
         if is_new:
             self._clock.restart()
