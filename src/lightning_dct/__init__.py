@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_dct.__about__ import __version__
 from lightning_dct.activations import SplitPoint, subspace
-from lightning_dct.callbacks import CompressionMonitor, ThresholdRefresh
+from lightning_dct.callbacks import CompressionMonitor, EmbeddingPruning, ThresholdRefresh
 from lightning_dct.config import DCTConfig
 from lightning_dct.embedding import GrowingEmbeddingBags, RowWiseAdagrad, ShardedEmbeddingBags
 from lightning_dct.fsdp import DCTFSDPStrategy
@@ -34,6 +34,7 @@ __all__ = [
     "DCTFSDPStrategy",
     "DCTPipelineStrategy",
     "DCTStrategy",
+    "EmbeddingPruning",
     "GrowingEmbeddingBags",
     "RowWiseAdagrad",
     "ShardedEmbeddingBags",

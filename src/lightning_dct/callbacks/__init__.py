@@ -2,6 +2,7 @@
 
 from lightning_dct.callbacks.auto_settings import AutoSettings
 from lightning_dct.callbacks.compression_monitor import CompressionMonitor
+from lightning_dct.callbacks.embedding_pruning import EmbeddingPruning
 from lightning_dct.callbacks.evaluation_join import EvaluationJoin
 from lightning_dct.callbacks.failures import FailureNotice, SignalsAfterStep
 from lightning_dct.callbacks.run_advice import RunAdvice
@@ -11,6 +12,7 @@ from lightning_dct.callbacks.threshold_refresh import ThresholdRefresh
 __all__ = [
     "AutoSettings",
     "CompressionMonitor",
+    "EmbeddingPruning",
     "EvaluationJoin",
     "FailureNotice",
     "RunAdvice",

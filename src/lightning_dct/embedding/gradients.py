@@ -57,7 +57,7 @@ class CollectedGradients:
         """
         parts, self._parts = self.parts, []
         distinct, inverse = torch.unique(torch.cat([places for places, _ in parts]), return_inverse=True)
-        summed = parts[0][1].new_zeros(distinct.numel(), weight.shape[1])
+        summed = parts[0][1].new_zeros(distinct.numel(), parts[0][1].shape[1])
         for part, (_, gradient) in zip(inverse.split([len(p) for p, _ in parts]), parts, strict=True):
             add_rows(summed, part, gradient)
         rows, mean = resolve(distinct, summed.div_(world_size).to(weight.dtype))

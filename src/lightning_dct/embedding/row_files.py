@@ -10,9 +10,9 @@ import io
 import os
 import pickle
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,8 +49,18 @@ ALLOWED = {
     "pathlib": {"PosixPath", "WindowsPath"},
     "pathlib._local": {"PosixPath", "WindowsPath"},
 }
+
+
+class LazyRows(NamedTuple):
+    """Rows that are made when they are written, so that not all of them exist at once."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
+
+
 # One rank's pieces of a tensor: the tensor's number of rows, and the pieces by their first row.
-Pieces = tuple[int, Mapping[int, Tensor]]
+Pieces = tuple[int, Mapping[int, Tensor | LazyRows]]
 
 
 def write_rows(folder: str, tensors: Mapping[str, Pieces]) -> None:
@@ -96,7 +106,8 @@ class _PiecesPlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The piece at an index."""
         assert index.offset is not None
-        return self.state_dict[index.fqn][1][index.offset[0]]
+        piece = self.state_dict[index.fqn][1][index.offset[0]]
+        return piece.make() if isinstance(piece, LazyRows) else piece
 
 
 class RowFiles:

@@ -5,9 +5,13 @@ tensor for each owner, by slot, together with the owner's directory, which names
 
     tables.table_0                    rows of a table of fixed size
     tables.optimizer_0.sum.table_0    the optimizer's state of these rows
+    tables.kept.table_0               which pieces of the rows are kept, if they are pruned
+    tables.row_requests.table_0       how often each row was requested, if they are to be pruned
     tables.of_3.rows.row_at.rank_0    of 3 growing tables: keys by slot, -1 where it is free; and more such arrays
     tables.rank_0                     rows by slot
     tables.optimizer_0.sum.rank_0     the optimizer's state by slot
+
+Pruned rows are saved whole, ``[rows, PIECES, embedding_dim / PIECES]``, with zeros where no piece is kept.
 
 With the same number of ranks, growing tables keep their slots. With another number, each rank reads the keys of all
 owners, keeps those that it owns now, and reads the pieces with their rows.
@@ -18,6 +22,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,8 +31,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dct.embedding.growing import PARTS, GrowingEmbeddingBags
+from lightning_dct.embedding.kept_pieces import PIECES, KeptPieces
 from lightning_dct.embedding.placement import Int64Array
-from lightning_dct.embedding.row_files import Pieces, RowFiles, reading_rows, write_rows
+from lightning_dct.embedding.row_files import LazyRows, Pieces, RowFiles, reading_rows, write_rows
 from lightning_dct.embedding.state import ROWS_AT_A_TIME, TableState, is_row_state
 
 
@@ -41,6 +47,10 @@ def save_rows(folder: str, tables: Mapping[str, TableState], optimizers: list[Op
         if isinstance(module, GrowingEmbeddingBags):
             module.reset_states(optimizers)
             tensors |= _directory_pieces(name, module)
+        elif module.kept is not None:
+            tensors |= _by_table(f"{name}.kept", module, torch.from_numpy(module.kept.masks))
+        elif module.row_requests is not None:
+            tensors |= _by_table(f"{name}.row_requests", module, module.row_requests)
         tensors |= _pieces_of(name, module, module.weight.detach())
         for number, optimizer in enumerate(optimizers):
             for key, value in optimizer.state.get(module.weight, {}).items():
@@ -60,6 +70,8 @@ def load_rows(folder: str, tables: Mapping[str, TableState]) -> None:
         for name, module in tables.items():
             if isinstance(module, GrowingEmbeddingBags):
                 _load_directory(files, name, module)
+            else:
+                _load_kept(files, name, module)
             _load_values(files, name, name, module, module.weight.detach())
 
 
@@ -78,7 +90,7 @@ def load_row_states(folder: str, tables: Mapping[str, TableState], optimizers: l
                 prefix = f"{name}.optimizer_{number}."
                 saved = {key.rpartition(".")[0]: entry for key, entry in files.index.items() if key.startswith(prefix)}
                 for key, entry in sorted(saved.items()):
-                    shape = (len(module.weight), *entry.size[1:])
+                    shape = (len(module.weight), *entry.size[1 if module.kept is None else 2 :])
                     values = torch.zeros(shape, dtype=entry.properties.dtype, device=module.weight.device)
                     optimizer.state[module.weight][key.removeprefix(prefix)] = values
                     _load_values(files, name, key, module, values)
@@ -127,10 +139,28 @@ def _pieces_of(key: str, module: TableState, values: Tensor) -> dict[str, Pieces
     """This rank's pieces of values that have a row for each of ``module.weight``, shape ``[owned rows, ...]``."""
     if isinstance(module, GrowingEmbeddingBags):
         return _whole(f"{key}.rank_{module.exchange_group.rank}", values[: module.directory.rows.num_slots])
-    pieces: list[dict[int, Tensor]] = [{} for _ in module.table_rows]
-    for table, start, rows in _own_rows(module, values):
-        pieces[table][start] = rows
+    return _by_table(key, module, values, module.kept)
+
+
+def _by_table(key: str, module: TableState, values: Tensor, kept: KeptPieces | None = None) -> dict[str, Pieces]:
+    """This rank's pieces of values for each of its rows, or for each kept piece of them."""
+    pieces: list[dict[int, Tensor | LazyRows]] = [{} for _ in module.table_rows]
+    for table, start, low, high in _own_rows(module):
+        if kept is None:
+            pieces[table][start] = values[low:high]
+        else:
+            make = partial(_whole_rows, kept, values, low, high)
+            pieces[table][start] = LazyRows(_whole_shape(values, high - low), values.dtype, make)
     return {f"{key}.table_{table}": (module.table_rows[table], own) for table, own in enumerate(pieces)}
+
+
+def _whole_shape(values: Tensor, rows: int) -> torch.Size:
+    """The shape in which values of kept pieces are saved."""
+    return torch.Size((rows, PIECES, *values.shape[1:]))
+
+
+def _whole_rows(kept: KeptPieces, values: Tensor, low: int, high: int) -> Tensor:
+    return kept.expand(values, np.arange(low, high), values.new_zeros(_whole_shape(values, high - low)))
 
 
 def _whole(key: str, values: Tensor) -> dict[str, Pieces]:
@@ -139,22 +169,18 @@ def _whole(key: str, values: Tensor) -> dict[str, Pieces]:
     return {key: (len(values), pieces)} if pieces else {}
 
 
-def _own_rows(module: TableState, values: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """For tables of fixed size: table, first row, and a view of the values from there on, a piece at a time."""
+def _own_rows(module: TableState) -> Iterator[tuple[int, int, int, int]]:
+    """For tables of fixed size, a piece at a time: table, first row there, and the first and last place here."""
     for table, start, stop, place in module.placement.ranges(module.exchange_group.rank):
         for low in range(start, stop, ROWS_AT_A_TIME):
             high = min(low + ROWS_AT_A_TIME, stop)
-            yield table, low, values[place + low - start : place + high - start]
+            yield table, low, place + low - start, place + high - start
 
 
 def _load_values(files: RowFiles, name: str, key: str, module: TableState, values: Tensor) -> None:
     """Overwrite ``values``, shape ``[owned rows, ...]``, with this rank's rows of the values saved under ``key``."""
     if not isinstance(module, GrowingEmbeddingBags):
-        for table, start, rows in _own_rows(module, values):
-            saved = files.num_rows(f"{key}.table_{table}")
-            if saved != module.table_rows[table]:
-                raise ValueError(f"table {table} has {saved} rows instead of {module.table_rows[table]}")
-            files.read(f"{key}.table_{table}", start, rows)
+        _load_by_table(files, key, module, values)
         return
     for owner in _owners(files, name, module)[0]:
         keys = _read_array(files, f"{_directory_name(name, module)}.rows.row_at.rank_{owner}").numpy()
@@ -166,6 +192,33 @@ def _load_values(files: RowFiles, name: str, key: str, module: TableState, value
                 rows = values.new_empty(part.size, *values.shape[1:])
                 files.read(f"{key}.rank_{owner}", low, rows)
                 values[torch.from_numpy(part[own]).to(values.device)] = rows[torch.from_numpy(own).to(values.device)]
+
+
+def _load_by_table(files: RowFiles, key: str, module: TableState, values: Tensor) -> None:
+    """The same for tables of fixed size."""
+    for table, start, low, high in _own_rows(module):
+        saved = files.num_rows(f"{key}.table_{table}")
+        if saved != module.table_rows[table]:
+            raise ValueError(f"table {table} has {saved} rows instead of {module.table_rows[table]}")
+        if module.kept is None:
+            files.read(f"{key}.table_{table}", start, values[low:high])
+            continue
+        rows = values.new_empty(_whole_shape(values, high - low))
+        files.read(f"{key}.table_{table}", start, rows)
+        module.kept.pack(values, np.arange(low, high), rows)
+
+
+def _load_kept(files: RowFiles, name: str, module: TableState) -> None:
+    """Read which pieces of this rank's rows are kept, or how often the rows were requested."""
+    module.set_kept(None)
+    read: dict[str, Tensor] = {}
+    for part, dtype in (("kept", torch.uint8), ("row_requests", torch.int32)):
+        if any(f"{name}.{part}.table_{table}" in files.index for table in range(len(module.table_rows))):
+            read[part] = torch.zeros(module.capacity(), dtype=dtype)
+            _load_by_table(files, f"{name}.{part}", module, read[part])
+    module.row_requests = read.get("row_requests")
+    if "kept" in read:
+        module.set_kept(KeptPieces(read["kept"].numpy()))
 
 
 def _directory_name(name: str, module: GrowingEmbeddingBags) -> str:

@@ -14,6 +14,7 @@ from lightning_dct.activations import CompressedModule
 from lightning_dct.embedding.exchange import Exchange
 from lightning_dct.embedding.gradients import CollectedGradients
 from lightning_dct.embedding.initial import initial_rows
+from lightning_dct.embedding.kept_pieces import PIECES, KeptPieces
 from lightning_dct.embedding.placement import Int64Array, Placement, place_tables
 from lightning_dct.embedding.rows import RememberedRows
 from lightning_dct.traffic import Traffic
@@ -28,7 +29,8 @@ class TableState(CompressedModule):
     The subclass sets the settings, and :meth:`materialize` the rest.
     """
 
-    weight: Tensor  # this rank's rows of all tables, [owned rows, embedding_dim]
+    # This rank's rows of all tables, [owned rows, embedding_dim]; their kept pieces if they are pruned.
+    weight: Tensor
     table_rows: list[int]
     embedding_dim: int
     density: float
@@ -50,6 +52,10 @@ class TableState(CompressedModule):
         self.weight = nn.parameter.UninitializedParameter()
         # Whether `state_dict` leaves the rows out; set by a strategy that saves them in shards.
         self.saved_in_shards = False
+        # Of pruned rows; see `pruning`.
+        self.kept: KeptPieces | None = None
+        # How often each row was requested, int32 ``[owned rows]``; only while a pruning is planned.
+        self.row_requests: Tensor | None = None
         # Counts the exact rows that are read outside training.
         self.evaluation_traffic = Traffic()
         # All such modules of the model, if there are several; set by a strategy.
@@ -121,14 +127,33 @@ class TableState(CompressedModule):
 
     def own_rows(self, places: Int64Array) -> Tensor:
         """A copy of this rank's rows at some places, ``[n, embedding_dim]``, without a gradient."""
-        return self.weight.detach().index_select(0, torch.from_numpy(places).to(self.weight.device))
+        if self.kept is None:
+            return self.weight.detach().index_select(0, torch.from_numpy(places).to(self.weight.device))
+        initial = self.initial(self.exchange_group.rank, places).to(self.weight)
+        return self.kept.expand(self.weight.detach(), places, initial)
 
     def note_requests(self, places: list[Int64Array]) -> None:
-        """Use the requests for this rank's rows in a training look-up. Only growing tables need them."""
+        """Use the requests for this rank's rows in a training look-up: distinct places of each rank."""
+        if self.row_requests is not None:
+            for requested in places:
+                self.row_requests[torch.from_numpy(requested)] += 1
 
     def resolve(self, places: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Map places (``[k]``, int64, ascending) and their gradients to rows of ``weight``, ascending, and theirs."""
-        return places, gradient
+        if self.kept is None:
+            return places, gradient
+        found, at = (part.to(places.device) for part in self.kept.find(places.cpu().numpy()))
+        return at, gradient.view(-1, self.weight.shape[1])[found]
+
+    def set_kept(self, kept: KeptPieces | None) -> None:
+        """Change which pieces of rows there are; their values are to be loaded next."""
+        self.kept = kept
+        shape = (self.capacity(), self.embedding_dim)
+        if kept is not None:
+            shape = (kept.num_pieces, self.embedding_dim // PIECES)
+        if self.weight.shape != shape:
+            self.weight.grad = None
+            self.weight.data = self.weight.new_empty(shape)
 
     def thresholds_in_use(self) -> list[float]:
         """The thresholds of both directions."""
@@ -150,21 +175,48 @@ class TableState(CompressedModule):
             self.collected = CollectedGradients((p.to(device), part.to(device)) for p, part in self.collected.parts)
         return self
 
+    def get_extra_state(self) -> dict[str, Any]:
+        """The clock, and what pruning needs if the ``state_dict`` has the rows."""
+        state = super().get_extra_state()
+        if self.kept is not None and not self.saved_in_shards:
+            state["kept"] = torch.from_numpy(self.kept.masks.copy())
+        if self.row_requests is not None and not self.saved_in_shards:
+            state["row_requests"] = self.row_requests.clone()
+        return state
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Restore both; which pieces are kept is restored with the rows."""
+        super().set_extra_state(state)
+        if not self.saved_in_shards:
+            self.row_requests = state["row_requests"].clone() if "row_requests" in state else None
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.saved_in_shards:
             del destination[f"{prefix}weight"]
+        elif self.kept is not None:
+            # Whole rows, so that every module can load them.
+            destination[f"{prefix}weight"] = self.own_rows(np.arange(self.capacity()))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
         key = f"{prefix}weight"
-        if self.saved_in_shards:
-            whole = state_dict.get(key)
-            own = self.weight.detach()
-            if whole is not None and len(whole) == sum(self.table_rows):
+        whole = state_dict.get(key)
+        if self.saved_in_shards and (whole is None or len(whole) != sum(self.table_rows)):
+            state_dict[key] = self.weight.detach()  # the rows are in files of their own
+        elif self.is_materialized and whole is not None:
+            places = np.arange(self.capacity())
+            masks = state_dict.get(f"{prefix}_extra_state", {}).get("kept")
+            if self.saved_in_shards:
                 # Saved by a single process without shards: all tables, one after the other.
-                tables, rows = self.placement.rows_of(self.exchange_group.rank, np.arange(len(own)))
-                own = whole[np.cumsum([0, *self.table_rows])[tables] + rows]
-            state_dict[key] = own
+                tables, rows = self.placement.rows_of(self.exchange_group.rank, places)
+                order = np.cumsum([0, *self.table_rows])[tables] + rows
+                whole, masks = whole[order], None if masks is None else masks[order]
+            self.set_kept(None if masks is None else KeptPieces(masks.numpy()))
+            if self.kept is not None:
+                packed = self.weight.detach().clone()
+                self.kept.pack(packed, places, whole.to(packed))
+                whole = packed
+            state_dict[key] = whole
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
