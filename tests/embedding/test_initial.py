@@ -1,4 +1,5 @@
 import math
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_dct.embedding import initial
 from lightning_dct.embedding.initial import initial_rows
 from strategies_for_hypothesis import examples
 
@@ -42,6 +44,14 @@ def test_entry_by_entry(seed: int, wanted: list[tuple[int, int]]) -> None:
     assert found.dtype == torch.float32
     assert found.shape == (len(wanted), DIM)
     assert found.tolist() == [[one_entry(seed, table, row, column) for column in range(DIM)] for table, row in wanted]
+
+
+@given(seed=seeds, wanted=rows_of_tables)
+@examples(30)
+def test_the_same_without_numba(seed: int, wanted: list[tuple[int, int]]) -> None:
+    with patch.object(initial, "rows_kernel", lambda _: None):
+        found = rows(seed, wanted)
+    assert torch.equal(found, rows(seed, wanted))
 
 
 @given(seed=seeds, wanted=rows_of_tables, data=st.data())

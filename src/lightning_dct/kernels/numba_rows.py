@@ -1,4 +1,4 @@
-"""Codes rows of equal length in 8 or 4 bits, compiled for this CPU by numba (extra ``fast``).
+"""Codes rows of equal length in 8 or 4 bits, and draws initial rows, compiled for this CPU by numba (extra ``fast``).
 
 :mod:`lightning_dct.wire.rows` describes the bytes and :mod:`lightning_dct.activations.noise` the random numbers. The
 results are the same as in torch to the last bit, so ranks may use either. All arithmetic is fp32, with one rounding for
@@ -19,7 +19,9 @@ INFINITY = 0x7F800000  # as bits, above which are those of NaN
 NO_SIGN = 0x7FFFFFFF
 LARGEST = np.float32(np.finfo(np.float32).max)
 ONE, ZERO = np.float32(1), np.float32(0)
-UNIT = np.float32(2.0**-24)
+UNIT, PART = np.float32(2.0**-24), np.float32(2.0**-23)
+# Of SplitMix64.
+GOLDEN, FIRST, SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 A_LITTLE_LESS = np.float32(1 - 2**-23)
 
 
@@ -47,6 +49,21 @@ def decode(written: Tensor, count: int, num_rows: int, levels: int, shares: NDAr
     values = np.empty(count, np.float32)
     _decode(values.reshape(num_rows, -1), written.numpy(), levels > 7, shares)
     return torch.from_numpy(values)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def fill_uniform(rows: Any, states: Any, bounds: Any) -> None:
+    """Overwrite rows (fp32 ``[n, dim]``) as :mod:`lightning_dct.embedding.initial` draws them.
+
+    ``states`` is uint64 ``[n]``, and ``bounds`` fp32 ``[n]``.
+    """
+    for i in range(rows.shape[0]):
+        for j in range(rows.shape[1]):
+            x = states[i] + np.uint64(j + 1) * GOLDEN
+            x = (x ^ (x >> np.uint64(30))) * FIRST
+            x = (x ^ (x >> np.uint64(27))) * SECOND
+            x ^= x >> np.uint64(31)
+            rows[i, j] = (np.float32(np.int32(x >> np.uint64(40))) * PART - ONE) * bounds[i]
 
 
 @njit(inline="always")
