@@ -19,8 +19,9 @@ from distributed.harness import elastic_environment
 from distributed.training import Module, Noise, perceptron, trainer_for
 from embedding.growing import Growing
 from embedding.hybrid import Batches, Hybrid
+from embedding.pruned import Pruned
 from fsdp.training import Plain
-from lightning_dct import DCTFSDPStrategy, DCTPipelineStrategy, DCTStrategy
+from lightning_dct import DCTFSDPStrategy, DCTPipelineStrategy, DCTStrategy, EmbeddingPruning
 from lightning_dct.failures import Lifeline
 from lightning_dct.fsdp.weights import plain
 from pipeline.split_models import SplitModule, replica
@@ -100,6 +101,13 @@ def growing() -> Any:
     return DCTStrategy(density=0.2, min_tensor_size=1, refresh_every=4), module, Batches.batch, {}
 
 
+def pruned() -> Any:
+    module = Pruned({"density": 0.1, "value_format": "int8", "refresh_every": 5, "cache_rows": 40}, "adagrad")
+    strategy = DCTStrategy(density=0.2, min_tensor_size=1, refresh_every=4)
+    # Half of the kills fall before the pruning, half after it.
+    return strategy, module, Batches.batch, {"callbacks": [EmbeddingPruning(0.5, BATCHES // 2)]}
+
+
 def pipeline() -> Any:
     split = {"density": 0.2, "forward_format": "int8", "refresh_every": 3}
     strategy = DCTPipelineStrategy(stages=2, micro_batches=4, density=0.2, min_tensor_size=1, refresh_every=4)
@@ -119,6 +127,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "in_background": in_background,
     "tables": tables,
     "growing": growing,
+    "pruned": pruned,
     "pipeline": pipeline,
     "fsdp": fsdp,
 }
@@ -161,7 +170,8 @@ def train(rank: int, world_size: int, port: int, kind: str, folder: Path, pipe: 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     strategy, module, batch, settings = KINDS[kind]()
     saver = ModelCheckpoint(folder / "checkpoints", "{step}", save_last=True, every_n_train_steps=1)
-    trainer = trainer_for(strategy, enable_checkpointing=True, callbacks=[saver, Reporting(pipe)], **settings)
+    callbacks = [saver, Reporting(pipe), *settings.pop("callbacks", [])]
+    trainer = trainer_for(strategy, enable_checkpointing=True, callbacks=callbacks, **settings)
     trainer.fit(module, Resumable(batch), ckpt_path="last")
     state = strategy.synchronizer.state_dict()
     del state["traffic"]  # it counts time
