@@ -25,15 +25,16 @@ from lightning_dct.auto import (
 )
 from lightning_dct.callbacks.run_advice import RunAdvice, StepClock, StepCosts
 from lightning_dct.config import DCTConfig, check_density, check_positive
-from lightning_dct.forecast.timing import find_slowest, measure_link
+from lightning_dct.forecast.timing import Speed, find_slowest, measure_link
 from lightning_dct.forecast.workload import Workload, workload_of
 from lightning_dct.gradients.exchanges.making import NodeLayout, find_layout
 from lightning_dct.tables import plain_table
+from lightning_dct.updates.rounds import SHORTER_IN_WARMUP
 
 WINDOW = 10
 """Steps that are timed together, or as many more as make whole rounds."""
 SPENT = 1.0
-"""Seconds that a run may wait for DDP while steps are timed."""
+"""Seconds that a run may wait for DDP, or for other ranks, while steps are timed."""
 CHANGED = 1 / 3
 PATIENCE = 2
 """So many windows in a row must differ by that share before anything is measured again."""
@@ -44,11 +45,10 @@ LARGE = 6
 class AutoSettings(RunAdvice):
     """Takes the least lossy settings whose step is not much longer than one without synchronisation.
 
-    ``DCTStrategy`` adds this callback. The link is timed before the first step. A run begins under
-    DistributedDataParallel, whose steps lose nothing, and a window of steps is timed: compute, and waiting. Compressing
-    is timed only if DDP takes too long. If DDP's all-reduce would make the run wait for more than a second, the run
-    begins with updates of few bytes instead. A run that has left DDP does not return, because each rank's optimizer
-    then has its own state.
+    ``DCTStrategy`` adds this callback. The link is timed before the first step. A run begins under DDP, whose steps
+    lose nothing, and a window of steps is timed: compute, and waiting. Compressing is timed only if DDP takes too long.
+    If two of its all-reduces take more than a second, the run begins with updates of few bytes instead. A run that has
+    left DDP does not return, because each rank's optimizer then has its own state.
 
     All ranks use the numbers of the slowest rank after the same steps, so they decide alike.
 
@@ -111,7 +111,8 @@ class AutoSettings(RunAdvice):
         self._steps = float(trainer.estimated_stepping_batches)
         self._is_settled &= self._world_size == trainer.world_size
         self._world_size = trainer.world_size
-        if self.chosen is None and self._measured(0.0).all_reduce_seconds(strategy.config) > SPENT:
+        # DDP's first step is not timed, so a decision about it takes two.
+        if self.chosen is None and 2 * self._measured(0.0).all_reduce_seconds(strategy.config) > SPENT:
             self._leave_ddp(strategy)
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -195,6 +196,7 @@ class AutoSettings(RunAdvice):
         self._window = StepClock(skipped=1, fewest=1)
         self._usual: StepCosts | None = None
         self._agreed_later = None
+        self._speeds: dict[float, Speed] = {}  # of compressing, by density
         self._changed, self._patience = 0, PATIENCE
         self._was_warm = True
         self._is_first_window = True
@@ -255,11 +257,14 @@ class AutoSettings(RunAdvice):
 
     def _leave_ddp(self, strategy: Any) -> None:
         """Continue with updates that make the run wait for at most a second while steps are timed."""
-        self._choose(strategy, self._measured(0.0), [], SPENT / WINDOW, "until steps without DDP have been timed")
+        # Rounds are shorter in warm-up than those that are predicted, so a step waits for longer.
+        longest = SPENT / WINDOW / SHORTER_IN_WARMUP
+        self._choose(strategy, self._measured(0.0), [], longest, "until steps without DDP have been timed")
 
     def _decide(self, strategy: Any, costs: StepCosts, compute: float) -> None:
         if self._is_settled:
             self._link = measure_link(strategy.synchronizer.exchange.everyone.group, strategy.root_device)
+            self._speeds = {}
         measured = self._measured(compute)
         options: list[Option] = []
         if strategy.updates is None:
@@ -273,9 +278,10 @@ class AutoSettings(RunAdvice):
         choice = choose(options, longest, self._steps) if options else None
         if choice is None or not choice.is_within:
             configs = rungs(self.base, self.min_density)
-            everyone = strategy.synchronizer.exchange.everyone
-            speeds = measure_speeds(configs, self._workload, everyone.group, strategy.root_device)
-            options = options + predict_updates(measured, configs, speeds)
+            if not self._speeds:
+                everyone = strategy.synchronizer.exchange.everyone
+                self._speeds = measure_speeds(configs, self._workload, everyone.group, strategy.root_device)
+            options = options + predict_updates(measured, configs, self._speeds)
             choice = choose(options, longest, self._steps)
         before, self.chosen = self.chosen, choice.option
         decision = f"After {strategy.traffic.totals.steps:,} steps DCTStrategy {choice.reason(longest)} ({why})."
