@@ -3,7 +3,7 @@
 Makes hosts out of network namespaces (Linux, as root). On links without a limit every fixed setting trains the
 perceptron of ``steps.py`` until its loss, a mean over 20 steps and all ranks, is DDP's after ``--steps``. Then some of
 its steps are timed on each link, and steps times pace is its time to that loss. ``target_overhead`` trains to that loss
-on every link, and its time includes its measuring. Fixed settings obey the same rule: no entry waits for more than a
+on every link, and its time includes its measuring, also before the first step. Fixed settings obey the same rule: no entry waits for more than a
 tenth of the run. Settings with longer delays have a column of their own.
 """
 
@@ -60,11 +60,16 @@ class Watch(Callback):
 
     def __init__(self, loss: float | None, seconds: float | None) -> None:
         self._goal, self._longest = loss, seconds
+        self.started = 0.0
         self.losses: list[float] = []
         self.ends: list[float] = []
         # The steps, the mean loss and the seconds that all ranks have agreed on last.
         self.steps, self.loss, self.seconds = 0, float("inf"), 0.0
         self._agreeing: tuple[int, torch.Tensor, dist.Work] | None = None
+
+    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
+        # `target_overhead` measures when training starts, before this callback is told of it.
+        self.started = perf_counter()
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self.ends.append(perf_counter())
@@ -77,7 +82,7 @@ class Watch(Callback):
         # Wait for the result ten steps later: a round trip may take as long as they do.
         self.read(trainer)
         if not trainer.should_stop:
-            own = [statistics.fmean(self.losses[-SMOOTHING:]), self.ends[-1] - self.ends[0]]
+            own = [statistics.fmean(self.losses[-SMOOTHING:]), self.ends[-1] - self.started]
             mean = torch.tensor(own, dtype=torch.float64) / dist.get_world_size()
             self._agreeing = len(self.losses), mean, dist.all_reduce(mean, async_op=True)
 
