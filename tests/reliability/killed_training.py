@@ -104,7 +104,7 @@ def growing() -> Any:
 def pruned() -> Any:
     module = Pruned({"density": 0.1, "value_format": "int8", "refresh_every": 5, "cache_rows": 40}, "adagrad")
     strategy = DCTStrategy(density=0.2, min_tensor_size=1, refresh_every=4)
-    # Half of the kills fall before the pruning, half after it.
+    # Some kills fall before the pruning, some after it.
     return strategy, module, Batches.batch, {"callbacks": [EmbeddingPruning(0.5, BATCHES // 2)]}
 
 
