@@ -8,7 +8,7 @@ from pathlib import Path
 import lightning_dct
 
 # transformers is none of ours; torchmetrics imports it where it is.
-OPTIONAL = ["hydra", "omegaconf", "wandb", "numba", "triton", "rich", "tokenizers", "matplotlib", "transformers"]
+OPTIONAL = ["hydra", "omegaconf", "wandb", "numba", "rich", "tokenizers", "matplotlib", "transformers"]
 
 WITHOUT_OPTIONAL_PACKAGES = f"""
     import importlib.metadata as metadata

@@ -10,7 +10,9 @@ from inspect import Parameter, signature
 from numbers import Integral
 from typing import Any, Literal, get_args
 
-from lightning_dct.kernels import KernelName
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_dct.kernels import ALIASES, KernelName
 
 ValueFormat = Literal["fp32", "bf16", "int8", "int4", "1bit"]
 VALUE_FORMATS: tuple[str, ...] = get_args(ValueFormat)
@@ -55,8 +57,8 @@ class DCTConfig:
         exchange: How payloads reach the other ranks: ``"all_gather"`` (each rank sends to all), ``"sharded"`` (to the
             owner of each piece of the model, who sums, thresholds again and sends to all), ``"by_node"`` (dense inside
             a node, compressed between nodes) or ``"auto"``, which chooses by counted bytes and logs its choice.
-        kernel: Implementation of the selection and the sum: ``"torch"``, ``"numba"`` (on the CPU), ``"triton"`` (on
-            CUDA) or ``"auto"``, the fastest that is installed. All give the same results to the last bit.
+        kernel: Implementation of the selection and the sum: ``"torch"``, ``"numba"`` (on the CPU) or ``"auto"``,
+            the fastest that is installed. All give the same results to the last bit. ``"triton"`` means ``"torch"``.
         missing_state: What happens if a run resumes from a checkpoint without the folder that was saved beside it:
             ``"error"``, or ``"reset"``, which continues with empty residuals and logs that. Without the rows of sharded
             tables, which are part of the model, it is always an error.
@@ -97,6 +99,12 @@ class DCTConfig:
             check_choice(setting, getattr(self, setting), get_args(choices))
         if not isinstance(self.guard, bool):
             raise TypeError(f"`guard` must be True or False, got {self.guard!r}.")
+        if self.kernel in ALIASES:
+            rank_zero_warn(
+                f"`kernel={self.kernel!r}` is now another name for `kernel={ALIASES[self.kernel]!r}`, which is what"
+                " works on GPUs. Use `kernel='auto'`."
+            )
+            object.__setattr__(self, "kernel", ALIASES[self.kernel])
 
     def _check_rounds(self) -> None:
         check_choice("compress", self.compress, get_args(Compress))

@@ -54,7 +54,7 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         min_tensor_size: Tensors with fewer entries are sent dense.
         guard: Adjust the thresholds between refreshes to keep the number of sent entries near its target.
         exchange: ``"all_gather"``, ``"sharded"``, ``"by_node"``, or ``"auto"`` to choose by counted bytes.
-        kernel: ``"torch"``, ``"numba"``, ``"triton"``, or ``"auto"`` for the fastest that is installed.
+        kernel: ``"torch"``, ``"numba"``, or ``"auto"`` for the fastest that is installed.
         missing_state: ``"error"``, or ``"reset"`` to resume also without the folder that was saved with a checkpoint.
         lifelines: False to disable everything that keeps ranks from waiting for one that has died, failed or been
             signalled: see ``docs/reliability.md``. A number is the port at which rank 0 listens, by default a free one.

@@ -1,6 +1,7 @@
 """The sharded exchange and the one by node under Lightning, on real ranks."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -128,9 +129,14 @@ def test_by_node_on_one_node_is_refused_on_every_rank(ranks: Any) -> None:
         assert "all ranks are on one node. Use `exchange='auto'`" in message
 
 
-def test_a_kernel_for_another_device_is_refused_on_every_rank(ranks: Any) -> None:
-    for message in ranks(2).run(refused, {"kernel": "triton"}):
-        assert "`kernel='triton'` works on cuda, not on cpu. Use `kernel='auto'`" in message
+def refused_without_numba() -> str:
+    with mock.patch("lightning_dct.kernels._is_installed", return_value=False):
+        return refused({"kernel": "numba"})
+
+
+def test_a_kernel_that_is_not_installed_is_refused_on_every_rank(ranks: Any) -> None:
+    for message in ranks(2).run(refused_without_numba):
+        assert "`kernel='numba'` needs the package numba" in message
 
 
 def fit_twice_by_node() -> tuple[list[str], int, int]:

@@ -52,7 +52,7 @@ def test_state() -> None:
     assert sum(norm**2 for norm in again.norms().values()) == pytest.approx(9 * 1.0 + 6 * 100.0)
 
 
-def test_the_kernel_that_was_asked_for_is_the_one_that_runs() -> None:
+def test_the_kernel_that_was_asked_for_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = BucketPlan(("b", "a"), (3, 6), (1, 1), torch.float32, "fp32")
 
     def compress(kernel: str) -> Compressed:
@@ -61,8 +61,9 @@ def test_the_kernel_that_was_asked_for_is_the_one_that_runs() -> None:
         return made.compress(torch.ones(9), made.residual_of(plan, CPU), plan, set(), 1.0)
 
     assert compress("torch").num_entries == 2
-    with pytest.raises(ValueError, match="`kernel='triton'` works on cuda, not on cpu"):
-        compress("triton")
+    monkeypatch.setattr("lightning_dct.kernels._is_installed", lambda package: False)
+    with pytest.raises(ValueError, match="`kernel='numba'` needs the package numba"):
+        compress("numba")
 
 
 def test_pieces_of_another_owner_become_residuals() -> None:

@@ -1,7 +1,5 @@
 import math
-import os
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,25 +13,10 @@ from lightning_dct.kernels.buffered import BufferedSelection
 from strategies_for_hypothesis import examples
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KERNELS: dict[str, Any] = {"torch": buffered.select_into_buffer}
-if DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":  # see test_triton.py
-    from lightning_dct.kernels import triton_cuda
-
-    KERNELS["triton"] = triton_cuda.select_into_buffer
-
 numbers = st.sampled_from([0.0, 0.5, -0.5, 1.0, -1.0, 1e-40, 3e38]) | st.floats(
     width=32, allow_nan=False, allow_infinity=False
 )
 nonfinite_too = numbers | st.sampled_from([math.nan, math.inf, -math.inf])
-
-
-class KernelUnderTest:
-    select: Any
-
-
-@pytest.fixture(autouse=True, params=KERNELS)
-def _kernel(request: pytest.FixtureRequest) -> None:
-    KernelUnderTest.select = staticmethod(KERNELS[request.param])  # type: ignore[assignment]
 
 
 def select(
@@ -44,11 +27,11 @@ def select(
     thresholds: Sequence[float],
     scale: float,
 ) -> BufferedSelection:
-    """The kernel under test, wherever it works; the residual changes in place."""
+    """On the GPU where there is one; the residual changes in place."""
     numbers = torch.tensor([scale, *thresholds], dtype=residual.dtype, device=DEVICE)
     on_device = residual.to(DEVICE)
     picked_from = buffered.Segments(segments, capacities, torch.device(DEVICE))
-    buffered_selection = KernelUnderTest.select(gradient.to(DEVICE), on_device, picked_from, numbers)
+    buffered_selection = buffered.select_into_buffer(gradient.to(DEVICE), on_device, picked_from, numbers)
     residual.copy_(on_device)
     return BufferedSelection(*(part.cpu() for part in buffered_selection))
 

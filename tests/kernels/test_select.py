@@ -182,8 +182,8 @@ def test_kernels_of_a_device() -> None:
 
 
 def test_a_kernel_for_another_device_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"`kernel='triton'` works on cuda, not on cpu\. Use `kernel='auto'`"):
-        check_kernel("triton", "cpu")
+    with pytest.raises(ValueError, match=r"`kernel='numba'` works on cpu, not on cuda\. Use `kernel='auto'`"):
+        check_kernel("numba", "cuda")
 
 
 def test_a_kernel_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

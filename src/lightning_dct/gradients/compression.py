@@ -86,9 +86,7 @@ def compress(
     dense = _take_dense(buffer, residual, plan, deferred, gradient_scale)
     dense_entries = sum(plan.sizes[index] for index in plan.dense)
     if on_device:
-        payload, count = send_largest(
-            buffer, residual, plan, used, dense, thresholds, gradient_scale, guard=guard, kernel=kernel
-        )
+        payload, count = send_largest(buffer, residual, plan, used, dense, thresholds, gradient_scale, guard)
         return Compressed(payload, count + dense_entries, selected)
     taus = [thresholds.get(plan.names[index], plan.targets[index]) or 0.0 for index in used]
     selection = select(buffer, residual, [plan.bounds[index] for index in used], taus, gradient_scale, kernel)

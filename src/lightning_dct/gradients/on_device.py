@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.gradients.plan import BucketPlan
-from lightning_dct.kernels import buffer_kernel
-from lightning_dct.kernels.buffered import BufferedSelection, Segments, buffer_capacity
+from lightning_dct.kernels.buffered import BufferedSelection, Segments, buffer_capacity, select_into_buffer
 from lightning_dct.kernels.reference import weights_by_senders
 from lightning_dct.threshold import GUARD_RESELECT, Thresholds, nudge_all
 from lightning_dct.wire import SideBySide, Slots, pack_on_device, unpack_on_device
@@ -98,7 +97,6 @@ def send_largest(
     thresholds: Thresholds,
     gradient_scale: float,
     guard: bool,
-    kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """Pack the largest entries of each tensor and leave the rest in the residual.
 
@@ -114,7 +112,7 @@ def send_largest(
     taus = thresholds.on_device(names, buffer.device)
     scale = torch.full((1,), gradient_scale, dtype=residual.dtype, device=residual.device)
     numbers = torch.cat([scale, taus.to(residual.dtype)])
-    picked = buffer_kernel(kernel, buffer.device.type)(buffer, residual, selection_buffer.segments, numbers)
+    picked = select_into_buffer(buffer, residual, selection_buffer.segments, numbers)
     magnitudes, order = _largest_first(picked, selection_buffer.segments)
     if guard and used:
         thresholds.replace(names, _follow(taus, picked, magnitudes[order], selection_buffer))

@@ -5,11 +5,11 @@ kernel    needs        description
 ========  ===========  ==================================================================
 torch                  cache-sized chunks on the CPU, whole tensors on a GPU
 numba     numba        one pass over memory on the CPU (``pip install '.[fast]'`` in a clone)
-triton    triton       two passes on a CUDA GPU; see :mod:`~lightning_dct.kernels.buffered`
 ========  ===========  ==================================================================
 
-All give the same entries, residuals and sums to the last bit, so ranks may use different ones. On a GPU torch does the
-sums. :mod:`~lightning_dct.kernels.numba_rows` codes rows of activations as :mod:`lightning_dct.wire.rows` does.
+Both give the same entries, residuals and sums to the last bit, so ranks may use different ones. On a GPU
+:mod:`~lightning_dct.kernels.buffered` selects gradients and updates. :mod:`~lightning_dct.kernels.numba_rows` codes
+rows of activations as :mod:`lightning_dct.wire.rows` does.
 """
 
 from __future__ import annotations
@@ -25,11 +25,8 @@ from torch import Tensor
 from lightning_dct.kernels.reference import Selection
 
 KernelName = Literal["auto", "torch", "numba", "triton"]
-# By kernel: its device, and how to install its package.
-_NEEDS = {
-    "numba": ("cpu", "pip install '.[fast]' in a clone of lightning_dct"),
-    "triton": ("cuda", "pip install triton"),
-}
+# What "triton" has become; `DCTConfig` says so.
+ALIASES = {"triton": "torch"}
 
 
 def select(
@@ -81,13 +78,6 @@ def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:
         total.index_add_(0, indices, rows)
 
 
-def buffer_kernel(kernel: str, device_type: str) -> Any:
-    """``select_into_buffer`` of :mod:`~lightning_dct.kernels.buffered`, by triton or else torch."""
-    name = fastest_kernel(device_type) if kernel == "auto" else kernel
-    module = "triton_cuda" if name == "triton" else "buffered"
-    return import_module(f"lightning_dct.kernels.{module}").select_into_buffer
-
-
 @cache
 def rows_kernel(device_type: str) -> Any:
     """:mod:`~lightning_dct.kernels.numba_rows`, or None without numba."""
@@ -96,7 +86,7 @@ def rows_kernel(device_type: str) -> Any:
 
 def available_kernels(device_type: str) -> list[str]:
     """The installed kernels for a device, the slowest first."""
-    return ["torch", *(name for name, (device, _) in _NEEDS.items() if device == device_type and _is_installed(name))]
+    return ["torch", "numba"] if device_type == "cpu" and _is_installed("numba") else ["torch"]
 
 
 @cache
@@ -116,18 +106,20 @@ def faster_kernel_missing(device_type: str) -> str | None:
 
 def check_kernel(name: str, device_type: str) -> None:
     """Refuse a kernel that is not installed or does not work on this device (ValueError)."""
-    if name in _NEEDS:
-        device, remedy = _NEEDS[name]
-        if device != device_type:
-            raise ValueError(f"`kernel={name!r}` works on {device}, not on {device_type}. Use `kernel='auto'`.")
-        if not _is_installed(name):
-            raise ValueError(f"`kernel={name!r}` needs the package {name}: `{remedy}`, or use `kernel='auto'`.")
+    if name != "numba":
+        return
+    if device_type != "cpu":
+        raise ValueError(f"`kernel='numba'` works on cpu, not on {device_type}. Use `kernel='auto'`.")
+    if not _is_installed("numba"):
+        raise ValueError(
+            "`kernel='numba'` needs the package numba: `pip install '.[fast]' in a clone of lightning_dct`, or use"
+            " `kernel='auto'`."
+        )
 
 
 def _implementation(kernel: str, device_type: str) -> Any:
     name = fastest_kernel(device_type) if kernel == "auto" else kernel
     check_kernel(name, device_type)
-    # On a GPU torch also serves `kernel="triton"`, which only selects into buffers.
     return import_module(f"lightning_dct.kernels.{'numba_cpu' if name == 'numba' else 'reference'}")
 
 

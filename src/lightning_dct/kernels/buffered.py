@@ -1,4 +1,4 @@
-"""Selects into a buffer of fixed capacity on a GPU, so that the host does not wait for a count: contract and torch.
+"""Selects into a buffer of fixed capacity on a GPU, so that the host does not wait for a count.
 
 ``select_into_buffer(gradient, residual, segments, numbers)`` changes the residual as
 :mod:`lightning_dct.kernels.reference` describes. The shape of its result does not depend on data, and the number of
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -24,8 +23,6 @@ from torch import Tensor
 
 # Slots for each entry that may be sent. Sorting them is most of the cost after the selection.
 CAPACITY_FACTOR = 2
-# Entries in a block.
-BLOCK = 2048
 
 
 class BufferedSelection(NamedTuple):
@@ -35,14 +32,6 @@ class BufferedSelection(NamedTuple):
     values: Tensor  # shape `[R]`, the residual's dtype: gradient plus residual there; anything in empty slots
     counts: Tensor  # shape `[T]`, int64: selected entries of each segment, possibly more than its slots
     broken: Tensor  # shape `[T]`, bool: whether the segment has infinite or NaN sums
-
-
-class Blocks(NamedTuple):
-    """The bounds and the segment of each block: shape ``[blocks]``, int64."""
-
-    starts: Tensor
-    stops: Tensor
-    segments: Tensor
 
 
 class Segments:
@@ -70,19 +59,12 @@ class Segments:
         self.segment = segment.to(device)
         self.numbers = (torch.arange(sum(capacities)) - slot_edges[segment]).to(device)
 
-    @cached_property
-    def blocks(self) -> Blocks:
-        """The segments in blocks of at most ``BLOCK`` entries."""
-        starts = [torch.arange(start, stop, BLOCK) for start, stop in self.bounds]
-        ends = [(part + BLOCK).clamp(max=stop) for part, (_, stop) in zip(starts, self.bounds, strict=True)]
-        segments = [torch.full_like(part, index) for index, part in enumerate(starts)]
-        return Blocks(*(torch.cat(parts).to(self.device) for parts in (starts, ends, segments)))
-
 
 def select_into_buffer(gradient: Tensor, residual: Tensor, segments: Segments, numbers: Tensor) -> BufferedSelection:
     """Select in all segments at once; see the module's docstring."""
     if not segments.bounds:
-        return no_segments(residual)
+        empty = residual.new_empty(0)
+        return BufferedSelection(empty.long(), empty, empty.long(), empty.bool())
     residuals = [residual[start:stop] for start, stop in segments.bounds]
     old = torch.cat(residuals)
     # Two operations, because a fused one would round once instead of twice.
@@ -108,12 +90,6 @@ def select_into_buffer(gradient: Tensor, residual: Tensor, segments: Segments, n
 def _set_before(flags: Tensor) -> Tensor:
     """The number of set flags (shape ``[N]``, bool) before each entry and in all: shape ``[N + 1]``, int64."""
     return torch.cat([flags.new_zeros(1), flags]).cumsum(0)
-
-
-def no_segments(residual: Tensor) -> BufferedSelection:
-    """The selection from no segments."""
-    empty = residual.new_empty(0)
-    return BufferedSelection(empty.long(), empty, empty.long(), empty.bool())
 
 
 def buffer_capacity(size: int, target: int) -> int:
