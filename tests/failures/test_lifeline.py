@@ -1,5 +1,7 @@
 """Lifelines of real ranks: who gets one, what carries a signal, and what is left when they are closed."""
 
+import contextlib
+import io
 import os
 import random
 import socket
@@ -16,7 +18,8 @@ from lightning.pytorch import Callback
 from distributed.harness import free_port
 from distributed.training import Module, loader, rank, trainer_for
 from lightning_dct import DCTStrategy
-from lightning_dct.failures import Lifeline
+from lightning_dct.failures import Lifeline, sockets
+from lightning_dct.failures.hub import STRANGERS, Hub
 from lightning_dct.failures.lifeline import check_lifelines
 
 ROUNDS = 12
@@ -116,6 +119,49 @@ def test_a_port_that_is_taken_is_said(ranks: Any) -> None:
             assert "rank 0 cannot listen" in warned
             assert "lifelines" in warned
             assert left == []
+
+
+def open_among_strangers() -> tuple[bool, list[str], list[str], list[str]]:
+    """Rank 1 is slow to say hello: before that, so many strangers call that the hub hangs up on it."""
+    say, strangers = sockets.write_line, []
+
+    def crowd_out(connection: socket.socket, message: dict[str, Any]) -> None:
+        if "token" in message and not strangers:
+            strangers.extend(socket.create_connection(connection.getpeername()[:2]) for _ in range(3 + STRANGERS))
+            assert connection.recv(1) == b""
+        say(connection, message)
+
+    with patch.object(sockets, "write_line", crowd_out):
+        opened = open_and_close((True, True))
+    for stranger in strangers:
+        stranger.close()
+    return opened
+
+
+def test_a_rank_that_strangers_crowd_out_calls_again(ranks: Any) -> None:
+    """Oracle: the lifelines of ranks without strangers, and no warning."""
+    first, second = ranks(2).run(open_among_strangers)
+    assert first == (True, [], ["lightning_dct hub", "lightning_dct lifeline"], [])
+    assert second == (True, [], ["lightning_dct lifeline"], [])
+
+
+def open_where_nobody_is_let_in() -> tuple[Any, str]:
+    told = io.StringIO()
+    with (
+        patch.object(Hub, "_admit", side_effect=ValueError("no")),
+        patch("lightning_dct.failures.lifeline.CONNECT_S", 0.1),
+        contextlib.redirect_stderr(told),
+    ):
+        return open_and_close((True, True)), told.getvalue()
+
+
+def test_a_close_before_the_welcome_is_no_death(ranks: Any) -> None:
+    """Oracle: a warning on both ranks, with the rank that cannot connect; nothing is printed, and nothing ends."""
+    for (opened, (warned,), _, left), told in ranks(2).run(open_where_nobody_is_let_in):
+        assert not opened
+        assert "rank 1 cannot connect to rank 0" in warned
+        assert left == []
+        assert told == ""
 
 
 def fail_when_rank_0_has_left() -> str:

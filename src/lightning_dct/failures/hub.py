@@ -5,7 +5,8 @@ has died: the kernel closes the connections of any dead process. There is no tim
 data or stop in a debugger.
 
 Anyone on the network can connect until all ranks have. The hub closes connections without the token or with the number
-of a connected rank. It sends nothing from such callers to the ranks.
+of a connected rank, and the oldest silent ones if there are many. It sends nothing from such callers to the ranks. A
+rank that the hub has hung up on before the welcome calls again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_dct.failures.sockets import accept, listen, pair, read_lines, write_line
+from lightning_dct.failures.sockets import WELCOME, accept, listen, pair, read_lines, write_line
 
 # A death makes other ranks fail, and their reports may arrive first. So the hub waits before it decides.
 SETTLE_S = 1.0
@@ -78,7 +79,8 @@ class Hub:
 
     def _serve_once(self) -> None:
         wait = None if self._decide_at is None else max(self._decide_at - time.monotonic(), 0.0)
-        for key, _ in self._selector.select(wait):
+        # Those who have said something first, before they are dropped as strangers.
+        for key, _ in sorted(self._selector.select(wait), key=lambda event: event[0].fileobj is self._listener):
             if key.fileobj is self._listener:
                 with suppress(OSError):  # the caller has closed the connection
                     self._nameless.append(self._connected(accept(self._listener)))
@@ -146,7 +148,7 @@ class Hub:
         self._nameless.remove(caller)
         caller.rank, caller.who = rank, str(message["who"])
         self._members[rank] = caller
-        self._send(caller, {"welcome": True})
+        self._send(caller, WELCOME)
         if len(self._members) == self._world_size:
             self._selector.unregister(self._listener)
             self._listener.close()

@@ -30,8 +30,9 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_dct.failures.hub import Hub
-from lightning_dct.failures.sockets import address_towards, connect, read_lines, write_line
+from lightning_dct.failures.sockets import address_towards, enter, read_lines, write_line
 
+# How long a rank may take to be let in by the hub.
 CONNECT_S = 10.0
 # How long a failing rank waits for the hub's verdict.
 VERDICT_S = 5.0
@@ -54,7 +55,6 @@ class Lifeline:
         self._over = threading.Event()  # this rank has left, or has failed by itself
         self._decided = threading.Event()
         self._hub_may_end = False
-        self._welcome = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="lightning_dct lifeline", daemon=True)
         self._thread.start()
 
@@ -98,14 +98,12 @@ class Lifeline:
     def _connect(
         cls, rank: int, addresses: list[str], port: int, token: str, hub_who: str
     ) -> tuple[Lifeline | None, str]:
+        hello = {"token": token, "rank": rank, "who": _who(rank)}
         try:
-            lifeline = cls(rank, connect(addresses, port, CONNECT_S), hub_who)
+            # Nothing listens before the welcome: whatever goes wrong until then is no death.
+            return cls(rank, enter(addresses, port, hello, CONNECT_S), hub_who), ""
         except OSError as error:
             return None, f"rank {rank} cannot connect to rank 0 at {addresses}, port {port}: {error}"
-        lifeline._send({"token": token, "rank": rank, "who": _who(rank)})
-        if lifeline._welcome.wait(CONNECT_S):
-            return lifeline, ""
-        return lifeline, f"the process that answers rank {rank} at {addresses}, port {port}, is not rank 0"
 
     def report(self, exception: BaseException) -> str:
         """Report that this rank is failing, and wait for the hub's verdict on which ranks have died or failed.
@@ -161,9 +159,7 @@ class Lifeline:
         self._connection.close()
 
     def _handle(self, message: dict[str, Any]) -> None:
-        if "welcome" in message:
-            self._welcome.set()
-        elif "where" in message:
+        if "where" in message:
             number = int(message["where"])
             self._send({"asked": number, "passed": self._stop_points.ask(number)})
         elif "act_on" in message:

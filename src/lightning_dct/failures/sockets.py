@@ -6,7 +6,9 @@ import ipaddress
 import json
 import os
 import socket
+import time
 import weakref
+from contextlib import suppress
 from typing import Any
 
 # A host that does not answer the kernel's probes for 5 + 3 * 4 seconds counts as lost.
@@ -15,6 +17,10 @@ KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 3}
 UNACKNOWLEDGED_MS = 17_000
 # Ranks send shorter lines.
 LONGEST_LINE = 1 << 16
+# The hub's answer to the hello of a rank.
+WELCOME = {"welcome": True}
+# After the hub has hung up, a rank calls again.
+AGAIN_S = 0.02
 
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
@@ -53,6 +59,39 @@ def connect(addresses: list[str], port: int, timeout_s: float) -> socket.socket:
     raise error
 
 
+def enter(addresses: list[str], port: int, hello: dict[str, Any], timeout_s: float) -> socket.socket:
+    """Connect, say hello and wait for the welcome; an OSError if it has not come after ``timeout_s``.
+
+    A hub that is called by many hangs up on those that have not said anything yet. So the hello follows the connection
+    at once, and a rank that is hung up on calls again.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        connection = connect(addresses, port, timeout_s)
+        try:
+            connection.settimeout(max(deadline - time.monotonic(), AGAIN_S))
+            write_line(connection, hello)
+            # Unbuffered, because what follows the welcome belongs to the next reader.
+            answer = connection.makefile("rb", buffering=0).readline(LONGEST_LINE)
+            if answer == _line(WELCOME):
+                connection.settimeout(None)
+                return connection
+            if answer:
+                raise OSError("the process that answers there is not rank 0")
+        except ConnectionError:
+            pass
+        except OSError:
+            # The welcome may be on its way: it must not look as if this rank had died.
+            with suppress(OSError):
+                write_line(connection, {"left": True})
+            connection.close()
+            raise
+        connection.close()
+        if time.monotonic() >= deadline:
+            raise ConnectionError("it hangs up before the welcome")
+        time.sleep(AGAIN_S)
+
+
 def address_towards(host: str) -> str:
     """This host's own address as ``host`` sees it, without sending a packet; an OSError if there is no route."""
     family, kind, *_, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -70,7 +109,7 @@ def name_of_this_host(host: str) -> str:
 
 def write_line(connection: socket.socket, message: dict[str, Any]) -> None:
     """Send one message; an OSError if the connection is gone."""
-    connection.sendall(json.dumps(message).encode() + b"\n")
+    connection.sendall(_line(message))
 
 
 def read_lines(buffer: bytearray, received: bytes) -> list[dict[str, Any]]:
@@ -86,6 +125,10 @@ def read_lines(buffer: bytearray, received: bytes) -> list[dict[str, Any]]:
     if len(buffer) > LONGEST_LINE or not all(isinstance(message, dict) for message in messages):
         raise ValueError("this is no message between ranks")
     return messages
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 def _kept_alive(connection: socket.socket) -> socket.socket:
