@@ -93,11 +93,6 @@ class TrafficTotals:
         """Entries sent over entries due; NaN before the first step."""
         return self.entries_sent / self.entries if self.entries else math.nan
 
-    @property
-    def overhead_ms(self) -> float:
-        """Milliseconds spent compressing, a step; NaN before the first step."""
-        return 1e3 * self.seconds / self.steps if self.steps else math.nan
-
 
 class Traffic:
     """The counter itself.

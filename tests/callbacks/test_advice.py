@@ -7,12 +7,21 @@ import pytest
 
 from lightning_dct import DCTConfig
 from lightning_dct.callbacks import run_advice
-from lightning_dct.callbacks.run_advice import FEWEST, SKIPPED, StepClock, StepCosts, closing_line, notes_at_start
+from lightning_dct.callbacks.run_advice import (
+    FEWEST,
+    SKIPPED,
+    StepClock,
+    StepCosts,
+    notes_at_start,
+    time_of_step,
+    verdict,
+)
 from lightning_dct.forecast.timing import MeasuredLink
 from lightning_dct.kernels import _is_installed
 from lightning_dct.traffic import TrafficTotals
 
 GRADIENTS = DCTConfig(compress="gradients", density=0.03)
+DENSE = DCTConfig(compress="gradients", density=1.0)
 UPDATES = DCTConfig(local_steps=8, density=0.2)
 # 1 Gbit/s from each of two ranks: 8 ns a byte of the tensor.
 LINK = MeasuredLink(world_size=2, num_bytes=1_000_000, seconds=0.01, seconds_per_byte=8e-9)
@@ -63,7 +72,7 @@ def test_a_missing_kernel_is_named(without_numba: None) -> None:
     ("config", "costs", "told"),
     [
         # DDP's all-reduce of 2 MB: 10 + 8 ms.
-        (UPDATES, (0.1, 0.004, 0.003), "Synchronising is 7% of a step: no setting would make it much faster."),
+        (UPDATES, (0.1, 0.004, 0.003), "Synchronising takes 7% of a step: no setting would make it much faster."),
         (
             UPDATES,
             (0.1, 0.02, 0.01),
@@ -76,36 +85,37 @@ def test_a_missing_kernel_is_named(without_numba: None) -> None:
             (0.1, 0.002, 0.01),
             "delay=8 would hide the waiting behind training, local_steps=16 would halve both.",
         ),
-        (DCTConfig(local_steps=8, delay=8), (0.1, 0.002, 0.01), " local_steps=16 would halve both."),
+        (DCTConfig(local_steps=8, delay=8), (0.1, 0.002, 0.01), "local_steps=16 would halve compressing and waiting."),
         (GRADIENTS, (0.1, 0.002, 0.01), "a lower density sends fewer bytes."),
+        # What already is the dense exchange.
+        (DENSE, (0.1, 0.0, 0.05), "nothing is compressed: compress='updates' would exchange less, and less often."),
+        (DENSE, (0.1, 0.0, 0.005), "Synchronising takes 5% of a step: no setting would make it much faster."),
     ],
 )
 def test_the_end_says_which_setting_would_be_better(
     config: DCTConfig, costs: tuple[float, float, float], told: str
 ) -> None:
-    line = closing_line(config, StepCosts(*costs), LINK, 2_000_000, "cuda")
+    line = verdict(config, StepCosts(*costs), LINK.all_reduce_seconds(2_000_000), "cuda", "strategy='ddp'")
     assert line.endswith(told)
     assert line.count("\n") == 0
 
 
 def test_the_end_says_what_ddp_would_have_taken() -> None:
     """By hand: 100 ms less 12 is what training takes, DDP adds at most the 18 ms of its all-reduce."""
-    line = closing_line(GRADIENTS, StepCosts(0.1, 0.01, 0.002), LINK, 2_000_000, "cuda")
-    assert line.startswith("A step took 100 ms: 10 ms compressing, 2 ms waiting")
-    assert (
-        "DDP's all-reduce takes 18 ms on this link as timed at the start (1 Gbit/s), and its step 88 ms to 106 ms"
-        in line
-    )
-    sharded = closing_line(GRADIENTS, StepCosts(0.1, 0.02, 0.01), LINK, 2_000_000, "cuda", "HSDP")
-    assert "HSDP's all-reduce takes 18 ms" in sharded
-    assert sharded.endswith("HSDP is faster on this link.")
+    costs = StepCosts(0.1, 0.01, 0.002)
+    line = time_of_step(costs, 0.018, LINK)
+    assert line.startswith("100 ms: 10 ms compressing, 2 ms waiting; with DDP 88 ms to 106 ms on the link")
+    assert line.endswith("as timed at the start (1 Gbit/s)")
     # Where the all-reduce is longer than all else, backward cannot hide it.
-    slow = MeasuredLink(2, 1_000_000, 1.0, 1e-6)
-    assert "its step 1,000 ms to 1,088 ms" in closing_line(GRADIENTS, StepCosts(0.1, 0.01, 0.002), slow, 10**6, "cuda")
+    assert "; with HSDP 1,000 ms to 1,088 ms on the link" in time_of_step(costs, 1.0, LINK, "HSDP")
+    assert "; with DDP 88 ms on the link" in time_of_step(costs, 1e-5, LINK)
+    assert time_of_step(StepCosts(0.1, 0.0, 2e-5), 0.1, LINK).startswith(
+        "100 ms: under 0.1 ms compressing, under 0.1 ms waiting;"
+    )
 
 
 def test_slow_compressing_without_numba_names_the_package(without_numba: None) -> None:
-    line = closing_line(UPDATES, StepCosts(0.1, 0.012, 0.001), LINK, 2_000_000, "cpu")
+    line = verdict(UPDATES, StepCosts(0.1, 0.012, 0.001), 0.018, "cpu", "strategy='ddp'")
     assert line.endswith("`pip install numba`.")
 
 
@@ -113,7 +123,7 @@ def test_a_link_whose_rate_does_not_show_has_none() -> None:
     link = MeasuredLink(2, 1_000_000, 0.001, 0.0)
     assert link.bits_per_second is None
     assert link.all_reduce_seconds(5_000_000) == 0.001
-    assert "as timed at the start, and" in closing_line(GRADIENTS, StepCosts(0.1, 0.01, 0.002), link, 10, "cpu")
+    assert time_of_step(StepCosts(0.1, 0.01, 0.002), 0.001, link).endswith("on the link as timed at the start")
     assert LINK.all_reduce_seconds(0) == pytest.approx(0.002)
 
 

@@ -35,16 +35,14 @@ SCRIPT = """
 
 
 def assert_one_table(output: str) -> None:
-    assert output.count("Synchronisation, rank 0") == 1
-    for row in ("ranks", "optimizer steps synchronised", "bytes sent", "compression ratio", "entries kept"):
+    assert output.count("Synchronisation, rank 0 of 2, 3 optimizer steps") == 1, output
+    for row in ("bytes sent", "compression ratio", "entries sent"):
         assert output.count(f"\n{row} ") == 1, output
-    (ranks,) = (line for line in output.splitlines() if line.startswith("ranks "))
-    assert "2" in ranks
-    (steps,) = (line for line in output.splitlines() if "optimizer steps synchronised" in line)
-    assert "3" in steps
-    (kept,) = (line for line in output.splitlines() if "entries kept" in line)
-    assert "of 29,700" in kept  # exchanged after every step, as training warms up
-    assert "100%" not in kept
+    (sent,) = (line for line in output.splitlines() if "entries sent" in line)
+    assert "of 29,700 due" in sent  # exchanged after every step, as training warms up
+    assert "100%" not in sent
+    # What is the same in every run is not worth a line of it.
+    assert "exchange='auto'" not in output
 
 
 @pytest.mark.parametrize("strategy", ["dct", "dct_spawn", "dct_fork"])

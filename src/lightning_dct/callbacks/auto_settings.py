@@ -156,13 +156,10 @@ class AutoSettings(RunAdvice):
         strategy: Any = trainer.strategy
         self._window.after_step(strategy.traffic.totals)
 
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print the decisions, and the predicted and the real time."""
-        if not trainer.is_global_zero or self.chosen is None:
-            return
-        real = "" if self.real is None else f", real {1e3 * self.real:,.1f} ms"
-        last = f"{describe(self.chosen.config)}: predicted {1e3 * self.chosen.seconds:,.1f} ms a step{real}."
-        print("\n".join([*self.decisions, last]), flush=True)
+    def _verdict(self, strategy: Any, costs: StepCosts, dense: float) -> str:
+        """The settings in force, beside whose predicted time the table has the real one."""
+        predicted = "" if self.chosen is None else f", predicted at {1e3 * self.chosen.seconds:,.1f} ms a step"
+        return f"DCTStrategy has chosen {describe(self.settings)}{predicted}."
 
     def state_dict(self) -> dict[str, Any]:
         """The decisions; the same on every rank."""

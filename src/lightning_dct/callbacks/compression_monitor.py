@@ -11,10 +11,12 @@ from lightning.pytorch.loggers import WandbLogger
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_dct.activations import CompressedModule, SplitPoint
+from lightning_dct.callbacks.run_advice import RunAdvice
 from lightning_dct.callbacks.wandb_runs import describe_run, settings_of, summary_media, tensor_media, wandb_loggers
 from lightning_dct.config import check_integer
+from lightning_dct.gradients.plan import local_of
 from lightning_dct.metrics import CompressionRatio
-from lightning_dct.tables import format_bytes, plain_table
+from lightning_dct.tables import fact_table, format_bytes
 from lightning_dct.traffic import Traffic, TrafficTotals
 
 
@@ -127,21 +129,20 @@ class CompressionMonitor(pl.Callback):
             ratio = float(inside.compute())  # of all ranks
         if not trainer.is_global_zero:
             return
-        rows = summary_rows(since["dp"], trainer.world_size)
-        residuals = _residuals(trainer)
-        if hasattr(trainer.strategy, "synchronizer"):
-            rows.append(("norm of the residual", f"{residuals['dp'][1]:.4g}"))
-        tables = {"Synchronisation, rank 0": rows}
+        tables = {}
+        if since["dp"].bytes_dense:  # one process has nobody to send to
+            title = f"Synchronisation, rank 0 of {trainer.world_size}, {since['dp'].steps:,} optimizer steps"
+            tables[title] = summary_rows(since["dp"], _not_sent(trainer))
+            callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+            for advice in (callback for callback in callbacks if isinstance(callback, RunAdvice)):
+                tables[title] += advice.summary_rows(trainer)
         if since["mp"].steps:
-            rows = summary_rows(since["mp"], trainer.world_size)
-            rows[1] = ("exchanges", f"{since['mp'].steps:,}")
-            rows.insert(
-                5, ("compression ratio, all ranks", "nothing was sent" if math.isnan(ratio) else f"{ratio:,.1f}x")
-            )
-            rows.append(("norm of the residual", f"{residuals['mp'][1]:.4g}"))
-            tables["Inside the model, rank 0"] = rows
+            title = f"Inside the model, rank 0 of {trainer.world_size}, {since['mp'].steps:,} exchanges"
+            tables[title] = summary_rows(since["mp"])
+            if not math.isnan(ratio):
+                tables[title].insert(2, ("of all ranks", f"{ratio:,.1f}x"))
         for title, rows in tables.items():
-            print(f"\n{title}\n{plain_table(rows)}", flush=True)
+            print(f"\n{title}\n{fact_table(rows)}", flush=True)
         for logger in wandb_loggers(trainer):
             media = {**summary_media(tables), **self._tensors(trainer)}
             logger.log_metrics(media, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
@@ -181,23 +182,29 @@ def part_metrics(
     return metrics
 
 
-def summary_rows(totals: TrafficTotals, world_size: int) -> list[tuple[str, str]]:
-    """The rows of the table at the end of fit."""
+def summary_rows(totals: TrafficTotals, not_sent: float | None = None) -> list[tuple[str, str]]:
+    """The rows of a table at the end of fit; ``not_sent`` is the norm of the residual over that of the weights."""
+    inside = f", and {format_bytes(totals.bytes_inside_node)} inside the node" if totals.bytes_inside_node else ""
+    dense = f"instead of {format_bytes(totals.bytes_dense)} dense in fp32"
+    waiting = "" if not_sent is None else f"; {100 * not_sent:.2g}% of the weights' norm is not sent yet"
     rows = [
-        ("ranks", str(world_size)),
-        ("optimizer steps synchronised", f"{totals.steps:,}"),
-        ("bytes of the dense fp32 exchange", format_bytes(totals.bytes_dense)),
-        ("bytes sent", format_bytes(totals.bytes_sent)),
+        ("bytes sent", f"{format_bytes(totals.bytes_sent)} {dense}{inside}"),
         ("compression ratio", f"{totals.compression_ratio:,.1f}x" if totals.bytes_sent else "nothing was sent"),
-        ("entries kept", f"{100 * totals.density:.3g}% of {totals.entries:,}"),
-        ("time spent compressing", f"{totals.seconds:.2f} s ({totals.overhead_ms:.2f} ms a step)"),
-        ("thresholds refreshed", f"{totals.refreshes:,} times"),
     ]
-    if totals.bytes_inside_node:
-        rows.append(("bytes sent inside the node, besides", format_bytes(totals.bytes_inside_node)))
+    if totals.entries:
+        rows.append(("entries sent", f"{100 * totals.density:.3g}% of {totals.entries:,} due{waiting}"))
     if totals.admitted_rows:
         rows.append(("rows of growing tables", f"{totals.admitted_rows:,} admitted, {totals.evicted_rows:,} evicted"))
     return rows
+
+
+def _not_sent(trainer: pl.Trainer) -> float | None:
+    """The norm of what this rank has not sent over that of its weights; None where residuals are not of weights."""
+    updates = getattr(trainer.strategy, "updates", None)
+    if updates is None:
+        return None
+    weights = math.hypot(*(float(local_of(p.detach()).norm()) for p in updates.parameter_names if p.requires_grad))
+    return float(updates.norm()) / weights if weights else None
 
 
 def _totals_of(trainer: pl.Trainer) -> dict[str, TrafficTotals]:

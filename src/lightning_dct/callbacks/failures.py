@@ -125,5 +125,5 @@ def _save(trainer: pl.Trainer) -> None:
         return  # they save when they see the exception
     if savers:
         path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only=False)
         rank_zero_info(f'SIGTERM: {path} is saved. `fit(ckpt_path="hpc")` continues from it.')

@@ -1,4 +1,4 @@
-"""Advice for a run: unfit settings before it begins, and the costs of its steps at the end."""
+"""Advice for a run: unfit settings before it begins, and the time of its steps with a verdict at the end."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ class StepClock:
 
 
 class RunAdvice(InternalCallback):
-    """Print advice at the beginning of fit and at its end; ``DCTStrategy`` adds this callback.
+    """Print advice when fit begins, and give the table at its end a verdict; ``DCTStrategy`` adds this callback.
 
     Before the first step all ranks time all-reduces of up to 1 MiB for a moment. At the end of a run of more than a few
-    steps, the advice compares its costs with the dense all-reduce on the same link.
+    steps, the verdict compares its costs with the dense all-reduce on the same link.
     """
 
     def __init__(self) -> None:
@@ -122,16 +122,20 @@ class RunAdvice(InternalCallback):
 
     on_save_checkpoint = on_validation_end
 
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print the closing line, where enough was measured."""
+    def summary_rows(self, trainer: pl.Trainer) -> list[tuple[str, str]]:
+        """Rows for the table at the end of fit: the time of a step, and the verdict; none after too few steps."""
         strategy: Any = trainer.strategy
         costs = self._clock.costs
-        if not trainer.is_global_zero or self._link is None or costs is None:
-            return
+        if self._link is None or costs is None:
+            return []
         names = strategy.synchronizer.parameter_names
-        dense_bytes = FP32_BYTES * sum(real_numel(p) for p in names if p.requires_grad)
-        device = strategy.root_device.type
-        print(closing_line(strategy.config, costs, self._link, dense_bytes, device, strategy.dense_rival), flush=True)
+        dense = self._link.all_reduce_seconds(FP32_BYTES * sum(real_numel(p) for p in names if p.requires_grad))
+        time = time_of_step(costs, dense, self._link, strategy.dense_rival)
+        return [("time of a step", time), ("verdict", self._verdict(strategy, costs, dense))]
+
+    def _verdict(self, strategy: Any, costs: StepCosts, dense: float) -> str:
+        remedy = "strategy='ddp'" if strategy.dense_rival == "DDP" else strategy.dense_rival
+        return verdict(strategy.config, costs, dense, strategy.root_device.type, remedy)
 
     def _pause(self) -> None:
         self._clock.pause()
@@ -155,48 +159,56 @@ def notes_at_start(config: DCTConfig, world_size: int, steps: float, device_type
     return notes
 
 
-def closing_line(
-    config: DCTConfig, costs: StepCosts, link: MeasuredLink, dense_bytes: int, device_type: str, dense: str = "DDP"
-) -> str:
-    """The time of a step, that of a step with the dense exchange, and the setting that would be better.
+def time_of_step(costs: StepCosts, dense: float, link: MeasuredLink, rival: str = "DDP") -> str:
+    """The time of a step, and that of a step with the dense exchange.
+
+    Args:
+        costs: Of a step of the run.
+        dense: Seconds of the dense all-reduce on the link; backward may hide all of it or none.
+        link: As it was timed before the run.
+        rival: The dense exchange: ``DDP``, or ``HSDP`` where replicas are sharded.
+    """
+    rest = costs.total - costs.synchronising
+    least, most = _ms(max(rest, dense)), _ms(rest + dense)
+    rate = "" if link.bits_per_second is None else f" ({rate_text(float(f'{link.bits_per_second:.2g}'))})"
+    return (
+        f"{_ms(costs.total)}: {_ms(costs.compressing)} compressing, {_ms(costs.waiting)} waiting; with {rival}"
+        f" {least if least == most else f'{least} to {most}'} on the link as timed at the start{rate}"
+    )
+
+
+def verdict(config: DCTConfig, costs: StepCosts, dense: float, device_type: str, remedy: str) -> str:
+    """The setting that would be better.
 
     Args:
         config: The settings.
         costs: Of a step of the run.
-        link: As it was timed before the run.
-        dense_bytes: Of all gradients in fp32.
-        device_type: Where they are.
-        dense: The dense exchange: ``DDP``, or ``HSDP`` where replicas are sharded.
+        dense: Seconds of the dense all-reduce on the link.
+        device_type: Where the tensors are.
+        remedy: What a user writes for the dense exchange.
     """
-    ddp, rest = link.all_reduce_seconds(dense_bytes), costs.total - costs.synchronising
-    rate = "" if link.bits_per_second is None else f" ({rate_text(float(f'{link.bits_per_second:.2g}'))})"
-    return (
-        f"A step took {_ms(costs.total)}: {_ms(costs.compressing)} compressing, {_ms(costs.waiting)} waiting for the"
-        f" network and other ranks. {dense}'s all-reduce takes {_ms(ddp)} on this link as timed at the start{rate}, and"
-        f" its step {_ms(max(rest, ddp))} to {_ms(rest + ddp)}, as much of it as backward hides."
-        f" {_better(config, costs, ddp, device_type, dense)}"
-    )
-
-
-def _better(config: DCTConfig, costs: StepCosts, ddp: float, device_type: str, dense: str) -> str:
+    is_dense = config.compress == "gradients" and config.density == 1.0
     rarer = f"local_steps={2 * config.round_length}" if config.compress == "updates" else None
-    if costs.synchronising >= ddp:
-        name = "strategy='ddp'" if dense == "DDP" else dense
-        advice = f"Compressing costs more than it saves here: {name} is faster on this link"
-        halved = rarer and costs.synchronising < 2 * ddp
+    if costs.synchronising >= dense and not is_dense:
+        advice = f"Compressing costs more than it saves here: {remedy} is faster on this link"
+        halved = rarer and costs.synchronising < 2 * dense
         return f"{advice}, or {rarer}, which halves the cost." if halved else f"{advice}."
+    share = f"Synchronising takes {100 * costs.synchronising / costs.total:.2g}% of a step"
     if costs.synchronising < MUCH * costs.total:
-        share = 100 * costs.synchronising / costs.total
-        return f"Synchronising is {share:.2g}% of a step: no setting would make it much faster."
+        return f"{share}: no setting would make it much faster."
+    if is_dense:
+        return f"{share}, and nothing is compressed: compress='updates' would exchange less, and less often."
     if costs.compressing > costs.waiting and (missing := faster_kernel_missing(device_type)):
         return missing
     if rarer and config.delay == 0 and costs.waiting > costs.compressing:
         return f"delay={config.round_length} would hide the waiting behind training, {rarer} would halve both."
     if rarer:
-        return f"{rarer} would halve both."
+        return f"{rarer} would halve compressing and waiting."
     return "compress='updates' would exchange less often; a lower density sends fewer bytes."
 
 
 def _ms(seconds: float) -> str:
     milliseconds = 1e3 * seconds
+    if milliseconds < 0.1:
+        return "under 0.1 ms"
     return f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"

@@ -180,7 +180,8 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> MeasuredLink
         if len(sizes) > 1 and times[-1] > LONGEST:
             break
     slope = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2])
-    return MeasuredLink(group.size(), sizes[-1], times[-1], max(0.0, slope))
+    # Noise may make the line steeper than through zero, on which small tensors would take no time.
+    return MeasuredLink(group.size(), sizes[-1], times[-1], min(max(0.0, slope), times[-1] / sizes[-1]))
 
 
 def slowest(numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:

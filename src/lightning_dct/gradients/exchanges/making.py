@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_debug
 from torch import Tensor
 
 from lightning_dct.config import DCTConfig
@@ -90,7 +90,7 @@ def make_exchange(
         layout = find_layout(place, group)
         if name == "auto":
             choice = choose_for_model(config, parameters, layout)
-            rank_zero_info(f"`exchange='auto'` takes {choice.name!r}: {choice.reason}.")
+            rank_zero_debug(f"`exchange='auto'` takes {choice.name!r}: {choice.reason}.")
             name = choice.name
         elif layout.obstacle is not None:
             raise ValueError(
