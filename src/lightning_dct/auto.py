@@ -34,6 +34,8 @@ ROUNDS = ((1, 0.3), (2, 0.3), (4, 0.3), (8, 0.3), (16, 0.3), (32, 0.3), (32, 0.1
 CHOSEN = ("compress", "local_steps", "delay", "density", "density_per_parameter", "value_format")
 """Settings that are chosen, so that users may not give them."""
 OF_BOTH = ("refresh_every", "min_tensor_size", "guard", "exchange", "kernel", "missing_state")
+ALIKE = 1.1
+"""A step under plain DDP that takes at most so many times another's is not worth leaving: nobody returns to it."""
 LONGEST_DELAY = 0.1
 """The largest share of a run for which an entry may wait."""
 
@@ -50,6 +52,11 @@ class Option:
     def delay(self) -> float:
         """Optimizer steps that an entry waits, about."""
         return 0.0 if self.config.compress == "gradients" else self.config.steps_of_delay
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether these are the settings of plain DDP."""
+        return self.config.compress == "gradients" and not self.config.halves
 
     def fits(self, steps: float) -> bool:
         """Whether a run of so many optimizer steps is long enough."""
@@ -77,6 +84,8 @@ class Choice:
             why = f"it loses least of what stays within the {limit}"
         else:
             why = f"it is the fastest, and nothing stays within the {limit}"
+            if self.option.is_lossless:
+                why = f"it loses nothing, is about as fast as what would replace it, and exceeds the {limit}"
             why += ", as delays of more than a tenth of the run are out of the question" if self.is_shortest else ""
         return f"takes {describe(self.option.config)}: predicted at {1e3 * self.option.seconds:,.1f} ms a step, {why}"
 
@@ -84,14 +93,17 @@ class Choice:
 def choose(options: Sequence[Option], longest: float, steps: float) -> Choice:
     """The first option whose step is short enough; if there is none, the fastest that the run is long enough for.
 
-    ``options`` is at least one, from the least to the most lossy. ``longest`` is the seconds that a step may take, and
-    ``steps`` the optimizer steps of the whole run: infinite if unknown.
+    Plain DDP stays if its step is about as short as that. ``options`` is at least one, from the least to the most
+    lossy. ``longest`` is the seconds that a step may take, and ``steps`` the optimizer steps of the whole run: infinite
+    if unknown.
     """
     allowed = [option for option in options if option.fits(steps)] or [options[0]]
-    for option in allowed:
-        if option.seconds <= longest:
-            return Choice(option, is_within=True)
-    return Choice(min(allowed, key=lambda option: option.seconds), False, is_shortest=len(allowed) < len(options))
+    fastest = min(allowed, key=lambda option: option.seconds)
+    found = next((option for option in allowed if option.seconds <= longest), fastest)
+    first = options[0]
+    if first.is_lossless and first.seconds <= ALIKE * found.seconds:
+        found = first
+    return Choice(found, found.seconds <= longest, is_shortest=len(allowed) < len(options))
 
 
 def dense(base: DCTConfig, value_format: ValueFormat = "fp32") -> DCTConfig:

@@ -45,6 +45,10 @@ class ThresholdedStrategy(CheckpointedStrategy):
     registered_names: ClassVar[dict[str, dict[str, Any]]]
     # The same without compression, for advice.
     dense_rival: ClassVar[str] = "DDP"
+    # What a user is told who trains with nobody to exchange with.
+    when_alone: ClassVar[str] = (
+        "One process (`devices=1`) has nobody to send to: nothing is compressed. Give `devices=2` or more."
+    )
     _timeout: timedelta | None
 
     def __init__(self, config: DCTConfig, lifelines: bool | int, **kwargs: Any) -> None:

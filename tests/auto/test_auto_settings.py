@@ -88,7 +88,10 @@ def train(
 
 
 def decisions(rates: list[tuple[float, float]], strategy: dict[str, Any], *more: Any, **trainer: Any) -> Any:
-    run, chosen = train(rates, strategy, *more, **trainer)
+    with patch.object(auto_settings, "table_of", wraps=auto_settings.table_of) as tables:
+        run, chosen = train(rates, strategy, *more, **trainer)
+    # Every decision is a sentence; the table of all settings comes with one of them.
+    assert tables.call_count <= 1
     return run, chosen.auto.decisions, chosen.config, chosen.auto.state_dict()
 
 

@@ -4,35 +4,57 @@ import contextlib
 import io
 import logging
 import logging.handlers
+from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from lightning_utilities.core import rank_zero
 
-from distributed.training import Module, fit, rank
+from distributed.training import Module, fit, rank, trainer_for
+from embedding.hybrid import EVERYTHING, Hybrid, batches
+from fsdp.training import Plain, fsdp, train
 from lightning_dct import DCTStrategy
-from lightning_dct.forecast.timing import SIZES, measure_link
+from lightning_dct.callbacks import run_advice
+from lightning_dct.forecast.timing import SIZES, MeasuredLink, measure_link
 
 
-def train(settings: dict[str, Any], batches: int) -> tuple[str, list[str], int]:
-    """What is printed and logged on this rank, and the bytes that are counted."""
-    printed, told = io.StringIO(), logging.handlers.MemoryHandler(1000)
+@contextlib.contextmanager
+def heard() -> Iterator[tuple[io.StringIO, list[str]]]:
+    """What is printed and logged on this rank."""
+    printed, messages, told = io.StringIO(), [], logging.handlers.MemoryHandler(1000)
     logger = rank_zero.log
     level = logger.level
     logger.addHandler(told)
     logger.setLevel(logging.INFO)
     try:
         with contextlib.redirect_stdout(printed):
-            run = fit(DCTStrategy(**settings), Module(), batches)
+            yield printed, messages
     finally:
+        messages += [record.getMessage() for record in told.buffer]
         logger.removeHandler(told)
         logger.setLevel(level)
-    return printed.getvalue(), [record.getMessage() for record in told.buffer], run.totals.bytes_sent
 
 
 def look(settings: dict[str, Any], batches: int) -> Any:
-    return rank(), *train(settings, batches)
+    with heard() as (printed, told):
+        run = fit(DCTStrategy(**settings), Module(), batches)
+    return rank(), printed.getvalue(), told, run.totals.bytes_sent
+
+
+def recommend() -> str:
+    """The end of a recommender's run, on a link on which nothing takes any time."""
+    link = MeasuredLink(2, 1000, 1e-9, 0.0)
+    with patch.object(run_advice, "measure_link", lambda *_: link), heard() as (printed, _):
+        trainer_for(DCTStrategy()).fit(Hybrid(EVERYTHING), batches(30))
+    return printed.getvalue()
+
+
+def alone() -> list[str]:
+    with heard() as (_, told):
+        train(fsdp(replicas=1), Plain(), 3)
+    return told
 
 
 def measured() -> tuple[float, float, int]:
@@ -65,3 +87,14 @@ def test_few_steps_are_not_judged_and_timing_the_link_is_no_traffic_of_theirs(ra
     for _, printed, _, sent in ranks(2).run(look, {"compress": "gradients", "density": 0.1}, 2):
         assert "time of a step" not in printed
         assert 0 < sent < SIZES[0]
+
+
+def test_what_is_advised_can_be_followed(ranks: Any) -> None:
+    """Under DDP the tables have no rows; one replica has nobody to send to, and no setting of compression helps."""
+    first, other = ranks(2).run(recommend)
+    (line,) = [line for line in first.splitlines() if line.startswith("verdict")]
+    assert "the dense exchange (compress='gradients', density=1.0) is faster" in line
+    assert other == ""
+    told, _ = ranks(2).run(alone)
+    assert sum("Give `replicas=2` or more." in note for note in told) == 1
+    assert not any("short" in note for note in told)

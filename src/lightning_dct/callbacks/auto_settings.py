@@ -283,7 +283,11 @@ class AutoSettings(RunAdvice):
         before, self.chosen = self.chosen, choice.option
         decision = f"After {strategy.traffic.totals.steps:,} steps DCTStrategy {choice.reason(longest)} ({why})."
         self.decisions.append(decision)
-        rank_zero_info(f"{decision}\n{plain_table(table_of(options, choice.option.config, self._steps))}")
+        # Once, when a step without synchronisation has been timed: what comes before is an estimate, and what comes
+        # after differs little.
+        is_first = measured.compute > 0 and not self._is_settled
+        table = f"\n{plain_table(table_of(options, choice.option.config, self._steps))}" if is_first else ""
+        rank_zero_info(f"{decision}{table}")
         is_new = before is None or before.config != choice.option.config
         if strategy.config != choice.option.config:
             strategy.change_settings(choice.option.config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -18,8 +18,13 @@ from lightning_dct.kernels import faster_kernel_missing
 from lightning_dct.tables import rate_text
 from lightning_dct.traffic import FP32_BYTES, TrafficTotals
 
-SHORTEST_RUN = 10
-"""Delays that a run should last; a shorter one ends before it has caught up with its start."""
+DELAYS_OF_GRADIENTS = 10
+"""Delays that a run should last with gradients; a shorter one ends before it has caught up with its start."""
+DELAYS_BY_RANK = 60
+MOST_RANKS = 4
+"""With updates a run should last 60 delays for each rank but the first, up to four: see ``docs/tuning.md``."""
+FITTING = ((8, 0.3), (2, 0.1), (1, 0.1), (1, 0.2), (1, 0.3))
+"""Local steps and densities for ever shorter runs, from the fewest bytes to the most."""
 MUCH = 0.1
 """The share of a step from which on advice is worth it."""
 SKIPPED = 3
@@ -104,11 +109,14 @@ class RunAdvice(InternalCallback):
         """Print notes on unfit settings, and time the link."""
         strategy: Any = trainer.strategy  # one of this package's, as `setup` has checked
         device = strategy.root_device
-        steps = float(trainer.estimated_stepping_batches)
-        for note in notes_at_start(strategy.config, trainer.world_size, steps, device.type):
+        # A run that sets itself minds its length itself.
+        is_set = getattr(strategy, "auto", None) is None
+        steps = float(trainer.estimated_stepping_batches) if is_set else math.inf
+        everyone = strategy.synchronizer.exchange.everyone
+        alone, dense = strategy.when_alone, dense_setting(strategy)
+        for note in notes_at_start(strategy.config, everyone.size, steps, device.type, alone, dense):
             rank_zero_info(note)
         self._clock, self._before = StepClock(), strategy.traffic.totals
-        everyone = strategy.synchronizer.exchange.everyone
         self._link = measure_link(everyone.group, device) if everyone.size > 1 else None
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -134,25 +142,58 @@ class RunAdvice(InternalCallback):
         return [("time of a step", time), ("verdict", self._verdict(strategy, costs, dense))]
 
     def _verdict(self, strategy: Any, costs: StepCosts, dense: float) -> str:
-        remedy = "strategy='ddp'" if strategy.dense_rival == "DDP" else strategy.dense_rival
-        return verdict(strategy.config, costs, dense, strategy.root_device.type, remedy)
+        return verdict(strategy.config, costs, dense, strategy.root_device.type, dense_setting(strategy))
 
     def _pause(self) -> None:
         self._clock.pause()
 
 
-def notes_at_start(config: DCTConfig, world_size: int, steps: float, device_type: str) -> list[str]:
-    """Notes for the start of a run of so many optimizer steps, infinite if that is not known."""
-    if world_size == 1:
-        return ["One process (`devices=1`) has nobody to send to: nothing is compressed. Give `devices=2` or more."]
+def dense_setting(strategy: Any) -> str:
+    """What a user writes for the dense exchange: DDP holds neither sharded tables, nor shards, nor stages."""
+    is_plain = strategy.strategy_name == "dct" and not strategy.sharded_tables()
+    return "strategy='ddp'" if is_plain else "the dense exchange (compress='gradients', density=1.0)"
+
+
+def steps_needed(config: DCTConfig, ranks: int) -> int:
+    """Optimizer steps from which on a run loses little, about 1% of the loss with updates."""
+    per_delay = DELAYS_OF_GRADIENTS if config.compress == "gradients" else DELAYS_BY_RANK * (min(ranks, MOST_RANKS) - 1)
+    return math.ceil(per_delay * config.steps_of_delay)
+
+
+def fitting_settings(config: DCTConfig, ranks: int, steps: float) -> str | None:
+    """The settings with the fewest bytes that fit a short run; None if it is too short for all of them."""
+    if config.compress == "gradients":
+        density = math.ceil(100 * DELAYS_OF_GRADIENTS / steps) / 100
+        return f"density={density:g}" if density < 1 else None
+    for local_steps, density in FITTING:
+        delay = min(config.delay, local_steps)
+        if steps_needed(replace(config, local_steps=local_steps, density=density, delay=delay), ranks) <= steps:
+            return f"local_steps={local_steps}, density={density:g}" + f", delay={delay}" * (delay < config.delay)
+    return None
+
+
+def notes_at_start(config: DCTConfig, ranks: int, steps: float, device_type: str, alone: str, dense: str) -> list[str]:
+    """Notes for the start of a run.
+
+    Args:
+        config: The settings.
+        ranks: Ranks, or replicas, that exchange with each other.
+        steps: Optimizer steps, infinite if that is not known.
+        device_type: Where the tensors are.
+        alone: What one rank is told that has nobody to send to; empty for nothing.
+        dense: What a user writes for the dense exchange.
+    """
+    if ranks == 1:
+        return [alone] if alone else []
     notes = []
-    delay = config.steps_of_delay
-    if delay > 1 and steps < SHORTEST_RUN * delay:
-        remedy = "raise `density`, or lower `local_steps`" if config.round_length > 1 else "raise `density`"
+    delay, needed = config.steps_of_delay, steps_needed(config, ranks)
+    if delay > 1 and steps < needed:
+        fitting = fitting_settings(config, ranks, steps)
+        remedy = f"give {fitting}, which fit" if fitting else f"use {dense}: whatever compresses would lose more"
         notes.append(
             f"This run is short: {steps:,.0f} optimizer steps. An unsent entry waits for about local_steps / density"
-            f" = {config.round_length} / {config.density:g} = {math.ceil(delay):,} of them, and a run should have"
-            f" {math.ceil(SHORTEST_RUN * delay):,} or more. Train for longer, or {remedy}."
+            f" = {config.round_length} / {config.density:g} = {math.ceil(delay):,} of them, so on {ranks} ranks a run"
+            f" should have {needed:,} or more. Train for longer, or {remedy}."
         )
     if config.kernel == "auto" and (missing := faster_kernel_missing(device_type)):
         notes.append(missing)

@@ -75,6 +75,10 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
     strategy_name = "dct_fsdp"
     registered_names = {"dct_fsdp": {}}
     dense_rival = "HSDP"
+    when_alone = (
+        "One replica (`replicas=1`, the default on one node) has nobody to send to: nothing is compressed. Give"
+        " `replicas=2` or more."
+    )
 
     def __init__(
         self,

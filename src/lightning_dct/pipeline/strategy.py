@@ -78,6 +78,8 @@ class DCTPipelineStrategy(DCTStrategy):
     """
 
     strategy_name = "dct_pipeline"
+    # One pipeline compresses what passes between its stages.
+    when_alone = ""
     registered_names = {
         "dct_pipeline": {"start_method": "popen"},
         "dct_pipeline_spawn": {"start_method": "spawn"},
