@@ -62,16 +62,15 @@ def test_a_ring_in_the_order_of_the_nodes_leaves_each_node_once(num_bytes: int, 
         assert bytes_between_nodes(num_bytes, world_size, ranks) == mean
 
 
-def test_ratio_density_and_overhead() -> None:
+def test_ratio_and_density() -> None:
     totals = TrafficTotals(**SOME)
     assert totals.compression_ratio == 50.0
     assert totals.density == 0.03
-    assert totals.overhead_ms == 125.0
 
 
 def test_nan_before_the_first_step() -> None:
     totals = TrafficTotals()
-    assert all(math.isnan(x) for x in (totals.compression_ratio, totals.density, totals.overhead_ms))
+    assert all(math.isnan(x) for x in (totals.compression_ratio, totals.density))
 
 
 def test_ratio_of_a_single_process_is_nan() -> None:

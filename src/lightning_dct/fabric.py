@@ -23,6 +23,7 @@ from lightning_dct.config import DCTConfig, check_keywords
 from lightning_dct.failures import check_lifelines, group_is_made
 from lightning_dct.files import AtomicCheckpointIO
 from lightning_dct.gradients import Synchronizer
+from lightning_dct.gradients.awaited import clock_of
 from lightning_dct.profiling import recorded
 from lightning_dct.restoring import agreed_notes, restore_state
 from lightning_dct.strategy import DCTStrategy as TrainerStrategy
@@ -77,6 +78,7 @@ class DCTStrategy(DDPStrategy):
         """Start the processes."""
         with group_is_made(self._lifelines, self._timeout):
             super().setup_environment()
+        self.traffic.clock = clock_of(self.root_device)
 
     def setup_module(self, module: Module) -> Any:
         """Set up synchronisation, and wrap the module with DDP if gradients are exchanged."""

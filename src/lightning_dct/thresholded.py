@@ -29,6 +29,7 @@ from lightning_dct.callbacks import (
 from lightning_dct.clipping import install_clipping, remove_clipping
 from lightning_dct.config import DCTConfig
 from lightning_dct.failures import Lifeline, check_lifelines, group_is_made
+from lightning_dct.gradients.awaited import clock_of
 from lightning_dct.profiling import shown_by
 from lightning_dct.saving import CheckpointedStrategy
 from lightning_dct.synchronizing import check_optimizers
@@ -95,7 +96,8 @@ class ThresholdedStrategy(CheckpointedStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """Start counting bytes, and give modules that compress activations their counter."""
         if trainer.state.fn == TrainerFn.FITTING:
-            self.traffic, self.split_traffic = Traffic(shown_by(trainer)), Traffic()
+            clock = clock_of(self.root_device)
+            self.traffic, self.split_traffic = Traffic(shown_by(trainer), clock), Traffic(clock=clock)
             self.synchronizer = None
         # Again, because `configure_model` may have made modules.
         check_modules_agree(self._module)

@@ -21,6 +21,7 @@ A compression ratio is always ``bytes_dense / bytes_sent``.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
@@ -60,10 +61,10 @@ class TrafficTotals:
         entries_sent: Tensor entries in the bytes sent. A GPU reports them late: the number is complete after
             :meth:`~lightning_dct.gradients.GradientSynchronizer.flush`, which logging and saving call.
         entries: Tensor entries that were due.
-        seconds: Wall time of compression and decompression, without the network; with a GPU, the time of its host.
+        seconds: Time of compression and decompression, without the network. A GPU reports times late, too.
         refreshes: How often the thresholds were selected anew.
         bytes_inside_node: Bytes this rank sent inside its node, if these have a total of their own.
-        seconds_waiting: Wall time spent waiting for payloads: for the network, and for slower ranks.
+        seconds_waiting: Time spent waiting for payloads: for the network, and for slower ranks.
         admitted_rows: Rows of growing tables that this rank has made.
         evicted_rows: Rows of growing tables that this rank has evicted.
     """
@@ -94,11 +95,28 @@ class TrafficTotals:
         return self.entries_sent / self.entries if self.entries else math.nan
 
 
+class Clock:
+    """Wall time of the host. :class:`~lightning_dct.gradients.awaited.StreamClock` is that of a GPU."""
+
+    def mark(self) -> Any:
+        """This moment."""
+        return perf_counter()
+
+    def has_passed(self, mark: Any) -> bool:
+        """Whether a marked moment has come; a GPU runs behind its host."""
+        return True
+
+    def seconds(self, start: Any, stop: Any) -> float:
+        """The time between two marks; waits for the second."""
+        return float(stop - start)
+
+
 class Traffic:
     """The counter itself.
 
     Args:
         span: Makes the context, given the name of a piece of work, in which profilers show that work.
+        clock: Takes the times.
 
     Example:
         >>> traffic = Traffic()
@@ -108,8 +126,12 @@ class Traffic:
         100.0
     """
 
-    def __init__(self, span: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
-        self.span = span
+    def __init__(
+        self, span: Callable[[str], AbstractContextManager[Any]] = nullcontext, clock: Clock | None = None
+    ) -> None:
+        self.span, self.clock = span, clock or Clock()
+        # Work whose end may not have come yet: the total it counts in, the clock, and the marks around it.
+        self._timed: deque[tuple[str, Clock, Any, Any]] = deque()
         # A dict, because every step adds several times: to replace a frozen dataclass takes ten times as long.
         self._counts: dict[str, Any] = asdict(TrafficTotals())
 
@@ -126,12 +148,25 @@ class Traffic:
     @contextmanager
     def timed(self, work: str | None = None, total: str = "seconds") -> Iterator[None]:
         """Add the time within to a total, by default that of compressing; profilers show work that has a name."""
-        start = perf_counter()
+        clock = self.clock
+        start = clock.mark()
         try:
             with nullcontext() if work is None else self.span(work):
                 yield
         finally:
-            self.add(**{total: perf_counter() - start})
+            self._timed.append((total, clock, start, clock.mark()))
+            while self._timed and self._timed[0][1].has_passed(self._timed[0][3]):
+                self._read_oldest()
+
+    def settle(self) -> TrafficTotals:
+        """The totals of the moment, with all times up to it; waits for a GPU."""
+        while self._timed:
+            self._read_oldest()
+        return self.totals
+
+    def _read_oldest(self) -> None:
+        total, clock, start, stop = self._timed.popleft()
+        self.add(**{total: clock.seconds(start, stop)})
 
     def state_dict(self) -> dict[str, int | float]:
         """The totals as plain numbers."""

@@ -5,6 +5,7 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import DEFAULT, patch
 
@@ -24,13 +25,17 @@ from distributed.training import (
     fit,
     rank,
 )
-from lightning_dct import DCTStrategy
+from lightning_dct import DCTStrategy, thresholded
 from lightning_dct.callbacks import auto_settings, run_advice
 from lightning_dct.callbacks.run_advice import StepCosts
 from lightning_dct.commands import main, plan
 from lightning_dct.config import DCTConfig
 from lightning_dct.forecast import timing
 from lightning_dct.forecast.timing import MeasuredLink
+from lightning_dct.gradients import collectives
+from lightning_dct.gradients.awaited import StreamClock
+from lightning_dct.gradients.exchanges import base
+from pretended_stream import PretendedStream, pretended_stream
 
 NEVER = 10**9
 FAST = (1e-3, 1e-9)
@@ -136,6 +141,37 @@ def test_slow_first_steps_do_not_end_ddp(ranks: Any) -> None:
     for _, told, *_ in ranks(2).run(slow_at_first):
         (decision,) = told
         assert decision.startswith("After 21 steps DCTStrategy takes plain DDP")
+
+
+class Trains(Callback):
+    """A step that keeps a pretended GPU busy for 20 ms."""
+
+    def __init__(self, stream: PretendedStream) -> None:
+        self.stream = stream
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.stream.work(0.02)
+
+
+def on_a_gpu() -> Any:
+    """DDP's all-reduce takes 370 ms, for which the host does not wait."""
+
+    def all_reduce(*arguments: Any) -> Any:
+        work = collectives.all_reduce_mean(*arguments)
+        return SimpleNamespace(wait=lambda: (work.wait(), stream.work(0.37)))
+
+    with (
+        pretended_stream() as stream,
+        patch.object(thresholded, "clock_of", StreamClock),
+        patch.object(base, "all_reduce_mean", all_reduce),
+    ):
+        return decisions([(1e-3, 7.8e-5)], {"target_overhead": 0.05}, callbacks=[Trains(stream)])
+
+
+def test_a_gpu_leaves_ddp_though_its_host_waits_for_nothing(ranks: Any) -> None:
+    for _, told, *_ in ranks(2).run(on_a_gpu):
+        assert told[0].startswith("After 3 steps DCTStrategy takes updates every step, 30%")
+        assert "(20.0 ms a step without synchronisation; " in told[1]
 
 
 def steps_of_agreements() -> list[tuple[int, int]]:

@@ -154,7 +154,7 @@ class AutoSettings(RunAdvice):
         """Note the time."""
         super().on_train_batch_end(trainer)
         strategy: Any = trainer.strategy
-        self._window.after_step(strategy.traffic.totals)
+        self._window.after_step(strategy.traffic)
 
     def _verdict(self, strategy: Any, costs: StepCosts, dense: float) -> str:
         """The settings in force, beside whose predicted time the table has the real one."""

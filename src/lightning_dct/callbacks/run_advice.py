@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from time import perf_counter
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,7 +15,7 @@ from lightning_dct.forecast.timing import MeasuredLink, measure_link
 from lightning_dct.gradients.plan import real_numel
 from lightning_dct.kernels import faster_kernel_missing
 from lightning_dct.tables import rate_text
-from lightning_dct.traffic import FP32_BYTES, TrafficTotals
+from lightning_dct.traffic import FP32_BYTES, Traffic, TrafficTotals
 
 DELAYS_OF_GRADIENTS = 10
 """Delays that a run should last with gradients; a shorter one ends before it has caught up with its start."""
@@ -56,37 +55,51 @@ class StepClock:
 
     def __init__(self, skipped: int = SKIPPED, fewest: int = FEWEST) -> None:
         self.steps = 0
-        self._skipped, self._fewest = skipped, fewest
-        self._before: tuple[float, TrafficTotals] | None = None
-        self._seen = 0
-        self._total = self._compressing = self._waiting = 0.0
+        self._skipped, self._fewest, self._seen = skipped, fewest, 0
+        self._sums = 0.0, 0.0, 0.0
+        # The end of the step before those that are not in the sums yet, with the totals up to it.
+        self._since: tuple[Any, TrafficTotals] | None = None
+        # The end of the last step, and how many there were.
+        self._last: tuple[Any, int] = None, 0
 
-    def after_step(self, totals: TrafficTotals) -> None:
-        """Note the end of a step, and the totals up to it."""
-        now = perf_counter()
+    def after_step(self, traffic: Traffic) -> None:
+        """Note the end of a step."""
         self._seen += 1
-        if self._before is not None and self._seen > self._skipped:
-            then, before = self._before
-            self.steps += totals.steps - before.steps
-            self._total += now - then
-            self._compressing += totals.seconds - before.seconds
-            self._waiting += totals.seconds_waiting - before.seconds_waiting
-        self._before = now, totals
+        self._traffic, now, steps = traffic, traffic.clock.mark(), traffic.totals.steps
+        if self._since is not None:
+            self.steps += steps - self._last[1]
+        elif self._seen >= self._skipped:
+            # From here on times must be complete. This waits for a GPU.
+            self._since = now, traffic.settle()
+        self._last = now, steps
 
     def pause(self) -> None:
         """Leave out the time from the last step to the next."""
-        self._before = None
+        self._add_up()
+        self._since = None
 
     def restart(self) -> None:
         """Add up anew from the next step on."""
-        self.steps, self._total, self._compressing, self._waiting = 0, 0.0, 0.0, 0.0
+        self._add_up()
+        self.steps, self._sums = 0, (0.0, 0.0, 0.0)
 
     @property
     def costs(self) -> StepCosts | None:
-        """The means; None after too few steps."""
+        """The means; None after too few steps. This waits for a GPU."""
         if self.steps < self._fewest:
             return None
-        return StepCosts(*(seconds / self.steps for seconds in (self._total, self._compressing, self._waiting)))
+        self._add_up()
+        return StepCosts(*(seconds / self.steps for seconds in self._sums))
+
+    def _add_up(self) -> None:
+        if self._since is None:
+            return
+        (start, before), (stop, _) = self._since, self._last
+        after = self._traffic.settle()
+        spent = after - before
+        new = self._traffic.clock.seconds(start, stop), spent.seconds, spent.seconds_waiting
+        total, compressing, waiting = (old + more for old, more in zip(self._sums, new, strict=True))
+        self._sums, self._since = (total, compressing, waiting), (stop, after)
 
 
 class RunAdvice(InternalCallback):
@@ -122,7 +135,7 @@ class RunAdvice(InternalCallback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Note the time."""
         strategy: Any = trainer.strategy
-        self._clock.after_step(strategy.traffic.totals)
+        self._clock.after_step(strategy.traffic)
 
     def on_validation_end(self, *_: Any, **__: Any) -> None:
         """Leave validations and checkpoints out of the time of steps."""

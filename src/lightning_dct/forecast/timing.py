@@ -197,7 +197,8 @@ def find_slowest(numbers: Sequence[float], group: dist.ProcessGroup, device: tor
     def result() -> list[float]:
         if work is not None:
             work.wait()
-        return [float(number) for number in largest]
+        numbers_of_the_slowest: list[float] = largest.tolist()
+        return numbers_of_the_slowest
 
     return result
 

@@ -2,7 +2,7 @@
 
 Reading a number from a GPU waits until all work before it is done. So the numbers of a synchronisation are copied
 together at its end, and the host reads them after they have arrived: usually during the next synchronisation, and at
-the latest before anything is saved or logged.
+the latest before anything is saved or logged. So are the times of a GPU's work.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from lightning_dct.traffic import Clock
 
 Callback = Callable[[list[int]], None]
 
@@ -65,3 +67,33 @@ class Awaited:
         parts = copy.numbers.split([size for size, _ in copy.callbacks])
         for (_, callback), part in zip(copy.callbacks, parts, strict=True):
             callback(part.tolist())
+
+
+class StreamClock(Clock):
+    """Time of a GPU's current stream.
+
+    The host starts work and waiting on it, and goes on at once: its own time says nothing about either.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> torch.cuda.Event:
+        """The moment when the stream gets here."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def has_passed(self, mark: torch.cuda.Event) -> bool:
+        """Whether the stream has got there."""
+        return mark.query()
+
+    def seconds(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> float:
+        """The time between two marks; waits for the second."""
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1e3
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock by which work on a device is timed."""
+    return StreamClock(device) if device.type == "cuda" else Clock()

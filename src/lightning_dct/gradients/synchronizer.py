@@ -125,12 +125,13 @@ class Synchronizer:
         return figures
 
     def flush(self) -> None:
-        """Wait for GPUs until all sent entries are counted and all payloads are checked.
+        """Wait for GPUs until all sent entries and times are counted and all payloads are checked.
 
         Raises:
             PayloadError: A payload is corrupt; the message names its sender.
         """
         self.memory.awaited.synchronize()
+        self.traffic.settle()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: plain numbers, dicts and CPU tensors. Flushes first."""
