@@ -12,19 +12,22 @@ import math
 import os
 import sys
 from datetime import datetime
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import Logger
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch.distributed import TCPStore
 
-from jobs import run_job_of_sweep
+from jobs import is_hydra_setting, run_job_of_sweep
 from lightning_dct import CompressionRatio
 from lightning_dct.traffic import Traffic
 from reporting import StepTimer, print_result, split_best_known, write_result
@@ -126,9 +129,31 @@ def main(config: DictConfig) -> None:
         print_result(result)
 
 
+def suggest(words: list[str]) -> str | None:
+    """What a command line may have meant by the name of a setting that does not exist; None if all exist."""
+    overrides = [word for word in words if "=" in word and word[0] != "-" and not is_hydra_setting(word)]
+    with initialize_config_dir(str(Path(__file__).resolve().parents[1] / "conf"), version_base="1.3"):
+        try:
+            compose("train", overrides)
+        except HydraException as error:
+            name = getattr(error.__cause__, "full_key", None) or ""
+            group, _, key = name.rpartition(".")
+            rest = [word for word in overrides if word.partition("=")[0] != name]
+            if name and len(rest) < len(overrides):
+                config: Any = OmegaConf.select(compose("train", rest), group) if group else compose("train", rest)
+                nearest = [f"`{group}.{other}`".replace("`.", "`") for other in get_close_matches(key, list(config))]
+                return f"Did you mean {' or '.join(nearest)}?" if nearest else f"There are: {', '.join(config)}."
+    return None
+
+
 if __name__ == "__main__":
     share_run_folder()
     if {"--help", "-h"}.intersection(sys.argv) and not any(word.startswith("experiment=") for word in sys.argv):
         # Hydra's help shows a configuration, which needs an experiment.
         sys.argv.append("experiment=lm")
-    main()
+    try:
+        main()
+    except SystemExit as left:
+        if left.code and (hint := suggest(sys.argv[1:])):
+            print(hint, file=sys.stderr)
+        raise

@@ -1,14 +1,17 @@
 """What the pages under docs/ show: their Python snippets run, their commands exist, files they name are there."""
 
+import os
 import re
 import shlex
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed.run
 from hydra import compose, initialize_config_dir
+from lightning.pytorch.strategies import StrategyRegistry
 from wandb.cli.cli import cli as wandb_cli
 
 from lightning_dct import commands, forecast
@@ -40,8 +43,17 @@ def named(page: Path) -> str:
 def test_snippets_run(page: Path) -> None:
     """One after the other, as a reader would type them; none of them trains."""
     namespace: dict[str, Any] = {"__name__": "snippet"}
-    for block in blocks(page, "python"):
-        exec(compile(block, named(page), "exec"), namespace)
+    with patch.dict(os.environ):  # `seed_everything` sets variables
+        for block in blocks(page, "python"):
+            exec(compile(block, named(page), "exec"), namespace)
+
+
+def test_every_registered_name_is_on_the_page_of_the_trainer() -> None:
+    (names,) = re.findall(
+        r"^The registered names are(.*?)^$", text_of(ROOT / "docs/trainer.md"), re.MULTILINE | re.DOTALL
+    )
+    registered = {name for name in StrategyRegistry.available_strategies() if name.startswith("dct")}
+    assert set(re.findall(r"`(\w+)`", names)) == registered
 
 
 COMMANDS = {" ".join(words): words for page in PAGES for words in commands_in(page)}

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from lightning_dct.thresholded import ThresholdedStrategy
 from loggers import logged_in_to_wandb
-from train import make_trainer
+from train import make_trainer, suggest
 
 CONF = Path(__file__).parents[2] / "conf"
 EXPERIMENTS = sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
@@ -27,6 +27,18 @@ def logged_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def configuration(folder: Path, *overrides: str) -> DictConfig:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return compose("train", [*overrides, f"paths.root_dir={folder}", f"paths.output_dir={folder}/run"])
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("strategy.densty=0.15", "Did you mean `strategy.density`?"),
+        ("sed=1", "Did you mean `seed`?"),
+        ("strategy.density=0.15", None),
+    ],
+)
+def test_a_setting_that_does_not_exist_is_told_what_it_may_mean(word: str, hint: str | None) -> None:
+    assert suggest(["--multirun", "experiment=lm", word, "hydra.job.num=3"]) == hint
 
 
 def test_the_groups_are_what_the_readme_names() -> None:

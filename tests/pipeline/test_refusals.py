@@ -127,7 +127,7 @@ def fit_wrongly(fault: str) -> str:
         settings["plugins"] = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     elif fault == "anomaly":
         settings["detect_anomaly"] = True
-    elif fault in ("data", "seed"):
+    elif fault == "data":
         data = torch.utils.data.DataLoader(Noise(1, 40, 8, 8, rank()), batch_size=None)
     elif fault == "averaging":
         settings["callbacks"] = [StochasticWeightAveraging(0.1)]
@@ -142,8 +142,8 @@ SURROUNDINGS = {
     "batch": "`micro_batches=4` does not divide the training batch, which has 6 rows",
     "precision": "precision='16-mixed' does not work",
     "anomaly": "detect_anomaly=True",
-    "data": "have read different batches for `training_step`",
-    "seed": "begin with `seed_everything(0, workers=True)`",
+    "data": "have read different batches for `training_step`, and all of them must read the same. Begin the script with"
+    " `seed_everything(0, workers=True)`",
     "averaging": "`StochasticWeightAveraging` does not work with",
     "disagreement": "The ranks disagree on `schedule` (rank 0: '1f1b', rank 1: 'gpipe')",
 }
