@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from lightning_dct.files import no_checkpoint_name
 from lightning_dct.gradients.memory import add_pieces, pieces_extent
-from lightning_dct.state_file import Check, CheckpointError, is_count, must_be, read_checked
+from lightning_dct.state_file import Check, CheckpointError, fingerprint_of, is_count, must_be, read_checked
 
 CHECKPOINT_KEY = "lightning_dct"
 FORMAT_VERSION = 3
@@ -40,27 +41,35 @@ _NOTE: dict[str, Check] = {
     "stages": _is_several,
     "has_state": _is_flag,
     "has_rows": _is_flag,
+    # By rank; empty if they are not known.
+    "fingerprints": must_be("a list of checksums", lambda value: isinstance(value, list)),
 }
-NOTE_FIELDS = ("format_version", *_NOTE)
+NOTE_FIELDS = ("format_version", *_NOTE, "checksum")
 
 
 def make_note(
     world_size: int, synchronisations: int, save: str, has_state: bool = True, has_rows: bool = False, stages: int = 1
-) -> dict[str, int | str]:
+) -> dict[str, Any]:
     """The note in Lightning's checkpoint about the files beside it.
 
     ``save`` is the name of this save, the same on every rank, and ``stages`` the number of ranks that together hold one
     replica of the parameters. A checkpoint of weights alone has no state, one without sharded tables no rows.
     """
-    note: dict[str, int | str] = {"format_version": FORMAT_VERSION, "world_size": world_size}
+    note: dict[str, Any] = {"format_version": FORMAT_VERSION, "world_size": world_size}
     note |= {"synchronisations": synchronisations, "save": save}
     if stages > 1:
         note["stages"] = stages
-    return note | {"has_state": int(has_state), "has_rows": int(has_rows)}
+    return seal(note | {"has_state": int(has_state), "has_rows": int(has_rows)}, [])
+
+
+def seal(note: Mapping[str, Any], fingerprints: Sequence[str]) -> dict[str, Any]:
+    """The note with the fingerprints of all ranks' files, by rank, and a checksum of itself."""
+    sealed = {**note, "fingerprints": list(fingerprints)}
+    return {**sealed, "checksum": _checksum(sealed)}
 
 
 def check_note(note: Any, path: str) -> None:
-    """Refuse a value that is no note, one of another format version, or an impossible field, with a CheckpointError."""
+    """Refuse a value that is no note, one of another format version, or a changed one, with a CheckpointError."""
     version = note.get("format_version") if isinstance(note, Mapping) else FORMAT_VERSION
     if not is_count(version) or version != FORMAT_VERSION:
         raise CheckpointError(
@@ -77,11 +86,19 @@ def check_note(note: Any, path: str) -> None:
 def _fault_in(note: Any) -> str:
     if not isinstance(note, Mapping):
         return " is not a dict"
-    complete = {"stages": 1, **note}
+    complete = {"stages": 1, "fingerprints": [], **note}
     for field, check in _NOTE.items():
         if fault := check(complete.get(field)):
             return f"[{field!r}]{fault}"
-    return "" if complete["world_size"] % complete["stages"] == 0 else "['stages'] does not divide the number of ranks"
+    if complete["world_size"] % complete["stages"]:
+        return "['stages'] does not divide the number of ranks"
+    if len(complete["fingerprints"]) not in (0, complete["world_size"]):
+        return "['fingerprints'] has another length than the number of ranks"
+    return "" if note.get("checksum", _checksum(note)) == _checksum(note) else " does not match its checksum"
+
+
+def _checksum(note: Mapping[str, Any]) -> int:
+    return zlib.crc32(repr([note[field] for field in ("format_version", *_NOTE) if field in note]).encode())
 
 
 def identity(note: Mapping[str, Any], rank: int) -> dict[str, int | str]:
@@ -114,9 +131,17 @@ def resolve_symlink(checkpoint_path: str) -> str:
     return os.path.realpath(checkpoint_path) if os.path.islink(checkpoint_path) else checkpoint_path
 
 
-def write_state(checkpoint_io: CheckpointIO, path: str, note: Mapping[str, Any], rank: int, state: Any) -> None:
-    """Write one rank's state and identity beside the checkpoint ``path``."""
-    checkpoint_io.save_checkpoint({**state, "identity": identity(note, rank)}, state_path(path, note, rank))
+def write_state(checkpoint_io: CheckpointIO, path: str, note: Mapping[str, Any], rank: int, state: Any) -> str:
+    """Write one rank's state and identity beside the checkpoint ``path``, and return the file's fingerprint.
+
+    It is empty if a ``CheckpointIO`` of the user's writes elsewhere, or not with ``torch.save``.
+    """
+    file = state_path(path, note, rank)
+    checkpoint_io.save_checkpoint({**state, "identity": identity(note, rank)}, file)
+    try:
+        return fingerprint_of(file, compare=False)
+    except FileNotFoundError:
+        return ""
 
 
 def remove_outdated(checkpoint_io: CheckpointIO, path: str, note: Mapping[str, Any] | None) -> None:
@@ -146,10 +171,11 @@ def read_state(
     states = []
     saved_stages = note.get("stages", 1)
     same_layout = (world_size, stages) == (note["world_size"], saved_stages)
+    fingerprints = note.get("fingerprints") or [""] * note["world_size"]
     for saved_rank in [rank] if same_layout else range(note["world_size"]):
         file = state_path(path, note, saved_rank)
         try:
-            states.append(read_checked(checkpoint_io, file, identity(note, saved_rank)))
+            states.append(read_checked(checkpoint_io, file, identity(note, saved_rank), fingerprints[saved_rank]))
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"The checkpoint {path!r} was saved with compression state, but {file!r} is not there. Put the folder"

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from lightning.fabric.accelerators.accelerator import Accelerator
@@ -19,13 +20,22 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dct import checkpoint as saved
+from lightning_dct.agreement import gather_objects
 from lightning_dct.config import DCTConfig, check_keywords
 from lightning_dct.failures import check_lifelines, group_is_made
 from lightning_dct.files import AtomicCheckpointIO
 from lightning_dct.gradients import Synchronizer
 from lightning_dct.gradients.awaited import clock_of
 from lightning_dct.profiling import recorded
-from lightning_dct.restoring import agreed_notes, restore_state
+from lightning_dct.restoring import (
+    agreed_notes,
+    check_replicas,
+    digest_of,
+    fingerprints_of,
+    on_all_ranks,
+    restore_state,
+    unreadable,
+)
 from lightning_dct.strategy import DCTStrategy as TrainerStrategy
 from lightning_dct.synchronizing import (
     check_optimizers,
@@ -147,27 +157,43 @@ class DCTStrategy(DDPStrategy):
         for index, synchronizer in enumerate(self.synchronizers):
             note = saved.make_note(self.world_size, synchronizer.synchronisations, f"{save}{index:02d}")
             own = {**synchronizer.state_dict(), "optimizers": [] if index else optimizers}
-            saved.write_state(self.checkpoint_io, _part(path, index), note, self.global_rank, own)
-            notes.append(note)
-        self.barrier()
+            written = saved.write_state(self.checkpoint_io, _part(path, index), note, self.global_rank, own)
+            notes.append(saved.seal(note, gather_objects(written)))
         super().save_checkpoint(path, {**state, saved.CHECKPOINT_KEY: notes}, *args, **kwargs)
         if self.is_global_zero:
             for index, note in enumerate(notes):
                 saved.remove_outdated(self.checkpoint_io, _part(path, index), note)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load Fabric's checkpoint and, with a dict of objects to restore, this rank's own state."""
-        with self._shared_weights():
-            remainder = super().load_checkpoint(path, state, *args, **kwargs)
+        """Load Fabric's checkpoint and, with a dict of objects to restore, this rank's own state.
+
+        Raises:
+            FileNotFoundError: A file is missing. Raised on every rank, like the following.
+            CheckpointError: A file is damaged, was changed or belongs to another checkpoint.
+        """
+        file = saved.resolve_symlink(str(path))
+        fingerprints = fingerprints_of(file)
+        try:
+            with self._shared_weights():
+                remainder = super().load_checkpoint(path, state, *args, **kwargs)
+        except Exception as error:
+            if all(fingerprints):
+                raise
+            # It is no file of `torch.save`, and may raise anything.
+            raise unreadable(file, error) from error
         notes = remainder.pop(saved.CHECKPOINT_KEY, []) if isinstance(state, dict) and state else []
-        path = saved.resolve_symlink(str(path))
-        notes = agreed_notes(notes, path)
+        notes = agreed_notes(notes, file, fingerprints)
         for index, (synchronizer, note) in enumerate(zip(self.synchronizers, notes, strict=False)):
-            own = restore_state(self, _part(path, index), note)
-            synchronizer.load_state_dict(own)
-            for optimizer, optimizer_state in zip(self.optimizers, own.get("optimizers", []), strict=False):
-                optimizer.load_state_dict(optimizer_state)
+            own = restore_state(self, _part(file, index), note)
+            check_replicas(on_all_ranks(partial(self._continue, synchronizer, own), file), file)
         return remainder
+
+    def _continue(self, synchronizer: Synchronizer, own: dict[str, Any]) -> dict[str, Any]:
+        """Continue from a state that has been read, without a collective call; what all ranks must have alike."""
+        synchronizer.load_state_dict(own)
+        for optimizer, state in zip(self.optimizers, own.get("optimizers", []), strict=False):
+            optimizer.load_state_dict(state)
+        return digest_of(synchronizer)
 
     @property
     def _updates(self) -> list[UpdateSynchronizer]:

@@ -1,47 +1,147 @@
-"""Reads the ranks' state of a checkpoint collectively: an error on one rank is raised on all of them.
+"""Reads a checkpoint collectively: an error on one rank is raised on all of them.
 
 Otherwise the other ranks would wait for it in their next collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import product
-from typing import Any
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
 
 from lightning_dct.agreement import gather_objects
 from lightning_dct.checkpoint import CHECKPOINT_KEY, NOTE_FIELDS, check_note, empty_state, read_state
-from lightning_dct.state_file import CheckpointError
+from lightning_dct.gradients import Synchronizer
+from lightning_dct.state_file import CheckpointError, fingerprint_of
 
 # The errors after which `missing_state="reset"` continues.
 RESETTABLE = (FileNotFoundError, ValueError)
+Result = TypeVar("Result")
 
 
-def agreed_notes(notes: Any, path: str) -> list[dict[str, Any]]:
-    """The notes that this rank found in a checkpoint, if all ranks found the same; a collective call.
+def on_all_ranks(
+    read: Callable[[], Result], path: str, kinds: tuple[type[Exception], ...] = (FileNotFoundError,)
+) -> list[Result]:
+    """The results of all ranks, or the error of one rank, raised on every rank; a collective call.
 
-    A checkpoint of plain DDP or of weights alone has none.
+    Args:
+        read: Reads a part of the checkpoint ``path``, without a collective call.
+        path: Lightning's file, for messages.
+        kinds: Errors that are raised as they are, if no rank has another one.
 
     Raises:
-        CheckpointError: A rank's notes are corrupt, or two ranks read different ones. Raised on every rank.
+        CheckpointError: For any other error.
     """
-    everyone = gather_objects(notes)
-    for theirs in everyone:
-        if not isinstance(theirs, list):
+    result: Any = None
+    failure: Exception | None = None
+    try:
+        result = read()
+    except Exception as error:
+        # torch, zipfile and pickle raise a dozen kinds of errors on what does not fit.
+        failure = error if type(error) in (*kinds, CheckpointError) else unreadable(path, error)
+    kind = None if failure is None else type(failure)
+    everyone = gather_objects((result, kind, str(failure)))
+    failed = [(kind, message) for _, kind, message in everyone if kind is not None]
+    if not failed:
+        return [theirs for theirs, _, _ in everyone]
+    # All ranks raise the same kind of error, each its own if it has one.
+    worst = next((one for one in failed if one[0] is CheckpointError), failed[0])
+    if failure is not None and kind is worst[0]:
+        raise failure
+    raise worst[0](worst[1]) from failure
+
+
+def unreadable(path: str, error: Exception) -> CheckpointError:
+    """The error of a checkpoint that cannot be read because of another error."""
+    chained = CheckpointError(
+        f"The checkpoint {path!r} is damaged or does not fit ({type(error).__name__}: {error}). Restore it from a copy,"
+        " or resume from an earlier checkpoint."
+    )
+    chained.__cause__ = error
+    return chained
+
+
+def fingerprints_of(path: str) -> list[str]:
+    """Compare Lightning's file with its checksums; the fingerprint of each rank's file. A collective call.
+
+    Raises:
+        FileNotFoundError: Some rank does not find it. Raised on every rank.
+        CheckpointError: Some rank's file is corrupt. Raised on every rank.
+    """
+    found = on_all_ranks(lambda: fingerprint_of(path, compare=True), path)
+    if not all(found):
+        # Only some are files of `torch.save`: reading them would fail on some ranks.
+        check_alike({rank: {"checksum": theirs} for rank, theirs in enumerate(found)}, path)
+    return found
+
+
+def agreed_notes(notes: Any, path: str, fingerprints: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """The notes that this rank found in a checkpoint, if all ranks found the same; a collective call.
+
+    A checkpoint of plain DDP or of weights alone has none. ``fingerprints`` are those of the ranks' files of Lightning.
+
+    Raises:
+        CheckpointError: A rank's notes are corrupt, or two ranks read different files. Raised on every rank.
+    """
+
+    def read() -> dict[str, Any]:
+        if not isinstance(notes, list):
             raise CheckpointError(f"The field {CHECKPOINT_KEY} of {path!r} is not a list. Resume with what saved it.")
-        for note in theirs:
+        for note in notes:
             check_note(note, path)
-    for index, field in product(range(max(map(len, everyone))), NOTE_FIELDS):
-        values = [theirs[index].get(field) if index < len(theirs) else None for theirs in everyone]
-        if any(value != values[0] for value in values):
-            per_rank = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
-            raise CheckpointError(
-                f"The ranks have read different checkpoints from {path!r}: they disagree on its field"
-                f" {CHECKPOINT_KEY}[{field!r}] ({per_rank}). Give every rank the same file."
-            )
+        names = [CHECKPOINT_KEY, *(f"{CHECKPOINT_KEY} of module {number}" for number in range(1, len(notes)))]
+        fields = ((name, note, field) for name, note in zip(names, notes, strict=False) for field in NOTE_FIELDS)
+        return {f"{name}[{field!r}]": note.get(field) for name, note, field in fields}
+
+    check_alike(dict(enumerate(on_all_ranks(read, path))), path)
+    check_alike({rank: {"checksum": theirs} for rank, theirs in enumerate(fingerprints)}, path)
     return notes
+
+
+def digest_of(synchronizer: Synchronizer) -> dict[str, Any]:
+    """What all ranks that exchange with this one must have alike, each tensor as a checksum; and these ranks."""
+    ranks = dist.get_process_group_ranks(synchronizer.exchange.everyone.group)
+    return {"ranks": ranks} | {
+        name: checksum_of(value) if isinstance(value, Tensor) else value
+        for name, value in synchronizer.shared_state().items()
+    }
+
+
+def checksum_of(tensor: Tensor) -> int:
+    """The CRC-32 of a tensor's bytes."""
+    array: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return zlib.crc32(array)
+
+
+def check_replicas(digests: Sequence[Mapping[str, Any]], path: str) -> None:
+    """Compare the digests of all ranks, by rank, among those that exchange with each other.
+
+    Raises:
+        CheckpointError: They disagree.
+    """
+    for ranks in {tuple(digest["ranks"]) for digest in digests if digest}:
+        check_alike({rank: digests[rank] for rank in ranks}, path)
+
+
+def check_alike(everyone: Mapping[int, Mapping[str, Any]], path: str) -> None:
+    """Compare what some ranks have read from a checkpoint, by rank and field.
+
+    Raises:
+        CheckpointError: They disagree; with the field and each rank's value.
+    """
+    for field in dict.fromkeys(field for theirs in everyone.values() for field in theirs):
+        values = {rank: theirs.get(field) for rank, theirs in everyone.items()}
+        if any(value != values[min(values)] for value in values.values()):
+            per_rank = ", ".join(f"rank {rank}: {value!r}" for rank, value in values.items())
+            raise CheckpointError(
+                f"The ranks have read different checkpoints from {path!r}: they disagree on its field {field}"
+                f" ({per_rank}). Use the same file on all ranks, or resume from an earlier checkpoint."
+            )
 
 
 def restore_state(strategy: Any, path: str, note: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,11 +155,12 @@ def restore_state(strategy: Any, path: str, note: Mapping[str, Any]) -> dict[str
         CheckpointError: Some rank cannot use the file it read. Raised on every rank.
         ValueError: The state was saved with another ``compress``. Raised on every rank.
     """
-    config, state = strategy.config, {}
-    failure: Exception | None = None
-    try:
+    config = strategy.config
+    state: dict[str, Any] = {}
+
+    def read() -> None:
         layout = strategy.global_rank, strategy.world_size, strategy.stages
-        state = read_state(strategy.checkpoint_io, path, note, *layout)
+        state.update(read_state(strategy.checkpoint_io, path, note, *layout))
         # Ranks save weights of their own only if updates are exchanged.
         if ("weights" in state) != (config.compress == "updates"):
             other = "gradients" if config.compress == "updates" else "updates"
@@ -68,20 +169,15 @@ def restore_state(strategy: Any, path: str, note: Mapping[str, Any]) -> dict[str
                 f" this run exchanges {config.compress}. Resume with `compress={other!r}`, or continue without the"
                 " ranks' residuals: `missing_state='reset'` in the strategy."
             )
-    except Exception as error:
-        failure = error
-    kind = type(failure) if type(failure) in RESETTABLE else CheckpointError
-    mine = None if failure is None else (kind, str(failure))
-    failed = [theirs for theirs in gather_objects(mine) if theirs is not None]
-    if not failed:
-        return state
-    if config.missing_state == "reset" and all(kind in RESETTABLE for kind, _ in failed):
+
+    try:
+        on_all_ranks(read, path, RESETTABLE)
+    except RESETTABLE as error:
+        if config.missing_state != "reset" or type(error) not in RESETTABLE:
+            raise
         rank_zero_warn(
-            f"{failed[0][1]} That is set: training continues from step {note['synchronisations']} with an empty"
-            " residual on every rank. What had not been sent yet is lost."
+            f"{error} That is set: training continues from step {note['synchronisations']} with an empty residual on"
+            " every rank. What had not been sent yet is lost."
         )
         return empty_state(note)
-    if failure is not None:
-        raise failure
-    kind, message = failed[0]
-    raise kind(message)
+    return state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,16 +18,29 @@ from torch.optim import Optimizer
 
 from lightning_dct import checkpoint as saved
 from lightning_dct.activations import CompressedModule, modules_of
+from lightning_dct.agreement import gather_objects
 from lightning_dct.config import DCTConfig
 from lightning_dct.embedding import ShardedEmbeddingBags
 from lightning_dct.embedding.shards import keeping_row_states, load_row_states, load_rows, save_rows, without_rows
 from lightning_dct.failures import Lifeline
 from lightning_dct.files import AtomicCheckpointIO, finish_writing, write_at_once
 from lightning_dct.gradients import Synchronizer
-from lightning_dct.restoring import agreed_notes, restore_state
+from lightning_dct.restoring import (
+    agreed_notes,
+    check_replicas,
+    digest_of,
+    fingerprints_of,
+    on_all_ranks,
+    restore_state,
+    unreadable,
+)
 from lightning_dct.synchronizing import parameter_names
 from lightning_dct.traffic import Traffic
 from lightning_dct.updates import UpdateSynchronizer
+
+# In a checkpoint that was loaded: this rank's state, and the folder of the rows of sharded tables.
+STATE_KEY = f"{saved.CHECKPOINT_KEY}_state"
+ROWS_KEY = f"{saved.CHECKPOINT_KEY}_rows"
 
 
 class CheckpointedStrategy(ParallelStrategy):
@@ -50,12 +63,8 @@ class CheckpointedStrategy(ParallelStrategy):
         # Whether gradients of earlier micro-batches wait for their step, and those of a checkpoint, by parameter.
         self.is_accumulating = False
         self._accumulated: dict[str, Tensor] = {}
-        self._saved_state: dict[str, Any] | None = None
-        # The state of this rank's optimizers, if each rank's optimizer has its own.
-        self._own_optimizers: list[dict[str, Any]] = []
         # Checkpoints whose folders may hold files of earlier saves, with their notes.
-        self._to_tidy: dict[str, dict[str, int | str] | None] = {}
-        self._rows_folder: str | None = None
+        self._to_tidy: dict[str, dict[str, Any] | None] = {}
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -146,12 +155,14 @@ class CheckpointedStrategy(ParallelStrategy):
         if has_state or tables:
             steps = int(checkpoint["global_step"]) if self.synchronizer is None else self.synchronizer.synchronisations
             note = saved.make_note(self.world_size, steps, save, has_state, bool(tables), self.stages)
+            written = ""
             if has_state:
-                saved.write_state(write_at_once(self.checkpoint_io), path, note, self.global_rank, self._state())
+                io, state = write_at_once(self.checkpoint_io), self._state()
+                written = saved.write_state(io, path, note, self.global_rank, state)
             if tables:
                 save_rows(saved.rows_path(path, note), tables, self.optimizers if has_state else [])
-            # Lightning's file comes last and points at complete files only.
-            self.barrier()
+            # Lightning's file comes last and points at files that all ranks have completed.
+            note = saved.seal(note, gather_objects(written))
             checkpoint[saved.CHECKPOINT_KEY] = note
         super().save_checkpoint(checkpoint, path, storage_options)
         self._to_tidy[path] = note
@@ -166,23 +177,35 @@ class CheckpointedStrategy(ParallelStrategy):
             self.checkpoint_io.remove_checkpoint(saved.state_folder(str(filepath)))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load Lightning's checkpoint and, when fitting, this rank's compression state beside it."""
-        with nullcontext() if self.updates is None else self.updates.weights.in_model():
-            # ModelParallelStrategy loads into the model here.
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        """Load Lightning's checkpoint and, when fitting, this rank's compression state beside it.
+
+        Raises:
+            FileNotFoundError: A file is missing. Raised on every rank, like the following.
+            CheckpointError: A file is damaged, was changed or belongs to another checkpoint.
+        """
         path = saved.resolve_symlink(str(checkpoint_path))
+        fingerprints = fingerprints_of(path)
+        try:
+            with nullcontext() if self.updates is None else self.updates.weights.in_model():
+                # ModelParallelStrategy loads into the model here.
+                checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        except Exception as error:
+            if all(fingerprints):
+                raise
+            # It is no file of `torch.save`, and may raise anything.
+            raise unreadable(path, error) from error
         found = [checkpoint[saved.CHECKPOINT_KEY]] if saved.CHECKPOINT_KEY in checkpoint else []
-        note = next(iter(agreed_notes(found, path)), {})
+        note = next(iter(agreed_notes(found, path, fingerprints)), {})
         self._take_settings(checkpoint)
-        self._saved_state = None
-        self._rows_folder = saved.rows_path(path, note) if note.get("has_rows") else None
+        if note.get("has_rows"):
+            checkpoint[ROWS_KEY] = saved.rows_path(path, note)
         # After `dct_spawn` the module has no Trainer in the process that started the others.
         trainer = getattr(self.lightning_module, "_trainer", None)
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            if not note.get("has_state"):
+            if note.get("has_state"):
+                checkpoint[STATE_KEY] = restore_state(self, path, note)
+            else:
                 rank_zero_info(f"{checkpoint_path} holds no state of DCTStrategy: residuals start at zero.")
-                return checkpoint
-            self._saved_state = restore_state(self, path, note)
         return checkpoint
 
     def _take_settings(self, checkpoint: Mapping[str, Any]) -> None:
@@ -193,19 +216,37 @@ class CheckpointedStrategy(ParallelStrategy):
         tables = self.sharded_tables()
         with nullcontext() if self.updates is None else self.updates.weights.in_model():
             super().load_model_state_dict(checkpoint, strict)
-        if tables and self._rows_folder is not None:
-            load_rows(self._rows_folder, tables)
-        # The learning-rate finder restores in the middle of fit. At its beginning, set-up restores.
-        if self.synchronizer is not None and self.is_fitting:
-            self._restore(self.synchronizer)
+        if tables and ROWS_KEY in checkpoint:
+            load_rows(checkpoint[ROWS_KEY], tables)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizers' states; this rank's own, and those of sharded rows, come from the folder."""
-        own, self._own_optimizers = self._own_optimizers, []
-        with keeping_row_states(self.sharded_tables(), self.optimizers):
-            super().load_optimizer_state_dict({**checkpoint, "optimizer_states": own} if own else checkpoint)
-        if self._rows_folder is not None:
-            load_row_states(self._rows_folder, self.sharded_tables(), self.optimizers)
+        """Load the optimizers' states and this rank's compression state; a collective call.
+
+        This rank's own states, and those of sharded rows, come from the folder.
+
+        Raises:
+            ValueError: The checkpoint is of another model. Raised on every rank, like the following.
+            CheckpointError: The checkpoint is corrupt, or the ranks have read different ones.
+        """
+        state = checkpoint.get(STATE_KEY)
+        own = [] if state is None else state.get("optimizers", [])
+
+        def load() -> dict[str, Any]:
+            with keeping_row_states(self.sharded_tables(), self.optimizers):
+                self._load_optimizer_states(checkpoint, own)
+            if state is None or self.synchronizer is None:
+                return {}
+            self._restore(self.synchronizer, state)
+            return digest_of(self.synchronizer)
+
+        path = str(self._module.trainer.ckpt_path)
+        check_replicas(on_all_ranks(load, path), path)
+        if ROWS_KEY in checkpoint:
+            load_row_states(checkpoint[ROWS_KEY], self.sharded_tables(), self.optimizers)
+
+    def _load_optimizer_states(self, checkpoint: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> None:
+        """Load this rank's own states of the optimizers if there are any, and otherwise those of the checkpoint."""
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": list(own)} if own else checkpoint)
 
     def _state(self) -> dict[str, Any]:
         assert self.synchronizer is not None
@@ -235,18 +276,15 @@ class CheckpointedStrategy(ParallelStrategy):
     def _parameter_names(self) -> dict[Tensor, str]:
         return parameter_names(self._module)
 
-    def _restore(self, synchronizer: Synchronizer) -> None:
-        if self._saved_state is None:
-            return
-        synchronizer.load_state_dict(self._saved_state)
-        self._own_optimizers = self._saved_state.get("optimizers", [])
-        self.split_traffic.load_state_dict(self._saved_state.get("split_traffic", {}))
-        self._accumulated = self._saved_state.get("accumulated", {})
+    def _restore(self, synchronizer: Synchronizer, state: dict[str, Any]) -> None:
+        """Continue from a state that has been read, without a collective call."""
+        synchronizer.load_state_dict(state)
+        self.split_traffic.load_state_dict(state.get("split_traffic", {}))
+        self._accumulated = state.get("accumulated", {})
         modules = self.compressed_modules()
-        for name, states in self._saved_state["modules"].items():
+        for name, states in state["modules"].items():
             if name in modules and states[0]:
                 modules[name].load_compression_state(states)
-        self._saved_state = None
 
     def _finish_saving(self) -> None:
         """Wait for background writes, then remove files that no note names."""

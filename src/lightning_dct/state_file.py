@@ -1,8 +1,8 @@
-"""Reads one rank's file of a checkpoint, and refuses it if it is corrupt or another file."""
+"""Reads the files of a checkpoint, and refuses one that is corrupt, was changed or is another."""
 
 from __future__ import annotations
 
-import os
+import hashlib
 import sys
 import zipfile
 from collections.abc import Callable, Mapping
@@ -10,11 +10,16 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.load import _METADATA_FILENAME
 from torch import Tensor
 
 from lightning_dct.traffic import TrafficTotals
 
+# How a file of `torch.save` begins.
+_ZIP = b"PK\x03\x04"
 # File names have twelve digits for a number of steps.
 MORE_THAN_ANY_COUNT = 10**12
 
@@ -23,15 +28,19 @@ class CheckpointError(ValueError):
     """A checkpoint, or a file beside it, is damaged or belongs to another; the message names the file and the field."""
 
 
-def read_checked(checkpoint_io: CheckpointIO, file: str, identity: Mapping[str, int | str]) -> dict[str, Any]:
+def read_checked(
+    checkpoint_io: CheckpointIO, file: str, identity: Mapping[str, int | str], fingerprint: str = ""
+) -> dict[str, Any]:
     """Read a rank's compression state, from a file of this identity. Only tensors and plain data are unpickled.
+
+    ``fingerprint`` is what :func:`fingerprint_of` returned when the file was written; empty if nothing is known.
 
     Raises:
         OSError: The file is missing, or may not be read.
-        CheckpointError: The file is corrupt, is something else, or belongs to another rank or save.
+        CheckpointError: The file is corrupt, was changed, is something else, or belongs to another rank or save.
     """
     try:
-        check_sums(file)
+        found = fingerprint_of(file, compare=True)
         state = checkpoint_io.load_checkpoint(file, weights_only=True)
         check_state(state)
     except (FileNotFoundError, PermissionError):
@@ -42,28 +51,59 @@ def read_checked(checkpoint_io: CheckpointIO, file: str, identity: Mapping[str, 
             f"The file {file!r}, one rank's part of a checkpoint, is damaged or is something else ({error}). Restore it"
             " from a copy, or resume from an earlier checkpoint."
         ) from error
-    found = {**state.pop("identity", {}), "synchronisations": state["synchronisations"]}
+    says = {**state.pop("identity", {}), "synchronisations": state["synchronisations"]}
     for field, value in identity.items():
-        if found.get(field) != value:
+        if says.get(field) != value:
             raise CheckpointError(
-                f"The file {file!r} is another rank's or another save's: its field {field!r} is {found.get(field)!r},"
+                f"The file {file!r} is another rank's or another save's: its field {field!r} is {says.get(field)!r},"
                 f" and the checkpoint says {value!r}. Restore it from a copy, or resume from an earlier checkpoint."
             )
+    if fingerprint and found != fingerprint:
+        raise CheckpointError(
+            f"The file {file!r} was changed after the checkpoint had been saved: its contents have another checksum"
+            " than the checkpoint says. Restore it from a copy, or resume from an earlier checkpoint."
+        )
     return state
 
 
-def check_sums(file: Any) -> None:
-    """Compare a file (a path, or open for reading) with its checksums, which ``torch.load`` does not do.
+def fingerprint_of(file: str, compare: bool) -> str:
+    """A checksum of what ``torch.save`` has written, made from the checksums in its index; empty for other files.
 
-    A BadZipFile means that they differ. Other files than those of ``torch.save`` pass, and so do files in storage
-    services, which have checksums of their own.
+    Args:
+        file: The file, or a folder that ``DCTFSDPStrategy`` has saved, wherever fsspec reads.
+        compare: Read all of a file on a local disk and compare it with its checksums, which ``torch.load`` does not.
+            Storage services have checksums of their own.
+
+    Raises:
+        OSError: The file is missing, or may not be read.
+        zipfile.BadZipFile: The file is truncated or does not match its checksums.
     """
-    if (isinstance(file, str) and not os.path.isfile(file)) or not zipfile.is_zipfile(file):
-        return
+    files, place = url_to_fs(file)
+    if files.isdir(place):
+        place = f"{place}/{_METADATA_FILENAME}"
+    with files.open(place, "rb") as opened:
+        begins = opened.read(len(_ZIP))
+        if zipfile.is_zipfile(opened):
+            compare = compare and isinstance(files, LocalFileSystem)
+            parts = check_sums(opened) if compare else zipfile.ZipFile(opened).infolist()
+            contents = [(part.filename, part.file_size, part.CRC) for part in parts]
+            return hashlib.sha256(repr(contents).encode()).hexdigest()[:16]
+    if begins == _ZIP[: len(begins)]:
+        raise zipfile.BadZipFile("its end is missing")
+    return ""
+
+
+def check_sums(file: Any) -> list[zipfile.ZipInfo]:
+    """Compare a file of ``torch.save``, open for reading, with its checksums, and return its index.
+
+    Raises:
+        zipfile.BadZipFile: They differ, or it is no such file.
+    """
     with zipfile.ZipFile(file) as archive:
         corrupt = archive.testzip()
-    if corrupt is not None:
-        raise zipfile.BadZipFile(f"its part {corrupt!r} does not match its checksum")
+        if corrupt is not None:
+            raise zipfile.BadZipFile(f"its part {corrupt!r} does not match its checksum")
+        return archive.infolist()
 
 
 def check_state(state: Any) -> None:
@@ -129,9 +169,12 @@ def _is_real_or_complex(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
+def _is_list(value: Any) -> bool:
+    return _is_dense(value) and value.ndim == 1 and value.is_floating_point()
+
+
 def _is_residual(value: Any) -> bool:
-    fits = _is_dense(value) and value.ndim == 1 and value.is_floating_point() and value.numel() > 0
-    return fits and bool(value.isfinite().all())
+    return _is_list(value) and value.numel() > 0 and bool(value.isfinite().all())
 
 
 def _thresholds(value: Any) -> str:
@@ -171,7 +214,7 @@ _OPTIONAL_PARTS: dict[str, Check] = {
     "weights": _tensors,
     "optimizers": must_be("a list", lambda value: isinstance(value, list)),
     "exchange_clocks": each(_count),
-    "in_flight": each(must_be("a tensor", _is_dense)),
+    "in_flight": each(must_be("a list of floating-point numbers", _is_list)),
     # With a Trainer.
     "split_traffic": _totals,
     "modules": each(each(_anything)),

@@ -181,12 +181,10 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         if isinstance(self.model, DistributedDataParallel):
             if not isinstance(self.synchronizer, GradientSynchronizer):
                 self.synchronizer = make_gradient_synchronizer(self, self.model, self.precision_plugin)
-                self._restore(self.synchronizer)
             self._synchronised = self._trainable()
             self.model.register_comm_hook(None, self.synchronizer.hook)
             return
         self.synchronizer = self._make_updates()
-        self._restore(self.synchronizer)
 
     def _make_updates(self, are_alike: bool = False) -> UpdateSynchronizer:
         assert self.model is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -209,9 +209,12 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
             return apply_to_collection(super().lightning_module_state_dict(), Tensor, Tensor.clone)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load this rank's optimizer state."""
+        """Load this rank's own state, for which Lightning has no call after this one."""
         super().load_model_state_dict(checkpoint, strict)
-        own, self._own_optimizers = self._own_optimizers, []
+        self.load_optimizer_state_dict(checkpoint)
+
+    def _load_optimizer_states(self, checkpoint: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> None:
+        # `load_checkpoint` has loaded those of the checkpoint.
         for optimizer, state in zip(self.optimizers, own, strict=False):
             take_over(optimizer, state)
 
@@ -230,16 +233,15 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
         buffers = {} if self.updates is not None else dict(self._module.named_buffers())
         return {**super()._state(), "shards": shapes, "buffers": plain(buffers)}
 
-    def _restore(self, synchronizer: Synchronizer) -> None:
-        state = self._saved_state
-        if state is not None and "shards" in state:
+    def _restore(self, synchronizer: Synchronizer, state: dict[str, Any]) -> None:
+        if "shards" in state:
             for name, buffer in self._module.named_buffers():
                 buffer.copy_(state["buffers"].get(name, buffer))
-        elif state is not None:
+        else:
             parameters = {name: parameter for parameter, name in self._parameter_names().items()}
             for part in ("weights", "residuals", "accumulated"):
                 state[part] = {
                     name: shard_of(whole, parameters[name]) if name in parameters else whole
                     for name, whole in state.get(part, {}).items()
                 }
-        super()._restore(synchronizer)
+        super()._restore(synchronizer, state)

@@ -155,6 +155,10 @@ class Synchronizer:
         self.steps_since_refresh = int(state["steps_since_refresh"])
         self.traffic.load_state_dict(state["traffic"])
 
+    def shared_state(self) -> dict[str, Any]:
+        """The part of the state that all ranks of the exchange have alike, by name: numbers and tensors."""
+        return {"synchronisations": self.synchronisations, "steps_since_refresh": self.steps_since_refresh}
+
     def _plan_of(
         self, tensors: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype, share: float = 1.0
     ) -> BucketPlan:

@@ -278,11 +278,10 @@ class DCTPipelineStrategy(DCTStrategy):
         ]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
 
-    def _restore(self, synchronizer: Synchronizer) -> None:
-        if self._saved_state is not None:
-            assert self._placement is not None
-            self._placement.drop_foreign(self._saved_state)
-        super()._restore(synchronizer)
+    def _restore(self, synchronizer: Synchronizer, state: dict[str, Any]) -> None:
+        assert self._placement is not None
+        self._placement.drop_foreign(state)
+        super()._restore(synchronizer, state)
 
     @property
     def _placed(self) -> PipelineMesh:

@@ -200,6 +200,13 @@ class UpdateSynchronizer(Synchronizer):
         self._rounds, self._to_refresh = load_rounds(*saved, parameters)
         self._settled = self._excluded()
 
+    def shared_state(self) -> dict[str, Any]:
+        """The same with clocks, shared weights, and the means in flight, which change them."""
+        clocks, in_flight = save_rounds(self._rounds, self.weights.parameters, self._to_refresh)
+        means = {name: mean for name, mean in in_flight.items() if name.startswith("mean of ")}
+        shared = {f"shared weights of {name}": self.weights.shared(name) for name in self.weights.parameters}
+        return {**super().shared_state(), **clocks, **means, **shared}
+
     def _excluded(self) -> set[Tensor]:
         return set(self._parameters()) - self.parameter_names.keys()
 

@@ -1,0 +1,222 @@
+"""Files that were damaged, or changed by somebody who made their checksums fit, are refused on every rank."""
+
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distributed.test_resume import SaveAndStop, twice_ten_batches
+from distributed.training import Module, rank, trainer_for
+from lightning_dct import CheckpointError, DCTStrategy
+from lightning_dct.checkpoint import state_path
+
+NAME = "model.first.weight"
+
+
+def attempt(path: Path, *callbacks: Any, ckpt_path: Path | None = None) -> None:
+    # Saved after step 10, when the exchange after that step is in flight.
+    strategy = DCTStrategy(density=0.2, local_steps=5, warmup_steps=0, delay=4)
+    trainer = trainer_for(strategy, callbacks=list(callbacks))
+    trainer.fit(Module(None, torch.optim.Adam, lr=0.01), twice_ten_batches(), ckpt_path=ckpt_path)
+
+
+def save(path: Path) -> None:
+    attempt(path, SaveAndStop(path, 10))
+
+
+@pytest.fixture(scope="module")
+def whole(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two ranks."""
+    folder = tmp_path_factory.mktemp("whole")
+    ranks(2).run(save, folder / "x.ckpt")
+    return Path(folder / "x.ckpt")
+
+
+def refusals(paths: list[list[Path]]) -> list[tuple[str, str]]:
+    """What comes of each attempt to resume, in which every rank has a path."""
+    found = []
+    for path in paths:
+        try:
+            attempt(path[rank()], ckpt_path=path[rank()])
+            found.append(("nothing", "silent"))
+        except Exception as error:
+            found.append((type(error).__name__, str(error)))
+    return found
+
+
+def assert_refused(ranks: Any, names: list[str], paths: list[list[Path]], says: str) -> None:
+    everyone = ranks(2).run(refusals, paths)
+    for name, path, answers in zip(names, paths, zip(*everyone, strict=True), strict=True):
+        for own, (kind, message) in zip(path, answers, strict=True):
+            assert kind == CheckpointError.__name__, (name, kind, message)
+            assert says.format(own) in message, (name, message)
+
+
+def flip(data: bytearray) -> None:
+    """One bit of an exponent, in the middle of the largest part: a weight or Adam's state."""
+    data[len(data) // 2 | 3] ^= 0x08
+
+
+BYTES: dict[str, Callable[[bytearray], Any]] = {
+    "a bit": flip,
+    "the last byte is missing": lambda data: data.__delitem__(slice(-1, None)),
+    "half of it": lambda data: data.__delitem__(slice(len(data) // 2, None)),
+    "three bytes are left": lambda data: data.__delitem__(slice(3, None)),
+    "nothing is left": lambda data: data.clear(),
+    "zeros": lambda data: data.__setitem__(slice(None), bytes(len(data))),
+    "text": lambda data: data.__setitem__(slice(None), b"<html>404</html>"),
+}
+
+
+def test_damage_to_lightnings_file(ranks: Any, whole: Path, tmp_path: Path) -> None:
+    """Oracle: an error with the file's name on both ranks, whether both read the damaged file or one does."""
+    paths = []
+    for number, harm in enumerate(BYTES.values()):
+        data = bytearray(whole.read_bytes())
+        harm(data)
+        path = tmp_path / f"{number}.ckpt"
+        path.write_bytes(data)
+        shutil.copytree(f"{whole}.dct", f"{path}.dct")
+        paths += [[path, path], [whole, path]]
+    names = [name for name in BYTES for _ in range(2)]
+    everyone = ranks(2).run(refusals, paths)
+    for name, path, answers in zip(names, paths, zip(*everyone, strict=True), strict=True):
+        for kind, message in answers:
+            assert kind == CheckpointError.__name__, (name, kind, message)
+            assert any(str(one) in message for one in path), (name, message)
+
+
+def change(field: str, *keys: Any, to: Any) -> Callable[[dict[str, Any]], None]:
+    def apply(state: dict[str, Any]) -> None:
+        place = state[field]
+        for key in keys[:-1]:
+            place = place[key]
+        if keys:
+            place[keys[-1]] = to(place[keys[-1]]) if callable(to) else to
+        else:
+            state[field] = to(place) if callable(to) else to
+
+    return apply
+
+
+def a_nan(tensor: Any) -> Any:
+    return tensor.flatten().index_fill(0, torch.tensor([0]), math.nan).view(tensor.shape)
+
+
+def a_bit_more(tensor: Any) -> Any:
+    return tensor + 1e-3
+
+
+def without(key: Any) -> Callable[[Any], Any]:
+    return lambda value: {name: entry for name, entry in value.items() if name != key}
+
+
+ADAM = ("optimizers", 0, "state", 0)
+GROUP = ("optimizers", 0, "param_groups", 0)
+MEAN = f"mean of {NAME}"
+# What other ranks must have alike, or what cannot be: found without a fingerprint, too.
+FOUND: dict[str, Callable[[dict[str, Any]], None]] = {
+    "a step of 10^11": change("exchange_clocks", "steps of 0", to=10**11),
+    "one step more": change("exchange_clocks", "steps of 0", to=11),
+    "no step": change("exchange_clocks", to=without("steps of 0")),
+    "due far ahead": change("exchange_clocks", f"due in 0 {NAME}", to=10**11),
+    "a clock of nothing": change("exchange_clocks", to=lambda clocks: {**clocks, "due": 3}),
+    "a negative clock": change("exchange_clocks", "steps of 0", to=-1),
+    "another step": change("synchronisations", to=11),
+    "NaN in flight": change("in_flight", MEAN, to=a_nan),
+    "integers in flight": change("in_flight", MEAN, to=lambda mean: mean.long()),
+    "other means in flight": change("in_flight", MEAN, to=a_bit_more),
+    "too short in flight": change("in_flight", MEAN, to=lambda mean: mean[1:]),
+    "half of it in flight": change("in_flight", to=without(f"own of {NAME}")),
+    "nothing in flight": change("in_flight", to={}),
+    "no optimizers' states": change("optimizers", to=[{}]),
+    "an optimizer without groups": change("optimizers", 0, "param_groups", to=[]),
+    "text for a moment": change(*ADAM, to="text"),
+    "a NaN threshold": change("thresholds", "values", to=lambda values: dict.fromkeys(values, math.nan)),
+    "no weights": change("weights", to={}),
+    "other shapes": change("weights", NAME, to=lambda weights: weights.T),
+    "modules that are a list": change("modules", to=[]),
+}
+# What only the fingerprint finds: any other rank may have it.
+CHANGED: dict[str, Callable[[dict[str, Any]], None]] = {
+    "a NaN weight": change("weights", NAME, to=a_nan),
+    "an infinite weight": change("weights", NAME, to=lambda weights: weights + math.inf),
+    "other weights": change("weights", NAME, to=a_bit_more),
+    "a missing weight": change("weights", to=without(NAME)),
+    "half precision": change("weights", NAME, to=lambda weights: weights.half()),
+    "an infinite moment": change(*ADAM, "exp_avg_sq", to=lambda moment: moment + math.inf),
+    "a NaN moment": change(*ADAM, "exp_avg", to=a_nan),
+    "a moment of another shape": change(*ADAM, "exp_avg", to=torch.zeros(3)),
+    "a step of Adam": change(*ADAM, "step", to=torch.tensor(1e9)),
+    "a NaN rate": change(*GROUP, "lr", to=math.nan),
+    "another rate": change(*GROUP, "lr", to=1e3),
+    "other betas": change(*GROUP, "betas", to=(2.0, 2.0)),
+    "an empty optimizer": change("optimizers", 0, "state", to={}),
+    "no optimizer": change("optimizers", to=[]),
+    "a huge threshold": change("thresholds", "values", to=lambda values: dict.fromkeys(values, 1e38)),
+    "no thresholds": change("thresholds", to={"values": {}, "targets": {}}),
+    "other targets": change("thresholds", "targets", to=lambda targets: dict.fromkeys(targets, 1)),
+    "own in flight": change("in_flight", f"own of {NAME}", to=a_bit_more),
+    "an old refresh": change("steps_since_refresh", to=3),
+    "gradients": change("accumulated", to=lambda _: {NAME: torch.ones(24, 40)}),
+}
+
+
+@pytest.mark.parametrize(("edits", "known"), [({**FOUND, **CHANGED}, True), (FOUND, False)], ids=["known", "unknown"])
+def test_edited_states(ranks: Any, whole: Path, tmp_path: Path, edits: dict[str, Any], known: bool) -> None:
+    """Oracle: one kind of error on both ranks, for each change of one rank's file; none hangs, none is silent.
+
+    An unknown fingerprint is that of a ``CheckpointIO`` of the user's.
+    """
+    paths = []
+    for number, edit in enumerate(edits.values()):
+        path = tmp_path / f"{number}.ckpt"
+        shutil.copytree(f"{whole}.dct", f"{path}.dct")
+        checkpoint = torch.load(whole, weights_only=True)
+        note = checkpoint["lightning_dct"]
+        if not known:
+            del note["fingerprints"], note["checksum"]
+        torch.save(checkpoint, path)
+        file = state_path(str(path), note, 1)
+        state = torch.load(file, weights_only=True)
+        edit(state)
+        torch.save(state, file)
+        paths.append([path, path])
+    assert_refused(ranks, list(edits), paths, "{}")
+
+
+NOTES: dict[str, Callable[[dict[str, Any]], None]] = {
+    "two stages": lambda note: note.update(stages=2),
+    "no state": lambda note: note.update(has_state=0),
+    "rows": lambda note: note.update(has_rows=1),
+    "one rank": lambda note: note.update(world_size=1, fingerprints=note["fingerprints"][:1]),
+    "another file": lambda note: note.update(fingerprints=note["fingerprints"][::-1]),
+    "a short list": lambda note: note.update(fingerprints=["a"]),
+}
+
+
+def test_edited_notes(ranks: Any, whole: Path, tmp_path: Path) -> None:
+    """Oracle: an error that names the file, where the changed note would do: of it, files would be found and read."""
+    paths = []
+    for number, edit in enumerate(NOTES.values()):
+        path = tmp_path / f"{number}.ckpt"
+        shutil.copytree(f"{whole}.dct", f"{path}.dct")
+        checkpoint = torch.load(whole, weights_only=True)
+        edit(checkpoint["lightning_dct"])
+        torch.save(checkpoint, path)
+        paths.append([path, path])
+    assert_refused(ranks, list(NOTES), paths, "{}")
+
+
+def test_other_files_of_one_checkpoint(ranks: Any, whole: Path, tmp_path: Path) -> None:
+    """Oracle: an error on both ranks; on one of them, somebody has changed a weight in Lightning's file."""
+    path = tmp_path / "x.ckpt"
+    shutil.copytree(f"{whole}.dct", f"{path}.dct")
+    checkpoint = torch.load(whole, weights_only=True)
+    checkpoint["state_dict"][NAME] += 1.0
+    torch.save(checkpoint, path)
+    assert_refused(ranks, ["another"], [[whole, path]], "they disagree on its field checksum")
