@@ -107,11 +107,10 @@ class CheckpointedStrategy(ParallelStrategy):
         """Give a parameter its accumulated gradient; a subclass takes this rank's part of it."""
         parameter.grad = gradient.to(parameter.device)
 
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Run backward, and note that gradients wait for another micro-batch or a step."""
-        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Note that gradients wait for another micro-batch or a step."""
+        super().post_backward(closure_loss)
         self.is_accumulating = True
-        return loss
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's state with the shared weights."""

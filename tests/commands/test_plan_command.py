@@ -1,6 +1,8 @@
 """``lightning-dct plan`` from the command line: what it prints, and what it refuses."""
 
 import re
+import sys
+from pathlib import Path
 
 import pytest
 from lightning.pytorch.demos import LightningTransformer
@@ -117,11 +119,22 @@ def test_misuse(capsys: pytest.CaptureFixture[str], words: list[str], told: str)
         (["torch.nn:LazyLinear", "--arguments", "out_features=3"], "size of parameter 'weight' is not known"),
         (["distributed.training:Perceptron", "--shards", "2"], "`--shards`: FSDP2 .* give 'gain' the shape \\[1\\]"),
         (["torch.nn:ReLU"], "ReLU has no parameter whose gradient is synchronised"),
-        (["collections:Counter"], "`--module collections:Counter` gives a Counter, not a torch.nn.Module"),
+        (["made_up_modules:nothing"], "`--module made_up_modules:nothing` gives a list, not a torch.nn.Module"),
+        *(
+            ([path, "--arguments", f"{first}=touch called"], "neither a class of torch.nn.Module nor a function in a")
+            for path, first in (("os:system", "command"), ("subprocess:getoutput", "cmd"), ("subprocess:Popen", "args"))
+        ),
+        (["lightning.fabric:seed_everything", "--arguments", "seed=3"], "neither a class of torch.nn.Module nor a"),
     ],
 )
-def test_misuse_of_modules(capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
+def test_misuse_of_modules(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], told: str
+) -> None:
+    (tmp_path / "made_up_modules.py").write_text("def nothing():\n    return []\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
     assert re.search(told, misuse(capsys, *ASKED[:-2], "--module", *words))
+    assert not (tmp_path / "called").exists()
 
 
 def test_misuse_of_what_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor
 
@@ -43,6 +44,7 @@ from distributed.training import (
     trainer_for,
     weights_of,
 )
+from fsdp.training import Plain, fsdp, train
 from lightning_dct import DCTStrategy
 
 BATCHES, EPOCHS = 4, 4
@@ -227,6 +229,24 @@ def test_search_for_a_batch_size_is_refused_as_under_ddp(ranks: Any) -> None:
     theirs, ours = ranks(2).run(refusals_of_batch_sizes)[0]
     assert ours == theirs
     assert "not supported with distributed" in ours
+
+
+def wrapped_backwards() -> list[int]:
+    counts = []
+    for strategy, module in (
+        (DCTStrategy(local_steps=2), Module()),
+        (DCTStrategy(compress="gradients"), Module()),
+        (fsdp(replicas=1, compress="gradients"), Plain()),
+    ):
+        with patch.object(Strategy, "backward", wraps=strategy.backward) as backward:
+            train(strategy, module, BATCHES)
+        counts.append(backward.call_count)
+    return counts
+
+
+def test_backward_is_lightnings_own(ranks: Any) -> None:
+    """As Lightning's tests mock it: a strategy that overrides it would call itself without end."""
+    assert ranks(2).run(wrapped_backwards) == 2 * [3 * [BATCHES]]
 
 
 PROFILERS = {

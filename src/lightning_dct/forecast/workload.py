@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -113,8 +116,10 @@ def workload_of(module: nn.Module) -> Workload:
 def load_module(path: str, keywords: Mapping[str, Any]) -> nn.Module:
     """Make a module from its import path, on the meta device where it can be: without memory for its parameters.
 
+    Nothing else is called: a path on a command line may come from anywhere.
+
     Args:
-        path: ``package.module:Class``, or a function that returns a module.
+        path: ``package.module:Class`` of a module, or a function of the user's own that returns one.
         keywords: For its constructor.
 
     Raises:
@@ -123,6 +128,8 @@ def load_module(path: str, keywords: Mapping[str, Any]) -> nn.Module:
     package, _, name = path.partition(":")
     try:
         made_by = getattr(importlib.import_module(package), name)
+        if not _makes_modules(made_by):
+            raise TypeError("neither a class of torch.nn.Module nor a function in a Python file of yours")
         try:
             with torch.device("meta"):
                 module = _configured(made_by(**keywords))
@@ -139,6 +146,17 @@ def load_module(path: str, keywords: Mapping[str, Any]) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise ValueError(f"`--module {path}` gives a {type(module).__name__}, not a torch.nn.Module")
     return module
+
+
+def _makes_modules(found: Any) -> bool:
+    """Whether something is a class of modules, or a function in a file that was not installed."""
+    if isinstance(found, type):
+        return issubclass(found, nn.Module)
+    if not isinstance(found, FunctionType):
+        return False
+    file = Path(found.__code__.co_filename).resolve()
+    installed = {"site-packages", "dist-packages"}.intersection(file.parts)
+    return file.exists() and not installed and not file.is_relative_to(Path(sysconfig.get_path("stdlib")).resolve())
 
 
 def _configured(module: Any) -> Any:

@@ -193,12 +193,11 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
             if isinstance(synchronizer, ShardGradientSynchronizer):
                 synchronizer.is_blocked = False
 
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Run backward, and end its exchange."""
-        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """End the exchange of this backward."""
+        super().post_backward(closure_loss)
         if isinstance(self.synchronizer, ShardGradientSynchronizer):
             self.synchronizer.finish()
-        return loss
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's state, with the weights that all replicas share."""
