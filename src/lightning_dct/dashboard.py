@@ -62,7 +62,10 @@ def sections(quality: Sequence[str] = QUALITY) -> dict[str, list[Panel]]:
             Panel("norms of all tensors, log10", ("dct/dp/log10_residual_norm",)),
             Panel("residual norm", (TENSORS, "residual_norm"), "bars"),
         ],
-        "Compression time": [Panel("ms a step", ("dct/overhead_ms",))],
+        "Time": [
+            Panel("compressing, ms a step", ("dct/overhead_ms",)),
+            Panel("seconds of training, without validations", ("dct/seconds",)),
+        ],
         "Split points": [
             Panel("compression ratio, against dense fp32", ("dct/mp/compression_ratio",), "log"),
             Panel("bytes sent, and dense fp32", ("dct/mp/bytes_sent", "dct/mp/bytes_dense"), "log"),

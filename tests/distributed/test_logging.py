@@ -9,9 +9,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.strategies import DDPStrategy
 
 from distributed.training import Module, Run, fit, rank
-from lightning_dct import DCTStrategy
+from lightning_dct import CompressionMonitor, DCTStrategy
+from lightning_dct.report.logs import read_run
 from lightning_dct.traffic import all_gather_bytes, all_reduce_bytes
 from lightning_dct.wire import PayloadLayout
 from offline_runs import OfflineRun
@@ -19,6 +21,7 @@ from offline_runs import OfflineRun
 KEYS = {
     "dct/compression_ratio",
     "dct/overhead_ms",
+    "dct/seconds",
     "dct/dp/compression_ratio",
     "dct/dp/density",
     "dct/dp/threshold",
@@ -159,3 +162,17 @@ def test_loggers_get_every_key(ranks: Any, tmp_path: Path, names: list[str]) -> 
         ]
         assert all(set(row) >= KEYS for row in rows)
     assert run.synchronisations == 12
+
+
+def train_under_ddp(folder: Path) -> None:
+    logger = CSVLogger(folder, name="ddp", version="")
+    fit(DDPStrategy(), Logging(), 12, logger=logger, log_every_n_steps=4, callbacks=[CompressionMonitor()])
+
+
+def test_a_run_of_plain_ddp_is_counted_and_describes_itself(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: in a ring of two, each sends half of the gradients, then half of the sums: 4 bytes a parameter."""
+    ranks(2).run(train_under_ddp, tmp_path)
+    run = read_run(tmp_path / "ddp", tmp_path / "ddp" / "metrics.csv")
+    assert run.counted_bytes("bytes_sent") == {step: 4 * sum(SIZES) * (step + 1) for step in (3, 7, 11)}
+    assert (run.strategy, run.ranks) == ("DDPStrategy", "2")
+    assert run.milliseconds > 0

@@ -1,15 +1,16 @@
 """Figures on the page against plain arithmetic."""
 
 import math
+import re
 
 import numpy as np
 import pytest
 
 from lightning_dct.report.charts import MOST_POINTS, chart, lines_of, make_sections
-from lightning_dct.report.page import totals_table
+from lightning_dct.report.page import baseline_of, comparison_table, totals_table
 from lightning_dct.report.quality import find_quality, find_training_loss, higher_is_better
 from lightning_dct.report.reading import read_all
-from lightning_dct.report.run import Run, bytes_at
+from lightning_dct.report.run import Run, counter_at
 from made_up_runs import rows_of, write_csv
 
 
@@ -53,23 +54,60 @@ def test_every_logged_kind_has_its_chart_and_says_which_runs_are_not_in_it(runs)
 
 
 def test_totals_are_those_of_the_log(runs):
-    heads, rows = totals_table(runs, "val/loss")
-    dct, split, plain = (dict(zip(heads, row, strict=True)) for row in rows)
+    dct, split, plain = cells(totals_table(runs, "val/loss"))
     assert dct == {
-        "val/loss, last": "2.05", "val/loss, best": "2.05 at 59", "the same on test": "1.5", "steps": "60",
-        "bytes sent": "60.00 kB", "dense fp32 bytes": "480.00 kB", "ratio": "8.0x",
-        "inside the model: sent": "-", "ratio there": "-", "ms compressing": "2",
+        "val/loss, best": "2.05 at 59", "the same on test": "1.5", "steps": "60", "dense fp32 bytes": "480.00 kB",
+        "inside the model: sent": "-", "ratio there": "-", "ms compressing, median": "2", "time, min:s": "0:30",
     }  # fmt: skip
-    assert (split["bytes sent"], split["inside the model: sent"]) == ("120.00 kB", "60.00 kB")
-    assert (split["ratio"], split["ratio there"]) == ("4.0x", "4.0x")
-    assert (plain["steps"], plain["bytes sent"], plain["ratio"], plain["ms compressing"]) == ("60", "-", "-", "-")
+    assert (split["inside the model: sent"], split["ratio there"]) == ("60.00 kB", "4.0x")
+    assert (plain["steps"], plain["ms compressing, median"], plain["time, min:s"]) == ("60", "-", "-")
+
+
+def cells(table):
+    heads, rows = table
+    return [dict(zip(heads, row, strict=True)) for row in rows]
+
+
+def test_runs_are_compared_with_plain_ddp(tmp_path):
+    """By hand: the loss of a run that is 3% higher from the start, and half a second a step."""
+    worse = [
+        {name: 1.03 * value if name == "val/loss" else value for name, value in row.items()} for row in rows_of(8.0)
+    ]
+    write_csv(tmp_path / "a", rows_of(8.0), "lightning_dct: {strategy: dct, ranks: 2}\n")
+    write_csv(tmp_path / "b", worse, "lightning_dct: {strategy: dct, ranks: 4}\n")
+    write_csv(tmp_path / "c", rows_of(1.0), "lightning_dct: {strategy: DDPStrategy, ranks: 2}\n")
+    runs = read_all([str(tmp_path)]).runs
+    baseline = baseline_of(runs)
+    assert baseline.name == "c"
+    same, more, ddp = cells(comparison_table(runs, baseline, "val/loss"))
+    assert same == {
+        "strategy": "dct", "ranks": "2", "val/loss, last": "2.05", "against c": "+0.0%", "bytes sent": "60.00 kB",
+        "ratio": "8.0x", "ms a step": "500", "time to the val/loss of c, min:s": "0:30",
+    }  # fmt: skip
+    assert (more["ranks"], more["against c"], more["time to the val/loss of c, min:s"]) == ("4", "+3.0%", "-")
+    assert (ddp["strategy"], ddp["against c"], ddp["ratio"]) == ("DDPStrategy", "the baseline", "1.0x")
+    assert baseline_of(runs[:2]).name == "a"
+    # One run is compared with nothing.
+    assert cells(comparison_table(runs[:1], runs[0], "val/loss"))[0].keys() == same.keys() - {
+        "against c", "time to the val/loss of c, min:s"
+    }  # fmt: skip
+
+
+def test_an_auc_is_compared_by_its_difference(tmp_path):
+    one, other = (of(tmp_path, val__auc={9: auc}, dct__seconds={9: 1.0}) for auc in (0.74, 0.743))
+    assert cells(comparison_table([one, other], one, "val/auc"))[1]["against run"] == "+0.0030"
+
+
+def test_shares_are_read_as_people_write_them(runs):
+    (share,) = [one for one in make_sections(runs, None, None)["Data parallelism"] if "share of entries" in one]
+    assert set(re.findall(r">([\d.]+%)<", share)) == {"0%", "1%", "2%", "3%"}
 
 
 def test_bytes_between_and_after_logged_steps():
     counter = {9: 100.0, 29: 500.0}
-    assert bytes_at(counter, [-1, 4, 9, 19, 49]) == [0, 50, 100, 300, 900]
-    assert math.isnan(bytes_at(counter, [50])[0])
-    assert bytes_at({9: 100.0}, [14]) == [150]
+    assert counter_at(counter, [-1, 4, 9, 19, 49]) == [0, 50, 100, 300, 900]
+    assert math.isnan(counter_at(counter, [50])[0])
+    assert counter_at({9: 100.0}, [14]) == [150]
 
 
 def test_kinds_of_traffic_are_added_and_counters_that_begin_anew_go_on(tmp_path):

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import math
 import statistics
+from time import perf_counter
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_dct.activations import CompressedModule, SplitPoint
 from lightning_dct.callbacks.run_advice import RunAdvice
-from lightning_dct.callbacks.wandb_runs import describe_run, settings_of, summary_media, tensor_media, wandb_loggers
+from lightning_dct.callbacks.wandb_runs import (
+    CONFIG_KEY,
+    describe_run,
+    settings_of,
+    summary_media,
+    tensor_media,
+    wandb_loggers,
+)
 from lightning_dct.config import check_integer
-from lightning_dct.gradients.plan import local_of
+from lightning_dct.gradients.plan import local_of, real_numel
 from lightning_dct.metrics import CompressionRatio
 from lightning_dct.tables import fact_table, format_bytes
-from lightning_dct.traffic import Traffic, TrafficTotals
+from lightning_dct.traffic import FP32_BYTES, Traffic, TrafficTotals, all_reduce_bytes
 
 
 class CompressionMonitor(pl.Callback):
@@ -28,6 +37,7 @@ class CompressionMonitor(pl.Callback):
     ============================  ======================================================================================
     dct/compression_ratio         bytes of the dense fp32 exchange over bytes sent, all traffic, since the last log
     dct/overhead_ms               time spent compressing and decompressing, ms a step, since the last log
+    dct/seconds                   seconds of training since fit began, without validations
     dct/dp/compression_ratio      the same ratio, data parallelism only: updates or gradients
     dct/dp/density                entries sent over entries due, since the last log
     dct/dp/bytes_sent             bytes that this rank has sent since fit began
@@ -44,7 +54,9 @@ class CompressionMonitor(pl.Callback):
     ranks differ, and the table at the end sums over all of them.
 
     The monitor works with any strategy that has a ``traffic`` counter. It logs thresholds and residuals if the strategy
-    also has a ``synchronizer``. A ``WandbLogger`` gets more; see :mod:`lightning_dct.callbacks.wandb_runs`.
+    also has a ``synchronizer``. For Lightning's own ``DDPStrategy`` it counts the dense all-reduce of each step itself,
+    so that a run can be compared with it. A ``CSVLogger`` also gets the settings, as ``lightning_dct``, and a
+    ``WandbLogger`` more; see :mod:`lightning_dct.callbacks.wandb_runs`.
 
     Args:
         tensors_every_n_steps: Optimizer steps between two logs of every tensor, for W&B only; 0 for none.
@@ -61,14 +73,28 @@ class CompressionMonitor(pl.Callback):
         self._at_fit_start: dict[str, TrafficTotals] = {}
         self._at_last_log: dict[str, TrafficTotals] = {}
         self._steps_before = 0
+        self._of_ddp: Traffic | None = None
+        self._bytes_of_ddp = self._stepped = 0
+        self._seconds, self._since = 0.0, perf_counter()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin counting, also in a resumed run, and describe the run to W&B."""
+        """Begin counting, also in a resumed run, and describe the run to W&B and CSV files."""
         self._next_tensors_at = 0
+        self._seconds, self._since = 0.0, perf_counter()
         if trainer.is_global_zero:
-            for logger in wandb_loggers(trainer):
-                describe_run(logger.experiment, settings_of(trainer))
-        totals = _totals_of(trainer)
+            for logger in trainer.loggers:
+                if isinstance(logger, WandbLogger):
+                    describe_run(logger.experiment, settings_of(trainer))
+                elif isinstance(logger, CSVLogger):
+                    logger.log_hyperparams({CONFIG_KEY: settings_of(trainer)})
+        strategy = trainer.strategy
+        is_ddp = type(strategy) is DDPStrategy and strategy._ddp_comm_hook is None
+        self._of_ddp = Traffic() if is_ddp else None
+        if is_ddp:
+            entries = sum(real_numel(parameter) for parameter in pl_module.parameters() if parameter.requires_grad)
+            self._bytes_of_ddp = all_reduce_bytes(FP32_BYTES * entries, trainer.world_size)
+            self._stepped = trainer.global_step
+        totals = self._totals(trainer)
         if not totals:
             rank_zero_warn(
                 f"`CompressionMonitor` has nothing to report: {type(trainer.strategy).__name__} does not count its"
@@ -82,7 +108,12 @@ class CompressionMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log when the Trainer logs."""
-        traffic: Traffic | None = getattr(trainer.strategy, "traffic", None)
+        if self._of_ddp is not None:
+            # Several optimizers have a backward each.
+            new, self._stepped = trainer.global_step - self._stepped, trainer.global_step
+            sent = new * self._bytes_of_ddp
+            self._of_ddp.add(steps=new, bytes_sent=sent, bytes_dense=sent)
+        traffic: Traffic | None = getattr(trainer.strategy, "traffic", self._of_ddp)
         if traffic is None:
             return
         steps = traffic.totals.steps
@@ -93,9 +124,10 @@ class CompressionMonitor(pl.Callback):
         if (synchronizer := getattr(trainer.strategy, "synchronizer", None)) is not None:
             # A GPU reports the entries it has sent late. The norm of the residual waits for it anyway.
             synchronizer.flush()
-        totals = _totals_of(trainer)
+        totals = self._totals(trainer)
         recent = {part: now - self._at_last_log[part] for part, now in totals.items()}
         metrics = overall_metrics(recent["dp"], recent["mp"])
+        metrics["dct/seconds"] = self._seconds + perf_counter() - self._since
         for part, (thresholds, residual_norm) in _residuals(trainer).items():
             if recent[part].steps:
                 metrics |= {
@@ -115,9 +147,17 @@ class CompressionMonitor(pl.Callback):
             more = of_tensors if isinstance(logger, WandbLogger) else {}
             logger.log_metrics({**metrics, **more}, step=step)
 
+    def on_validation_start(self, *_: Any) -> None:
+        """Leave validations out of the time."""
+        self._seconds += perf_counter() - self._since
+
+    def on_validation_end(self, *_: Any) -> None:
+        """Go on with the time."""
+        self._since = perf_counter()
+
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the tables, and log them to W&B."""
-        totals = _totals_of(trainer)
+        totals = self._totals(trainer)
         if not totals or not totals["dp"].steps:
             return
         # Without a batch, as in a resumed run that was finished already, training never starts.
@@ -146,6 +186,14 @@ class CompressionMonitor(pl.Callback):
         for logger in wandb_loggers(trainer):
             media = {**summary_media(tables), **self._tensors(trainer)}
             logger.log_metrics(media, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def _totals(self, trainer: pl.Trainer) -> dict[str, TrafficTotals]:
+        """The totals of data parallelism ("dp") and inside the model ("mp"); empty if nothing is counted."""
+        traffic: Traffic | None = getattr(trainer.strategy, "traffic", self._of_ddp)
+        if traffic is None:
+            return {}
+        inside: Traffic | None = getattr(trainer.strategy, "split_traffic", None)
+        return {"dp": traffic.totals, "mp": TrafficTotals() if inside is None else inside.totals}
 
     def _tensors(self, trainer: pl.Trainer) -> dict[str, Any]:
         """Figures of every tensor, if a W&B logger takes them."""
@@ -205,15 +253,6 @@ def _not_sent(trainer: pl.Trainer) -> float | None:
         return None
     weights = math.hypot(*(float(local_of(p.detach()).norm()) for p in updates.parameter_names if p.requires_grad))
     return float(updates.norm()) / weights if weights else None
-
-
-def _totals_of(trainer: pl.Trainer) -> dict[str, TrafficTotals]:
-    """The totals of data parallelism ("dp") and inside the model ("mp"); empty if nothing is counted."""
-    traffic: Traffic | None = getattr(trainer.strategy, "traffic", None)
-    if traffic is None:
-        return {}
-    inside: Traffic | None = getattr(trainer.strategy, "split_traffic", None)
-    return {"dp": traffic.totals, "mp": TrafficTotals() if inside is None else inside.totals}
 
 
 def _modules_of(trainer: pl.Trainer) -> list[CompressedModule]:

@@ -17,10 +17,18 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, Formatter, LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
+from matplotlib.ticker import (
+    EngFormatter,
+    Formatter,
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    StrMethodFormatter,
+)
 
 from lightning_dct.report.quality import higher_is_better
-from lightning_dct.report.run import Run, Series, bytes_at
+from lightning_dct.report.run import Run, Series, counter_at
 
 MOST_POINTS = 150
 """The most points of a line; more are averaged."""
@@ -48,7 +56,12 @@ _STYLE: dict[Any, Any] = {
     "ytick.labelcolor": _INK,
     "grid.color": _GRID,
 }
-_TICKS: dict[str, Any] = {"bytes": EngFormatter("B"), "ratio": "{x:,g}x", "share": "{x:.4%}", "steps": "{x:,.0f}"}
+_TICKS: dict[str, Any] = {
+    "bytes": EngFormatter("B"),
+    "ratio": "{x:,g}x",
+    "share": FuncFormatter(lambda share, _: f"{100 * share:.4g}%"),
+    "steps": "{x:,.0f}",
+}
 Line = tuple[np.ndarray, np.ndarray]
 """Horizontal and vertical values of a line; NaN leaves a gap."""
 
@@ -125,7 +138,7 @@ def lines_of(found: Sequence[Series | None], counters: Sequence[Series | None] |
         if series is None or (counters is not None and counters[index] is None):
             continue
         counter = None if counters is None else counters[index]
-        across = np.array([*series] if counter is None else bytes_at(counter, [*series]), dtype=float)
+        across = np.array([*series] if counter is None else counter_at(counter, [*series]), dtype=float)
         upwards = np.array([*series.values()], dtype=float)
         known = np.isfinite(across) & (across > 0 if counter is not None else True)
         if not known.any():

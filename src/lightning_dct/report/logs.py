@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from lightning_dct.callbacks.wandb_runs import CONFIG_KEY
 from lightning_dct.report.run import Run, Series
 
 CSV_FILE = "metrics.csv"
@@ -40,6 +41,7 @@ def read_run(home: Path, log: Path) -> Run:
         raise ValueError(f"{log}: no values in it")
     problems = list(run.problems)
     found: dict[str, Any] = {}
+    described = dict(run.settings)
     for file, name, read in (
         (log.with_name("hparams.yaml"), "settings", _read_settings),
         # Hydra's configuration contains the hyperparameters that a logger keeps.
@@ -49,10 +51,12 @@ def read_run(home: Path, log: Path) -> Run:
         try:
             if file.exists():
                 found[name] = read(file)
+                described |= found[name] if name == "settings" else {}
         except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
             problems.append(f"{file}: left out, {' '.join(str(error).split())}")
     found["overrides"] = tuple(found.get("overrides") or ())
-    return replace(run, **found, problems=tuple(problems))
+    strategy, ranks = (described.get(f"{CONFIG_KEY}.{name}") for name in ("strategy", "ranks"))
+    return replace(run, **found, strategy=strategy, ranks=ranks, problems=tuple(problems))
 
 
 def _series(points: Points) -> dict[str, Series]:

@@ -17,18 +17,22 @@ from lightning_dct.__about__ import __version__
 from lightning_dct.report.charts import COLOURS, DASHES, make_sections
 from lightning_dct.report.quality import find_training_loss, higher_is_better, words_of
 from lightning_dct.report.reading import Reading
-from lightning_dct.report.run import Run
+from lightning_dct.report.run import Run, Series
 from lightning_dct.tables import format_bytes
 
 UNKNOWN = "-"
 """The text of a figure that is not known."""
+DENSE = ("ddp", "DDPStrategy")
+"""Names of plain DDP as a strategy."""
+Table = tuple[list[str], list[list[str]]]
+"""The heads of the columns, and the cells of each row."""
 _DOCTYPE = b"<!doctype html"
 
 
 def make_page(reading: Reading, quality: str | None, title: str) -> str:
     """The HTML of at least one run, where ``quality`` is the logged name of the quality metric."""
     runs = reading.runs
-    heads, totals = totals_table(runs, quality)
+    baseline = baseline_of(runs)
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
     environment.filters["breakable"] = _breakable
     return environment.from_string(_resource("page.html")).render(
@@ -37,8 +41,11 @@ def make_page(reading: Reading, quality: str | None, title: str) -> str:
         runs=runs,
         quality=quality,
         problems=reading.problems,
-        heads=heads,
-        totals=totals,
+        tables={
+            "Comparison": comparison_table(runs, baseline, quality or "quality"),
+            "Totals": totals_table(runs, quality or "quality"),
+        },
+        baseline=baseline.name if len(runs) > 1 else None,
         sections=make_sections(runs, find_training_loss(run.series for run in runs), quality),
         settings=_settings(runs),
         colours=COLOURS,
@@ -70,23 +77,49 @@ def write_page(file: Path, page: str) -> None:
     unfinished.replace(file)
 
 
-def totals_table(runs: Sequence[Run], quality: str | None) -> tuple[list[str], list[list[str]]]:
-    """The heads of the columns, and the cells of each run, without columns that have no figure."""
-    rows = [_totals(run, quality or "quality") for run in runs]
+def baseline_of(runs: Sequence[Run]) -> Run:
+    """The first run under plain DDP; without any, the first."""
+    return next((run for run in runs if run.strategy in DENSE), runs[0])
+
+
+def comparison_table(runs: Sequence[Run], baseline: Run, quality: str) -> Table:
+    """Quality, bytes and time of each run beside those of the baseline."""
+    return _without_empty([_compared(run, baseline, quality, len(runs) > 1) for run in runs])
+
+
+def totals_table(runs: Sequence[Run], quality: str) -> Table:
+    """What else is known of each run."""
+    return _without_empty([_totals(run, quality) for run in runs])
+
+
+def _without_empty(rows: list[dict[str, str]]) -> Table:
+    """The heads of the columns that have a figure, and the cells of each run."""
     heads = [head for head in rows[0] if any(row[head] != UNKNOWN for row in rows)]
     return heads, [[row[head] for head in heads] for row in rows]
 
 
+def _compared(run: Run, baseline: Run, quality: str, several: bool) -> dict[str, str]:
+    own, its, higher = (*(_last(one.series.get(quality)) for one in (run, baseline)), higher_is_better(quality))
+    against, needed = UNKNOWN, None
+    if several and own is not None and its is not None:
+        # A share of what starts at zero, such as a loss; a difference of what has a scale, such as an AUC.
+        against = f"{100 * (own / its - 1):+.1f}%" if higher is False and its > 0 else f"{own - its:+.4f}"
+        against = "the baseline" if run is baseline else against
+        needed = None if higher is None else run.seconds_to(quality, its, higher)
+    sent, dense = (_last(run.counted_bytes(f"bytes_{kind}")) for kind in ("sent", "dense"))
+    return {
+        "strategy": run.strategy or UNKNOWN,
+        "ranks": run.ranks or UNKNOWN,
+        f"{quality}, last": _number(own),
+        f"against {baseline.name}": against,
+        "bytes sent": _size(sent),
+        "ratio": _ratio(dense, sent),
+        "ms a step": _number(run.milliseconds),
+        f"time to the {quality} of {baseline.name}, min:s": _minutes(needed),
+    }
+
+
 def _totals(run: Run, quality: str) -> dict[str, str]:
-    def last(series: dict[int, float] | None) -> float | None:
-        return None if series is None else [*series.values()][-1]
-
-    def ratio(dense: float | None, sent: float | None) -> str:
-        return UNKNOWN if dense is None or sent is None else f"{dense / sent:,.1f}x" if sent else "nothing sent"
-
-    def size(num_bytes: float | None) -> str:
-        return UNKNOWN if num_bytes is None else format_bytes(num_bytes)
-
     measured = {step: value for step, value in run.series.get(quality, {}).items() if math.isfinite(value)}
     way, best = higher_is_better(quality), UNKNOWN
     if measured and way is not None:
@@ -94,25 +127,33 @@ def _totals(run: Run, quality: str) -> dict[str, str]:
         best = f"{_number(measured[step])} at {step:,}"
     test = next((name for name in run.series if words_of(name) == ["test", *words_of(quality)[1:]]), "")
     compressing = [value for value in run.series.get("dct/overhead_ms", {}).values() if math.isfinite(value)]
-    sent, dense, inside_sent, inside_dense = (
-        last(run.counted_bytes(f"bytes_{kind}", parts))
-        for parts in (("dp", "mp"), ("mp",))
-        for kind in ("sent", "dense")
-    )
-    minutes, seconds = divmod(round(run.seconds or 0), 60)
+    inside_sent, inside_dense = (_last(run.counted_bytes(f"bytes_{kind}", ("mp",))) for kind in ("sent", "dense"))
     return {
-        f"{quality}, last": _number(last(run.series.get(quality))),
         f"{quality}, best": best,
-        "the same on test": UNKNOWN if test == quality else _number(last(run.series.get(test))),
+        "the same on test": UNKNOWN if test == quality else _number(_last(run.series.get(test))),
         "steps": f"{run.steps_done:,}",
-        "bytes sent": size(sent),
-        "dense fp32 bytes": size(dense),
-        "ratio": ratio(dense, sent),
-        "inside the model: sent": size(inside_sent),
-        "ratio there": ratio(inside_dense, inside_sent),
-        "ms compressing": _number(statistics.median(compressing) if compressing else None),
-        "time, min:s": UNKNOWN if run.seconds is None else f"{minutes}:{seconds:02d}",
+        "dense fp32 bytes": _size(_last(run.counted_bytes("bytes_dense"))),
+        "inside the model: sent": _size(inside_sent),
+        "ratio there": _ratio(inside_dense, inside_sent),
+        "ms compressing, median": _number(statistics.median(compressing) if compressing else None),
+        "time, min:s": _minutes(_last(run.counted_seconds) if run.seconds is None else run.seconds),
     }
+
+
+def _last(series: Series | None) -> float | None:
+    return None if series is None else [*series.values()][-1]
+
+
+def _ratio(dense: float | None, sent: float | None) -> str:
+    return UNKNOWN if dense is None or sent is None else f"{dense / sent:,.1f}x" if sent else "nothing sent"
+
+
+def _size(num_bytes: float | None) -> str:
+    return UNKNOWN if num_bytes is None else format_bytes(num_bytes)
+
+
+def _minutes(seconds: float | None) -> str:
+    return UNKNOWN if seconds is None else "{}:{:02d}".format(*divmod(round(seconds), 60))
 
 
 def _number(value: float | None) -> str:
