@@ -102,7 +102,10 @@ def make_update_synchronizer(
         return {plain_name(name): b for name, b in found if name not in ignored and b.is_floating_point() and b.numel()}
 
     every = (lambda: strategy.optimizers), (lambda: list(module.parameters()))
-    return UpdateSynchronizer(strategy.config, names, exchange, buffers, *every, weights, inside)
+    # Not over the exchange's own group: training waits for the mean of the buffers, and not for updates in flight.
+    everyone = Link(group, strategy.traffic, exchange.everyone.ranks_per_node)
+    average_over = [everyone] if inside is None else [inside, everyone]
+    return UpdateSynchronizer(strategy.config, names, exchange, buffers, *every, weights, average_over)
 
 
 def exchange_of(

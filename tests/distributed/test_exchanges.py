@@ -28,7 +28,10 @@ from lightning_dct import DCTConfig, DCTStrategy
 from lightning_dct.forecast import workload_of
 from lightning_dct.forecast.bytes_sent import Sent, compressed_step, dense_step
 from lightning_dct.forecast.forecast import layout_of
+from lightning_dct.gradients import collectives
+from lightning_dct.gradients.exchanges import compressed
 from lightning_dct.traffic import TrafficTotals
+from lightning_dct.updates import synchronizer
 
 
 def train_idiom(name: str, exchange: str) -> Any:
@@ -139,9 +142,9 @@ def test_a_kernel_that_is_not_installed_is_refused_on_every_rank(ranks: Any) -> 
         assert "`kernel='numba'` needs the package numba" in message
 
 
-def fit_twice_by_node() -> tuple[list[str], int, int]:
+def fit_twice(settings: dict[str, Any]) -> tuple[list[str], int, int]:
     """Validation between two fits tears the strategy down as often."""
-    strategy, watch = DCTStrategy(compress="gradients", density=0.2, exchange="by_node"), Watch()
+    strategy, watch = DCTStrategy(density=0.2, **settings), Watch()
     before = len(dist.distributed_c10d._world.pg_names)
     with on_two_nodes():
         trainer = trainer_for(strategy, callbacks=[watch], num_nodes=2, devices=2)
@@ -157,9 +160,47 @@ class WithTest(Module):
         return self.loss(batch)
 
 
-def test_groups_end_with_the_fit(ranks: Any) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [{"compress": "gradients", "exchange": "by_node"}, *({"delay": 1, "exchange": e} for e in ("sharded", "by_node"))],
+)
+def test_groups_end_with_the_fit(ranks: Any, settings: dict[str, Any]) -> None:
     """Oracle: as many process groups afterwards as before, and a second fit that makes new ones."""
-    results = ranks(4).run(fit_twice_by_node)
+    results = ranks(4).run(fit_twice, settings)
     assert [(steps, left) for _, steps, left in results] == [(4, 0)] * 4
     assert all(hashes == results[0][0] for hashes, _, _ in results)
     assert len(results[0][0]) == 8
+
+
+class WithStatistics(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running", torch.zeros(3))
+
+
+def groups_in_use(settings: dict[str, Any]) -> list[set[bool]]:
+    """Whether exchanges, and the averages of buffers, are on the default group, on which Lightning averages logs."""
+    used: list[set[bool]] = [set(), set()]
+
+    def noted(collective: Any, seen: set[bool]) -> Any:
+        def start(tensor: torch.Tensor, link: collectives.Link) -> Any:
+            seen.add(link.group is dist.group.WORLD)
+            return collective(tensor, link)
+
+        return start
+
+    with (
+        mock.patch.object(compressed, "all_gather_payload", noted(collectives.all_gather_payload, used[0])),
+        mock.patch.object(synchronizer, "all_reduce_mean", noted(collectives.all_reduce_mean, used[1])),
+    ):
+        fit(DCTStrategy(density=0.2, min_tensor_size=0, local_steps=2, **settings), WithStatistics(), 6)
+    return used
+
+
+@pytest.mark.parametrize(("delay", "on_default"), [(1, {False}), (0, {True})])
+def test_what_training_waits_for_does_not_queue_behind_updates_in_flight(
+    ranks: Any, delay: int, on_default: set[bool]
+) -> None:
+    """Under NCCL the collectives of one group run one after the other."""
+    for used in ranks(2).run(groups_in_use, {"delay": delay, "exchange": "all_gather"}):
+        assert used == [on_default, {True}]

@@ -63,7 +63,8 @@ class UpdateSynchronizer(Synchronizer):
         optimizers: Gives all optimizers, in the same order on every rank.
         parameters: Gives all parameters of the model, including those that do not take part.
         weights: The shared weights; by default those that are shown by exchanging pointers.
-        inside: The ranks of this rank's replica, if it is sharded; they have buffers of their own.
+        average_over: The ranks over which buffers are averaged, one link after the other; by default those of the
+            exchange. The ranks of a sharded replica have buffers of their own.
     """
 
     def __init__(
@@ -75,12 +76,12 @@ class UpdateSynchronizer(Synchronizer):
         optimizers: Callable[[], Sequence[Optimizer]],
         parameters: Callable[[], Collection[Tensor]],
         weights: SharedWeights | None = None,
-        inside: Link | None = None,
+        average_over: Sequence[Link] = (),
     ) -> None:
         super().__init__(config, parameter_names, exchange)
         self.memory.what, self.memory.by_senders = "Updates", True
         self.weights = weights or SharedWeights()
-        self._average_over = [exchange.everyone] if inside is None else [inside, exchange.everyone]
+        self._average_over = average_over or [exchange.everyone]
         self._buffers = buffers
         self._optimizers = optimizers
         self._parameters = parameters

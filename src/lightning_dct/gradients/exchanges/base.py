@@ -34,6 +34,7 @@ class Exchange(ABC):
         rounds: The number of collectives for a bucket.
         pieces: The pieces of the model that this rank owns, by label.
         sums_first: Whether buckets are summed before they are compressed, so a rank has no residual of its own.
+        made: Process groups that were made for this exchange.
     """
 
     everyone: Link
@@ -41,6 +42,7 @@ class Exchange(ABC):
     rounds = 1
     pieces: Mapping[str, Piece] = {}
     sums_first = False
+    made: Sequence[dist.ProcessGroup] = ()
 
     @abstractmethod
     def send(self, buffer: Tensor, plan: BucketPlan, deferred: set[int], memory: Memory) -> Flow:
@@ -53,8 +55,11 @@ class Exchange(ABC):
             memory: This rank's residuals and thresholds.
         """
 
-    def close(self) -> None:  # noqa: B027, only some have process groups
-        """Destroy the process groups of this exchange."""
+    def close(self) -> None:
+        """Destroy the process groups that were made for this exchange."""
+        for group in self.made:
+            dist.destroy_process_group(group)
+        self.made = ()
 
 
 class Pending:

@@ -33,7 +33,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dct.gradients.collectives import (
@@ -128,7 +127,6 @@ class ByNode(Exchange):
         self.link_traversals = link_traversals("by_node", everyone.size, inside.size)
         self._inside, self._between = inside, between
         self._defer_unused = defer_unused
-        self._made = [inside.group, between.group]
         self._cut = Cutter(pieces, inside.size)
 
     def send(self, buffer: Tensor, plan: BucketPlan, deferred: set[int], memory: Memory) -> Flow:
@@ -159,8 +157,3 @@ class ByNode(Exchange):
         factor = 1.0 / (memory.gradient_scale * self.everyone.size)
         by_shard = [payloads.view(nodes, -1) for payloads in spread]
         return memory.decompress(torch.cat(by_shard, dim=1), buffer, joined, factor)
-
-    def close(self) -> None:
-        """Destroy the groups inside and between nodes."""
-        while self._made:
-            dist.destroy_process_group(self._made.pop())

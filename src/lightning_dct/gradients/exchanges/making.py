@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
@@ -75,9 +75,12 @@ def make_exchange(
 ) -> Exchange:
     """Make the exchange; all ranks of the job call this together.
 
+    With ``delay`` it gets a group of its own. Under NCCL the collectives of a group run one after the other, so what a
+    step logs from all ranks would wait for the updates in flight.
+
     ``parameters`` are all that are synchronised, now or after unfreezing, by name in the model's order. ``place`` is
-    this rank's node and its number on that node, as the launcher gives them. ``timeout`` is that of the groups inside
-    and between nodes. :class:`~lightning_dct.gradients.GradientSynchronizer` explains ``defer_unused``.
+    this rank's node and its number on that node, as the launcher gives them. ``timeout`` is that of groups that are
+    made here. :class:`~lightning_dct.gradients.GradientSynchronizer` explains ``defer_unused``.
 
     Raises:
         ValueError: ``exchange="by_node"`` does not work with these ranks.
@@ -86,6 +89,8 @@ def make_exchange(
     if everyone.size == 1:
         return AllGather(everyone)
     name: str = config.exchange
+    members = dist.get_process_group_ranks(group)
+    wanted = [tuple(members)] if config.delay else []
     if name in ("auto", "by_node"):
         layout = find_layout(place, group)
         if name == "auto":
@@ -97,16 +102,23 @@ def make_exchange(
                 "`exchange='by_node'` needs several nodes with the same number of ranks, two or more, on each, but"
                 f" {layout.obstacle}. Use `exchange='auto'`, or change what the launcher starts."
             )
-        groups = make_groups(layout if name == "by_node" else None, group, timeout)
-        if groups is not None:
-            inside, between = Link(groups[0], traffic, layout.ranks_per_node), Link(groups[1], traffic)
-            traversals = link_traversals(name, everyone.size, inside.size)
-            pieces = share_model(config, parameters, traversals, inside.size)
-            return ByNode(Link(group, traffic, layout.ranks_per_node), inside, between, pieces, defer_unused)
-    if name == "sharded":
+        if name == "by_node":
+            nodes = [tuple(members[rank] for rank in ranks) for ranks in layout.nodes]
+            wanted += [*nodes, *zip(*nodes, strict=True)]
+    made = make_groups(wanted, group, timeout) if config.delay or config.exchange in ("auto", "by_node") else []
+    everyone = Link(made[0] if config.delay else group, traffic, layout.ranks_per_node if name == "by_node" else 1)
+    exchange: Exchange
+    if name == "by_node":
+        inside, between = Link(made[-2], traffic, layout.ranks_per_node), Link(made[-1], traffic)
+        pieces = share_model(config, parameters, link_traversals(name, everyone.size, inside.size), inside.size)
+        exchange = ByNode(everyone, inside, between, pieces, defer_unused)
+    elif name == "sharded":
         pieces = share_model(config, parameters, link_traversals(name, everyone.size), everyone.size)
-        return Sharded(everyone, pieces, defer_unused)
-    return AllGather(everyone)
+        exchange = Sharded(everyone, pieces, defer_unused)
+    else:
+        exchange = AllGather(everyone)
+    exchange.made = made
+    return exchange
 
 
 def plan_model(config: DCTConfig, parameters: Mapping[str, Tensor], traversals: float) -> BucketPlan:
@@ -191,29 +203,21 @@ def _cost(between: float, inside: float) -> float:
 
 
 def make_groups(
-    layout: NodeLayout | None, group: dist.ProcessGroup, timeout: timedelta | None
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup] | None:
-    """This rank's group inside its node, and that of the ranks with its local number on all nodes.
+    wanted: Sequence[tuple[int, ...]], group: dist.ProcessGroup, timeout: timedelta | None
+) -> list[dist.ProcessGroup]:
+    """Make groups, and return those that have this rank, in the order of ``wanted``.
 
     All ranks of the job call this together. ``group`` has all of them or some, such as those of a pipeline's stage.
-    ``layout`` is that of its ranks, without an obstacle; None if it needs no groups.
+    ``wanted`` are the ranks of each group that any rank of ``group`` wants, the same on all of them.
     """
-    members = dist.get_process_group_ranks(group)
-    wanted: list[tuple[int, ...]] = []
-    if layout is not None:
-        inside = [tuple(members[rank] for rank in ranks) for ranks in layout.nodes]
-        wanted = [*inside, *zip(*inside, strict=True)]
+    to_make = list(wanted)
     if group.size() < dist.get_world_size():
         # Every rank of the job takes part in making every group.
         everyone: list[list[tuple[int, ...]]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, wanted)
-        wanted = sorted({ranks for theirs in everyone for ranks in theirs})
+        dist.all_gather_object(everyone, to_make)
+        to_make = sorted({ranks for theirs in everyone for ranks in theirs})
     backend = dist.get_backend(group)
-    made = {ranks: dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in wanted}
+    made = {ranks: dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in to_make}
     # A rank that destroys a group at once, as after a fit of no steps, would disconnect others that still connect.
     dist.all_gather_object([None] * group.size(), None, group=group)
-    if layout is None:
-        return None
-    own = [ranks for ranks in made if dist.get_rank() in ranks]
-    own.sort(key=lambda ranks: ranks not in inside)
-    return made[own[0]], made[own[1]]
+    return [made[ranks] for ranks in wanted if dist.get_rank() in ranks]
