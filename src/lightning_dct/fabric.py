@@ -128,9 +128,12 @@ class DCTStrategy(DDPStrategy):
     def shared_weights(self) -> Iterator[None]:
         """Have the weights that all ranks share in the modules, to evaluate them; a collective call."""
         for synchronizer in self._updates:
-            synchronizer.average_buffers()
-        with self._shared_weights():
+            synchronizer.begin_evaluation()
+        try:
             yield
+        finally:
+            for synchronizer in self._updates:
+                synchronizer.end_evaluation()
 
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:
         """The state of a module, with the weights that all ranks share."""

@@ -145,10 +145,10 @@ class ThresholdedStrategy(CheckpointedStrategy):
         return output
 
     def on_validation_end(self) -> None:
-        """Continue with this rank's own weights after a validation during training."""
+        """Continue with this rank's own weights and buffers after a validation during training."""
         super().on_validation_end()
         if self.updates is not None and self.is_fitting:
-            self.updates.weights.hide()
+            self.updates.end_evaluation()
 
     def on_train_end(self) -> None:
         """Wait for the numbers of the last steps from GPUs."""

@@ -18,6 +18,7 @@ from distributed.training import (
     assert_weights_equal,
     fit,
     loader,
+    perceptron,
     trainer_for,
     weights_of,
 )
@@ -64,6 +65,36 @@ def test_resumed_run_equals_the_uninterrupted_one(
         assert run.totals.refreshes == expected.totals.refreshes
     assert_replicas_equal(resumed)
     assert not torch.equal(*(run.state["weights"]["model.first.weight"] for run in resumed))
+
+
+class Normalised(Module):
+    """With running statistics, which each rank has of its own data until they are averaged."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.loss(batch)
+
+
+def train_normalised(path: Path, stops: bool, resumes: bool) -> tuple[list[str], dict[str, Any]]:
+    """Validate after ten steps, in the middle of a round; save just before that."""
+    strategy, watch = DCTStrategy(**{**SETTINGS, "local_steps": 8}), Watch()
+    layers = perceptron(out_features=16), torch.nn.BatchNorm1d(16), perceptron(in_features=16)
+    callbacks = [watch, SaveAndStop(path, 10)] if stops else [watch]
+    trainer = trainer_for(strategy, callbacks=callbacks, val_check_interval=10)
+    model = Normalised(torch.nn.Sequential(*layers), torch.optim.Adam, lr=0.01)
+    trainer.fit(model, twice_ten_batches(), loader(2, 40, 8), ckpt_path=path if resumes else None)
+    return watch.hashes, strategy.synchronizer.state_dict()["weights"]
+
+
+def test_a_validation_leaves_no_trace(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: the run without a break, every bit. The resumed run does not repeat the validation after step 10."""
+    path = tmp_path / "x.ckpt"
+    whole = ranks(2).run(train_normalised, path, False, False)
+    ranks(2).run(train_normalised, path, True, False)
+    resumed = ranks(2).run(train_normalised, path, False, True)
+    for (expected, weights), (hashes, own) in zip(whole, resumed, strict=True):
+        assert hashes == expected[10:]
+        assert_weights_equal(weights, own)
+    assert not torch.equal(*(own["model.1.running_mean"] for _, own in resumed))
 
 
 class AtStart(Callback):

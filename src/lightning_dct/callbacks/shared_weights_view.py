@@ -43,8 +43,7 @@ class SharedWeightsView(InternalCallback):
         """Open the view. The strategy closes it after the validation; after training it stays open."""
         strategy: Any = trainer.strategy
         if self.opens and getattr(strategy, "updates", None) is not None and strategy.is_fitting:
-            strategy.updates.average_buffers()
-            strategy.updates.weights.show()
+            strategy.updates.begin_evaluation()
 
     on_train_end = on_validation_start
 

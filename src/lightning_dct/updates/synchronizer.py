@@ -83,6 +83,9 @@ class UpdateSynchronizer(Synchronizer):
         self.weights = weights or SharedWeights()
         self._average_over = average_over or [exchange.everyone]
         self._buffers = buffers
+        # During an evaluation: this rank's own buffers, and those it is shown.
+        self._own_buffers: dict[str, Tensor] = {}
+        self._shown_buffers: dict[str, Tensor] = {}
         self._optimizers = optimizers
         self._parameters = parameters
         # Parameters that take part, or are known not to.
@@ -152,6 +155,21 @@ class UpdateSynchronizer(Synchronizer):
             for buffer, mean in zip(some, together.split([buffer.numel() for buffer in some]), strict=True):
                 buffer.copy_(mean.view(buffer.shape))
 
+    def begin_evaluation(self) -> None:
+        """Put the shared weights and the mean of all ranks' buffers into the model; a collective call."""
+        self._own_buffers = {name: buffer.clone() for name, buffer in self._buffers().items()}
+        self.average_buffers()
+        self._shown_buffers = {name: buffer.clone() for name, buffer in self._buffers().items()}
+        self.weights.show()
+
+    def end_evaluation(self) -> None:
+        """Continue with this rank's own weights and buffers, or with what was written into them meanwhile."""
+        self.weights.hide()
+        for name, buffer in self._buffers().items():
+            if name in self._own_buffers and torch.equal(buffer, self._shown_buffers[name]):
+                buffer.copy_(self._own_buffers[name])
+        self._own_buffers, self._shown_buffers = {}, {}
+
     def norms(self) -> dict[str, float]:
         """Euclidean norm of this rank's residual of each parameter, of its own updates and of sums."""
         norms = self.weights.norms()
@@ -165,7 +183,8 @@ class UpdateSynchronizer(Synchronizer):
             self._complete(rounds.in_flight)
         state = super().state_dict()
         clocks, in_flight = save_rounds(self._rounds, self.weights.parameters, self._to_refresh)
-        own = {name: self.weights.own(name) for name in self.weights.parameters} | dict(self._buffers())
+        own = {name: self.weights.own(name) for name in self.weights.parameters}
+        own |= {**self._buffers(), **self._own_buffers}
         return {
             **state,
             "residuals": {},
