@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dct.callbacks import AutoSettings, ThresholdRefresh
 from lightning_dct.config import Compress, DCTConfig, ExchangeName, MissingState, ValueFormat, check_keywords
+from lightning_dct.failures.course import EXCHANGE
 from lightning_dct.gradients import GradientSynchronizer
 from lightning_dct.kernels import KernelName
 from lightning_dct.synchronizing import (
@@ -162,6 +164,10 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         """Synchronise parameters that a callback has unfrozen: DDP ignores those that were frozen when it was made."""
         super().on_train_batch_start(batch, batch_idx)
         if isinstance(self.model, DistributedDataParallel) and not self._trainable() <= self._synchronised:
+            names = sorted(name for p, name in self._parameter_names().items() if p.requires_grad)
+            what = f"{EXCHANGE} of {zlib.crc32(repr(names).encode()):x}"
+            assert self.synchronizer is not None
+            self.synchronizer.come_to(what, f"{len(names)} trainable parameters, more than before")
             rank_zero_info("Parameters have become trainable: DCTStrategy wraps the model anew to synchronise them.")
             self.model._remove_autograd_hooks()
             self.model = self._setup_model(self._module)

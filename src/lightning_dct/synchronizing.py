@@ -24,6 +24,7 @@ from lightning_dct.gradients.exchanges.base import Exchange
 from lightning_dct.gradients.exchanges.making import make_exchange
 from lightning_dct.gradients.hook import GradientSynchronizer
 from lightning_dct.gradients.plan import local_of
+from lightning_dct.gradients.synchronizer import Synchronizer
 from lightning_dct.kernels import check_kernel
 from lightning_dct.updates import SharedWeights, UpdateSynchronizer
 from lightning_dct.updates.shared_weights import as_real
@@ -70,7 +71,9 @@ def make_gradient_synchronizer(
     unused = wrapped.find_unused_parameters
     exchange = exchange_of(strategy, names, wrapped.process_group, defer_unused=unused)
     scale = None if scaler is None else scaler.get_scale
-    return GradientSynchronizer(strategy.config, names, exchange, defer_unused=unused, loss_scale=scale)
+    made = GradientSynchronizer(strategy.config, names, exchange, defer_unused=unused, loss_scale=scale)
+    compare_places(made, strategy, wrapped.process_group)
+    return made
 
 
 def make_update_synchronizer(
@@ -105,7 +108,15 @@ def make_update_synchronizer(
     # Not over the exchange's own group: training waits for the mean of the buffers, and not for updates in flight.
     everyone = Link(group, strategy.traffic, exchange.everyone.ranks_per_node)
     average_over = [everyone] if inside is None else [inside, everyone]
-    return UpdateSynchronizer(strategy.config, names, exchange, buffers, *every, weights, average_over)
+    made = UpdateSynchronizer(strategy.config, names, exchange, buffers, *every, weights, average_over)
+    compare_places(made, strategy, group if inside is None else None)
+    return made
+
+
+def compare_places(synchronizer: Synchronizer, strategy: Any, group: dist.ProcessGroup | None) -> None:
+    """Have lifelines compare what the ranks of a group do, by default all; Fabric has no lifelines."""
+    synchronizer.lifeline = getattr(strategy, "lifeline", None)
+    synchronizer.peers = dist.get_process_group_ranks(group)
 
 
 def exchange_of(

@@ -13,6 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_dct.activations import SplitPoint
@@ -29,6 +30,7 @@ from lightning_dct.callbacks import (
 from lightning_dct.clipping import install_clipping, remove_clipping
 from lightning_dct.config import DCTConfig
 from lightning_dct.failures import Lifeline, check_lifelines, group_is_made
+from lightning_dct.failures.course import EXCHANGE
 from lightning_dct.gradients.awaited import clock_of
 from lightning_dct.profiling import shown_by
 from lightning_dct.saving import CheckpointedStrategy
@@ -55,6 +57,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
     def __init__(self, config: DCTConfig, lifelines: bool | int, **kwargs: Any) -> None:
         check_lifelines(lifelines)
         self._lifelines = lifelines
+        self._in_step = self._has_tables = False
         super().__init__(config, **kwargs)
 
     def __repr__(self) -> str:
@@ -106,6 +109,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
             module.name, module.traffic = name, self.split_traffic
         self._splits = any(isinstance(module, SplitPoint) for module in modules.values())
         tables = self.sharded_tables()
+        self._has_tables = bool(tables)
         if tables and getattr(self.precision_plugin, "scaler", None) is not None:
             raise MisconfigurationException(
                 "Sharded embedding tables do not work with a loss scaler: their residuals would be scaled anew in every"
@@ -123,10 +127,48 @@ class ThresholdedStrategy(CheckpointedStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step, and count it if activations are compressed."""
-        output = super().training_step(*args, **kwargs)
+        if self._takes_all_ranks():
+            self.come_to(f"{EXCHANGE} in forward")
+        # Logging may reduce in each step, which no question should delay.
+        self._in_step = True
+        try:
+            output = super().training_step(*args, **kwargs)
+        finally:
+            self._in_step = False
         if self._splits:
             self.split_traffic.add(steps=1)
         return output
+
+    def _takes_all_ranks(self) -> bool:
+        """Whether the next training step exchanges something in forward: rows, or buffers."""
+        model = self.model
+        return self._has_tables or (isinstance(model, DistributedDataParallel) and model.will_sync_module_buffers())
+
+    def come_to(self, what: str, waits: bool = True) -> None:
+        """Come to a place in fit where all ranks do the same; see :mod:`lightning_dct.failures.course`.
+
+        Raises:
+            RuntimeError: They do not, which the message explains.
+        """
+        if self.is_fitting and self.synchronizer is not None and not self._in_step:
+            stops = ", because its `trainer.should_stop` is set" if self._module.trainer.should_stop else ""
+            self.synchronizer.come_to(what, f"{what} after {self.synchronizer.synchronisations} steps{stops}", waits)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        self.come_to("a barrier")
+        super().barrier(name)  # type: ignore[safe-super]
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Send an object from one rank to all."""
+        self.come_to("a broadcast")
+        return super().broadcast(obj, src)  # type: ignore[safe-super]
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Combine a tensor of all ranks."""
+        if group is None or (self.synchronizer is not None and group is self.synchronizer.exchange.everyone.group):
+            self.come_to("a reduction, of logged values or for a checkpoint,")
+        return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
 
     def optimizer_step(
         self,
@@ -190,5 +232,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
 
 
 def _place_of(callback: pl.Callback) -> int:
-    """The view of the shared weights opens before all other callbacks and closes after them."""
+    """Notices come first. The view of the shared weights opens before all other callbacks and closes after them."""
+    if isinstance(callback, FailureNotice):
+        return -2
     return 0 if not isinstance(callback, SharedWeightsView) else -1 if callback.opens else 1

@@ -19,11 +19,17 @@ _AGREEMENT = "_broadcast_sigterm_tensor"
 
 
 class FailureNotice(InternalCallback):
-    """Report an exception on one rank to all others; ``DCTStrategy`` adds this callback, before all others.
+    """Report an exception on one rank, and its end of training, to all others.
 
     Other callbacks save a checkpoint on an exception, which takes all ranks. Without the report, a rank that fails
-    alone and the other ranks would wait for each other.
+    alone and the other ranks would wait for each other. So would ranks with uneven batches when the first of them has
+    no more. ``DCTStrategy`` adds this callback, before all others.
     """
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Tell the others, which must have come to the end too."""
+        strategy: Any = trainer.strategy
+        strategy.come_to("the end of training", waits=False)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Report the exception."""

@@ -1,4 +1,4 @@
-"""The hub in the process of rank 0: detects dead and failed ranks, and sends their names to all others.
+"""The hub in the process of rank 0: sends the names of dead and failed ranks, and what ranks ask each other.
 
 A rank reports how it ends: it has left, or it has failed and why. If a connection ends without a report, its process
 has died: the kernel closes the connections of any dead process. There is no time limit, so a rank may compute, load
@@ -54,6 +54,9 @@ class Hub:
         self._verdict: dict[str, Any] | None = None
         # For each signal: the number of stop points that each rank had passed when it received the question.
         self._passed: dict[int, dict[int, int]] = {}
+        # Places that a rank has asked about, with the ranks that do the same there, and the last on which all agree.
+        self._places: dict[tuple[tuple[int, ...], int], set[int]] = {}
+        self._agreed: dict[tuple[int, ...], int] = {}
         self.own, end = pair()
         self._members[0] = self._connected(end)
         self._members[0].rank, self._members[0].who = 0, who
@@ -135,6 +138,13 @@ class Hub:
         elif "passed" in message:
             self._passed[int(message["asked"])][caller.rank] = int(message["passed"])
             self._settle_signals()
+        elif "place" in message:
+            self._ask(caller.rank, tuple(message["peers"]), message)
+        elif "agrees" in message:
+            if message["apart"] and self._verdict is None:
+                self._announce([], message["apart"])
+            elif not message["apart"]:
+                self._settle_place(tuple(message["peers"]), int(message["agrees"]), caller.rank)
 
     def _admit(self, caller: _Caller, message: dict[str, Any]) -> None:
         rank = message["rank"]
@@ -164,6 +174,24 @@ class Hub:
                 self._send_all({"act_on": number, "place": max(passed.values()) + 1})
                 passed.clear()
 
+    def _ask(self, rank: int, peers: tuple[int, ...], message: dict[str, Any]) -> None:
+        """Pass a question on to its peers, unless they have it from another one."""
+        place = int(message["place"])
+        if place > self._agreed.get(peers, 0) and (peers, place) not in self._places:
+            self._places[peers, place] = set()
+            for other in set(peers) - {rank}:
+                self._send(self._members[other], {"ask": message})
+            self._settle_place(peers, place, rank)
+
+    def _settle_place(self, peers: tuple[int, ...], place: int, rank: int) -> None:
+        """Note that a rank does the same as the one that asks, and tell all once all do."""
+        self._places[peers, place].add(rank)
+        if self._places[peers, place] == set(peers):
+            del self._places[peers, place]
+            self._agreed[peers] = place
+            for other in peers:
+                self._send(self._members[other], {"agreed": place})
+
     def _decide_soon(self) -> None:
         if self._decide_at is None and self._verdict is None:
             self._decide_at = time.monotonic() + SETTLE_S
@@ -174,7 +202,10 @@ class Hub:
     def _decide(self) -> None:
         """Name the dead ranks, else the failed ones; none if all have failed, because each of them knows why."""
         blamed = self._dead or ({} if self._all_have_ended() else self._failed)
-        self._verdict = {"blamed": sorted(blamed), "verdict": "; ".join(blamed[rank] for rank in sorted(blamed))}
+        self._announce(sorted(blamed), "; ".join(blamed[rank] for rank in sorted(blamed)))
+
+    def _announce(self, blamed: list[int], verdict: str) -> None:
+        self._verdict = {"blamed": blamed, "verdict": verdict}
         self._decide_at = None
         self._send_all(self._verdict)
 

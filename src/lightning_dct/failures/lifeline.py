@@ -24,11 +24,13 @@ import socket
 import sys
 import threading
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
 
+from lightning_dct.failures.course import Course
 from lightning_dct.failures.hub import Hub
 from lightning_dct.failures.sockets import address_towards, enter, read_lines, write_line
 
@@ -52,6 +54,8 @@ class Lifeline:
         # A signal handler may interrupt its own thread while that sends.
         self._sending = threading.RLock()
         self._stop_points = _StopPoints()
+        self._course = Course(rank, self._send)
+        self._ends_with = ""
         self._over = threading.Event()  # this rank has left, or has failed by itself
         self._decided = threading.Event()
         self._hub_may_end = False
@@ -124,6 +128,17 @@ class Lifeline:
         """Pass a stop point, and return the signals that all ranks act on there, mostly none."""
         return self._stop_points.passed()
 
+    def come_to(self, what: str, said: str, peers: Sequence[int], waits: bool = True) -> None:
+        """Come to a place where some ranks do the same; see :mod:`lightning_dct.failures.course`.
+
+        Raises:
+            RuntimeError: They do not, or a rank has died or failed.
+        """
+        if not self._over.is_set():
+            difference = self._course.come_to(what, said, peers, waits)
+            if problem := difference or self._ends_with:
+                raise RuntimeError(f"{problem}.")
+
     def close(self) -> None:
         """Leave: this rank is done. No thread remains."""
         self._over.set()
@@ -152,7 +167,7 @@ class Lifeline:
                 how = "has died"
             except (OSError, ValueError):
                 how = "cannot be reached any more"
-        self._stop_points.release()
+        self._release()
         if not self._hub_may_end:
             self._decide(f"{self._hub_who} {how}", [0])
         self._decided.set()
@@ -164,6 +179,11 @@ class Lifeline:
             self._send({"asked": number, "passed": self._stop_points.ask(number)})
         elif "act_on" in message:
             self._stop_points.settle(int(message["act_on"]), int(message["place"]))
+        elif "ask" in message:
+            if difference := self._course.ask(message["ask"]):
+                self._decide(difference, [])
+        elif "agreed" in message:
+            self._course.agree(int(message["agreed"]))
         elif "verdict" in message:
             self._decide(str(message["verdict"]), message["blamed"])
         elif "over" in message:
@@ -177,15 +197,21 @@ class Lifeline:
         if self._decided.is_set():
             return  # the answer to this rank's own report
         self.verdict = verdict
+        if self._rank not in blamed:
+            self._ends_with = verdict
         self._decided.set()
-        self._stop_points.release()
-        if not verdict or self._rank in blamed:
+        self._release()
+        if not self._ends_with:
             return
         self._print(f"{verdict}. This rank ends too.")
         # No exception interrupts a collective that waits for the lost rank.
         if not self._over.wait(GRACE_S):
             self._print(f"ended {GRACE_S:.0f} s after that.")
             os._exit(1)
+
+    def _release(self) -> None:
+        self._stop_points.release()
+        self._course.release()
 
     def _print(self, sentence: str) -> None:
         print(f"lightning_dct, rank {self._rank}: {sentence}", file=sys.stderr, flush=True)

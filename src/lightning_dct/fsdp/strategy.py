@@ -29,6 +29,7 @@ from lightning_dct.gradients.collectives import Link
 from lightning_dct.gradients.plan import local_of
 from lightning_dct.synchronizing import (
     check_settings,
+    compare_places,
     exchange_of,
     make_update_synchronizer,
     parameter_names,
@@ -162,6 +163,9 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
                 f" {4 * entries / 1e6:,.1f} MB per rank, 1 / {self.shards} of the model's."
             )
 
+    def _takes_all_ranks(self) -> bool:
+        return True  # FSDP gathers weights
+
     def _make_synchronizer(self, model: pl.LightningModule) -> Synchronizer:
         group = self.device_mesh["replicate"].get_group()
         inside = Link(self.shard_mesh.get_group(), self.traffic, self.num_processes)
@@ -172,6 +176,7 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
         start_alike(model, group)
         names = parameter_names(model)
         synchronizer = ShardGradientSynchronizer(self.config, names, exchange_of(self, names, group), self.shards)
+        compare_places(synchronizer, self, None)
         synchronizer.attach(modules)
         return synchronizer
 

@@ -9,6 +9,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from lightning_dct.config import DCTConfig
+from lightning_dct.failures.course import EXCHANGE
 from lightning_dct.gradients.exchanges.base import Exchange, Pending, complete, send_sparse, unused_tensors
 from lightning_dct.gradients.plan import BucketPlan, real_numel
 from lightning_dct.gradients.synchronizer import Synchronizer
@@ -79,6 +80,7 @@ class GradientSynchronizer(Synchronizer):
         super().set_density(density)
 
     def _begin(self) -> None:
+        self.come_to(EXCHANGE, f"an exchange of gradients for optimizer step {self.synchronisations + 1}")
         self.request_refresh_when_due()
         self._refreshing = self.refresh_requested
         self.memory.begin(1.0 if self._loss_scale is None else 1.0 / self._loss_scale(), self._refreshing)

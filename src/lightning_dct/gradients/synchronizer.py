@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.config import DCTConfig
+from lightning_dct.failures import Lifeline
 from lightning_dct.gradients.exchanges.base import Exchange, Pending, send_dense
 from lightning_dct.gradients.memory import Memory
 from lightning_dct.gradients.plan import BucketPlan, Plans, real_dtype, real_numel
@@ -54,6 +55,8 @@ class Synchronizer:
         steps_since_refresh: The same since the thresholds were last selected.
         refresh_every: The number of those steps after which the synchronizer requests a refresh itself; infinite if a
             callback requests it.
+        lifeline: Compares what the ranks do; None if there is none.
+        peers: The ranks of the job that do the same as this one.
     """
 
     def __init__(
@@ -69,6 +72,17 @@ class Synchronizer:
         self.parameter_names = parameter_names
         self.refresh_requested = False
         self.refresh_every = math.inf
+        self.lifeline: Lifeline | None = None
+        self.peers: Sequence[int] = ()
+
+    def come_to(self, what: str, said: str, waits: bool = True) -> None:
+        """Come to a place where all ranks do the same; see :meth:`lightning_dct.failures.Lifeline.come_to`.
+
+        Raises:
+            RuntimeError: They do not, which the message explains.
+        """
+        if self.lifeline is not None:
+            self.lifeline.come_to(what, said, self.peers, waits)
 
     @property
     def config(self) -> DCTConfig:

@@ -50,6 +50,8 @@ class Rounds:
         steps: Its steps so far.
         names: Its parameters that take part.
         buckets: The same, by bucket.
+        what: What is exchanged, as a digest of the parameters, their sizes and buckets.
+        said: The same in words.
         dense_bytes: Bytes that the dense fp32 exchange of its gradients would send in a step.
         sparse: Parameters with sparse gradients, of which that exchange would send the rows that a step has used.
         in_flight: Updates that have not been applied.
@@ -58,6 +60,8 @@ class Rounds:
     steps: int = 0
     names: list[str] = field(default_factory=list)
     buckets: list[list[str]] = field(default_factory=list)
+    what: str = ""
+    said: str = ""
     dense_bytes: int = 0
     sparse: list[Tensor] = field(default_factory=list)
     in_flight: list[InFlight] = field(default_factory=list)

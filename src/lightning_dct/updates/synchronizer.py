@@ -23,6 +23,7 @@ overlap with training.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dct.config import DCTConfig
+from lightning_dct.failures.course import EXCHANGE
 from lightning_dct.gradients.collectives import Link, all_reduce_mean
 from lightning_dct.gradients.exchanges.base import Exchange, complete
 from lightning_dct.gradients.plan import local_of, real_dtype, real_numel
@@ -117,6 +119,12 @@ class UpdateSynchronizer(Synchronizer):
             [(name, parameters[name]) for name in rounds.names], self.config.round_length if self.config.delay else 1
         )
         rounds.dense_bytes = 0
+        shapes = [
+            [(name, str(parameters[name].dtype), real_numel(parameters[name])) for name in b] for b in rounds.buckets
+        ]
+        rounds.what = f"{EXCHANGE} {self._number_of(optimizer)} {zlib.crc32(repr(shapes).encode()):x}"
+        added = ", ".join(repr(name) for name in rounds.names if name not in known) if known else ""
+        rounds.said = f"an exchange of {len(rounds.names)} parameters" + (f", {added[:200]} added" if added else "")
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Count a step, apply updates that are due, and send the buckets that are due; a collective call."""
@@ -130,6 +138,7 @@ class UpdateSynchronizer(Synchronizer):
         if arrived := [item for item in rounds.in_flight if item.due <= rounds.steps]:
             self._apply(rounds, arrived)
         if sending := self._due(rounds):
+            self.come_to(rounds.what, f"{rounds.said}, in optimizer step {self.synchronisations}")
             self._forget_thresholds(sending)
             self.memory.begin(1.0, refresh=False)
             for bucket in sending:
@@ -141,11 +150,16 @@ class UpdateSynchronizer(Synchronizer):
                 self._apply(rounds, rounds.in_flight)
             # Training does not use the running statistics of a BatchNorm, so warm-up does not average them more often.
             if number == min(self._rounds) and rounds.steps % self.config.round_length == 0:
-                self.average_buffers()
+                self._average_buffers()
         self.memory.awaited.poll()
 
     def average_buffers(self) -> None:
         """Give every rank the mean of the floating-point buffers; a collective call."""
+        if self._buffers():
+            self.come_to("mean of buffers", f"the mean of its buffers after {self.synchronisations} optimizer steps")
+            self._average_buffers()
+
+    def _average_buffers(self) -> None:
         buffers = list(self._buffers().values())
         for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
             some = [buffer for buffer in buffers if buffer.dtype == dtype]

@@ -1,0 +1,35 @@
+"""Ranks that do not do the same end within seconds and say so, instead of waiting for each other."""
+
+from pathlib import Path
+
+import pytest
+
+from reliability.apart import WAYS, train
+from reliability.processes import run_to_the_end
+
+# Far more than all of it takes on a quiet machine, and far less than a process group's timeout.
+TIMEOUT_S = 400
+SAYS = {
+    "fewer batches": ["rank 0 to the end of training after 9 steps", "in optimizer step 10", "number of batches"],
+    "fewer batches, then a checkpoint": ["rank 0 to a reduction, of logged values or for a checkpoint, after 9 steps"],
+    "stop": ["rank 0 to the end of training after 5 steps, because its `trainer.should_stop` is set"],
+    "more parameters": [
+        "an exchange of 8 parameters, 'extra.weight', 'extra.bias' added, in optimizer step 6",
+        "`param_groups`",
+    ],
+    "unfreeze": ["rank 0 to 8 trainable parameters", "to an exchange in forward after 5 steps", "`requires_grad`"],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_all_ranks_end_and_say_how_they_differ(way: str, tmp_path: Path) -> None:
+    """Oracle: failing exit statuses, and in every rank's output what rank 0 did and what another one did."""
+    ranks = 3 if way == "fewer batches" else 2
+    ended = run_to_the_end(
+        train, way, str(tmp_path), world_size=ranks, failing=-1, folder=tmp_path, timeout_s=TIMEOUT_S
+    )
+    for rank, (exit_status, _, output) in enumerate(ended):
+        assert exit_status == 1, f"rank {rank}: {exit_status}\n{output}"
+        for words in ("The ranks have come apart: rank 0 to ", " and rank ", *SAYS[way]):
+            assert words in output, output
+        assert "has died" not in output
