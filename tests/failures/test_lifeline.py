@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from distributed.harness import free_port
-from distributed.training import Module, loader, rank, trainer_for
+from distributed.training import Module, hash_of, loader, rank, trainer_for
 from lightning_dct import DCTStrategy
 from lightning_dct.failures import Lifeline, sockets
 from lightning_dct.failures.hub import STRANGERS, Hub
@@ -162,6 +162,20 @@ def test_a_close_before_the_welcome_is_no_death(ranks: Any) -> None:
         assert "rank 1 cannot connect to rank 0" in warned
         assert left == []
         assert told == ""
+
+
+def train_on_uneven_batches() -> str:
+    """Rank 1 has two batches more, after the last of which nothing is exchanged."""
+    module = Module()
+    trainer = trainer_for(DCTStrategy(local_steps=4, warmup_steps=0, density=0.5))
+    trainer.fit(module, loader(9 + 2 * rank(), 40, 8))
+    return hash_of(module)
+
+
+def test_uneven_batches_without_an_exchange_are_no_mistake(ranks: Any) -> None:
+    """Oracle: both ranks end with the weights of the exchange in step 8."""
+    one, other = ranks(2).run(train_on_uneven_batches)
+    assert one == other
 
 
 def fail_when_rank_0_has_left() -> str:
