@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint
@@ -166,7 +167,8 @@ class ThresholdedStrategy(CheckpointedStrategy):
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Combine a tensor of all ranks."""
-        if group is None or (self.synchronizer is not None and group is self.synchronizer.exchange.everyone.group):
+        peers = () if self.synchronizer is None else self.synchronizer.peers
+        if self.is_fitting and peers == dist.get_process_group_ranks(group):
             self.come_to("a reduction, of logged values or for a checkpoint,")
         return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
 
