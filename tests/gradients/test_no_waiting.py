@@ -95,6 +95,27 @@ def test_waiting_would_be_noticed(waiting: Callable[[Tensor], object]) -> None:
         waiting(numbers)
 
 
+class Streams:
+    """Two streams of a pretended GPU; ``told`` has who waits for what, in order."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str]] = []
+        self.backward, self.beside = (SimpleNamespace(name=name) for name in ("backward", "beside"))
+        for stream in (self.backward, self.beside):
+            stream.wait_stream = lambda other, name=stream.name: self.told.append((name, other.name))
+        self.current = self.backward
+
+    @contextmanager
+    def switched_to(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def wait(self) -> None:
+        """What a collective's work does: the host goes on."""
+        self.told.append((self.current.name, "network"))
+
+
 class Connected:
     """Collectives that bring anything, at once."""
 
@@ -112,13 +133,18 @@ class Connected:
 
 
 @pytest.fixture
-def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    streams = Streams()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: streams.beside)
+    monkeypatch.setattr(torch.cuda, "stream", streams.switched_to)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams.current)
     monkeypatch.setattr(compression, "WITHOUT_WAITING", {"meta"})
     monkeypatch.setattr(compression, "kth_magnitude", lambda values, k: 1.0)
     monkeypatch.setattr(collectives, "dist", Connected)
     monkeypatch.setattr(base, "Future", lambda devices: SimpleNamespace(set_result=lambda mean: None))
     # It copies to the host without waiting, but here there is nothing that could be copied.
     monkeypatch.setattr(Awaited, "poll", lambda self: None)
+    return streams
 
 
 def step(ranks: EmulatedRanks, dtype: torch.dtype, bucket_sizes: list[int]) -> None:
@@ -147,6 +173,21 @@ def test_nobody_waits_for_a_gpu(
         step(ranks, dtype, [3, 1])
         step(ranks, dtype, [3, 1])
     assert ranks.synchronizers[0].synchronisations == 3
+
+
+@EVERY_EXCHANGE
+def test_backward_does_not_wait_for_the_network_before_its_end(
+    world_size: int, exchange: str, ranks_per_node: int, pretended_gpu: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrived = SimpleNamespace(wait=pretended_gpu.wait)
+    for name in ("all_gather_single", "all_to_all_single", "all_reduce"):
+        monkeypatch.setattr(Connected, name, staticmethod(lambda *_, **__: arrived))
+    ranks = EmulatedRanks(SIZES, world_size, exchange, ranks_per_node, density=0.1, min_tensor_size=60)
+    step(ranks, torch.float32, [2, 1, 1])
+    *before, last = pretended_gpu.told
+    assert last == ("backward", "beside")
+    waits = 3 * ranks.synchronizers[0].exchange.rounds
+    assert sorted(before) == [("beside", "backward")] * 3 + [("beside", "network")] * waits
 
 
 def test_what_a_device_knows_of_a_plan_is_kept_with_it() -> None:

@@ -4,6 +4,7 @@
 
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
@@ -13,7 +14,7 @@ from lightning_dct.failures.course import EXCHANGE
 from lightning_dct.gradients.exchanges.base import Exchange, Pending, complete, send_sparse, unused_tensors
 from lightning_dct.gradients.plan import BucketPlan, real_numel
 from lightning_dct.gradients.synchronizer import Synchronizer
-from lightning_dct.traffic import FP32_BYTES, all_reduce_bytes
+from lightning_dct.traffic import FP32_BYTES, Clock, all_reduce_bytes
 
 
 class GradientSynchronizer(Synchronizer):
@@ -45,6 +46,8 @@ class GradientSynchronizer(Synchronizer):
         # Of the current synchronisation.
         self._pending: list[Pending] = []
         self._refreshing = False
+        # A second stream of each GPU.
+        self._beside: dict[torch.device, torch.cuda.Stream] = {}
 
     def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
         """The communication hook for ``DistributedDataParallel.register_comm_hook``.
@@ -52,9 +55,33 @@ class GradientSynchronizer(Synchronizer):
         DDP passes the buckets in the same order on every rank, each as soon as backward has filled it. So communication
         overlaps with backward.
 
+        On a GPU all work is queued on a second stream. On backward's own, the rest of backward would wait for the
+        network together with a bucket that is sent in several rounds.
+
         Returns:
             A future of the bucket's averaged gradients.
         """
+        device = bucket.buffer().device
+        if device.type == "cpu":
+            return self._take(bucket)
+        backward = torch.cuda.current_stream(device)
+        if device not in self._beside:
+            self._beside[device] = torch.cuda.Stream(device)
+        beside = self._beside[device]
+        beside.wait_stream(backward)
+        # Backward loses the time of its host now, and at the end the time until the second stream is done.
+        clock, self.traffic.clock = self.traffic.clock, Clock()
+        try:
+            with torch.cuda.stream(beside):
+                future = self._take(bucket)
+        finally:
+            self.traffic.clock = clock
+        if bucket.is_last():
+            with self.traffic.timed(total="seconds_waiting"):
+                backward.wait_stream(beside)
+        return future
+
+    def _take(self, bucket: GradBucket) -> Future[Tensor]:
         if not self._pending:
             self._begin()
         earlier = [pending for pending in self._pending if pending.rounds_left > 1]
