@@ -17,6 +17,7 @@ from lightning_dct.callbacks.run_advice import (
     time_of_step,
     verdict,
 )
+from lightning_dct.callbacks.slow_rank import SlowRank, slowest_rank
 from lightning_dct.forecast.timing import MeasuredLink
 from lightning_dct.gradients.awaited import clock_of
 from lightning_dct.gradients.exchanges.base import Flow, Pending
@@ -156,6 +157,22 @@ def test_the_end_says_what_ddp_would_have_taken() -> None:
 def test_slow_compressing_without_numba_names_the_package(without_numba: None) -> None:
     line = verdict(UPDATES, StepCosts(0.1, 0.012, 0.001), 0.018, "cpu", "strategy='ddp'")
     assert line.endswith("`pip install numba`.")
+
+
+@pytest.mark.parametrize(
+    ("paces", "slow"),
+    [
+        ({0: (2.1, 2.0), 1: (2.1, 0.1)}, SlowRank(1, 1.9 / 2.1, 0.95)),
+        ({0: (1.0, 0.5), 1: (1.0, 0.1), 2: (1.0, 0.3)}, SlowRank(1, 0.2, 0.5)),
+        ({0: (1.0, 0.1), 1: (1.0, 0.5), 2: (1.0, 0.1)}, SlowRank(0, 0.0, 0.0)),
+        ({0: (1.0, 0.0), 1: (1.0, 0.0)}, None),
+        ({0: (1.0, 0.5)}, None),
+    ],
+    ids=["one of two", "one of three", "two of three", "nobody waits", "one has reported"],
+)
+def test_the_slowest_rank_is_the_one_that_waits_least(paces: dict, slow: SlowRank | None) -> None:
+    """Oracle: by hand; of two equally slow ranks neither costs anything, because the others would wait anyway."""
+    assert slowest_rank(paces) == (slow if slow is None else pytest.approx(slow))
 
 
 def test_a_link_whose_rate_does_not_show_has_none() -> None:

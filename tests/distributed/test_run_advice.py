@@ -4,6 +4,8 @@ import contextlib
 import io
 import logging
 import logging.handlers
+import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -51,6 +53,34 @@ def recommend() -> str:
     return printed.getvalue()
 
 
+class Sleeps(Module):
+    """Rank 1 takes far longer for a step than rank 0."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        time.sleep(0.1 * rank())
+        return super().training_step(batch, batch_idx)
+
+
+def wait_for_rank_1() -> tuple[str, list[str]]:
+    with (
+        patch.object(run_advice, "TELL_EVERY_S", 0.0),
+        warnings.catch_warnings(record=True) as caught,
+        heard() as (printed, _),
+    ):
+        warnings.simplefilter("always")
+        fit(DCTStrategy(), Sleeps(), 25)
+    return printed.getvalue(), [str(warning.message) for warning in caught if "wait for it" in str(warning.message)]
+
+
+def test_a_slow_rank_is_named_while_it_trains_and_at_the_end(ranks: Any) -> None:
+    """Oracle: the rank that sleeps, in one warning and in the table of rank 0."""
+    (printed, (warned,)), (of_other, warned_other) = ranks(2).run(wait_for_rank_1)
+    assert "Rank 1 slows down all others" in warned
+    assert "rank 1: " in next(line for line in printed.splitlines() if "slowest rank" in line)
+    assert "slowest rank" not in of_other
+    assert warned_other == []
+
+
 def alone() -> list[str]:
     with heard() as (_, told):
         train(fsdp(replicas=1), Plain(), 3)
@@ -77,7 +107,9 @@ def test_a_run_is_told_once_at_the_start_and_once_at_the_end(ranks: Any) -> None
             assert sum("This run is short: 30 optimizer steps" in note for note in told) == (number == 0)
             assert not any("exchange='auto'" in note for note in told)
             assert printed.count("ms compressing") == printed.count("; with DDP ") == (number == 0)
-            rows = [line.partition("  ")[0] for line in printed.splitlines()[2:]]
+            rows = [
+                line.partition("  ")[0] for line in printed.splitlines()[2:] if "slowest rank" not in line
+            ]  # by chance
             summary = ["bytes sent", "compression ratio", "entries sent", "time of a step", "verdict"]
             assert rows == (summary if number == 0 else [])
 

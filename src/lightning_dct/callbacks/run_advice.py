@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_dct.callbacks.requirements import InternalCallback, require_dct
+from lightning_dct.callbacks.slow_rank import SlowRank, slowest_rank
 from lightning_dct.config import DCTConfig
+from lightning_dct.failures import Lifeline
 from lightning_dct.forecast.timing import MeasuredLink, measure_link
 from lightning_dct.gradients.plan import real_numel
 from lightning_dct.kernels import faster_kernel_missing
@@ -26,6 +29,10 @@ FITTING = ((8, 0.3), (2, 0.1), (1, 0.1), (1, 0.2), (1, 0.3))
 """Local steps and densities for ever shorter runs, from the fewest bytes to the most."""
 MUCH = 0.1
 """The share of a step from which on advice is worth it."""
+TOO_SLOW = 1 / 3
+"""The share of a step from which on a rank that the others wait for is warned of while it trains."""
+TELL_EVERY_S = 5.0
+"""Seconds between two reports of a rank's times to rank 0."""
 SKIPPED = 3
 """First steps that are left out: they compile, allocate, and let DistributedDataParallel rebuild its buckets."""
 FEWEST = 10
@@ -113,6 +120,8 @@ class RunAdvice(InternalCallback):
         self._clock = StepClock()
         self._link: MeasuredLink | None = None
         self._before = TrafficTotals()
+        self._tell_at, self._has_warned = 0.0, False
+        self._slow: SlowRank | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse strategies that are not this package's."""
@@ -130,12 +139,34 @@ class RunAdvice(InternalCallback):
         for note in notes_at_start(strategy.config, everyone.size, steps, device.type, alone, dense):
             rank_zero_info(note)
         self._clock, self._before = StepClock(), strategy.traffic.totals
+        self._tell_at, self._has_warned, self._slow = 0.0, False, None
         self._link = measure_link(everyone.group, device) if everyone.size > 1 else None
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Note the time."""
+        """Note the time, and sometimes tell it to rank 0, which warns once of a rank that costs much of it."""
         strategy: Any = trainer.strategy
         self._clock.after_step(strategy.traffic)
+        if perf_counter() >= self._tell_at:
+            self._tell(strategy.lifeline)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Tell the time of all steps."""
+        strategy: Any = trainer.strategy
+        self._tell(strategy.lifeline)
+
+    def _tell(self, lifeline: Lifeline | None) -> None:
+        if lifeline is None or (costs := self._clock.costs) is None:
+            return
+        self._tell_at = perf_counter() + TELL_EVERY_S
+        lifeline.tell_pace(costs.total, costs.waiting)
+        slow = slowest_rank(lifeline.paces)
+        if slow is not None and slow.share_of_step > TOO_SLOW and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"Rank {slow.rank} slows down all others, which wait for it during {100 * slow.share_of_step:.0f}% of a"
+                " step. Look at its data loader, its device, and at what else runs on its host."
+            )
+        self._slow = slow
 
     def on_validation_end(self, *_: Any, **__: Any) -> None:
         """Leave validations and checkpoints out of the time of steps."""
@@ -152,7 +183,11 @@ class RunAdvice(InternalCallback):
         names = strategy.synchronizer.parameter_names
         dense = self._link.all_reduce_seconds(FP32_BYTES * sum(real_numel(p) for p in names if p.requires_grad))
         time = time_of_step(costs, dense, self._link, strategy.dense_rival)
-        return [("time of a step", time), ("verdict", self._verdict(strategy, costs, dense))]
+        rows, slow = [("time of a step", time)], self._slow
+        if slow is not None and slow.share_of_step > MUCH:
+            told = f"rank {slow.rank}: {100 * slow.share_of_waiting:.0f}% of the others' waiting is for it"
+            rows.append(("slowest rank", f"{told}, {100 * slow.share_of_step:.0f}% of a step"))
+        return [*rows, ("verdict", self._verdict(strategy, costs, dense))]
 
     def _verdict(self, strategy: Any, costs: StepCosts, dense: float) -> str:
         return verdict(strategy.config, costs, dense, strategy.root_device.type, dense_setting(strategy))

@@ -57,6 +57,8 @@ class Hub:
         # Places that a rank has asked about, with the ranks that do the same there, and the last on which all agree.
         self._places: dict[tuple[tuple[int, ...], int], set[int]] = {}
         self._agreed: dict[tuple[int, ...], int] = {}
+        # Seconds of a step and of waiting in it, by rank.
+        self.paces: dict[int, tuple[float, float]] = {}
         self.own, end = pair()
         self._members[0] = self._connected(end)
         self._members[0].rank, self._members[0].who = 0, who
@@ -138,6 +140,9 @@ class Hub:
         elif "passed" in message:
             self._passed[int(message["asked"])][caller.rank] = int(message["passed"])
             self._settle_signals()
+        elif "pace" in message:
+            total, waiting = message["pace"]
+            self.paces[caller.rank] = float(total), float(waiting)
         elif "place" in message:
             self._ask(caller.rank, tuple(message["peers"]), message)
         elif "agrees" in message:

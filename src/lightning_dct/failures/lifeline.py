@@ -139,6 +139,15 @@ class Lifeline:
             if problem := difference or self._ends_with:
                 raise RuntimeError(f"{problem}.")
 
+    def tell_pace(self, step: float, waiting: float) -> None:
+        """Tell rank 0 how long a step takes here and how long it waits in it, in seconds."""
+        self._send({"pace": [step, waiting]})
+
+    @property
+    def paces(self) -> dict[int, tuple[float, float]]:
+        """On rank 0, what all ranks have told last, by rank; elsewhere nothing."""
+        return {} if self._hub is None else dict(self._hub.paces)
+
     def close(self) -> None:
         """Leave: this rank is done. No thread remains."""
         self._over.set()
