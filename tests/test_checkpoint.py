@@ -33,9 +33,18 @@ def test_names() -> None:
     assert saved.rows_path("epoch=3.ckpt", note) == "epoch=3.ckpt.dct/000000001200-5f0c93ab-rows"
 
 
-def test_no_folder_looks_like_a_checkpoint_of_a_requeued_job() -> None:
-    """Lightning resumes from the largest N of all names with ``hpc_ckpt_N``, whatever they are."""
-    assert saved.state_folder("runs/hpc_ckpt_3.ckpt") == "runs/hpc-ckpt-3.ckpt.dct"
+def test_no_killed_save_looks_like_a_checkpoint_of_a_requeued_job(tmp_path: Path) -> None:
+    """Lightning resumes from the largest N of all names with ``hpc_ckpt_N``, whatever they are.
+
+    Oracle: the folder's name before and after the end of the save, and the state that is read from either.
+    """
+    path = str(tmp_path / "hpc_ckpt_3.ckpt")
+    saved.write_state(TorchCheckpointIO(), path, NOTE, 0, state({"a": LONE}))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["hpc-ckpt-3.ckpt.dct"]
+    assert saved.read_state(TorchCheckpointIO(), path, NOTE, 0, 2)["residuals"] == {"a": LONE}
+    saved.finish(TorchCheckpointIO(), path, [])
+    assert [entry.name for entry in tmp_path.iterdir()] == ["hpc_ckpt_3.ckpt.dct"]
+    assert saved.read_state(TorchCheckpointIO(), path, NOTE, 0, 2)["residuals"] == {"a": LONE}
 
 
 @pytest.mark.parametrize("note", [{**NOTE, "format_version": 2}, {"format_version": "3"}, {}])
@@ -197,31 +206,32 @@ def test_ranks_files_that_do_not_fit_each_other_are_refused(tmp_path: Path, fiel
         saved.read_state(TorchCheckpointIO(), path, NOTE, 0, 3)
 
 
-def test_tidying_leaves_a_folder_that_is_listed_with_a_slash(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tidying_finds_a_folder_that_is_listed_with_a_slash(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: what is left in a store that lists folders, and itself among them, as some do."""
     path, files = "memory://tidied/a.ckpt", MemoryFileSystem()
-    rows = f"{saved.rows_path(path, NOTE)}/0.distcp"
-    files.pipe({rows: b"rows", f"{saved.state_folder(path)}/000000000006-5f0c93ab-rank-0-of-1.pt": b"old"})
+    old, rows = (f"{saved.state_folder(path)}/000000000006-5f0c93ab-{name}" for name in ("rank-0-of-1.pt", "rows"))
+    files.pipe({old: b"old", f"{rows}/0.distcp": b"rows"})
     names = [*(f"{name}/" for name in files.ls("/tidied/a.ckpt.dct", detail=False)), "/tidied/a.ckpt.dct/"]
     monkeypatch.setattr(MemoryFileSystem, "ls", lambda *_, **__: names)
-    saved.remove_outdated(TorchCheckpointIO(), path, NOTE)
-    monkeypatch.undo()
-    assert files.find("/tidied") == [files._strip_protocol(rows)]
+    assert saved.files_beside(path) == [old, rows]
 
 
-def test_tidying_leaves_what_the_checkpoint_points_at(path: str) -> None:
-    """Oracle: files of other saves, killed ones among them, are gone; those of this one are there."""
+def test_tidying_leaves_what_came_later(path: str) -> None:
+    """Oracle: files of other saves, killed ones among them, are gone; those of this one and of later ones are there."""
+    (own,) = {Path(saved.state_path(path, NOTE, rank)).parent for rank in (0, 1)}
+    kept = sorted(str(file) for file in own.iterdir())
+    own.rename(own.with_name("aside"))
     others = [saved.make_note(2, 7, "00000000"), saved.make_note(2, 9, "5f0c93ab"), saved.make_note(3, 6, "5f0c93ac")]
     for note in others:
         saved.write_state(TorchCheckpointIO(), path, note, 0, state({}))
     (Path(saved.rows_path(path, others[0])) / "deeper").mkdir(parents=True)
-    saved.remove_outdated(TorchCheckpointIO(), path, NOTE)
-    assert sorted(str(file) for file in Path(f"{path}.dct").iterdir()) == [
-        saved.state_path(path, NOTE, rank) for rank in (0, 1)
-    ]
-    saved.remove_outdated(TorchCheckpointIO(), path, None)
-    assert not Path(f"{path}.dct").exists()
-    saved.remove_outdated(TorchCheckpointIO(), path, NOTE)
+    outdated = saved.files_beside(path)
+    for file in own.with_name("aside").iterdir():
+        file.rename(own / file.name)
+    saved.finish(TorchCheckpointIO(), path, outdated)
+    assert saved.files_beside(path) == kept
+    saved.finish(TorchCheckpointIO(), path, kept)
+    assert not own.exists()
 
 
 @pytest.fixture

@@ -9,7 +9,9 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
-from lightning_dct.files import AtomicCheckpointIO, finish_writing, write_at_once
+from distributed.harness import CONTEXT, started
+from lightning_dct import files
+from lightning_dct.files import AtomicCheckpointIO, finish_writing, lock, unlock, write_at_once
 
 
 class Killed(BaseException):
@@ -72,3 +74,26 @@ def test_background_writing_is_told_apart(tmp_path: Path) -> None:
         finish_writing(background)
         assert torch.load(tmp_path / "a.ckpt", weights_only=True) == {"a": number}
     finish_writing(plain)
+
+
+def hold(path: str, pipe: Any) -> None:
+    lock(path)
+    pipe.send(os.getpid())
+    pipe.recv()
+
+
+def test_another_process_is_waited_for_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: an error after the longest wait, and none once the other process has been killed."""
+    path = str(tmp_path / "last.ckpt")
+    ours, theirs = CONTEXT.Pipe()
+    process = started(hold, path, theirs, daemon=True)
+    owner = f"Process {ours.recv()} on "
+    monkeypatch.setattr(files, "LONGEST_WAIT_S", 0.0)
+    with pytest.warns(UserWarning, match=f"{owner}.* is saving .*last.ckpt"), pytest.raises(RuntimeError, match=owner):
+        lock(path)
+    process.kill()
+    process.join()
+    lock(path)
+    lock(path)
+    unlock(path)
+    assert os.listdir(tmp_path) == []

@@ -8,7 +8,7 @@
 
 Every rank writes its own file before Lightning's is written, under a name that no other save has. So a job that is
 killed while it overwrites a checkpoint finds the old file with the old state. After Lightning's file, rank 0 removes
-files that no note names.
+the files that were there before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -108,22 +108,45 @@ def identity(note: Mapping[str, Any], rank: int) -> dict[str, int | str]:
 
 def state_folder(checkpoint_path: str) -> str:
     """The folder that holds the ranks' files of a checkpoint."""
+    return f"{checkpoint_path}.dct"
+
+
+def unfinished_folder(checkpoint_path: str) -> str:
+    """The folder that the ranks write to.
+
+    It is another one if Lightning would take the folder of a killed save for a checkpoint, and :func:`finish` renames
+    it.
+    """
     folder, name = os.path.split(checkpoint_path)
     return os.path.join(folder, f"{no_checkpoint_name(name)}.dct")
 
 
-def state_path(checkpoint_path: str, note: Mapping[str, Any], rank: int) -> str:
-    """The file of one rank."""
-    return f"{state_folder(checkpoint_path)}/{_prefix(note)}rank-{rank}-of-{note['world_size']}.pt"
+def state_path(checkpoint_path: str, note: Mapping[str, Any], rank: int, writing: bool = False) -> str:
+    """The file of one rank, to read it or to write it."""
+    return _path(checkpoint_path, f"{_prefix(note)}rank-{rank}-of-{note['world_size']}.pt", writing)
 
 
-def rows_path(checkpoint_path: str, note: Mapping[str, Any]) -> str:
-    """The folder with the rows of sharded tables."""
-    return f"{state_folder(checkpoint_path)}/{_prefix(note)}rows"
+def rows_path(checkpoint_path: str, note: Mapping[str, Any], writing: bool = False) -> str:
+    """The folder with the rows of sharded tables, to read it or to write it."""
+    return _path(checkpoint_path, f"{_prefix(note)}rows", writing)
+
+
+def _path(checkpoint_path: str, name: str, writing: bool) -> str:
+    folder, unfinished = state_folder(checkpoint_path), unfinished_folder(checkpoint_path)
+    if folder != unfinished and not writing:
+        # A save was killed before it had renamed the folder, or this is another node's disk.
+        files, place = url_to_fs(f"{unfinished}/{name}")
+        writing = files.exists(place)
+    return f"{unfinished if writing else folder}/{name}"
 
 
 def _prefix(note: Mapping[str, Any]) -> str:
     return f"{note['synchronisations']:012d}-{note['save']}-"
+
+
+def save_of(file: str) -> str:
+    """The name of the save that has written a file beside a checkpoint."""
+    return os.path.basename(file).partition("-")[2].partition("-")[0]
 
 
 def resolve_symlink(checkpoint_path: str) -> str:
@@ -136,7 +159,7 @@ def write_state(checkpoint_io: CheckpointIO, path: str, note: Mapping[str, Any],
 
     It is empty if a ``CheckpointIO`` of the user's writes elsewhere, or not with ``torch.save``.
     """
-    file = state_path(path, note, rank)
+    file = state_path(path, note, rank, writing=True)
     checkpoint_io.save_checkpoint({**state, "identity": identity(note, rank)}, file)
     try:
         return fingerprint_of(file, compare=False)
@@ -144,17 +167,32 @@ def write_state(checkpoint_io: CheckpointIO, path: str, note: Mapping[str, Any],
         return ""
 
 
-def remove_outdated(checkpoint_io: CheckpointIO, path: str, note: Mapping[str, Any] | None) -> None:
-    """Remove files beside a checkpoint that its note does not name: those of earlier and of killed saves."""
-    folder = state_folder(path)
+def files_beside(path: str) -> list[str]:
+    """What lies in the folders of a checkpoint: before a save, files of earlier and of killed saves."""
+    found = []
+    for folder in {state_folder(path), unfinished_folder(path)}:
+        files, place = url_to_fs(folder)
+        if files.isdir(place):
+            # Storage services may list folders with a slash at their end, and the folder itself.
+            names = {os.path.basename(name.rstrip("/")) for name in files.ls(place, detail=False)}
+            found += [f"{folder}/{name}" for name in sorted(names - {os.path.basename(place)})]
+    return found
+
+
+def finish(checkpoint_io: CheckpointIO, path: str, outdated: Iterable[str]) -> None:
+    """Remove the files of earlier saves once Lightning's file points at newer ones, and give the folder its name."""
+    for name in outdated:
+        checkpoint_io.remove_checkpoint(name)
+    folder, unfinished = state_folder(path), unfinished_folder(path)
     files, place = url_to_fs(folder)
-    if note is None:
+    if unfinished != folder:
+        for name in files_beside(path):
+            if name.startswith(f"{unfinished}/"):
+                files.makedirs(place, exist_ok=True)
+                files.mv(url_to_fs(name)[1], f"{place}/{os.path.basename(name)}", recursive=True)
+        checkpoint_io.remove_checkpoint(unfinished)
+    if not files_beside(path):
         checkpoint_io.remove_checkpoint(folder)
-    elif files.isdir(place):
-        # Storage services may list folders with a slash at their end.
-        for name in (os.path.basename(found.rstrip("/")) for found in files.ls(place, detail=False)):
-            if not name.startswith(_prefix(note)):
-                checkpoint_io.remove_checkpoint(f"{folder}/{name}")
 
 
 def read_state(

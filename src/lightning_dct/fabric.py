@@ -23,7 +23,7 @@ from lightning_dct import checkpoint as saved
 from lightning_dct.agreement import gather_objects
 from lightning_dct.config import DCTConfig, check_keywords
 from lightning_dct.failures import check_lifelines, group_is_made
-from lightning_dct.files import AtomicCheckpointIO
+from lightning_dct.files import AtomicCheckpointIO, lock, unlock
 from lightning_dct.gradients import Synchronizer
 from lightning_dct.gradients.awaited import clock_of
 from lightning_dct.profiling import recorded
@@ -154,6 +154,12 @@ class DCTStrategy(DDPStrategy):
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save Fabric's checkpoint from rank 0, and beside it the state of each rank."""
         path, save = self.broadcast((str(path), secrets.token_hex(4)))
+        parts = [_part(path, index) for index in range(len(self.synchronizers))] if self.is_global_zero else []
+        if self.is_global_zero:
+            lock(path)
+        outdated = {part: saved.files_beside(part) for part in parts}
+        # No rank writes before these are known.
+        self.barrier()
         notes = []
         # The first module's part has the states of all optimizers, which Fabric does not know by name.
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers] if self._updates else []
@@ -163,9 +169,9 @@ class DCTStrategy(DDPStrategy):
             written = saved.write_state(self.checkpoint_io, _part(path, index), note, self.global_rank, own)
             notes.append(saved.seal(note, gather_objects(written)))
         super().save_checkpoint(path, {**state, saved.CHECKPOINT_KEY: notes}, *args, **kwargs)
-        if self.is_global_zero:
-            for index, note in enumerate(notes):
-                saved.remove_outdated(self.checkpoint_io, _part(path, index), note)
+        for part in parts:
+            saved.finish(self.checkpoint_io, part, outdated[part])
+        unlock(path)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load Fabric's checkpoint and, with a dict of objects to restore, this rank's own state.

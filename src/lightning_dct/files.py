@@ -8,13 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any
+import socket
+import time
+from typing import IO, Any
 
 import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+LONGEST_WAIT_S = 60.0
+# The lock files that this process holds, by checkpoint.
+_locks: dict[str, IO[str]] = {}
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -35,9 +47,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if storage_options is not None or not isinstance(filesystem, LocalFileSystem):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        folder, name = os.path.split(local_path)
-        os.makedirs(folder, exist_ok=True)
-        unfinished = os.path.join(folder, f".{no_checkpoint_name(name)}.part")
+        os.makedirs(os.path.dirname(local_path), exist_ok=True)
+        unfinished = beside(local_path, "part")
         try:
             with open(unfinished, "wb") as file:
                 torch.save(checkpoint, file)
@@ -48,6 +59,74 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             with contextlib.suppress(OSError):
                 os.remove(unfinished)
             raise
+        finally:
+            unlock(local_path)
+
+
+def lock(path: str) -> None:
+    """Keep other processes from saving the same checkpoint until :func:`unlock`; wait for one that is saving it.
+
+    The lock ends with this process, however it ends. There is none in storage services, and on disks without locks.
+
+    Raises:
+        RuntimeError: Another process has been saving the checkpoint for a minute.
+    """
+    filesystem, place = url_to_fs(path)
+    if fcntl is None or not isinstance(filesystem, LocalFileSystem) or place in _locks:
+        return
+    os.makedirs(os.path.dirname(place), exist_ok=True)
+    name, start, last = beside(place, "lock"), time.monotonic(), ""
+    while True:
+        file = open(name, "a+")  # noqa: SIM115
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(name)):
+                break
+        except FileNotFoundError:
+            pass  # whoever had it has removed it
+        except (BlockingIOError, PermissionError):
+            file.seek(0)
+            owner = file.read() or "Another process"
+            if owner != last:
+                rank_zero_warn(f"{owner} is saving {path!r}, too. {_REMEDY}")
+            last = owner
+        except OSError:
+            file.close()
+            return
+        file.close()
+        if time.monotonic() > start + LONGEST_WAIT_S:
+            raise RuntimeError(
+                f"{last} has been saving {path!r} for {LONGEST_WAIT_S:.0f} seconds. {_REMEDY} If that run is gone,"
+                f" remove {name!r}."
+            )
+        time.sleep(0.02)
+    file.truncate(0)
+    file.write(f"Process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    _locks[place] = file
+
+
+def unlock(path: str) -> None:
+    """Let other processes save a checkpoint again."""
+    _, place = url_to_fs(path)
+    if (file := _locks.pop(place, None)) is not None:
+        with contextlib.suppress(OSError):
+            os.remove(file.name)
+        file.close()
+
+
+def warn_of_another_run(path: str) -> None:
+    """Warn that another run has saved the same checkpoint since this one did."""
+    rank_zero_warn(f"Another run saves {path!r}, too, and each replaces the checkpoint of the other. {_REMEDY}")
+
+
+_REMEDY = "Give each run a folder of its own: `default_root_dir`, or `dirpath` of `ModelCheckpoint`."
+
+
+def beside(path: str, suffix: str) -> str:
+    """A hidden file beside a checkpoint."""
+    folder, name = os.path.split(path)
+    return os.path.join(folder, f".{no_checkpoint_name(name)}.{suffix}")
 
 
 def no_checkpoint_name(name: str) -> str:

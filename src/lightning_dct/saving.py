@@ -23,7 +23,7 @@ from lightning_dct.config import DCTConfig
 from lightning_dct.embedding import ShardedEmbeddingBags
 from lightning_dct.embedding.shards import keeping_row_states, load_row_states, load_rows, save_rows, without_rows
 from lightning_dct.failures import Lifeline
-from lightning_dct.files import AtomicCheckpointIO, finish_writing, write_at_once
+from lightning_dct.files import AtomicCheckpointIO, finish_writing, lock, unlock, warn_of_another_run, write_at_once
 from lightning_dct.gradients import Synchronizer
 from lightning_dct.restoring import (
     agreed_notes,
@@ -63,8 +63,9 @@ class CheckpointedStrategy(ParallelStrategy):
         # Whether gradients of earlier micro-batches wait for their step, and those of a checkpoint, by parameter.
         self.is_accumulating = False
         self._accumulated: dict[str, Tensor] = {}
-        # Checkpoints whose folders may hold files of earlier saves, with their notes.
-        self._to_tidy: dict[str, dict[str, Any] | None] = {}
+        # Checkpoints that may be being written, with what then is outdated; and the names of all saves.
+        self._unfinished: dict[str, list[str]] = {}
+        self._saves: set[str] = set()
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -147,7 +148,7 @@ class CheckpointedStrategy(ParallelStrategy):
             self.synchronizer.flush()
         self._finish_saving()
         # Under SLURM every rank looks for a free name, and they may find different ones.
-        path, save = self.broadcast((str(filepath), secrets.token_hex(4)))
+        path, save = self.broadcast(self._begin_saving(str(filepath)) if self.is_global_zero else ("", ""))
         tables, note = self.sharded_tables(), None
         # Checkpoints of weights alone have no optimizer states.
         has_state = self.synchronizer is not None and "optimizer_states" in checkpoint
@@ -159,21 +160,31 @@ class CheckpointedStrategy(ParallelStrategy):
                 io, state = write_at_once(self.checkpoint_io), self._state()
                 written = saved.write_state(io, path, note, self.global_rank, state)
             if tables:
-                save_rows(saved.rows_path(path, note), tables, self.optimizers if has_state else [])
+                save_rows(saved.rows_path(path, note, writing=True), tables, self.optimizers if has_state else [])
             # Lightning's file comes last and points at files that all ranks have completed.
             note = saved.seal(note, gather_objects(written))
             checkpoint[saved.CHECKPOINT_KEY] = note
         super().save_checkpoint(checkpoint, path, storage_options)
-        self._to_tidy[path] = note
         if write_at_once(self.checkpoint_io) is self.checkpoint_io:
             self._finish_saving()
+
+    def _begin_saving(self, path: str) -> tuple[str, str]:
+        """The checkpoint, which other runs then do not save, and the name of this save; on rank 0."""
+        lock(path)
+        save, outdated = secrets.token_hex(4), saved.files_beside(path)
+        if path in self._saves and not all(saved.save_of(file) in self._saves for file in outdated):
+            warn_of_another_run(path)
+        self._saves |= {path, save}
+        self._unfinished[path] = outdated
+        return path, save
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint and its folder, once the checkpoint that replaces it is written."""
         self._finish_saving()
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
-            self.checkpoint_io.remove_checkpoint(saved.state_folder(str(filepath)))
+            for folder in {saved.state_folder(str(filepath)), saved.unfinished_folder(str(filepath))}:
+                self.checkpoint_io.remove_checkpoint(folder)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load Lightning's checkpoint and, when fitting, this rank's compression state beside it.
@@ -286,12 +297,12 @@ class CheckpointedStrategy(ParallelStrategy):
                 modules[name].load_compression_state(states)
 
     def _finish_saving(self) -> None:
-        """Wait for background writes, then remove files that no note names."""
+        """Wait for background writes, then remove files of earlier saves."""
         finish_writing(self.checkpoint_io)
-        while self._to_tidy:
-            path, note = self._to_tidy.popitem()
-            if self.is_global_zero:
-                saved.remove_outdated(self.checkpoint_io, path, note)
+        while self._unfinished:
+            path, outdated = self._unfinished.popitem()
+            saved.finish(self.checkpoint_io, path, outdated)
+            unlock(path)
 
 
 def warn_of_uploads(loggers: Iterable[Logger]) -> None:
