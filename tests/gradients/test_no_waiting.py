@@ -1,7 +1,8 @@
 """On a pretended GPU: nobody waits for it, and what it has to tell is told late."""
 
+import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_dct.activations import SplitPoint, decode_forward
 from lightning_dct.gradients import collectives, compression
 from lightning_dct.gradients.awaited import Awaited
 from lightning_dct.gradients.exchanges import base
 from lightning_dct.gradients.on_device import OnDevice
 from lightning_dct.gradients.plan import BucketPlan
+from lightning_dct.updates import SharedWeights
 from lightning_dct.wire import PayloadError
 from strategies_for_hypothesis import FORMATS
 
@@ -242,6 +245,48 @@ def test_harm_is_reported_once_it_is_known_and_before_anything_is_saved(
     then: Callable[[], object] = ranks.state_dicts if saved else lambda: ranks.step(local)
     with pytest.raises(PayloadError, match=r"^Sums from rank 1 of the process group: the payload is corrupt"):
         then()
+
+
+def test_norms_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list is read at once; every number by itself would wait anew."""
+    ranks = EmulatedRanks(SIZES, 2, "sharded", density=0.1, min_tensor_size=60)
+    ranks.step(gradients(2))
+    weights = SharedWeights()
+    for name, size in SIZES.items():
+        weights.adopt(name, torch.ones(size))
+    with NoWaitingOperation():
+        assert set(ranks.synchronizers[0].norms()) == set(SIZES)
+        assert weights.norms() == dict.fromkeys(SIZES, 0.0)
+
+
+@pytest.mark.parametrize("formats", [("int8", "int4"), ("bf16", "fp32")])
+def test_a_border_that_sends_everything_waits_for_nothing(formats: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does the receiver read the header: it knows what must be there."""
+    monkeypatch.setattr(compression, "WITHOUT_WAITING", {"meta"})
+    split = SplitPoint(1.0, forward_format=formats[0], backward_format=formats[1])
+    activations = torch.empty(6, 8, device="meta", requires_grad=True)
+    split(activations)
+    with NoWaitingOperation():
+        split(activations).backward(torch.empty(6, 8, device="meta"))
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_corrupt_header_is_reported_in_the_next_step_and_before_anything_is_saved(
+    saved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compression, "WITHOUT_WAITING", {"cpu"})
+    split = SplitPoint(1.0)
+    layout, sent = split.layout((6, 8)), torch.randn(6, 8)
+    payload, _ = split.encode(layout, sent)
+    for place, corrupt in ((None, False), (4, True)):
+        if place is not None:
+            payload[place] += 1
+        received, _ = decode_forward(layout, payload, awaited=split.awaited)
+        assert torch.equal(received, sent.bfloat16().float())
+        split.advance(1)  # copies begin
+        copy.deepcopy(split).compression_state()  # which has received nothing
+        with pytest.raises(PayloadError, match="of an earlier step is corrupt") if corrupt else nullcontext():
+            split.compression_state() if saved else split.advance(2)
 
 
 def test_told_in_order_and_only_once() -> None:

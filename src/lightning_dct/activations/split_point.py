@@ -22,6 +22,7 @@ from lightning_dct.activations.codec import (
 from lightning_dct.activations.module import CompressedModule
 from lightning_dct.activations.noise import mixed_seed
 from lightning_dct.config import check_choice, check_density, check_integer
+from lightning_dct.gradients.awaited import Awaited
 from lightning_dct.state_file import CheckpointError
 from lightning_dct.threshold import GUARD_RESELECT, entries_at, keep_largest, kth_magnitude, nudge
 from lightning_dct.traffic import FP32_BYTES
@@ -87,6 +88,8 @@ class SplitPoint(CompressedModule):
         # The thresholds of this step and of the next one; None before the first selection.
         self.threshold: float | None = None
         self._next: float | None = None
+        # What GPUs have not told yet of the headers of payloads.
+        self.awaited = Awaited()
         # In this step: entries that have reached the threshold, the capacity, and all entries.
         self._counts = (0, 0, 0)
 
@@ -155,7 +158,12 @@ class SplitPoint(CompressedModule):
             self._next = nudge(self.threshold, *self._counts, GUARD_AIM)
 
     def advance(self, completed_steps: int) -> None:
-        """Start the step after ``completed_steps`` optimizer steps, with the nudged threshold."""
+        """Start the step after ``completed_steps`` optimizer steps, with the nudged threshold.
+
+        Raises:
+            PayloadError: On a GPU: a payload of an earlier step was corrupt.
+        """
+        self.awaited.poll()
         if completed_steps != self.completed_steps:
             self.threshold, self._counts = self._next, (0, 0, 0)
         super().advance(completed_steps)
@@ -197,7 +205,8 @@ class SplitPoint(CompressedModule):
         self.refresh_requested |= float(state["density"]) != self.density
 
     def compression_state(self) -> dict[str, Any]:
-        """The state in the model's ``state_dict``: Lightning's file has only that of rank 0."""
+        """The state in the model's ``state_dict``: Lightning's file has only that of rank 0. Waits for a GPU."""
+        self.awaited.synchronize()
         return self.get_extra_state()
 
     def load_compression_state(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -223,7 +232,7 @@ class _Crossing(torch.autograd.Function):
     def forward(ctx: Any, activations: Tensor, split: SplitPoint, layout: ActivationLayout) -> Tensor:
         with split.timed():
             payload, _ = split.encode(layout, activations)
-            received, kept = decode_forward(layout, payload, activations.dtype)
+            received, kept = decode_forward(layout, payload, activations.dtype, split.awaited)
         # Not by `save_for_backward`: activation checkpointing would give backward the positions of the second forward.
         ctx.crossing = split, layout, kept, split.rounding_seed
         return received

@@ -7,7 +7,7 @@ the latest before anything is saved or logged. So are the times of a GPU's work.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -27,11 +27,14 @@ class _Copy(NamedTuple):
 
 
 class Awaited:
-    """Keeps callbacks until their numbers are known."""
+    """Keeps callbacks until their numbers are known. A copy of it begins without any."""
 
     def __init__(self) -> None:
         self._requests: dict[torch.device, list[tuple[Tensor, Callback]]] = {}
         self._copies: list[_Copy] = []
+
+    def __reduce__(self) -> tuple[type[Awaited], tuple[()]]:
+        return Awaited, ()
 
     def when_known(self, numbers: Tensor, callback: Callback) -> None:
         """Call a function with numbers once the host knows them.
@@ -67,6 +70,11 @@ class Awaited:
         parts = copy.numbers.split([size for size, _ in copy.callbacks])
         for (_, callback), part in zip(copy.callbacks, parts, strict=True):
             callback(part.tolist())
+
+
+def read_together(numbers: Mapping[str, Tensor]) -> dict[str, float]:
+    """Numbers by name (shape ``[]``, one dtype and device), read at once; each read waits for a GPU."""
+    return dict(zip(numbers, torch.stack(list(numbers.values())).tolist(), strict=True)) if numbers else {}
 
 
 class StreamClock(Clock):

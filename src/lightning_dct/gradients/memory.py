@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dct.gradients.awaited import Awaited
+from lightning_dct.gradients.awaited import Awaited, read_together
 from lightning_dct.gradients.compression import Compressed, compress, decompress
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.gradients.sharding import Piece
@@ -62,7 +62,7 @@ class Residuals:
 
     def norms(self) -> dict[str, float]:
         """Euclidean norm of each residual, by name."""
-        return {name: float(view.norm(dtype=torch.float64)) for name, view in self._views.items()}
+        return read_together({name: view.norm(dtype=torch.float64) for name, view in self._views.items()})
 
     def state_dict(self) -> dict[str, Tensor]:
         """Each residual by parameter name: 1-D tensors on the CPU, copies. Parameters without entries have none."""

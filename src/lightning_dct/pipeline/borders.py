@@ -143,7 +143,7 @@ class Receive(torch.autograd.Function):
         layout = border.layout
         with border.split.timed():
             payload = torch.cat([as_bytes(words, 4 * words.numel()), left_over])[: layout.forward_bytes]
-            activation, ctx.kept = decode_forward(layout, payload, border.dtype)
+            activation, ctx.kept = decode_forward(layout, payload, border.dtype, border.split.awaited)
         ctx.border, ctx.seed = border, border.split.rounding_seed
         return activation
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from lightning_dct.gradients.awaited import read_together
 from lightning_dct.gradients.plan import local_of, real_numel
 
 
@@ -124,7 +125,8 @@ class SharedWeights:
 
     def norms(self) -> dict[str, float]:
         """Euclidean norm of this rank's residual of each parameter."""
-        return {name: float(self.movement([name], torch.float32).norm(dtype=torch.float64)) for name in self.parameters}
+        moved = ((name, self.movement([name], torch.float32)) for name in self.parameters)
+        return read_together({name: entries.norm(dtype=torch.float64) for name, entries in moved})
 
 
 def as_real(tensor: Tensor) -> Tensor:
