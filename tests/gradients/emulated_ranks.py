@@ -129,6 +129,10 @@ class EmulatedDist:
         return EmulatedWork(finish)
 
     @staticmethod
+    def get_backend(group: EmulatedGroup) -> str:
+        return "gloo"
+
+    @staticmethod
     def all_reduce(buffer: Tensor, group: EmulatedGroup, async_op: bool) -> EmulatedWork:
         assert async_op
         meeting = group.next_meeting()

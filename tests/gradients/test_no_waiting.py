@@ -141,6 +141,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Streams:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: streams.beside)
     monkeypatch.setattr(torch.cuda, "stream", streams.switched_to)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams.current)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(compression, "WITHOUT_WAITING", {"meta"})
     monkeypatch.setattr(compression, "kth_magnitude", lambda values, k: 1.0)
     monkeypatch.setattr(collectives, "dist", Connected)
@@ -191,6 +192,13 @@ def test_backward_does_not_wait_for_the_network_before_its_end(
     assert last == ("backward", "beside")
     waits = 3 * ranks.synchronizers[0].exchange.rounds
     assert sorted(before) == [("beside", "backward")] * 3 + [("beside", "network")] * waits
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+def test_a_backward_that_is_captured_as_a_graph_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="Leave backward out of the graph, or use `compress='updates'`"):
+        step(EmulatedRanks(SIZES), torch.float32, [4])
 
 
 def test_what_a_device_knows_of_a_plan_is_kept_with_it() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_ranks import EmulatedRanks, Meeting, assert_same_bits, heavy_tailed
+from emulated_ranks import EmulatedDist, EmulatedRanks, Meeting, assert_same_bits, heavy_tailed
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -225,6 +225,13 @@ def test_whole_buckets_are_averaged_as_ddp_does(settings: dict[str, Any], dtype:
     assert ranks.synchronizers[0].norm() == 0.0
     assert ranks.synchronizers[0].traffic.totals.compression_ratio == pytest.approx(4 / dtype.itemsize, rel=1e-2)
     assert ranks.synchronizers[0].traffic.totals.density == 1.0
+
+
+def test_sparse_gradients_under_nccl_are_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EmulatedDist, "get_backend", lambda group: "cpu:gloo,cuda:nccl")
+    sparse = torch.sparse_coo_tensor([[1]], torch.ones(1, 4), (10, 4), check_invariants=True)
+    with pytest.raises(ValueError, match=r"NCCL cannot average sparse gradients.*Use `compress='updates'`"):
+        EmulatedRanks({"rows": 40}).step([{"rows": sparse}, {"rows": sparse}])
 
 
 def test_sparse_gradients_go_uncompressed() -> None:

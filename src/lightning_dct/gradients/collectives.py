@@ -98,7 +98,15 @@ def all_reduce_mean_sparse(gradient: Tensor, link: Link) -> dist.Work:
     """Start averaging a sparse gradient over all ranks, in place and uncompressed.
 
     As under plain DDP the backend gathers every rank's indices and rows. So sent and dense bytes are the same.
+
+    Raises:
+        ValueError: The backend is NCCL, which cannot do that.
     """
+    if "nccl" in dist.get_backend(link.group):
+        raise ValueError(
+            "NCCL cannot average sparse gradients, such as those of `Embedding(sparse=True)`. Use `compress='updates'`,"
+            " with which they stay on their rank, or `sparse=False`, or `process_group_backend='gloo'`."
+        )
     indices, values = gradient._indices(), gradient._values()
     num_bytes = indices.numel() * indices.element_size() + values.numel() * values.element_size()
     sent = all_gather_bytes(num_bytes, link.size)

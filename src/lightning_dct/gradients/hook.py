@@ -60,10 +60,19 @@ class GradientSynchronizer(Synchronizer):
 
         Returns:
             A future of the bucket's averaged gradients.
+
+        Raises:
+            RuntimeError: Backward is captured as a CUDA graph.
         """
         device = bucket.buffer().device
         if device.type == "cpu":
             return self._take(bucket)
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "A CUDA graph cannot hold an exchange of gradients: replaying it would send the same entries again."
+                " Leave backward out of the graph, or use `compress='updates'`, which exchanges after the optimizer's"
+                " step."
+            )
         backward = torch.cuda.current_stream(device)
         if device not in self._beside:
             self._beside[device] = torch.cuda.Stream(device)
