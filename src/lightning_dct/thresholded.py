@@ -130,7 +130,6 @@ class ThresholdedStrategy(CheckpointedStrategy):
         """Run the user's step, and count it if activations are compressed."""
         if self._takes_all_ranks():
             self.come_to(f"{EXCHANGE} in forward")
-        # Logging may reduce in each step, which no question should delay.
         self._in_step = True
         try:
             output = super().training_step(*args, **kwargs)
@@ -151,7 +150,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
         Raises:
             RuntimeError: They do not, which the message explains.
         """
-        if self.is_fitting and self.synchronizer is not None and not self._in_step:
+        if self.is_fitting and self.synchronizer is not None:
             stops = ", because its `trainer.should_stop` is set" if self._module.trainer.should_stop else ""
             self.synchronizer.come_to(what, f"{what} after {self.synchronizer.synchronisations} steps{stops}", waits)
 
@@ -169,7 +168,9 @@ class ThresholdedStrategy(CheckpointedStrategy):
         """Combine a tensor of all ranks."""
         peers = () if self.synchronizer is None else self.synchronizer.peers
         if self.is_fitting and peers == dist.get_process_group_ranks(group):
-            self.come_to("a reduction, of logged values or for a checkpoint,")
+            # Nobody is asked in a step, which a question would delay.
+            rare, often = "a reduction, of logged values or for a checkpoint,", f"{EXCHANGE} of logged values"
+            self.come_to(often if self._in_step else rare)
         return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
 
     def optimizer_step(

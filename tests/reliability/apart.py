@@ -11,7 +11,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_dct import DCTStrategy
 from lightning_dct.failures import lifeline
 
-WAYS = ("fewer batches", "fewer batches, then a checkpoint", "stop", "more parameters", "unfreeze")
+WAYS = (
+    "fewer batches",
+    "fewer batches, then a checkpoint",
+    "fewer batches, and a log",
+    "stop",
+    "more parameters",
+    "unfreeze",
+)
 
 
 class Model(pl.LightningModule):
@@ -32,7 +39,10 @@ class Model(pl.LightningModule):
                 self.trainer.should_stop = True
             if self.way == "more parameters":
                 self.optimizers().add_param_group({"params": list(self.extra.parameters())})
-        return (self.model(batch[0]) + self.extra(batch[0])).square().mean()
+        loss = (self.model(batch[0]) + self.extra(batch[0])).square().mean()
+        if "log" in self.way:
+            self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.global_rank == 0 and batch_idx == 4 and self.way == "unfreeze":

@@ -12,6 +12,7 @@ TIMEOUT_S = 400
 SAYS = {
     "fewer batches": ["rank 0 to the end of training after 9 steps", "in optimizer step 10", "number of batches"],
     "fewer batches, then a checkpoint": ["rank 0 to a reduction, of logged values or for a checkpoint, after 9 steps"],
+    "fewer batches, and a log": [" after 9 steps and rank 1 to an exchange of logged values after 9 steps"],
     "stop": ["rank 0 to the end of training after 5 steps, because its `trainer.should_stop` is set"],
     "more parameters": [
         "an exchange of 8 parameters, 'extra.weight', 'extra.bias' added, in optimizer step 6",
