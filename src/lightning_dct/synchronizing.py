@@ -109,12 +109,12 @@ def make_update_synchronizer(
     everyone = Link(group, strategy.traffic, exchange.everyone.ranks_per_node)
     average_over = [everyone] if inside is None else [inside, everyone]
     made = UpdateSynchronizer(strategy.config, names, exchange, buffers, *every, weights, average_over)
-    compare_places(made, strategy, group if inside is None else None)
+    compare_places(made, strategy, group)
     return made
 
 
-def compare_places(synchronizer: Synchronizer, strategy: Any, group: dist.ProcessGroup | None) -> None:
-    """Have lifelines compare what the ranks of a group do, by default all; Fabric has no lifelines."""
+def compare_places(synchronizer: Synchronizer, strategy: Any, group: dist.ProcessGroup) -> None:
+    """Have lifelines compare what the ranks of a group do, which hold the same parameters; Fabric has no lifelines."""
     synchronizer.lifeline = getattr(strategy, "lifeline", None)
     synchronizer.peers = dist.get_process_group_ranks(group)
 

@@ -167,7 +167,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Combine a tensor of all ranks."""
         peers = () if self.synchronizer is None else self.synchronizer.peers
-        if self.is_fitting and peers == dist.get_process_group_ranks(group):
+        if self.is_fitting and (group is None or peers == dist.get_process_group_ranks(group)):
             # Nobody is asked in a step, which a question would delay.
             rare, often = "a reduction, of logged values or for a checkpoint,", f"{EXCHANGE} of logged values"
             self.come_to(often if self._in_step else rare)

@@ -59,7 +59,7 @@ def hsdp() -> ModelParallelStrategy:
 
 def fsdp(**settings: Any) -> DCTFSDPStrategy:
     """Two replicas, the larger layer a unit of its own."""
-    return DCTFSDPStrategy(**{"replicas": 2, "unit": 1000, "lifelines": False, **settings})
+    return DCTFSDPStrategy(**{"replicas": 2, "unit": 1000, **settings})
 
 
 def train(strategy: Any, module: Module, batches: Any = 20, **settings: Any) -> dict[str, Any]:

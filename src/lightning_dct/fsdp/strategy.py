@@ -176,7 +176,7 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
         start_alike(model, group)
         names = parameter_names(model)
         synchronizer = ShardGradientSynchronizer(self.config, names, exchange_of(self, names, group), self.shards)
-        compare_places(synchronizer, self, None)
+        compare_places(synchronizer, self, group)
         synchronizer.attach(modules)
         return synchronizer
 
