@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: demo test lint format docs release-check clean
+.PHONY: demo test gpu lint format docs release-check clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/installed
@@ -15,6 +15,10 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# On a machine with one NVIDIA GPU or more.
+gpu: $(VENV)/installed
+	$(BIN)/python tests/gpu_check.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff format --check src experiments examples tests docs/site
