@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_dct import DCTConfig, reference
 from lightning_dct.config import VALUE_FORMATS
 from lightning_dct.gradients.awaited import Awaited
-from lightning_dct.gradients.compression import compress, decompress
+from lightning_dct.gradients.compression import Bucket, Received, compress, decompress
 from lightning_dct.gradients.plan import BucketPlan, plan_bucket
 from lightning_dct.reference import Settings, State
 from lightning_dct.threshold import Thresholds
@@ -94,16 +94,18 @@ def test_what_ranks_send_what_arrives_and_what_they_remember(kernel: str, data: 
         payloads, sent = [], []
         for rank in range(ranks):
             gradient, guard = data.draw(tensors(sum(sizes))).to(dtype), settings["guard"]
-            out = compress(gradient, residuals[rank], plan, set(), thresholds[rank], 1.0, guard, kernel)
+            bucket = Bucket([gradient], [residuals[rank]], 1.0)
+            out = compress(bucket, plan, set(), thresholds[rank], guard, kernel)
             payloads.append(out.payload)
             parts = zip(gradient.split(sizes), held[rank], targets, strict=True)
             sent.append([reference.send(part, one, target, Settings(**settings)) for part, one, target in parts])
             assert same(residuals[rank], torch.cat([torch.as_tensor(one.residual) for one in held[rank]]))
             expected = {name: one.threshold for name, one in zip(names, held[rank], strict=True) if one.target}
-            assert thresholds[rank].by_label() == expected
+            assert thresholds[rank].by_label() == pytest.approx(expected, rel=1e-12)
         for by_senders in (False, True):
-            how = plan, 1 / ranks, Awaited(), kernel
-            got = decompress(torch.stack(payloads), torch.empty(sum(sizes), dtype=dtype), *how, by_senders=by_senders)
+            received = Received(torch.stack(payloads), plan, 1 / ranks, own=0)
+            empty = torch.empty(sum(sizes), dtype=dtype)
+            got = decompress(received, empty, Awaited(), kernel, by_senders=by_senders)
             means = [
                 reference.weighted_sum([one[number] for one in sent], 1 / ranks, not target, by_senders)
                 for number, target in enumerate(targets)

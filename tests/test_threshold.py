@@ -11,11 +11,15 @@ from lightning_dct import threshold as threshold_module
 from lightning_dct.threshold import (
     GUARD_AIM,
     GUARD_LARGEST_FACTOR,
+    GUARD_RESELECT,
     SMALLEST_THRESHOLD,
     Thresholds,
     keep_largest,
     kth_magnitude,
     nudge,
+    reselect,
+    sample_of,
+    threshold_from,
 )
 from strategies_for_hypothesis import examples, floats
 
@@ -174,3 +178,38 @@ def test_state_round_trip_is_a_copy_of_plain_numbers() -> None:
     assert resumed.state_dict() == state == {"values": {"a": 0.1}, "targets": {"a": 3}}
     resumed.set("a", 3, 0.7)
     assert state["values"]["a"] == 0.1
+
+
+@pytest.mark.parametrize("tail", ["exponential", "normal", "uniform", "cubed"])
+@pytest.mark.parametrize("density", [0.3, 0.01])
+def test_a_threshold_that_far_too_many_reach_is_right_after_some_steps(tail: str, density: float) -> None:
+    """From a hundredth of what it should be, and no step overshoots so far that hardly anything is sent."""
+    noise = torch.Generator().manual_seed(0)
+    values = torch.randn(100_000, generator=noise)
+    values = {"normal": values, "cubed": values.pow(3), "uniform": torch.rand(100_000, generator=noise)}.get(
+        tail, torch.empty(100_000).exponential_(generator=noise)
+    )
+    magnitudes, target = values.abs(), int(density * 100_000)
+    threshold = 0.01 * kth_magnitude(values, target)
+    for _ in range(16):
+        reached = magnitudes[magnitudes >= threshold]
+        assert reached.numel() > 0.3 * target
+        if reached.numel() > GUARD_RESELECT * target:
+            threshold = reselect(threshold, float(reached.mean()), reached.numel(), target)
+        else:
+            threshold = nudge(threshold, reached.numel(), target, 100_000)
+    assert int((magnitudes >= threshold).sum()) < 2 * target
+
+
+@pytest.mark.parametrize("density", [0.3, 0.01, 0.001])
+def test_a_sample_gives_about_the_target(density: float) -> None:
+    """Of a matrix whose columns differ by their scale, which a regular sample would not see."""
+    values = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.1, 10, 1024)
+    values, target = values.flatten(), int(density * 1024 * 1024)
+    sample = sample_of(values.numel(), target)
+    assert sample is not None
+    threshold = threshold_from(values[sample], values.numel(), target)
+    assert int((values.abs() >= threshold).sum()) == pytest.approx(target, rel=0.2)
+    assert bool((sample.diff() > 0).all())
+    assert 0 <= int(sample[0]) < int(sample[-1]) < values.numel()
+    assert sample_of(20_000, 10_000) is None

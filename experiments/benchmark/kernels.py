@@ -1,8 +1,9 @@
-"""Times the kernels of compression beside the floor that memory sets: ``python experiments/benchmark/kernels.py``.
+"""Profiles an exchange of updates without a network: ``python experiments/benchmark/kernels.py``.
 
-The floor is ``torch.add(gradient, residual, out=residual)``: no residual can be kept with less. Beside it are the
-installed kernels, alone and followed by removing the sent entries from the residual; ``torch.topk`` and
-``torch.kthvalue`` on magnitudes computed before; and the wire. All take turns in each round.
+One process plays a rank that exchanges with another: it compresses its own updates, reads both payloads and adds the
+mean to both sets of weights. Beside the whole are its parts, in ns an entry of the model, and the *roofline*: the bytes
+that an exchange must touch (it reads both sets of weights twice and writes them once, 24 bytes an entry in fp32) over
+the rate at which this machine copies. All take turns in each round.
 """
 
 from __future__ import annotations
@@ -22,173 +23,186 @@ import torch
 
 from benchmark.session import at_least
 from benchmark.tables import describe_machine, publish
-from lightning_dct.forecast.timing import wait_for
-from lightning_dct.kernels import available_kernels, buffer_kernel, select, sum_entries
-from lightning_dct.kernels.buffered import Segments, buffer_capacity
-from lightning_dct.threshold import kth_magnitude
-from lightning_dct.wire import PayloadLayout, pack, unpack
+from lightning_dct.gradients.compression import Bucket, Received, apply, compress
+from lightning_dct.gradients.plan import plan_bucket
+from lightning_dct.kernels import available_kernels, cpu_kernel
+from lightning_dct.kernels.plain import Sent
+from lightning_dct.threshold import Thresholds
+from lightning_dct.updates.rounds import LARGEST_BUCKET
+from lightning_dct.wire import unpack
+from lightning_dct.wire.bits import flags_num_bytes
 
-FLOOR = "torch.add: the floor of memory"
-SELECT = "select: "
+ROOFLINE = "roofline: 24 bytes an entry"
+EXCHANGE = "exchange: {}"
+TOPK = "torch.topk of the magnitudes"
+BYTES_TOUCHED = 24
 WARM_UP_ROUNDS = 1
-# Written before each kernel, so that gradient and residual come from memory: more than caches hold.
-OTHER_DATA_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
 class Timed:
-    """The milliseconds that one action took in each round, on so many threads."""
+    """The nanoseconds an entry that one action took in each round."""
 
     name: str
+    entries: int
+    density: float
     threads: int
-    milliseconds: list[float]
+    nanoseconds: list[float]
 
 
-class Gradients:
-    """A large gradient, its residual, and what is timed on them; ``density`` is the share of entries that is sent."""
+class Rank:
+    """A model's own and shared weights in buckets, and what another rank has sent."""
 
-    def __init__(self, entries: int, density: float, device: torch.device) -> None:
-        generator = torch.Generator(device).manual_seed(0)
-        self.gradient = torch.randn(entries, generator=generator, device=device)
-        self._start = torch.randn(entries, generator=generator, device=device)
-        self.residual = self._start.clone()
-        self._other_data = torch.zeros(OTHER_DATA_BYTES, dtype=torch.uint8, device=device)
-        self.magnitudes = (self.gradient + self._start).abs_()
-        self.target = max(1, int(entries * density))
-        self.threshold = kth_magnitude(self.magnitudes, self.target)
-        self._sent = select(self.gradient, self.residual.clone(), [(0, entries)], [self.threshold])
+    def __init__(self, entries: int, density: float, value_format: str) -> None:
+        sizes = [min(LARGEST_BUCKET, entries - start) for start in range(0, entries, LARGEST_BUCKET)]
+        noise = torch.Generator().manual_seed(0)
+        self.entries, self.density = entries, density
+        self.plans = [
+            plan_bucket([str(number)], [size], [density], torch.float32, value_format, 16, 2)
+            for number, size in enumerate(sizes)
+        ]
+        self.shared = [torch.randn(size, generator=noise) for size in sizes]
+        self.own = [shared + 0.01 * torch.randn(shared.shape, generator=noise) for shared in self.shared]
+        self._start = [(own.clone(), shared.clone()) for own, shared in zip(self.own, self.shared, strict=True)]
+        self._copy = torch.empty(entries)
+        self._source = torch.ones(entries)
+        self.thresholds = Thresholds()
+        # Twice, so that the guard has adjusted the thresholds.
+        self.payloads = [self._compress(number) for _ in range(2) for number in range(len(sizes))][-len(sizes) :]
 
     def reset(self) -> None:
-        """Restore the residual, or ever more of it would reach the threshold; then fill the caches with other data."""
-        self.residual.copy_(self._start)
-        self._other_data.add_(1)
+        """Put back the weights, because an exchange changes them."""
+        for own, shared, start in zip(self.own, self.shared, self._start, strict=True):
+            own.copy_(start[0])
+            shared.copy_(start[1])
 
     def actions(self) -> dict[str, Callable[[], object]]:
-        """The timed actions, by name."""
-        entries, target = self.gradient.numel(), self.target
-        found: dict[str, Callable[[], object]] = {
-            FLOOR: lambda: torch.add(self.gradient, self.residual, out=self.residual)
-        }
-        on_gpu = self.gradient.is_cuda
-        for name in available_kernels(self.gradient.device.type):
-            select_with = self._select_into_buffer if on_gpu else self._select
-            pick = partial(select_with, name)
-            found[f"{SELECT}{name}"] = pick
-            found[f"{SELECT}{name}, and take out"] = partial(self._take_out, pick)
-        found["torch.topk"] = lambda: torch.topk(self.magnitudes, target, sorted=False)
-        found["torch.kthvalue"] = lambda: torch.kthvalue(self.magnitudes, entries - target + 1)
-        sent = self._sent.positions[:target], self._sent.values[:target], self.gradient.new_empty(0, dtype=torch.uint8)
-        for value_format in ("bf16", "int8", "1bit"):
-            layout = PayloadLayout((entries,), (target,), value_format)
-            payload, _ = pack(layout, *sent)
-            found[f"pack, {value_format}"] = partial(pack, layout, *sent)
-            found[f"unpack, {value_format}"] = partial(unpack, layout, payload)
-        for name in ["torch"] if on_gpu else available_kernels("cpu"):
-            found[f"sum of two senders: {name}"] = partial(self._sum, [sent[:2]] * 2, name)
+        """The timed actions, by name. The roofline is that of a copy, which touches 8 bytes an entry."""
+        fast, numbers = available_kernels("cpu")[-1], range(len(self.plans))
+        found: dict[str, Callable[[], object]] = {ROOFLINE: lambda: self._copy.copy_(self._source)}
+        for kernel in available_kernels("cpu"):
+            found[EXCHANGE.format(kernel)] = partial(self._each, partial(self._exchange, kernel=kernel))
+        found[f"exchange, thresholds selected: {fast}"] = self._exchange_first
+        found["compress"] = partial(self._each, self._compress)
+        found["  flag and gather"] = partial(self._each, self._select)
+        sent = [unpack(self.plans[number].layout, self.payloads[number]) for number in numbers]
+        codes = [plan.layout.position_code for plan in self.plans]
+        counts = [[one.values.numel()] for one in sent]
+        kernel = cpu_kernel()
+        found["  code signs"] = partial(self._each, lambda n: kernel.encode_signs(sent[n].values, counts[n]))
+        found["  code positions"] = partial(self._each, lambda n: codes[n].encode_flags(sent[n].flags))
+        found["read one payload"] = partial(self._each, lambda n: unpack(self.plans[n].layout, self.payloads[n]))
+        weights = torch.tensor([1.0, 0.7, 0.5])
+        both = [[Sent(one.flags, one.values), Sent(one.flags.clone(), one.values)] for one in sent]
+        found["add the sum of two"] = partial(
+            self._each,
+            lambda n: kernel.add_sums([self.shared[n]], [self.own[n]], [0], both[n], weights, both[n][0]),
+        )
+        target = int(self.density * self.entries)
+        magnitudes = torch.cat([own - shared for own, shared in zip(self.own, self.shared, strict=True)]).abs_()
+        found[TOPK] = lambda: torch.topk(magnitudes, target, sorted=False)
         return found
 
-    def _select(self, kernel: str) -> torch.Tensor:
-        segments = [(0, self.gradient.numel())]
-        return select(self.gradient, self.residual, segments, [self.threshold], kernel=kernel).positions
+    def _each(self, action: Callable[[int], object]) -> None:
+        for number in range(len(self.plans)):
+            action(number)
 
-    def _select_into_buffer(self, kernel: str) -> torch.Tensor:
-        entries = self.gradient.numel()
-        numbers = torch.tensor([1.0, self.threshold], device=self.gradient.device)
-        segments = Segments([(0, entries)], [buffer_capacity(entries, self.target)], self.gradient.device)
-        return buffer_kernel(kernel, "cuda")(self.gradient, self.residual, segments, numbers).positions
+    def _bucket(self, number: int) -> Bucket:
+        return Bucket([self.own[number]], [self.shared[number]], None)
 
-    def _take_out(self, pick: Callable[[], torch.Tensor]) -> None:
-        self.residual.scatter_(0, pick(), 0.0)
+    def _compress(self, number: int, kernel: str = "auto") -> torch.Tensor:
+        bucket = self._bucket(number)
+        return compress(bucket, self.plans[number], set(), self.thresholds, guard=True, kernel=kernel).payload
 
-    def _sum(self, sent: list[tuple[torch.Tensor, torch.Tensor]], kernel: str) -> None:
-        sum_entries(self.residual, [(0, self.gradient.numel())], sent, 0.5, kernel)
+    def _exchange(self, number: int, kernel: str) -> None:
+        payloads = torch.stack([self._compress(number, kernel), self.payloads[number]])
+        received = Received(payloads, self.plans[number], 0.5, own=0)
+        apply(received, self._bucket(number), kernel, by_senders=True)
+
+    def _exchange_first(self) -> None:
+        self.thresholds.forget()
+        self._each(partial(self._exchange, kernel="auto"))
+
+    def _select(self, number: int) -> None:
+        plan, flags = self.plans[number], torch.zeros(flags_num_bytes(self.own[number].numel()), dtype=torch.uint8)
+        threshold = self.thresholds.get(plan.names[0], plan.targets[0]) or 0.0
+        cpu_kernel().select([self.own[number]], [self.shared[number]], [0], [threshold], None, flags)
 
 
 def time_in_turn(
-    actions: dict[str, Callable[[], object]],
-    rounds: int,
-    threads: int,
-    reset: Callable[[], object],
-    device: torch.device,
-) -> list[Timed]:
-    """Time each action in each round, after some rounds of warm-up; ``reset`` comes before each action, untimed."""
-    torch.set_num_threads(threads)
-    milliseconds: dict[str, list[float]] = {name: [] for name in actions}
+    actions: dict[str, Callable[[], object]], rounds: int, reset: Callable[[], object]
+) -> dict[str, list[float]]:
+    """Seconds of each action in each round, after some rounds of warm-up; ``reset`` comes before each, untimed."""
+    seconds: dict[str, list[float]] = {name: [] for name in actions}
     for round in range(WARM_UP_ROUNDS + rounds):
         for name, action in actions.items():
             reset()
-            wait_for(device)
             started = perf_counter()
             action()
-            wait_for(device)
             if round >= WARM_UP_ROUNDS:
-                milliseconds[name].append(1e3 * (perf_counter() - started))
-    return [Timed(name, threads, times) for name, times in milliseconds.items()]
+                seconds[name].append(perf_counter() - started)
+    return seconds
 
 
-def tabulate_kernels(timed: Sequence[Timed]) -> list[list[str]]:
-    """A row of heads, then a row for each action."""
-    counts = list(dict.fromkeys(one.threads for one in timed))
-    times = {(one.name, one.threads): one.milliseconds for one in timed}
-    heads = [""]
-    for count in counts:
-        heads += [f"ms, {count} thread{'s' * (count > 1)}: median", "least", "times floor"]
+def profile(entries: int, density: float, threads: int, rounds: int, value_format: str) -> list[Timed]:
+    """Time the parts of an exchange on so many threads."""
+    torch.set_num_threads(threads)
+    rank = Rank(entries, density, value_format)
+    found = []
+    for name, seconds in time_in_turn(rank.actions(), rounds, rank.reset).items():
+        touched = BYTES_TOUCHED / 8 if name == ROOFLINE else 1
+        found.append(Timed(name, entries, density, threads, [1e9 * touched * time / entries for time in seconds]))
+    return found
+
+
+def tabulate_profiles(timed: Sequence[Timed]) -> list[list[str]]:
+    """A row of heads, then a row for each action with the median for each number of entries, density and threads."""
+    columns = list(dict.fromkeys((one.entries, one.density, one.threads) for one in timed))
+    medians = {(one.name, (one.entries, one.density, one.threads)): statistics.median(one.nanoseconds) for one in timed}
+    heads = ["ns an entry, and times the roofline"]
+    heads += [
+        f"{entries / 1e6:g} M, {100 * density:g}%, {threads} thread{'s' * (threads > 1)}"
+        for entries, density, threads in columns
+    ]
     rows = [heads]
     for name in dict.fromkeys(one.name for one in timed):
-        row = [name]
-        for count in counts:
-            mine, floor = statistics.median(times[name, count]), statistics.median(times[FLOOR, count])
-            row += [f"{mine:.2f}", f"{min(times[name, count]):.2f}", f"{mine / floor:.2f}x"]
-        rows.append(row)
+        found = [(medians[name, column], medians[ROOFLINE, column]) for column in columns]
+        rows.append([name, *(f"{mine:.2f} ({mine / floor:.1f}x)" for mine, floor in found)])
     return rows
-
-
-def compare_kernels(timed: Sequence[Timed]) -> list[str]:
-    """Compare our selection with ``torch.topk``, which others use."""
-    medians = {(one.name, one.threads): statistics.median(one.milliseconds) for one in timed}
-    notes = []
-    for count in dict.fromkeys(one.threads for one in timed):
-        mine = {name: median for (name, threads), median in medians.items() if threads == count}
-        fastest = min((name for name in mine if name.startswith(SELECT)), key=mine.__getitem__)
-        notes.append(
-            f"{count} thread{'s' * (count > 1)}: torch.topk takes {mine['torch.topk'] / mine[fastest]:.0f} times as"
-            f" long as {fastest}."
-        )
-    return notes
 
 
 def parse_options(words: Sequence[str]) -> argparse.Namespace:
     """Read the command line, less the script's name."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--entries", type=at_least(1), default=10_000_000, help="of the gradient, fp32")
-    parser.add_argument("--density", type=float, default=0.01, help="share of the gradient that is sent")
-    parser.add_argument("--rounds", type=at_least(1), default=20, help="how often everything is measured")
-    parser.add_argument(
-        "--threads", type=at_least(1), nargs="+", default=[1, 2], help="one table column for each number"
-    )
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="cpu, or cuda")
+    parser.add_argument("--entries", type=at_least(1), nargs="+", default=[10_000_000], help="of the model, fp32")
+    parser.add_argument("--density", type=float, nargs="+", default=[0.3, 0.1, 0.03, 0.01], help="share that is sent")
+    parser.add_argument("--value-format", default="1bit", help="of the payloads")
+    parser.add_argument("--rounds", type=at_least(1), default=10, help="how often everything is measured")
+    parser.add_argument("--threads", type=at_least(1), nargs="+", default=[1, 2], help="of a rank")
     parser.add_argument("--output", type=Path, default=Path("outputs/benchmark"), help="folder for the table")
     options = parser.parse_args(words)
-    if not 0 < options.density < 1:
-        parser.error(f"--density {options.density}: must lie between 0 and 1")
+    for density in options.density:
+        if not 0 < density < 1:
+            parser.error(f"--density {density}: must lie between 0 and 1")
     return options
 
 
 def main(words: Sequence[str]) -> None:
     """Measure, print the table and write it."""
     options, machine = parse_options(words), describe_machine()
-    gradients = Gradients(options.entries, options.density, options.device)
-    timed = []
-    for threads in options.threads:
-        timed += time_in_turn(gradients.actions(), options.rounds, threads, gradients.reset, options.device)
-    where = machine["gpu"] if options.device.type == "cuda" else machine["processor"]
+    timed = [
+        one
+        for entries in options.entries
+        for threads in options.threads
+        for density in options.density
+        for one in profile(entries, density, threads, options.rounds, options.value_format)
+    ]
     note = (
-        f"{options.entries:,} entries, fp32, {100 * options.density:g}% sent, on {where}, torch {machine['torch']};"
-        f" {options.rounds} rounds."
+        f"Medians of {options.rounds} rounds; values in {options.value_format}; two senders; {machine['processor']},"
+        f" torch {machine['torch']}."
     )
-    file, title, notes = options.output / "kernels.md", "Kernels beside the floor of memory", compare_kernels(timed)
-    found = [asdict(one) for one in timed]
-    publish(file, title, tabulate_kernels(timed), [note, *notes], machine, timed=found)
+    file, found = options.output / "kernels.md", [asdict(one) for one in timed]
+    publish(file, "An exchange of updates beside the roofline", tabulate_profiles(timed), [note], machine, timed=found)
 
 
 if __name__ == "__main__":

@@ -45,8 +45,9 @@ class Settings:
     delay: int = 0
 
 
-# 1. Thresholds (threshold.py). An exact selection costs 20 to 70 times as much as a comparison. So it runs only every
-#    thousand steps, as the paper proposes. In between, the guard moves the threshold a little towards its target.
+# 1. Thresholds (threshold.py). A selection costs many times as much as a comparison. So it runs only every thousand
+#    steps, as the paper proposes, and on a sample of a large tensor. In between, the guard moves the threshold a little
+#    towards its target.
 
 
 def exact_threshold(a: Tensor, target: int) -> float:
@@ -55,12 +56,29 @@ def exact_threshold(a: Tensor, target: int) -> float:
     return max(float(magnitudes.sort(descending=True).values[target - 1]), TINY)
 
 
-def guarded(threshold: float, a: Tensor, reached: int, target: int) -> float:
-    """The next threshold, from the number of entries that reached this one. Aims 5% high, because excess is cut."""
-    if reached > 2 * target and bool(a.isfinite().all()):
+def selected_threshold(a: Tensor, target: int) -> float:
+    """The same of a sample, with one entry at a hashed place in each stretch of a large tensor."""
+    size = a.numel()
+    wanted = max(16384, math.ceil(400 * size / target))
+    if size < 2 * wanted:
         return exact_threshold(a, target)
-    factor = ((reached + 0.5) / (1.05 * target + 0.5)) ** (0.3 * math.sqrt(target / a.numel()))
+    stretch = size // wanted
+    places = [number * stretch + (number * 0x9E3779B1 % 2**32 >> 16) % stretch for number in range(wanted)]
+    return exact_threshold(a[places], max(1, math.ceil(target * wanted / size)))
+
+
+def nudged(threshold: float, size: int, reached: int, target: int, aim: float = 0.98) -> float:
+    """The next threshold, from the number of entries that reached this one. Aims 2% low, because excess waits."""
+    factor = ((reached + 0.5) / (aim * target + 0.5)) ** (0.3 * math.sqrt(target / size))
     return max(threshold * min(max(factor, 1 / 1.25), 1.25), TINY)
+
+
+def guarded(threshold: float, sent: Tensor, size: int, reached: int, target: int) -> float:
+    """The same, but with far too many: beyond a threshold, the number of entries falls about exponentially."""
+    if reached <= 2 * target:
+        return nudged(threshold, size, reached, target)
+    excess = max(float(sent.double().abs().mean()) - threshold, 0.0)
+    return max(threshold + excess * math.log(min(reached / (0.98 * target), 4.0)), TINY)
 
 
 # 2. Values and positions in few bits (wire/). Few are enough, because the residual keeps the rounding errors.
@@ -74,8 +92,8 @@ def as_read(values: Tensor, value_format: str) -> Tensor:
         limit = min(torch.finfo(torch.bfloat16).max, torch.finfo(values.dtype).max)
         return torch.where(values.isinf(), values, values.clamp(-limit, limit)).bfloat16().float()
     magnitudes = values.abs().double()
-    if value_format == "1bit":  # sign(v) * mean |v|, summed in the order of the entries
-        scale = (magnitudes.cumsum(0)[-1] / values.numel()).float()
+    if value_format == "1bit":  # sign(v) * mean |v|
+        scale = magnitudes.mean().float()
         return torch.where(values > 0, scale, -scale)
     if value_format == "int4":  # sign(v) * max |v| * 2^(-level / 2), the nearest level in ratio; level 7 is zero
         scale = magnitudes.max().float()
@@ -123,24 +141,21 @@ def target_of(tensor: Tensor, ranks: int, settings: Settings, share: float = 1.0
     return 0 if dense or bits >= 2 * size * tensor.element_size() * 8 else target
 
 
-def choose(news: list[Tensor], thresholds: list[float], capacity: int, form: str) -> tuple[list[Tensor], list[int]]:
-    """What one payload sends of some tensors, as receivers decode it, and how many entries reach each threshold.
+def fitting(a: Tensor, threshold: float, target: int) -> tuple[Tensor, int]:
+    """Which entries of a tensor are sent, and how many reach the threshold.
 
-    If more entries than ``capacity`` reach theirs, those that exceed it by the largest factor are sent, the first among
-    equals. A tensor with infinite or NaN entries sends only those, so that all ranks see them.
+    Of more than ``target``, a regular sample is sent. A tensor with infinite or NaN entries sends only those, so that
+    all ranks see them.
     """
-    excess, counts = [torch.empty(0).double()], []
-    for a, threshold in zip(news, thresholds, strict=True):
-        tau = torch.tensor(max(threshold, TINY), dtype=a.dtype)
-        reached = a.abs() >= tau if bool(a.isfinite().all()) else ~a.isfinite()  # M
-        excess.append((a.abs().double() / tau).nan_to_num(nan=math.inf, posinf=math.inf).where(reached, -1.0))
-        counts.append(int(reached.sum()))
-    largest = torch.cat(excess).argsort(descending=True, stable=True)[: min(capacity, sum(counts))]
-    chosen = torch.zeros(sum(a.numel() for a in news), dtype=torch.bool).index_fill(0, largest, True)
-    sent = [torch.zeros_like(a) for a in news]
-    for a, mask, out in zip(news, chosen.split([a.numel() for a in news]), sent, strict=True):
-        out[mask] = as_read(a[mask], form).to(a.dtype)
-    return sent, counts
+    mask = a.abs() >= torch.tensor(max(threshold, TINY), dtype=a.dtype)  # M
+    if not bool(a.isfinite().all()):
+        mask = ~a.isfinite()
+        return mask & (mask.cumsum(0) <= target), int(mask.sum())
+    reached = int(mask.sum())
+    if reached > target:
+        number = mask.cumsum(0)
+        mask = mask & (number * target // reached > (number - 1) * target // reached)
+    return mask, reached
 
 
 @dataclass
@@ -158,10 +173,12 @@ def send(news: Tensor, state: State, target: int, settings: Settings) -> Tensor:
     sent = a
     if target:
         if state.target != target:
-            state.threshold, state.target = exact_threshold(a, target), target
-        (sent,), (reached,) = choose([a], [state.threshold], target, settings.value_format)
+            state.threshold, state.target = selected_threshold(a, target), target
+        mask, reached = fitting(a, state.threshold, target)
+        sent = torch.zeros_like(a)
+        sent[mask] = as_read(a[mask], settings.value_format).to(a.dtype)
         if settings.guard and bool(a.isfinite().all()):
-            state.threshold = guarded(state.threshold, a, reached, target)
+            state.threshold = guarded(state.threshold, a[mask], a.numel(), reached, target)
     state.residual = torch.where((a - sent).isfinite(), a - sent, state.residual)  # e = a - sent; never NaN or infinity
     return sent
 
@@ -173,12 +190,13 @@ Memory = defaultdict[tuple[str, int, int], State]  # of one tensor, by sender, i
 
 
 def weighted_sum(sent: list[Tensor], weight: float, dense: bool, by_senders: bool) -> Tensor:
-    """``weight`` times the sum, in the order of the ranks. For dense tensors torch rounds product and sum once."""
+    """``weight`` times the sum, in the order of the ranks."""
     senders = torch.stack([one != 0 for one in sent]).double().sum(0).clamp(min=1)
-    total, factor = torch.zeros_like(sent[0]), (len(sent) / senders).sqrt().to(sent[0].dtype) if by_senders else 1.0
+    factor = (len(sent) / senders).sqrt() if by_senders and not dense else torch.ones_like(senders)
+    total = torch.zeros_like(sent[0])
     for one in sent:
-        total = total.add(one, alpha=weight) if dense else total + one * factor * weight
-    return total
+        total = total + one
+    return total * (weight * factor).to(total.dtype)
 
 
 def exchange(
@@ -216,14 +234,15 @@ def exchange(
 
 def exchange_updates(
     own: list[Tensor], shared: Tensor, memory: Memory, settings: Settings, share: float, decay: float
-) -> list[Tensor]:
-    """Exchange one tensor. Returns what to add to ``S``, followed by what to add to each rank's ``w``."""
+) -> tuple[Tensor, list[Tensor]]:
+    """Exchange one tensor. Returns the mean, and what each rank has sent; what it has not sent decays in its ``w``."""
     moved = [w - shared for w in own]  # a = w - S
     mean, sent = exchange(moved, memory, settings, share, by_senders=True)  # m = 1 / sqrt(W n) * sum of sent
     for (sender, _, _), state in memory.items():
         state.residual = 0.0 if sender == "rank" else state.residual  # w keeps it
-    lost = [a.sub(a - c, alpha=decay) for a, c in zip(moved, sent, strict=True)]  # c: what is sent
-    return [mean, *(mean - gone for gone in lost)]  # S = S + m, w = S + decay * (a - c)
+    for w, a, c in zip(own, moved, sent, strict=True):
+        w.sub_((a - c).mul(1 - decay))
+    return mean, sent
 
 
 def train(
@@ -234,13 +253,14 @@ def train(
     ``local_step(rank, step)`` is a step of a rank's own optimizer. With a delay, the next steps run during an exchange.
     """
     shared, memories = [w.clone() for w in weights[0]], [Memory(State) for _ in weights[0]]
-    travelling: list[list[Tensor]] = []
+    travelling: list[tuple[Tensor, list[Tensor]]] = []
     due = since_refresh = 0
 
     def arrive() -> None:
-        for number, changes in enumerate(travelling):
-            for w, change in zip([shared, *weights], changes, strict=True):
-                w[number].add_(change)
+        for number, (mean, sent) in enumerate(travelling):
+            shared[number].add_(mean)  # S = S + m
+            for w, c in zip(weights, sent, strict=True):
+                w[number].sub_(c).add_(mean)  # w = w - c + m
         travelling.clear()
 
     for step in range(1, steps + 1):
@@ -271,6 +291,26 @@ def train(
 #    keep the same copy ``R``, so they exchange only differences. One message is for the rows that a rank requests.
 
 
+def choose(news: list[Tensor], thresholds: list[float], capacity: int, form: str) -> tuple[list[Tensor], list[int]]:
+    """What one payload sends of some tensors, as receivers decode it, and how many entries reach each threshold.
+
+    If more entries than ``capacity`` reach theirs, those that exceed it by the largest factor are sent, the first among
+    equals. A tensor with infinite or NaN entries sends only those, so that all ranks see them.
+    """
+    excess, counts = [torch.empty(0).double()], []
+    for a, threshold in zip(news, thresholds, strict=True):
+        tau = torch.tensor(max(threshold, TINY), dtype=a.dtype)
+        reached = a.abs() >= tau if bool(a.isfinite().all()) else ~a.isfinite()  # M
+        excess.append((a.abs().double() / tau).nan_to_num(nan=math.inf, posinf=math.inf).where(reached, -1.0))
+        counts.append(int(reached.sum()))
+    largest = torch.cat(excess).argsort(descending=True, stable=True)[: min(capacity, sum(counts))]
+    chosen = torch.zeros(sum(a.numel() for a in news), dtype=torch.bool).index_fill(0, largest, True)
+    sent = [torch.zeros_like(a) for a in news]
+    for a, mask, out in zip(news, chosen.split([a.numel() for a in news]), sent, strict=True):
+        out[mask] = as_read(a[mask], form).to(a.dtype)
+    return sent, counts
+
+
 def send_rows(news: list[Tensor], thresholds: list[float], settings: Settings) -> list[Tensor]:
     """What one message sends. Each table has a threshold, changed in place; all tables share the capacity."""
     targets = [math.ceil(settings.density * a.numel() * (1 - 1e-12)) for a in news]
@@ -279,7 +319,9 @@ def send_rows(news: list[Tensor], thresholds: list[float], settings: Settings) -
     sent, counts = choose(news, thresholds, sum(targets), settings.value_format)
     for number, (a, target, reached) in enumerate(zip(news, targets, counts, strict=True)):
         if settings.guard and target < a.numel():
-            thresholds[number] = guarded(thresholds[number], a, reached, target)
+            again = reached > 2 * target and bool(a.isfinite().all())
+            tau = thresholds[number]  # aims 5% high, because excess is cut to the largest
+            thresholds[number] = exact_threshold(a, target) if again else nudged(tau, a.numel(), reached, target, 1.05)
     return sent
 
 

@@ -1,15 +1,16 @@
-"""Thresholds: exact selection every so many steps, and a guard that adjusts them in between.
+"""Thresholds: selection from a sample every so many steps, and a guard that adjusts them in between.
 
-Selecting the k-th largest magnitude costs twenty to forty times as much as comparing with a known threshold, so it is
-done every thousand steps (Gupta et al., KDD 2021, section 3). In between, the scale of the gradient drifts, and with
-it the number of entries above the threshold. When a step selects too many or too few, the guard moves the threshold a
-little, similar to Ok-Topk (Li and Hoefler, PPoPP 2022).
+Selecting the k-th largest magnitude costs many times as much as comparing with a known threshold, so it is done every
+thousand steps (Gupta et al., KDD 2021, section 3), and from a sample of a large tensor. In between, the scale of the
+gradient drifts, and with it the number of entries above the threshold. When a step selects too many or too few, the
+guard moves the threshold a little, similar to Ok-Topk (Li and Hoefler, PPoPP 2022).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,16 +24,41 @@ from lightning_dct.wire.bits import nonzero_indices
 # the count oscillate (simulated at 0.1% density).
 GUARD_GAIN = 0.3
 GUARD_LARGEST_FACTOR = 1.25
-# The guard aims a little high: a surplus is cut to the largest entries, but a shortfall is sent as padding.
-GUARD_AIM = 1.05
-# With more than this many times the target, the step's own selection gives the new threshold.
+# The guard aims a little low. What does not fit waits for the next exchange, and which entries these are is chance.
+GUARD_AIM = 0.98
+# With more than this many times the target, one step would be too small.
 GUARD_RESELECT = 2.0
+RESELECT_LARGEST_RATIO = 4.0
 # Selection from more entries than this begins with a sample of about SAMPLE_SIZE.
 EXACT_UP_TO = 1 << 18
 SAMPLE_SIZE = 1 << 16
+# A sample for a threshold has at least so many entries, and so many of those that are wanted: within 5% of the target.
+SMALLEST_SAMPLE = 1 << 14
+WANTED_IN_SAMPLE = 400
 # kthvalue counts in int32 on CUDA. Only tensors that sampling does not reduce, such as billions of zeros, have more.
 MOST_TO_SELECT_FROM = 2**31 - 1
 SMALLEST_THRESHOLD = torch.finfo(torch.float32).tiny
+LARGEST_THRESHOLD = torch.finfo(torch.float64).max
+
+
+@lru_cache(maxsize=1024)
+def sample_of(size: int, target: int) -> Tensor | None:
+    """Which entries of a tensor to select its threshold from: int64, ascending; None for all.
+
+    They are spread evenly, one in each stretch of the tensor. Where in its stretch an entry lies is hashed, because a
+    regular sample of a matrix would see a few of its columns only.
+    """
+    wanted = max(SMALLEST_SAMPLE, math.ceil(WANTED_IN_SAMPLE * size / target))
+    if size < 2 * wanted:
+        return None
+    numbers, stretch = torch.arange(wanted), size // wanted
+    # Fibonacci hashing: the upper half of a product with 2 ** 32 over the golden ratio (Knuth, TAOCP 3, section 6.4).
+    return numbers * stretch + ((numbers * 0x9E3779B1 & 0xFFFFFFFF) >> 16) % stretch
+
+
+def threshold_from(sampled: Tensor, size: int, target: int) -> float:
+    """The magnitude that about ``target`` of ``size`` entries reach, from all of them or from those of a sample."""
+    return kth_magnitude(sampled, max(1, math.ceil(target * sampled.numel() / size)))
 
 
 def kth_magnitude(values: Tensor, k: int) -> float:
@@ -97,15 +123,28 @@ def nudge(threshold: float, count: int, target: int, size: int, aim: float = GUA
     return max(threshold * factor, SMALLEST_THRESHOLD)
 
 
-def nudge_all(thresholds: Tensor, counts: Tensor, targets: Tensor, sizes: Tensor) -> Tensor:
-    """:func:`nudge` for many thresholds at once, without waiting for a GPU; all arguments have shape ``[thresholds]``.
+def reselect(threshold: float, mean: float, count: int, target: int) -> float:
+    """The next threshold, after far too many entries have reached this one, whose ``mean`` magnitude is known.
 
-    ``thresholds`` (positive), ``targets``, ``sizes`` and the result have the same dtype, fp32 or fp64.
+    Beyond the threshold the number of entries falls about exponentially, at a scale of the mean excess. A step aims at
+    a quarter of them at the least, because the tail may be shorter than that.
+    """
+    excess = max(mean - threshold, 0.0) * math.log(min(count / (GUARD_AIM * target), RESELECT_LARGEST_RATIO))
+    return min(max(threshold + excess, SMALLEST_THRESHOLD), LARGEST_THRESHOLD)
+
+
+def follow_all(thresholds: Tensor, means: Tensor, counts: Tensor, targets: Tensor, sizes: Tensor) -> Tensor:
+    """:func:`nudge` and :func:`reselect` for many thresholds, without waiting for a GPU; all have shape ``[n]``.
+
+    ``thresholds`` (positive), ``means``, ``targets``, ``sizes`` and the result are fp64.
     """
     exponents = GUARD_GAIN * (targets / sizes) ** 0.5
     factors = ((counts.to(thresholds.dtype) + 0.5) / (GUARD_AIM * targets + 0.5)) ** exponents
-    factors.clamp_(1 / GUARD_LARGEST_FACTOR, GUARD_LARGEST_FACTOR)
-    return (thresholds * factors).clamp_(SMALLEST_THRESHOLD, torch.finfo(thresholds.dtype).max)
+    nudged = thresholds * factors.clamp_(1 / GUARD_LARGEST_FACTOR, GUARD_LARGEST_FACTOR)
+    ratios = (counts / (GUARD_AIM * targets)).clamp_(max=RESELECT_LARGEST_RATIO)
+    excess = (means - thresholds).clamp_(min=0) * ratios.log()
+    followed = torch.where(counts > GUARD_RESELECT * targets, thresholds + excess, nudged)
+    return followed.clamp_(SMALLEST_THRESHOLD, LARGEST_THRESHOLD)
 
 
 class Thresholds:

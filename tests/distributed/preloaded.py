@@ -12,7 +12,9 @@ import torch
 import wandb  # noqa: F401
 
 from distributed.harness import TESTS
-from lightning_dct.kernels import select
+from lightning_dct.kernels import cpu_kernel
+from lightning_dct.kernels.plain import Sent
+from lightning_dct.wire.bits import flags_num_bytes
 
 with contextlib.suppress(ImportError):
     import rich.table  # noqa: F401
@@ -20,7 +22,10 @@ with contextlib.suppress(ImportError):
 torch.set_num_threads(1)
 # The first call of numba's kernels takes a second, and much longer where they are not yet compiled.
 for dtype in (torch.float32, torch.float64):
-    select(torch.zeros(8, dtype=dtype), torch.zeros(8, dtype=dtype), [(0, 8)], [1.0])
+    tensors, flags = [torch.zeros(8, dtype=dtype)], torch.zeros(flags_num_bytes(8), dtype=torch.uint8)
+    for scale in (None, 1.0):
+        cpu_kernel().select(tensors, tensors, [0], [1.0], scale, flags)
+    cpu_kernel().add_sums(tensors, tensors, [0], [Sent(flags, torch.zeros(0))], torch.zeros(2, dtype=dtype))
 
 # What `started` in harness.py puts there for this file.
 os.environ["PYTHONPATH"] = os.environ.get("PYTHONPATH", "").removeprefix(f"{TESTS}{os.pathsep}")

@@ -25,6 +25,11 @@ NUM_TABLES = 4
 Case = tuple[Message, Tensor, Settings]
 
 
+def read(message: Message, payload: Tensor) -> tuple[Tensor, Tensor]:
+    unpacked = unpack(message.layout, payload)
+    return unpacked.positions, unpacked.values
+
+
 def compress_changes(accumulated: Tensor, message: Message, thresholds: np.ndarray) -> Sent:
     """All of it added to nothing."""
     return changes_module.compress_changes(torch.zeros_like(accumulated), accumulated, message, thresholds)
@@ -81,7 +86,7 @@ def test_equals_the_reference(case: Case, data: st.DataObject) -> None:
     # Something must tell the other end of a broken table.
     assert bool(accumulated.isfinite().all() == was.isfinite().all())
     # The other end reads what this one says it reads, bit for bit.
-    positions, values, _ = unpack(message.layout, sent.payload)
+    positions, values = read(message, sent.payload)
     assert torch.equal(positions, sent.positions)
     assert torch.equal(values.nan_to_num(7.0), sent.received.nan_to_num(7.0))
 
@@ -91,7 +96,7 @@ def test_broken_entries_select_no_threshold() -> None:
     thresholds = np.array([0.5])
     accumulated = torch.tensor([[math.nan] * 3 + [7.0, 8.0], [9.0] * 5])
     assert compress_changes(accumulated, message, thresholds).positions.tolist() == [0]
-    assert thresholds[0] == nudge(0.5, 3, 1, 10)
+    assert thresholds[0] == nudge(0.5, 3, 1, 10, changes_module.GUARD_AIM)
 
 
 @pytest.mark.parametrize("value_format", FORMATS)
@@ -122,7 +127,7 @@ def test_nothing_lost_over_many_steps(value_format: str) -> None:
         held, added = held + change, added + change
         sent = compress_changes(held, message, thresholds)
         held.view(-1)[sent.positions] = sent.left
-        positions, values, _ = unpack(message.layout, sent.payload)
+        positions, values = read(message, sent.payload)
         arrived.view(-1)[positions] += values
         torch.testing.assert_close(held + arrived, added, rtol=0, atol=1e-12)
     assert float(held.abs().max()) < 1e-3 * float(added.abs().max())
@@ -154,7 +159,7 @@ def test_the_largest_go_whatever_the_threshold(dtype: torch.dtype) -> None:
 
 def unpacked(message: Message, sent: Sent, payload: Tensor) -> None:
     try:
-        positions, values, _ = unpack(message.layout, payload)
+        positions, values = read(message, payload)
     except PayloadError:
         return
     places = positions.tolist()
@@ -192,7 +197,7 @@ def test_no_rows() -> None:
     assert message.tables == []
     sent = compress_changes(torch.empty(0, 4), message, np.ones(2))
     assert sent.payload.numel() == message.layout.num_bytes
-    positions, values, _ = unpack(message.layout, sent.payload)
+    positions, values = read(message, sent.payload)
     assert positions.numel() == values.numel() == 0
 
 

@@ -17,14 +17,7 @@ import torch
 
 from benchmark import job, kernels, memory, pipeline, plots, recommender, steps
 from benchmark.job import Job, Run, of_all_ranks, run_job
-from benchmark.kernels import (
-    FLOOR,
-    WARM_UP_ROUNDS,
-    Timed,
-    compare_kernels,
-    tabulate_kernels,
-    time_in_turn,
-)
+from benchmark.kernels import ROOFLINE, WARM_UP_ROUNDS, Timed, tabulate_profiles, time_in_turn
 from benchmark.session import in_order
 from benchmark.stages import FP32, OURS
 from benchmark.synchronisations import DDP, NOTHING, SYNCHRONISATIONS
@@ -103,11 +96,13 @@ def test_a_scored_run_tells_its_losses(ranks: Callable[[int], Ranks]) -> None:
 
 @pytest.mark.usefixtures("settings_of_the_process")
 def test_kernels_are_timed(tmp_path: Path) -> None:
-    kernels.main(["--entries", "20000", "--rounds", "1", "--threads", "1", "--output", str(tmp_path)])
+    kernels.main(
+        ["--entries", "20000", "--rounds", "1", "--threads", "1", "--density", "0.3", "--output", str(tmp_path)]
+    )
     report = json.loads((tmp_path / "kernels.json").read_text())
     names = [one["name"] for one in report["timed"]]
-    assert {FLOOR, "select: torch", "torch.topk", "pack, bf16"} <= set(names)
-    assert all(len(one["milliseconds"]) == 1 for one in report["timed"])
+    assert {ROOFLINE, "exchange: torch", "exchange: numba", "  flag and gather"} <= set(names)
+    assert all(len(one["nanoseconds"]) == 1 for one in report["timed"])
 
 
 def test_hosts_get_the_rate_that_is_asked_for() -> None:
@@ -193,22 +188,21 @@ def test_a_table_has_three_columns_for_each_kind_of_link() -> None:
 def test_actions_are_timed_in_turn() -> None:
     calls: list[str] = []
     actions = {name: lambda name=name: calls.append(name) for name in ("one", "two")}
-    timed = time_in_turn(actions, 2, 1, lambda: calls.append("reset"), torch.device("cpu"))
+    seconds = time_in_turn(actions, 2, lambda: calls.append("reset"))
     assert calls == ["reset", "one", "reset", "two"] * (WARM_UP_ROUNDS + 2)
-    assert [(one.name, len(one.milliseconds)) for one in timed] == [("one", 2), ("two", 2)]
+    assert {name: len(times) for name, times in seconds.items()} == {"one": 2, "two": 2}
 
 
-def test_kernels_are_set_beside_the_floor_of_as_many_threads() -> None:
-    timed = [Timed(FLOOR, 1, [4.0]), Timed("x", 1, [6.0, 8.0, 20.0]), Timed(FLOOR, 2, [2.0]), Timed("x", 2, [6.0])]
-    heads, _, row = tabulate_kernels(timed)
-    assert heads[1] == "ms, 1 thread: median"
-    assert row == ["x", "8.00", "6.00", "2.00x", "6.00", "6.00", "3.00x"]
-
-
-def test_kernels_are_held_to_topk() -> None:
-    times = {"select: a": 4.0, "select: b": 2.0, "torch.topk": 50.0}
-    (note,) = compare_kernels([Timed(name, 1, [time]) for name, time in times.items()])
-    assert "torch.topk takes 25 times as long as select: b" in note
+def test_times_are_set_beside_the_roofline_of_as_many_threads() -> None:
+    timed = [
+        Timed(ROOFLINE, 10**6, 0.1, 1, [4.0]),
+        Timed("x", 10**6, 0.1, 1, [6.0, 8.0, 20.0]),
+        Timed(ROOFLINE, 10**6, 0.1, 2, [2.0]),
+        Timed("x", 10**6, 0.1, 2, [6.0]),
+    ]
+    heads, _, row = tabulate_profiles(timed)
+    assert heads[1:] == ["1 M, 10%, 1 thread", "1 M, 10%, 2 threads"]
+    assert row == ["x", "8.00 (2.0x)", "6.00 (3.0x)"]
 
 
 @pytest.mark.parametrize("options", [["--hosts", "1"], ["--links", "0"], ["--rounds", "0"]])

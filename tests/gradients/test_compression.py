@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.gradients.awaited import Awaited
-from lightning_dct.gradients.compression import compress, decompress
+from lightning_dct.gradients.compression import Bucket, Received, compress, decompress
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.threshold import Thresholds
 from strategies_for_hypothesis import FORMATS
@@ -37,15 +37,18 @@ def test_gaps_between_the_tensors_change_nothing(value_format: str, dtype: torch
     residuals = torch.randn(sum(SIZES), generator=noise).to(together.residual_dtype)
     spread_residuals = spread(residuals, 9.0)
     thresholds, spread_thresholds = Thresholds(), Thresholds()
-    one = compress(gradient.clone(), residuals, together, deferred, thresholds, 0.5, guard=True)
-    other = compress(spread(gradient, 8.0), spread_residuals, apart, deferred, spread_thresholds, 0.5, guard=True)
+    one = compress(Bucket([gradient.clone()], [residuals], 0.5), together, deferred, thresholds, guard=True)
+    bucket = Bucket([spread(gradient, 8.0)], [spread_residuals], 0.5)
+    other = compress(bucket, apart, deferred, spread_thresholds, guard=True)
     assert torch.equal(one.payload, other.payload)
     assert thresholds.state_dict() == spread_thresholds.state_dict()
     assert one[1:] == other[1:]
     assert torch.equal(spread_residuals, spread(residuals, 9.0))
     payloads = torch.stack([one.payload, one.payload])
-    expected = decompress(payloads, torch.zeros(sum(SIZES), dtype=dtype), together, 0.25, Awaited())
-    assert torch.equal(decompress(payloads, spread(expected * 0, 8.0), apart, 0.25, Awaited()), spread(expected, 8.0))
+    received = Received(payloads, together, 0.25, own=0)
+    expected = decompress(received, torch.zeros(sum(SIZES), dtype=dtype), Awaited())
+    found = decompress(received._replace(plan=apart), spread(expected * 0, 8.0), Awaited())
+    assert torch.equal(found, spread(expected, 8.0))
 
 
 def test_sums_of_half_precision_gradients_are_taken_in_fp32() -> None:
@@ -54,17 +57,17 @@ def test_sums_of_half_precision_gradients_are_taken_in_fp32() -> None:
     gradient, sums = torch.full((103,), 1.0, dtype=torch.bfloat16), torch.zeros(103)
     gradient[100:] = 2.0**-7
     sent = [
-        compress(part, torch.zeros(103), plan, set(), Thresholds(), 1.0, guard=False).payload
+        compress(Bucket([part], [torch.zeros(103)], 1.0), plan, set(), Thresholds(), guard=False).payload
         for part in (gradient, torch.ones(103, dtype=torch.bfloat16))
     ]
-    decompress(torch.stack(sent), sums, plan, 1.0, Awaited())
+    decompress(Received(torch.stack(sent), plan, 1.0, own=0), sums, Awaited())
     assert sums[100:].tolist() == [1 + 2.0**-7] * 3
-    again = compress(sums, torch.zeros(103), plan, set(), Thresholds(), 1.0, guard=False)
+    again = compress(Bucket([sums], [torch.zeros(103)], 1.0), plan, set(), Thresholds(), guard=False)
     assert again.payload.numel() == plan.layout.num_bytes == sent[0].numel()
 
 
 def test_a_plan_without_tensors_writes_nothing() -> None:
     plan = BucketPlan((), (), (), torch.float32, "int8", starts=())
     buffer = torch.ones(5)
-    sent = compress(buffer, torch.ones(5), plan, set(), Thresholds(), 1.0, guard=False)
-    assert decompress(sent.payload[None], buffer, plan, 1.0, Awaited()).tolist() == [1.0] * 5
+    sent = compress(Bucket([buffer], [torch.ones(5)], 1.0), plan, set(), Thresholds(), guard=False)
+    assert decompress(Received(sent.payload[None], plan, 1.0, own=0), buffer, Awaited()).tolist() == [1.0] * 5

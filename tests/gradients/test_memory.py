@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dct.gradients.compression import Compressed
+from lightning_dct.gradients.compression import Bucket, Compressed
 from lightning_dct.gradients.memory import Memory, add_pieces, pieces_extent
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.gradients.sharding import Piece
@@ -58,7 +58,7 @@ def test_the_kernel_that_was_asked_for_is_the_one_that_runs(monkeypatch: pytest.
     def compress(kernel: str) -> Compressed:
         made = Memory(PIECES, guard=True, undoable=False, kernel=kernel)
         made.begin(1.0, refresh=False)
-        return made.compress(torch.ones(9), made.residual_of(plan, CPU), plan, set(), 1.0)
+        return made.compress(Bucket([torch.ones(9)], [made.residual_of(plan, CPU)], 1.0), plan, set())
 
     assert compress("torch").num_entries == 2
     monkeypatch.setattr("lightning_dct.kernels._is_installed", lambda package: False)

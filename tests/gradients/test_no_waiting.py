@@ -143,7 +143,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Streams:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams.current)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(compression, "WITHOUT_WAITING", {"meta"})
-    monkeypatch.setattr(compression, "kth_magnitude", lambda values, k: 1.0)
+    monkeypatch.setattr(compression, "threshold_from", lambda values, size, target: 1.0)
     monkeypatch.setattr(collectives, "dist", Connected)
     monkeypatch.setattr(base, "Future", lambda devices: SimpleNamespace(set_result=lambda mean: None))
     # It copies to the host without waiting, but here there is nothing that could be copied.

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from lightning_dct.gradients import compression
 from lightning_dct.gradients.awaited import Awaited
-from lightning_dct.gradients.compression import compress, decompress
+from lightning_dct.gradients.compression import Bucket, Received, compress, decompress
 from lightning_dct.gradients.plan import BucketPlan
-from lightning_dct.kernels import buffered
 from lightning_dct.threshold import Thresholds
 from lightning_dct.wire import unpack
 from strategies_for_hypothesis import FORMATS, examples
@@ -38,10 +37,11 @@ class Rank:
     def step(self, gradient: Tensor, deferred: set[int], scale: float = 1.0) -> tuple[Tensor, int, bool, Tensor]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(compression, "WITHOUT_WAITING", self.way)
-            sent = compress(gradient.clone(), self.residual, self.plan, deferred, self.thresholds, scale, self.guard)
+            bucket = Bucket([gradient.clone()], [self.residual], scale)
+            sent = compress(bucket, self.plan, deferred, self.thresholds, self.guard)
             payloads = torch.stack([sent.payload, sent.payload if self.before is None else self.before])
             self.before = sent.payload
-            how = payloads, gradient.clone(), self.plan, 0.5 / scale, self.awaited
+            how = Received(payloads, self.plan, 0.5 / scale, own=0), gradient.clone(), self.awaited
             means = [decompress(*how, by_senders=by_senders).clone() for by_senders in (False, True)]
             self.awaited.synchronize()
         return sent.payload, int(sent.num_entries), sent.selected, torch.cat(means)
@@ -72,19 +72,12 @@ def bits(numbers: Tensor) -> Tensor:
     return numbers.view(torch.int64 if numbers.dtype == torch.float64 else torch.int32)
 
 
-@pytest.fixture
-def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots for all entries, so that the two ways are the same in any case."""
-    monkeypatch.setattr(buffered, "CAPACITY_FACTOR", 1 << 40)
-
-
 def noise(plan: BucketPlan, steps: int, seed: int = 1) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         yield torch.randn(plan.bounds[-1][1] + 2, generator=generator).to(plan.dtype)
 
 
-@pytest.mark.usefixtures("roomy")
 @pytest.mark.parametrize(("value_format", "dtype"), list(zip(FORMATS, [*DTYPES, torch.float32], strict=True)))
 def test_many_steps_are_those_of_the_ordinary_way(value_format: str, dtype: torch.dtype) -> None:
     plan = replace(PLAN, value_format=value_format, dtype=dtype, starts=(1, 301, 360, 561))
@@ -92,7 +85,6 @@ def test_many_steps_are_those_of_the_ordinary_way(value_format: str, dtype: torc
     assert_same_ways(plan, list(zip(noise(plan, len(deferred)), deferred, strict=True)), scale=0.5)
 
 
-@pytest.mark.usefixtures("roomy")
 @pytest.mark.parametrize("value_format", FORMATS)
 @pytest.mark.parametrize("broken", [math.nan, -math.inf])
 def test_infinite_and_nan_entries_arrive_and_spare_the_residual(broken: float, value_format: str) -> None:
@@ -106,7 +98,6 @@ def test_infinite_and_nan_entries_arrive_and_spare_the_residual(broken: float, v
 @pytest.mark.parametrize(
     ("world_size", "exchange", "ranks_per_node"), [(2, "all_gather", 1), (3, "sharded", 1), (4, "by_node", 2)]
 )
-@pytest.mark.usefixtures("roomy")
 def test_whole_runs_of_every_exchange_are_those_of_the_ordinary_way(
     world_size: int, exchange: str, ranks_per_node: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +147,6 @@ rarely_broken = st.sampled_from([0.5, -1.0, math.nan, math.inf])
 
 @given(data=st.data())
 @examples(60)
-@pytest.mark.usefixtures("roomy")
 def test_whatever_the_numbers_and_sizes(data: st.DataObject) -> None:
     """Ties, denormals, overflowing sums, empty and full selections."""
     sizes = tuple(data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4)))
@@ -180,13 +170,13 @@ def test_with_too_many_picks_a_sample_goes_and_the_rest_stays() -> None:
     rank.thresholds.set("a", 10, 0.5)
     gradient = torch.arange(1, 1003) / 1000.0
     payload, num_entries, _, _ = rank.step(gradient, set())
-    # 501 picks for 20 slots, of which the largest ten are the last ten.
-    sampled = [500 + -(-slot * 501 // 20) - 2 for slot in range(1, 21)]
+    sampled = [500 + -(-slot * 501 // 10) - 2 for slot in range(1, 11)]
     assert num_entries == 10
-    assert unpack(plan.layout, payload).positions.tolist() == sampled[10:]
+    assert unpack(plan.layout, payload).positions.tolist() == sampled
     kept = gradient.clone()
-    kept[sampled[10:]] = 0.0
+    kept[sampled] = 0.0
     kept[1000:] = 0.0
     assert torch.equal(rank.residual, kept)
-    # The next threshold is about the one that ten of the 501 would have reached.
-    assert (gradient >= rank.thresholds.values()[0]).sum() - 2 in range(1, 27)
+    # The next threshold lies where a fourth of the 501 would be, if their number fell exponentially.
+    mean = float(gradient[sampled].double().mean())
+    assert rank.thresholds.values()[0] == pytest.approx(0.5 + (mean - 0.5) * math.log(4))

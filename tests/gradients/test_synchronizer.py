@@ -39,9 +39,9 @@ def sent_by_name(ranks: EmulatedRanks, buckets: list[list[str]], dtype: torch.dt
     """What each rank sent in the last step as dense tensors (all of them compressed)."""
     everyone: Gradients = [{} for _ in range(ranks.world_size)]
     for number, names in enumerate(buckets):
-        for rank, (positions, values, _) in enumerate(sent(ranks, names, number, dtype)):
+        for rank, one in enumerate(sent(ranks, names, number, dtype)):
             dense = torch.zeros(sum(ranks.sizes[name] for name in names))
-            dense[positions] = values
+            dense[one.positions] = one.values
             everyone[rank].update(zip(names, dense.split([ranks.sizes[name] for name in names]), strict=True))
     return everyone
 

@@ -20,12 +20,14 @@ from lightning_dct.embedding.changes import message_about
 from lightning_dct.embedding.exchange import check_announced
 from lightning_dct.embedding.ids import RequestCode
 from lightning_dct.gradients.awaited import Awaited
-from lightning_dct.gradients.compression import decompress
+from lightning_dct.gradients.compression import Received, decompress
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.pipeline.borders import as_bytes, as_floats
-from lightning_dct.wire import BITS_PER_VALUE, PayloadError, PayloadLayout, pack, unpack
+from lightning_dct.wire import BITS_PER_VALUE, PayloadError, PayloadLayout, unpack
+from lightning_dct.wire.bits import unpack_bits
 from lightning_dct.wire.on_device import SideBySide, unpack_on_device
 from lightning_dct.wire.positions import PositionCode
+from strategies_for_hypothesis import pack_entries
 
 # Memory around what is decoded into, to see whether anything is written there.
 GUARD = 64
@@ -83,11 +85,11 @@ def _gradients() -> list[Message]:
             plan = BucketPlan(names, sizes, targets, torch.float32, value_format)
             whole = torch.randint(0, 256, (plan.layout.dense_bytes,), dtype=torch.uint8)
             positions = _some(plan.layout.capacity, sum(sizes))
-            payload, _ = pack(plan.layout, positions, torch.randn(positions.numel()), whole)
+            payload, _ = pack_entries(plan.layout, positions, torch.randn(positions.numel()), whole)
 
             def decode(data: Tensor, plan: BucketPlan = plan) -> None:
                 around = torch.full((2 * GUARD + sum(plan.sizes),), UNTOUCHED)
-                decompress(data[None], around[GUARD:-GUARD], plan, 0.5, Awaited())
+                decompress(Received(data[None], plan, 0.5, own=0), around[GUARD:-GUARD], Awaited())
                 assert bool((around[:GUARD] == UNTOUCHED).all())
                 assert bool((around[-GUARD:] == UNTOUCHED).all())
 
@@ -119,6 +121,7 @@ def _positions() -> list[Message]:
                 positions = code.decode(data, count)
                 _check_positions(positions, universe, count)
                 assert positions.numel() == count
+                assert unpack_bits(code.decode_flags(data, count), universe).nonzero().squeeze(1).equal(positions)
 
             found.append(Message(f"positions, {name}", _bytes(code.encode(_some(count, universe))), decode))
     return found
@@ -130,10 +133,13 @@ def _changes() -> list[Message]:
         tables = np.repeat(np.arange(3), (5, 0, 40))
         message = message_about(tables, 8, 0.1, value_format)
         positions = _some(message.layout.capacity, sum(message.layout.tensor_sizes))
-        payload, _ = pack(message.layout, positions, torch.randn(len(positions)), torch.empty(0, dtype=torch.uint8))
+        payload, _ = pack_entries(
+            message.layout, positions, torch.randn(len(positions)), torch.empty(0, dtype=torch.uint8)
+        )
 
         def decode(data: Tensor, message: Changes = message) -> None:
-            read, values, _ = unpack(message.layout, data)
+            found = unpack(message.layout, data)
+            read, values = found.positions, found.values
             _check_positions(read, sum(message.layout.tensor_sizes), message.layout.capacity)
             assert values.numel() == read.numel()
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dct.wire import PayloadError, PayloadLayout, decode_values, encode_values, pack, unpack
-from strategies_for_hypothesis import FORMATS, examples, filled_layouts
+from lightning_dct.wire import PayloadError, PayloadLayout, decode_values, encode_values, unpack
+from strategies_for_hypothesis import FORMATS, examples, filled_layouts, pack_entries
 
 Filled = tuple[PayloadLayout, Tensor, Tensor, Tensor]
 LAYOUT = PayloadLayout(tensor_sizes=(20, 3, 30), capacities=(4, 0, 6), value_format="bf16", dense_bytes=12)
@@ -16,7 +16,7 @@ LAYOUT = PayloadLayout(tensor_sizes=(20, 3, 30), capacities=(4, 0, 6), value_for
 
 def example_payload(layout: PayloadLayout = LAYOUT) -> Tensor:
     whole = torch.arange(layout.dense_bytes, dtype=torch.uint8)
-    return pack(layout, torch.tensor([0, 7, 23, 52]), torch.tensor([1.0, -2.0, 3.0, -4.0]), whole)[0]
+    return pack_entries(layout, torch.tensor([0, 7, 23, 52]), torch.tensor([1.0, -2.0, 3.0, -4.0]), whole)[0]
 
 
 def tensor_of(layout: PayloadLayout, position: int) -> int:
@@ -31,7 +31,7 @@ def tensor_of(layout: PayloadLayout, position: int) -> int:
 @examples(60)
 def test_round_trip(filled: Filled) -> None:
     layout, positions, values, whole = filled
-    payload, as_read = pack(layout, positions, values, whole)
+    payload, as_read = pack_entries(layout, positions, values, whole)
     read = unpack(layout, payload)
     assert read.positions.tolist() == positions.tolist()
     assert torch.equal(read.values, as_read)
@@ -46,7 +46,7 @@ def test_round_trip(filled: Filled) -> None:
 @examples(60)
 def test_size_follows_from_the_layout_alone(filled: Filled) -> None:
     layout, positions, values, whole = filled
-    payload = pack(layout, positions, values, whole)[0]
+    payload = pack_entries(layout, positions, values, whole)[0]
     entries = sum(layout.capacities)
     value_bytes = {
         "fp32": 4 * entries,
@@ -121,7 +121,7 @@ def test_wrong_length(size: int) -> None:
 @examples(60)
 def test_cut_or_lengthened_payloads_are_refused(filled: Filled, data: st.DataObject) -> None:
     layout, positions, values, whole = filled
-    payload = pack(layout, positions, values, whole)[0]
+    payload = pack_entries(layout, positions, values, whole)[0]
     kept = data.draw(st.integers(0, payload.numel()))
     added = data.draw(st.binary(max_size=9).filter(lambda tail: kept + len(tail) != payload.numel()))
     with pytest.raises(PayloadError, match="bytes, the layout says"):

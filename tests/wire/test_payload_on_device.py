@@ -15,12 +15,11 @@ from lightning_dct.wire import (
     PayloadLayout,
     SideBySide,
     Slots,
-    pack,
     pack_on_device,
     unpack,
     unpack_on_device,
 )
-from strategies_for_hypothesis import FORMATS, examples, filled_layouts, layouts
+from strategies_for_hypothesis import FORMATS, examples, filled_layouts, layouts, pack_entries
 
 CPU = torch.device("cpu")
 Filled = tuple[PayloadLayout, Tensor, Tensor, Tensor]
@@ -46,7 +45,7 @@ def assert_the_same(*filled: Filled) -> None:
     side = SideBySide([layout for layout, *_ in filled], CPU)
     whole = torch.cat([part for *_, part in filled])
     payload, received = pack_on_device(side, *in_slots(side, filled), whole)
-    expected = [pack(*one) for one in filled]
+    expected = [pack_entries(*one) for one in filled]
     assert torch.equal(payload, torch.cat([own for own, _ in expected]))
     senders = torch.stack([payload, payload.flip(0), payload])
     arrived = unpack_on_device(side, senders)
@@ -102,7 +101,9 @@ def test_infinite_and_nan_values(value_format: str, broken: float) -> None:
 def test_whatever_the_bytes_nothing_is_read_out_of_bounds(layout: PayloadLayout, data: st.DataObject) -> None:
     random_bytes = data.draw(st.binary(min_size=layout.num_bytes, max_size=layout.num_bytes))
     payload = torch.tensor(list(random_bytes), dtype=torch.uint8)
-    genuine = pack(layout, torch.empty(0).long(), torch.empty(0), torch.zeros(layout.dense_bytes, dtype=torch.uint8))[0]
+    genuine = pack_entries(
+        layout, torch.empty(0).long(), torch.empty(0), torch.zeros(layout.dense_bytes, dtype=torch.uint8)
+    )[0]
     # Up to 12 bytes of the header as they should be, so that what comes behind them is looked at as well.
     kept = data.draw(st.sampled_from([0, 4, 12]))
     payload[:kept] = genuine[:kept]
@@ -116,14 +117,16 @@ def test_whatever_the_bytes_nothing_is_read_out_of_bounds(layout: PayloadLayout,
 def test_harmed_payloads_are_noticed_as_in_the_ordinary_way(
     filled: tuple[PayloadLayout, Tensor, Tensor, Tensor], data: st.DataObject
 ) -> None:
-    payload = pack(*filled)[0]
+    payload = pack_entries(*filled)[0]
     place = data.draw(st.integers(0, payload.numel() - 1))
     payload[place] ^= 1 << data.draw(st.integers(0, 7))
     assert_same_verdict(filled[0], payload)
 
 
 def assert_same_verdict(layout: PayloadLayout, payload: Tensor) -> None:
-    genuine = pack(layout, torch.empty(0).long(), torch.empty(0), torch.zeros(layout.dense_bytes, dtype=torch.uint8))[0]
+    genuine = pack_entries(
+        layout, torch.empty(0).long(), torch.empty(0), torch.zeros(layout.dense_bytes, dtype=torch.uint8)
+    )[0]
     # What is wrong with one payload is not said of its neighbours.
     arrived = unpack_on_device(SideBySide([layout] * 3, CPU), torch.cat([genuine, payload, genuine]).unsqueeze(0))
     assert bool(((arrived.positions >= 0) & (arrived.positions < max(3 * sum(layout.tensor_sizes), 1))).all())

@@ -1,13 +1,17 @@
 import math
 import random
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dct.wire import PositionCode
-from lightning_dct.wire.bits import num_bytes
+from lightning_dct.kernels import cpu_kernel
+from lightning_dct.wire import PayloadError, PositionCode
+from lightning_dct.wire import positions as positions_module
+from lightning_dct.wire.bits import num_bytes, pack_flags, unpack_bits
 from strategies_for_hypothesis import examples
 
 
@@ -124,3 +128,42 @@ def test_bitmap_round_trip_and_bytes(universe: int, data: st.DataObject) -> None
 @pytest.mark.parametrize(("share", "is_bitmap"), [(0.05, False), (0.2, False), (0.3, True), (1.0, True)])
 def test_a_bitmap_wins_above_a_quarter(share: float, is_bitmap: bool) -> None:
     assert PositionCode(100_000, int(share * 100_000)).is_bitmap == is_bitmap
+
+
+@pytest.mark.parametrize("kernel", ["torch", "numba"])
+@given(data=st.data(), universe=st.integers(1, 3000))
+@examples(60)
+def test_flags_give_the_same_message(kernel: str, data: st.DataObject, universe: int) -> None:
+    chosen = sorted(data.draw(st.sets(st.integers(0, universe - 1), max_size=200)))
+    code = PositionCode(universe, data.draw(st.integers(len(chosen), universe)))
+    flags = pack_flags(torch.zeros(universe, dtype=torch.uint8).index_fill_(0, torch.tensor(chosen).long(), 1))
+    with mock.patch.object(positions_module, "cpu_kernel", partial(cpu_kernel, kernel)):
+        message = code.encode_flags(flags)
+        assert message.tolist() == code.encode(torch.tensor(chosen).long()).tolist()
+        assert code.decode_flags(message, len(chosen)).tolist() == flags.tolist()
+        for count in (len(chosen) + 1, len(chosen) - 1):
+            with pytest.raises(PayloadError, match="the positions are corrupt"):
+                code.decode_flags(message, count)
+
+
+@pytest.mark.parametrize("kernel", ["torch", "numba"])
+@given(data=st.data(), universe=st.integers(1, 400), capacity=st.integers(0, 100))
+@examples(100)
+def test_any_message_is_read_alike_or_refused(kernel: str, data: st.DataObject, universe: int, capacity: int) -> None:
+    code = PositionCode(universe, min(capacity, universe))
+    message = torch.tensor(list(data.draw(st.binary(min_size=code.num_bytes, max_size=code.num_bytes)))).byte()
+    count = data.draw(st.integers(0, code.capacity))
+    with mock.patch.object(positions_module, "cpu_kernel", partial(cpu_kernel, kernel)):
+        try:
+            expected = code.decode(message, count)
+        except PayloadError:
+            with pytest.raises(PayloadError):
+                code.decode_flags(message, count)
+        else:
+            flags = unpack_bits(code.decode_flags(message, count), universe)
+            assert flags.nonzero().squeeze(1).tolist() == expected.tolist()
+
+
+def test_more_positions_than_the_capacity_are_refused() -> None:
+    with pytest.raises(ValueError, match="More than 3 positions"):
+        PositionCode(1000, 3).encode_flags(pack_flags(torch.ones(1000, dtype=torch.uint8)))

@@ -27,10 +27,12 @@ from lightning_dct.embedding.placement import Int64Array
 from lightning_dct.kernels import select
 from lightning_dct.threshold import GUARD_RESELECT, SMALLEST_THRESHOLD, entries_at, keep_largest, kth_magnitude, nudge
 from lightning_dct.wire import PayloadLayout, pack
-from lightning_dct.wire.bits import nonzero_indices
+from lightning_dct.wire.bits import flags_num_bytes, nonzero_indices, pack_flags, unpack_bits
 from lightning_dct.wire.rows import decode_rows, encode_rows, row_scales_num_bytes
 from lightning_dct.wire.values import values_num_bytes
 
+# The guard aims a little high: a surplus is cut to the largest entries, but a shortfall is sent as padding.
+GUARD_AIM = 1.05
 Float64Array = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
@@ -85,7 +87,10 @@ def compress_changes(
         elif thresholds[table] == 0:
             thresholds[table] = kth_magnitude(flat[start:stop] + scale * added[start:stop], target)
     limits = np.maximum(thresholds[message.tables], SMALLEST_THRESHOLD)
-    positions, values, reached = select(added, flat, segments, limits.tolist(), scale)
+    flags = torch.zeros(flags_num_bytes(flat.numel()), dtype=torch.uint8, device=flat.device)
+    news, bases = (tensor.split(layout.tensor_sizes) for tensor in (added, flat))
+    values, reached = select(news, bases, edges[:-1], limits.tolist(), scale, flags)
+    counts, positions = reached, nonzero_indices(unpack_bits(flags, flat.numel()))
     finite = np.ones(len(segments), dtype=np.bool_)
     broken = values.isfinite().logical_not_()
     some_broken = bool(broken.any())
@@ -102,9 +107,14 @@ def compress_changes(
         # In fp64 the largest float over the smallest threshold is finite; infinite over infinite is NaN.
         excess = (values.to(torch.float64) / over).nan_to_num_(nan=math.inf)
         kept = nonzero_indices(keep_largest(excess, layout.capacity)[0])
-        positions, values = positions.index_select(0, kept), values.index_select(0, kept)
+        positions, values, table_of = (one.index_select(0, kept) for one in (positions, values, table_of))
+    if len(values) < sum(counts):
+        counts = torch.bincount(table_of, minlength=len(segments)).tolist()
+        flags = pack_flags(
+            torch.zeros(flat.numel(), dtype=torch.uint8, device=flat.device).index_fill_(0, positions, 1)
+        )
     _guard(message, thresholds, reached, finite, flat)
-    payload, received = pack(layout, positions, values, flat.new_empty(0, dtype=torch.uint8))
+    payload, received = pack(layout, flags, values, counts, flat.new_empty(0, dtype=torch.uint8))
     return Sent(payload, positions, received, values - received.to(values.dtype))
 
 
@@ -141,4 +151,4 @@ def _guard(message: Message, thresholds: Float64Array, reached: list[int], finit
         if count > GUARD_RESELECT * target and is_finite:
             thresholds[table] = kth_magnitude(flat.split(sizes)[place], target)
         else:
-            thresholds[table] = nudge(float(thresholds[table]), count, target, size)
+            thresholds[table] = nudge(float(thresholds[table]), count, target, size, GUARD_AIM)

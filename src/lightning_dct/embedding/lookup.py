@@ -37,7 +37,7 @@ from lightning_dct.embedding.rows import RememberedRows, add_entries
 from lightning_dct.embedding.state import TableState
 from lightning_dct.kernels import add_rows
 from lightning_dct.traffic import FP32_BYTES, ID_BYTES
-from lightning_dct.wire import PayloadError, Unpacked, unpack
+from lightning_dct.wire import PayloadError, unpack
 
 
 class DistinctRows:
@@ -117,7 +117,7 @@ class ChangesLookup:
                     parts.append(module.own_rows(places))
                     continue
                 held, slots = self._held(rank)
-                positions, values, _ = self._read(rank, answers[rank], self._with_owner[rank])
+                positions, values = self._read(rank, answers[rank], self._with_owner[rank])
                 add_entries(held.copies, slots, positions, values)
                 parts.append(held.copies.index_select(0, slots))
             pooled = rows.bags.pool(torch.cat(parts).to(module.weight.dtype).index_select(0, rows.inverse))
@@ -142,7 +142,7 @@ class ChangesLookup:
                 own = torch.from_numpy(rows.wanted[self._rank]).to(gradient.device)
                 module.collected.add(own, parts[self._rank])
                 for peer, request in self._requests.items():
-                    positions, values, _ = self._read(peer, received[peer], self._with_user[peer])
+                    positions, values = self._read(peer, received[peer], self._with_user[peer])
                     touched, within = torch.unique_consecutive(positions // dim, return_inverse=True)
                     dense = gradient.new_zeros(touched.numel(), dim)
                     dense.view(-1).index_copy_(0, within * dim + positions % dim, values.to(dense.dtype))
@@ -236,9 +236,11 @@ class ChangesLookup:
         tables = module.placement.tables_of(owner, places)
         return message_about(tables, module.embedding_dim, module.density, module.value_format)
 
-    def _read(self, peer: int, payload: Tensor, message: Message) -> Unpacked:
+    def _read(self, peer: int, payload: Tensor, message: Message) -> tuple[Tensor, Tensor]:
+        """The positions and the values of the entries in a payload."""
         with reading(f"Embedding rows from rank {peer} of the process group"):
-            return unpack(message.layout, payload)
+            unpacked = unpack(message.layout, payload)
+        return unpacked.positions, unpacked.values
 
     def _count(self) -> None:
         """Count the dense exchange: fp32 rows both ways, and the int64 id of every look-up."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_dct.config import DCTConfig
 from lightning_dct.gradients.awaited import Awaited
-from lightning_dct.gradients.compression import compress, decompress
+from lightning_dct.gradients.compression import Bucket, Received, compress, decompress
 from lightning_dct.gradients.plan import plan_bucket
 from lightning_dct.kernels import fastest_kernel
 from lightning_dct.threshold import Thresholds
@@ -41,7 +41,7 @@ class Speed:
         clear: Seconds an entry for a result to be added to.
         add: Seconds an entry and sender: unpack and add.
         how: The measurement in words.
-        move: Seconds an entry to compute its movement, and to move it; for updates only.
+        move: Seconds an entry to compute its movement, and to move it; for updates on a GPU only.
     """
 
     compress: float
@@ -91,18 +91,19 @@ def measure_speed(
     residual, total, thresholds, awaited = start.clone(), torch.empty_like(start), Thresholds(), Awaited()
 
     def pack() -> Tensor:
-        return compress(gradient, residual, plan, set(), thresholds, 1.0, guard=True).payload
+        return compress(Bucket([gradient], [residual], 1.0), plan, set(), thresholds, guard=True).payload
 
     def read(payloads: Tensor) -> None:
-        decompress(payloads, total, plan, 0.5, awaited)
+        decompress(Received(payloads, plan, 0.5, own=0), total, awaited)
 
     weights, mean = SharedWeights(), torch.zeros(size, device=device)
     for name, part in zip(names, start.clone().split(sizes), strict=True):
         weights.adopt(name, part)
 
     def move() -> None:
-        moved = weights.movement(names, plan.residual_dtype)
-        weights.move(names, mean, torch.sub(moved, moved, out=moved))
+        # A CPU reads and writes weights in place.
+        if weights.bucket(names) is None:
+            weights.move(names, mean, weights.movement(names, plan.residual_dtype).zero_())
 
     one = pack()[None]
     several = one.repeat(SENDERS, 1)

@@ -1,10 +1,13 @@
-"""The way of one bucket: gradient -> residual -> threshold -> kernel -> payload, and back. No communication here.
+"""The way of one bucket on a CPU: what is new -> threshold -> flags and values -> payload, and back. No communication.
 
-    rank r     a = g + e        select |a| >= tau      pack ---+
-                    |                                          |  all-gather of uint8 payloads
-               e = a - unpack(payload)                         |
-                                                               v
-    every rank                g = (1/W) * sum over ranks of unpack(payload)
+    gradients   a = e + g        e = a - unpack(payload)               e: the residual
+    updates     a = w - S        nothing to write                      w: own weights, S: the shared ones
+
+    rank r      flag |a| >= tau      pack ---+
+                                             |  payloads as bytes, by any exchange
+                                             v
+    gradients   g = (1 / W) * sum over ranks of unpack(payload)
+    updates     S += m,  w += m - unpack(own payload)                  m = 1 / sqrt(W n) * the same sum
 
 This is the data-parallel half of Dynamic Communication Thresholding (Gupta et al., KDD 2021, section 3.1), with a
 threshold for each tensor. :mod:`lightning_dct.gradients.on_device` does the same for a GPU.
@@ -13,25 +16,57 @@ threshold for each tensor. :mod:`lightning_dct.gradients.on_device` does the sam
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections.abc import Sequence
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_dct.gradients.awaited import Awaited
-from lightning_dct.gradients.on_device import add_payloads, send_largest
+from lightning_dct.gradients.on_device import add_payloads, send_selected
 from lightning_dct.gradients.plan import BucketPlan
-from lightning_dct.kernels import select, sum_entries
-from lightning_dct.kernels.reference import Selection
-from lightning_dct.threshold import GUARD_RESELECT, Thresholds, keep_largest, kth_magnitude, nudge
+from lightning_dct.kernels import cpu_kernel, weights_by_senders
+from lightning_dct.kernels.plain import Sent, keep_some
+from lightning_dct.threshold import GUARD_RESELECT, Thresholds, nudge, reselect, sample_of, threshold_from
 from lightning_dct.wire import PayloadError, pack, unpack
-from lightning_dct.wire.bits import nonzero_indices
+from lightning_dct.wire.bits import flags_num_bytes
 
 # Devices whose host must not wait for numbers. Tests add the CPU.
 WITHOUT_WAITING = {"cuda"}
+
+
+class Bucket:
+    """The tensors of a bucket on this rank, flattened: what is new, and what it is added to or compared with.
+
+    Attributes:
+        news: Gradients, or this rank's own weights; ``[n]`` together.
+        bases: Residuals, or the shared weights, of fp32 or fp64.
+        scale: Factor on gradients: one over the loss scale of mixed-precision training. None for weights.
+    """
+
+    def __init__(self, news: Sequence[Tensor], bases: Sequence[Tensor], scale: float | None) -> None:
+        self.news, self.bases, self.scale = news, bases, scale
+        self.starts = [0, *accumulate(tensor.numel() for tensor in bases)]
+
+    def parts(self, tensors: Sequence[Tensor], bounds: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """The views of ``news`` or ``bases`` within bounds, each of which lies in one tensor."""
+        found = []
+        for start, stop in bounds:
+            index = min(bisect_right(self.starts, start), len(tensors)) - 1
+            found.append(tensors[index][start - self.starts[index] : stop - self.starts[index]])
+        return found
+
+    def entries(self, bounds: tuple[int, int], indices: Tensor | None) -> Tensor:
+        """``a`` within bounds, or some of its entries."""
+        new, base = (self.parts(tensors, [bounds])[0] for tensors in (self.news, self.bases))
+        if indices is not None:
+            indices = indices.to(base.device)
+            new, base = new[indices], base[indices]
+        return new - base if self.scale is None else (new.to(base.dtype) * self.scale).add_(base)
 
 
 class Compressed(NamedTuple):
@@ -48,63 +83,97 @@ class Compressed(NamedTuple):
     selected: bool
 
 
+class Received(NamedTuple):
+    """What an exchange has brought of a bucket.
+
+    Attributes:
+        payloads: Shape ``[senders, bytes]``, uint8. For a plan with parts a row holds one payload for each part, and
+            each payload is from another sender, counted through all rows.
+        plan: How each tensor was sent.
+        factor: Weight of each sender: one over the world size, times the loss scale of mixed-precision training.
+        own: What this rank has sent itself: the number of its row, or the payload.
+        what: What was sent, for error messages; None for the usual.
+    """
+
+    payloads: Tensor
+    plan: BucketPlan
+    factor: float
+    own: int | Tensor
+    what: str | None = None
+
+
 def compress(
-    buffer: Tensor,
-    residual: Tensor,
+    bucket: Bucket,
     plan: BucketPlan,
     deferred: set[int],
     thresholds: Thresholds,
-    gradient_scale: float,
     guard: bool,
     kernel: str = "auto",
+    lost: float = 0.0,
 ) -> Compressed:
-    """Pack the largest entries and leave the rest in the residual.
+    """Pack the entries that reach their threshold.
 
-    Afterwards ``decoded(payload) + residual`` equals the earlier ``gradient_scale * buffer + residual``, except
-    for infinite and NaN entries: they go into the payload, and the residual keeps its old value.
+    Of gradients, the rest is in the residual afterwards: ``decoded(payload) + residual`` equals the earlier ``residual
+    + scale * gradient``. Infinite and NaN entries go into the payload, and the residual keeps its old value. Of
+    weights, nothing changes.
 
     Args:
-        buffer: Shape ``[n]``: the flattened bucket. Not changed.
-        residual: Shape ``[n]``, ``plan.residual_dtype``. Changed in place.
+        bucket: What may be sent. Of a GPU its two tensors, ``[n]`` each.
         plan: How each tensor is sent.
         deferred: Indices of tensors of which nothing is sent.
         thresholds: Missing ones are selected from this bucket.
-        gradient_scale: Factor on the gradient: one over the loss scale of mixed-precision training.
         guard: Adjust the thresholds to the number of entries that have reached them.
-        kernel: See :func:`~lightning_dct.kernels.select`.
+        kernel: See :func:`~lightning_dct.kernels.cpu_kernel`.
+        lost: Share of what is not sent that own weights lose.
     """
-    on_device = buffer.device.type in WITHOUT_WAITING
+    on_device = bucket.bases[0].device.type in WITHOUT_WAITING
     if plan.parts and not on_device:
-        sent, settings = [], (thresholds, gradient_scale, guard, kernel)
+        sent, settings = [], (thresholds, guard, kernel, lost)
         for part in plan.parts:
-            sent.append(compress(buffer, residual, part, deferred, *settings))
+            sent.append(compress(bucket, part, deferred, *settings))
             deferred = {index - len(part.names) for index in deferred}
-        payloads, counts, selected_any = zip(*sent, strict=True)
-        return Compressed(torch.cat(payloads), sum(counts), any(selected_any))
+        payloads, entries, selected_any = zip(*sent, strict=True)
+        return Compressed(torch.cat(payloads), sum(entries), any(selected_any))
     used = tuple(index for index in plan.compressed if index not in deferred)
-    selected = _select_missing(buffer, residual, plan, used, thresholds, gradient_scale)
-    dense = _take_dense(buffer, residual, plan, deferred, gradient_scale)
+    selected = _select_missing(bucket, plan, used, thresholds)
+    dense = _take_dense(bucket, plan, deferred)
     dense_entries = sum(plan.sizes[index] for index in plan.dense)
     if on_device:
-        payload, count = send_largest(buffer, residual, plan, used, dense, thresholds, gradient_scale, guard)
+        (buffer,), (residual,), scale = bucket.news, bucket.bases, bucket.scale or 1.0
+        payload, count = send_selected(buffer, residual, plan, used, dense, thresholds, scale, guard=guard)
         return Compressed(payload, count + dense_entries, selected)
+    bounds, first = [plan.bounds[index] for index in used], [plan.starts_in_payload[index] for index in used]
+    news, bases = (bucket.parts(tensors, bounds) for tensors in (bucket.news, bucket.bases))
     taus = [thresholds.get(plan.names[index], plan.targets[index]) or 0.0 for index in used]
-    selection = select(buffer, residual, [plan.bounds[index] for index in used], taus, gradient_scale, kernel)
-    positions, values = _fit(selection, plan, used, taus, thresholds, guard)
-    payload, received = pack(plan.layout, plan.to_payload(positions), values, dense)
-    left = values - received.to(values.dtype)
-    if not _all_finite(left):
-        finite = left.isfinite()
-        positions, left = positions[finite], left[finite]
-    residual.scatter_(0, positions, left)
+    flags = torch.zeros(flags_num_bytes(sum(plan.sizes)), dtype=torch.uint8)
+    values, reached = cpu_kernel(kernel).select(news, bases, first, taus, bucket.scale, flags)
+    kept = list(values.split(reached))
+    broken = [] if _is_finite(values) else [number for number, part in enumerate(kept) if not _all_finite(part)]
+    counts = [0] * len(plan.sizes)
+    for number, (index, tau, count) in enumerate(zip(used, taus, reached, strict=True)):
+        target, where = plan.targets[index], (flags, first[number], plan.sizes[index], kept[number])
+        if number in broken:
+            # Only the infinite and NaN entries are sent, because the step is lost anyway.
+            nonfinite = kept[number].isfinite().logical_not_()
+            kept[number] = keep_some(*where, nonfinite & (nonfinite.cumsum(0) <= target))
+        elif count > target:
+            # The capacity is fixed, because collectives need equal sizes.
+            kept[number] = cpu_kernel(kernel).thin(*where, target)
+        counts[index] = kept[number].numel()
+        if guard and number not in broken:
+            _follow(thresholds, plan, index, tau, count, kept[number])
+    values = values if sum(counts) == values.numel() else torch.cat(kept)
+    payload, received = pack(plan.layout, flags, values, counts, dense)
+    if bucket.scale is not None:
+        cpu_kernel(kernel).subtract(bases, first, Sent(flags, received))
+    elif lost:
+        cpu_kernel(kernel).decay(news, bases, first, Sent(flags, received), lost)
     return Compressed(payload, values.numel() + dense_entries, selected)
 
 
 def decompress(
-    payloads: Tensor,
+    received: Received,
     buffer: Tensor,
-    plan: BucketPlan,
-    factor: float,
     awaited: Awaited,
     kernel: str = "auto",
     what: str = "Gradients",
@@ -115,13 +184,10 @@ def decompress(
     Every rank adds the same payloads in the same order, so replicas stay bitwise identical.
 
     Args:
-        payloads: Shape ``[ranks, plan.layout.num_bytes]``, uint8, by rank. For a plan with parts a row holds one
-            payload for each part, and each payload is from another rank, counted through all rows.
+        received: The payloads.
         buffer: Shape ``[n]``: the flattened bucket. Overwritten where the plan's tensors lie.
-        plan: How each tensor was sent.
-        factor: Weight of each rank: one over the world size, times the loss scale of mixed-precision training.
         awaited: For payloads on a GPU: reports later whether they are valid.
-        kernel: See :func:`~lightning_dct.kernels.sum_entries`.
+        kernel: See :func:`~lightning_dct.kernels.cpu_kernel`.
         what: What was sent, for error messages.
         by_senders: Multiply each entry by the square root of the number of ranks over the number that sent it.
 
@@ -129,44 +195,83 @@ def decompress(
         PayloadError: A payload is corrupt or has another plan; the message names the rank. On a GPU ``awaited`` raises
             it later.
     """
+    plan = received.plan
     total = buffer if buffer.dtype == plan.residual_dtype else buffer.to(plan.residual_dtype)
-    parts = plan.parts or (plan,)
-    senders = [f"{what} from rank {rank}" for rank in range(payloads.shape[0] * len(parts))]
     if buffer.device.type in WITHOUT_WAITING:
-        valid = add_payloads(payloads, total, plan, factor, by_senders)
+        valid = add_payloads(received.payloads, total, plan, received.factor, by_senders)
+        senders = [f"{received.what or what} from rank {rank}" for rank in range(valid.numel())]
         awaited.when_known(valid.flatten(), partial(_check_valid, senders))
     else:
-        sizes = [part.layout.num_bytes for part in parts]
-        if payloads.shape[1] != sum(sizes):
-            raise PayloadError(
-                f"{senders[0]} of the process group: a payload has {payloads.shape[1]} bytes where its layout has"
-                f" {sum(sizes)}: use the same model, settings and version of lightning_dct on every rank."
-            )
-        for index, (part, own) in enumerate(zip(parts, payloads.split(sizes, dim=1), strict=True)):
-            _add_up(own, total, part, factor, kernel, senders[index :: len(parts)], by_senders)
+        for start, stop in [(0, total.numel())] if plan.starts is None else plan.bounds:
+            total[start:stop].zero_()
+        apply(received, Bucket([], [total], None), kernel, what, by_senders)
     return total if total is buffer else buffer.copy_(total)
 
 
-def _add_up(
-    payloads: Tensor, total: Tensor, plan: BucketPlan, factor: float, kernel: str, senders: list[str], by_senders: bool
+def apply(
+    received: Received, bucket: Bucket, kernel: str = "auto", what: str = "Updates", by_senders: bool = False
 ) -> None:
-    received = []
-    for payload, sender in zip(payloads.unbind(), senders, strict=True):
-        try:
-            received.append(unpack(plan.layout, payload))
-        except PayloadError as error:
-            raise PayloadError(f"{sender} of the process group: {error}.") from error
-    dense_tensors = [dense.clone().view(plan.dtype) for _, _, dense in received]
-    for (_, values, _), dense, sender in zip(received, dense_tensors, senders, strict=True):
-        # The sum is finite only if all entries are; this is the cheapest check.
-        if not math.isfinite(float(values.sum()) + float(dense.sum())):
-            name_broken_sender(sender)
-    entries = [(plan.to_bucket(positions), values) for positions, values, _ in received]
-    segments = [(0, total.numel())] if plan.starts is None else plan.bounds
-    sum_entries(total, segments, entries, factor, kernel, by_senders and len(entries) > 1)
-    for dense in dense_tensors:
-        for index, part in zip(plan.dense, dense.split([plan.sizes[index] for index in plan.dense]), strict=True):
-            total[slice(*plan.bounds[index])].add_(part, alpha=factor)
+    """Add the weighted sum of all ranks' payloads to the bases of a bucket, on a CPU.
+
+    Own weights, if the bucket has any, change by as much, less what this rank has sent. :func:`decompress` describes
+    the arguments and errors.
+    """
+    payloads, plan, factor, own, _ = received
+    parts = plan.parts or (plan,)
+    senders = [f"{received.what or what} from rank {rank}" for rank in range(payloads.shape[0] * len(parts))]
+    sizes = [part.layout.num_bytes for part in parts]
+    if payloads.shape[1] != sum(sizes):
+        raise PayloadError(
+            f"{senders[0]} of the process group: a payload has {payloads.shape[1]} bytes where its layout has"
+            f" {sum(sizes)}: use the same model, settings and version of lightning_dct on every rank."
+        )
+    own_parts = [None] * len(parts) if isinstance(own, int) else own.split(sizes)
+    for index, (part, rows, own_payload) in enumerate(zip(parts, payloads.split(sizes, dim=1), own_parts, strict=True)):
+        read = [_read(row, part, sender) for row, sender in zip(rows, senders[index :: len(parts)], strict=True)]
+        mine = None
+        if bucket.news:
+            mine = read[own] if isinstance(own, int) else _read(own_payload, part, "This rank's own payload")
+        _add(part, bucket, read, mine, factor, kernel, by_senders and len(read) > 1)
+
+
+def _read(payload: Tensor, plan: BucketPlan, sender: str) -> tuple[Sent, Tensor]:
+    """What one sender has sent: compressed entries, and the tensors sent dense."""
+    try:
+        flags, values, dense = unpack(plan.layout, payload)
+    except PayloadError as error:
+        raise PayloadError(f"{sender} of the process group: {error}.") from error
+    dense = dense.clone().view(plan.dtype)
+    if not (_is_finite(values) and _is_finite(dense)):
+        name_broken_sender(sender)
+    return Sent(flags, values), dense
+
+
+def _add(
+    plan: BucketPlan,
+    bucket: Bucket,
+    read: list[tuple[Sent, Tensor]],
+    mine: tuple[Sent, Tensor] | None,
+    factor: float,
+    kernel: str,
+    by_senders: bool,
+) -> None:
+    bounds = [plan.bounds[index] for index in plan.compressed]
+    first = [plan.starts_in_payload[index] for index in plan.compressed]
+    totals = bucket.parts(bucket.bases, bounds)
+    owns = bucket.parts(bucket.news, bounds) if mine else None
+    weights = weights_by_senders(len(read), factor, by_senders, plan.residual_dtype)
+    cpu_kernel(kernel).add_sums(totals, owns, first, [sent for sent, _ in read], weights, mine[0] if mine else None)
+    if not plan.dense:
+        return
+    bounds = [plan.bounds[index] for index in plan.dense]
+    sizes = [plan.sizes[index] for index in plan.dense]
+    mean = sum((dense.to(plan.residual_dtype) for _, dense in read[1:]), start=read[0][1].to(plan.residual_dtype))
+    mean = mean * weights[-1]
+    torch._foreach_add_(bucket.parts(bucket.bases, bounds), list(mean.split(sizes)))
+    if mine:
+        owns = bucket.parts(bucket.news, bounds)
+        torch._foreach_sub_(owns, list(mine[1].to(plan.residual_dtype).split(sizes)))
+        torch._foreach_add_(owns, list(mean.split(sizes)))
 
 
 @lru_cache(maxsize=256)
@@ -188,75 +293,49 @@ def _check_valid(senders: list[str], valid: list[int]) -> None:
         )
 
 
-def _select_missing(
-    buffer: Tensor, residual: Tensor, plan: BucketPlan, used: tuple[int, ...], thresholds: Thresholds, scale: float
-) -> bool:
+def _select_missing(bucket: Bucket, plan: BucketPlan, used: tuple[int, ...], thresholds: Thresholds) -> bool:
     """Select missing thresholds, and return whether there were any. This waits for a GPU."""
     missing = [index for index in used if not thresholds.has(plan.names[index], plan.targets[index])]
     for index in missing:
-        part = slice(*plan.bounds[index])
-        accumulated = (buffer[part].to(residual.dtype) * scale).add_(residual[part])
-        target = plan.targets[index]
-        thresholds.set(plan.names[index], target, kth_magnitude(accumulated, target))
+        size, target = plan.sizes[index], plan.targets[index]
+        sampled = bucket.entries(plan.bounds[index], sample_of(size, target))
+        thresholds.set(plan.names[index], target, threshold_from(sampled, size, target))
     return bool(missing)
 
 
-def _fit(
-    selection: Selection,
-    plan: BucketPlan,
-    used: tuple[int, ...],
-    taus: list[float],
-    thresholds: Thresholds,
-    guard: bool,
-) -> tuple[Tensor, Tensor]:
-    """Cut a selection to the payload's capacity, keep each tensor's largest entries, and adjust the thresholds."""
-    positions, values, counts = selection
-    finite = None if _all_finite(values) else values.isfinite()
-    # The capacity is fixed, because collectives need equal sizes.
-    keep: Tensor | None = None
-    stop = 0
-    for index, tau, count in zip(used, taus, counts, strict=True):
-        start, stop = stop, stop + count
-        name, size, target = plan.names[index], plan.sizes[index], plan.targets[index]
-        is_broken = finite is not None and not bool(finite[start:stop].all())
-        if keep is None and (is_broken or count > target):
-            keep = torch.ones_like(positions, dtype=torch.bool)
-        if finite is not None and keep is not None and is_broken:
-            # Only the infinite and NaN entries are sent, because the step is lost anyway.
-            keep[start:stop] = False
-            keep[start + nonzero_indices(~finite[start:stop])[:target]] = True
-            continue
-        smallest = tau
-        if keep is not None and count > target:
-            keep[start:stop], smallest = keep_largest(values[start:stop], target)
-        if guard:
-            reselect = count > GUARD_RESELECT * target
-            thresholds.set(name, target, smallest if reselect else nudge(tau, count, target, size))
-    if keep is None:
-        return positions, values
-    kept = nonzero_indices(keep)
-    return positions[kept], values[kept]
+def _follow(thresholds: Thresholds, plan: BucketPlan, index: int, tau: float, count: int, kept: Tensor) -> None:
+    """Adjust the threshold of a tensor to the number of entries that have reached it."""
+    name, size, target = plan.names[index], plan.sizes[index], plan.targets[index]
+    if count > GUARD_RESELECT * target:
+        thresholds.set(name, target, reselect(tau, float(kept.abs().mean(dtype=torch.float64)), count, target))
+    else:
+        thresholds.set(name, target, nudge(tau, count, target, size))
+
+
+def _is_finite(values: Tensor) -> bool:
+    """Whether all values and their sum are finite: the cheapest check."""
+    return math.isfinite(float(values.sum()))
 
 
 def _all_finite(values: Tensor) -> bool:
-    # numpy is several times faster than torch here.
-    return bool(np.isfinite(values.numpy()).all() if values.device.type == "cpu" else values.isfinite().all())
+    return bool(values.isfinite().all())
 
 
-def _take_dense(
-    buffer: Tensor, residual: Tensor, plan: BucketPlan, deferred: set[int], gradient_scale: float
-) -> Tensor:
+def _take_dense(bucket: Bucket, plan: BucketPlan, deferred: set[int]) -> Tensor:
     """The tensors sent dense (shape ``[dense bytes]``, uint8), zeros for deferred ones; rounding stays in residuals."""
-    sent_dense = [slice(*plan.bounds[index]) for index in plan.dense if index not in deferred]
-    if not sent_dense:
-        return buffer.new_zeros(sum(plan.sizes[index] for index in plan.dense), dtype=plan.dtype).view(torch.uint8)
-    sizes = [part.stop - part.start for part in sent_dense]
-    residuals = [residual[part] for part in sent_dense]
-    before = torch.cat(residuals)
-    accumulated = before + torch.cat([buffer[part] for part in sent_dense]).to(before.dtype) * gradient_scale
-    sent = accumulated.to(plan.dtype)
-    left = accumulated - sent
-    torch._foreach_copy_(residuals, torch.where(left.abs() < math.inf, left, before).split(sizes))
+    bounds = [plan.bounds[index] for index in plan.dense if index not in deferred]
+    if not bounds:
+        whole = sum(plan.sizes[index] for index in plan.dense)
+        return bucket.bases[0].new_zeros(whole, dtype=plan.dtype).view(torch.uint8)
+    sizes, residuals = [stop - start for start, stop in bounds], bucket.parts(bucket.bases, bounds)
+    before, new = torch.cat(residuals), torch.cat(bucket.parts(bucket.news, bounds))
+    if bucket.scale is None:
+        sent = new - before
+    else:
+        accumulated = before + new.to(before.dtype) * bucket.scale
+        sent = accumulated.to(plan.dtype)
+        left = accumulated - sent
+        torch._foreach_copy_(residuals, torch.where(left.abs() < math.inf, left, before).split(sizes))
     parts = iter(sent.split(sizes))
     zero = sent.new_zeros(1)
     dense = [zero.expand(plan.sizes[index]) if index in deferred else next(parts) for index in plan.dense]

@@ -144,7 +144,7 @@ class GradientSynchronizer(Synchronizer):
     def _send(self, bucket: GradBucket) -> Pending:
         buffer = bucket.buffer()
         if buffer.is_sparse:
-            return Pending(send_sparse(buffer, self.exchange.everyone), 1, buffer)
+            return Pending(send_sparse(buffer, self.exchange.everyone), 1, buffer.device)
         # DDP passes complex parameters as real numbers of twice their size, and `bucket.gradients()` does not.
         sizes = [real_numel(parameter) for parameter in bucket.parameters()]
         plan = self._plan_of(bucket.parameters(), sizes, buffer.dtype)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.gradients.awaited import Awaited, read_together
-from lightning_dct.gradients.compression import Compressed, compress, decompress
+from lightning_dct.gradients.compression import Bucket, Compressed, Received, apply, compress, decompress
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.gradients.sharding import Piece
 from lightning_dct.threshold import Thresholds
@@ -141,21 +141,19 @@ class Memory:
         """The residual of the sums this rank owns of a bucket: shape ``[n]``, to be written in place."""
         return self._changing(self.owned.flat(shard.names, shard.sizes, shard.residual_dtype, device))
 
-    def compress(
-        self, buffer: Tensor, residual: Tensor, plan: BucketPlan, deferred: set[int], gradient_scale: float
-    ) -> Compressed:
+    def compress(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], lost: float = 0.0) -> Compressed:
         """See :func:`~lightning_dct.gradients.compression.compress`."""
-        how = self.thresholds, gradient_scale, self._guard, self._kernel
-        compressed = compress(buffer, residual, plan, deferred, *how)
+        compressed = compress(bucket, plan, deferred, self.thresholds, self._guard, self._kernel, lost)
         self.selected |= compressed.selected
         return compressed
 
-    def decompress(
-        self, payloads: Tensor, buffer: Tensor, plan: BucketPlan, factor: float, what: str | None = None
-    ) -> Tensor:
+    def decompress(self, received: Received, buffer: Tensor) -> Tensor:
         """See :func:`~lightning_dct.gradients.compression.decompress`."""
-        how = self.awaited, self._kernel, what or self.what, self.by_senders
-        return decompress(payloads, buffer, plan, factor, *how)
+        return decompress(received, buffer, self.awaited, self._kernel, self.what, self.by_senders)
+
+    def apply(self, received: Received, bucket: Bucket) -> None:
+        """See :func:`~lightning_dct.gradients.compression.apply`."""
+        apply(received, bucket, self._kernel, self.what, self.by_senders)
 
     def send_out(self, buffer: Tensor, plan: BucketPlan, deferred: set[int], owned: bool) -> None:
         """Move the residuals of a bucket's tensors, except deferred ones, into the bucket, which is sent uncompressed.

@@ -1,17 +1,12 @@
 """:mod:`lightning_dct.gradients.compression` for gradients on a GPU, without the host waiting for it.
 
 When a host reads a number from a GPU, it waits until all work before it is done, and then the GPU waits for the host:
-backward and compression no longer overlap. So shapes here do not depend on data. A selection goes into a buffer of
-fixed capacity, and sorting brings each tensor's largest entries to known slots. The number of used slots, thresholds,
-and whether payloads are valid, are tensors on the device.
-
-    select into buffer     sort by (tensor, magnitude)     keep the first ``target`` of each     back in order, pack
+backward and compression no longer overlap. So shapes here do not depend on data. A selection goes into a buffer with a
+slot for each entry that may be sent. The number of used slots, thresholds, and whether payloads are valid, are tensors
+on the device.
 
 The number of operations hardly depends on the number of ranks: entries for several owners are selected and packed
-together, and payloads from several senders are unpacked together.
-
-Payload and residual equal those of the CPU path to the last bit, unless more of a tensor's entries are selected than
-it has slots. Then a regular sample of them competes for the payload, and the rest stays in the residual.
+together, and payloads from several senders are unpacked together. Payload and residual equal those of the CPU path.
 
 Results are reproducible: floating-point numbers are summed only where the order is fixed, or where all but one are zero
 (``torch.use_deterministic_algorithms`` lists the other operations).
@@ -29,9 +24,9 @@ import torch
 from torch import Tensor
 
 from lightning_dct.gradients.plan import BucketPlan
-from lightning_dct.kernels.buffered import BufferedSelection, Segments, buffer_capacity, select_into_buffer
-from lightning_dct.kernels.reference import weights_by_senders
-from lightning_dct.threshold import GUARD_RESELECT, Thresholds, nudge_all
+from lightning_dct.kernels import weights_by_senders
+from lightning_dct.kernels.buffered import BufferedSelection, Segments, select_into_buffer
+from lightning_dct.threshold import Thresholds, follow_all
 from lightning_dct.wire import SideBySide, Slots, pack_on_device, unpack_on_device
 
 
@@ -50,6 +45,7 @@ class OnDevice:
         sizes = torch.tensor(plan.sizes, dtype=torch.int64)
         self.shifts = (starts - (sizes.cumsum(0) - sizes)).to(device)
         self._selection_buffer: _SelectionBuffer | None = None
+        self._weights: dict[tuple[int, float, torch.dtype], Tensor] = {}
 
     @staticmethod
     def of(plan: BucketPlan, device: torch.device) -> OnDevice:
@@ -58,6 +54,13 @@ class OnDevice:
             plan.on_devices[device] = OnDevice(plan, device)
         known: OnDevice = plan.on_devices[device]
         return known
+
+    def weights(self, ranks: int, factor: float, dtype: torch.dtype) -> Tensor:
+        """:func:`~lightning_dct.kernels.weights_by_senders`, copied once."""
+        key = ranks, factor, dtype
+        if key not in self._weights:
+            self._weights[key] = weights_by_senders(ranks, factor, True, dtype).to(self._device)
+        return self._weights[key]
 
     def selection_buffer(self, used: tuple[int, ...]) -> _SelectionBuffer:
         """The buffer for some tensors; it is kept, because the next step usually needs the same."""
@@ -71,24 +74,18 @@ class _SelectionBuffer:
 
     def __init__(self, plan: BucketPlan, used: tuple[int, ...], device: torch.device) -> None:
         self.used = used
-        capacities = [buffer_capacity(plan.sizes[index], plan.targets[index]) for index in used]
+        capacities = [plan.targets[index] for index in used]
         self.segments = Segments([plan.bounds[index] for index in used], capacities, device)
-        # Shape `[U]`: entries each tensor may send, its entries, and its index in the plan.
-        self.targets = torch.tensor([plan.targets[index] for index in used], dtype=torch.int64).to(device)
+        # Shape `[U]`: each tensor's entries, and its index in the plan.
         self.sizes = torch.tensor([plan.sizes[index] for index in used], dtype=torch.float64).to(device)
         self.in_plan = torch.tensor(used, dtype=torch.int64).to(device)
-        # int64: the first `targets` slots of each tensor.
         begins = [0, *accumulate(capacities)]
-        first_targets = [
-            torch.arange(begin, begin + plan.targets[index]) for begin, index in zip(begins, used, strict=False)
-        ]
-        self.first_targets = torch.cat([torch.empty(0, dtype=torch.int64), *first_targets]).to(device)
         # Shape `[payloads + 1]`, int64: the first slot of each payload's tensors, and the end of the last.
         first_of_payload = accumulate((len(part.names) for part in plan.parts or (plan,)), initial=0)
         self.edges = torch.tensor([begins[bisect_left(used, first)] for first in first_of_payload]).to(device)
 
 
-def send_largest(
+def send_selected(
     buffer: Tensor,
     residual: Tensor,
     plan: BucketPlan,
@@ -98,7 +95,7 @@ def send_largest(
     gradient_scale: float,
     guard: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Pack the largest entries of each tensor and leave the rest in the residual.
+    """Pack the entries that reach their threshold and leave the rest in the residual.
 
     Arguments are those of :func:`~lightning_dct.gradients.compression.compress`. ``used`` are the indices of the
     compressed tensors that send something, all of which have thresholds. ``dense`` holds the tensors sent dense, uint8.
@@ -113,12 +110,10 @@ def send_largest(
     scale = torch.full((1,), gradient_scale, dtype=residual.dtype, device=residual.device)
     numbers = torch.cat([scale, taus.to(residual.dtype)])
     picked = select_into_buffer(buffer, residual, selection_buffer.segments, numbers)
-    magnitudes, order = _largest_first(picked, selection_buffer.segments)
+    filled = selection_buffer.segments.numbers < picked.counts[selection_buffer.segments.segment]
     if guard and used:
-        thresholds.replace(names, _follow(taus, picked, magnitudes[order], selection_buffer))
-    indices, entries, tensor = _keep(
-        picked, magnitudes, order[selection_buffer.first_targets], selection_buffer, on_device
-    )
+        thresholds.replace(names, _follow(taus, picked, filled, selection_buffer))
+    indices, entries, tensor = _in_payloads(picked, filled, selection_buffer, on_device)
     payloads, received = pack_on_device(on_device.layouts, entries, tensor, dense)
     received = received.to(residual.dtype)
     taken = (entries.values - received).abs() < math.inf
@@ -137,63 +132,53 @@ def add_payloads(payloads: Tensor, total: Tensor, plan: BucketPlan, factor: floa
     on_device = OnDevice.of(plan, payloads.device)
     arrived = unpack_on_device(on_device.layouts, payloads)
     torch._foreach_zero_([total] if plan.starts is None else [total[start:stop] for start, stop in plan.bounds])
-    values, tensor = arrived.values, torch.searchsorted(on_device.layouts.tensor_ends, arrived.positions, right=True)
-    indices = arrived.positions + on_device.shifts[tensor]
-    if by_senders and len(payloads) > 1:
-        counts = torch.zeros(total.numel(), dtype=torch.int32, device=total.device)
-        counts.index_add_(0, indices.flatten(), (values != 0).int().flatten())
-        values = values * weights_by_senders(len(payloads), total)[counts[indices]]
-    values = values.to(total.dtype).mul(factor).flatten()
-    # This rounds product and sum as `sum_entries` does, in the order of the ranks, because it sorts on a GPU. "Unsafe"
-    # does not wait to check that indices lie within bounds; they do.
-    torch._index_put_impl_(total, [indices.flatten()], values, accumulate=True, unsafe=True)
+    tensor = torch.searchsorted(on_device.layouts.tensor_ends, arrived.positions, right=True)
+    indices = (arrived.positions + on_device.shifts[tensor]).flatten()
+    # In the order of the ranks, because this sorts on a GPU. "Unsafe" does not wait to check that indices lie within
+    # bounds; they do.
+    values = arrived.values.to(total.dtype).flatten()
+    torch._index_put_impl_(total, [indices], values, accumulate=True, unsafe=True)
+    parts = [total] if plan.starts is None else [total[start:stop] for start, stop in plan.bounds]
     if plan.dense:
-        sums = arrived.dense.view(plan.dtype).to(total.dtype).mul(factor).sum(0)
-        parts = [total[slice(*plan.bounds[index])] for index in plan.dense]
-        torch._foreach_copy_(parts, sums.split([part.numel() for part in parts]))
+        sums = arrived.dense.view(plan.dtype).to(total.dtype).sum(0)
+        dense = [total[slice(*plan.bounds[index])] for index in plan.dense]
+        torch._foreach_copy_(dense, sums.split([part.numel() for part in dense]))
+    if by_senders and len(payloads) > 1:
+        senders = torch.zeros(total.numel(), dtype=torch.int32, device=total.device)
+        senders.index_add_(0, indices, (values != 0).int())
+        for index in plan.dense:
+            senders[slice(*plan.bounds[index])] = len(payloads)
+        weights = on_device.weights(len(payloads), factor, total.dtype)[senders]
+        factors = [weights] if plan.starts is None else [weights[start:stop] for start, stop in plan.bounds]
+        torch._foreach_mul_(parts, factors)
+    else:
+        torch._foreach_mul_(parts, factor)
     return arrived.valid
 
 
-def _largest_first(picked: BufferedSelection, segments: Segments) -> tuple[Tensor, Tensor]:
-    """The magnitude in each slot (-1 in empty ones), and the order of slots: by tensor, largest, position."""
-    magnitudes = picked.values.abs().nan_to_num_(nan=math.inf, posinf=math.inf)
-    magnitudes = torch.where(segments.numbers < picked.counts[segments.segment], magnitudes, -1.0)
-    by_magnitude = torch.argsort(magnitudes, descending=True, stable=True)
-    by_tensor = torch.argsort(segments.segment[by_magnitude], stable=True)
-    return magnitudes, by_magnitude[by_tensor]
-
-
-def _follow(taus: Tensor, picked: BufferedSelection, descending: Tensor, selection_buffer: _SelectionBuffer) -> Tensor:
+def _follow(taus: Tensor, picked: BufferedSelection, filled: Tensor, selection_buffer: _SelectionBuffer) -> Tensor:
     """The thresholds after the guard has adjusted them: shape ``[U]``, fp64."""
-    counts, targets = picked.counts, selection_buffer.targets
-    # If far too many entries of a tensor were selected, the smallest magnitude that is kept is its new threshold. If
-    # the buffer holds only a sample of them, it is the magnitude of the same rank among all.
-    filled = counts.minimum(selection_buffer.segments.slots)
-    ranks = (targets * filled + counts - 1).div(counts.clamp(min=1), rounding_mode="floor") - 1
-    cutoffs = descending[selection_buffer.segments.begins + ranks.clamp_(min=0)].to(taus.dtype)
-    nudged = nudge_all(taus, counts, targets.to(taus.dtype), selection_buffer.sizes)
-    followed = torch.where(counts > GUARD_RESELECT * targets, cutoffs, nudged)
+    slots = selection_buffer.segments.slots
+    magnitudes = torch.where(filled, picked.values.abs(), 0.0).to(torch.float64)
+    # Unlike a scattered sum, this has a fixed order on a GPU. "Unsafe" does not wait to check the lengths.
+    sums = torch.segment_reduce(magnitudes, "sum", lengths=slots, unsafe=True)
+    means = sums / picked.counts.minimum(slots).clamp(min=1)
+    followed = follow_all(taus, means, picked.counts, slots.to(taus.dtype), selection_buffer.sizes)
     # Infinite and NaN entries do not count.
     return torch.where(picked.broken, taus, followed)
 
 
-def _keep(
-    picked: BufferedSelection,
-    magnitudes: Tensor,
-    largest: Tensor,
-    selection_buffer: _SelectionBuffer,
-    on_device: OnDevice,
+def _in_payloads(
+    picked: BufferedSelection, filled: Tensor, selection_buffer: _SelectionBuffer, on_device: OnDevice
 ) -> tuple[Tensor, Slots, Tensor]:
-    """Of the entries that are sent: indices into the bucket (unused slots hold one too), values, tensors' indices."""
+    """The entries in the slots of payloads: indices into the bucket (unused slots hold one too), values, tensors."""
     layouts = on_device.layouts
     if not selection_buffer.used:
         nothing = torch.zeros_like(layouts.spare)
         in_use, counts = nothing.bool(), torch.zeros_like(layouts.capacities)
         return layouts.spare, Slots(layouts.spare, picked.values.new_zeros(nothing.shape), in_use, counts), nothing
-    # The slots in `largest` are distinct.
-    kept = torch.zeros_like(magnitudes, dtype=torch.bool).scatter_(0, largest, magnitudes[largest] >= 0)
-    slots, in_use, counts = (found.squeeze(0) for found in layouts.find(kept.unsqueeze(0), selection_buffer.edges))
-    slots.clamp_(max=kept.numel() - 1)
+    slots, in_use, counts = (found.squeeze(0) for found in layouts.find(filled.unsqueeze(0), selection_buffer.edges))
+    slots.clamp_(max=filled.numel() - 1)
     tensor = selection_buffer.in_plan[selection_buffer.segments.segment[slots]]
     indices, values = picked.positions[slots], torch.where(in_use, picked.values[slots], 0.0)
     indices = torch.where(in_use, indices, layouts.spare)

@@ -58,7 +58,7 @@ class BucketPlan:
     @cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
         """``(start, stop)`` of each tensor in the flattened bucket."""
-        starts = self._starts_in_payload if self.starts is None else self.starts
+        starts = self.starts_in_payload if self.starts is None else self.starts
         return tuple((start, start + size) for start, size in zip(starts, self.sizes, strict=True))
 
     @cached_property
@@ -82,22 +82,10 @@ class BucketPlan:
         dense_bytes = self.dtype.itemsize * sum(self.sizes[index] for index in self.dense)
         return PayloadLayout(self.sizes, self.targets, self.value_format, dense_bytes)
 
-    def to_payload(self, positions: Tensor) -> Tensor:
-        """Indices into the flattened bucket (int64, any shape) as indices into a payload."""
-        return positions if self.starts is None else self._moved(positions, self.starts, self._starts_in_payload)
-
-    def to_bucket(self, positions: Tensor) -> Tensor:
-        """Indices into a payload (int64, any shape) as indices into the flattened bucket."""
-        return positions if self.starts is None else self._moved(positions, self._starts_in_payload, self.starts)
-
     @cached_property
-    def _starts_in_payload(self) -> tuple[int, ...]:
+    def starts_in_payload(self) -> tuple[int, ...]:
+        """The first index of each tensor in a payload."""
         return (0, *accumulate(self.sizes[:-1]))[: len(self.sizes)]
-
-    @staticmethod
-    def _moved(positions: Tensor, origins: tuple[int, ...], goals: tuple[int, ...]) -> Tensor:
-        origin, goal = torch.tensor([origins, goals], dtype=torch.int64, device=positions.device)
-        return positions + (goal - origin)[torch.searchsorted(origin, positions, right=True) - 1]
 
     @property
     def residual_dtype(self) -> torch.dtype:

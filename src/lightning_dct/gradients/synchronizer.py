@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from lightning_dct.config import DCTConfig
 from lightning_dct.failures import Lifeline
+from lightning_dct.gradients.compression import Bucket
 from lightning_dct.gradients.exchanges.base import Exchange, Pending, send_dense
 from lightning_dct.gradients.memory import Memory
 from lightning_dct.gradients.plan import BucketPlan, Plans, real_dtype, real_numel
@@ -188,9 +190,12 @@ class Synchronizer:
             )
 
     def _start(self, buffer: Tensor, plan: BucketPlan, deferred: set[int]) -> Pending:
-        """Start sending a bucket."""
-        bucket = buffer, plan, deferred, self.memory
+        """Start sending a flattened bucket, which takes the mean."""
         if plan.is_dense:
             dtype = torch.bfloat16 if self.config.halves and buffer.dtype == torch.float32 else buffer.dtype
-            return Pending(send_dense(*bucket, self.exchange.everyone, dtype), 1, buffer)
-        return Pending(self.exchange.send(*bucket), self.exchange.rounds, buffer)
+            dense = send_dense(buffer, plan, deferred, self.memory, self.exchange.everyone, dtype)
+            return Pending(dense, 1, buffer.device)
+        residuals = [] if self.exchange.sums_first else [self.memory.residual_of(plan, buffer.device)]
+        bucket = Bucket([buffer], residuals, self.memory.gradient_scale)
+        flow = self.exchange.send(bucket, plan, deferred, self.memory)
+        return Pending(flow, self.exchange.rounds, buffer.device, partial(self.memory.decompress, buffer=buffer))

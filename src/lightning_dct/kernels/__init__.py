@@ -1,15 +1,15 @@
-"""The kernels that read and write whole buckets: select before an exchange, sum after it.
+"""The kernels: what is done with whole tensors before and after an exchange on a CPU.
 
 ========  ===========  ==================================================================
 kernel    needs        description
 ========  ===========  ==================================================================
-torch                  cache-sized chunks on the CPU, whole tensors on a GPU
-numba     numba        one pass over memory on the CPU (``pip install '.[fast]'`` in a clone)
+torch                  torch and numpy, in cache-sized chunks
+numba     numba        compiled loops at the speed of memory (``pip install '.[fast]'``)
 ========  ===========  ==================================================================
 
-Both give the same entries, residuals and sums to the last bit, so ranks may use different ones. On a GPU
-:mod:`~lightning_dct.kernels.buffered` selects gradients and updates. :mod:`~lightning_dct.kernels.numba_rows` codes
-rows of activations as :mod:`lightning_dct.wire.rows` does.
+:mod:`~lightning_dct.kernels.plain` says what each function does. Both kernels give the same bits, so ranks may use
+different ones. On a GPU :mod:`~lightning_dct.kernels.buffered` selects gradients and updates.
+:mod:`~lightning_dct.kernels.numba_rows` codes rows of activations as :mod:`lightning_dct.wire.rows` does.
 """
 
 from __future__ import annotations
@@ -18,52 +18,44 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor
 
-from lightning_dct.kernels.reference import Selection
+if TYPE_CHECKING:
+    from lightning_dct.kernels.plain import Selection
 
 KernelName = Literal["auto", "torch", "numba", "triton"]
 # What "triton" has become; `DCTConfig` says so.
 ALIASES = {"triton": "torch"}
 
 
-def select(
-    gradient: Tensor,
-    residual: Tensor,
-    segments: Sequence[tuple[int, int]],
-    thresholds: Sequence[float],
-    gradient_scale: float = 1.0,
-    kernel: str = "auto",
-) -> Selection:
-    """Add the gradient to the residual and select the entries whose magnitude reaches their threshold.
+def cpu_kernel(kernel: str = "auto") -> Any:
+    """The module of a kernel; with ``"auto"`` the fastest that is installed. :func:`check_kernel` describes errors."""
+    name = fastest_kernel("cpu") if kernel == "auto" else kernel
+    check_kernel(name, "cpu")
+    return import_module(f"lightning_dct.kernels.{'numba_cpu' if name == 'numba' else 'plain'}")
 
-    :mod:`lightning_dct.kernels.reference` describes arguments and result. ``kernel="auto"`` takes the fastest installed
-    kernel for the device. :func:`check_kernel` describes errors.
-    """
-    module = _implementation(kernel, gradient.device.type)
-    selection: Selection = module.select(gradient, residual, segments, thresholds, gradient_scale)
+
+def select(
+    news: Sequence[Tensor],
+    bases: Sequence[Tensor],
+    first: Sequence[int],
+    thresholds: Sequence[float],
+    scale: float | None,
+    flags: Tensor,
+) -> Selection:
+    """:func:`lightning_dct.kernels.plain.select` on any device, by the fastest kernel."""
+    kernel = cpu_kernel() if flags.device.type == "cpu" else import_module("lightning_dct.kernels.plain")
+    selection: Selection = kernel.select(news, bases, first, thresholds, scale, flags)
     return selection
 
 
-def sum_entries(
-    total: Tensor,
-    segments: Sequence[tuple[int, int]],
-    entries: Sequence[tuple[Tensor, Tensor]],
-    factor: float,
-    kernel: str = "auto",
-    by_senders: bool = False,
-) -> None:
-    """Overwrite segments with ``factor`` times the sum of sparse vectors, added one after the other.
-
-    Each product and each sum is rounded once, so all kernels give the same result. ``total`` has shape ``[n]``, fp32 or
-    fp64, and does not change outside the ``segments`` (ascending ranges). A vector is its positions (int64, ascending,
-    distinct, in the segments) and its values (fp32 or the total's dtype). ``by_senders`` first multiplies each value by
-    the square root of the number of vectors over the number of those that are not zero there. ``kernel`` and errors are
-    as for :func:`select`.
-    """
-    _implementation(kernel, total.device.type).sum_entries(total, segments, entries, factor, by_senders)
+def weights_by_senders(ranks: int, factor: float, by_senders: bool, dtype: torch.dtype) -> Tensor:
+    """The weight of a sum by the number of ranks that have sent a part of it: shape ``[ranks + 1]``."""
+    senders = torch.arange(ranks + 1, dtype=torch.float64).clamp_(min=1)
+    return (factor * (ranks / senders).sqrt() if by_senders else torch.full_like(senders, factor)).to(dtype)
 
 
 def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:
@@ -115,12 +107,6 @@ def check_kernel(name: str, device_type: str) -> None:
             "`kernel='numba'` needs the package numba: `pip install '.[fast]' in a clone of lightning_dct`, or use"
             " `kernel='auto'`."
         )
-
-
-def _implementation(kernel: str, device_type: str) -> Any:
-    name = fastest_kernel(device_type) if kernel == "auto" else kernel
-    check_kernel(name, device_type)
-    return import_module(f"lightning_dct.kernels.{'numba_cpu' if name == 'numba' else 'reference'}")
 
 
 @cache

@@ -1,7 +1,7 @@
 """Selects into a buffer of fixed capacity on a GPU, so that the host does not wait for a count.
 
 ``select_into_buffer(gradient, residual, segments, numbers)`` changes the residual as
-:mod:`lightning_dct.kernels.reference` describes. The shape of its result does not depend on data, and the number of
+:mod:`lightning_dct.kernels.plain` describes. The shape of its result does not depend on data, and the number of
 filled slots stays on the device:
 
 - each segment has its own slots, which are filled from the first one on, in ascending order of positions;
@@ -20,9 +20,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-# Slots for each entry that may be sent. Sorting them is most of the cost after the selection.
-CAPACITY_FACTOR = 2
 
 
 class BufferedSelection(NamedTuple):
@@ -90,8 +87,3 @@ def select_into_buffer(gradient: Tensor, residual: Tensor, segments: Segments, n
 def _set_before(flags: Tensor) -> Tensor:
     """The number of set flags (shape ``[N]``, bool) before each entry and in all: shape ``[N + 1]``, int64."""
     return torch.cat([flags.new_zeros(1), flags]).cumsum(0)
-
-
-def buffer_capacity(size: int, target: int) -> int:
-    """Slots for a tensor. With more selected entries than that, the guard selects a new threshold at once."""
-    return min(size, CAPACITY_FACTOR * target)

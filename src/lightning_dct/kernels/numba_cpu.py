@@ -1,8 +1,8 @@
-"""Selects and sums in one pass over memory, compiled for this CPU by numba (extra ``fast``).
+"""The loops of :mod:`lightning_dct.kernels.plain`, compiled for this CPU by numba (extra ``fast``).
 
-Each block that fits the first-level cache is read twice. The first loop writes the sums, one flag an entry, and a copy
-of the old residual in case a sum is infinite or NaN. It has no branches and compiles to vector instructions. The second
-loop reads the flags, eight at a time; at 1% density 92% of these words are zero.
+Selecting reads the weights once, and adding the mean reads and writes them once. All else works on what is sent: flags,
+64 to a word, and values. A loop over the set flags of a word costs as little as the flags are few, and needs no
+temporary tensor.
 """
 
 from __future__ import annotations
@@ -17,87 +17,168 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from numba import njit
+from numba.cpython.unsafe import numbers
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_dct.kernels.reference import Selection, weights_by_senders
+from lightning_dct.kernels.plain import Selection, Sent
 
+# Entries that fit the first-level cache.
 BLOCK = 1024
 # With fewer entries a second thread costs more than it saves.
 ENTRIES_PER_THREAD = 1 << 18
-LARGEST_INT32 = np.iinfo(np.int32).max
+# Multiplied with eight bytes of 0 or 1, this collects them in the highest byte.
+GATHER = np.uint64(0x0102040810204080)
+trailing_zeros: Any = numbers.trailing_zeros
+ONE, WORD = np.uint64(1), np.uint64(63)
 
 Result = TypeVar("Result")
 
 
 class _Piece(NamedTuple):
-    """Entries ``start`` to ``stop`` of a segment."""
+    """Entries ``start`` to ``stop`` of a tensor; the first has the flag number ``bit``."""
 
-    segment: int
+    tensor: int
     start: int
     stop: int
+    bit: int
 
 
 def select(
-    gradient: Tensor,
-    residual: Tensor,
-    segments: Sequence[tuple[int, int]],
+    news: Sequence[Tensor],
+    bases: Sequence[Tensor],
+    first: Sequence[int],
     thresholds: Sequence[float],
-    gradient_scale: float = 1.0,
+    scale: float | None,
+    flags: Tensor,
 ) -> Selection:
-    """Select on as many threads as torch has; see :mod:`lightning_dct.kernels.reference`."""
-    if len(thresholds) != len(segments):
-        raise ValueError(f"{len(thresholds)} thresholds for {len(segments)} segments")
-    sums = residual.numpy()
+    """See :func:`lightning_dct.kernels.plain.select`."""
+    words, dtype = _words(flags), bases[0].numpy().dtype if bases else np.dtype(np.float32)
     # numba does not support bfloat16.
-    addends = gradient.to(residual.dtype).numpy()
-    limits = np.array(thresholds, dtype=sums.dtype)
-    scale = sums.dtype.type(gradient_scale)
+    arrays = [(new.to(base.dtype).numpy(), base.numpy()) for new, base in zip(news, bases, strict=True)]
+    limits = [dtype.type(threshold) for threshold in thresholds]
 
-    def select_pieces(pieces: list[_Piece]) -> tuple[Tensor, Tensor, NDArray[Any]]:
-        positions, values = _scratch(sum(piece.stop - piece.start for piece in pieces), sums.size, sums.dtype)
-        counts = np.empty(len(pieces), np.int64)
-        count = _select(addends, sums, np.array(pieces, np.int64), limits, scale, positions, values, counts)
-        return torch.tensor(positions[:count], dtype=torch.int64), torch.tensor(values[:count]), counts
+    def select_pieces(pieces: list[_Piece]) -> tuple[Tensor, list[int]]:
+        values, count, counts = _scratch(sum(piece.stop - piece.start for piece in pieces), dtype), 0, []
+        for tensor, start, stop, bit in pieces:
+            new, base = (array[start:stop] for array in arrays[tensor])
+            if scale is None:
+                stopped = _select_difference(new, base, limits[tensor], words, bit, values, count)
+            else:
+                stopped = _select_sum(new, base, dtype.type(scale), limits[tensor], words, bit, values, count)
+            counts.append(stopped - count)
+            count = stopped
+        return torch.tensor(values[:count]), counts
 
-    shares = list(_shares(segments, torch.get_num_threads()))
-    positions, values, counts = [residual.new_empty(0).long()], [residual.new_empty(0)], [0] * len(segments)
-    for share, (places, found, reached) in zip(shares, _in_threads(select_pieces, shares), strict=True):
-        positions.append(places)
-        values.append(found)
-        for piece, count in zip(share, reached.tolist(), strict=True):
-            counts[piece.segment] += count
-    return Selection(torch.cat(positions), torch.cat(values), counts)
+    shares = list(_shares(news, first))
+    found, counts = [torch.from_numpy(np.empty(0, dtype))], [0] * len(news)
+    for share, (values, reached) in zip(shares, _in_threads(select_pieces, shares), strict=True):
+        found.append(values)
+        for piece, count in zip(share, reached, strict=True):
+            counts[piece.tensor] += count
+    return Selection(torch.cat(found), counts)
 
 
-def sum_entries(
-    total: Tensor,
-    segments: Sequence[tuple[int, int]],
-    entries: Sequence[tuple[Tensor, Tensor]],
-    factor: float,
-    by_senders: bool = False,
+def thin(flags: Tensor, begin: int, size: int, values: Tensor, target: int) -> Tensor:
+    """See :func:`lightning_dct.kernels.plain.thin`."""
+    left = torch.empty(target, dtype=values.dtype)
+    _thin(_words(flags), begin, size, values.numpy(), left.numpy())
+    return left
+
+
+def subtract(tensors: Sequence[Tensor], first: Sequence[int], sent: Sent) -> None:
+    """See :func:`lightning_dct.kernels.plain.subtract`."""
+    words, values = _words(sent.flags), sent.values.numpy()
+
+    def subtract_pieces(pieces: list[_Piece]) -> None:
+        cursor = _flags_before(words, pieces[0].bit)
+        for tensor, start, stop, bit in pieces:
+            cursor = _subtract(tensors[tensor].numpy()[start:stop], words, bit, values, cursor)
+
+    _in_threads(subtract_pieces, list(_shares(tensors, first)))
+
+
+def decay(news: Sequence[Tensor], bases: Sequence[Tensor], first: Sequence[int], sent: Sent, lost: float) -> None:
+    """See :func:`lightning_dct.kernels.plain.decay`."""
+    words, values = _words(sent.flags), sent.values.numpy()
+
+    def decay_pieces(pieces: list[_Piece]) -> None:
+        cursor = _flags_before(words, pieces[0].bit)
+        for tensor, start, stop, bit in pieces:
+            new, base = news[tensor].numpy()[start:stop], bases[tensor].numpy()[start:stop]
+            cursor = _decay(new, base, new.dtype.type(lost), words, bit, values, cursor)
+
+    _in_threads(decay_pieces, list(_shares(news, first)))
+
+
+def add_sums(
+    totals: Sequence[Tensor],
+    owns: Sequence[Tensor] | None,
+    first: Sequence[int],
+    senders: Sequence[Sent],
+    weights: Tensor,
+    own: Sent | None = None,
 ) -> None:
-    """See :func:`lightning_dct.kernels.sum_entries`. A block is cleared and filled while it is in the cache."""
-    if not entries:
-        for start, stop in segments:
-            total[start:stop].zero_()
+    """See :func:`lightning_dct.kernels.plain.add_sums`."""
+    everyone, mine = list(senders), -1
+    if own is not None:
+        mine = next((number for number, sender in enumerate(senders) if sender is own), len(senders))
+        everyone += [own] if mine == len(senders) else []
+    if not everyone:
         return
-    sums = total.numpy()
-    positions = [part.numpy() for part, _ in entries]
-    ends = np.cumsum([0, *map(len, positions)])
-    values = [part.numpy() for _, part in entries]
-    positions_in_turn, values_in_turn = _scratch(int(ends[-1]), sums.size, np.result_type(*values))
-    np.concatenate(positions, out=positions_in_turn[: ends[-1]], casting="same_kind")
-    np.concatenate(values, out=values_in_turn[: ends[-1]])
-    weights = weights_by_senders(len(entries), total).numpy() if by_senders else np.empty(0, sums.dtype)
-    weight = sums.dtype.type(factor)
+    words = np.stack([_words(sender.flags) for sender in everyone])
+    values = torch.cat([sender.values for sender in everyone]).numpy()
+    starts = np.cumsum([0, *(sender.values.numel() for sender in everyone[:-1])])
+    by_count, nothing = weights.numpy(), weights.numpy()[:0]
 
-    def sum_pieces(pieces: list[_Piece]) -> None:
-        first = [end + np.searchsorted(part, pieces[0].start) for end, part in zip(ends, positions, strict=False)]
-        cursors, runs = np.array(first, np.int64), np.array(pieces, np.int64)
-        _sum(sums, runs, positions_in_turn, values_in_turn, cursors, ends[1:], weight, weights)
+    def add_pieces(pieces: list[_Piece]) -> None:
+        cursors = starts + np.array([_flags_before(row, pieces[0].bit) for row in words])
+        for tensor, start, stop, bit in pieces:
+            total = totals[tensor].numpy()[start:stop]
+            own_weights = nothing if owns is None else owns[tensor].numpy()[start:stop]
+            _add_sums(total, own_weights, words, bit, values, cursors, len(senders), mine, by_count)
 
-    _in_threads(sum_pieces, list(_shares(segments, torch.get_num_threads())))
+    _in_threads(add_pieces, list(_shares(totals, first)))
+
+
+def encode_signs(values: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """See :func:`lightning_dct.kernels.plain.encode_signs`."""
+    signs, scales = np.zeros(values.numel() // 64 + 1, np.uint64), torch.empty(len(counts))
+    _encode_signs(values.numpy(), np.array(counts, np.int64), signs, scales.numpy())
+    return torch.from_numpy(signs.view(np.uint8)[: (values.numel() + 7) // 8]), scales
+
+
+def decode_signs(signs: Tensor, counts: Sequence[int], scales: Tensor) -> Tensor:
+    """See :func:`lightning_dct.kernels.plain.decode_signs`."""
+    values = torch.empty(sum(counts))
+    words, size = np.zeros(values.numel() // 64 + 1, np.uint64), (values.numel() + 7) // 8
+    words.view(np.uint8)[:size] = signs.numpy()[:size]
+    _decode_signs(words, np.array(counts, np.int64), scales.numpy(), values.numpy())
+    return values
+
+
+def count_flags(flags: Tensor, sizes: Sequence[int]) -> list[int]:
+    """See :func:`lightning_dct.kernels.plain.count_flags`."""
+    words = _words(flags)
+    before = [_flags_before(words, edge) for edge in np.cumsum([0, *sizes]).tolist()]
+    return np.diff(before).tolist()
+
+
+def encode_elias_fano(flags: Tensor, num_bits: int, num_flags: int, low_bits: int, capacity: int) -> Tensor:
+    """See :func:`lightning_dct.kernels.plain.encode_elias_fano`."""
+    message = np.zeros(num_bits // 64 + 2, np.uint64)
+    if not _encode_elias_fano(_words(flags), message, num_flags, low_bits, capacity):
+        raise ValueError(f"More than {capacity} positions do not fit.")
+    return torch.from_numpy(message.view(np.uint8)[: (num_bits + 7) // 8])
+
+
+def decode_elias_fano(
+    message: Tensor, universe: int, num_flags: int, low_bits: int, capacity: int, flags: Tensor
+) -> int:
+    """See :func:`lightning_dct.kernels.plain.decode_elias_fano`."""
+    words = np.zeros(message.numel() // 8 + 3, np.uint64)
+    words.view(np.uint8)[: message.numel()] = message.numpy()
+    return int(_decode_elias_fano(words, universe, num_flags, low_bits, capacity, _words(flags)))
 
 
 def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:
@@ -105,81 +186,287 @@ def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:
     _add_rows(total.numpy(), indices.numpy(), rows.contiguous().numpy())
 
 
+def _words(flags: Tensor) -> NDArray[np.uint64]:
+    words: NDArray[np.uint64] = flags.numpy().view(np.uint64)
+    return words
+
+
 _arrays = threading.local()
 
 
-def _scratch(count: int, size: int, dtype: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Arrays that a thread reuses: positions below ``size`` in the narrowest dtype, and values, ``count`` or more."""
-    # The system maps pages only when they are written, and few are. New arrays would have it clear them in each call.
-    found = []
-    for use, kind in (("positions", np.dtype(np.int32 if size <= LARGEST_INT32 else np.int64)), ("values", dtype)):
-        array = vars(_arrays).get(f"{use} {kind}")
-        if array is None or array.size < count:
-            array = vars(_arrays)[f"{use} {kind}"] = np.empty(count, kind)
-        found.append(array)
-    return found[0], found[1]
+def _scratch(count: int, dtype: Any) -> NDArray[Any]:
+    """An array that a thread reuses, of ``count`` entries or more."""
+    # The system maps pages only when they are written, and few are. A new array would have it clear them in each call.
+    array = vars(_arrays).get(str(dtype))
+    if array is None or array.size < count:
+        array = vars(_arrays)[str(dtype)] = np.empty(count, dtype)
+    return array
+
+
+@njit(nogil=True, cache=True, error_model="numpy", inline="always")
+def _window(words: Any, bit: Any, length: Any) -> Any:
+    """Up to 64 flags from a bit on, the first in the lowest bit; those beyond ``length`` are zero."""
+    word, shift = bit >> 6, np.uint64(bit) & WORD
+    flags = words[word] >> shift
+    if shift:
+        flags |= words[word + 1] << (np.uint64(64) - shift)
+    if length < 64:
+        flags &= (ONE << np.uint64(length)) - ONE
+    return flags
+
+
+@njit(nogil=True, cache=True, error_model="numpy", inline="always")
+def _set_window(words: Any, bit: Any, flags: Any) -> None:
+    word, shift = bit >> 6, np.uint64(bit) & WORD
+    words[word] |= flags << shift
+    # Only if it changes: the next word may be another thread's.
+    if shift and flags >> (np.uint64(64) - shift):
+        words[word + 1] |= flags >> (np.uint64(64) - shift)
+
+
+@njit(nogil=True, cache=True, error_model="numpy", inline="always")
+def _ones(word: Any) -> Any:
+    """The number of set flags. Compilers know this formula, and use the processor's instruction."""
+    word = word - ((word >> ONE) & np.uint64(0x5555555555555555))
+    word = (word & np.uint64(0x3333333333333333)) + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333))
+    word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _select(
-    addends: Any, sums: Any, pieces: Any, limits: Any, scale: Any, positions: Any, values: Any, counts: Any
-) -> int:
-    old = np.empty(BLOCK, sums.dtype)
-    flags = np.empty(BLOCK, np.uint8)
-    words = flags.view(np.uint64)
-    total = 0
-    for piece in range(pieces.shape[0]):
-        limit, stop, before = limits[pieces[piece, 0]], pieces[piece, 2], total
-        for start in range(pieces[piece, 1], stop, BLOCK):
-            end = min(start + BLOCK, stop)
-            # Indices into slices start at zero, so the compiler knows that none is negative.
-            addend, block = addends[start:end], sums[start:end]
-            for i in range(end - start):
-                old[i] = block[i]
-                fresh = old[i] + scale * addend[i]
-                block[i] = fresh
-                # "Not below" instead of "at or above", because it is true for NaN.
-                flags[i] = not (abs(fresh) < limit)
-            flags[end - start :] = 0
-            for word in range(words.shape[0]):
-                if words[word]:
-                    # Without branches, because a processor cannot predict which of eight entries are selected.
-                    for i in range(8 * word, min(8 * word + 8, end - start)):
-                        positions[total] = start + i
-                        values[total] = block[i]
-                        total += flags[i]
-                        if not np.isfinite(block[i]):
-                            block[i] = old[i]
-        counts[piece] = total - before
-    return total
+def _flags_before(words: Any, bit: int) -> int:
+    count = 0
+    for word in range(bit >> 6):
+        count += _ones(words[word])
+    if bit & 63:
+        count += _ones(words[bit >> 6] & ((ONE << np.uint64(bit & 63)) - ONE))
+    return count
+
+
+@njit(nogil=True, cache=True, error_model="numpy", inline="always")
+def _collect(reached: Any, block: Any, length: int, words: Any, bit: int, values: Any, count: int) -> int:
+    """Set the flags of a block, given as bytes of 0 or 1, and append its flagged entries to the values."""
+    eights = reached.view(np.uint64)
+    reached[length:] = 0
+    for start in range(0, length, 64):
+        flags = np.uint64(0)
+        for byte in range(8):
+            flags |= ((eights[start // 8 + byte] * GATHER) >> np.uint64(56)) << np.uint64(8 * byte)
+        if flags:
+            _set_window(words, bit + start, flags)
+        while flags:
+            values[count] = block[start + trailing_zeros(flags)]
+            flags &= flags - ONE
+            count += 1
+    return count
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _sum(
-    sums: Any, pieces: Any, positions: Any, values: Any, cursors: Any, ends: Any, weight: Any, weights: Any
+def _select_difference(new: Any, base: Any, limit: Any, words: Any, bit: int, values: Any, count: int) -> int:
+    block, reached = np.empty(BLOCK, base.dtype), np.empty(BLOCK, np.uint8)
+    for start in range(0, new.size, BLOCK):
+        # Indices into slices start at zero, so the compiler knows that none is negative.
+        ours, theirs = new[start : start + BLOCK], base[start : start + BLOCK]
+        for i in range(ours.size):
+            block[i] = ours[i] - theirs[i]
+            # "Not below" instead of "at or above", because it is true for NaN.
+            reached[i] = not (abs(block[i]) < limit)
+        count = _collect(reached, block, ours.size, words, bit + start, values, count)
+    return count
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _select_sum(new: Any, base: Any, scale: Any, limit: Any, words: Any, bit: int, values: Any, count: int) -> int:
+    old, block, reached = np.empty(BLOCK, base.dtype), np.empty(BLOCK, base.dtype), np.empty(BLOCK, np.uint8)
+    for start in range(0, new.size, BLOCK):
+        addends, sums, before = new[start : start + BLOCK], base[start : start + BLOCK], count
+        for i in range(addends.size):
+            old[i] = sums[i]
+            block[i] = old[i] + scale * addends[i]
+            sums[i] = block[i]
+            reached[i] = not (abs(block[i]) < limit)
+        count = _collect(reached, block, addends.size, words, bit + start, values, count)
+        broken = False
+        for number in range(before, count):
+            broken |= not np.isfinite(values[number])
+        if broken:
+            for i in range(addends.size):
+                if not np.isfinite(block[i]):
+                    sums[i] = old[i]
+    return count
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _thin(words: Any, begin: int, size: int, values: Any, left: Any) -> None:
+    # Entry number n is left if n * left.size // values.size is another number than for the one before it.
+    cursor, count, remainder = 0, 0, 0
+    for bit in range(begin, begin + size, 64):
+        flags = _window(words, bit, begin + size - bit)
+        while flags:
+            lowest = flags & (~flags + ONE)
+            flags ^= lowest
+            remainder += left.size
+            if remainder >= values.size:
+                remainder -= values.size
+                left[count] = values[cursor]
+                count += 1
+            else:
+                place = bit + np.int64(trailing_zeros(lowest))
+                words[place >> 6] ^= ONE << (np.uint64(place) & WORD)
+            cursor += 1
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _subtract(tensor: Any, words: Any, bit: int, values: Any, cursor: int) -> int:
+    for start in range(0, tensor.size, 64):
+        part = tensor[start : start + 64]
+        flags = _window(words, bit + start, part.size)
+        while flags:
+            i = trailing_zeros(flags)
+            flags &= flags - ONE
+            left = part[i] - values[cursor]
+            if np.isfinite(left):
+                part[i] = left
+            cursor += 1
+    return cursor
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _decay(new: Any, base: Any, lost: Any, words: Any, bit: int, values: Any, cursor: int) -> int:
+    left = np.empty(64, new.dtype)
+    for start in range(0, new.size, 64):
+        ours, theirs = new[start : start + 64], base[start : start + 64]
+        flags = _window(words, bit + start, ours.size)
+        for i in range(ours.size):
+            left[i] = ours[i] - theirs[i]
+        while flags:
+            left[trailing_zeros(flags)] -= values[cursor]
+            flags &= flags - ONE
+            cursor += 1
+        for i in range(ours.size):
+            ours[i] -= lost * left[i]
+    return cursor
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _add_sums(
+    total: Any, own: Any, words: Any, bit: int, values: Any, cursors: Any, summed: int, mine: int, weights: Any
 ) -> None:
-    senders = np.empty(BLOCK, np.int32)
-    for piece in range(pieces.shape[0]):
-        stop = pieces[piece, 2]
-        for start in range(pieces[piece, 1], stop, BLOCK):
-            end = min(start + BLOCK, stop)
-            sums[start:end] = 0
-            if weights.size:
-                senders[:] = 0
-                for sender in range(ends.shape[0]):
-                    cursor = cursors[sender]
-                    while cursor < ends[sender] and positions[cursor] < end:
-                        senders[positions[cursor] - start] += values[cursor] != 0
-                        cursor += 1
-            for sender in range(ends.shape[0]):
-                cursor = cursors[sender]
-                while cursor < ends[sender] and positions[cursor] < end:
-                    value = values[cursor]
-                    if weights.size:
-                        value = weights[senders[positions[cursor] - start]] * value
-                    sums[positions[cursor]] += weight * value
-                    cursor += 1
-                cursors[sender] = cursor
+    sums, senders = np.zeros(64, total.dtype), np.zeros(64, np.int64)
+    for start in range(0, total.size, 64):
+        part, ours = total[start : start + 64], own[start : start + 64]
+        union = np.uint64(0)
+        for sender in range(words.shape[0]):
+            flags, cursor = _window(words[sender], bit + start, part.size), cursors[sender]
+            if sender < summed:
+                union |= flags
+            while flags:
+                i = trailing_zeros(flags)
+                flags &= flags - ONE
+                value = values[cursor]
+                cursor += 1
+                if sender == mine:
+                    ours[i] -= value
+                if sender < summed:
+                    sums[i] += value
+                    senders[i] += value != 0
+            cursors[sender] = cursor
+        while union:
+            i = trailing_zeros(union)
+            union &= union - ONE
+            mean = weights[senders[i]] * sums[i]
+            part[i] += mean
+            if ours.size:
+                ours[i] += mean
+            sums[i], senders[i] = 0, 0
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _encode_signs(values: Any, counts: Any, signs: Any, scales: Any) -> None:
+    for start in range(0, values.size, 64):
+        part, flags = values[start : start + 64], np.uint64(0)
+        for i in range(part.size):
+            flags |= np.uint64(part[i] > 0) << np.uint64(i)
+        signs[start // 64] = flags
+    start = 0
+    for tensor in range(counts.size):
+        part = values[start : start + counts[tensor]]
+        start += counts[tensor]
+        # Sums that do not wait for one another.
+        one, two, three, four = 0.0, 0.0, 0.0, 0.0
+        for i in range(0, part.size - 3, 4):
+            one += abs(np.float64(part[i]))
+            two += abs(np.float64(part[i + 1]))
+            three += abs(np.float64(part[i + 2]))
+            four += abs(np.float64(part[i + 3]))
+        for i in range(part.size & ~3, part.size):
+            one += abs(np.float64(part[i]))
+        scales[tensor] = (one + two + three + four) / max(part.size, 1)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _decode_signs(signs: Any, counts: Any, scales: Any, values: Any) -> None:
+    plus, minus = np.float32(1), np.float32(-1)
+    for start in range(0, values.size, 64):
+        part, flags = values[start : start + 64], signs[start >> 6]
+        for i in range(part.size):
+            part[i] = plus if (flags >> np.uint64(i)) & ONE else minus
+    start = 0
+    for tensor in range(counts.size):
+        part, scale = values[start : start + counts[tensor]], scales[tensor]
+        for i in range(part.size):
+            part[i] *= scale
+        start += part.size
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _encode_elias_fano(words: Any, message: Any, num_flags: int, low_bits: int, capacity: int) -> bool:
+    count, planes = 0, np.zeros(max(low_bits, 1), np.uint64)
+    for word in range(words.size):
+        flags = words[word]
+        while flags:
+            position = 64 * word + np.int64(trailing_zeros(flags))
+            flags &= flags - ONE
+            if count == capacity:
+                return False
+            place = (position >> low_bits) + count
+            message[place >> 6] |= ONE << (np.uint64(place) & WORD)
+            for plane in range(low_bits):
+                planes[plane] |= np.uint64((position >> plane) & 1) << (np.uint64(count) & WORD)
+            count += 1
+            if not count & 63:
+                for plane in range(low_bits):
+                    _set_window(message, num_flags + plane * capacity + count - 64, planes[plane])
+                    planes[plane] = 0
+    if count & 63:
+        for plane in range(low_bits):
+            _set_window(message, num_flags + plane * capacity + (count & ~63), planes[plane])
+    return True
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _decode_elias_fano(message: Any, universe: int, num_flags: int, low_bits: int, capacity: int, words: Any) -> int:
+    """The number of positions, or minus one if they are not ascending below ``universe``."""
+    count, last, planes = 0, np.int64(-1), np.zeros(max(low_bits, 1), np.uint64)
+    for start in range(0, num_flags, 64):
+        flags = _window(message, start, num_flags - start)
+        while flags:
+            place = start + np.int64(trailing_zeros(flags))
+            flags &= flags - ONE
+            if count == capacity:
+                return -1
+            if not count & 63:
+                for plane in range(low_bits):
+                    planes[plane] = _window(message, num_flags + plane * capacity + count, capacity - count)
+            position = (place - count) << low_bits
+            for plane in range(low_bits):
+                position |= np.int64((planes[plane] >> (np.uint64(count) & WORD)) & ONE) << plane
+            if position <= last or position >= universe:
+                return -1
+            words[position >> 6] |= ONE << (np.uint64(position) & WORD)
+            last = position
+            count += 1
+    return count
 
 
 @njit(nogil=True, cache=True)
@@ -190,21 +477,24 @@ def _add_rows(total: Any, indices: Any, rows: Any) -> None:
             sums[j] += addends[j]
 
 
-def _shares(segments: Sequence[tuple[int, int]], most: int) -> Iterator[list[_Piece]]:
-    """Divide the segments into at most ``most`` lists of pieces with about the same number of entries."""
-    entries = sum(stop - start for start, stop in segments)
-    share = max(-(-entries // most), ENTRIES_PER_THREAD)
+def _shares(tensors: Sequence[Tensor], first: Sequence[int]) -> Iterator[list[_Piece]]:
+    """Divide tensors among threads, about the same number of entries each. No two threads share a word of flags."""
+    entries = sum(tensor.numel() for tensor in tensors)
+    share = max(-(-entries // torch.get_num_threads()), ENTRIES_PER_THREAD)
     pieces: list[_Piece] = []
     capacity = share
-    for segment, (start, stop) in enumerate(segments):
-        while start < stop:
-            end = min(stop, start + capacity)
-            pieces.append(_Piece(segment, start, end))
-            capacity -= end - start
-            start = end
-            if not capacity:
+    for number, (tensor, begin) in enumerate(zip(tensors, first, strict=True)):
+        start, size = 0, tensor.numel()
+        while start < size:
+            # Rounded up to a whole word.
+            stop = min(size, start + capacity + -(begin + start + capacity) % 64)
+            pieces.append(_Piece(number, start, stop, begin + start))
+            capacity -= stop - start
+            start = stop
+            if capacity <= 0 and (begin + start) % 64 == 0:
                 yield pieces
                 pieces, capacity = [], share
+            capacity = max(capacity, 1)
     if pieces:
         yield pieces
 

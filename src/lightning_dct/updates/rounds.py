@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from lightning_dct.gradients.compression import Received
 from lightning_dct.gradients.exchanges.base import Pending
 from lightning_dct.gradients.plan import real_dtype, real_numel
 
@@ -29,17 +30,19 @@ class InFlight:
 
     Attributes:
         names: The parameters.
+        entries: Entries of these parameters.
         due: The optimizer's step after which the mean is applied.
         pending: The exchange; None once it is complete.
-        mean: Shape ``[n]``: the mean of what all ranks have sent, once the exchange is complete.
-        own: Shape ``[n]``: what this rank has sent, and what the residual loses by its decay.
+        arrived: What it has brought, once it is complete: payloads, or the mean, shape ``[n]``.
+        own: Shape ``[n]``: what this rank has sent; None if that is among the payloads.
     """
 
     names: Sequence[str]
+    entries: int
     due: int
     pending: Pending | None
-    mean: Tensor
-    own: Tensor
+    arrived: Received | Tensor | None
+    own: Tensor | None
 
 
 @dataclass
@@ -104,12 +107,15 @@ def buckets_of(parameters: Sequence[tuple[str, Tensor]], turns: int) -> list[lis
 
 
 def save_rounds(
-    rounds: Mapping[int, Rounds], parameters: Mapping[str, Tensor], to_refresh: Collection[str]
+    rounds: Mapping[int, Rounds],
+    parameters: Mapping[str, Tensor],
+    to_refresh: Collection[str],
+    read: Callable[[InFlight], tuple[Tensor, Tensor]],
 ) -> tuple[dict[str, int], dict[str, Tensor]]:
     """The clocks as numbers, and the completed updates in flight as CPU tensors by parameter.
 
     ``rounds`` are by the number of the optimizer. ``to_refresh`` are the parameters whose thresholds are selected anew
-    when they are next sent.
+    when they are next sent. ``read`` gives the mean and what this rank has sent.
     """
     clocks = {f"refresh {name}": 1 for name in to_refresh}
     in_flight: dict[str, Tensor] = {}
@@ -117,7 +123,8 @@ def save_rounds(
         clocks[f"steps of {number}"] = own_rounds.steps
         for item in own_rounds.in_flight:
             sizes = [real_numel(parameters[name]) for name in item.names]
-            for name, mean, own in zip(item.names, item.mean.split(sizes), item.own.split(sizes), strict=True):
+            means, owns = (both.split(sizes) for both in read(item))
+            for name, mean, own in zip(item.names, means, owns, strict=True):
                 clocks[f"due in {number} {name}"] = item.due
                 in_flight |= {f"mean of {name}": mean.cpu().clone(), f"own of {name}": own.cpu().clone()}
     return clocks, in_flight
@@ -140,5 +147,7 @@ def load_rounds(
             if name in parameters and f"mean of {name}" in in_flight:
                 device = parameters[name].device
                 mean, own = (in_flight[f"{part} of {name}"].to(device) for part in ("mean", "own"))
-                rounds.setdefault(int(number), Rounds()).in_flight.append(InFlight([name], value, None, mean, own))
+                rounds.setdefault(int(number), Rounds()).in_flight.append(
+                    InFlight([name], mean.numel(), value, None, mean, own)
+                )
     return rounds, to_refresh

@@ -15,7 +15,11 @@ import torch
 from torch import Tensor
 
 from lightning_dct.gradients.awaited import read_together
+from lightning_dct.gradients.compression import Bucket
 from lightning_dct.gradients.plan import local_of, real_numel
+
+# What kernels can read and write in place.
+IN_PLACE = {torch.float32, torch.float64}
 
 
 class SharedWeights:
@@ -111,17 +115,32 @@ class SharedWeights:
             torch.sub(own.to(dtype), as_real(self._shared[name]), out=part.view(own.shape))
         return moved
 
-    def move(self, names: Sequence[str], mean: Tensor, own: Tensor) -> None:
-        """Add a mean to the shared weights, and add ``mean - own`` to this rank's own.
+    def bucket(self, names: Sequence[str]) -> Bucket | None:
+        """Both sets of weights, flattened, where the CPU can read them in place; None if it cannot."""
+        sets = [[as_real(own), as_real(self._shared[name])] for name in names for own in [self.own(name)]]
+        if not all(w.device.type == "cpu" and w.dtype in IN_PLACE and w.is_contiguous() for both in sets for w in both):
+            return None
+        news, bases = zip(*([weights.view(-1) for weights in both] for both in sets), strict=True)
+        return Bucket(news, bases, None)
 
-        ``mean`` and ``own`` have shape ``[n]``, one parameter after the other. ``own`` is what this rank has sent, and
-        what its residual loses by decay. It is overwritten.
+    def move(self, names: Sequence[str], mean: Tensor, own: Tensor) -> None:
+        """Add a mean to both sets of weights, after subtracting from this rank's own what it has sent.
+
+        ``mean`` and ``own``, what it has sent, have shape ``[n]``, one parameter after the other.
         """
+        self.add_own(names, own, -1.0)
+        self.add_own(names, mean, 1.0)
         sizes = [real_numel(self.parameters[name]) for name in names]
-        changes = torch.sub(mean, own, out=own).split(sizes)
-        for name, change, moved in zip(names, changes, mean.split(sizes), strict=True):
-            for weights, by in ((self.shared(name), moved), (self.own(name), change)):
-                as_real(weights).add_(by.view(as_real(weights).shape))
+        for name, part in zip(names, mean.split(sizes), strict=True):
+            shared = as_real(self._shared[name])
+            shared.add_(part.view(shared.shape))
+
+    def add_own(self, names: Sequence[str], addend: Tensor, factor: float) -> None:
+        """Add ``factor * addend``, shape ``[n]``, to this rank's own weights, one parameter after the other."""
+        sizes = [real_numel(self.parameters[name]) for name in names]
+        for name, part in zip(names, addend.split(sizes), strict=True):
+            own = as_real(self.own(name))
+            own.add_(part.view(own.shape), alpha=factor)
 
     def norms(self) -> dict[str, float]:
         """Euclidean norm of this rank's residual of each parameter."""

@@ -4,11 +4,12 @@
                    a_r  = w_r - S                                     the update, and what was not sent before
                    c_r  = the entries of a_r that reach a threshold, in few bits
     every rank     m    = 1 / sqrt(W n) * sum over ranks of c_r       any exchange
-                   S   += m,   w_r  = S + decay * (a_r - c_r)
+                   S   += m,   w_r += m - c_r
 
 ``S`` are the shared weights. A rank replaces what it has sent by the mean of what all have sent, and keeps what it has
 not sent in its own weights: it trains on with that, as in *Step-Ahead Error Feedback* (Xu and Huang, AAAI 2021). So
-``w_r - S`` is the residual. ``decay`` keeps the ranks from drifting apart during warm-up; then it is 1.
+``w_r - S`` is the residual. During warm-up own weights lose a part of it with each exchange,
+``w_r -= (1 - decay) (a_r - c_r)``, which keeps the ranks from drifting apart.
 
 ``n`` is the number of ranks that have sent an entry. If all have, ``m`` is their mean. The fewer have, the less the
 ranks agree on where that entry should move. Then their gradients are mostly noise, which makes the gradients of one
@@ -34,8 +35,9 @@ from torch.optim import Optimizer
 from lightning_dct.config import DCTConfig
 from lightning_dct.failures.course import EXCHANGE
 from lightning_dct.gradients.collectives import Link, all_reduce_mean
-from lightning_dct.gradients.exchanges.base import Exchange, complete
-from lightning_dct.gradients.plan import local_of, real_dtype, real_numel
+from lightning_dct.gradients.compression import Bucket, Received
+from lightning_dct.gradients.exchanges.base import Exchange, Pending, complete
+from lightning_dct.gradients.plan import BucketPlan, local_of, real_dtype, real_numel
 from lightning_dct.gradients.synchronizer import Synchronizer
 from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes
 from lightning_dct.updates.rounds import (
@@ -143,7 +145,7 @@ class UpdateSynchronizer(Synchronizer):
             self.memory.begin(1.0, refresh=False)
             for bucket in sending:
                 rounds.in_flight.append(self._send(bucket, rounds))
-                if not self.config.delay and sum(item.own.numel() for item in rounds.in_flight) >= MOST_IN_FLIGHT:
+                if not self.config.delay and sum(item.entries for item in rounds.in_flight) >= MOST_IN_FLIGHT:
                     self._apply(rounds, rounds.in_flight[:1])
             self.traffic.add(refreshes=int(self.memory.selected))
             if not self.config.delay:
@@ -196,7 +198,7 @@ class UpdateSynchronizer(Synchronizer):
         for rounds in self._rounds.values():
             self._complete(rounds.in_flight)
         state = super().state_dict()
-        clocks, in_flight = save_rounds(self._rounds, self.weights.parameters, self._to_refresh)
+        clocks, in_flight = save_rounds(self._rounds, self.weights.parameters, self._to_refresh, self._read)
         own = {name: self.weights.own(name) for name in self.weights.parameters}
         own |= {**self._buffers(), **self._own_buffers}
         return {
@@ -236,7 +238,7 @@ class UpdateSynchronizer(Synchronizer):
 
     def shared_state(self) -> dict[str, Any]:
         """The same with clocks, shared weights, and the means in flight, which change them."""
-        clocks, in_flight = save_rounds(self._rounds, self.weights.parameters, self._to_refresh)
+        clocks, in_flight = save_rounds(self._rounds, self.weights.parameters, self._to_refresh, self._read)
         means = {name: mean for name, mean in in_flight.items() if name.startswith("mean of ")}
         shared = {f"shared weights of {name}": self.weights.shared(name) for name in self.weights.parameters}
         return {**super().shared_state(), **clocks, **means, **shared}
@@ -286,32 +288,60 @@ class UpdateSynchronizer(Synchronizer):
             parameters, length = [self.weights.parameters[name] for name in names], self._length(rounds)
             share = length / self.config.round_length
             plan = self._plan_of(parameters, [real_numel(p) for p in parameters], real_dtype(parameters[0]), share)
-            moved = self.weights.movement(names, plan.residual_dtype)
-            own = moved.clone() if plan.is_dense or self.exchange.sums_first else None
-            pending = self._start(moved, plan, set())
-            if own is None:
-                # What is not sent stays in the weights, and the residual is not needed any more.
-                kept = self.config.residual_decay if rounds.steps <= self.config.warmup_steps else 1.0
-                left = self.memory.residual_of(plan, moved.device)
-                own = torch.sub(moved, left, alpha=kept, out=left)
-                for name in names:
-                    self.memory.residuals.drop(name)
-            return InFlight(names, rounds.steps + min(self.config.delay, length), pending, moved, own)
+            lost = 1.0 - self.config.residual_decay if rounds.steps <= self.config.warmup_steps else 0.0
+            own, bucket = None, self.weights.bucket(names)
+            if plan.is_dense or self.exchange.sums_first:
+                moved = self.weights.movement(names, plan.residual_dtype)
+                own, pending = moved.clone(), self._start(moved, plan, set())
+            elif bucket is not None:
+                flow = self.exchange.send(bucket, plan, set(), self.memory, lost)
+                pending = Pending(flow, self.exchange.rounds, bucket.bases[0].device)
+            else:
+                pending = self._send_movement(names, plan, lost)
+            due = rounds.steps + min(self.config.delay, length)
+            return InFlight(names, sum(plan.sizes), due, pending, None, own)
+
+    def _send_movement(self, names: Sequence[str], plan: BucketPlan, lost: float) -> Pending:
+        """Start sending updates that are not read from the weights in place."""
+        moved = self.weights.movement(names, plan.residual_dtype)
+        left = self.memory.residual_of(plan, moved.device)
+        flow = self.exchange.send(Bucket([moved], [left], 1.0), plan, set(), self.memory)
+        pending = Pending(flow, self.exchange.rounds, moved.device)
+        # What is not sent stays in the weights, and the residual is not needed any more.
+        if lost:
+            self.weights.add_own(names, left, -lost)
+        for name in names:
+            self.memory.residuals.drop(name)
+        return pending
 
     def _apply(self, rounds: Rounds, items: list[InFlight]) -> None:
         """Add the mean to the shared weights, and replace what this rank has sent by the mean in its own."""
         self._complete(items)
         with self.traffic.timed("apply"):
             for item in items:
-                self.weights.move(item.names, item.mean, item.own)
+                bucket = self.weights.bucket(item.names)
+                if isinstance(item.arrived, Received) and bucket is not None:
+                    self.memory.apply(item.arrived, bucket)
+                else:
+                    self.weights.move(item.names, *self._read(item))
         rounds.in_flight = [item for item in rounds.in_flight if item not in items]
+
+    def _read(self, item: InFlight) -> tuple[Tensor, Tensor]:
+        """The mean of what all ranks have sent, and what this rank has sent, of completed updates: ``[n]`` each."""
+        arrived = item.arrived
+        if not isinstance(arrived, Received):
+            return arrived, item.own  # type: ignore[return-value]
+        mean = arrived.payloads.new_empty(item.entries, dtype=arrived.plan.residual_dtype)
+        payload = arrived.payloads[arrived.own] if isinstance(arrived.own, int) else arrived.own
+        own = self.memory.decompress(arrived._replace(payloads=payload[None], factor=1.0), mean.clone())
+        return self.memory.decompress(arrived, mean), own
 
     def _complete(self, items: Iterable[InFlight]) -> None:
         pending = [(item, item.pending) for item in items if item.pending is not None]
         complete([exchange for _, exchange in pending], self.traffic)
         self.memory.commit()
         for item, exchange in pending:
-            item.mean, item.pending = exchange.future.wait(), None
+            item.arrived, item.pending = exchange.future.wait(), None
 
     def _count_dense(self, rounds: Rounds) -> None:
         """Count the bytes that DistributedDataParallel would have sent for a step."""

@@ -1,15 +1,24 @@
-"""Packs flags, eight to a byte with the first in the lowest bit, and finds set flags."""
+"""Packs flags, eight to a byte with the first in the lowest bit, finds and counts set flags."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_dct.kernels import cpu_kernel
+
 
 def num_bytes(num_bits: int) -> int:
     """Bytes that hold ``num_bits`` bits."""
     return (num_bits + 7) // 8
+
+
+def flags_num_bytes(size: int) -> int:
+    """Bytes of the flags of ``size`` entries: whole words of 64, and one more, so that any 64 flags can be read."""
+    return 8 * (size // 64 + 2)
 
 
 def pack_bits(flags: Tensor) -> Tensor:
@@ -36,3 +45,17 @@ def nonzero_indices(flags: Tensor) -> Tensor:
         # numpy searches bools several times faster than torch does.
         return torch.from_numpy(np.flatnonzero(flags.numpy().view(np.bool_)))
     return flags.nonzero().squeeze(1)
+
+
+def count_flags(flags: Tensor, sizes: Sequence[int]) -> list[int]:
+    """How many of packed flags are set in each of the tensors of these sizes, one after the other."""
+    if flags.device.type == "cpu":
+        return cpu_kernel().count_flags(flags, sizes)
+    marks = unpack_bits(flags, sum(sizes))
+    return torch.stack([part.sum() for part in marks.split(list(sizes))]).tolist() if sizes else []
+
+
+def pack_flags(marks: Tensor) -> Tensor:
+    """Marks (shape ``[n]``, bool or uint8 of zeros and ones) as flags: uint8, ``[flags_num_bytes(n)]``."""
+    packed = pack_bits(marks)
+    return torch.nn.functional.pad(packed, (0, flags_num_bytes(marks.numel()) - packed.numel()))

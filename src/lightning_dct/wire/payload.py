@@ -21,17 +21,17 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_dct.wire.bits import count_flags, nonzero_indices, unpack_bits
 from lightning_dct.wire.positions import PayloadError, PositionCode
-from lightning_dct.wire.values import SCALED_FORMATS, decode_values, encode_values, values_num_bytes
+from lightning_dct.wire.values import SCALED_FORMATS, decode_tensors, encode_tensors, values_num_bytes
 
 MAGIC = 0xDC
 VERSION = 2
@@ -79,50 +79,41 @@ class PayloadLayout:
         """Size of every payload, in bytes."""
         return sum(self.part_sizes)
 
-    def tensor_index(self, positions: Tensor) -> Tensor:
-        """The tensor of each position (int32 or int64, ``[count]``, ascending); empty for formats without scales."""
-        if not self.num_scales:
-            return positions.new_empty(0)
-        if positions.device.type != "cpu":
-            return torch.searchsorted(torch.from_numpy(self._ends).to(positions.device), positions, right=True)
-        # Searching for the tensors' ends takes fewer searches than searching for each position.
-        ends = np.searchsorted(positions.numpy(), self._ends)
-        return torch.from_numpy(np.repeat(np.arange(self.num_scales, dtype=np.int32), np.diff(ends, prepend=0)))
-
-    @cached_property
-    def _ends(self) -> NDArray[np.int64]:
-        return np.cumsum(self.tensor_sizes, dtype=np.int64)
-
 
 class Unpacked(NamedTuple):
     """The contents of one payload."""
 
-    positions: Tensor  # shape `[count]`, int64: indices into the flattened bucket, ascending
-    values: Tensor  # shape `[count]`, fp32
+    flags: Tensor  # packed: which entries of the flattened bucket are sent; see `bits.py`
+    values: Tensor  # shape `[count]`, fp32: these entries
     dense: Tensor  # shape `[dense_bytes]`, uint8: the tensors sent dense, one after the other
 
+    @property
+    def positions(self) -> Tensor:
+        """Indices of the sent entries in the flattened bucket: shape ``[count]``, int64, ascending."""
+        return nonzero_indices(unpack_bits(self.flags, 8 * self.flags.numel()))
 
-def pack(layout: PayloadLayout, positions: Tensor, values: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
+
+def pack(
+    layout: PayloadLayout, flags: Tensor, values: Tensor, counts: Sequence[int], dense: Tensor
+) -> tuple[Tensor, Tensor]:
     """Pack one payload.
 
-    ``positions`` (``[count]``, int64, at most ``layout.capacity``) are ascending indices into the flattened bucket and
-    ``values`` the entries there. ``dense`` (``[layout.dense_bytes]``, uint8) holds the tensors sent dense.
+    ``flags`` mark the sent entries of the flattened bucket, ``counts`` of each tensor and at most ``layout.capacity``,
+    and ``values`` are the entries there. ``dense`` (``[layout.dense_bytes]``, uint8) holds the tensors sent dense.
 
     Returns:
         The payload (uint8, shape ``[layout.num_bytes]``) and the values that every receiver unpacks (fp32).
     """
-    device, count = positions.device, positions.numel()
-    tensor_index = layout.tensor_index(positions)
-    data, scales = encode_values(values, tensor_index, layout.num_scales, layout.value_format)
-    payload = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
+    data, scales, received = encode_tensors(values, counts, layout.value_format)
+    payload = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=flags.device)
     parts = payload.split(layout.part_sizes)
-    header = write_header(MAGIC, FORMAT_CODES[layout.value_format], count, layout.fingerprint)
+    header = write_header(MAGIC, FORMAT_CODES[layout.value_format], values.numel(), layout.fingerprint)
     parts[0].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
     parts[1].copy_(scales.view(torch.uint8))
-    parts[2].copy_(layout.position_code.encode(positions))
+    parts[2].copy_(layout.position_code.encode_flags(flags))
     parts[3][: data.numel()].copy_(data)
     parts[4].copy_(dense)
-    return payload, decode_values(data, count, tensor_index, scales, layout.value_format)
+    return payload, received
 
 
 def unpack(layout: PayloadLayout, payload: Tensor) -> Unpacked:
@@ -133,11 +124,12 @@ def unpack(layout: PayloadLayout, payload: Tensor) -> Unpacked:
     """
     if payload.numel() != layout.num_bytes:
         raise PayloadError(f"the payload has {payload.numel()} bytes, the layout says {layout.num_bytes}")
-    header, scales, positions_data, values_data, dense = payload.split(layout.part_sizes)
+    header, scales, positions, values, dense = payload.split(layout.part_sizes)
     count = read_header(header, MAGIC, FORMAT_CODES[layout.value_format], layout.fingerprint, layout.capacity)
-    positions = layout.position_code.decode(positions_data, count)
-    index, scales = layout.tensor_index(positions), scales.clone().view(torch.float32)
-    return Unpacked(positions, decode_values(values_data, count, index, scales, layout.value_format), dense)
+    flags = layout.position_code.decode_flags(positions, count)
+    counts = count_flags(flags, layout.tensor_sizes) if layout.num_scales else [count]
+    read = decode_tensors(values, counts, scales.clone().view(torch.float32), layout.value_format)
+    return Unpacked(flags, read, dense)
 
 
 def write_header(magic: int, format_code: int, count: int, fingerprint: int) -> bytes:

@@ -24,7 +24,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightning_dct.wire.bits import nonzero_indices, num_bytes, pack_bits, unpack_bits
+from lightning_dct.kernels import cpu_kernel
+from lightning_dct.wire.bits import (
+    count_flags,
+    flags_num_bytes,
+    nonzero_indices,
+    num_bytes,
+    pack_bits,
+    pack_flags,
+    unpack_bits,
+)
 
 
 class PayloadError(ValueError):
@@ -135,3 +144,32 @@ class PositionCode:
         if message.numel() != self.num_bytes:
             raise PayloadError(f"the positions take {self.num_bytes} bytes, but {message.numel()} have arrived")
         return self.decode_bits(unpack_bits(message, self.num_bits), count)
+
+    def encode_flags(self, flags: Tensor) -> Tensor:
+        """The message, shape ``[num_bytes]``, uint8, of the positions whose flags (packed) are set."""
+        if self.is_bitmap:
+            return flags[: self.num_bytes]
+        if flags.device.type != "cpu":
+            return self.encode(nonzero_indices(unpack_bits(flags, self.universe)))
+        return cpu_kernel().encode_elias_fano(flags, self.num_bits, self.num_flags, self.low_bits, self.capacity)
+
+    def decode_flags(self, message: Tensor, count: int) -> Tensor:
+        """Read a message, shape ``[num_bytes]``, uint8: flags, ``count`` of which are set.
+
+        Raises:
+            PayloadError: The message does not hold ``count`` ascending positions below ``universe``.
+        """
+        if message.device.type != "cpu":
+            return pack_flags(message.new_zeros(self.universe).index_fill_(0, self.decode(message, count), 1))
+        flags = message.new_zeros(flags_num_bytes(self.universe))
+        if self.is_bitmap:
+            flags[: self.num_bytes] = message
+            (found,) = count_flags(flags, [self.universe])
+        else:
+            sizes = self.universe, self.num_flags, self.low_bits, self.capacity
+            found = cpu_kernel().decode_elias_fano(message, *sizes, flags)
+        if found < 0:
+            raise PayloadError(f"the positions are corrupt: they are not ascending below {self.universe}")
+        if found != count:
+            raise PayloadError(f"the positions are corrupt: {found} positions are marked, but the header says {count}")
+        return flags

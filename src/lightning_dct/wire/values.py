@@ -17,9 +17,13 @@ scale of its tensor infinite or NaN, so the other ranks receive it in every form
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_dct.kernels import cpu_kernel
 from lightning_dct.wire.bits import num_bytes, pack_bits, unpack_bits
 
 BITS_PER_VALUE: dict[str, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "1bit": 1}
@@ -32,6 +36,30 @@ ZERO_LEVEL = 7
 def values_num_bytes(value_format: str, capacity: int) -> int:
     """Bytes that ``capacity`` values take."""
     return num_bytes(BITS_PER_VALUE[value_format] * capacity)
+
+
+def encode_tensors(values: Tensor, counts: Sequence[int], value_format: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Encode values (``[count]``, floating point); ``counts`` says how many are of each tensor.
+
+    Returns:
+        Bytes and scales as of :func:`encode_values`, and the values that receivers decode (fp32).
+    """
+    if value_format == "1bit" and values.device.type == "cpu":
+        data, scales = cpu_kernel().encode_signs(values, counts)
+    else:
+        data, scales = encode_values(values, _tensor_index(counts, values.device), len(counts), value_format)
+    return data, scales, decode_tensors(data, counts, scales, value_format)
+
+
+def decode_tensors(data: Tensor, counts: Sequence[int], scales: Tensor, value_format: str) -> Tensor:
+    """Decode the bytes of :func:`encode_tensors`, which may be followed by others: shape ``[sum(counts)]``, fp32."""
+    if value_format == "1bit" and data.device.type == "cpu":
+        return cpu_kernel().decode_signs(data, counts, scales)
+    return decode_values(data, sum(counts), _tensor_index(counts, data.device), scales, value_format)
+
+
+def _tensor_index(counts: Sequence[int], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int32), counts)).to(device)
 
 
 def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_format: str) -> tuple[Tensor, Tensor]:

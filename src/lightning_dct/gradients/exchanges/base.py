@@ -6,7 +6,8 @@ Buckets without compressed tensors, and sparse gradients, are all-reduced in eve
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,15 +15,15 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_dct.gradients.collectives import Link, all_reduce_mean, all_reduce_mean_sparse
-from lightning_dct.gradients.compression import Compressed
+from lightning_dct.gradients.compression import Bucket, Compressed, Received
 from lightning_dct.gradients.memory import Memory
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.gradients.sharding import Piece
 from lightning_dct.traffic import Traffic
 
 # The exchange of one bucket. It starts a collective and yields its work, the caller waits for that and resumes it, and
-# so on. It returns the bucket with the mean in it.
-Flow = Generator[dist.Work, None, Tensor]
+# so on. It returns what has been received: payloads, or of a bucket that is not compressed the mean.
+Flow = Generator[dist.Work, None, Received | Tensor]
 
 
 class Exchange(ABC):
@@ -45,14 +46,15 @@ class Exchange(ABC):
     made: Sequence[dist.ProcessGroup] = ()
 
     @abstractmethod
-    def send(self, buffer: Tensor, plan: BucketPlan, deferred: set[int], memory: Memory) -> Flow:
+    def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], memory: Memory, lost: float = 0.0) -> Flow:
         """Exchange a bucket. Every rank calls this for the same buckets in the same order.
 
         Args:
-            buffer: Shape ``[n]``: the flattened tensors of this rank. Overwritten with the mean.
+            bucket: The tensors of this rank.
             plan: How each tensor is sent.
             deferred: Indices of tensors that this rank's backward did not use. Nothing is sent of them.
             memory: This rank's residuals and thresholds.
+            lost: Share of what is not sent that own weights lose.
         """
 
     def close(self) -> None:
@@ -66,15 +68,18 @@ class Pending:
     """A bucket whose exchange has started; the first collective starts here.
 
     Attributes:
-        future: The mean, for which DistributedDataParallel waits.
+        future: What ``read`` makes of what is received; DistributedDataParallel waits for it.
         rounds_left: Collectives that have not been waited for.
         finite: Whether the mean is finite, if :meth:`advance` has checked it.
     """
 
-    def __init__(self, flow: Flow, rounds: int, buffer: Tensor) -> None:
+    def __init__(
+        self, flow: Flow, rounds: int, device: torch.device, read: Callable[[Received | Tensor], Any] | None = None
+    ) -> None:
         self.rounds_left = rounds
-        self.future: Future[Tensor] = Future(devices=[] if buffer.device.type == "cpu" else [buffer.device])
+        self.future: Future[Any] = Future(devices=[] if device.type == "cpu" else [device])
         self.finite = True
+        self._read = read
         self._flow = flow
         self._work: dist.Work = next(flow)
 
@@ -90,7 +95,7 @@ class Pending:
             try:
                 self._work = next(self._flow)
             except StopIteration as finished:
-                mean = finished.value
+                mean = finished.value if self._read is None else self._read(finished.value)
                 if check_finite:
                     self.finite = bool((mean._values() if mean.is_sparse else mean).isfinite().all())
                 self.future.set_result(mean)

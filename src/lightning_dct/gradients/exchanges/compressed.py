@@ -33,7 +33,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from lightning_dct.gradients.collectives import (
     Link,
@@ -42,6 +41,7 @@ from lightning_dct.gradients.collectives import (
     deliver_payloads,
     spread_payload,
 )
+from lightning_dct.gradients.compression import Bucket, Received
 from lightning_dct.gradients.exchanges.base import Exchange, Flow, count_entries, unused_tensors
 from lightning_dct.gradients.memory import Memory
 from lightning_dct.gradients.plan import BucketPlan
@@ -65,14 +65,14 @@ class AllGather(Exchange):
         self.everyone = everyone
         self.link_traversals = link_traversals("all_gather", everyone.size)
 
-    def send(self, buffer: Tensor, plan: BucketPlan, deferred: set[int], memory: Memory) -> Flow:
+    def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], memory: Memory, lost: float = 0.0) -> Flow:
         """See :meth:`Exchange.send`."""
-        residual = memory.residual_of(plan, buffer.device)
-        compressed = memory.compress(buffer, residual, plan, deferred, memory.gradient_scale)
-        count_entries(buffer.numel(), compressed, self.everyone, memory)
+        compressed = memory.compress(bucket, plan, deferred, lost)
+        count_entries(sum(plan.sizes), compressed, self.everyone, memory)
         work, payloads = all_gather_payload(compressed.payload, self.everyone)
         yield work
-        return memory.decompress(payloads, buffer, plan, 1.0 / (memory.gradient_scale * self.everyone.size))
+        factor = 1.0 / ((bucket.scale or 1.0) * self.everyone.size)
+        return Received(payloads, plan, factor, own=self.everyone.rank)
 
 
 class Sharded(Exchange):
@@ -87,26 +87,25 @@ class Sharded(Exchange):
         self._defer_unused = defer_unused
         self._cut = Cutter(pieces, everyone.size)
 
-    def send(self, buffer: Tensor, plan: BucketPlan, deferred: set[int], memory: Memory) -> Flow:
+    def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], memory: Memory, lost: float = 0.0) -> Flow:
         """See :meth:`Exchange.send`."""
         shards, joined = cut = self._cut(plan)
         sizes = [shard.plan.layout.num_bytes for shard in shards]
-        residual = memory.residual_of(plan, buffer.device)
-        compressed = memory.compress(buffer, residual, joined, cut.of(deferred), memory.gradient_scale)
-        count_entries(buffer.numel(), compressed, self.everyone, memory)
+        compressed = memory.compress(bucket, joined, cut.of(deferred), lost)
+        count_entries(sum(plan.sizes), compressed, self.everyone, memory)
         work, received = deliver_payloads(compressed.payload.split(sizes), self.everyone)
         yield work
 
         own = shards[self.everyone.rank]
-        sums = torch.zeros(sum(own.plan.sizes), dtype=plan.residual_dtype, device=buffer.device)
-        memory.decompress(received, sums, own.sums, 1.0)
+        sums = compressed.payload.new_zeros(sum(own.plan.sizes), dtype=plan.residual_dtype)
+        memory.decompress(Received(received, own.sums, 1.0, own=self.everyone.rank), sums)
         deferred = unused_tensors(sums, own.sums) if self._defer_unused else set()
-        sent = memory.compress(sums, memory.owned_of(own.packed, buffer.device), own.sums, deferred, 1.0)
+        sent = memory.compress(Bucket([sums], [memory.owned_of(own.packed, sums.device)], 1.0), own.sums, deferred)
         work, spread = spread_payload(sent.payload, sizes, self.everyone)
         yield work
 
-        factor = 1.0 / (memory.gradient_scale * self.everyone.size)
-        return memory.decompress(torch.cat(spread).unsqueeze(0), buffer, joined, factor, "Sums")
+        factor = 1.0 / ((bucket.scale or 1.0) * self.everyone.size)
+        return Received(torch.cat(spread).unsqueeze(0), joined, factor, own=compressed.payload, what="Sums")
 
 
 class ByNode(Exchange):
@@ -129,8 +128,9 @@ class ByNode(Exchange):
         self._defer_unused = defer_unused
         self._cut = Cutter(pieces, inside.size)
 
-    def send(self, buffer: Tensor, plan: BucketPlan, deferred: set[int], memory: Memory) -> Flow:
+    def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], memory: Memory, lost: float = 0.0) -> Flow:
         """See :meth:`Exchange.send`."""
+        (buffer,), scale = bucket.news, bucket.scale or 1.0
         shards, joined = self._cut(plan)
         # Residuals of this rank's own gradients, left by another exchange, are sent with the dense gradients.
         memory.send_out(buffer, plan, deferred, owned=False)
@@ -143,8 +143,7 @@ class ByNode(Exchange):
         deferred = unused_tensors(gradient, own.packed) if self._defer_unused else set()
         residual = memory.owned_of(own.packed, buffer.device)
         # The sum over the node's ranks, from their mean.
-        scale = memory.gradient_scale * self._inside.size
-        compressed = memory.compress(gradient, residual, own.packed, deferred, scale)
+        compressed = memory.compress(Bucket([gradient], [residual], scale * self._inside.size), own.packed, deferred)
         count_entries(gradient.numel(), compressed, self.everyone, memory)
         work, gathered = all_gather_payload(compressed.payload, self._between)
         yield work
@@ -154,6 +153,6 @@ class ByNode(Exchange):
         work, spread = spread_payload(gathered.flatten(), sizes, self._inside)
         yield work
 
-        factor = 1.0 / (memory.gradient_scale * self.everyone.size)
         by_shard = [payloads.view(nodes, -1) for payloads in spread]
-        return memory.decompress(torch.cat(by_shard, dim=1), buffer, joined, factor)
+        received = torch.cat(by_shard, dim=1)
+        return Received(received, joined, 1.0 / (scale * self.everyone.size), own=self._between.rank)

@@ -1,0 +1,243 @@
+"""The CPU kernels: each against the plainest loop, bit for bit, at any offset of the flags and on several threads."""
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_dct.kernels import cpu_kernel, numba_cpu, plain
+from lightning_dct.kernels.plain import Sent, pack, unpack
+from lightning_dct.wire.bits import flags_num_bytes
+from strategies_for_hypothesis import examples
+
+numbers = st.sampled_from([0.0, 0.5, -0.5, 1e-40, 3e38, -3e38, math.nan, math.inf, -math.inf])
+
+
+class Kernel:
+    """The one under test."""
+
+    name = "torch"
+
+
+@pytest.fixture(autouse=True, params=["torch", "numba", "numba on two threads"])
+def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    name, _, threads = request.param.partition(" ")
+    monkeypatch.setattr(Kernel, "name", name)
+    monkeypatch.setattr(plain, "CHUNK", 48)
+    # Few enough that two threads share a tensor, and that their border is in the middle of a block.
+    monkeypatch.setattr(numba_cpu, "ENTRIES_PER_THREAD", 7)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2 if threads else 1)
+    yield
+    torch.set_num_threads(before)
+
+
+@st.composite
+def tensors(draw: st.DrawFn, sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
+    """Noise with now and then an odd number."""
+    noise = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    made = [torch.randn(size, generator=noise).to(dtype) for size in sizes]
+    for number in draw(st.lists(numbers, max_size=3)):
+        tensor = made[draw(st.integers(0, len(made) - 1))]
+        if tensor.numel():
+            tensor[draw(st.integers(0, tensor.numel() - 1))] = number
+    return made
+
+
+sizes_of_tensors = st.lists(
+    st.sampled_from([0, 1, 63, 64, 65, 200]) | st.integers(1, 2 * numba_cpu.BLOCK + 9), min_size=1, max_size=4
+)
+dtypes = st.sampled_from([torch.float32, torch.float64])
+
+
+def firsts(sizes: list[int], gap: int) -> tuple[list[int], Tensor]:
+    """The first flag of each tensor, with a gap before the first, and zeroed flags."""
+    first = [gap + sum(sizes[:number]) for number in range(len(sizes))]
+    return first, torch.zeros(flags_num_bytes(gap + sum(sizes)), dtype=torch.uint8)
+
+
+@st.composite
+def sent_of(draw: st.DrawFn, sizes: list[int], gap: int) -> Sent:
+    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    marks = np.zeros(8 * flags_num_bytes(gap + sum(sizes)), np.bool_)
+    marks[gap : gap + sum(sizes)] = generator.random(sum(sizes)) < draw(st.sampled_from([0.0, 0.02, 0.4, 1.0]))
+    values = generator.standard_normal(int(marks.sum())).astype(np.float32)
+    if values.size and draw(st.booleans()):
+        values[generator.integers(values.size)] = draw(st.sampled_from([0.0, 1e-40, math.inf, math.nan]))
+    return Sent(pack(marks), torch.from_numpy(values))
+
+
+def dense(sent: Sent, sizes: list[int], gap: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Marks and values (fp32, zero where nothing is sent) of each tensor."""
+    marks = unpack(sent.flags)
+    values = np.zeros(marks.size, np.float32)
+    values[marks] = sent.values.numpy()
+    edges = np.cumsum([gap, *sizes])
+    return [[array[a:b] for a, b in pairwise(edges)] for array in (marks, values)]  # type: ignore[return-value]
+
+
+def same(left: Tensor, right: np.ndarray) -> None:
+    np.testing.assert_array_equal(left.numpy(), right)
+
+
+@given(data=st.data(), sizes=sizes_of_tensors, gap=st.integers(0, 70), dtype=dtypes)
+@examples(50)
+def test_select_a_difference(data: st.DataObject, sizes: list[int], gap: int, dtype: torch.dtype) -> None:
+    news, bases = (data.draw(tensors(sizes, dtype)) for _ in range(2))
+    before = [tensor.clone() for tensor in [*news, *bases]]
+    thresholds = [data.draw(st.sampled_from([1e-38, 0.5, 2.0])) for _ in sizes]
+    first, flags = firsts(sizes, gap)
+    values, counts = cpu_kernel(Kernel.name).select(news, bases, first, thresholds, None, flags)
+    marks, expected = np.zeros(8 * flags.numel(), np.bool_), []
+    with np.errstate(all="ignore"):
+        for new, base, begin, threshold in zip(news, bases, first, thresholds, strict=True):
+            a = new.numpy() - base.numpy()
+            reached = ~(np.abs(a) < a.dtype.type(threshold))
+            marks[begin : begin + a.size] = reached
+            expected.append(a[reached])
+    np.testing.assert_array_equal(unpack(flags), marks)
+    same(values, np.concatenate(expected))
+    assert (values.dtype, counts) == (dtype, [part.size for part in expected])
+    for tensor, old in zip([*news, *bases], before, strict=True):
+        same(tensor, old.numpy())
+
+
+@given(data=st.data(), sizes=sizes_of_tensors, gap=st.integers(0, 70), dtype=dtypes, scale=st.sampled_from([1.0, 3.7]))
+@examples(50)
+def test_select_a_sum(data: st.DataObject, sizes: list[int], gap: int, dtype: torch.dtype, scale: float) -> None:
+    """With gradients in any dtype; what is infinite or NaN is flagged, and does not change the residual."""
+    gradients = [
+        gradient.to(data.draw(st.sampled_from([torch.bfloat16, torch.float16, dtype])))
+        for gradient in data.draw(tensors(sizes, dtype))
+    ]
+    residuals = [tensor.nan_to_num(nan=1.0) for tensor in data.draw(tensors(sizes, dtype))]
+    first, flags = firsts(sizes, gap)
+    marks, expected, left = np.zeros(8 * flags.numel(), np.bool_), [], []
+    with np.errstate(all="ignore"):
+        for gradient, residual, begin in zip(gradients, residuals, first, strict=True):
+            a = residual.numpy() + residual.numpy().dtype.type(scale) * gradient.to(dtype).numpy()
+            reached = ~(np.abs(a) < 0.8)
+            marks[begin : begin + a.size] = reached
+            expected.append(a[reached])
+            left.append(np.where(np.isfinite(a), a, residual.numpy()))
+    values, counts = cpu_kernel(Kernel.name).select(gradients, residuals, first, [0.8] * len(sizes), scale, flags)
+    np.testing.assert_array_equal(unpack(flags), marks)
+    same(values, np.concatenate(expected))
+    assert counts == [part.size for part in expected]
+    for residual, one in zip(residuals, left, strict=True):
+        same(residual, one)
+
+
+@given(data=st.data(), sizes=sizes_of_tensors, gap=st.integers(0, 70))
+@examples(40)
+def test_thin(data: st.DataObject, sizes: list[int], gap: int) -> None:
+    """A regular sample of one tensor's entries is left, and nothing else changes."""
+    sent, first = data.draw(sent_of(sizes, gap)), firsts(sizes, gap)[0]
+    number = data.draw(st.integers(0, len(sizes) - 1))
+    marks, values = (of[number].copy() for of in dense(sent, sizes, gap))
+    places = np.flatnonzero(marks)
+    if len(places) < 2:
+        return
+    target = data.draw(st.integers(1, len(places) - 1))
+    left = places[[n for n in range(len(places)) if (n + 1) * target // len(places) > n * target // len(places)]]
+    expected = unpack(sent.flags).copy()
+    expected[first[number] + places] = False
+    expected[first[number] + left] = True
+    kernel = cpu_kernel(Kernel.name)
+    same(kernel.thin(sent.flags, first[number], sizes[number], torch.from_numpy(values[places]), target), values[left])
+    np.testing.assert_array_equal(unpack(sent.flags), expected)
+    assert len(left) == target
+
+
+@given(data=st.data(), sizes=sizes_of_tensors, gap=st.integers(0, 70), dtype=dtypes)
+@examples(40)
+def test_subtract(data: st.DataObject, sizes: list[int], gap: int, dtype: torch.dtype) -> None:
+    sent, residuals = data.draw(sent_of(sizes, gap)), [torch.ones(size, dtype=dtype) for size in sizes]
+    cpu_kernel(Kernel.name).subtract(residuals, firsts(sizes, gap)[0], sent)
+    for residual, values in zip(residuals, dense(sent, sizes, gap)[1], strict=True):
+        left = 1 - values.astype(residual.numpy().dtype)
+        same(residual, np.where(np.isfinite(left), left, 1))
+
+
+@given(data=st.data(), sizes=sizes_of_tensors, gap=st.integers(0, 70), dtype=dtypes)
+@examples(40)
+def test_decay(data: st.DataObject, sizes: list[int], gap: int, dtype: torch.dtype) -> None:
+    sent = data.draw(sent_of(sizes, gap))
+    news, bases = ([torch.randn(size, dtype=dtype) for size in sizes] for _ in range(2))
+    before = [new.numpy().copy() for new in news]
+    cpu_kernel(Kernel.name).decay(news, bases, firsts(sizes, gap)[0], sent, 0.05)
+    for new, old, base, marks, values in zip(news, before, bases, *dense(sent, sizes, gap), strict=True):
+        left = old - base.numpy()
+        left[marks] -= values[marks].astype(left.dtype)
+        same(new, old - left.dtype.type(0.05) * left)
+
+
+@given(data=st.data(), sizes=sizes_of_tensors, gap=st.integers(0, 70), dtype=dtypes, ranks=st.integers(0, 4))
+@examples(60)
+def test_add_sums(data: st.DataObject, sizes: list[int], gap: int, dtype: torch.dtype, ranks: int) -> None:
+    """The shared weights and a rank's own, which is one of the senders, sends to an owner, or is not there."""
+    senders = [data.draw(sent_of(sizes, gap)) for _ in range(ranks)]
+    own = data.draw(st.sampled_from([None, *senders]) | sent_of(sizes, gap))
+    totals, owns = ([torch.randn(size, dtype=dtype) for size in sizes] for _ in range(2))
+    weights = torch.rand(ranks + 1, dtype=dtype)
+    expected, own_expected = ([tensor.numpy().copy() for tensor in some] for some in (totals, owns))
+    first = firsts(sizes, gap)[0]
+    cpu_kernel(Kernel.name).add_sums(totals, owns if own else None, first, senders, weights, own)
+    every = [dense(sender, sizes, gap) for sender in senders]
+    with np.errstate(all="ignore"):
+        for number, (total, mine) in enumerate(zip(expected, own_expected, strict=True)):
+            sums, counts, union = np.zeros_like(total), np.zeros(total.size, np.int64), np.zeros(total.size, np.bool_)
+            for marks, values in every:
+                sums[marks[number]] += values[number][marks[number]].astype(total.dtype)
+                counts += values[number] != 0
+                union |= marks[number]
+            mean = (weights.numpy()[counts] * sums)[union]
+            total[union] += mean
+            if own is not None:
+                marks, values = dense(own, sizes, gap)
+                mine[marks[number]] -= values[number][marks[number]].astype(mine.dtype)
+                mine[union] += mean
+            same(totals[number], total)
+            same(owns[number], mine)
+
+
+@given(counts=st.lists(st.integers(0, 200), max_size=4), seed=st.integers(0, 2**32 - 1), dtype=dtypes)
+@examples(40)
+def test_signs(counts: list[int], seed: int, dtype: torch.dtype) -> None:
+    values = torch.randn(sum(counts), generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    kernel = cpu_kernel(Kernel.name)
+    signs, scales = kernel.encode_signs(values, counts)
+    assert np.array_equal(signs.numpy(), np.packbits(values.numpy() > 0, bitorder="little"))
+    means = [math.fsum(part.abs().tolist()) / max(len(part), 1) for part in values.split(counts)] if counts else []
+    assert scales.tolist() == torch.tensor(means, dtype=torch.float32).tolist()
+    decoded = kernel.decode_signs(signs, counts, scales)
+    magnitudes = scales.repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+    assert torch.equal(decoded, torch.where(values > 0, magnitudes, -magnitudes))
+
+
+@given(data=st.data(), sizes=sizes_of_tensors)
+@examples(30)
+def test_count_flags(data: st.DataObject, sizes: list[int]) -> None:
+    sent = data.draw(sent_of(sizes, 0))
+    assert cpu_kernel(Kernel.name).count_flags(sent.flags, sizes) == [int(m.sum()) for m in dense(sent, sizes, 0)[0]]
+
+
+def test_a_million_entries() -> None:
+    """Enough for every path: blocks, words of flags, a share for each thread."""
+    new, base = torch.randn(1_000_003), torch.randn(1_000_003)
+    news, bases = list(new.split([400_001, 600_002])), list(base.split([400_001, 600_002]))
+    flags = torch.zeros(flags_num_bytes(1_000_003), dtype=torch.uint8)
+    kernel = cpu_kernel(Kernel.name)
+    values, counts = kernel.select(news, bases, [0, 400_001], [3.0, 3.0], None, flags)
+    reached = (new - base).abs() >= 3.0
+    assert torch.equal(values, (new - base)[reached])
+    assert counts == [int(reached[:400_001].sum()), int(reached[400_001:].sum())]
+    before = base.clone()
+    kernel.add_sums(bases, None, [0, 400_001], [Sent(flags, values)], torch.ones(2))
+    assert torch.equal(base, torch.where(reached, before + (new - before), before))
