@@ -22,7 +22,6 @@ from statistics import median
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -36,7 +35,6 @@ from lightning_dct.forecast.timing import wait_for
 from lightning_dct.gradients import compression
 from lightning_dct.gradients.awaited import Awaited
 from lightning_dct.gradients.plan import plan_bucket
-from lightning_dct.kernels import buffered
 from lightning_dct.synchronizing import make_gradient_synchronizer, make_update_synchronizer
 from lightning_dct.tables import plain_table
 from lightning_dct.threshold import Thresholds
@@ -130,10 +128,11 @@ def profile(device: torch.device, size: int) -> list[Row]:
     thresholds, awaited, sent = Thresholds(), Awaited(), list[Tensor]()
 
     def compress() -> None:
-        sent[:] = [compression.compress(gradient, residual, plan, set(), thresholds, 1.0, guard=True).payload]
+        bucket = compression.Bucket([gradient], [residual], 1.0)
+        sent[:] = [compression.compress(bucket, plan, set(), thresholds, guard=True).payload]
 
     def read() -> None:
-        compression.decompress(torch.stack(sent * 2), gradient, plan, 0.5, awaited)
+        compression.decompress(compression.Received(torch.stack(sent * 2), plan, 0.5, own=0), gradient, awaited)
 
     copied = 8 * size / timed(device, gradient.clone)
     with without_waiting(device):
@@ -201,9 +200,7 @@ def rank_main(rank: int, backend: str, kind: str, folder: str) -> None:
     dist.init_process_group(both, init_method=store, rank=rank, world_size=2, timeout=timeout)
     here = {name: exchanged(config, torch.device("cpu"), rank) for name, config in SETTINGS.items()}
     with without_waiting(device):
-        # With as many slots as entries, no selection is a sample of what the CPU selects.
-        with mock.patch.object(buffered, "CAPACITY_FACTOR", 1000):
-            there = {name: exchanged(config, device, rank) for name, config in SETTINGS.items()}
+        there = {name: exchanged(config, device, rank) for name, config in SETTINGS.items()}
         steps = [step_time(way, device, rank) for way in ("no exchange", "ddp", "dct")]
     (Path(folder) / f"{rank}.json").write_text(json.dumps({"here": here, "there": there, "steps": steps}))
     dist.destroy_process_group()

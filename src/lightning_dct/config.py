@@ -48,7 +48,7 @@ class DCTConfig:
         density_per_parameter: Densities for some parameters, by name pattern (``fnmatch`` wildcards, as in
             ``{"*.embedding.weight": 0.001}``). The first pattern that matches a name wins. A pattern that matches
             no parameter is an error.
-        refresh_every: Optimizer steps between two exact selections of the thresholds.
+        refresh_every: Optimizer steps between two selections of the thresholds.
         value_format: The format of a sent entry: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"`` (one scale a
             tensor) or ``"1bit"`` (its sign, times the mean magnitude of the tensor's sent entries). Rounding errors
             stay in the residual. Gradients with a density of 1 are averaged in bfloat16 with ``"bf16"``.

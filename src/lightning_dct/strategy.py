@@ -51,7 +51,7 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         delay: Optimizer steps for which an exchange may be in flight during training, at most ``local_steps``.
         density: Share of each tensor's entries that an exchange sends, in (0, 1].
         density_per_parameter: Densities for some parameters, by name pattern.
-        refresh_every: Optimizer steps between two exact selections of the thresholds.
+        refresh_every: Optimizer steps between two selections of the thresholds.
         value_format: ``"fp32"``, ``"bf16"``, ``"int8"``, ``"int4"`` or ``"1bit"``.
         min_tensor_size: Tensors with fewer entries are sent dense.
         guard: Adjust the thresholds between refreshes to keep the number of sent entries near its target.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.gradients.awaited import read_together
+from lightning_dct.gradients import compression
 from lightning_dct.gradients.compression import Bucket
 from lightning_dct.gradients.plan import local_of, real_numel
 
@@ -118,7 +119,10 @@ class SharedWeights:
     def bucket(self, names: Sequence[str]) -> Bucket | None:
         """Both sets of weights, flattened, where the CPU can read them in place; None if it cannot."""
         sets = [[as_real(own), as_real(self._shared[name])] for name in names for own in [self.own(name)]]
-        if not all(w.device.type == "cpu" and w.dtype in IN_PLACE and w.is_contiguous() for both in sets for w in both):
+        every = [weights for both in sets for weights in both]
+        if any(w.device.type in compression.WITHOUT_WAITING for w in every):
+            return None
+        if not all(w.device.type == "cpu" and w.dtype in IN_PLACE and w.is_contiguous() for w in every):
             return None
         news, bases = zip(*([weights.view(-1) for weights in both] for both in sets), strict=True)
         return Bucket(news, bases, None)

@@ -309,7 +309,7 @@ class UpdateSynchronizer(Synchronizer):
         pending = Pending(flow, self.exchange.rounds, moved.device)
         # What is not sent stays in the weights, and the residual is not needed any more.
         if lost:
-            self.weights.add_own(names, left, -lost)
+            self.weights.add_own(names, left.mul_(lost), -1.0)
         for name in names:
             self.memory.residuals.drop(name)
         return pending
