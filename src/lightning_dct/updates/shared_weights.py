@@ -14,8 +14,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lightning_dct.gradients.awaited import read_together
 from lightning_dct.gradients import compression
+from lightning_dct.gradients.awaited import read_together
 from lightning_dct.gradients.compression import Bucket
 from lightning_dct.gradients.plan import local_of, real_numel
 
