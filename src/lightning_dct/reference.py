@@ -284,6 +284,7 @@ def train(
         due, since_refresh = step + min(settings.delay, length), 1 if refresh else since_refresh
         if not settings.delay:
             arrive()
+    arrive()
     return shared, memories
 
 

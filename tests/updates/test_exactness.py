@@ -32,7 +32,9 @@ def test_matches_the_reference(ranks: Any, world_size: int, exchange: str) -> No
         for run, expected in zip(runs, own, strict=True):
             assert_weights(run.weights, shared)
             assert_weights(run.state["weights"], expected)
-        assert any(not torch.equal(one, other) for one, other in zip(own[0], own[1], strict=True))
+        # By node, all that ranks have moved is sent, and what is not sent of the sum is another residual.
+        differs = any(not torch.equal(one, other) for one, other in zip(own[0], own[1], strict=True))
+        assert differs or exchange == "by_node"
         assert_remembered(list(runs), memories, ranks_per_node=2)
 
 

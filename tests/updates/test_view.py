@@ -103,34 +103,56 @@ class Overwrite(Callback):
     """Sets a tensor, as whoever loads weights in the middle of training does.
 
     Args:
-        hook: When, in the first epoch's end or the second one's start.
+        hook: When, in the first epoch's end, after its last batch or in the second one's start.
+        way: How. What goes through ``.data`` leaves the parameter's version as it was.
     """
 
-    def __init__(self, hook: str) -> None:
-        self.hook = hook
+    def __init__(self, hook: str, way: str) -> None:
+        self.hook, self.way = hook, way
+
+    def write(self, weight: torch.Tensor) -> None:
+        if self.way == "in place":
+            weight.detach().fill_(0.5)
+        elif self.way == "data in place":
+            weight.data.copy_(torch.full_like(weight, 0.5))
+        else:
+            weight.data = torch.full_like(weight, 0.5)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *arguments: Any) -> None:
+        if self.hook == "batch" and trainer.current_epoch == 0 and arguments[-1] == 5:
+            self.write(pl_module.model.first.weight)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.hook == "end" and trainer.current_epoch == 0:
-            pl_module.model.first.weight.detach().fill_(0.5)
+            self.write(pl_module.model.first.weight)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.hook == "start" and trainer.current_epoch == 1:
-            pl_module.model.first.weight.detach().fill_(0.5)
+            self.write(pl_module.model.first.weight)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if trainer.current_epoch == 1 and not hasattr(self, "found"):
             self.found = weights_of(pl_module)
 
 
-def overwrite(hook: str) -> Any:
-    callback = Overwrite(hook)
+def overwrite(hook: str, way: str) -> Any:
+    callback = Overwrite(hook, way)
     run = fit(DCTStrategy(**SETTINGS), Module(None, torch.optim.SGD, lr=0.01), 6, callbacks=[callback], max_epochs=2)
     return callback.found["model.first.weight"], run
 
 
-@pytest.mark.parametrize("hook", ["start", "end"])
-def test_what_is_written_into_the_shared_weights_is_trained_on(ranks: Any, hook: str) -> None:
-    results = ranks(2).run(overwrite, hook)
+@pytest.mark.parametrize(
+    ("hook", "way"),
+    [
+        ("start", "in place"),
+        ("end", "in place"),
+        ("end", "data in place"),
+        ("batch", "data in place"),
+        ("start", "data"),
+    ],
+)
+def test_what_is_written_into_the_shared_weights_is_trained_on(ranks: Any, hook: str, way: str) -> None:
+    results = ranks(2).run(overwrite, hook, way)
     for found, _ in results:
         assert bool((found == 0.5).all())
     assert_replicas_equal([run for _, run in results])
@@ -157,3 +179,33 @@ def cut_short() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
 def test_a_fit_that_is_cut_short_leaves_the_shared_weights(ranks: Any) -> None:
     for shared, left in ranks(2).run(cut_short):
         assert_weights_equal(shared, left)
+
+
+class Straight(nn.Module):
+    """Its gradient is always one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.weight.sum().expand(len(inputs))
+
+
+class Downhill(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.model(batch[0]).mean()
+
+
+def go_down(delay: int) -> torch.Tensor:
+    strategy = DCTStrategy(density=1.0, local_steps=4, delay=delay, warmup_steps=0)
+    module = Downhill(Straight(), torch.optim.SGD, lr=1.0)
+    trainer_for(strategy).fit(module, loader(8, 3, 1))
+    return module.model.weight.detach().clone()
+
+
+@pytest.mark.parametrize("delay", [0, 1, 4])
+def test_updates_in_flight_at_the_end_are_in_the_final_weights(ranks: Any, delay: int) -> None:
+    """Oracle: eight steps of one each, whether or not the last exchange has arrived."""
+    for weights in ranks(2).run(go_down, delay):
+        assert weights.tolist() == [-8.0] * 64

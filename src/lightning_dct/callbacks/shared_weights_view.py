@@ -45,7 +45,12 @@ class SharedWeightsView(InternalCallback):
         if self.opens and getattr(strategy, "updates", None) is not None and strategy.is_fitting:
             strategy.updates.begin_evaluation()
 
-    on_train_end = on_validation_start
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Apply updates in flight, so that the final weights have them, and open the view."""
+        strategy: Any = trainer.strategy
+        if self.opens and getattr(strategy, "updates", None) is not None and strategy.is_fitting:
+            strategy.updates.apply_all()
+        self.on_validation_start(trainer, pl_module)
 
 
 def _reads_weights(callback: Callback) -> bool:

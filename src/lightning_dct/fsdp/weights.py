@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_dct.gradients.plan import local_of
 from lightning_dct.updates import SharedWeights
+from lightning_dct.updates.shared_weights import digest
 
 
 class ShardWeights(SharedWeights):
@@ -36,7 +37,7 @@ class ShardWeights(SharedWeights):
             own = local.clone()
             local.copy_(stored)
             self._own[name], self._shared[name] = stored.copy_(own), local
-            self._versions[name] = local_of(parameter)._version
+            self._looks[name] = local_of(parameter)._version, digest(local)
 
     def hide(self) -> None:
         """Put this rank's own weights into the model again; weights written meanwhile become both sets."""
@@ -45,9 +46,8 @@ class ShardWeights(SharedWeights):
         for name, own in stored.items():
             parameter = self.parameters[name]
             local = local_of(parameter)
-            is_as_shown = local._version == self._versions[name]
             shared = local.detach().clone()
-            if is_as_shown:
+            if not self._is_written(name, local):
                 local.data.copy_(own)
             self._shared[name] = own.copy_(shared)
 

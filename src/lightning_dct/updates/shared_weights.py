@@ -19,6 +19,8 @@ from lightning_dct.gradients.awaited import read_together
 from lightning_dct.gradients.compression import Bucket
 from lightning_dct.gradients.plan import local_of, real_numel
 
+# A prime.
+DIGEST_SUMS = 61
 # What kernels can read and write in place.
 IN_PLACE = {torch.float32, torch.float64}
 
@@ -33,9 +35,9 @@ class SharedWeights:
     def __init__(self) -> None:
         self.parameters: dict[str, Tensor] = {}
         self._shared: dict[str, Tensor] = {}
-        # While the shared weights are in the model: this rank's own, and the versions of the parameters.
+        # While the shared weights are in the model: this rank's own, and how the parameters looked at first.
         self._own: dict[str, Tensor] = {}
-        self._versions: dict[str, int] = {}
+        self._looks: dict[str, tuple[int, Tensor]] = {}
 
     @property
     def shown(self) -> bool:
@@ -62,20 +64,26 @@ class SharedWeights:
             return
         for name, parameter in self.parameters.items():
             self._own[name], parameter.data = parameter.data, self._shared[name]
-            self._versions[name] = parameter._version
+            self._looks[name] = parameter._version, digest(parameter)
 
     def hide(self) -> None:
         """Put this rank's own weights into the model again.
 
         If something has written into the shared weights meanwhile, such as weight averaging or loading a checkpoint,
-        training continues from what it has written.
+        training continues from what it has written. Writes through ``.data`` do not raise a parameter's version, and
+        may give it other memory, so contents are compared, too.
         """
         own, self._own = self._own, {}
         for name, weights in own.items():
             parameter = self.parameters[name]
-            if parameter._version != self._versions[name]:
+            if self._is_written(name, parameter):
                 weights.copy_(parameter.data)
+                self._shared[name].copy_(parameter.data)
             parameter.data = weights
+
+    def _is_written(self, name: str, shown: Tensor) -> bool:
+        version, looks = self._looks[name]
+        return shown._version != version or not torch.equal(looks, digest(shown).to(looks.device))
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
@@ -150,6 +158,16 @@ class SharedWeights:
         """Euclidean norm of this rank's residual of each parameter."""
         moved = ((name, self.movement([name], torch.float32)) for name in self.parameters)
         return read_together({name: entries.norm(dtype=torch.float64) for name, entries in moved})
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """Sums of the bits of a tensor's entries, int64: another tensor of this size hardly has the same."""
+    bits = as_real(local_of(tensor).detach()).reshape(-1)
+    bits = bits.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()])
+    # Neighbours are in different sums, and so are those of a matrix in one column or row.
+    rows = bits.numel() // DIGEST_SUMS
+    whole = bits[: rows * DIGEST_SUMS].view(rows, DIGEST_SUMS)
+    return torch.cat([whole.sum(0, dtype=torch.int64), bits[rows * DIGEST_SUMS :].to(torch.int64)])
 
 
 def as_real(tensor: Tensor) -> Tensor:

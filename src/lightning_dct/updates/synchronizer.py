@@ -155,6 +155,13 @@ class UpdateSynchronizer(Synchronizer):
                 self._average_buffers()
         self.memory.awaited.poll()
 
+    def apply_all(self) -> None:
+        """Wait for updates in flight and apply them, whether they are due or not; a collective call."""
+        for rounds in self._rounds.values():
+            if rounds.in_flight:
+                self.come_to("updates in flight", f"the end of training after {self.synchronisations} optimizer steps")
+                self._apply(rounds, rounds.in_flight)
+
     def average_buffers(self) -> None:
         """Give every rank the mean of the floating-point buffers; a collective call."""
         if self._buffers():
