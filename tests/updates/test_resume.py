@@ -116,10 +116,16 @@ def held_back(state: dict[str, Any], shared: State, name: str) -> torch.Tensor:
 
 def save_after_ten(path: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], State]:
     strategy = DCTStrategy(**SETTINGS, **settings)
-    watch = Watch(look=lambda trainer: trainer.strategy.synchronizer.state_dict())
+
+    def look(trainer: Trainer) -> tuple[dict[str, Any], State]:
+        # Not the final weights, which have what is still in flight in the checkpoint.
+        updates = trainer.strategy.updates
+        return updates.state_dict(), {name: updates.weights.shared(name).clone() for name in updates.weights.parameters}
+
+    watch = Watch(look=look)
     trainer = trainer_for(strategy, callbacks=[watch, SaveAndStop(path, 10)])
     trainer.fit(module(), twice_ten_batches())
-    return watch.seen[-1], weights_of(trainer.lightning_module)
+    return watch.seen[-1]
 
 
 def resume_elsewhere(path: Path) -> tuple[dict[str, Any], State]:
