@@ -217,7 +217,7 @@ def test_on_a_gpu_the_stream_is_timed_and_not_its_host_which_waits_for_nothing()
             stream.work(0.02)
             with traffic.timed("compress"):
                 stream.work(0.002)
-            Pending(exchange(), 1, torch.zeros(1)).advance(traffic, check_finite=False)
+            Pending(exchange(), 1, torch.device("cpu")).advance(traffic, check_finite=False)
             traffic.add(steps=1)
             done = stream.done
             clock.after_step(traffic)
