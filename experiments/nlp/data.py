@@ -6,23 +6,53 @@ tokenizer learns from the training block only.
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import warnings
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 
 from counter_random import hash_counters
 from nlp.token_rows import IGNORED, TokenRows
 from streams import Batch, Rows, check_at_least
 
+SOURCES_BYTES = 10_000_000
+"""So much of SymPy's sources is read: more than a run of some thousand steps sees twice."""
 
-def builtin_text() -> bytes:
+
+def documentation() -> bytes:
     """The English documentation that CPython ships in ``pydoc_data.topics``, about 465 KB."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics)).encode()
+
+
+@cache
+def sources() -> bytes:
+    """The first 10 MB of the Python sources of SymPy, which torch needs, without its tests and benchmarks.
+
+    Files come in the order of the SHA-256 of their path, so that the held-out end is of the same kind as the rest.
+    """
+    spec = importlib.util.find_spec("sympy")
+    assert spec is not None
+    assert spec.origin is not None
+    root = Path(spec.origin).parent
+    names = [file.relative_to(root).as_posix() for file in root.rglob("*.py")]
+    names = [name for name in names if not {"tests", "benchmarks"} & set(name.split("/"))]
+    names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
+    text = b"\n".join((root / name).read_bytes() for name in names)[:SOURCES_BYTES]
+    digest = hashlib.sha256(text).hexdigest()
+    rank_zero_info(f"Text: sources of SymPy {version('sympy')}, {len(text):,} bytes, SHA-256 {digest}")
+    return text
+
+
+CORPORA = {"sources": sources, "documentation": documentation}
 
 
 def check_text(path: str | Path | None) -> None:
@@ -33,7 +63,7 @@ def check_text(path: str | Path | None) -> None:
     if not path.is_file():
         raise FileNotFoundError(
             f"data.path={path}: there is no such file (looked for {path.resolve()}); "
-            "give a text file, or leave data.path=null for the text that comes with Python"
+            "give a text file, or leave data.path=null for the text of data.corpus"
         )
     if not path.stat().st_size:
         raise ValueError(f"data.path={path}: the file is empty; give a file with text in it")
@@ -61,7 +91,8 @@ class TextData(TokenRows):
     whatever the number of ranks (see ``streams``).
 
     Args:
-        path: A text file in UTF-8; None for the text that comes with Python.
+        path: A text file in UTF-8; None for a text that is installed.
+        corpus: Which one: ``sources``, 10 MB of SymPy, or ``documentation``, 465 KB that come with Python.
         tokenizer: ``byte`` or ``bpe``.
         vocabulary_size: Tokens that BPE may learn; bytes need no setting.
         context_length: Tokens a window.
@@ -79,6 +110,7 @@ class TextData(TokenRows):
     def __init__(
         self,
         path: str | None = None,
+        corpus: str = "documentation",
         tokenizer: str = "byte",
         vocabulary_size: int = 1024,
         context_length: int = 128,
@@ -90,16 +122,18 @@ class TextData(TokenRows):
     ) -> None:
         super().__init__(tokenizer, vocabulary_size, batch_size, eval_batch_size, held_out_fraction, seed, cache_dir)
         check_at_least(1, context_length=context_length)
+        if corpus not in CORPORA:
+            raise ValueError(f"data.corpus={corpus!r}: choose one of {', '.join(CORPORA)}")
         # Check before other processes are started, which would wait for this one.
         check_text(path)
-        self.path = path
+        self.path, self.corpus = path, corpus
         self.context_length = context_length
         self.tokens: dict[str, npt.NDArray[np.int64]] = {}
         self.bytes_per_token: dict[str, float] = {}
 
     def read(self) -> bytes:
         """The whole text."""
-        return builtin_text() if self.path is None else Path(self.path).read_bytes()
+        return CORPORA[self.corpus]() if self.path is None else Path(self.path).read_bytes()
 
     def training_text(self) -> bytes:
         """The training part."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nlp.data import TextData, builtin_text
+from nlp.data import TextData, documentation
 from nlp.model import TransformerLanguageModel
 from nlp.optimizing import optimizer_with_cosine
 from nlp.token_module import token_figures
@@ -99,7 +99,7 @@ class LoRAModule(ScoredModule):
 
 def train_base(network: nn.Module, steps: int, context_length: int, batch_size: int = 8) -> None:
     """Train a language model on Python's documentation, from torch's generator as it stands."""
-    text = torch.frombuffer(bytearray(builtin_text()), dtype=torch.uint8).long()
+    text = torch.frombuffer(bytearray(documentation()), dtype=torch.uint8).long()
     optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)
     for _ in range(steps):
         starts = torch.randint(len(text) - context_length, (batch_size, 1))

@@ -19,7 +19,14 @@ from distributed.scripts import EXPERIMENTS, TRAIN
 from jobs import is_hydra_setting, run_alone, train_command
 
 LM = (
-    *("experiment=lm", "data.context_length=16", "data.eval_batch_size=512", "model.width=16", "model.num_layers=1"),
+    *(
+        "experiment=lm",
+        "data=documentation",
+        "data.context_length=16",
+        "data.eval_batch_size=512",
+        "model.width=16",
+        "model.num_layers=1",
+    ),
     *("trainer.max_steps=2", "trainer.val_check_interval=2", "trainer.accelerator=cpu", "trainer.devices=2"),
     *("+trainer.limit_val_batches=1", "+trainer.limit_test_batches=1"),
 )

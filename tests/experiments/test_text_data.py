@@ -3,15 +3,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sympy
 import torch
 
-from nlp.data import IGNORED, TextData, builtin_text, split_text
+from nlp.data import IGNORED, TextData, documentation, sources, split_text
 from nlp.model import TransformerLanguageModel
 from nlp.tokenizer import BytePairTokenizer
 
 
-def test_the_builtin_text_is_there_and_splits() -> None:
-    text = builtin_text()
+def test_the_sources_are_one_text_for_all_of_ten_megabytes() -> None:
+    """Oracle: the size by rule, and the file of SymPy 1.14 whose path's digest comes first."""
+    text = sources()
+    assert len(text) == 10_000_000
+    assert text.startswith((Path(sympy.__file__).parent / "solvers" / "simplex.py").read_bytes())
+
+
+def test_the_documentation_is_there_and_splits() -> None:
+    text = documentation()
     assert len(text) > 300_000
     parts = split_text(text, 0.05)
     assert b"".join(parts.values()) == text
@@ -64,7 +72,7 @@ def test_file_errors_name_the_setting(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("tokenizer", "words"), ("batch_size", 0), ("context_length", 0), ("held_out_fraction", 0.5)],
+    [("tokenizer", "words"), ("batch_size", 0), ("context_length", 0), ("held_out_fraction", 0.5), ("corpus", "prose")],
 )
 def test_bad_settings_are_named(setting: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"data\.{setting}="):

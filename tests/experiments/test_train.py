@@ -85,6 +85,7 @@ def test_lm_with_powersgd_counts_what_it_sends(ranks: Any, tmp_path: Path) -> No
         ranks,
         tmp_path,
         "experiment=lm",
+        "data=documentation",
         "strategy=powersgd",
         "strategy.rank=2",
         "strategy.start_step=4",
@@ -113,7 +114,7 @@ def test_lm_with_powersgd_counts_what_it_sends(ranks: Any, tmp_path: Path) -> No
 def test_ranks_that_torchrun_starts_share_one_folder_and_one_result(ranks: Any, tmp_path: Path) -> None:
     """Oracle: of each thing a run writes there is one, and what Hydra says of the run is rank 0's."""
     size = ("data.context_length=16", "data.eval_batch_size=512", "model.width=16", "model.num_layers=1")
-    overrides = ("experiment=lm", *size, "trainer.max_steps=4", "trainer.val_check_interval=4")
+    overrides = ("experiment=lm", "data=documentation", *size, "trainer.max_steps=4", "trainer.val_check_interval=4")
     output = train_on_ranks(ranks, tmp_path, *overrides)
     assert output.count("compression ratio, against dense fp32") == 1
     assert output.count("Synchronisation, rank 0") == 1
