@@ -1,4 +1,4 @@
-"""What nobody has seen on a GPU yet, in one command: one JSON and one table, for docs/benchmarks.md.
+"""What nobody has seen on a GPU yet, in one command: one JSON and one table, for docs/evidence/.
 
     make gpu                                  # the JSON goes to outputs/gpu.json
     python tests/gpu_check.py --device cpu    # small sizes, for ``test_gpu_check.py``

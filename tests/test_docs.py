@@ -9,11 +9,14 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed.run
 from hydra import compose, initialize_config_dir
 from lightning.pytorch.strategies import StrategyRegistry
 from wandb.cli.cli import cli as wandb_cli
 
+import lightning_dct
+from distributed.scripts import run_here
 from lightning_dct import commands, forecast
 from lightning_dct.forecast import Speed
 
@@ -46,6 +49,36 @@ def test_snippets_run(page: Path) -> None:
     with patch.dict(os.environ):  # `seed_everything` sets variables
         for block in blocks(page, "python"):
             exec(compile(block, named(page), "exec"), namespace)
+
+
+def test_first_program_trains_and_prints_the_table(tmp_path: Path, ranks: Any) -> None:
+    (program,) = (block for block in blocks(ROOT / "docs/trainer.md", "python") if "trainer.fit(" in block)
+    script = tmp_path / "program.py"
+    script.write_text(program)
+    printed, _ = ranks(2).run(run_here, str(script), (), str(tmp_path))
+    ratio = re.search(r"compression ratio\W+([\d.]+)x", printed)
+    assert ratio is not None
+    assert float(ratio[1]) > 50
+
+
+def test_first_recommender_trains_in_one_process() -> None:
+    namespace: dict[str, Any] = {}
+    exec(blocks(ROOT / "docs/recommender.md", "python")[0], namespace)
+    model = namespace["Recommender"]()
+    model.tables.materialize()
+    optimizer = model.optimizer()
+    before = model.tables.weight.detach().clone()
+    model(torch.randn(4, 13), torch.tensor([[1, 2, 3]] * 4)).square().mean().backward()
+    optimizer.step()
+    assert int((model.tables.weight != before).any(dim=1).sum()) == 3
+
+
+def test_first_pipeline_computes_a_loss() -> None:
+    namespace: dict[str, Any] = {}
+    exec(blocks(ROOT / "docs/pipeline.md", "python")[0], namespace)
+    ids = torch.randint(1000, (4, 9))
+    assert namespace["LanguageModel"]().training_step((ids, ids), 0).isfinite()
+    assert isinstance(namespace["strategy"], lightning_dct.DCTPipelineStrategy)
 
 
 def test_every_registered_name_is_on_the_page_of_the_trainer() -> None:

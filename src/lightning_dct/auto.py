@@ -2,9 +2,10 @@
 
     DDP in fp32, DDP in bf16, then updates at 1 bit: every step at 30%, ever more local steps, and a lower density
 
-The order is from the least to the most lossy. In ``docs/tuning.md`` up to 8 local steps at 30% lost at most 1%, and 80
-at 10% lost more. Every rung takes less time than the one before, for compressing and on the link. Times follow the
-model of ``lightning-dct plan``. :class:`~lightning_dct.callbacks.AutoSettings` chooses while a run trains.
+The order is from the least to the most lossy. Up to 8 local steps at 30% lost at most 1%
+(``docs/evidence/language_model.md``), and 80 at 10% lost more (``docs/evidence/log.md``). Every rung takes less time
+than the one before, for compressing and on the link. Times follow the model of ``lightning-dct plan``.
+:class:`~lightning_dct.callbacks.AutoSettings` chooses while a run trains.
 """
 
 from __future__ import annotations

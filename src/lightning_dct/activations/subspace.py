@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from lightning_dct.activations.split_point import RowFormat, SplitPoint
 from lightning_dct.config import check_integer
 
-# Adam's steps have one size for all weights, at which the table would learn too slowly; see docs/tuning.md.
+# Adam's steps have one size for all weights, at which the table would learn too slowly: see
+# docs/evidence/between_stages.md.
 ANCHOR_GAIN = 5.0
 
 

@@ -24,7 +24,7 @@ DELAYS_OF_GRADIENTS = 10
 """Delays that a run should last with gradients; a shorter one ends before it has caught up with its start."""
 DELAYS_BY_RANK = 60
 MOST_RANKS = 4
-"""With updates a run should last 60 delays for each rank but the first, up to four: see ``docs/tuning.md``."""
+"""With updates a run should last 60 delays for each rank but the first, up to four: see ``docs/settings.md``."""
 FITTING = ((8, 0.3), (2, 0.1), (1, 0.1), (1, 0.2), (1, 0.3))
 """Local steps and densities for ever shorter runs, from the fewest bytes to the most."""
 MUCH = 0.1
