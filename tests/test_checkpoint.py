@@ -13,9 +13,10 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
 
 from lightning_dct import CheckpointError, DCTStrategy
-from lightning_dct import checkpoint as saved
-from lightning_dct.restoring import agreed_notes
-from lightning_dct.state_file import check_state
+from lightning_dct.checkpoint import format as saved
+from lightning_dct.checkpoint.format import check_state
+from lightning_dct.checkpoint.merging import merge_states
+from lightning_dct.checkpoint.reading import agreed_notes, read_state
 from strategies_for_hypothesis import examples
 
 NOTE = saved.make_note(world_size=2, synchronisations=7, save="5f0c93ab")
@@ -41,16 +42,16 @@ def test_no_killed_save_looks_like_a_checkpoint_of_a_requeued_job(tmp_path: Path
     path = str(tmp_path / "hpc_ckpt_3.ckpt")
     saved.write_state(TorchCheckpointIO(), path, NOTE, 0, state({"a": LONE}))
     assert [entry.name for entry in tmp_path.iterdir()] == ["hpc-ckpt-3.ckpt.dct"]
-    assert saved.read_state(TorchCheckpointIO(), path, NOTE, 0, 2)["residuals"] == {"a": LONE}
+    assert read_state(TorchCheckpointIO(), path, NOTE, 0, 2)["residuals"] == {"a": LONE}
     saved.finish(TorchCheckpointIO(), path, [])
     assert [entry.name for entry in tmp_path.iterdir()] == ["hpc_ckpt_3.ckpt.dct"]
-    assert saved.read_state(TorchCheckpointIO(), path, NOTE, 0, 2)["residuals"] == {"a": LONE}
+    assert read_state(TorchCheckpointIO(), path, NOTE, 0, 2)["residuals"] == {"a": LONE}
 
 
-@pytest.mark.parametrize("note", [{**NOTE, "format_version": 2}, {"format_version": "3"}, {}])
+@pytest.mark.parametrize("note", [{**NOTE, "format_version": 2}, {"format_version": "4"}, {}])
 def test_notes_of_other_versions_are_refused(note: dict[str, Any]) -> None:
     found = repr(note.get("format_version"))
-    with pytest.raises(CheckpointError, match=rf"'a.ckpt' has format version {found};.*\s+reads version 3"):
+    with pytest.raises(CheckpointError, match=rf"'a.ckpt' has format version {found};.*\s+reads version 4"):
         agreed_notes([note], "a.ckpt")
 
 
@@ -119,7 +120,7 @@ def test_another_file_under_a_ranks_name_is_refused(path: str, note: dict[str, A
     Path(saved.state_path(path, note, rank)).rename(name)
     for world_size in (2, 3):
         with pytest.raises(CheckpointError) as caught:
-            saved.read_state(TorchCheckpointIO(), path, NOTE, 0, world_size)
+            read_state(TorchCheckpointIO(), path, NOTE, 0, world_size)
         assert repr(name) in str(caught.value)
         assert f"its field {field!r}" in str(caught.value)
 
@@ -179,7 +180,7 @@ def test_own_weights_of_another_world_are_the_mean() -> None:
     states = [state({}, **own_weights(value)) for value in (1e8, 1.0, -1e8, 1.0)]
     for one in states:
         check_state(one)
-    merged = saved.merge_states(states)
+    merged = merge_states(states)
     assert merged["weights"]["a"].dtype == torch.float32
     assert merged["weights"]["a"].nan_to_num(7.0).tolist() == [[0.5, 7.0]]
     assert merged["weights"]["b"].dtype == torch.complex64
@@ -188,8 +189,8 @@ def test_own_weights_of_another_world_are_the_mean() -> None:
     assert "optimizers" not in merged
     assert "in_flight" not in merged
     assert merged["exchange_clocks"] is states[0]["exchange_clocks"]
-    assert saved.merge_states(states[:1]) == {**states[0], "modules": {}}
-    assert "weights" not in saved.merge_states([state({}), state({})])
+    assert merge_states(states[:1]) == {**states[0], "modules": {}}
+    assert "weights" not in merge_states([state({}), state({})])
 
 
 @pytest.mark.parametrize(
@@ -203,14 +204,14 @@ def test_ranks_files_that_do_not_fit_each_other_are_refused(tmp_path: Path, fiel
     for rank, parts in enumerate((own, {**own, field: other})):
         saved.write_state(TorchCheckpointIO(), path, NOTE, rank, state({}) | parts)
     with pytest.raises(CheckpointError, match=rf"{path}.dct.* do not fit each other .*{field}\['a'\]"):
-        saved.read_state(TorchCheckpointIO(), path, NOTE, 0, 3)
+        read_state(TorchCheckpointIO(), path, NOTE, 0, 3)
 
 
 def test_tidying_finds_a_folder_that_is_listed_with_a_slash(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: what is left in a store that lists folders, and itself among them, as some do."""
     path, files = "memory://tidied/a.ckpt", MemoryFileSystem()
     old, rows = (f"{saved.state_folder(path)}/000000000006-5f0c93ab-{name}" for name in ("rank-0-of-1.pt", "rows"))
-    files.pipe({old: b"old", f"{rows}/0.distcp": b"rows"})
+    files.pipe({old: b"old", f"{rows}/rank-0.rows": b"rows"})
     names = [*(f"{name}/" for name in files.ls("/tidied/a.ckpt.dct", detail=False)), "/tidied/a.ckpt.dct/"]
     monkeypatch.setattr(MemoryFileSystem, "ls", lambda *_, **__: names)
     assert saved.files_beside(path) == [old, rows]
@@ -247,7 +248,7 @@ def path(tmp_path: Path) -> str:
     ("rank", "world_size", "residual"), [(0, 2, 1.0), (1, 2, 4.0), (0, 1, 2.5), (0, 3, 2.5), (2, 3, 2.5)]
 )
 def test_a_rank_reads_its_own_state_or_the_mean(path: str, rank: int, world_size: int, residual: float) -> None:
-    read = saved.read_state(TorchCheckpointIO(), path, NOTE, rank, world_size)
+    read = read_state(TorchCheckpointIO(), path, NOTE, rank, world_size)
     assert read["residuals"]["a"].item() == residual
     assert read["synchronisations"] == 7
 
@@ -257,12 +258,12 @@ def test_missing_files_are_named(path: str, missing: int) -> None:
     file = Path(saved.state_path(path, NOTE, missing))
     file.unlink()
     with pytest.raises(FileNotFoundError) as raised:
-        saved.read_state(TorchCheckpointIO(), path, NOTE, missing, 2)
+        read_state(TorchCheckpointIO(), path, NOTE, missing, 2)
     assert repr(str(file)) in str(raised.value)
     assert f"{path}.dct" in str(raised.value)
-    saved.read_state(TorchCheckpointIO(), path, NOTE, 1 - missing, 2)  # the other rank has its own
+    read_state(TorchCheckpointIO(), path, NOTE, 1 - missing, 2)  # the other rank has its own
     with pytest.raises(FileNotFoundError):
-        saved.read_state(TorchCheckpointIO(), path, NOTE, 0, 3)
+        read_state(TorchCheckpointIO(), path, NOTE, 0, 3)
 
 
 # Their sums are exact in fp64, whatever the order, and not in fp32.
@@ -272,7 +273,7 @@ numbers = st.integers(-(2**24), 2**24).map(lambda number: number * 2.0**-12)
 @given(rows=st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=2, max_size=5))
 @examples(60)
 def test_merging_takes_the_mean_in_fp64(rows: list[list[float]]) -> None:
-    merged = saved.merge_states([state({"a": torch.tensor(row)}) for row in rows])["residuals"]["a"]
+    merged = merge_states([state({"a": torch.tensor(row)}) for row in rows])["residuals"]["a"]
     expected = [sum(column[1:], start=column[0]) / len(rows) for column in zip(*rows, strict=True)]
     assert merged.dtype == torch.float32
     np.testing.assert_array_equal(merged.numpy(), np.array(expected).astype(np.float32))
@@ -280,7 +281,7 @@ def test_merging_takes_the_mean_in_fp64(rows: list[list[float]]) -> None:
 
 def test_a_rank_without_a_residual_held_nothing_back() -> None:
     states = [state({"a": torch.tensor([4.0])}), state({"b": torch.tensor([2.0])}), state({}), state({})]
-    assert saved.merge_states(states)["residuals"] == {"a": torch.tensor([1.0]), "b": torch.tensor([0.5])}
+    assert merge_states(states)["residuals"] == {"a": torch.tensor([1.0]), "b": torch.tensor([0.5])}
 
 
 def test_accumulated_gradients_of_another_world_are_the_mean() -> None:
@@ -292,11 +293,11 @@ def test_accumulated_gradients_of_another_world_are_the_mean() -> None:
         state({}, accumulated={"a": torch.tensor([[1.0, -1e8]])}),
         state({}),
     ]
-    merged = saved.merge_states(states)["accumulated"]
+    merged = merge_states(states)["accumulated"]
     assert list(merged) == ["a"]
     assert merged["a"].dtype == torch.float32
     assert merged["a"].tolist() == [[1.5, 0.25]]
-    two_replicas_of_two_stages = saved.merge_states(
+    two_replicas_of_two_stages = merge_states(
         [state({}, accumulated={name: torch.tensor([value])}) for value in (1.0, 2.0) for name in "ab"], stages=2
     )
     assert two_replicas_of_two_stages["accumulated"] == {"a": torch.tensor([1.5]), "b": torch.tensor([1.5])}

@@ -10,8 +10,8 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from distributed.harness import CONTEXT, started
-from lightning_dct import files
-from lightning_dct.files import AtomicCheckpointIO, finish_writing, lock, unlock, write_at_once
+from lightning_dct.checkpoint import files
+from lightning_dct.checkpoint.files import AtomicCheckpointIO, finish_writing, lock, unlock, write_at_once
 
 
 class Killed(BaseException):

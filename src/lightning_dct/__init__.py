@@ -18,12 +18,12 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_dct.__about__ import __version__
 from lightning_dct.activations import SplitPoint, subspace
 from lightning_dct.callbacks import CompressionMonitor, EmbeddingPruning, ThresholdRefresh
+from lightning_dct.checkpoint import CheckpointError
 from lightning_dct.config import DCTConfig
 from lightning_dct.embedding import GrowingEmbeddingBags, RowWiseAdagrad, ShardedEmbeddingBags
 from lightning_dct.fsdp import DCTFSDPStrategy
 from lightning_dct.metrics import CompressionRatio
 from lightning_dct.pipeline import DCTPipelineStrategy, SplitSequential
-from lightning_dct.state_file import CheckpointError
 from lightning_dct.strategy import DCTStrategy
 
 __all__ = [

@@ -11,33 +11,26 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from lightning_dct.__about__ import __version__
-from lightning_dct.activations import CompressedModule, modules_of
 
 
 def check_agreement(settings: Mapping[str, Any], model: Module, group: dist.ProcessGroup | None) -> None:
     """Compare settings, versions and the model over all ranks.
 
     The model must have the same parameters (names, shapes, dtypes and ``requires_grad``), except those that
-    DistributedDataParallel ignores, and the same settings of split points and sharded tables. ``group`` are the ranks;
-    None means all.
+    DistributedDataParallel ignores. ``group`` are the ranks; None means all.
 
     Raises:
         ValueError: The first setting or parameter that differs, with each rank's value; on every rank.
     """
     parameters = describe_parameters(model)
     checksum = zlib.crc32(repr(parameters).encode())
-    checksums = _compare_settings({**settings, **module_settings(model)}, group, checksum)
+    checksums = _compare_settings(settings, group, checksum)
     if any(theirs != checksum for theirs in checksums):
         # The descriptions are sent only if they differ. Every rank has the same checksums and does the same.
         descriptions = gather_objects(parameters, group)
         for name in dict.fromkeys(name for description in descriptions for name in description):
             _compare(f"parameter {name}", [description.get(name, "missing") for description in descriptions])
         _compare("order of the parameters", [list(description) for description in descriptions])
-
-
-def check_modules_agree(model: Module) -> None:
-    """Compare versions and the settings of split points and sharded tables, before parameters exist."""
-    _compare_settings(module_settings(model), None, 0)
 
 
 def describe_parameters(model: Module) -> dict[str, str]:
@@ -47,15 +40,6 @@ def describe_parameters(model: Module) -> dict[str, str]:
         name: f"{list(p.shape)} {str(p.dtype).removeprefix('torch.')} {'trained' if p.requires_grad else 'frozen'}"
         for name, p in model.named_parameters()
         if name not in ignored
-    }
-
-
-def module_settings(model: Module) -> dict[str, Any]:
-    """The settings of split points and sharded modules that must agree, by name of module and setting."""
-    return {
-        f"{name}.{setting}": value
-        for name, module in modules_of(model, CompressedModule).items()
-        for setting, value in module.agreed_settings().items()
     }
 
 
@@ -81,4 +65,4 @@ def gather_objects(mine: Any, group: dist.ProcessGroup | None = None) -> list[An
 def _compare(subject: str, values: list[Any]) -> None:
     if any(value != values[0] for value in values):
         received = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
-        raise ValueError(f"The ranks disagree on `{subject}` ({received}). Give every rank the same.")
+        raise ValueError(f"The ranks disagree on `{subject}` ({received}). Use the same value on all ranks.")

@@ -19,15 +19,10 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_dct import checkpoint as saved
 from lightning_dct.agreement import gather_objects
-from lightning_dct.config import DCTConfig, check_keywords
-from lightning_dct.failures import check_lifelines, group_is_made
-from lightning_dct.files import AtomicCheckpointIO, lock, unlock
-from lightning_dct.gradients import Synchronizer
-from lightning_dct.gradients.awaited import clock_of
-from lightning_dct.profiling import recorded
-from lightning_dct.restoring import (
+from lightning_dct.checkpoint import format as saved
+from lightning_dct.checkpoint.files import AtomicCheckpointIO, lock, unlock
+from lightning_dct.checkpoint.reading import (
     agreed_notes,
     check_replicas,
     digest_of,
@@ -36,6 +31,11 @@ from lightning_dct.restoring import (
     restore_state,
     unreadable,
 )
+from lightning_dct.config import DCTConfig, check_keywords
+from lightning_dct.failures import check_lifelines, group_is_made
+from lightning_dct.gradients import Synchronizer
+from lightning_dct.gradients.awaited import clock_of
+from lightning_dct.profiling import recorded
 from lightning_dct.strategy import DCTStrategy as TrainerStrategy
 from lightning_dct.synchronizing import (
     check_optimizers,

@@ -16,16 +16,18 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dct import checkpoint as saved
 from lightning_dct.activations import CompressedModule, modules_of
 from lightning_dct.agreement import gather_objects
-from lightning_dct.config import DCTConfig
-from lightning_dct.embedding import ShardedEmbeddingBags
-from lightning_dct.embedding.shards import keeping_row_states, load_row_states, load_rows, save_rows, without_rows
-from lightning_dct.failures import Lifeline
-from lightning_dct.files import AtomicCheckpointIO, finish_writing, lock, unlock, warn_of_another_run, write_at_once
-from lightning_dct.gradients import Synchronizer
-from lightning_dct.restoring import (
+from lightning_dct.checkpoint import format as saved
+from lightning_dct.checkpoint.files import (
+    AtomicCheckpointIO,
+    finish_writing,
+    lock,
+    unlock,
+    warn_of_another_run,
+    write_at_once,
+)
+from lightning_dct.checkpoint.reading import (
     agreed_notes,
     check_replicas,
     digest_of,
@@ -34,6 +36,11 @@ from lightning_dct.restoring import (
     restore_state,
     unreadable,
 )
+from lightning_dct.config import DCTConfig
+from lightning_dct.embedding import ShardedEmbeddingBags
+from lightning_dct.embedding.shards import keeping_row_states, load_row_states, load_rows, save_rows, without_rows
+from lightning_dct.failures import Lifeline
+from lightning_dct.gradients import Synchronizer
 from lightning_dct.synchronizing import parameter_names
 from lightning_dct.traffic import Traffic
 from lightning_dct.updates import UpdateSynchronizer
@@ -44,7 +51,7 @@ ROWS_KEY = f"{saved.CHECKPOINT_KEY}_rows"
 
 
 class CheckpointedStrategy(ParallelStrategy):
-    """Saves and restores the state of each rank; see :mod:`lightning_dct.checkpoint` for the files."""
+    """Saves and restores the state of each rank; see :mod:`lightning_dct.checkpoint.format` for the files."""
 
     # Number of ranks that together hold one replica of the parameters.
     stages = 1

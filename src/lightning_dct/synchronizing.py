@@ -16,7 +16,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_dct.activations import plain_name
+from lightning_dct.activations import module_settings, plain_name
 from lightning_dct.agreement import check_agreement
 from lightning_dct.config import DCTConfig
 from lightning_dct.gradients.collectives import Link
@@ -52,7 +52,7 @@ def check_settings(
     if callable(group) and not isinstance(group, dist.ProcessGroup):
         ddp_settings["process_group"] = group = group()
     plain = {name: value for name, value in ddp_settings.items() if isinstance(value, bool | int | float | str)}
-    check_agreement({**vars(config), **plain, **more}, module, group)
+    check_agreement({**vars(config), **plain, **more, **module_settings(module)}, module, group)
     return group
 
 

@@ -17,8 +17,8 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_dct.activations import SplitPoint
-from lightning_dct.agreement import check_modules_agree
+from lightning_dct.activations import SplitPoint, module_settings
+from lightning_dct.agreement import check_agreement
 from lightning_dct.callbacks import (
     CompressionMonitor,
     EvaluationJoin,
@@ -94,7 +94,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
         self.lifeline = Lifeline.open(self._lifelines)
         if self.lightning_module is not None:
             # If tables differ, making them would hang.
-            check_modules_agree(self.lightning_module)
+            check_agreement(module_settings(self.lightning_module), Module(), None)
             self.sharded_tables()
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -104,7 +104,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
             self.traffic, self.split_traffic = Traffic(shown_by(trainer), clock), Traffic(clock=clock)
             self.synchronizer = None
         # Again, because `configure_model` may have made modules.
-        check_modules_agree(self._module)
+        check_agreement(module_settings(self._module), Module(), None)
         modules = self.compressed_modules()
         for name, module in modules.items():
             module.name, module.traffic = name, self.split_traffic

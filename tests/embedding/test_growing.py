@@ -124,7 +124,7 @@ def save_and_load_both(folder: str, damaged: bool) -> str:
     save_rows(folder, before, [])
     dist.barrier()  # as in the strategy: rank 0 writes the checksum of the index last
     if damaged and dist.get_rank() == 0:
-        for file in Path(folder).glob("__1_*"):
+        for file in Path(folder).glob("rank-1.rows"):
             data = bytearray(file.read_bytes())
             data[len(data) // 2] ^= 255
             file.write_bytes(data)
@@ -143,7 +143,7 @@ def save_and_load_both(folder: str, damaged: bool) -> str:
 @pytest.mark.parametrize("damaged", [False, True])
 def test_both_kinds_of_tables_in_one_checkpoint(ranks: Any, tmp_path: Path, damaged: bool) -> None:
     for said in ranks(2).run(save_and_load_both, str(tmp_path / "rows"), damaged):
-        assert ("are corrupt or are others" in said) == damaged
+        assert ("damaged or does not fit" in said) == damaged
 
 
 def test_rows_of_other_tables_are_refused(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_rows_of_other_tables_are_refused(tmp_path: Path) -> None:
     growing(torch.tensor([[3]]))
     for saved, other in ((fixed, growing), (growing, fixed), (growing, make(2, max_rows=5))):
         save_rows(str(tmp_path), {"tables": saved}, [])
-        with pytest.raises(CheckpointError, match="are corrupt or are others"):
+        with pytest.raises(CheckpointError, match="damaged or does not fit"):
             load_rows(str(tmp_path), {"tables": other})
 
 

@@ -13,7 +13,7 @@ from distributed.test_resume import twice_ten_batches
 from distributed.training import assert_weights_close, assert_weights_equal
 from fsdp.training import Plain, fsdp, train
 from lightning_dct import DCTStrategy
-from lightning_dct.checkpoint import put_together
+from lightning_dct.checkpoint.merging import put_together
 from lightning_dct.gradients.plan import local_of
 from lightning_dct.synchronizing import parameter_names
 

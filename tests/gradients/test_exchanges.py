@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_dct import reference
-from lightning_dct.checkpoint import merge_states
+from lightning_dct.checkpoint.merging import merge_states
 from lightning_dct.wire import PayloadError
 from strategies_for_hypothesis import FORMATS, examples
 

@@ -24,7 +24,10 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor
 
 from lightning_dct import CheckpointError
-from lightning_dct.checkpoint import identity, make_note, merge_states, rows_path, state_folder, state_path
+from lightning_dct.checkpoint.format import identity, make_note, read_checked, rows_path, state_folder, state_path
+from lightning_dct.checkpoint.merging import merge_states
+from lightning_dct.checkpoint.reading import agreed_notes
+from lightning_dct.checkpoint.row_files import INDEX
 from lightning_dct.embedding import ShardedEmbeddingBags
 from lightning_dct.embedding.placement import place_tables
 from lightning_dct.embedding.resume import check_memory
@@ -32,8 +35,6 @@ from lightning_dct.embedding.rows import RememberedRows
 from lightning_dct.embedding.shards import load_rows, save_rows
 from lightning_dct.gradients.memory import Memory
 from lightning_dct.gradients.sharding import Piece
-from lightning_dct.restoring import agreed_notes
-from lightning_dct.state_file import read_checked
 from reliability.mutations import mutate
 
 TABLES, DIM = (50, 7), 4
@@ -167,8 +168,7 @@ class CheckpointCases:
             for path, data in self._row_files.items():
                 path.write_bytes(data)
             index = pickle.dumps(state)
-            (self._rows_folder / "metadata.crc32").write_text(f"{zlib.crc32(index):08x} {self._rows_folder.name}\n")
-            (self._rows_folder / ".metadata").write_bytes(index)
+            (self._rows_folder / INDEX).write_bytes(b"%08x\n" % zlib.crc32(index) + index)
         else:
             torch.save(state, self._file)
 

@@ -12,7 +12,7 @@ import torch
 from distributed.test_resume import SaveAndStop, twice_ten_batches
 from distributed.training import Module, rank, trainer_for
 from lightning_dct import CheckpointError, DCTStrategy
-from lightning_dct.checkpoint import state_path
+from lightning_dct.checkpoint.format import state_path
 
 NAME = "model.first.weight"
 

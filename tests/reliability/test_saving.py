@@ -26,8 +26,8 @@ from distributed.training import (
 )
 from embedding.hybrid import Hybrid, batches, load, together, whole
 from lightning_dct import DCTStrategy
-from lightning_dct.checkpoint import state_path
-from lightning_dct.files import AtomicCheckpointIO
+from lightning_dct.checkpoint.files import AtomicCheckpointIO
+from lightning_dct.checkpoint.format import state_path
 from reliability.killed_training import BATCHES, Resumable
 
 SETTINGS: dict[str, Any] = {"density": 0.05, "refresh_every": 4}

@@ -12,7 +12,8 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from distributed.harness import elastic_environment, free_port, started
 from distributed.training import Module, loader, rank, trainer_for
 from lightning_dct import DCTStrategy
-from lightning_dct.checkpoint import files_beside, read_state, state_path
+from lightning_dct.checkpoint.format import files_beside, state_path
+from lightning_dct.checkpoint.reading import read_state
 
 SAVES = 40
 

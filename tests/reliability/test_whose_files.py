@@ -11,7 +11,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from distributed.training import Module, fit, loader, rank, trainer_for
 from lightning_dct import CheckpointError, DCTStrategy
-from lightning_dct.checkpoint import state_path
+from lightning_dct.checkpoint.format import state_path
 
 SETTINGS: dict[str, Any] = {"density": 0.05, "refresh_every": 4}
 

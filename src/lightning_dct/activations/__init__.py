@@ -7,7 +7,7 @@ from lightning_dct.activations.codec import (
     encode_backward,
     encode_forward,
 )
-from lightning_dct.activations.module import CompressedModule, modules_of, plain_name
+from lightning_dct.activations.module import CompressedModule, module_settings, modules_of, plain_name
 from lightning_dct.activations.split_point import SplitPoint
 from lightning_dct.activations.subspace import subspace
 
@@ -19,6 +19,7 @@ __all__ = [
     "decode_forward",
     "encode_backward",
     "encode_forward",
+    "module_settings",
     "modules_of",
     "plain_name",
     "subspace",

@@ -18,6 +18,15 @@ def modules_of(model: nn.Module, kind: type[Kind]) -> dict[str, Kind]:
     return {plain_name(name): module for name, module in model.named_modules() if isinstance(module, kind)}
 
 
+def module_settings(model: nn.Module) -> dict[str, Any]:
+    """The settings of split points and sharded tables that all ranks must have alike, by name of module and setting."""
+    return {
+        f"{name}.{setting}": value
+        for name, module in modules_of(model, CompressedModule).items()
+        for setting, value in module.agreed_settings().items()
+    }
+
+
 def plain_name(name: str) -> str:
     """A module's or parameter's name without the prefixes of ``torch.compile``."""
     return name.replace("_orig_mod.", "")

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_dct.checkpoint import CheckpointError
 from lightning_dct.embedding.cache import CACHE_ARRAYS
 from lightning_dct.embedding.gradients import CollectedGradients
 from lightning_dct.embedding.placement import Placement
 from lightning_dct.embedding.state import TableState
-from lightning_dct.state_file import CheckpointError
 
 # Groups of rows are exponents of counts, which are int64.
 MOST_GROUPS = 63

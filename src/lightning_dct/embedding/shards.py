@@ -30,10 +30,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_dct.checkpoint.reading import on_all_ranks
+from lightning_dct.checkpoint.row_files import LazyRows, Pieces, RowFiles, write_rows
 from lightning_dct.embedding.growing import PARTS, GrowingEmbeddingBags
 from lightning_dct.embedding.kept_pieces import PIECES, KeptPieces
 from lightning_dct.embedding.placement import Int64Array
-from lightning_dct.embedding.row_files import LazyRows, Pieces, RowFiles, reading_rows, write_rows
 from lightning_dct.embedding.state import ROWS_AT_A_TIME, TableState, is_row_state
 
 
@@ -66,13 +67,17 @@ def load_rows(folder: str, tables: Mapping[str, TableState]) -> None:
         FileNotFoundError: The folder is missing.
         CheckpointError: It is corrupt, or has rows of other tables.
     """
-    with reading_rows(folder) as files:
+
+    def load() -> None:
+        files = RowFiles(folder)
         for name, module in tables.items():
             if isinstance(module, GrowingEmbeddingBags):
                 _load_directory(files, name, module)
             else:
                 _load_kept(files, name, module)
             _load_values(files, name, name, module, module.weight.detach())
+
+    on_all_ranks(load, folder)
 
 
 def load_row_states(folder: str, tables: Mapping[str, TableState], optimizers: list[Optimizer]) -> None:
@@ -82,7 +87,9 @@ def load_row_states(folder: str, tables: Mapping[str, TableState], optimizers: l
         FileNotFoundError: The folder is missing.
         CheckpointError: It is corrupt.
     """
-    with reading_rows(folder) as files:
+
+    def load() -> None:
+        files = RowFiles(folder)
         for name, module in tables.items():
             for number, optimizer in enumerate(optimizers):
                 if not any(module.weight is p for group in optimizer.param_groups for p in group["params"]):
@@ -90,10 +97,12 @@ def load_row_states(folder: str, tables: Mapping[str, TableState], optimizers: l
                 prefix = f"{name}.optimizer_{number}."
                 saved = {key.rpartition(".")[0]: entry for key, entry in files.index.items() if key.startswith(prefix)}
                 for key, entry in sorted(saved.items()):
-                    shape = (len(module.weight), *entry.size[1 if module.kept is None else 2 :])
-                    values = torch.zeros(shape, dtype=entry.properties.dtype, device=module.weight.device)
+                    shape = (len(module.weight), *entry.shape[1 if module.kept is None else 2 :])
+                    values = torch.zeros(shape, dtype=entry.dtype, device=module.weight.device)
                     optimizer.state[module.weight][key.removeprefix(prefix)] = values
                     _load_values(files, name, key, module, values)
+
+    on_all_ranks(load, folder)
 
 
 def without_rows(state: dict[str, Any], optimizer: Optimizer, tables: Mapping[str, TableState]) -> dict[str, Any]:
@@ -274,7 +283,7 @@ def _owners(files: RowFiles, name: str, module: GrowingEmbeddingBags) -> tuple[l
     start = f"{prefix}.rows.requests.rank_"
     owners = sorted(int(key.removeprefix(start)) for key in files.index if key.startswith(start))
     if not owners:
-        raise ValueError(f"they do not hold {len(module.table_rows)} growing tables {name!r}")
+        raise ValueError(f"there are no {len(module.table_rows)} growing tables {name!r}")
     fits = files.num_rows(f"{prefix}.rows.row_at.rank_{rank}") <= module.directory.rows.capacity
     keeps_slots = len(owners) == module.exchange_group.world_size and fits
     return ([rank] if keeps_slots else owners), keeps_slots

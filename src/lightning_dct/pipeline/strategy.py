@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_dct.activations import module_settings
 from lightning_dct.agreement import check_agreement, gather_objects
 from lightning_dct.clipping import install_clipping
 from lightning_dct.config import check_choice, check_integer
@@ -141,7 +142,7 @@ class DCTPipelineStrategy(DCTStrategy):
         """Cut the model, keep this rank's pieces, and wrap them."""
         module, mesh = self._module, self._placed
         # Before the cut: after it a rank has only its own pieces.
-        check_agreement({}, module, None)
+        check_agreement(module_settings(module), module, None)
         placement = self._placement = Placement(module, mesh, self.schedule == "interleaved_1f1b")
         check_no_tables(self.sharded_tables())
         if trainer.state.fn == TrainerFn.FITTING:

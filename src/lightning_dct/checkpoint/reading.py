@@ -11,13 +11,25 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_dct.agreement import gather_objects
-from lightning_dct.checkpoint import CHECKPOINT_KEY, NOTE_FIELDS, check_note, empty_state, read_state
+from lightning_dct.checkpoint.format import (
+    CHECKPOINT_KEY,
+    NOTE_FIELDS,
+    REMEDY,
+    CheckpointError,
+    check_note,
+    fingerprint_of,
+    identity,
+    read_checked,
+    state_folder,
+    state_path,
+)
+from lightning_dct.checkpoint.merging import merge_states, put_together
 from lightning_dct.gradients import Synchronizer
-from lightning_dct.state_file import CheckpointError, fingerprint_of
 
 # The errors after which `missing_state="reset"` continues.
 RESETTABLE = (FileNotFoundError, ValueError)
@@ -59,8 +71,7 @@ def on_all_ranks(
 def unreadable(path: str, error: Exception) -> CheckpointError:
     """The error of a checkpoint that cannot be read because of another error."""
     chained = CheckpointError(
-        f"The checkpoint {path!r} is damaged or does not fit ({type(error).__name__}: {error}). Restore it from a copy,"
-        " or resume from an earlier checkpoint."
+        f"The checkpoint {path!r} is damaged or does not fit ({type(error).__name__}: {error}). {REMEDY}"
     )
     chained.__cause__ = error
     return chained
@@ -181,3 +192,53 @@ def restore_state(strategy: Any, path: str, note: Mapping[str, Any]) -> dict[str
         )
         return empty_state(note)
     return state
+
+
+def read_state(
+    checkpoint_io: CheckpointIO, path: str, note: Mapping[str, Any], rank: int, world_size: int, stages: int = 1
+) -> dict[str, Any]:
+    """Read the state a rank starts from: its own, or the merged states of all ranks if the layout has changed.
+
+    :func:`check_note` has accepted ``note``; ``world_size`` and ``stages`` describe the layout now.
+
+    Raises:
+        CheckpointError: A file is corrupt, or belongs to another rank, save or step.
+        FileNotFoundError: The files are not beside the checkpoint.
+    """
+    states = []
+    saved_stages = note["stages"]
+    same_layout = (world_size, stages) == (note["world_size"], saved_stages)
+    fingerprints = note["fingerprints"] or [""] * note["world_size"]
+    for saved_rank in [rank] if same_layout else range(note["world_size"]):
+        file = state_path(path, note, saved_rank)
+        try:
+            states.append(read_checked(checkpoint_io, file, identity(note, saved_rank), fingerprints[saved_rank]))
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"The checkpoint {path!r} was saved with compression state, but {file!r} is not there. Put the folder"
+                f" {state_folder(path)!r} beside the checkpoint, or continue without the ranks' residuals:"
+                " `missing_state='reset'` in the strategy."
+            ) from error
+    try:
+        if len(states) > 1 and "shards" in states[0]:
+            states, saved_stages = put_together(states, saved_stages), 1
+        return merge_states(states, saved_stages)
+    except Exception as error:
+        # torch raises many kinds of errors on tensors that do not fit.
+        raise CheckpointError(
+            f"The ranks' files in {state_folder(path)!r} do not fit each other ({error}). Restore the folder from a"
+            " copy, or resume from an earlier checkpoint."
+        ) from error
+
+
+def empty_state(note: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of ranks without residuals, at the step of the checkpoint that a note belongs to."""
+    return {
+        "synchronisations": note["synchronisations"],
+        "steps_since_refresh": 0,
+        "thresholds": {"values": {}, "targets": {}},
+        "residuals": {},
+        "owned": {},
+        "traffic": {},
+        "modules": {},
+    }

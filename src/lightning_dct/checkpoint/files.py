@@ -1,4 +1,4 @@
-"""Writes checkpoints so that a file is complete or absent, whenever the process is killed.
+"""Writes the files of a checkpoint so that each is complete or absent, whenever the process is killed.
 
 Lightning writes into the folder for temporary files and moves the result. If that folder is on another disk, the move
 is a copy, and a process that is killed meanwhile leaves half a checkpoint under the checkpoint's own name.
@@ -18,6 +18,8 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_dct.checkpoint.format import no_checkpoint_name
 
 try:
     import fcntl
@@ -127,11 +129,6 @@ def beside(path: str, suffix: str) -> str:
     """A hidden file beside a checkpoint."""
     folder, name = os.path.split(path)
     return os.path.join(folder, f".{no_checkpoint_name(name)}.{suffix}")
-
-
-def no_checkpoint_name(name: str) -> str:
-    """A name for a file beside a checkpoint. Lightning resumes from any file called ``hpc_ckpt_N``."""
-    return name.replace("hpc_ckpt_", "hpc-ckpt-")
 
 
 def write_at_once(checkpoint_io: CheckpointIO) -> CheckpointIO:

@@ -1,0 +1,370 @@
+"""The format of a checkpoint: its files, the note that names them, and what each may say.
+
+    epoch=3.ckpt                                Lightning's file, with a note that names the files below
+    epoch=3.ckpt.dct/
+        000000001200-5f0c93ab-rank-0-of-2.pt    residuals, thresholds and counters of rank 0 after 1200 synchronisations
+        000000001200-5f0c93ab-rank-1-of-2.pt
+        000000001200-5f0c93ab-rows/             rows of sharded tables, where there are any
+
+Every rank writes its own file before Lightning's is written, under a name that no other save has. So a job that is
+killed while it overwrites a checkpoint finds the old file with the old state. After Lightning's file, rank 0 removes
+the files that were there before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.load import _METADATA_FILENAME
+from torch import Tensor
+
+from lightning_dct.traffic import TrafficTotals
+
+CHECKPOINT_KEY = "lightning_dct"
+FORMAT_VERSION = 4
+# What every error about a damaged file suggests.
+REMEDY = "Restore it from a copy, or resume from an earlier checkpoint."
+# How a file of `torch.save` begins.
+_ZIP = b"PK\x03\x04"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint, or a file beside it, is damaged or belongs to another; the message names the file and the field."""
+
+
+# What a value must be, with the test of it; or the rules of a dict's keys and entries; or a rule for each field.
+Rule = tuple[str, Callable[[Any], bool]] | tuple["Rule", "Rule"] | dict[str, "Rule"]
+
+
+def _is_count(value: Any) -> bool:
+    # File names have twelve digits for a number of steps.
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**12
+
+
+def _is_number(value: Any, least: float) -> bool:
+    # This refuses NaN, and integers beyond the largest float.
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= sys.float_info.max
+
+
+def _is_real_or_complex(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and value.ndim == 1 and value.is_floating_point()
+
+
+_NAME: Rule = ("a name", lambda value: isinstance(value, str))
+_COUNT: Rule = ("a count", _is_count)
+_ONE_OR_MORE: Rule = ("a number from 1 on", lambda value: _is_count(value) and value > 0)
+_FLAG: Rule = ("0 or 1", lambda value: isinstance(value, int) and value in (0, 1))
+_RESIDUAL: Rule = (
+    "a list of finite numbers",
+    lambda value: _is_list(value) and value.numel() > 0 and bool(value.isfinite().all()),
+)
+_TOTALS: Rule = (
+    ("counted here", lambda key: key in {field.name for field in fields(TrafficTotals)}),
+    ("a number from 0 on", lambda value: _is_number(value, 0)),
+)
+_NOTE: dict[str, Rule] = {
+    "world_size": _ONE_OR_MORE,
+    "synchronisations": _COUNT,
+    # It becomes part of file names.
+    "save": ("a name", lambda value: isinstance(value, str) and bool(re.fullmatch("[0-9a-z]{1,32}", value))),
+    "stages": _ONE_OR_MORE,
+    "has_state": _FLAG,
+    "has_rows": _FLAG,
+    # By rank; empty if they are not known.
+    "fingerprints": ("a list of checksums", lambda value: isinstance(value, list)),
+}
+NOTE_FIELDS = ("format_version", *_NOTE, "checksum")
+_STATE: dict[str, Rule] = {
+    "synchronisations": _COUNT,
+    "steps_since_refresh": _COUNT,
+    "thresholds": {
+        "values": (_NAME, ("a positive number", lambda value: _is_number(value, sys.float_info.min))),
+        "targets": (_NAME, _COUNT),
+    },
+    "residuals": (_NAME, _RESIDUAL),
+    "owned": (_NAME, (_COUNT, _RESIDUAL)),
+    "traffic": _TOTALS,
+}
+_OPTIONAL: dict[str, Rule] = {
+    "accumulated": (_NAME, ("a gradient", _is_real_or_complex)),
+    "identity": (_NAME, ("a number or a name", lambda value: isinstance(value, (int, str)))),
+    # With updates each rank has its own between two exchanges. A model may hold NaN, and then its weights do.
+    "weights": (
+        _NAME,
+        (
+            "a floating-point or complex tensor",
+            lambda value: _is_real_or_complex(value) and value.layout == torch.strided,
+        ),
+    ),
+    "optimizers": ("a list", lambda value: isinstance(value, list)),
+    "exchange_clocks": (_NAME, _COUNT),
+    "in_flight": (_NAME, ("a list of floating-point numbers", _is_list)),
+    # With a Trainer.
+    "split_traffic": _TOTALS,
+    "modules": (_NAME, (_NAME, ("a state", lambda value: True))),
+}
+
+
+def _fault(value: Any, rule: Rule) -> str:
+    """What is wrong with a value, as a sentence without its subject; empty for a valid one."""
+    if isinstance(rule, dict):
+        if not isinstance(value, Mapping) or value.keys() != rule.keys():
+            return f" is not a dict of {' and '.join(rule)}"
+        return next((f"[{name!r}]{fault}" for name, part in rule.items() if (fault := _fault(value[name], part))), "")
+    first, second = rule
+    if isinstance(first, str):
+        return "" if second(value) else f" is not {first}"  # type: ignore[operator]
+    if not isinstance(value, Mapping):
+        return " is not a dict"
+    for key, entry in value.items():
+        if fault := _fault(key, first):
+            return f" has the key {key!r}, which{fault}"
+        if fault := _fault(entry, second):  # type: ignore[arg-type]
+            return f"[{key!r}]{fault}"
+    return ""
+
+
+def make_note(
+    world_size: int, synchronisations: int, save: str, has_state: bool = True, has_rows: bool = False, stages: int = 1
+) -> dict[str, Any]:
+    """The note in Lightning's checkpoint about the files beside it.
+
+    ``save`` is the name of this save, the same on every rank, and ``stages`` the number of ranks that together hold one
+    replica of the parameters. A checkpoint of weights alone has no state, one without sharded tables no rows.
+    """
+    note: dict[str, Any] = {"format_version": FORMAT_VERSION, "world_size": world_size}
+    note |= {"synchronisations": synchronisations, "save": save, "stages": stages}
+    return seal(note | {"has_state": int(has_state), "has_rows": int(has_rows)}, [])
+
+
+def seal(note: Mapping[str, Any], fingerprints: Sequence[str]) -> dict[str, Any]:
+    """The note with the fingerprints of all ranks' files, by rank, and a checksum of itself."""
+    sealed = {**note, "fingerprints": list(fingerprints)}
+    return {**sealed, "checksum": _checksum(sealed)}
+
+
+def _checksum(note: Mapping[str, Any]) -> int:
+    return zlib.crc32(repr([note[field] for field in NOTE_FIELDS[:-1]]).encode())
+
+
+def check_note(note: Any, path: str) -> None:
+    """Refuse a value that is no note, one of another format version, or a changed one, with a CheckpointError."""
+    version = note.get("format_version") if isinstance(note, Mapping) else FORMAT_VERSION
+    if not _is_count(version) or version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"The compression state of {path!r} has format version {version!r}; this lightning_dct reads version"
+            f" {FORMAT_VERSION}. Resume with the version that saved it."
+        )
+    fault = " is not a dict"
+    if isinstance(note, Mapping):
+        fault = next(
+            (f"[{name!r}]{found}" for name, rule in _NOTE.items() if (found := _fault(note.get(name), rule))), ""
+        )
+        if not fault and note["world_size"] % note["stages"]:
+            fault = "['stages'] does not divide the number of ranks"
+        if not fault and len(note["fingerprints"]) not in (0, note["world_size"]):
+            fault = "['fingerprints'] has another length than the number of ranks"
+        if not fault and note.get("checksum") != _checksum(note):
+            fault = " does not match its checksum"
+    if fault:
+        raise CheckpointError(
+            f"The checkpoint {path!r} is damaged or was changed: its field {CHECKPOINT_KEY}{fault}. {REMEDY}"
+        )
+
+
+def state_folder(checkpoint_path: str) -> str:
+    """The folder that holds the ranks' files of a checkpoint."""
+    return f"{checkpoint_path}.dct"
+
+
+def unfinished_folder(checkpoint_path: str) -> str:
+    """The folder that the ranks write to.
+
+    It is another one if Lightning would take the folder of a killed save for a checkpoint, and :func:`finish` renames
+    it.
+    """
+    folder, name = os.path.split(checkpoint_path)
+    return os.path.join(folder, f"{no_checkpoint_name(name)}.dct")
+
+
+def no_checkpoint_name(name: str) -> str:
+    """A name for a file beside a checkpoint. Lightning resumes from any file called ``hpc_ckpt_N``."""
+    return name.replace("hpc_ckpt_", "hpc-ckpt-")
+
+
+def state_path(checkpoint_path: str, note: Mapping[str, Any], rank: int, writing: bool = False) -> str:
+    """The file of one rank, to read it or to write it."""
+    return _path(checkpoint_path, f"{_prefix(note)}rank-{rank}-of-{note['world_size']}.pt", writing)
+
+
+def rows_path(checkpoint_path: str, note: Mapping[str, Any], writing: bool = False) -> str:
+    """The folder with the rows of sharded tables, to read it or to write it."""
+    return _path(checkpoint_path, f"{_prefix(note)}rows", writing)
+
+
+def _prefix(note: Mapping[str, Any]) -> str:
+    return f"{note['synchronisations']:012d}-{note['save']}-"
+
+
+def _path(checkpoint_path: str, name: str, writing: bool) -> str:
+    """The path of a file of a checkpoint, to read it or to write it."""
+    folder, unfinished = state_folder(checkpoint_path), unfinished_folder(checkpoint_path)
+    if folder != unfinished and not writing:
+        # A save was killed before it had renamed the folder, or this is another node's disk.
+        files, place = url_to_fs(f"{unfinished}/{name}")
+        writing = files.exists(place)
+    return f"{unfinished if writing else folder}/{name}"
+
+
+def resolve_symlink(checkpoint_path: str) -> str:
+    """The checkpoint whose files are read: ``ModelCheckpoint(save_last="link")`` leaves a link to it."""
+    return os.path.realpath(checkpoint_path) if os.path.islink(checkpoint_path) else checkpoint_path
+
+
+def save_of(file: str) -> str:
+    """The name of the save that has written a file beside a checkpoint."""
+    return os.path.basename(file).partition("-")[2].partition("-")[0]
+
+
+def identity(note: Mapping[str, Any], rank: int) -> dict[str, int | str]:
+    """The identity that a rank's file must record."""
+    return {**{field: note[field] for field in ("synchronisations", "save", "world_size")}, "rank": rank}
+
+
+def write_state(checkpoint_io: CheckpointIO, path: str, note: Mapping[str, Any], rank: int, state: Any) -> str:
+    """Write one rank's state and identity beside the checkpoint ``path``, and return the file's fingerprint.
+
+    It is empty if a ``CheckpointIO`` of the user's writes elsewhere, or not with ``torch.save``.
+    """
+    file = state_path(path, note, rank, writing=True)
+    checkpoint_io.save_checkpoint({**state, "identity": identity(note, rank)}, file)
+    try:
+        return fingerprint_of(file, compare=False)
+    except FileNotFoundError:
+        return ""
+
+
+def read_checked(
+    checkpoint_io: CheckpointIO, file: str, identity: Mapping[str, int | str], fingerprint: str = ""
+) -> dict[str, Any]:
+    """Read a rank's compression state, from a file of this identity. Only tensors and plain data are unpickled.
+
+    ``fingerprint`` is what :func:`fingerprint_of` returned when the file was written; empty if nothing is known.
+
+    Raises:
+        OSError: The file is missing, or may not be read.
+        CheckpointError: The file is corrupt, was changed, is something else, or belongs to another rank or save.
+    """
+    try:
+        found = fingerprint_of(file, compare=True)
+        state = checkpoint_io.load_checkpoint(file, weights_only=True)
+        check_state(state)
+    except (FileNotFoundError, PermissionError):
+        raise
+    except Exception as error:
+        # zipfile, pickle and torch raise many kinds of errors on a corrupt file.
+        raise CheckpointError(
+            f"The file {file!r}, one rank's part of a checkpoint, is damaged or is something else ({error}). {REMEDY}"
+        ) from error
+    says = {**state.pop("identity", {}), "synchronisations": state["synchronisations"]}
+    for field, value in identity.items():
+        if says.get(field) != value:
+            raise CheckpointError(
+                f"The file {file!r} is another rank's or another save's: its field {field!r} is {says.get(field)!r},"
+                f" and the checkpoint says {value!r}. {REMEDY}"
+            )
+    if fingerprint and found != fingerprint:
+        raise CheckpointError(
+            f"The file {file!r} was changed after the checkpoint had been saved: its contents have another checksum"
+            f" than the checkpoint says. {REMEDY}"
+        )
+    return state
+
+
+def check_state(state: Any) -> None:
+    """Refuse a value that is no rank's compression state, with a CheckpointError that names the field.
+
+    Unknown parts are ignored.
+    """
+    fault = _fault(state, (_NAME, ("anything", lambda value: True)))
+    fault = fault or next((f" has no field {part}" for part in _STATE if part not in state), "")
+    if fault:
+        raise CheckpointError(f"it{fault}")
+    for part, rule in (_STATE | _OPTIONAL).items():
+        if part in state and (fault := _fault(state[part], rule)):
+            raise CheckpointError(f"its field {part}{fault}")
+    if state["thresholds"]["values"].keys() != state["thresholds"]["targets"].keys():
+        raise CheckpointError("its field thresholds has values without targets")
+
+
+def fingerprint_of(file: str, compare: bool) -> str:
+    """A checksum of what ``torch.save`` has written, made from the checksums in its index; empty for other files.
+
+    Args:
+        file: The file, or a folder that ``DCTFSDPStrategy`` has saved, wherever fsspec reads.
+        compare: Read all of a file on a local disk and compare it with its checksums, which ``torch.load`` does not.
+            Storage services have checksums of their own.
+
+    Raises:
+        OSError: The file is missing, or may not be read.
+        zipfile.BadZipFile: The file is truncated or does not match its checksums.
+    """
+    files, place = url_to_fs(file)
+    if files.isdir(place):
+        place = f"{place}/{_METADATA_FILENAME}"
+    with files.open(place, "rb") as opened:
+        begins = opened.read(len(_ZIP))
+        if zipfile.is_zipfile(opened):
+            with zipfile.ZipFile(opened) as archive:
+                corrupt = archive.testzip() if compare and isinstance(files, LocalFileSystem) else None
+                contents = [(part.filename, part.file_size, part.CRC) for part in archive.infolist()]
+            if corrupt is not None:
+                raise zipfile.BadZipFile(f"its part {corrupt!r} does not match its checksum")
+            return hashlib.sha256(repr(contents).encode()).hexdigest()[:16]
+    if begins == _ZIP[: len(begins)]:
+        raise zipfile.BadZipFile("its end is missing")
+    return ""
+
+
+def files_beside(path: str) -> list[str]:
+    """What lies in the folders of a checkpoint: before a save, files of earlier and of killed saves."""
+    found = []
+    for folder in {state_folder(path), unfinished_folder(path)}:
+        files, place = url_to_fs(folder)
+        if files.isdir(place):
+            # Storage services may list folders with a slash at their end, and the folder itself.
+            names = {os.path.basename(name.rstrip("/")) for name in files.ls(place, detail=False)}
+            found += [f"{folder}/{name}" for name in sorted(names - {os.path.basename(place)})]
+    return found
+
+
+def finish(checkpoint_io: CheckpointIO, path: str, outdated: Iterable[str]) -> None:
+    """Remove the files of earlier saves once Lightning's file points at newer ones, and give the folder its name."""
+    for name in outdated:
+        checkpoint_io.remove_checkpoint(name)
+    folder, unfinished = state_folder(path), unfinished_folder(path)
+    files, place = url_to_fs(folder)
+    if unfinished != folder:
+        for name in files_beside(path):
+            if name.startswith(f"{unfinished}/"):
+                files.makedirs(place, exist_ok=True)
+                files.mv(url_to_fs(name)[1], f"{place}/{os.path.basename(name)}", recursive=True)
+        checkpoint_io.remove_checkpoint(unfinished)
+    if not files_beside(path):
+        checkpoint_io.remove_checkpoint(folder)

@@ -1,0 +1,119 @@
+"""The state that each rank starts from at another world size, made of the states of all ranks that saved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dct.checkpoint.format import CheckpointError
+from lightning_dct.gradients.memory import add_pieces, pieces_extent
+
+
+def merge_states(states: Sequence[Mapping[str, Any]], stages: int = 1) -> dict[str, Any]:
+    """The state a rank starts from, made of the states that it has read.
+
+    The ranks' residuals, of their own gradients and of the sums they own, enter the model as their *mean* over the
+    ranks. Every rank of a new world starts with that mean, which conserves it for any two world sizes. The mean is
+    computed in fp64.
+
+    ``states`` is one state (the rank's own), or those of all ranks of the saved world, of which ``stages`` ranks
+    together held one replica. In the result each entry of ``"modules"`` is the list of that module's states.
+    """
+    modules = {name: [state["modules"][name] for state in states] for name in states[0].get("modules", {})}
+    merged = {**states[0], "modules": modules}
+    if len(states) == 1:
+        return merged
+    replicas = len(states) // stages
+    # A mean of the ranks' optimizers would continue none of them. Updates in flight are still in the ranks' own
+    # weights, and are sent again.
+    for part in ("optimizers", "in_flight"):
+        merged.pop(part, None)
+    names = {name for state in states for part in ("residuals", "owned") for name in state[part]}
+    merged["residuals"] = {name: _mean_residual(states, name, replicas) for name in sorted(names)}
+    merged["owned"] = {}
+    merged["accumulated"] = _mean_over_replicas(states, "accumulated", replicas)
+    if "weights" in merged:
+        merged["weights"] = _mean_over_replicas(states, "weights", replicas)
+    if stages > 1:
+        # Each rank has the thresholds of its own stage only.
+        merged["thresholds"] = {
+            part: {name: value for state in reversed(states) for name, value in state["thresholds"][part].items()}
+            for part in states[0]["thresholds"]
+        }
+    return merged
+
+
+def _mean_over_replicas(states: Sequence[Mapping[str, Any]], part: str, replicas: int) -> dict[str, Tensor]:
+    """The mean of gradients or weights by name, computed in fp64 or complex128."""
+    total: dict[str, Tensor] = {}
+    first: dict[str, Tensor] = {}
+    for state in states:
+        for name, tensor in state.get(part, {}).items():
+            if tensor.is_sparse:
+                # Those of sharded tables belong to rows that another rank owns now.
+                continue
+            of_first = first.setdefault(name, tensor)
+            if (tensor.shape, tensor.dtype) != (of_first.shape, of_first.dtype):
+                raise CheckpointError(f"they disagree on the shape or the dtype of {part}[{name!r}]")
+            wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+            total[name] = total[name] + wide if name in total else wide
+    return {name: (tensor / replicas).to(first[name].dtype) for name, tensor in total.items()}
+
+
+def _mean_residual(states: Sequence[Mapping[str, Any]], name: str, replicas: int) -> Tensor:
+    """The ranks' residuals of a tensor, of their own gradients and of sums they own, over the number of replicas."""
+    residuals = [state["residuals"][name] for state in states if name in state["residuals"]]
+    owned = [state["owned"][name] for state in states if name in state["owned"]]
+    dtype = residuals[0].dtype if residuals else next(iter(owned[0].values())).dtype
+    size = max([residual.numel() for residual in residuals] + [pieces_extent(pieces) for pieces in owned])
+    total = torch.zeros(size, dtype=torch.float64)
+    for residual in residuals:
+        if residual.numel() != size:
+            raise CheckpointError(f"they disagree on the number of entries of residuals[{name!r}]")
+        total += residual.flatten()
+    for pieces in owned:
+        add_pieces(total, pieces)
+    return (total / replicas).to(dtype)
+
+
+def put_together(states: Sequence[Mapping[str, Any]], shards: int) -> list[dict[str, Any]]:
+    """The states of whole replicas of ``shards`` ranks each, from the states of all ranks, to be cut anew.
+
+    ``"shards"`` in a state has the shapes of its pieces: consecutive ranks of a replica have consecutive rows of every
+    parameter and of its residual.
+    """
+    return [_whole(states[first : first + shards]) for first in range(0, len(states), shards)]
+
+
+def _whole(pieces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    whole = {key: value for key, value in pieces[0].items() if key != "shards"}
+    for part in ("weights", "residuals", "accumulated"):
+        names = dict.fromkeys(name for piece in pieces for name in piece.get(part, {}))
+        if part in whole:
+            whole[part] = {name: _joined(pieces, part, name) for name in names}
+    whole["owned"] = {}
+    before: dict[str, int] = {}
+    for piece in pieces:
+        for name, parts in piece["owned"].items():
+            moved = {before.get(name, 0) + start: tensor for start, tensor in parts.items()}
+            whole["owned"].setdefault(name, {}).update(moved)
+        for name, shape in piece["shards"].items():
+            before[name] = before.get(name, 0) + math.prod(shape)
+    return whole
+
+
+def _joined(pieces: Sequence[Mapping[str, Any]], part: str, name: str) -> Tensor:
+    """One tensor of the ranks' shards, with zeros for a rank without one; a buffer is whole on every rank."""
+    there = next(piece[part][name] for piece in pieces if name in piece[part])
+    if name not in pieces[0]["shards"]:
+        return there
+    flat = [
+        piece[part][name].reshape(-1) if name in piece[part] else there.new_zeros(math.prod(piece["shards"][name]))
+        for piece in pieces
+    ]
+    is_flat = part == "residuals"
+    return torch.cat(flat) if is_flat else torch.cat(flat).view(-1, *there.shape[1:])
