@@ -209,6 +209,7 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
             before.plans.change(config)
             return
         state = before.state_dict()
+        shown = isinstance(before, UpdateSynchronizer) and before.weights.shown
         if isinstance(before, UpdateSynchronizer):
             before.weights.show()
         else:
@@ -220,6 +221,8 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         before.exchange.close()
         self.synchronizer = self._make_updates(are_alike=True)
         self.synchronizer.load_state_dict(state)
+        if shown:
+            self.synchronizer.weights.show()
 
     def _take_settings(self, checkpoint: Mapping[str, Any]) -> None:
         saved = checkpoint.get("callbacks", {})

@@ -78,14 +78,13 @@ class ThresholdedStrategy(CheckpointedStrategy):
 
         reports = () if trainer.barebones else (CompressionMonitor(), RunAdvice())
         before, after = ((FailureNotice(),), (SignalsAfterStep(),)) if self._lifelines else ((), ())
-        views = missing(SharedWeightsView(opens=True), SharedWeightsView(opens=False))
-        views = views if self.config.compress == "updates" else []
+        views = missing(SharedWeightsView()) if self.config.compress == "updates" else []
         # First, because other callbacks may need all ranks when evaluation ends, or after an exception.
         first = missing(*before, EvaluationJoin())
         last = missing(ThresholdRefresh(self.config.refresh_every), *reports, *after)
         # Lightning keeps checkpoint callbacks last.
         rest = sorted([*trainer.callbacks, *last], key=lambda callback: isinstance(callback, Checkpoint))
-        trainer.callbacks[:] = [*views[:1], *first, *rest, *views[1:]]
+        trainer.callbacks[:] = [*views, *first, *rest]
 
     def setup_environment(self) -> None:
         """Start the processes, then make the rows of embedding tables that each rank owns."""
@@ -125,6 +124,12 @@ class ThresholdedStrategy(CheckpointedStrategy):
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             check_optimizers(self.config, self.optimizers)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Continue with this rank's own weights, or with what hooks have written into the shared ones."""
+        super().on_train_batch_start(batch, batch_idx)
+        if self.updates is not None:
+            self.updates.weights.hide()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step, and count it if activations are compressed."""
@@ -235,7 +240,5 @@ class ThresholdedStrategy(CheckpointedStrategy):
 
 
 def _place_of(callback: pl.Callback) -> int:
-    """Notices come first. The view of the shared weights opens before all other callbacks and closes after them."""
-    if isinstance(callback, FailureNotice):
-        return -2
-    return 0 if not isinstance(callback, SharedWeightsView) else -1 if callback.opens else 1
+    """Notices come first, and the view of the shared weights opens before all other callbacks."""
+    return -2 if isinstance(callback, FailureNotice) else -1 if isinstance(callback, SharedWeightsView) else 0

@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from distributed.training import (
@@ -21,6 +22,7 @@ from distributed.training import (
     weights_of,
 )
 from lightning_dct import DCTStrategy
+from lightning_dct.updates import SharedWeights
 
 SETTINGS: dict[str, Any] = {"density": 0.2, "local_steps": 4, "warmup_steps": 3}
 
@@ -156,6 +158,88 @@ def test_what_is_written_into_the_shared_weights_is_trained_on(ranks: Any, hook:
     for found, _ in results:
         assert bool((found == 0.5).all())
     assert_replicas_equal([run for _, run in results])
+
+
+class Hooked(Module):
+    """Its own hook averages its weights, sets a tensor once, or clips all of them after each step, as a WGAN does."""
+
+    def __init__(self, clip: float | None, until_the_end: bool = False) -> None:
+        super().__init__(None, torch.optim.SGD, lr=0.05)
+        self.clip, self.until_the_end = clip, until_the_end
+        self.seen: list[torch.Tensor] = []
+        self.average: torch.Tensor | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(self.model.first.weight.detach().clone())
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        weight = self.model.first.weight
+        self.average = weight.detach().clone() if self.average is None else self.average.lerp(weight.detach(), 0.1)
+        if self.clip is not None:
+            self.clip_all()
+        elif batch_idx == 9:
+            weight.data.fill_(0.123)
+
+    def on_train_end(self) -> None:
+        if self.until_the_end:
+            self.clip_all()
+
+    def clip_all(self) -> None:
+        for parameter in self.parameters():
+            parameter.data.clamp_(-self.clip, self.clip)
+
+
+def train_hooked(strategy: Any, *arguments: Any) -> Hooked:
+    module = Hooked(*arguments)
+    trainer_for(strategy).fit(module, loader(14, 40, 8))
+    module.trainer = None
+    return module
+
+
+def fill_in_own_hook() -> list[Hooked]:
+    return [train_hooked(strategy, None) for strategy in (DDPStrategy(), DCTStrategy(**SETTINGS))]
+
+
+def test_what_the_module_writes_in_its_own_hook_is_trained_on(ranks: Any) -> None:
+    """Oracle: plain DDP; and an average that each rank makes by itself is the same on all."""
+    results = ranks(2).run(fill_in_own_hook)
+    for modules in results:
+        for module in modules:
+            assert module.seen[10].unique().tolist() == [torch.tensor(0.123).item()]
+            assert len(module.seen[9].unique()) > 1
+            assert len(module.seen[11].unique()) > 1
+    (_, one), (_, other) = results
+    assert torch.equal(one.average, other.average)
+    assert not torch.equal(one.seen[12], other.seen[12])
+
+
+def clip_in_own_hook(delay: int) -> Hooked:
+    return train_hooked(DCTStrategy(**SETTINGS, delay=delay), 0.05, delay > 0)
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_a_module_that_clips_its_weights_ends_with_clipped_weights(ranks: Any, delay: int) -> None:
+    """With updates in flight, which arrive after the last batch, it has to clip in `on_train_end` as well."""
+    one, other = ranks(2).run(clip_in_own_hook, delay)
+    for name, weights in weights_of(one).items():
+        assert torch.equal(weights, weights_of(other)[name]), name
+        assert weights.abs().max() <= torch.tensor(0.05), name
+    first = weights_of(one)["model.first.weight"]
+    assert (first.abs() < 0.05).any()
+    assert not torch.equal(first, perceptron().first.weight.clamp(-0.05, 0.05))
+
+
+@pytest.mark.parametrize("way", ["data", "in place"])
+def test_entries_that_nobody_writes_keep_what_was_not_sent(way: str) -> None:
+    weights, parameter = SharedWeights(), nn.Parameter(torch.tensor([0.5, -2.0, 0.1]))
+    weights.adopt("one", parameter)
+    weights.own("one").copy_(torch.tensor([0.7, -1.5, 0.2]))
+    for _ in range(2):  # the second time it changes nothing
+        with weights.in_model(), torch.no_grad():
+            (parameter.data if way == "data" else parameter).clamp_(-1.0, 1.0)
+        assert parameter.tolist() == torch.tensor([0.7, -1.0, 0.2]).tolist()
+        assert weights.shared("one").tolist() == torch.tensor([0.5, -1.0, 0.1]).tolist()
 
 
 def cut_short() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Shows the shared weights to callbacks and evaluations, while each rank trains weights of its own."""
+"""Shows the shared weights to hooks and evaluations, while each rank trains weights of its own."""
 
 from __future__ import annotations
 
@@ -6,49 +6,49 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_dct.callbacks.requirements import AVERAGING, InternalCallback
 
+_BATCH_HOOKS = ("on_train_batch_start", "on_train_batch_end")
+
 
 class SharedWeightsView(InternalCallback):
-    """Show the shared weights to validation, weight averaging, the user's callbacks and everything after fit.
+    """Show the shared weights to validation, weight averaging, the user's hooks and everything after fit.
 
-    ``DCTStrategy`` adds two of them: one before all other callbacks opens the view, and one after them closes it. Every
-    rank continues from what a callback writes into the shared weights. The model holds the rank's own weights during
-    ``training_step``, backward, the optimizer step and the hooks of the LightningModule.
-
-    Args:
-        opens: Whether this is the one before all others.
+    ``DCTStrategy`` adds it before all other callbacks. It opens the view when a batch, an epoch or training ends and
+    when an epoch or a batch starts, for the hooks of callbacks and of the LightningModule. The strategy closes the view
+    just before ``training_step``. The model holds the rank's own weights from there to the end of the optimizer step.
     """
 
-    def __init__(self, opens: bool) -> None:
-        self.opens = opens
-        # Set only if a callback reads weights then, because opening the view takes time in every step.
+    def __init__(self) -> None:
+        # Set only if a hook may read weights then, because opening the view takes time in every step.
+        self.on_train_batch_start: Any = None
         self.on_train_batch_end: Any = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Find out whether a callback reads weights when a batch ends."""
+        """Find out whether a hook reads weights when a batch starts or ends."""
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        self.on_train_batch_end = self._change if any(_reads_weights(callback) for callback in callbacks) else None
+        reads = any(is_overridden(hook, pl_module) for hook in _BATCH_HOOKS) or any(map(_reads_weights, callbacks))
+        self.on_train_batch_start = self.on_train_batch_end = self._open if reads else None
 
-    def _change(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Open or close the view."""
+    def _open(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         updates: Any = getattr(trainer.strategy, "updates", None)
         if updates is not None:
-            (updates.weights.show if self.opens else updates.weights.hide)()
+            updates.weights.show()
 
-    on_train_epoch_start = on_train_epoch_end = _change
+    on_train_epoch_start = on_train_epoch_end = _open
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Open the view. The strategy closes it after the validation; after training it stays open."""
         strategy: Any = trainer.strategy
-        if self.opens and getattr(strategy, "updates", None) is not None and strategy.is_fitting:
+        if getattr(strategy, "updates", None) is not None and strategy.is_fitting:
             strategy.updates.begin_evaluation()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Apply updates in flight, so that the final weights have them, and open the view."""
         strategy: Any = trainer.strategy
-        if self.opens and getattr(strategy, "updates", None) is not None and strategy.is_fitting:
+        if getattr(strategy, "updates", None) is not None and strategy.is_fitting:
             strategy.updates.apply_all()
         self.on_validation_start(trainer, pl_module)
 
@@ -57,4 +57,4 @@ def _reads_weights(callback: Callback) -> bool:
     if isinstance(callback, AVERAGING):
         return True
     known = type(callback).__module__.startswith(("lightning.pytorch.", "lightning_dct."))
-    return not known and type(callback).on_train_batch_end is not Callback.on_train_batch_end
+    return not known and any(getattr(type(callback), hook) is not getattr(Callback, hook) for hook in _BATCH_HOOKS)

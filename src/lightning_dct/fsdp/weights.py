@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from lightning_dct.gradients.plan import local_of
 from lightning_dct.updates import SharedWeights
-from lightning_dct.updates.shared_weights import digest
 
 
 class ShardWeights(SharedWeights):
@@ -37,18 +36,19 @@ class ShardWeights(SharedWeights):
             own = local.clone()
             local.copy_(stored)
             self._own[name], self._shared[name] = stored.copy_(own), local
-            self._looks[name] = local_of(parameter)._version, digest(local)
+            self._before[name] = local.clone()
 
     def hide(self) -> None:
-        """Put this rank's own weights into the model again; weights written meanwhile become both sets."""
+        """Put this rank's own weights into the model again."""
+        if not self.shown:
+            return
+        self.settle()
         self._free_gathered()
-        stored, self._own = self._own, {}
+        stored, self._own, self._before = self._own, {}, {}
         for name, own in stored.items():
-            parameter = self.parameters[name]
-            local = local_of(parameter)
-            shared = local.detach().clone()
-            if not self._is_written(name, local):
-                local.data.copy_(own)
+            local = local_of(self.parameters[name]).data
+            shared = local.clone()
+            local.copy_(own)
             self._shared[name] = own.copy_(shared)
 
     def follow_parameters(self) -> None:

@@ -19,8 +19,6 @@ from lightning_dct.gradients.awaited import read_together
 from lightning_dct.gradients.compression import Bucket
 from lightning_dct.gradients.plan import local_of, real_numel
 
-# A prime.
-DIGEST_SUMS = 61
 # What kernels can read and write in place.
 IN_PLACE = {torch.float32, torch.float64}
 
@@ -35,9 +33,9 @@ class SharedWeights:
     def __init__(self) -> None:
         self.parameters: dict[str, Tensor] = {}
         self._shared: dict[str, Tensor] = {}
-        # While the shared weights are in the model: this rank's own, and how the parameters looked at first.
+        # While the shared weights are in the model: this rank's own, and copies of the shared ones to compare with.
         self._own: dict[str, Tensor] = {}
-        self._looks: dict[str, tuple[int, Tensor]] = {}
+        self._before: dict[str, Tensor] = {}
 
     @property
     def shown(self) -> bool:
@@ -64,26 +62,29 @@ class SharedWeights:
             return
         for name, parameter in self.parameters.items():
             self._own[name], parameter.data = parameter.data, self._shared[name]
-            self._looks[name] = parameter._version, digest(parameter)
+            self._before[name] = self._shared[name].clone()
+
+    def settle(self) -> None:
+        """Have training continue from what was written into the shared weights since they are in the model.
+
+        Entries that were written replace those of this rank's own weights. The others keep what this rank has not sent.
+        Contents are compared, because writes through ``.data`` leave a parameter's version as it was, and may give it
+        other memory.
+        """
+        for name, before in self._before.items():
+            shown, own = local_of(self.parameters[name]).data, self._own[name]
+            if shown.device.type not in compression.WITHOUT_WAITING and torch.equal(shown, before):
+                continue
+            own.copy_(torch.where(shown != before, shown, own))
+            self._shared[name].copy_(shown)
+            before.copy_(shown)
 
     def hide(self) -> None:
-        """Put this rank's own weights into the model again.
-
-        If something has written into the shared weights meanwhile, such as weight averaging or loading a checkpoint,
-        training continues from what it has written. Writes through ``.data`` do not raise a parameter's version, and
-        may give it other memory, so contents are compared, too.
-        """
-        own, self._own = self._own, {}
+        """Put this rank's own weights into the model again."""
+        self.settle()
+        own, self._own, self._before = self._own, {}, {}
         for name, weights in own.items():
-            parameter = self.parameters[name]
-            if self._is_written(name, parameter):
-                weights.copy_(parameter.data)
-                self._shared[name].copy_(parameter.data)
-            parameter.data = weights
-
-    def _is_written(self, name: str, shown: Tensor) -> bool:
-        version, looks = self._looks[name]
-        return shown._version != version or not torch.equal(looks, digest(shown).to(looks.device))
+            self.parameters[name].data = weights
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
@@ -158,16 +159,6 @@ class SharedWeights:
         """Euclidean norm of this rank's residual of each parameter."""
         moved = ((name, self.movement([name], torch.float32)) for name in self.parameters)
         return read_together({name: entries.norm(dtype=torch.float64) for name, entries in moved})
-
-
-def digest(tensor: Tensor) -> Tensor:
-    """Sums of the bits of a tensor's entries, int64: another tensor of this size hardly has the same."""
-    bits = as_real(local_of(tensor).detach()).reshape(-1)
-    bits = bits.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()])
-    # Neighbours are in different sums, and so are those of a matrix in one column or row.
-    rows = bits.numel() // DIGEST_SUMS
-    whole = bits[: rows * DIGEST_SUMS].view(rows, DIGEST_SUMS)
-    return torch.cat([whole.sum(0, dtype=torch.int64), bits[rows * DIGEST_SUMS :].to(torch.int64)])
 
 
 def as_real(tensor: Tensor) -> Tensor:

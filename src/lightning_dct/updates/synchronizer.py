@@ -157,6 +157,7 @@ class UpdateSynchronizer(Synchronizer):
 
     def apply_all(self) -> None:
         """Wait for updates in flight and apply them, whether they are due or not; a collective call."""
+        self.weights.hide()
         for rounds in self._rounds.values():
             if rounds.in_flight:
                 self.come_to("updates in flight", f"the end of training after {self.synchronisations} optimizer steps")
@@ -202,6 +203,7 @@ class UpdateSynchronizer(Synchronizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: plain numbers, dicts and CPU tensors. Waits for updates in flight, but keeps them."""
+        self.weights.settle()
         for rounds in self._rounds.values():
             self._complete(rounds.in_flight)
         state = super().state_dict()
