@@ -13,6 +13,7 @@ from distributed.test_resume import twice_ten_batches
 from distributed.training import assert_weights_close, assert_weights_equal
 from fsdp.training import Plain, fsdp, train
 from lightning_dct import DCTStrategy
+from lightning_dct.checkpoint import CheckpointError
 from lightning_dct.checkpoint.merging import put_together
 from lightning_dct.gradients.plan import local_of
 from lightning_dct.synchronizing import parameter_names
@@ -22,7 +23,7 @@ GRADIENTS = {"compress": "gradients", "density": 0.1, "value_format": "int8", "r
 
 
 class Saving(Plain):
-    """Saves after ten batches and ends the run there; in a hook of the module, which sees the rank's own weights."""
+    """Saves after ten batches and ends the run there; in a hook of the module."""
 
     path: Path | None = None
 
@@ -64,6 +65,38 @@ def test_resumed_run_equals_the_uninterrupted_one(
                 assert_weights_equal(one["state"][part], other["state"][part])
         assert one["state"]["thresholds"] == other["state"]["thresholds"]
         assert one["totals"].bytes_sent == other["totals"].bytes_sent
+
+
+def saved_folder(path: Path) -> None:
+    run(UPDATES, {}, path)
+
+
+def load_damaged(path: Path) -> str:
+    with pytest.raises((CheckpointError, FileNotFoundError)) as raised:
+        run(UPDATES, {"limit_train_batches": 1}, None, path)
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_a_damaged_piece_of_a_folder_is_named_on_every_rank(ranks: Any, tmp_path: Path) -> None:
+    """One bit of one rank's tensors, of the list of pieces, of the checksums; and a piece that is missing."""
+    path = tmp_path / "half.ckpt"
+    ranks(4).run(saved_folder, path)
+    pieces = sorted(file.name for file in path.iterdir() if file.suffix == ".distcp")
+    assert len(pieces) == 2
+    for name in (*pieces, ".metadata", "checksums.json"):
+        whole = (path / name).read_bytes()
+        damaged = bytearray(whole)
+        damaged[len(whole) // 2] ^= 1
+        (path / name).write_bytes(damaged)
+        for said in ranks(4).run(load_damaged, path):
+            assert said.startswith("CheckpointError: ")
+            assert f"'{path}'" in said
+            assert f"file '{name}' does not match its checksum" in said
+        (path / name).write_bytes(whole)
+    (path / pieces[1]).unlink()
+    for said in ranks(4).run(load_damaged, path):
+        assert said.startswith("FileNotFoundError: ")
+        assert pieces[1] in said
 
 
 class Held(Callback):
