@@ -48,8 +48,8 @@ __all__ = [
 
 def _refuse_other_lightning(**_: object) -> None:
     raise TypeError(
-        "strategy='dct' works with `lightning.pytorch.Trainer`; this is `pytorch_lightning.Trainer`, whose classes are"
-        " others. Replace `import pytorch_lightning as pl` by `import lightning.pytorch as pl` everywhere."
+        "strategy='dct' works with `lightning.pytorch.Trainer`; this is `pytorch_lightning.Trainer`, which has classes"
+        " of its own. Replace `import pytorch_lightning as pl` by `import lightning.pytorch as pl` everywhere."
     )
 
 

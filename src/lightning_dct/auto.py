@@ -82,12 +82,16 @@ class Choice:
         """The decision in a sentence; ``longest`` is the seconds that a step may take."""
         limit = f"{1e3 * longest:,.1f} ms that a step may take"
         if self.is_within:
-            why = f"it loses least of what stays within the {limit}"
+            why = f"it is the least lossy setting within the {limit}"
         else:
-            why = f"it is the fastest, and nothing stays within the {limit}"
+            why = f"it is the fastest setting, and none is within the {limit}"
             if self.option.is_lossless:
-                why = f"it loses nothing, is about as fast as what would replace it, and exceeds the {limit}"
-            why += ", as delays of more than a tenth of the run are out of the question" if self.is_shortest else ""
+                why = f"it is lossless and about as fast as the best other setting, but exceeds the {limit}"
+            why += (
+                ", because entries would wait for more than a tenth of the run under the others"
+                if self.is_shortest
+                else ""
+            )
         return f"takes {describe(self.option.config)}: predicted at {1e3 * self.option.seconds:,.1f} ms a step, {why}"
 
 
@@ -125,8 +129,8 @@ def check_left_out(base: DCTConfig) -> None:
     given = [f"{name}={getattr(base, name)!r}" for name in CHOSEN if getattr(base, name) != defaults[name]]
     if given:
         raise ValueError(
-            f"`target_overhead` chooses what was given as {', '.join(given)}. Leave these out, or leave out"
-            " `target_overhead`. `min_density` is a lower bound on what it may choose."
+            f"`target_overhead` chooses the settings that were given as {', '.join(given)}. Leave these out, or"
+            " leave out `target_overhead`. `min_density` is a lower bound on the density that it may choose."
         )
 
 

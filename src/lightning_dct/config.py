@@ -152,7 +152,7 @@ class DCTConfig:
                 examples = ", ".join(repr(name) for name in parameter_names[:3])
                 raise ValueError(
                     f"`density_per_parameter` has the pattern {pattern!r}, which matches no parameter of the"
-                    f" model. Its names look like {examples}. Mend the pattern or remove it."
+                    f" model. Its names look like {examples}. Fix the pattern or remove it."
                 )
 
     def density_of(self, parameter_name: str) -> float:

@@ -68,7 +68,7 @@ def test_a_short_run_is_told_which_settings_fit_its_ranks(ranks: int, steps: int
     if fitting == {}:
         assert not told
     elif fitting is None:
-        assert told[0].endswith("Train for longer, or use strategy='ddp': whatever compresses would lose more.")
+        assert told[0].endswith("Train for longer, or use strategy='ddp': any compression would lose more.")
     else:
         settings = ", ".join(f"{name}={value}" for name, value in fitting.items())
         assert told[0].endswith(f"Train for longer, or give {settings}, which fit.")

@@ -138,7 +138,7 @@ def stages_of_another_width() -> str:
         (tables_on_one_rank_only, ["`more."]),
         (another_split_point, ["`model.split.forward_format` (rank 0: 'int4', rank 1: 'int8')"]),
         (stages_of_another_width, ["`parameter network.0.weight` (rank 0: '[24, 40] float32 trained'"]),
-        (pattern_for_nothing, ["'*.embedding.*'", "'model.first.weight'", "Mend the pattern"]),
+        (pattern_for_nothing, ["'*.embedding.*'", "'model.first.weight'", "Fix the pattern"]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

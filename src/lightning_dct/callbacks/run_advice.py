@@ -237,7 +237,7 @@ def notes_at_start(config: DCTConfig, ranks: int, steps: float, device_type: str
     delay, needed = config.steps_of_delay, steps_needed(config, ranks)
     if delay > 1 and steps < needed:
         fitting = fitting_settings(config, ranks, steps)
-        remedy = f"give {fitting}, which fit" if fitting else f"use {dense}: whatever compresses would lose more"
+        remedy = f"give {fitting}, which fit" if fitting else f"use {dense}: any compression would lose more"
         notes.append(
             f"This run is short: {steps:,.0f} optimizer steps. An unsent entry waits for about local_steps / density"
             f" = {config.round_length} / {config.density:g} = {math.ceil(delay):,} of them, so on {ranks} ranks a run"

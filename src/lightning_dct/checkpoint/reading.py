@@ -187,8 +187,8 @@ def restore_state(strategy: Any, path: str, note: Mapping[str, Any]) -> dict[str
         if config.missing_state != "reset" or type(error) not in RESETTABLE:
             raise
         rank_zero_warn(
-            f"{error} That is set: training continues from step {note['synchronisations']} with an empty residual on"
-            " every rank. What had not been sent yet is lost."
+            f"{error} This setting is given, so training continues from step {note['synchronisations']} with an empty"
+            " residual on every rank. What had not been sent yet is lost."
         )
         return empty_state(note)
     return state

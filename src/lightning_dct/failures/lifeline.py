@@ -200,7 +200,9 @@ class Lifeline:
             if not message["over"]:
                 self.verdict = self.verdict or f"{self._hub_who} has left"
             else:
-                self._print(f"the ranks' lifelines have ended ({message['over']}); one that dies may be noticed late.")
+                self._print(
+                    f"the ranks' lifelines have ended ({message['over']}); a rank that dies may be noticed late."
+                )
 
     def _decide(self, verdict: str, blamed: list[int]) -> None:
         if self._decided.is_set():

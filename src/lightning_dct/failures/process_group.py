@@ -98,8 +98,8 @@ def _invite(old: TCPStore, host: str, world_size: int, timeout: timedelta) -> tu
         missing = [rank for rank in missing if not fresh.check([f"{PREFIX}/arrived/{rank}"])]
         if missing and time.monotonic() > deadline:
             raise RuntimeError(
-                f"Rank 0 has waited {timeout.total_seconds():.0f} s for ranks {missing}, which have not come. Look at"
-                " their output, and check that they have the same MASTER_ADDR and MASTER_PORT."
+                f"Rank 0 has waited {timeout.total_seconds():.0f} s for ranks {missing}, which have not connected. Look"
+                " at their output, and check that they have the same MASTER_ADDR and MASTER_PORT."
             )
         time.sleep(POLL_S)
     return host, str(fresh.port)

@@ -123,7 +123,7 @@ def read_lines(buffer: bytearray, received: bytes) -> list[dict[str, Any]]:
     buffer[:] = rest
     messages = [json.loads(line) for line in lines]
     if len(buffer) > LONGEST_LINE or not all(isinstance(message, dict) for message in messages):
-        raise ValueError("this is no message between ranks")
+        raise ValueError("this is not a message between ranks")
     return messages
 
 

@@ -75,15 +75,15 @@ def _notes(forecast: Forecast) -> list[str]:
     elif ranks_per_node(forecast.layout) > 1:
         notes.append(
             "The ranks of a node share its link. Like `auto`, this assumes that bytes inside a node move"
-            f" {INSIDE_IS_FASTER} times as fast as a rank's share of it. A run counts bytes between and inside nodes"
-            " apart with 'by_node' only, and its ratio is then that of the bytes between."
+            f" {INSIDE_IS_FASTER} times as fast as a rank's share of it. Only with 'by_node' does a run"
+            " count bytes between nodes and inside nodes separately. Its ratio is then that of the bytes between nodes."
         )
     else:
         notes.append("Sizes are those that a run counts, headers and padding included, by the rank that sends most.")
     if len(forecast.workload.buckets) > 1 and forecast.shards is None:
         notes.append(
             f"{_many(len(forecast.workload.buckets), 'bucket')}, as DistributedDataParallel makes them from the second"
-            " step on of a model that uses its parameters in the order of their definition; another order shifts the"
+            " step on if the model uses its parameters in the order of their definition. Another order shifts the"
             " bytes by a few headers."
         )
     skipped = forecast.workload.not_counted.items()

@@ -91,7 +91,7 @@ def workload_of(module: nn.Module) -> Workload:
     not_counted: dict[str, int] = {}
     if tables:
         rows = sum(table.num_rows * table.embedding_dim for table in tables)
-        not_counted["rows of ShardedEmbeddingBags travel as the batches ask for them"] = rows
+        not_counted["the batches decide which rows of ShardedEmbeddingBags are sent"] = rows
     for parameter, name in parameter_names(module).items():
         if id(parameter) in sharded:
             continue
@@ -101,7 +101,7 @@ def workload_of(module: nn.Module) -> Workload:
                 " lazy layers their sizes"
             )
         if id(parameter) in sparse:
-            reason = "gradients of Embedding(sparse=True) are sent dense, as many rows as a batch looks up"
+            reason = "gradients of Embedding(sparse=True) are sent uncompressed, for the rows that a batch looks up"
             not_counted[reason] = not_counted.get(reason, 0) + parameter.numel()
         else:
             parameters[name] = parameter

@@ -78,8 +78,8 @@ def check_sharded(model: nn.Module, mesh: DeviceMesh) -> None:
                 raise ValueError(f"Parameter {name!r} is trained but is not sharded. {remedy}")
         elif parameter.device_mesh != mesh:
             raise ValueError(
-                f"Parameter {name!r} is spread over the mesh {parameter.device_mesh}: with the replicas in it, FSDP"
-                f" would synchronise them itself, uncompressed; tensor parallelism is not supported. {remedy}"
+                f"Parameter {name!r} is spread over the mesh {parameter.device_mesh}. FSDP would synchronise the"
+                f" replicas in it itself, uncompressed, and tensor parallelism is not supported. {remedy}"
             )
 
 

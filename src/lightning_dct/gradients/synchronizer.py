@@ -186,7 +186,7 @@ class Synchronizer:
         if unknown:
             raise ValueError(
                 f"A parameter of shape {list(unknown[0].shape)} was made after DCTStrategy had set up synchronisation,"
-                " so it has no name to be kept by. Make all parameters in `__init__` or `configure_model`."
+                " so its state would have no name. Make all parameters in `__init__` or `configure_model`."
             )
 
     def _start(self, buffer: Tensor, plan: BucketPlan, deferred: set[int]) -> Pending:

@@ -104,8 +104,8 @@ def check_kernel(name: str, device_type: str) -> None:
         raise ValueError(f"`kernel='numba'` works on cpu, not on {device_type}. Use `kernel='auto'`.")
     if not _is_installed("numba"):
         raise ValueError(
-            "`kernel='numba'` needs the package numba: `pip install '.[fast]' in a clone of lightning_dct`, or use"
-            " `kernel='auto'`."
+            "`kernel='numba'` needs the package numba: `pip install '.[fast]'` in a clone of lightning_dct. Or"
+            " use `kernel='auto'`."
         )
 
 

@@ -287,8 +287,8 @@ class UpdateSynchronizer(Synchronizer):
             if known is optimizer:
                 return number
         raise ValueError(
-            f"A {type(optimizer).__name__} steps that is not among the optimizers that `configure_optimizers` returned."
-            " Return it there too, so that all ranks know when it steps."
+            f"An optimizer ({type(optimizer).__name__}) has stepped that `configure_optimizers` did not return. Return"
+            " it there too, so that all ranks know when it steps."
         )
 
     def _send(self, names: Sequence[str], rounds: Rounds) -> InFlight:
