@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dct.wire import BITS_PER_VALUE, PayloadLayout, pack
+from lightning_dct.wire import BITS_PER_VALUE, PayloadLayout, pack, unpack_values
 from lightning_dct.wire.bits import count_flags, pack_flags
 
 FORMATS = sorted(BITS_PER_VALUE)
@@ -51,4 +51,6 @@ def filled_layouts(draw: st.DrawFn) -> tuple[PayloadLayout, Tensor, Tensor, Tens
 def pack_entries(layout: PayloadLayout, positions: Tensor, values: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
     """A payload of the entries at some positions, and what is read of them."""
     flags = pack_flags(torch.zeros(sum(layout.tensor_sizes), dtype=torch.uint8).index_fill_(0, positions, 1))
-    return pack(layout, flags, values, count_flags(flags, layout.tensor_sizes), whole)
+    counts = count_flags(flags, layout.tensor_sizes)
+    payload = pack(layout, flags, values, counts, whole)
+    return payload, unpack_values(layout, payload, counts)

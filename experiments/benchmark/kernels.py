@@ -93,10 +93,10 @@ class Rank:
         found["  code positions"] = partial(self._each, lambda n: codes[n].encode_flags(sent[n].flags))
         found["read one payload"] = partial(self._each, lambda n: unpack(self.plans[n].layout, self.payloads[n]))
         weights = torch.tensor([1.0, 0.7, 0.5])
-        both = [[Sent(one.flags, one.values), Sent(one.flags.clone(), one.values)] for one in sent]
+        both = [Sent(one.flags.expand(2, -1).clone(), one.values.repeat(2), 2 * [one.values.numel()]) for one in sent]
         found["add the sum of two"] = partial(
             self._each,
-            lambda n: kernel.add_sums([self.shared[n]], [self.own[n]], [0], both[n], weights, both[n][0]),
+            lambda n: kernel.add_sums([self.shared[n]], [self.own[n]], [0], both[n], weights, mine=0),
         )
         target = int(self.density * self.entries)
         magnitudes = torch.cat([own - shared for own, shared in zip(self.own, self.shared, strict=True)]).abs_()

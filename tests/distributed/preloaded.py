@@ -25,7 +25,7 @@ for dtype in (torch.float32, torch.float64):
     tensors, flags = [torch.zeros(8, dtype=dtype)], torch.zeros(flags_num_bytes(8), dtype=torch.uint8)
     for scale in (None, 1.0):
         cpu_kernel().select(tensors, tensors, [0], [1.0], scale, flags)
-    cpu_kernel().add_sums(tensors, tensors, [0], [Sent(flags, torch.zeros(0))], torch.zeros(2, dtype=dtype))
+    cpu_kernel().add_sums(tensors, tensors, [0], Sent(flags[None], torch.zeros(0), [0]), torch.zeros(2, dtype=dtype))
 
 # What `started` in harness.py puts there for this file.
 os.environ["PYTHONPATH"] = os.environ.get("PYTHONPATH", "").removeprefix(f"{TESTS}{os.pathsep}")

@@ -64,18 +64,19 @@ def firsts(sizes: list[int], gap: int) -> tuple[list[int], Tensor]:
 
 @st.composite
 def sent_of(draw: st.DrawFn, sizes: list[int], gap: int) -> Sent:
+    """By one sender."""
     generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     marks = np.zeros(8 * flags_num_bytes(gap + sum(sizes)), np.bool_)
     marks[gap : gap + sum(sizes)] = generator.random(sum(sizes)) < draw(st.sampled_from([0.0, 0.02, 0.4, 1.0]))
     values = generator.standard_normal(int(marks.sum())).astype(np.float32)
     if values.size and draw(st.booleans()):
         values[generator.integers(values.size)] = draw(st.sampled_from([0.0, 1e-40, math.inf, math.nan]))
-    return Sent(pack(marks), torch.from_numpy(values))
+    return Sent(pack(marks)[None], torch.from_numpy(values), [values.size])
 
 
 def dense(sent: Sent, sizes: list[int], gap: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Marks and values (fp32, zero where nothing is sent) of each tensor."""
-    marks = unpack(sent.flags)
+    marks = unpack(sent.flags[0])
     values = np.zeros(marks.size, np.float32)
     values[marks] = sent.values.numpy()
     edges = np.cumsum([gap, *sizes])
@@ -146,12 +147,13 @@ def test_thin(data: st.DataObject, sizes: list[int], gap: int) -> None:
         return
     target = data.draw(st.integers(1, len(places) - 1))
     left = places[[n for n in range(len(places)) if (n + 1) * target // len(places) > n * target // len(places)]]
-    expected = unpack(sent.flags).copy()
+    flags = sent.flags[0]
+    expected = unpack(flags).copy()
     expected[first[number] + places] = False
     expected[first[number] + left] = True
     kernel = cpu_kernel(Kernel.name)
-    same(kernel.thin(sent.flags, first[number], sizes[number], torch.from_numpy(values[places]), target), values[left])
-    np.testing.assert_array_equal(unpack(sent.flags), expected)
+    same(kernel.thin(flags, first[number], sizes[number], torch.from_numpy(values[places]), target), values[left])
+    np.testing.assert_array_equal(unpack(flags), expected)
     assert len(left) == target
 
 
@@ -183,28 +185,30 @@ def test_decay(data: st.DataObject, sizes: list[int], gap: int, dtype: torch.dty
 def test_add_sums(data: st.DataObject, sizes: list[int], gap: int, dtype: torch.dtype, ranks: int) -> None:
     """The shared weights and a rank's own, which is one of the senders, sends to an owner, or is not there."""
     senders = [data.draw(sent_of(sizes, gap)) for _ in range(ranks)]
-    own = data.draw(st.sampled_from([None, *senders]) | sent_of(sizes, gap))
+    every = [*senders, data.draw(sent_of(sizes, gap))]
+    mine = data.draw(st.integers(-1, ranks))
     totals, owns = ([torch.randn(size, dtype=dtype) for size in sizes] for _ in range(2))
     weights = torch.rand(ranks + 1, dtype=dtype)
     expected, own_expected = ([tensor.numpy().copy() for tensor in some] for some in (totals, owns))
     first = firsts(sizes, gap)[0]
-    cpu_kernel(Kernel.name).add_sums(totals, owns if own else None, first, senders, weights, own)
-    every = [dense(sender, sizes, gap) for sender in senders]
+    flags, values = (torch.cat([sender[part] for sender in every]) for part in (0, 1))
+    sent = Sent(flags, values, [sender.values.numel() for sender in every])
+    cpu_kernel(Kernel.name).add_sums(totals, None if mine < 0 else owns, first, sent, weights, mine)
     with np.errstate(all="ignore"):
-        for number, (total, mine) in enumerate(zip(expected, own_expected, strict=True)):
+        for number, (total, own) in enumerate(zip(expected, own_expected, strict=True)):
             sums, counts, union = np.zeros_like(total), np.zeros(total.size, np.int64), np.zeros(total.size, np.bool_)
-            for marks, values in every:
+            for marks, values in (dense(sender, sizes, gap) for sender in senders):
                 sums[marks[number]] += values[number][marks[number]].astype(total.dtype)
                 counts += values[number] != 0
                 union |= marks[number]
             mean = (weights.numpy()[counts] * sums)[union]
             total[union] += mean
-            if own is not None:
-                marks, values = dense(own, sizes, gap)
-                mine[marks[number]] -= values[number][marks[number]].astype(mine.dtype)
-                mine[union] += mean
+            if mine >= 0:
+                marks, values = dense(every[mine], sizes, gap)
+                own[marks[number]] -= values[number][marks[number]].astype(own.dtype)
+                own[union] += mean
             same(totals[number], total)
-            same(owns[number], mine)
+            same(owns[number], own)
 
 
 @given(counts=st.lists(st.integers(0, 200), max_size=4), seed=st.integers(0, 2**32 - 1), dtype=dtypes)
@@ -216,7 +220,8 @@ def test_signs(counts: list[int], seed: int, dtype: torch.dtype) -> None:
     assert np.array_equal(signs.numpy(), np.packbits(values.numpy() > 0, bitorder="little"))
     means = [math.fsum(part.abs().tolist()) / max(len(part), 1) for part in values.split(counts)] if counts else []
     assert scales.tolist() == torch.tensor(means, dtype=torch.float32).tolist()
-    decoded = kernel.decode_signs(signs, counts, scales)
+    decoded = torch.empty(sum(counts))
+    kernel.decode_signs(signs, counts, scales, decoded)
     magnitudes = scales.repeat_interleave(torch.tensor(counts, dtype=torch.int64))
     assert torch.equal(decoded, torch.where(values > 0, magnitudes, -magnitudes))
 
@@ -225,7 +230,7 @@ def test_signs(counts: list[int], seed: int, dtype: torch.dtype) -> None:
 @examples(30)
 def test_count_flags(data: st.DataObject, sizes: list[int]) -> None:
     sent = data.draw(sent_of(sizes, 0))
-    assert cpu_kernel(Kernel.name).count_flags(sent.flags, sizes) == [int(m.sum()) for m in dense(sent, sizes, 0)[0]]
+    assert cpu_kernel(Kernel.name).count_flags(sent.flags[0], sizes) == [int(m.sum()) for m in dense(sent, sizes, 0)[0]]
 
 
 def test_a_million_entries() -> None:
@@ -239,5 +244,5 @@ def test_a_million_entries() -> None:
     assert torch.equal(values, (new - base)[reached])
     assert counts == [int(reached[:400_001].sum()), int(reached[400_001:].sum())]
     before = base.clone()
-    kernel.add_sums(bases, None, [0, 400_001], [Sent(flags, values)], torch.ones(2))
+    kernel.add_sums(bases, None, [0, 400_001], Sent(flags[None], values, [values.numel()]), torch.ones(2))
     assert torch.equal(base, torch.where(reached, before + (new - before), before))

@@ -24,7 +24,7 @@ from lightning_dct.gradients.compression import Received, decompress
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.pipeline.borders import as_bytes, as_floats
 from lightning_dct.wire import BITS_PER_VALUE, PayloadError, PayloadLayout, unpack
-from lightning_dct.wire.bits import unpack_bits
+from lightning_dct.wire.bits import flags_num_bytes, unpack_bits
 from lightning_dct.wire.on_device import SideBySide, unpack_on_device
 from lightning_dct.wire.positions import PositionCode
 from strategies_for_hypothesis import pack_entries
@@ -121,7 +121,9 @@ def _positions() -> list[Message]:
                 positions = code.decode(data, count)
                 _check_positions(positions, universe, count)
                 assert positions.numel() == count
-                assert unpack_bits(code.decode_flags(data, count), universe).nonzero().squeeze(1).equal(positions)
+                flags = data.new_zeros(flags_num_bytes(universe))
+                code.decode_flags(data, count, flags)
+                assert unpack_bits(flags, universe).nonzero().squeeze(1).equal(positions)
 
             found.append(Message(f"positions, {name}", _bytes(code.encode(_some(count, universe))), decode))
     return found

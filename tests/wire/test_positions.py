@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_dct.kernels import cpu_kernel
 from lightning_dct.wire import PayloadError, PositionCode
 from lightning_dct.wire import positions as positions_module
-from lightning_dct.wire.bits import num_bytes, pack_flags, unpack_bits
+from lightning_dct.wire.bits import flags_num_bytes, num_bytes, pack_flags, unpack_bits
 from strategies_for_hypothesis import examples
 
 
@@ -140,10 +140,12 @@ def test_flags_give_the_same_message(kernel: str, data: st.DataObject, universe:
     with mock.patch.object(positions_module, "cpu_kernel", partial(cpu_kernel, kernel)):
         message = code.encode_flags(flags)
         assert message.tolist() == code.encode(torch.tensor(chosen).long()).tolist()
-        assert code.decode_flags(message, len(chosen)).tolist() == flags.tolist()
+        read = torch.zeros_like(flags)
+        code.decode_flags(message, len(chosen), read)
+        assert read.tolist() == flags.tolist()
         for count in (len(chosen) + 1, len(chosen) - 1):
             with pytest.raises(PayloadError, match="the positions are corrupt"):
-                code.decode_flags(message, count)
+                code.decode_flags(message, count, torch.zeros_like(flags))
 
 
 @pytest.mark.parametrize("kernel", ["torch", "numba"])
@@ -153,15 +155,16 @@ def test_any_message_is_read_alike_or_refused(kernel: str, data: st.DataObject, 
     code = PositionCode(universe, min(capacity, universe))
     message = torch.tensor(list(data.draw(st.binary(min_size=code.num_bytes, max_size=code.num_bytes)))).byte()
     count = data.draw(st.integers(0, code.capacity))
+    flags = message.new_zeros(flags_num_bytes(universe))
     with mock.patch.object(positions_module, "cpu_kernel", partial(cpu_kernel, kernel)):
         try:
             expected = code.decode(message, count)
         except PayloadError:
             with pytest.raises(PayloadError):
-                code.decode_flags(message, count)
+                code.decode_flags(message, count, flags)
         else:
-            flags = unpack_bits(code.decode_flags(message, count), universe)
-            assert flags.nonzero().squeeze(1).tolist() == expected.tolist()
+            code.decode_flags(message, count, flags)
+            assert unpack_bits(flags, universe).nonzero().squeeze(1).tolist() == expected.tolist()
 
 
 def test_more_positions_than_the_capacity_are_refused() -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_dct.embedding.placement import Int64Array
 from lightning_dct.kernels import select
 from lightning_dct.threshold import GUARD_RESELECT, SMALLEST_THRESHOLD, entries_at, keep_largest, kth_magnitude, nudge
-from lightning_dct.wire import PayloadLayout, pack
+from lightning_dct.wire import PayloadLayout, pack, unpack_values
 from lightning_dct.wire.bits import flags_num_bytes, nonzero_indices, pack_flags, unpack_bits
 from lightning_dct.wire.rows import decode_rows, encode_rows, row_scales_num_bytes
 from lightning_dct.wire.values import values_num_bytes
@@ -114,7 +114,8 @@ def compress_changes(
             torch.zeros(flat.numel(), dtype=torch.uint8, device=flat.device).index_fill_(0, positions, 1)
         )
     _guard(message, thresholds, reached, finite, flat)
-    payload, received = pack(layout, flags, values, counts, flat.new_empty(0, dtype=torch.uint8))
+    payload = pack(layout, flags, values, counts, flat.new_empty(0, dtype=torch.uint8))
+    received = unpack_values(layout, payload, counts)
     return Sent(payload, positions, received, values - received.to(values.dtype))
 
 

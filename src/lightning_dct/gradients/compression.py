@@ -32,7 +32,7 @@ from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.kernels import cpu_kernel, weights_by_senders
 from lightning_dct.kernels.plain import Sent, keep_some
 from lightning_dct.threshold import GUARD_RESELECT, Thresholds, nudge, reselect, sample_of, threshold_from
-from lightning_dct.wire import PayloadError, pack, unpack
+from lightning_dct.wire import PayloadError, pack, unpack_flags, unpack_values
 from lightning_dct.wire.bits import flags_num_bytes
 
 # Devices whose host must not wait for numbers. Tests add the CPU.
@@ -163,11 +163,13 @@ def compress(
         if guard and number not in broken:
             _follow(thresholds, plan, index, tau, count, kept[number])
     values = values if sum(counts) == values.numel() else torch.cat(kept)
-    payload, received = pack(plan.layout, flags, values, counts, dense)
-    if bucket.scale is not None:
-        cpu_kernel(kernel).subtract(bases, first, Sent(flags, received))
-    elif lost:
-        cpu_kernel(kernel).decay(news, bases, first, Sent(flags, received), lost)
+    payload = pack(plan.layout, flags, values, counts, dense)
+    if bucket.scale is not None or lost:
+        as_read = Sent(flags[None], unpack_values(plan.layout, payload, counts), [sum(counts)])
+        if bucket.scale is not None:
+            cpu_kernel(kernel).subtract(bases, first, as_read)
+        else:
+            cpu_kernel(kernel).decay(news, bases, first, as_read, lost)
     return Compressed(payload, values.numel() + dense_entries, selected)
 
 
@@ -227,50 +229,53 @@ def apply(
         )
     own_parts = [None] * len(parts) if isinstance(own, int) else own.split(sizes)
     for index, (part, rows, own_payload) in enumerate(zip(parts, payloads.split(sizes, dim=1), own_parts, strict=True)):
-        read = [_read(row, part, sender) for row, sender in zip(rows, senders[index :: len(parts)], strict=True)]
-        mine = None
-        if bucket.news:
-            mine = read[own] if isinstance(own, int) else _read(own_payload, part, "This rank's own payload")
-        _add(part, bucket, read, mine, factor, kernel, by_senders and len(read) > 1)
+        every, names = list(rows), senders[index :: len(parts)]
+        if bucket.news and own_payload is not None:
+            every, names = [*every, own_payload], [*names, "This rank's own payload"]
+        sent, dense = _read(every, part, names)
+        mine = (own if isinstance(own, int) else len(rows)) if bucket.news else -1
+        weights = weights_by_senders(len(rows), factor, by_senders and len(rows) > 1, plan.residual_dtype)
+        _add(part, bucket, sent, dense, weights, mine, kernel)
 
 
-def _read(payload: Tensor, plan: BucketPlan, sender: str) -> tuple[Sent, Tensor]:
-    """What one sender has sent: compressed entries, and the tensors sent dense."""
-    try:
-        flags, values, dense = unpack(plan.layout, payload)
-    except PayloadError as error:
-        raise PayloadError(f"{sender} of the process group: {error}.") from error
-    dense = dense.clone().view(plan.dtype)
-    if not (_is_finite(values) and _is_finite(dense)):
-        name_broken_sender(sender)
-    return Sent(flags, values), dense
+def _read(payloads: Sequence[Tensor], plan: BucketPlan, senders: Sequence[str]) -> tuple[Sent, Tensor]:
+    """What senders have sent: compressed entries, and the tensors sent dense (shape ``[senders, n]``)."""
+    layout, counts = plan.layout, []
+    flags = payloads[0].new_zeros(len(payloads), flags_num_bytes(sum(plan.sizes)))
+    for payload, row, sender in zip(payloads, flags, senders, strict=True):
+        try:
+            counts.append(unpack_flags(layout, payload, row))
+        except PayloadError as error:
+            raise PayloadError(f"{sender} of the process group: {error}.") from error
+    sums = [sum(of_sender) for of_sender in counts]
+    values = torch.empty(sum(sums))
+    # In memory of their own, because a view as another dtype has to be aligned.
+    dense = torch.cat([payload[layout.num_bytes - layout.dense_bytes :] for payload in payloads]).view(plan.dtype)
+    dense = dense.view(len(payloads), layout.dense_bytes // plan.dtype.itemsize)
+    for payload, own_counts, own, own_dense, sender in zip(
+        payloads, counts, values.split(sums), dense, senders, strict=True
+    ):
+        unpack_values(layout, payload, own_counts, own)
+        if not (_is_finite(own) and _is_finite(own_dense)):
+            name_broken_sender(sender)
+    return Sent(flags, values, sums), dense
 
 
-def _add(
-    plan: BucketPlan,
-    bucket: Bucket,
-    read: list[tuple[Sent, Tensor]],
-    mine: tuple[Sent, Tensor] | None,
-    factor: float,
-    kernel: str,
-    by_senders: bool,
-) -> None:
+def _add(plan: BucketPlan, bucket: Bucket, sent: Sent, dense: Tensor, weights: Tensor, mine: int, kernel: str) -> None:
     bounds = [plan.bounds[index] for index in plan.compressed]
     first = [plan.starts_in_payload[index] for index in plan.compressed]
     totals = bucket.parts(bucket.bases, bounds)
-    owns = bucket.parts(bucket.news, bounds) if mine else None
-    weights = weights_by_senders(len(read), factor, by_senders, plan.residual_dtype)
-    cpu_kernel(kernel).add_sums(totals, owns, first, [sent for sent, _ in read], weights, mine[0] if mine else None)
+    owns = bucket.parts(bucket.news, bounds) if mine >= 0 else None
+    cpu_kernel(kernel).add_sums(totals, owns, first, sent, weights, mine)
     if not plan.dense:
         return
-    bounds = [plan.bounds[index] for index in plan.dense]
-    sizes = [plan.sizes[index] for index in plan.dense]
-    mean = sum((dense.to(plan.residual_dtype) for _, dense in read[1:]), start=read[0][1].to(plan.residual_dtype))
-    mean = mean * weights[-1]
+    bounds, sizes = [plan.bounds[index] for index in plan.dense], [plan.sizes[index] for index in plan.dense]
+    summed = dense[: len(weights) - 1].to(plan.residual_dtype)
+    mean = sum(summed[1:], start=summed[0]) * weights[-1]
     torch._foreach_add_(bucket.parts(bucket.bases, bounds), list(mean.split(sizes)))
-    if mine:
+    if mine >= 0:
         owns = bucket.parts(bucket.news, bounds)
-        torch._foreach_sub_(owns, list(mine[1].to(plan.residual_dtype).split(sizes)))
+        torch._foreach_sub_(owns, list(dense[mine].to(plan.residual_dtype).split(sizes)))
         torch._foreach_add_(owns, list(mean.split(sizes)))
 
 

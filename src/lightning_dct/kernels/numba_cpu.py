@@ -53,13 +53,15 @@ def select(
     flags: Tensor,
 ) -> Selection:
     """See :func:`lightning_dct.kernels.plain.select`."""
-    words, dtype = _words(flags), bases[0].numpy().dtype if bases else np.dtype(np.float32)
+    words, nothing = _words(flags), bases[0][:0] if bases else torch.empty(0)
+    dtype = nothing.numpy().dtype
     # numba does not support bfloat16.
     arrays = [(new.to(base.dtype).numpy(), base.numpy()) for new, base in zip(news, bases, strict=True)]
     limits = [dtype.type(threshold) for threshold in thresholds]
 
     def select_pieces(pieces: list[_Piece]) -> tuple[Tensor, list[int]]:
-        values, count, counts = _scratch(sum(piece.stop - piece.start for piece in pieces), dtype), 0, []
+        found = _scratch(sum(piece.stop - piece.start for piece in pieces), nothing.dtype)
+        values, count, counts = found.numpy(), 0, []
         for tensor, start, stop, bit in pieces:
             new, base = (array[start:stop] for array in arrays[tensor])
             if scale is None:
@@ -68,15 +70,15 @@ def select(
                 stopped = _select_sum(new, base, dtype.type(scale), limits[tensor], words, bit, values, count)
             counts.append(stopped - count)
             count = stopped
-        return torch.tensor(values[:count]), counts
+        # A helping thread may take another share and then use its array again.
+        return found[:count] if pieces is shares[0] else found[:count].clone(), counts
 
-    shares = list(_shares(news, first))
-    found, counts = [torch.from_numpy(np.empty(0, dtype))], [0] * len(news)
+    shares, found, counts = list(_shares(news, first)), [nothing], [0] * len(news)
     for share, (values, reached) in zip(shares, _in_threads(select_pieces, shares), strict=True):
         found.append(values)
         for piece, count in zip(share, reached, strict=True):
             counts[piece.tensor] += count
-    return Selection(torch.cat(found), counts)
+    return Selection(found[-1] if len(found) <= 2 else torch.cat(found), counts)
 
 
 def thin(flags: Tensor, begin: int, size: int, values: Tensor, target: int) -> Tensor:
@@ -88,7 +90,7 @@ def thin(flags: Tensor, begin: int, size: int, values: Tensor, target: int) -> T
 
 def subtract(tensors: Sequence[Tensor], first: Sequence[int], sent: Sent) -> None:
     """See :func:`lightning_dct.kernels.plain.subtract`."""
-    words, values = _words(sent.flags), sent.values.numpy()
+    words, values = _words(sent.flags)[0], sent.values.numpy()
 
     def subtract_pieces(pieces: list[_Piece]) -> None:
         cursor = _flags_before(words, pieces[0].bit)
@@ -100,7 +102,7 @@ def subtract(tensors: Sequence[Tensor], first: Sequence[int], sent: Sent) -> Non
 
 def decay(news: Sequence[Tensor], bases: Sequence[Tensor], first: Sequence[int], sent: Sent, lost: float) -> None:
     """See :func:`lightning_dct.kernels.plain.decay`."""
-    words, values = _words(sent.flags), sent.values.numpy()
+    words, values = _words(sent.flags)[0], sent.values.numpy()
 
     def decay_pieces(pieces: list[_Piece]) -> None:
         cursor = _flags_before(words, pieces[0].bit)
@@ -115,20 +117,12 @@ def add_sums(
     totals: Sequence[Tensor],
     owns: Sequence[Tensor] | None,
     first: Sequence[int],
-    senders: Sequence[Sent],
+    sent: Sent,
     weights: Tensor,
-    own: Sent | None = None,
+    mine: int = -1,
 ) -> None:
     """See :func:`lightning_dct.kernels.plain.add_sums`."""
-    everyone, mine = list(senders), -1
-    if own is not None:
-        mine = next((number for number, sender in enumerate(senders) if sender is own), len(senders))
-        everyone += [own] if mine == len(senders) else []
-    if not everyone:
-        return
-    words = np.stack([_words(sender.flags) for sender in everyone])
-    values = torch.cat([sender.values for sender in everyone]).numpy()
-    starts = np.cumsum([0, *(sender.values.numel() for sender in everyone[:-1])])
+    words, values, starts = _words(sent.flags), sent.values.numpy(), np.cumsum([0, *sent.counts])[:-1]
     by_count, nothing = weights.numpy(), weights.numpy()[:0]
 
     def add_pieces(pieces: list[_Piece]) -> None:
@@ -136,7 +130,7 @@ def add_sums(
         for tensor, start, stop, bit in pieces:
             total = totals[tensor].numpy()[start:stop]
             own_weights = nothing if owns is None else owns[tensor].numpy()[start:stop]
-            _add_sums(total, own_weights, words, bit, values, cursors, len(senders), mine, by_count)
+            _add_sums(total, own_weights, words, bit, values, cursors, mine, by_count)
 
     _in_threads(add_pieces, list(_shares(totals, first)))
 
@@ -148,13 +142,11 @@ def encode_signs(values: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]
     return torch.from_numpy(signs.view(np.uint8)[: (values.numel() + 7) // 8]), scales
 
 
-def decode_signs(signs: Tensor, counts: Sequence[int], scales: Tensor) -> Tensor:
+def decode_signs(signs: Tensor, counts: Sequence[int], scales: Tensor, values: Tensor) -> None:
     """See :func:`lightning_dct.kernels.plain.decode_signs`."""
-    values = torch.empty(sum(counts))
     words, size = np.zeros(values.numel() // 64 + 1, np.uint64), (values.numel() + 7) // 8
     words.view(np.uint8)[:size] = signs.numpy()[:size]
     _decode_signs(words, np.array(counts, np.int64), scales.numpy(), values.numpy())
-    return values
 
 
 def count_flags(flags: Tensor, sizes: Sequence[int]) -> list[int]:
@@ -191,16 +183,16 @@ def _words(flags: Tensor) -> NDArray[np.uint64]:
     return words
 
 
-_arrays = threading.local()
+_scratch_tensors = threading.local()
 
 
-def _scratch(count: int, dtype: Any) -> NDArray[Any]:
-    """An array that a thread reuses, of ``count`` entries or more."""
-    # The system maps pages only when they are written, and few are. A new array would have it clear them in each call.
-    array = vars(_arrays).get(str(dtype))
-    if array is None or array.size < count:
-        array = vars(_arrays)[str(dtype)] = np.empty(count, dtype)
-    return array
+def _scratch(count: int, dtype: torch.dtype) -> Tensor:
+    """A tensor that a thread reuses, of ``count`` entries or more."""
+    # The system maps pages only when they are written, and few are. A new tensor would have it clear them in each call.
+    tensor = vars(_scratch_tensors).get(str(dtype))
+    if tensor is None or tensor.numel() < count:
+        tensor = vars(_scratch_tensors)[str(dtype)] = torch.empty(count, dtype=dtype)
+    return tensor
 
 
 @njit(nogil=True, cache=True, error_model="numpy", inline="always")
@@ -349,10 +341,8 @@ def _decay(new: Any, base: Any, lost: Any, words: Any, bit: int, values: Any, cu
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _add_sums(
-    total: Any, own: Any, words: Any, bit: int, values: Any, cursors: Any, summed: int, mine: int, weights: Any
-) -> None:
-    sums, senders = np.zeros(64, total.dtype), np.zeros(64, np.int64)
+def _add_sums(total: Any, own: Any, words: Any, bit: int, values: Any, cursors: Any, mine: int, weights: Any) -> None:
+    sums, senders, summed = np.zeros(64, total.dtype), np.zeros(64, np.int64), weights.size - 1
     for start in range(0, total.size, 64):
         part, ours = total[start : start + 64], own[start : start + 64]
         union = np.uint64(0)

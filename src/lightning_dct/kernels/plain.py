@@ -26,17 +26,18 @@ CHUNK = 1 << 17
 
 
 class Selection(NamedTuple):
-    """The entries that reach the threshold of their tensor."""
+    """The entries that reach the threshold of their tensor; valid until the same thread selects again."""
 
     values: Tensor  # shape `[count]`, the dtype of the bases: not necessarily finite
     counts: list[int]  # the number of them in each tensor
 
 
 class Sent(NamedTuple):
-    """What one sender sends of a bucket, as receivers read it."""
+    """What some senders send of a bucket, as receivers read it."""
 
-    flags: Tensor  # the bucket's flags
-    values: Tensor  # shape `[count]`, fp32
+    flags: Tensor  # shape `[senders, bytes]`, contiguous: the bucket's flags
+    values: Tensor  # shape `[sum(counts)]`, fp32: those of one sender after the other
+    counts: list[int]  # how many are of each sender
 
 
 def select(
@@ -55,7 +56,7 @@ def select(
     """
     if flags.device.type != "cpu":
         return _select_at_once(news, bases, first, thresholds, scale, flags)
-    marks, found, counts = np.zeros(8 * flags.numel(), np.bool_), [torch.cat([*bases[:1], torch.empty(0)])[:0]], []
+    marks, found, counts = np.zeros(8 * flags.numel(), np.bool_), [bases[0][:0] if bases else torch.empty(0)], []
     for new, base, begin, threshold in zip(news, bases, first, thresholds, strict=True):
         count = 0
         for start in range(0, base.numel(), CHUNK):
@@ -124,16 +125,16 @@ def keep_some(flags: Tensor, begin: int, size: int, values: Tensor, keep: Tensor
 
 
 def subtract(tensors: Sequence[Tensor], first: Sequence[int], sent: Sent) -> None:
-    """Subtract what is sent, except where the difference is infinite or NaN."""
-    for tensor, (places, values) in zip(tensors, _by_tensor(tensors, first, sent), strict=True):
+    """Subtract what one sender sends, except where the difference is infinite or NaN."""
+    for tensor, (places, values) in zip(tensors, _by_tensor(tensors, first, sent)[0], strict=True):
         left = tensor[places] - values
         finite = left.isfinite()
         tensor[places[finite]] = left[finite]
 
 
 def decay(news: Sequence[Tensor], bases: Sequence[Tensor], first: Sequence[int], sent: Sent, lost: float) -> None:
-    """Take the share ``lost`` of what is not sent, ``new - base - sent``, from ``news``."""
-    for new, base, (places, values) in zip(news, bases, _by_tensor(news, first, sent), strict=True):
+    """Take the share ``lost`` of what one sender does not send, ``new - base - sent``, from ``news``."""
+    for new, base, (places, values) in zip(news, bases, _by_tensor(news, first, sent)[0], strict=True):
         left = new - base
         left[places] -= values
         new.sub_(left.mul_(lost))
@@ -143,21 +144,21 @@ def add_sums(
     totals: Sequence[Tensor],
     owns: Sequence[Tensor] | None,
     first: Sequence[int],
-    senders: Sequence[Sent],
+    sent: Sent,
     weights: Tensor,
-    own: Sent | None = None,
+    mine: int = -1,
 ) -> None:
-    """Add ``weights[n]`` times the sum of what all senders send, in their order.
+    """Add ``weights[n]`` times the sum of what senders send, in their order.
 
-    ``n`` is how many of the senders sent a value other than zero. ``weights`` have the dtype of the totals. The same is
-    added to ``owns``, after ``own``, what this rank has sent, was subtracted from them.
+    All but the last weight are for ``n`` senders, so there are ``len(weights) - 1`` whose values are summed; another
+    one may follow. ``n`` is how many of them sent a value other than zero. ``weights`` have the dtype of the totals.
+    The same is added to ``owns``, after what sender number ``mine`` sends was subtracted from them.
     """
-    of_senders = [_by_tensor(totals, first, sender) for sender in senders]
-    of_own = [] if own is None else _by_tensor(totals, first, own)
+    of_senders = _by_tensor(totals, first, sent)
     for number, total in enumerate(totals):
         sums, counts = torch.zeros_like(total), torch.zeros(total.numel(), dtype=torch.int64)
         union = torch.zeros(total.numel(), dtype=torch.bool)
-        for by_tensor in of_senders:
+        for by_tensor in of_senders[: len(weights) - 1]:
             places, values = by_tensor[number]
             sums[places] += values
             counts[places] += values != 0
@@ -166,7 +167,7 @@ def add_sums(
         mean = sums[where] * weights[counts[where]]
         total[where] += mean
         if owns is not None:
-            places, values = of_own[number]
+            places, values = of_senders[mine][number]
             owns[number][places] -= values
             owns[number][where] += mean
 
@@ -178,11 +179,11 @@ def encode_signs(values: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]
     return torch.from_numpy(np.packbits((values > 0).numpy(), bitorder="little")), scales
 
 
-def decode_signs(signs: Tensor, counts: Sequence[int], scales: Tensor) -> Tensor:
-    """Undo :func:`encode_signs`: shape ``[sum(counts)]``, fp32."""
+def decode_signs(signs: Tensor, counts: Sequence[int], scales: Tensor, values: Tensor) -> None:
+    """Undo :func:`encode_signs`, into ``values``: shape ``[sum(counts)]``, fp32."""
     positive = np.unpackbits(signs.numpy(), count=sum(counts), bitorder="little").astype(np.bool_)
     magnitudes = np.repeat(scales.numpy(), counts)
-    return torch.from_numpy(np.where(positive, magnitudes, -magnitudes))
+    values.copy_(torch.from_numpy(np.where(positive, magnitudes, -magnitudes)))
 
 
 def count_flags(flags: Tensor, sizes: Sequence[int]) -> list[int]:
@@ -235,13 +236,16 @@ def unpack(flags: Tensor) -> NDArray[np.bool_]:
     return marks
 
 
-def _by_tensor(tensors: Sequence[Tensor], first: Sequence[int], sent: Sent) -> list[tuple[Tensor, Tensor]]:
-    """For each tensor: where its flags are set, and the values there in its dtype."""
-    marks, end, cursor, found = unpack(sent.flags), 0, 0, []
-    for tensor, begin in zip(tensors, first, strict=True):
-        cursor += int(np.count_nonzero(marks[end:begin]))
-        end = begin + tensor.numel()
-        places = torch.from_numpy(np.flatnonzero(marks[begin:end]))
-        found.append((places, sent.values[cursor : cursor + places.numel()].to(tensor.dtype)))
-        cursor += places.numel()
+def _by_tensor(tensors: Sequence[Tensor], first: Sequence[int], sent: Sent) -> list[list[tuple[Tensor, Tensor]]]:
+    """For each sender, for each tensor: where its flags are set, and the values there in its dtype."""
+    found: list[list[tuple[Tensor, Tensor]]] = []
+    for flags, values in zip(sent.flags, sent.values.split(sent.counts), strict=True):
+        marks, end, cursor = unpack(flags), 0, 0
+        found.append([])
+        for tensor, begin in zip(tensors, first, strict=True):
+            cursor += int(np.count_nonzero(marks[end:begin]))
+            end = begin + tensor.numel()
+            places = torch.from_numpy(np.flatnonzero(marks[begin:end]))
+            found[-1].append((places, values[cursor : cursor + places.numel()].to(tensor.dtype)))
+            cursor += places.numel()
     return found

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_dct.wire.bits import count_flags, nonzero_indices, unpack_bits
+from lightning_dct.wire.bits import count_flags, flags_num_bytes, nonzero_indices, unpack_bits
 from lightning_dct.wire.positions import PayloadError, PositionCode
 from lightning_dct.wire.values import SCALED_FORMATS, decode_tensors, encode_tensors, values_num_bytes
 
@@ -93,18 +93,13 @@ class Unpacked(NamedTuple):
         return nonzero_indices(unpack_bits(self.flags, 8 * self.flags.numel()))
 
 
-def pack(
-    layout: PayloadLayout, flags: Tensor, values: Tensor, counts: Sequence[int], dense: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Pack one payload.
+def pack(layout: PayloadLayout, flags: Tensor, values: Tensor, counts: Sequence[int], dense: Tensor) -> Tensor:
+    """Pack one payload: uint8, shape ``[layout.num_bytes]``.
 
     ``flags`` mark the sent entries of the flattened bucket, ``counts`` of each tensor and at most ``layout.capacity``,
     and ``values`` are the entries there. ``dense`` (``[layout.dense_bytes]``, uint8) holds the tensors sent dense.
-
-    Returns:
-        The payload (uint8, shape ``[layout.num_bytes]``) and the values that every receiver unpacks (fp32).
     """
-    data, scales, received = encode_tensors(values, counts, layout.value_format)
+    data, scales = encode_tensors(values, counts, layout.value_format)
     payload = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=flags.device)
     parts = payload.split(layout.part_sizes)
     header = write_header(MAGIC, FORMAT_CODES[layout.value_format], values.numel(), layout.fingerprint)
@@ -113,23 +108,39 @@ def pack(
     parts[2].copy_(layout.position_code.encode_flags(flags))
     parts[3][: data.numel()].copy_(data)
     parts[4].copy_(dense)
-    return payload, received
+    return payload
 
 
 def unpack(layout: PayloadLayout, payload: Tensor) -> Unpacked:
-    """Check and unpack one payload (uint8, shape ``[layout.num_bytes]``).
+    """Check and unpack one payload (uint8, shape ``[layout.num_bytes]``); :func:`unpack_flags` describes errors."""
+    flags = payload.new_zeros(flags_num_bytes(sum(layout.tensor_sizes)))
+    counts = unpack_flags(layout, payload, flags)
+    return Unpacked(flags, unpack_values(layout, payload, counts), payload[layout.num_bytes - layout.dense_bytes :])
+
+
+def unpack_flags(layout: PayloadLayout, payload: Tensor, flags: Tensor) -> list[int]:
+    """Check a payload and read its flags, which are zero before.
+
+    Returns:
+        The number of entries of each tensor.
 
     Raises:
         PayloadError: The bytes are not a payload of this layout.
     """
     if payload.numel() != layout.num_bytes:
         raise PayloadError(f"the payload has {payload.numel()} bytes, the layout says {layout.num_bytes}")
-    header, scales, positions, values, dense = payload.split(layout.part_sizes)
+    header, _, positions, _, _ = payload.split(layout.part_sizes)
     count = read_header(header, MAGIC, FORMAT_CODES[layout.value_format], layout.fingerprint, layout.capacity)
-    flags = layout.position_code.decode_flags(positions, count)
-    counts = count_flags(flags, layout.tensor_sizes) if layout.num_scales else [count]
-    read = decode_tensors(values, counts, scales.clone().view(torch.float32), layout.value_format)
-    return Unpacked(flags, read, dense)
+    layout.position_code.decode_flags(positions, count, flags)
+    return count_flags(flags, layout.tensor_sizes)
+
+
+def unpack_values(layout: PayloadLayout, payload: Tensor, counts: Sequence[int], out: Tensor | None = None) -> Tensor:
+    """The entries of a payload, ``counts`` of each tensor, in ``out`` if it is given: shape ``[sum(counts)]``, fp32."""
+    _, scales, _, data, _ = payload.split(layout.part_sizes)
+    values = scales.new_empty(sum(counts), dtype=torch.float32) if out is None else out
+    decode_tensors(data, counts, scales.clone().view(torch.float32), layout.value_format, values)
+    return values
 
 
 def write_header(magic: int, format_code: int, count: int, fingerprint: int) -> bytes:

@@ -25,15 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.kernels import cpu_kernel
-from lightning_dct.wire.bits import (
-    count_flags,
-    flags_num_bytes,
-    nonzero_indices,
-    num_bytes,
-    pack_bits,
-    pack_flags,
-    unpack_bits,
-)
+from lightning_dct.wire.bits import count_flags, nonzero_indices, num_bytes, pack_bits, pack_flags, unpack_bits
 
 
 class PayloadError(ValueError):
@@ -153,15 +145,15 @@ class PositionCode:
             return self.encode(nonzero_indices(unpack_bits(flags, self.universe)))
         return cpu_kernel().encode_elias_fano(flags, self.num_bits, self.num_flags, self.low_bits, self.capacity)
 
-    def decode_flags(self, message: Tensor, count: int) -> Tensor:
-        """Read a message, shape ``[num_bytes]``, uint8: flags, ``count`` of which are set.
+    def decode_flags(self, message: Tensor, count: int, flags: Tensor) -> None:
+        """Read a message, shape ``[num_bytes]``, uint8, into flags, which are zero before; ``count`` are set.
 
         Raises:
             PayloadError: The message does not hold ``count`` ascending positions below ``universe``.
         """
         if message.device.type != "cpu":
-            return pack_flags(message.new_zeros(self.universe).index_fill_(0, self.decode(message, count), 1))
-        flags = message.new_zeros(flags_num_bytes(self.universe))
+            flags.copy_(pack_flags(message.new_zeros(self.universe).index_fill_(0, self.decode(message, count), 1)))
+            return
         if self.is_bitmap:
             flags[: self.num_bytes] = message
             (found,) = count_flags(flags, [self.universe])
@@ -172,4 +164,3 @@ class PositionCode:
             raise PayloadError(f"the positions are corrupt: they are not ascending below {self.universe}")
         if found != count:
             raise PayloadError(f"the positions are corrupt: {found} positions are marked, but the header says {count}")
-        return flags

@@ -38,24 +38,21 @@ def values_num_bytes(value_format: str, capacity: int) -> int:
     return num_bytes(BITS_PER_VALUE[value_format] * capacity)
 
 
-def encode_tensors(values: Tensor, counts: Sequence[int], value_format: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Encode values (``[count]``, floating point); ``counts`` says how many are of each tensor.
-
-    Returns:
-        Bytes and scales as of :func:`encode_values`, and the values that receivers decode (fp32).
-    """
+def encode_tensors(values: Tensor, counts: Sequence[int], value_format: str) -> tuple[Tensor, Tensor]:
+    """:func:`encode_values` of ``counts`` values of each tensor."""
     if value_format == "1bit" and values.device.type == "cpu":
         data, scales = cpu_kernel().encode_signs(values, counts)
-    else:
-        data, scales = encode_values(values, _tensor_index(counts, values.device), len(counts), value_format)
-    return data, scales, decode_tensors(data, counts, scales, value_format)
+        return data, scales
+    return encode_values(values, _tensor_index(counts, values.device), len(counts), value_format)
 
 
-def decode_tensors(data: Tensor, counts: Sequence[int], scales: Tensor, value_format: str) -> Tensor:
-    """Decode the bytes of :func:`encode_tensors`, which may be followed by others: shape ``[sum(counts)]``, fp32."""
+def decode_tensors(data: Tensor, counts: Sequence[int], scales: Tensor, value_format: str, values: Tensor) -> None:
+    """Decode the bytes of :func:`encode_tensors` into ``values``: shape ``[sum(counts)]``, fp32."""
     if value_format == "1bit" and data.device.type == "cpu":
-        return cpu_kernel().decode_signs(data, counts, scales)
-    return decode_values(data, sum(counts), _tensor_index(counts, data.device), scales, value_format)
+        cpu_kernel().decode_signs(data, counts, scales, values)
+    else:
+        index = _tensor_index(counts, data.device)
+        values.copy_(decode_values(data, values.numel(), index, scales, value_format))
 
 
 def _tensor_index(counts: Sequence[int], device: torch.device) -> Tensor:
