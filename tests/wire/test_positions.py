@@ -141,11 +141,11 @@ def test_flags_give_the_same_message(kernel: str, data: st.DataObject, universe:
         message = code.encode_flags(flags)
         assert message.tolist() == code.encode(torch.tensor(chosen).long()).tolist()
         read = torch.zeros_like(flags)
-        code.decode_flags(message, len(chosen), read)
+        assert code.decode_flags(message, len(chosen), read, [universe]) == [len(chosen)]
         assert read.tolist() == flags.tolist()
         for count in (len(chosen) + 1, len(chosen) - 1):
             with pytest.raises(PayloadError, match="the positions are corrupt"):
-                code.decode_flags(message, count, torch.zeros_like(flags))
+                code.decode_flags(message, count, torch.zeros_like(flags), [universe])
 
 
 @pytest.mark.parametrize("kernel", ["torch", "numba"])
@@ -161,9 +161,9 @@ def test_any_message_is_read_alike_or_refused(kernel: str, data: st.DataObject, 
             expected = code.decode(message, count)
         except PayloadError:
             with pytest.raises(PayloadError):
-                code.decode_flags(message, count, flags)
+                code.decode_flags(message, count, flags, [universe])
         else:
-            code.decode_flags(message, count, flags)
+            code.decode_flags(message, count, flags, [universe])
             assert unpack_bits(flags, universe).nonzero().squeeze(1).tolist() == expected.tolist()
 
 

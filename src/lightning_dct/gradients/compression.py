@@ -32,7 +32,7 @@ from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.kernels import cpu_kernel, weights_by_senders
 from lightning_dct.kernels.plain import Sent, keep_some
 from lightning_dct.threshold import GUARD_RESELECT, Thresholds, nudge, reselect, sample_of, threshold_from
-from lightning_dct.wire import PayloadError, pack, unpack_flags, unpack_values
+from lightning_dct.wire import PayloadError, pack, read_scales, unpack_flags, unpack_values
 from lightning_dct.wire.bits import flags_num_bytes
 
 # Devices whose host must not wait for numbers. Tests add the CPU.
@@ -253,10 +253,11 @@ def _read(payloads: Sequence[Tensor], plan: BucketPlan, senders: Sequence[str]) 
     dense = torch.cat([payload[layout.num_bytes - layout.dense_bytes :] for payload in payloads]).view(plan.dtype)
     dense = dense.view(len(payloads), layout.dense_bytes // plan.dtype.itemsize)
     for payload, own_counts, own, own_dense, sender in zip(
-        payloads, counts, values.split(sums), dense, senders, strict=True
+        payloads, counts, values.split_with_sizes(sums), dense, senders, strict=True
     ):
         unpack_values(layout, payload, own_counts, own)
-        if not (_is_finite(own) and _is_finite(own_dense)):
+        # One value that is infinite or NaN makes the scale so.
+        if not (_is_finite(read_scales(layout, payload) if layout.num_scales else own) and _is_finite(own_dense)):
             name_broken_sender(sender)
     return Sent(flags, values, sums), dense
 
@@ -319,7 +320,7 @@ def _follow(thresholds: Thresholds, plan: BucketPlan, index: int, tau: float, co
 
 def _is_finite(values: Tensor) -> bool:
     """Whether all values and their sum are finite: the cheapest check."""
-    return math.isfinite(float(values.sum()))
+    return not values.numel() or math.isfinite(float(values.sum()))
 
 
 def _all_finite(values: Tensor) -> bool:

@@ -15,7 +15,7 @@ different ones. On a GPU :mod:`~lightning_dct.kernels.buffered` selects gradient
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
@@ -52,8 +52,9 @@ def select(
     return selection
 
 
+@lru_cache(maxsize=64)
 def weights_by_senders(ranks: int, factor: float, by_senders: bool, dtype: torch.dtype) -> Tensor:
-    """The weight of a sum by the number of ranks that have sent a part of it: shape ``[ranks + 1]``."""
+    """The weight of a sum by the number of ranks that have sent a part of it: shape ``[ranks + 1]``, read-only."""
     senders = torch.arange(ranks + 1, dtype=torch.float64).clamp_(min=1)
     return (factor * (ranks / senders).sqrt() if by_senders else torch.full_like(senders, factor)).to(dtype)
 

@@ -12,12 +12,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
 from numba.cpython.unsafe import numbers
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -25,6 +29,8 @@ from lightning_dct.kernels.plain import Selection, Sent
 
 # Entries that fit the first-level cache.
 BLOCK = 1024
+# Bytes that the memory delivers at once.
+LINE = 64
 # With fewer entries a second thread costs more than it saves.
 ENTRIES_PER_THREAD = 1 << 18
 # Multiplied with eight bytes of 0 or 1, this collects them in the highest byte.
@@ -122,7 +128,8 @@ def add_sums(
     mine: int = -1,
 ) -> None:
     """See :func:`lightning_dct.kernels.plain.add_sums`."""
-    words, values, starts = _words(sent.flags), sent.values.numpy(), np.cumsum([0, *sent.counts])[:-1]
+    words, values = _words(sent.flags), sent.values.numpy()
+    starts = np.array([*accumulate(sent.counts, initial=0)][:-1], np.int64)
     by_count, nothing = weights.numpy(), weights.numpy()[:0]
 
     def add_pieces(pieces: list[_Piece]) -> None:
@@ -151,9 +158,8 @@ def decode_signs(signs: Tensor, counts: Sequence[int], scales: Tensor, values: T
 
 def count_flags(flags: Tensor, sizes: Sequence[int]) -> list[int]:
     """See :func:`lightning_dct.kernels.plain.count_flags`."""
-    words = _words(flags)
-    before = [_flags_before(words, edge) for edge in np.cumsum([0, *sizes]).tolist()]
-    return np.diff(before).tolist()
+    counts: list[int] = _count_flags(_words(flags), np.array(sizes, np.int64)).tolist()
+    return counts
 
 
 def encode_elias_fano(flags: Tensor, num_bits: int, num_flags: int, low_bits: int, capacity: int) -> Tensor:
@@ -233,6 +239,40 @@ def _flags_before(words: Any, bit: int) -> int:
     if bit & 63:
         count += _ones(words[bit >> 6] & ((ONE << np.uint64(bit & 63)) - ONE))
     return count
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _count_flags(words: Any, sizes: Any) -> Any:
+    counts, bit = np.zeros(sizes.size, np.int64), 0
+    for number in range(sizes.size):
+        end = bit + sizes[number]
+        while bit < end:
+            # Up to the end of a word.
+            length = min(64 - (bit & 63), end - bit)
+            counts[number] += _ones(_window(words, bit, length))
+            bit += length
+    return counts
+
+
+@intrinsic
+def _prefetch_entry(context: Any, array: Any, index: Any) -> Any:
+    """Have the processor fetch the cache line of an array's entry, which may lie beyond its end."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(ir.VoidType(), [byte, number, number, number]), "llvm.prefetch.p0i8"
+        )
+        # To be written, into the first-level cache, as data.
+        kind = [ir.Constant(number, value) for value in (1, 3, 1)]
+        builder.call(function, [builder.bitcast(builder.gep(data, [arguments[1]]), byte), *kind])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate
+
+
+_prefetch: Any = _prefetch_entry
 
 
 @njit(nogil=True, cache=True, error_model="numpy", inline="always")
@@ -346,6 +386,10 @@ def _add_sums(total: Any, own: Any, words: Any, bit: int, values: Any, cursors: 
     for start in range(0, total.size, 64):
         part, ours = total[start : start + 64], own[start : start + 64]
         union = np.uint64(0)
+        # With few flags the processor does not see that lines follow one another, and would wait for each.
+        for entry in range(start + BLOCK, start + BLOCK + 64, LINE // total.itemsize):
+            _prefetch(total, entry)
+            _prefetch(own, entry)
         for sender in range(words.shape[0]):
             flags, cursor = _window(words[sender], bit + start, part.size), cursors[sender]
             if sender < summed:

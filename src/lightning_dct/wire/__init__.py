@@ -15,7 +15,7 @@ dense tensors       their own bytes                        tensors too small to 
 """
 
 from lightning_dct.wire.on_device import Arrived, SideBySide, Slots, pack_on_device, unpack_on_device
-from lightning_dct.wire.payload import PayloadLayout, Unpacked, pack, unpack, unpack_flags, unpack_values
+from lightning_dct.wire.payload import PayloadLayout, Unpacked, pack, read_scales, unpack, unpack_flags, unpack_values
 from lightning_dct.wire.positions import PayloadError, PositionCode
 from lightning_dct.wire.values import BITS_PER_VALUE, decode_values, encode_values
 
@@ -32,6 +32,7 @@ __all__ = [
     "encode_values",
     "pack",
     "pack_on_device",
+    "read_scales",
     "unpack",
     "unpack_flags",
     "unpack_on_device",

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_dct.wire.bits import count_flags, flags_num_bytes, nonzero_indices, unpack_bits
+from lightning_dct.wire.bits import flags_num_bytes, nonzero_indices, unpack_bits
 from lightning_dct.wire.positions import PayloadError, PositionCode
 from lightning_dct.wire.values import SCALED_FORMATS, decode_tensors, encode_tensors, values_num_bytes
 
@@ -100,15 +100,10 @@ def pack(layout: PayloadLayout, flags: Tensor, values: Tensor, counts: Sequence[
     and ``values`` are the entries there. ``dense`` (``[layout.dense_bytes]``, uint8) holds the tensors sent dense.
     """
     data, scales = encode_tensors(values, counts, layout.value_format)
-    payload = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=flags.device)
-    parts = payload.split(layout.part_sizes)
     header = write_header(MAGIC, FORMAT_CODES[layout.value_format], values.numel(), layout.fingerprint)
-    parts[0].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-    parts[1].copy_(scales.view(torch.uint8))
-    parts[2].copy_(layout.position_code.encode_flags(flags))
-    parts[3][: data.numel()].copy_(data)
-    parts[4].copy_(dense)
-    return payload
+    first = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(flags.device)
+    padding = data.new_zeros(layout.part_sizes[3] - data.numel())
+    return torch.cat([first, scales.view(torch.uint8), layout.position_code.encode_flags(flags), data, padding, dense])
 
 
 def unpack(layout: PayloadLayout, payload: Tensor) -> Unpacked:
@@ -129,18 +124,23 @@ def unpack_flags(layout: PayloadLayout, payload: Tensor, flags: Tensor) -> list[
     """
     if payload.numel() != layout.num_bytes:
         raise PayloadError(f"the payload has {payload.numel()} bytes, the layout says {layout.num_bytes}")
-    header, _, positions, _, _ = payload.split(layout.part_sizes)
+    header, _, positions, _, _ = payload.split_with_sizes(layout.part_sizes)
     count = read_header(header, MAGIC, FORMAT_CODES[layout.value_format], layout.fingerprint, layout.capacity)
-    layout.position_code.decode_flags(positions, count, flags)
-    return count_flags(flags, layout.tensor_sizes)
+    return layout.position_code.decode_flags(positions, count, flags, layout.tensor_sizes)
 
 
 def unpack_values(layout: PayloadLayout, payload: Tensor, counts: Sequence[int], out: Tensor | None = None) -> Tensor:
     """The entries of a payload, ``counts`` of each tensor, in ``out`` if it is given: shape ``[sum(counts)]``, fp32."""
-    _, scales, _, data, _ = payload.split(layout.part_sizes)
-    values = scales.new_empty(sum(counts), dtype=torch.float32) if out is None else out
-    decode_tensors(data, counts, scales.clone().view(torch.float32), layout.value_format, values)
+    values = payload.new_empty(sum(counts), dtype=torch.float32) if out is None else out
+    data = payload.split_with_sizes(layout.part_sizes)[3]
+    decode_tensors(data, counts, read_scales(layout, payload), layout.value_format, values)
     return values
+
+
+def read_scales(layout: PayloadLayout, payload: Tensor) -> Tensor:
+    """The scales in a payload: shape ``[layout.num_scales]``, fp32."""
+    # Memory of their own, because a view as another dtype has to be aligned.
+    return payload[HEADER.size : HEADER.size + 4 * layout.num_scales].clone().view(torch.float32)
 
 
 def write_header(magic: int, format_code: int, count: int, fingerprint: int) -> bytes:

@@ -18,6 +18,7 @@ R. Fano, *On the number of bits required to implement an associative memory*, MI
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -145,22 +146,26 @@ class PositionCode:
             return self.encode(nonzero_indices(unpack_bits(flags, self.universe)))
         return cpu_kernel().encode_elias_fano(flags, self.num_bits, self.num_flags, self.low_bits, self.capacity)
 
-    def decode_flags(self, message: Tensor, count: int, flags: Tensor) -> None:
-        """Read a message, shape ``[num_bytes]``, uint8, into flags, which are zero before; ``count`` are set.
+    def decode_flags(self, message: Tensor, count: int, flags: Tensor, sizes: Sequence[int]) -> list[int]:
+        """Read a message, shape ``[num_bytes]``, uint8, into flags, which are zero before.
+
+        Returns:
+            How many of its ``count`` positions are in each of the tensors of these sizes, one after the other.
 
         Raises:
             PayloadError: The message does not hold ``count`` ascending positions below ``universe``.
         """
-        if message.device.type != "cpu":
-            flags.copy_(pack_flags(message.new_zeros(self.universe).index_fill_(0, self.decode(message, count), 1)))
-            return
         if self.is_bitmap:
             flags[: self.num_bytes] = message
-            (found,) = count_flags(flags, [self.universe])
+        elif message.device.type != "cpu":
+            flags.copy_(pack_flags(message.new_zeros(self.universe).index_fill_(0, self.decode(message, count), 1)))
         else:
-            sizes = self.universe, self.num_flags, self.low_bits, self.capacity
-            found = cpu_kernel().decode_elias_fano(message, *sizes, flags)
-        if found < 0:
-            raise PayloadError(f"the positions are corrupt: they are not ascending below {self.universe}")
-        if found != count:
-            raise PayloadError(f"the positions are corrupt: {found} positions are marked, but the header says {count}")
+            lengths = self.universe, self.num_flags, self.low_bits, self.capacity
+            if cpu_kernel().decode_elias_fano(message, *lengths, flags) < 0:
+                raise PayloadError(f"the positions are corrupt: they are not ascending below {self.universe}")
+        counts = count_flags(flags, sizes)
+        if sum(counts) != count:
+            raise PayloadError(
+                f"the positions are corrupt: {sum(counts)} positions are marked, but the header says {count}"
+            )
+        return counts
