@@ -72,6 +72,7 @@ class CheckpointedStrategy(ParallelStrategy):
         self._accumulated: dict[str, Tensor] = {}
         # Checkpoints that may be being written, with what then is outdated; and the names of all saves.
         self._unfinished: dict[str, list[str]] = {}
+        self._outdated: list[str] = []
         self._saves: set[str] = set()
 
     @property
@@ -172,6 +173,8 @@ class CheckpointedStrategy(ParallelStrategy):
             note = saved.seal(note, gather_objects(written))
             checkpoint[saved.CHECKPOINT_KEY] = note
         super().save_checkpoint(checkpoint, path, storage_options)
+        if self.is_global_zero:
+            self._unfinished[path] = self._outdated
         if write_at_once(self.checkpoint_io) is self.checkpoint_io:
             self._finish_saving()
 
@@ -182,7 +185,8 @@ class CheckpointedStrategy(ParallelStrategy):
         if path in self._saves and not all(saved.save_of(file) in self._saves for file in outdated):
             warn_of_another_run(path)
         self._saves |= {path, save}
-        self._unfinished[path] = outdated
+        # A save that fails removes nothing: the checkpoint still points at these files.
+        self._unfinished[path], self._outdated = [], outdated
         return path, save
 
     def remove_checkpoint(self, filepath: Any) -> None:

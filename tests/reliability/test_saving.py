@@ -98,6 +98,38 @@ def test_what_a_checkpoint_points_at_is_there_first_and_goes_last(
     assert len(list((tmp_path / f"{name}.dct").iterdir())) == 2
 
 
+class FullDisk(AtomicCheckpointIO):
+    """Has room for the first save only."""
+
+    saved = 0
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        if "identity" in checkpoint:  # a rank's own file
+            self.saved += 1
+            if self.saved > 1:
+                raise OSError("No space left on device")
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def fail_to_save(folder: Path) -> None:
+    saver = ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=0, save_last=True)
+    settings: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [saver], "plugins": [FullDisk()]}
+    with pytest.raises(OSError, match="No space left"):
+        fit(DCTStrategy(**SETTINGS), Module(), 12, **settings)
+
+
+def resume_after_failure(path: Path) -> int:
+    return fit(DCTStrategy(**SETTINGS), Module(), 12, ckpt_path=path).synchronisations
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_before_it_whole(ranks: Any, tmp_path: Path) -> None:
+    """As when a rank dies during a save: what the others then tidy up must not be files of the old checkpoint."""
+    ranks(2).run(fail_to_save, tmp_path)
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".ckpt"] == ["last.ckpt"]
+    for steps in ranks(2).run(resume_after_failure, tmp_path / "last.ckpt"):
+        assert steps > 4
+
+
 def save_under_two_names(folder: Path) -> None:
     trainer = trainer_for(DCTStrategy(compress="gradients", **SETTINGS))
     trainer.fit(Module(), loader(3, 40, 8))
