@@ -21,6 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
 from lightning_dct.agreement import gather_objects
+from lightning_dct.checkpoint.checksums import with_checksum, without_checksum
 
 INDEX = "index"
 
@@ -82,7 +83,7 @@ def write_rows(folder: str, tensors: Mapping[str, Pieces]) -> None:
             for name, tensor in written.items():
                 merged.setdefault(name, {**tensor, "pieces": []})["pieces"] += tensor["pieces"]
         text = json.dumps({"folder": os.path.basename(folder), "tensors": merged}).encode()
-        _write(f"{folder}/{INDEX}", lambda file: file.write(b"%08x\n" % zlib.crc32(text) + text))
+        _write(f"{folder}/{INDEX}", lambda file: file.write(with_checksum(text)))
 
 
 def _write_pieces(folder: str, tensors: Mapping[str, Pieces], rank: int) -> dict[str, Any]:
@@ -138,10 +139,9 @@ class RowFiles:
                 f"The checkpoint's embedding rows should be in {folder!r}, which is not there. Put the folder that was"
                 " saved with the checkpoint beside it."
             )
-        checksum, _, text = self._files.cat_file(f"{self._folder}/{INDEX}").partition(b"\n")
-        if checksum != b"%08x" % zlib.crc32(text):
-            raise ValueError(f"the index of {folder!r} does not match its checksum")
-        index = json.loads(text)
+        index = json.loads(
+            without_checksum(self._files.cat_file(f"{self._folder}/{INDEX}"), f"the index of {folder!r}")
+        )
         if index["folder"] != os.path.basename(self._folder):
             raise ValueError(f"the index of {folder!r} belongs to {index['folder']!r}")
         # Shape, dtype and pieces of each tensor, by name.

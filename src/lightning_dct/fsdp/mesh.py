@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,11 +15,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_dct.agreement import gather_objects
+from lightning_dct.checkpoint.checksums import check_sums, checksum_of_file, write_sums
 from lightning_dct.checkpoint.reading import on_all_ranks
 from lightning_dct.fsdp.wrapping import Unit, wrap
 
 AXES = ("replicate", "data_parallel", "tensor_parallel")
-SUMS = "checksums.json"
 
 
 class MeshStrategy(ModelParallelStrategy):
@@ -121,40 +119,6 @@ class MeshStrategy(ModelParallelStrategy):
         path = Path(self.broadcast(checkpoint_path))
         on_all_ranks(lambda: check_sums(path, self.local_rank, self.num_processes), str(path))
         return super().load_checkpoint(path, weights_only)
-
-
-def write_sums(folder: Path, sums: Mapping[str, int]) -> None:
-    """Write the checksums of a folder's files, by name, and first that of this text."""
-    text = json.dumps(sums).encode()
-    (folder / SUMS).write_bytes(b"%08x\n" % zlib.crc32(text) + text)
-
-
-def check_sums(folder: Path, part: int, parts: int) -> None:
-    """Compare every ``parts``-th of a folder's files, from number ``part`` on, with its checksum.
-
-    A file, and a folder that Lightning's own strategy has saved, hold no checksums to compare with.
-
-    Raises:
-        FileNotFoundError: A file is missing.
-        ValueError: A file or the checksums are damaged.
-    """
-    if not (folder / SUMS).exists():
-        return
-    checksum, _, text = (folder / SUMS).read_bytes().partition(b"\n")
-    if checksum != b"%08x" % zlib.crc32(text):
-        raise ValueError(f"its file {SUMS!r} does not match its checksum")
-    for name, expected in list(json.loads(text).items())[part::parts]:
-        if checksum_of_file(folder / name) != expected:
-            raise ValueError(f"its file {name!r} does not match its checksum")
-
-
-def checksum_of_file(path: Path) -> int:
-    """The CRC-32 of a file."""
-    checksum = 0
-    with open(path, "rb") as file:
-        while piece := file.read(1 << 20):
-            checksum = zlib.crc32(piece, checksum)
-    return checksum
 
 
 def _both(configure_model: Callable[[], None], sharding: Callable[[], None]) -> None:

@@ -232,25 +232,23 @@ def _ones(word: Any) -> Any:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _flags_before(words: Any, bit: int) -> int:
+def _flags_before(words: Any, bit: int, start: int = 0) -> int:
+    """The number of set flags from number ``start`` on, before number ``bit``."""
     count = 0
-    for word in range(bit >> 6):
-        count += _ones(words[word])
-    if bit & 63:
-        count += _ones(words[bit >> 6] & ((ONE << np.uint64(bit & 63)) - ONE))
+    while start < bit:
+        # Up to the end of a word.
+        length = min(64 - (start & 63), bit - start)
+        count += _ones(_window(words, start, length))
+        start += length
     return count
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _count_flags(words: Any, sizes: Any) -> Any:
-    counts, bit = np.zeros(sizes.size, np.int64), 0
+    counts, start = np.zeros(sizes.size, np.int64), 0
     for number in range(sizes.size):
-        end = bit + sizes[number]
-        while bit < end:
-            # Up to the end of a word.
-            length = min(64 - (bit & 63), end - bit)
-            counts[number] += _ones(_window(words, bit, length))
-            bit += length
+        counts[number] = _flags_before(words, start + sizes[number], start)
+        start += sizes[number]
     return counts
 
 
@@ -389,7 +387,8 @@ def _add_sums(total: Any, own: Any, words: Any, bit: int, values: Any, cursors: 
         # With few flags the processor does not see that lines follow one another, and would wait for each.
         for entry in range(start + BLOCK, start + BLOCK + 64, LINE // total.itemsize):
             _prefetch(total, entry)
-            _prefetch(own, entry)
+            if own.size:
+                _prefetch(own, entry)
         for sender in range(words.shape[0]):
             flags, cursor = _window(words[sender], bit + start, part.size), cursors[sender]
             if sender < summed:

@@ -1,0 +1,54 @@
+"""Checksums of texts, and of the files of a folder; all are CRC-32."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+SUMS = "checksums.json"
+
+
+def with_checksum(text: bytes) -> bytes:
+    """A line with the checksum of a text, then the text."""
+    return b"%08x\n" % zlib.crc32(text) + text
+
+
+def without_checksum(data: bytes, what: str) -> bytes:
+    """Undo :func:`with_checksum`; ``what`` names the text if it does not match its checksum, in a ValueError."""
+    checksum, _, text = data.partition(b"\n")
+    if checksum != b"%08x" % zlib.crc32(text):
+        raise ValueError(f"{what} does not match its checksum")
+    return text
+
+
+def write_sums(folder: Path, sums: Mapping[str, int]) -> None:
+    """Write the checksums of a folder's files, by name."""
+    (folder / SUMS).write_bytes(with_checksum(json.dumps(sums).encode()))
+
+
+def check_sums(folder: Path, part: int, parts: int) -> None:
+    """Compare every ``parts``-th of a folder's files, from number ``part`` on, with its checksum.
+
+    A file, and a folder that Lightning's own strategy has saved, hold no checksums to compare with.
+
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: A file or the checksums are damaged.
+    """
+    if not (folder / SUMS).exists():
+        return
+    text = without_checksum((folder / SUMS).read_bytes(), f"its file {SUMS!r}")
+    for name, expected in list(json.loads(text).items())[part::parts]:
+        if checksum_of_file(folder / name) != expected:
+            raise ValueError(f"its file {name!r} does not match its checksum")
+
+
+def checksum_of_file(path: Path) -> int:
+    """The checksum of a file."""
+    checksum = 0
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 20):
+            checksum = zlib.crc32(piece, checksum)
+    return checksum
