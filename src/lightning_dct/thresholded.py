@@ -13,6 +13,7 @@ from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -149,7 +150,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
         model = self.model
         return self._has_tables or (isinstance(model, DistributedDataParallel) and model.will_sync_module_buffers())
 
-    def come_to(self, what: str, waits: bool = True) -> None:
+    def come_to(self, what: str, patience_s: float | None = None) -> None:
         """Come to a place in fit where all ranks do the same; see :mod:`lightning_dct.failures.course`.
 
         Raises:
@@ -157,7 +158,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
         """
         if self.is_fitting and self.synchronizer is not None:
             stops = ", because its `trainer.should_stop` is set" if self._module.trainer.should_stop else ""
-            self.synchronizer.come_to(what, f"{what} after {self.synchronizer.synchronisations} steps{stops}", waits)
+            self.synchronizer.come_to(what, f"{what} after {self.synchronizer.synchronisations} steps{stops}", patience_s)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
@@ -171,12 +172,22 @@ class ThresholdedStrategy(CheckpointedStrategy):
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Combine a tensor of all ranks."""
-        peers = () if self.synchronizer is None else self.synchronizer.peers
-        if self.is_fitting and (group is None or peers == dist.get_process_group_ranks(group)):
+        if self._takes_peers(group):
             # Nobody is asked in a step, which a question would delay.
             rare, often = "a reduction, of logged values or for a checkpoint,", f"{EXCHANGE} of logged values"
             self.come_to(often if self._in_step else rare)
         return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Gather a tensor of all ranks, as ``LightningModule.all_gather`` does."""
+        if self._takes_peers(group):
+            self.come_to(f"{EXCHANGE} of gathered values")
+        return super().all_gather(tensor, group, sync_grads)
+
+    def _takes_peers(self, group: Any | None) -> bool:
+        """Whether a collective of a group takes the ranks that do the same as this one in fit."""
+        peers = () if self.synchronizer is None else self.synchronizer.peers
+        return self.is_fitting and (group is None or peers == dist.get_process_group_ranks(group))
 
     def optimizer_step(
         self,

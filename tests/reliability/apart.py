@@ -9,13 +9,16 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dct import DCTStrategy
+from lightning_dct.callbacks import failures
 from lightning_dct.failures import lifeline
 
 WAYS = (
     "fewer batches",
     "fewer batches, then a checkpoint",
     "fewer batches, and a log",
+    "fewer batches, and no buffers",
     "stop",
+    "gathering",
     "more parameters",
     "unfreeze",
 )
@@ -26,7 +29,7 @@ class Model(pl.LightningModule):
 
     def __init__(self, way: str) -> None:
         super().__init__()
-        norm = [] if "checkpoint" in way else [nn.BatchNorm1d(8)]
+        norm = [] if "checkpoint" in way or "no buffers" in way else [nn.BatchNorm1d(8)]
         self.model = nn.Sequential(nn.Linear(8, 8), *norm, nn.Linear(8, 8))
         self.extra = nn.Linear(8, 8)
         self.way = way
@@ -39,6 +42,8 @@ class Model(pl.LightningModule):
                 self.trainer.should_stop = True
             if self.way == "more parameters":
                 self.optimizers().add_param_group({"params": list(self.extra.parameters())})
+            if self.way == "gathering":
+                self.all_gather(batch[0])
         loss = (self.model(batch[0]) + self.extra(batch[0])).square().mean()
         if "log" in self.way:
             self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
@@ -55,6 +60,7 @@ class Model(pl.LightningModule):
 def train(way: str, folder: str) -> None:
     """Train on every rank; rank 0 makes the mistake."""
     lifeline.GRACE_S = 1.5
+    failures.PATIENCE_S = 200.0  # the others may be slow on a busy machine
     fewer = way.startswith("fewer") and os.environ["RANK"] == "0"
     data = TensorDataset(torch.randn(4 * (9 if fewer else 12), 8))
     trainer = pl.Trainer(

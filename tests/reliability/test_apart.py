@@ -13,7 +13,9 @@ SAYS = {
     "fewer batches": ["rank 0 to the end of training after 9 steps", "in optimizer step 10", "number of batches"],
     "fewer batches, then a checkpoint": ["rank 0 to a reduction, of logged values or for a checkpoint, after 9 steps"],
     "fewer batches, and a log": [" after 9 steps and rank 1 to an exchange of logged values after 9 steps"],
+    "fewer batches, and no buffers": ["rank 0 to the end of training after 9 steps", "in optimizer step 10"],
     "stop": ["rank 0 to the end of training after 5 steps, because its `trainer.should_stop` is set"],
+    "gathering": ["rank 0 to an exchange of gathered values after 4 steps and rank 1 to an exchange of 6 parameters"],
     "more parameters": [
         "an exchange of 8 parameters, 'extra.weight', 'extra.bias' added, in optimizer step 6",
         "`param_groups`",

@@ -14,6 +14,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from lightning_dct.callbacks.requirements import InternalCallback
 from lightning_dct.failures import Lifeline
 
+# How long a rank whose training is over waits to hear that the others' is, too.
+PATIENCE_S = 10.0
 # Of Lightning's epoch loop; private, as what follows is.
 _AGREEMENT = "_broadcast_sigterm_tensor"
 
@@ -27,9 +29,12 @@ class FailureNotice(InternalCallback):
     """
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Tell the others, which must have come to the end too."""
+        """Wait for the others, which must come to the end too.
+
+        Not for long: another rank may be in a collective of the user's, which ends when this rank does.
+        """
         strategy: Any = trainer.strategy
-        strategy.come_to("the end of training", waits=False)
+        strategy.come_to("the end of training", patience_s=PATIENCE_S)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Report the exception."""

@@ -7,7 +7,7 @@ or if ranks with uneven batches would do it at different places. It waits until 
     rank 0    9: exchange --- 10: barrier, asks ---- waits ---------------- ends, with the places of both ranks
     rank 1    9: exchange --- 10: exchange, waits for rank 0 -- is asked -- ends
 
-The hub passes the questions and the answers on. There is no time limit.
+The hub passes the questions and the answers on. There is a time limit at the end of training only.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Course:
         self._usual: set[str] = set()
         self._released = False
 
-    def come_to(self, what: str, said: str, peers: Sequence[int], waits: bool = True) -> str:
+    def come_to(self, what: str, said: str, peers: Sequence[int], patience_s: float | None = None) -> str:
         """Come to the next place, and wait for the others if this rank or one of them asks.
 
         Args:
             what: What this rank does there. Exchanges begin with ``EXCHANGE``, and are asked about only once.
             said: The same in words.
             peers: The ranks that do the same, this one included.
-            waits: Whether this rank waits for the others' answers if it asks.
+            patience_s: How long this rank waits for the others if one of them asks; None for no limit.
 
         Returns:
             How this rank and another one differ, or an empty string.
@@ -71,8 +71,7 @@ class Course:
         else:
             return ""
         with self._turn:
-            while waits and self._agreed < place and not self._released:
-                self._turn.wait()
+            self._turn.wait_for(lambda: self._agreed >= place or self._released, patience_s)
         if what.startswith(EXCHANGE):
             self._usual.add(what)
         return ""

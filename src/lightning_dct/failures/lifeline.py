@@ -128,14 +128,14 @@ class Lifeline:
         """Pass a stop point, and return the signals that all ranks act on there, mostly none."""
         return self._stop_points.passed()
 
-    def come_to(self, what: str, said: str, peers: Sequence[int], waits: bool = True) -> None:
+    def come_to(self, what: str, said: str, peers: Sequence[int], patience_s: float | None = None) -> None:
         """Come to a place where some ranks do the same; see :mod:`lightning_dct.failures.course`.
 
         Raises:
             RuntimeError: They do not, or a rank has died or failed.
         """
         if not self._over.is_set():
-            difference = self._course.come_to(what, said, peers, waits)
+            difference = self._course.come_to(what, said, peers, patience_s)
             if problem := difference or self._ends_with:
                 raise RuntimeError(f"{problem}.")
 

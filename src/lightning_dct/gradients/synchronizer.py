@@ -77,14 +77,14 @@ class Synchronizer:
         self.lifeline: Lifeline | None = None
         self.peers: Sequence[int] = ()
 
-    def come_to(self, what: str, said: str, waits: bool = True) -> None:
+    def come_to(self, what: str, said: str, patience_s: float | None = None) -> None:
         """Come to a place where all ranks do the same; see :meth:`lightning_dct.failures.Lifeline.come_to`.
 
         Raises:
             RuntimeError: They do not, which the message explains.
         """
         if self.lifeline is not None:
-            self.lifeline.come_to(what, said, self.peers, waits)
+            self.lifeline.come_to(what, said, self.peers, patience_s)
 
     @property
     def config(self) -> DCTConfig:
