@@ -67,6 +67,7 @@ BYTES: dict[str, Callable[[bytearray], Any]] = {
     "half of it": lambda data: data.__delitem__(slice(len(data) // 2, None)),
     "three bytes are left": lambda data: data.__delitem__(slice(3, None)),
     "nothing is left": lambda data: data.clear(),
+    "something before it": lambda data: data.__setitem__(slice(0, 0), b"\xef\xbb\xbf\n"),
     "zeros": lambda data: data.__setitem__(slice(None), bytes(len(data))),
     "text": lambda data: data.__setitem__(slice(None), b"<html>404</html>"),
 }

@@ -330,7 +330,8 @@ def fingerprint_of(file: str, compare: bool) -> str:
         place = f"{place}/{_METADATA_FILENAME}"
     with files.open(place, "rb") as opened:
         begins = opened.read(len(_ZIP))
-        if zipfile.is_zipfile(opened):
+        # Python also reads archives that begin with something else, and torch does not.
+        if begins == _ZIP and zipfile.is_zipfile(opened):
             with zipfile.ZipFile(opened) as archive:
                 corrupt = archive.testzip() if compare and isinstance(files, LocalFileSystem) else None
                 contents = [(part.filename, part.file_size, part.CRC) for part in archive.infolist()]
