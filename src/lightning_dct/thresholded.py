@@ -158,7 +158,9 @@ class ThresholdedStrategy(CheckpointedStrategy):
         """
         if self.is_fitting and self.synchronizer is not None:
             stops = ", because its `trainer.should_stop` is set" if self._module.trainer.should_stop else ""
-            self.synchronizer.come_to(what, f"{what} after {self.synchronizer.synchronisations} steps{stops}", patience_s)
+            self.synchronizer.come_to(
+                what, f"{what} after {self.synchronizer.synchronisations} steps{stops}", patience_s
+            )
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""

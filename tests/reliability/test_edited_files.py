@@ -1,16 +1,21 @@
-"""Files that were damaged, or changed by somebody who made their checksums fit, are refused on every rank."""
+"""Files that were damaged, or changed by somebody who made their checksums fit, are refused on every rank.
+
+Only the weights in Lightning's file may be edited. Training then continues from them.
+"""
 
 import math
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
 
 from distributed.test_resume import SaveAndStop, twice_ten_batches
-from distributed.training import Module, rank, trainer_for
+from distributed.training import Module, State, rank, trainer_for, weights_of
 from lightning_dct import CheckpointError, DCTStrategy
 from lightning_dct.checkpoint.format import state_path
 
@@ -221,3 +226,53 @@ def test_other_files_of_one_checkpoint(ranks: Any, whole: Path, tmp_path: Path) 
     checkpoint["state_dict"][NAME] += 1.0
     torch.save(checkpoint, path)
     assert_refused(ranks, ["another"], [[whole, path]], "they disagree on its field checksum")
+
+
+class EditsOnLoading(Module):
+    """Adds one to a weight of the checkpoint that it loads."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"][NAME] += 1.0
+
+
+class Still(Callback):
+    """Keeps the optimizer from moving any weight."""
+
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
+        trainer.optimizers[0].param_groups[0]["lr"] = 0.0
+
+
+def resume_without_moving(path: Path, kind: type[Module]) -> tuple[State, list[str]]:
+    strategy = DCTStrategy(density=0.2, local_steps=5, warmup_steps=0, delay=4)
+    trainer = trainer_for(strategy, callbacks=[Still()], max_epochs=3)
+    module = kind(None, torch.optim.Adam, lr=0.01)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trainer.fit(module, twice_ten_batches(), ckpt_path=path)
+    return weights_of(module), [str(one.message) for one in warned if "others than those" in str(one.message)]
+
+
+@pytest.mark.parametrize("kind", [Module, EditsOnLoading])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_edited_weights_stay(ranks: Any, whole: Path, tmp_path: Path, world_size: int, kind: type[Module]) -> None:
+    """A weight is edited in the file, or by a hook; then nothing moves but what the ranks send.
+
+    Oracle: the edited weight and the update in flight, if the ranks are as many as before; of the other weights those
+    of a run without the edit; a warning with the name of the edited one.
+    """
+    path = tmp_path / "x.ckpt"
+    shutil.copytree(f"{whole}.dct", f"{path}.dct")
+    checkpoint = torch.load(whole, weights_only=True)
+    expected = checkpoint["state_dict"][NAME] + 1.0
+    state = torch.load(state_path(str(whole), checkpoint["lightning_dct"], 0), weights_only=True)
+    if world_size == 2:
+        expected = expected + state["in_flight"][f"mean of {NAME}"].view(expected.shape)
+    if kind is Module:
+        checkpoint["state_dict"][NAME] += 1.0
+    torch.save(checkpoint, path)
+    without_edit, none = ranks(world_size).run(resume_without_moving, whole, Module)[0]
+    weights, (warned,) = ranks(world_size).run(resume_without_moving, path, kind)[0]
+    assert none == []
+    assert NAME in warned
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected if name == NAME else without_edit[name], rtol=0, atol=1e-6)

@@ -5,7 +5,7 @@
     reading     the same on all ranks, or an error on all of them
     merging     the states of all ranks, for another number of ranks
     row_files   rows of sharded tables, piece by piece
-    checksums   of texts, and of the files of a folder
+    checksums   of texts, of tensors, and of the files of a folder
 
 Strategies save and load with these in :mod:`lightning_dct.saving`; each part of the package gives its own state.
 """

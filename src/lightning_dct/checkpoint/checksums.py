@@ -1,4 +1,4 @@
-"""Checksums of texts, and of the files of a folder; all are CRC-32."""
+"""Checksums of texts, of tensors, and of the files of a folder; all are CRC-32."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import json
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 SUMS = "checksums.json"
 
@@ -21,6 +25,12 @@ def without_checksum(data: bytes, what: str) -> bytes:
     if checksum != b"%08x" % zlib.crc32(text):
         raise ValueError(f"{what} does not match its checksum")
     return text
+
+
+def checksum_of(tensor: Tensor) -> int:
+    """The checksum of a tensor's bytes."""
+    array: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return zlib.crc32(array)
 
 
 def write_sums(folder: Path, sums: Mapping[str, int]) -> None:

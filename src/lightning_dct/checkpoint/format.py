@@ -112,6 +112,8 @@ _OPTIONAL: dict[str, Rule] = {
             lambda value: _is_real_or_complex(value) and value.layout == torch.strided,
         ),
     ),
+    # Checksums of the shared weights.
+    "shared": (_NAME, _COUNT),
     "optimizers": ("a list", lambda value: isinstance(value, list)),
     "exchange_clocks": (_NAME, _COUNT),
     "in_flight": (_NAME, ("a list of floating-point numbers", _is_list)),

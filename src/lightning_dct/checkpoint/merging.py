@@ -39,7 +39,8 @@ def merge_states(states: Sequence[Mapping[str, Any]], stages: int = 1) -> dict[s
     if "weights" in merged:
         merged["weights"] = _mean_over_replicas(states, "weights", replicas)
     if stages > 1:
-        # Each rank has the thresholds of its own stage only.
+        # Each rank has the thresholds and the weights of its own stage only.
+        merged["shared"] = {name: value for state in states for name, value in state.get("shared", {}).items()}
         merged["thresholds"] = {
             part: {name: value for state in reversed(states) for name, value in state["thresholds"][part].items()}
             for part in states[0]["thresholds"]
@@ -90,7 +91,8 @@ def put_together(states: Sequence[Mapping[str, Any]], shards: int) -> list[dict[
 
 
 def _whole(pieces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    whole = {key: value for key, value in pieces[0].items() if key != "shards"}
+    # Checksums of pieces make none of a whole.
+    whole = {key: value for key, value in pieces[0].items() if key not in ("shards", "shared")}
     for part in ("weights", "residuals", "accumulated"):
         names = dict.fromkeys(name for piece in pieces for name in piece.get(part, {}))
         if part in whole:

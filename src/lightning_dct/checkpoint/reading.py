@@ -5,17 +5,16 @@ Otherwise the other ranks would wait for it in their next collective.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_dct.agreement import gather_objects
+from lightning_dct.checkpoint.checksums import checksum_of
 from lightning_dct.checkpoint.format import (
     CHECKPOINT_KEY,
     NOTE_FIELDS,
@@ -121,12 +120,6 @@ def digest_of(synchronizer: Synchronizer) -> dict[str, Any]:
         name: checksum_of(value) if isinstance(value, Tensor) else value
         for name, value in synchronizer.shared_state().items()
     }
-
-
-def checksum_of(tensor: Tensor) -> int:
-    """The CRC-32 of a tensor's bytes."""
-    array: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return zlib.crc32(array)
 
 
 def check_replicas(digests: Sequence[Mapping[str, Any]], path: str) -> None:

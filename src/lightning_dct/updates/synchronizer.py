@@ -29,9 +29,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_dct.checkpoint.checksums import checksum_of
 from lightning_dct.config import DCTConfig
 from lightning_dct.failures.course import EXCHANGE
 from lightning_dct.gradients.collectives import Link, all_reduce_mean
@@ -214,6 +216,7 @@ class UpdateSynchronizer(Synchronizer):
             **state,
             "residuals": {},
             "weights": {name: weights.detach().to("cpu", copy=True) for name, weights in own.items()},
+            "shared": {name: checksum_of(self.weights.shared(name)) for name in self.weights.parameters},
             "exchange_clocks": clocks,
             "in_flight": in_flight,
         }
@@ -221,17 +224,25 @@ class UpdateSynchronizer(Synchronizer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state; the model has the shared weights of the checkpoint.
 
+        If somebody has edited those of a parameter in the file, or a hook has written into them, they become this
+        rank's own weights too. Otherwise the next exchanges would undo that.
+
         Raises:
             ValueError: A saved tensor has another size than the parameter of its name.
         """
         super().load_state_dict(state)
         parameters, buffers = self._parameters_by_name(), self._buffers()
+        edited = []
         for name, weights in state.get("weights", {}).items():
             if name in parameters and self._alone:
-                local_of(parameters[name]).data.copy_(weights)
+                own = local_of(parameters[name]).data
+                edited += [name] if _is_edited(name, own, state) else []
+                own.copy_(own if name in edited else weights)
             elif name in parameters:
                 self.weights.adopt(name, parameters[name])
-                self.weights.set_own(name, weights)
+                shared = self.weights.shared(name)
+                edited += [name] if _is_edited(name, shared, state) else []
+                self.weights.set_own(name, shared if name in edited else weights)
             elif name in buffers:
                 buffers[name].copy_(weights)
         # Residuals of sums, from another exchange or another number of ranks.
@@ -243,6 +254,15 @@ class UpdateSynchronizer(Synchronizer):
                 own.add_(left.view(own.shape).to(own.device))
         saved = state.get("exchange_clocks", {}), state.get("in_flight", {})
         self._rounds, self._to_refresh = load_rounds(*saved, parameters)
+        for item in (item for rounds in self._rounds.values() for item in rounds.in_flight):
+            if item.names[0] in edited:  # saved ones have one parameter each
+                # It is subtracted when the mean has arrived.
+                self.weights.add_own(item.names, item.own, 1.0)  # type: ignore[arg-type]
+        if edited:
+            rank_zero_warn(
+                f"The checkpoint's weights of {', '.join(map(repr, edited))[:300]} are others than those that were"
+                " saved. Every rank continues from them, and what had not been sent of these parameters is lost."
+            )
         self._settled = self._excluded()
 
     def shared_state(self) -> dict[str, Any]:
@@ -367,3 +387,10 @@ class UpdateSynchronizer(Synchronizer):
             num_bytes += all_gather_bytes(sum(part.numel() * part.element_size() for part in parts), everyone.size)
         everyone.count_dense(num_bytes)
         self.traffic.add(steps=1)
+
+
+def _is_edited(name: str, shared: Tensor, state: Mapping[str, Any]) -> bool:
+    """Whether a parameter's shared weights are others than those that were saved with a state, in its dtype."""
+    known = state.get("shared", {})
+    is_known = name in known and state["weights"][name].dtype == shared.dtype
+    return is_known and checksum_of(shared) != known[name]
