@@ -146,9 +146,11 @@ class ThresholdedStrategy(CheckpointedStrategy):
         return output
 
     def _takes_all_ranks(self) -> bool:
-        """Whether the next training step exchanges something in forward: rows, or buffers."""
+        """Whether the next training step exchanges something in forward: rows, buffers, or DDP's order of gradients."""
         model = self.model
-        return self._has_tables or (isinstance(model, DistributedDataParallel) and model.will_sync_module_buffers())
+        if self._has_tables or not isinstance(model, DistributedDataParallel):
+            return self._has_tables
+        return model.will_sync_module_buffers() or not getattr(model, "_has_rebuilt_buckets", True)
 
     def come_to(self, what: str, patience_s: float | None = None) -> None:
         """Come to a place in fit where all ranks do the same; see :mod:`lightning_dct.failures.course`.

@@ -164,6 +164,27 @@ def test_a_close_before_the_welcome_is_no_death(ranks: Any) -> None:
         assert told == ""
 
 
+class Unread(io.StringIO):
+    """What a process writes to when the other end of its pipe is gone."""
+
+    def write(self, _: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_rank_ends_when_nobody_reads_what_it_prints() -> None:
+    """Oracle: the exit status of a rank whose collective does not notice that rank 0 has died."""
+    ours, theirs = sockets.pair()
+    with (
+        patch("lightning_dct.failures.lifeline.GRACE_S", 0.0),
+        patch("lightning_dct.failures.lifeline.os._exit") as exited,
+        contextlib.redirect_stderr(Unread()),
+    ):
+        lifeline = Lifeline(1, ours, "Rank 0")
+        theirs.close()
+        lifeline._thread.join()
+    exited.assert_called_once_with(1)
+
+
 def train_on_uneven_batches() -> str:
     """Rank 1 has two batches more, after the last of which nothing is exchanged."""
     module = Module()

@@ -17,6 +17,7 @@ WAYS = (
     "fewer batches, then a checkpoint",
     "fewer batches, and a log",
     "fewer batches, and no buffers",
+    "fewer batches, only one",
     "stop",
     "gathering",
     "more parameters",
@@ -29,7 +30,7 @@ class Model(pl.LightningModule):
 
     def __init__(self, way: str) -> None:
         super().__init__()
-        norm = [] if "checkpoint" in way or "no buffers" in way else [nn.BatchNorm1d(8)]
+        norm = [] if any(words in way for words in ("checkpoint", "no buffers", "only one")) else [nn.BatchNorm1d(8)]
         self.model = nn.Sequential(nn.Linear(8, 8), *norm, nn.Linear(8, 8))
         self.extra = nn.Linear(8, 8)
         self.way = way
@@ -62,9 +63,10 @@ def train(way: str, folder: str) -> None:
     lifeline.GRACE_S = 1.5
     failures.PATIENCE_S = 200.0  # the others may be slow on a busy machine
     fewer = way.startswith("fewer") and os.environ["RANK"] == "0"
-    data = TensorDataset(torch.randn(4 * (9 if fewer else 12), 8))
+    batches = 12 if not fewer else 1 if "only one" in way else 9
+    data = TensorDataset(torch.randn(4 * batches, 8))
     trainer = pl.Trainer(
-        strategy=DCTStrategy(compress="gradients" if way == "unfreeze" else "updates"),
+        strategy=DCTStrategy(compress="gradients" if way == "unfreeze" or "only one" in way else "updates"),
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
         max_epochs=1,

@@ -14,6 +14,7 @@ SAYS = {
     "fewer batches, then a checkpoint": ["rank 0 to a reduction, of logged values or for a checkpoint, after 9 steps"],
     "fewer batches, and a log": [" after 9 steps and rank 1 to an exchange of logged values after 9 steps"],
     "fewer batches, and no buffers": ["rank 0 to the end of training after 9 steps", "in optimizer step 10"],
+    "fewer batches, only one": ["rank 0 to the end of training after 1 steps and rank 1 to an exchange in forward"],
     "stop": ["rank 0 to the end of training after 5 steps, because its `trainer.should_stop` is set"],
     "gathering": ["rank 0 to an exchange of gathered values after 4 steps and rank 1 to an exchange of 6 parameters"],
     "more parameters": [

@@ -225,7 +225,8 @@ class Lifeline:
         self._course.release()
 
     def _print(self, sentence: str) -> None:
-        print(f"lightning_dct, rank {self._rank}: {sentence}", file=sys.stderr, flush=True)
+        with suppress(OSError, ValueError):  # nobody reads it any more, or it cannot be encoded
+            print(f"lightning_dct, rank {self._rank}: {sentence}", file=sys.stderr, flush=True)
 
 
 class _StopPoints:
