@@ -101,7 +101,7 @@ def cuda_tests(device: torch.device) -> list[Row]:
     """Those of the suite that run on a GPU where there is one."""
     if device.type == "cpu":
         return [("the suite's CUDA tests", "not on a CPU")]
-    files = [str(TESTS / "kernels" / "test_buffered.py"), str(TESTS / "gradients" / "test_no_waiting.py")]
+    files = [str(TESTS / "kernels" / "test_marking.py"), str(TESTS / "gradients" / "test_no_waiting.py")]
     done = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:warnings", *files], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stdout[-2000:])

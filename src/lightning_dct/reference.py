@@ -150,7 +150,6 @@ def fitting(a: Tensor, threshold: float, target: int) -> tuple[Tensor, int]:
     mask = a.abs() >= torch.tensor(max(threshold, TINY), dtype=a.dtype)  # M
     if not bool(a.isfinite().all()):
         mask = ~a.isfinite()
-        return mask & (mask.cumsum(0) <= target), int(mask.sum())
     reached = int(mask.sum())
     if reached > target:
         number = mask.cumsum(0)

@@ -9,9 +9,9 @@ guard moves the threshold a little, similar to Ok-Topk (Li and Hoefler, PPoPP 20
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -133,31 +133,54 @@ def reselect(threshold: float, mean: float, count: int, target: int) -> float:
     return min(max(threshold + excess, SMALLEST_THRESHOLD), LARGEST_THRESHOLD)
 
 
-def follow_all(thresholds: Tensor, means: Tensor, counts: Tensor, targets: Tensor, sizes: Tensor) -> Tensor:
-    """:func:`nudge` and :func:`reselect` for many thresholds, without waiting for a GPU; all have shape ``[n]``.
+class Aims(NamedTuple):
+    """What the guard knows of some tensors beforehand: shape ``[n]``, fp64 on a device."""
 
-    ``thresholds`` (positive), ``means``, ``targets``, ``sizes`` and the result are fp64.
-    """
-    exponents = GUARD_GAIN * (targets / sizes) ** 0.5
-    factors = ((counts.to(thresholds.dtype) + 0.5) / (GUARD_AIM * targets + 0.5)) ** exponents
-    nudged = thresholds * factors.clamp_(1 / GUARD_LARGEST_FACTOR, GUARD_LARGEST_FACTOR)
-    ratios = (counts / (GUARD_AIM * targets)).clamp_(max=RESELECT_LARGEST_RATIO)
-    excess = (means - thresholds).clamp_(min=0) * ratios.log()
-    followed = torch.where(counts > GUARD_RESELECT * targets, thresholds + excess, nudged)
-    return followed.clamp_(SMALLEST_THRESHOLD, LARGEST_THRESHOLD)
+    exponents: Tensor
+    aims: Tensor  # entries
+    most: Tensor  # entries from which on one step would be too small
+
+    @staticmethod
+    def of(targets: Sequence[int], sizes: Sequence[int], device: torch.device) -> Aims:
+        """Those of tensors with these targets and sizes."""
+        target, size = (torch.tensor(numbers, dtype=torch.float64) for numbers in (targets, sizes))
+        constants = GUARD_GAIN * (target / size).sqrt(), GUARD_AIM * target, GUARD_RESELECT * target
+        return Aims(*(numbers.to(device) for numbers in constants))
+
+
+class Reached(NamedTuple):
+    """What has reached the thresholds of some tensors: shape ``[n]`` on a device."""
+
+    thresholds: Tensor  # fp64, positive
+    means: Tensor  # fp64: mean magnitudes of what was sent
+    counts: Tensor  # int64: entries that have reached the threshold
+    whole: Tensor  # bool: whether all entries are finite; if not, a threshold stays as it is
+
+
+def follow_all(reached: Reached, aims: Aims) -> Tensor:
+    """:func:`nudge` and :func:`reselect` for many thresholds, without waiting for a GPU: shape ``[n]``, fp64."""
+    thresholds, counts = reached.thresholds, reached.counts.to(torch.float64)
+    factors = ((counts + 0.5) / (aims.aims + 0.5)) ** aims.exponents
+    nudged = factors.clamp_(1 / GUARD_LARGEST_FACTOR, GUARD_LARGEST_FACTOR).mul_(thresholds)
+    ratios = (counts / aims.aims).clamp_(max=RESELECT_LARGEST_RATIO)
+    moved = torch.addcmul(thresholds, (reached.means - thresholds).clamp_(min=0), ratios.log_())
+    followed = torch.where(counts > aims.most, moved, nudged).clamp_(SMALLEST_THRESHOLD, LARGEST_THRESHOLD)
+    return torch.where(reached.whole, followed, thresholds)
 
 
 class Thresholds:
     """One rank's thresholds, by parameter name or by label of a piece.
 
     A threshold is valid only for the target (number of entries) it was selected for. When the density changes, the
-    threshold counts as missing. On a GPU thresholds are fp64 scalars, because reading a number waits for the GPU.
+    threshold counts as missing. On a GPU thresholds are fp64 scalars, because reading a number waits for the GPU, and
+    the guard moves those of all buckets together, when the first of them is next needed.
     """
 
     def __init__(self) -> None:
         self._values: dict[str, float | Tensor] = {}
         self._targets: dict[str, int] = {}
         self._stacked: dict[tuple[str, ...], Tensor] = {}
+        self._to_follow: dict[tuple[str, ...], tuple[Reached, Aims]] = {}
 
     def has(self, name: str, target: int) -> bool:
         """Whether there is a threshold for this target."""
@@ -165,15 +188,19 @@ class Thresholds:
 
     def get(self, name: str, target: int) -> float | None:
         """The threshold for this target, or None."""
+        self._follow()
         return float(self._values[name]) if self.has(name, target) else None
 
     def set(self, name: str, target: int, threshold: float) -> None:
         """Store a threshold and its target."""
+        self._follow()
         self._values[name], self._targets[name] = threshold, target
         self._stacked = {names: stacked for names, stacked in self._stacked.items() if name not in names}
 
     def on_device(self, names: tuple[str, ...], device: torch.device) -> Tensor:
         """Some thresholds, without waiting: shape ``[len(names)]``, fp64, read-only."""
+        if any(not set(names).isdisjoint(pending) for pending in self._to_follow):
+            self._follow()
         if names not in self._stacked:
             values = [self._values[name] for name in names]
             # `full` passes the number as a kernel argument; a copy from host memory would wait.
@@ -185,6 +212,22 @@ class Thresholds:
             self.replace(names, torch.stack(scalars) if scalars else empty)
         return self._stacked[names]
 
+    def follow(self, names: tuple[str, ...], reached: Reached, aims: Aims) -> None:
+        """Have the guard move some thresholds before they are next needed."""
+        self._to_follow[names] = reached, aims
+
+    def _follow(self) -> None:
+        pending, self._to_follow = self._to_follow, {}
+        for device in {reached.counts.device for reached, _ in pending.values()}:
+            some = {names: both for names, both in pending.items() if both[0].counts.device == device}
+            reached, aims = (
+                [torch.cat(columns) if len(some) > 1 else columns[0] for columns in zip(*parts, strict=True)]
+                for parts in zip(*some.values(), strict=True)
+            )
+            followed = follow_all(Reached(*reached), Aims(*aims))
+            for names, part in zip(some, followed.split([len(names) for names in some]), strict=True):
+                self.replace(names, part)
+
     def replace(self, names: tuple[str, ...], thresholds: Tensor) -> None:
         """Set some thresholds, shape ``[len(names)]``, fp64, and keep their targets."""
         if names not in self._stacked:
@@ -195,10 +238,13 @@ class Thresholds:
 
     def forget(self) -> None:
         """Delete all thresholds."""
-        self._values, self._targets, self._stacked = {}, {}, {}
+        self._values, self._targets, self._stacked, self._to_follow = {}, {}, {}, {}
 
     def forget_those_of(self, parameters: Collection[str]) -> None:
         """Delete the thresholds of some parameters, of their pieces and of the pieces' sums."""
+        if not parameters:
+            return
+        self._follow()
         for label in list(self._targets):
             whole = label.removeprefix("sum of ")
             if whole in parameters or whole.rpartition("[")[0] in parameters:
@@ -211,11 +257,14 @@ class Thresholds:
 
     def by_label(self) -> dict[str, float]:
         """All thresholds by label: a parameter, or a piece of one. This waits for a GPU."""
+        self._follow()
         return {name: float(value) for name, value in self._values.items()}
 
     def take_over(self, other: Thresholds) -> None:
         """Copy another object's thresholds without waiting for a GPU."""
+        other._follow()
         self._values, self._targets, self._stacked = dict(other._values), dict(other._targets), dict(other._stacked)
+        self._to_follow = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Thresholds and targets as plain numbers."""

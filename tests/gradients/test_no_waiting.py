@@ -205,10 +205,10 @@ def test_what_a_device_knows_of_a_plan_is_kept_with_it() -> None:
     """However many other plans there are: with 8 owners, 128 buckets have more than a thousand of them."""
     plans = [BucketPlan((str(number),), (100,), (5,), torch.float32, "1bit") for number in range(1200)]
     known = [OnDevice.of(plan, torch.device("cpu")) for plan in plans]
-    buffers = [kept.selection_buffer((0,)) for kept in known]
+    buffers = [kept.senders((0,)) for kept in known]
     with NoTensorFromNumbers():
         assert [OnDevice.of(plan, torch.device("cpu")) for plan in plans] == known
-        assert [kept.selection_buffer((0,)) for kept in known] == buffers
+        assert [kept.senders((0,)) for kept in known] == buffers
 
 
 def gradients(world_size: int) -> list[dict[str, Tensor]]:

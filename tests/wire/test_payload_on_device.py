@@ -1,4 +1,4 @@
-"""The way for GPUs, on the CPU: payloads are those of the ordinary way, and what cannot be read is noticed."""
+"""The ways for GPUs, on the CPU: payloads are read as in the ordinary way, and what cannot be read is noticed."""
 
 import math
 from collections.abc import Sequence
@@ -10,71 +10,60 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dct.wire import (
-    PayloadError,
-    PayloadLayout,
-    SideBySide,
-    Slots,
-    pack_on_device,
-    unpack,
-    unpack_on_device,
-)
+from lightning_dct.wire import Bitmaps, PayloadError, PayloadLayout, SideBySide, unpack, unpack_on_device
+from lightning_dct.wire.on_device import slots_of
 from strategies_for_hypothesis import FORMATS, examples, filled_layouts, layouts, pack_entries
 
 CPU = torch.device("cpu")
 Filled = tuple[PayloadLayout, Tensor, Tensor, Tensor]
 
 
-def in_slots(side: SideBySide, filled: Sequence[Filled]) -> tuple[Slots, Tensor]:
-    """Entries in slots with something in the others that must not matter, and each one's tensor."""
-    places, values, counts = [], [], [positions.numel() for _, positions, _, _ in filled]
-    begin = 0
-    for slots, (layout, positions, own_values, _) in zip(side.slots, filled, strict=True):
-        spare = slots - positions.numel()
-        places += [begin + positions, torch.full((spare,), begin)]
-        values += [own_values, own_values.new_zeros(spare)]
-        begin += sum(layout.tensor_sizes)
-    positions = torch.cat(places)
-    in_use = side.number < torch.tensor(counts)[side.payload]
-    entries = Slots(positions, torch.cat(values), in_use, torch.tensor(counts))
-    return entries, torch.searchsorted(side.tensor_ends, positions, right=True).clamp_(max=max(side.num_tensors - 1, 0))
+def reads_entries(layouts: Sequence[PayloadLayout]) -> bool:
+    """Whether these payloads are read entry by entry."""
+    return all(layout.position_code.is_bitmap for layout in layouts) and any(any(o.tensor_sizes) for o in layouts)
 
 
 def assert_the_same(*filled: Filled) -> None:
-    """Payloads side by side are those that are made one after the other, and are read as those are."""
-    side = SideBySide([layout for layout, *_ in filled], CPU)
-    whole = torch.cat([part for *_, part in filled])
-    payload, received = pack_on_device(side, *in_slots(side, filled), whole)
-    expected = [pack_entries(*one) for one in filled]
-    assert torch.equal(payload, torch.cat([own for own, _ in expected]))
+    """Payloads side by side are read as those are that are read one after the other."""
+    every = [layout for layout, *_ in filled]
+    payload, whole = torch.cat([pack_entries(*one)[0] for one in filled]), torch.cat([part for *_, part in filled])
     senders = torch.stack([payload, payload.flip(0), payload])
-    arrived = unpack_on_device(side, senders)
+    arrived = unpack_on_device(SideBySide(every, CPU), senders)
     assert arrived.valid[0].all()
     assert arrived.valid[2].all()
     begin = slot = 0
-    for slots, (layout, positions, _, _), (own, own_received) in zip(side.slots, filled, expected, strict=True):
-        used, unused = slice(slot, slot + positions.numel()), slice(slot + positions.numel(), slot + slots)
-        assert torch.equal(received[used].nan_to_num(), own_received.nan_to_num())
-        assert not received[unused].any()
-        read = unpack(layout, own)
+    expected = []
+    for layout, positions, *_ in filled:
+        slots, count = slots_of(layout), positions.numel()
+        used, unused = slice(slot, slot + count), slice(slot + count, slot + slots)
+        read = unpack(layout, pack_entries(*filled[len(expected)])[0])
         for sender in (0, 2):
             assert torch.equal(arrived.positions[sender, used], begin + read.positions)
             assert torch.equal(arrived.values[sender, used].nan_to_num(), read.values.nan_to_num())
             assert not arrived.values[sender, unused].any()
             assert arrived.in_use[sender, used].all()
             assert not arrived.in_use[sender, unused].any()
-        begin, slot = begin + sum(layout.tensor_sizes), slot + slots
+        size = sum(layout.tensor_sizes)
+        expected.append(torch.zeros(size).index_put_((read.positions,), read.values))
+        begin, slot = begin + size, slot + slots
     assert torch.equal(arrived.dense[0], whole)
+    if reads_entries(every):
+        bitmaps = Bitmaps(every, CPU)
+        entries = bitmaps.unpack(senders)
+        assert torch.equal(entries.valid, arrived.valid)
+        assert torch.equal(entries.dense, arrived.dense)
+        for sender in (0, 2):
+            found = [entries.values[sender, start:stop] for start, stop in bitmaps.bounds]
+            assert torch.equal(torch.cat([*found, torch.empty(0)]).nan_to_num(), torch.cat(expected).nan_to_num())
 
 
 @given(filled=st.lists(filled_layouts(), min_size=1, max_size=4))
 @examples(60)
-def test_payloads_are_those_of_the_ordinary_way(filled: list[Filled]) -> None:
+def test_payloads_are_read_as_in_the_ordinary_way(filled: list[Filled]) -> None:
     """Of one owner and of several, some of whom own nothing."""
     value_format = filled[0][0].value_format
     alike = [(replace(layout, value_format=value_format), *rest) for layout, *rest in filled]
     assert_the_same(*alike)
-    assert_the_same(*[(layout, positions, values.double(), whole) for layout, positions, values, whole in alike])
 
 
 @pytest.mark.parametrize("value_format", FORMATS)
@@ -128,7 +117,8 @@ def assert_same_verdict(layout: PayloadLayout, payload: Tensor) -> None:
         layout, torch.empty(0).long(), torch.empty(0), torch.zeros(layout.dense_bytes, dtype=torch.uint8)
     )[0]
     # What is wrong with one payload is not said of its neighbours.
-    arrived = unpack_on_device(SideBySide([layout] * 3, CPU), torch.cat([genuine, payload, genuine]).unsqueeze(0))
+    senders = torch.cat([genuine, payload, genuine]).unsqueeze(0)
+    arrived = unpack_on_device(SideBySide([layout] * 3, CPU), senders)
     assert bool(((arrived.positions >= 0) & (arrived.positions < max(3 * sum(layout.tensor_sizes), 1))).all())
     try:
         unpack(layout, payload)
@@ -136,6 +126,8 @@ def assert_same_verdict(layout: PayloadLayout, payload: Tensor) -> None:
         assert arrived.valid.tolist() == [[True, False, True]]
     else:
         assert arrived.valid.all()
+    if reads_entries([layout]):
+        assert torch.equal(Bitmaps([layout] * 3, CPU).unpack(senders).valid, arrived.valid)
 
 
 def test_a_payload_of_another_size_is_refused_at_once() -> None:

@@ -27,7 +27,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_dct.gradients.awaited import Awaited
-from lightning_dct.gradients.on_device import add_payloads, send_selected
+from lightning_dct.gradients.on_device import Sums, add_payloads, send_selected
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.kernels import cpu_kernel, weights_by_senders
 from lightning_dct.kernels.plain import Sent, keep_some
@@ -74,7 +74,7 @@ class Compressed(NamedTuple):
 
     Attributes:
         payload: Shape ``[plan.layout.num_bytes]``, uint8; for a plan with parts, their payloads one after the other.
-        num_entries: Entries in the payload; for a GPU a tensor on it, shape ``[]``.
+        num_entries: Entries in the payload; for a GPU a tensor on it, of one number.
         selected: Whether any threshold was selected.
     """
 
@@ -91,14 +91,14 @@ class Received(NamedTuple):
             each payload is from another sender, counted through all rows.
         plan: How each tensor was sent.
         factor: Weight of each sender: one over the world size, times the loss scale of mixed-precision training.
-        own: What this rank has sent itself: the number of its row, or the payload.
+        own: What this rank has sent itself: the number of its row, or the payload; None if nobody asks.
         what: What was sent, for error messages; None for the usual.
     """
 
     payloads: Tensor
     plan: BucketPlan
     factor: float
-    own: int | Tensor
+    own: int | Tensor | None
     what: str | None = None
 
 
@@ -139,9 +139,11 @@ def compress(
     dense = _take_dense(bucket, plan, deferred)
     dense_entries = sum(plan.sizes[index] for index in plan.dense)
     if on_device:
-        (buffer,), (residual,), scale = bucket.news, bucket.bases, bucket.scale or 1.0
-        payload, count = send_selected(buffer, residual, plan, used, dense, thresholds, scale, guard=guard)
-        return Compressed(payload, count + dense_entries, selected)
+        payload, sent_by_part = send_selected(bucket, plan, used, dense, thresholds, guard=guard)
+        if lost:
+            _decay_on_device(bucket, plan, payload, lost)
+        count = sent_by_part.sum() if plan.parts else sent_by_part
+        return Compressed(payload, count + dense_entries if dense_entries else count, selected)
     bounds, first = [plan.bounds[index] for index in used], [plan.starts_in_payload[index] for index in used]
     news, bases = (bucket.parts(tensors, bounds) for tensors in (bucket.news, bucket.bases))
     taus = [thresholds.get(plan.names[index], plan.targets[index]) or 0.0 for index in used]
@@ -151,14 +153,13 @@ def compress(
     broken = [] if _is_finite(values) else [number for number, part in enumerate(kept) if not _all_finite(part)]
     counts = [0] * len(plan.sizes)
     for number, (index, tau, count) in enumerate(zip(used, taus, reached, strict=True)):
-        target, where = plan.targets[index], (flags, first[number], plan.sizes[index], kept[number])
+        target, where = plan.targets[index], (flags, first[number], plan.sizes[index])
         if number in broken:
             # Only the infinite and NaN entries are sent, because the step is lost anyway.
-            nonfinite = kept[number].isfinite().logical_not_()
-            kept[number] = keep_some(*where, nonfinite & (nonfinite.cumsum(0) <= target))
-        elif count > target:
+            kept[number] = keep_some(*where, kept[number], kept[number].isfinite().logical_not_())
+        if kept[number].numel() > target:
             # The capacity is fixed, because collectives need equal sizes.
-            kept[number] = cpu_kernel(kernel).thin(*where, target)
+            kept[number] = cpu_kernel(kernel).thin(*where, kept[number], target)
         counts[index] = kept[number].numel()
         if guard and number not in broken:
             _follow(thresholds, plan, index, tau, count, kept[number])
@@ -200,25 +201,37 @@ def decompress(
     plan = received.plan
     total = buffer if buffer.dtype == plan.residual_dtype else buffer.to(plan.residual_dtype)
     if buffer.device.type in WITHOUT_WAITING:
-        valid = add_payloads(received.payloads, total, plan, received.factor, by_senders)
-        senders = [f"{received.what or what} from rank {rank}" for rank in range(valid.numel())]
-        awaited.when_known(valid.flatten(), partial(_check_valid, senders))
+        means = _add_on_device(received._replace(own=None), awaited, what, by_senders).means
+        if means:
+            torch._foreach_copy_([total[start:stop] for start, stop in plan.bounds], means)
     else:
-        for start, stop in [(0, total.numel())] if plan.starts is None else plan.bounds:
+        for start, stop in plan.bounds:
             total[start:stop].zero_()
-        apply(received, Bucket([], [total], None), kernel, what, by_senders)
+        apply(received, Bucket([], [total], None), awaited, kernel, what, by_senders)
     return total if total is buffer else buffer.copy_(total)
 
 
 def apply(
-    received: Received, bucket: Bucket, kernel: str = "auto", what: str = "Updates", by_senders: bool = False
+    received: Received,
+    bucket: Bucket,
+    awaited: Awaited,
+    kernel: str = "auto",
+    what: str = "Updates",
+    by_senders: bool = False,
 ) -> None:
-    """Add the weighted sum of all ranks' payloads to the bases of a bucket, on a CPU.
+    """Add the weighted sum of all ranks' payloads to the bases of a bucket.
 
     Own weights, if the bucket has any, change by as much, less what this rank has sent. :func:`decompress` describes
     the arguments and errors.
     """
     payloads, plan, factor, own, _ = received
+    if payloads.device.type in WITHOUT_WAITING:
+        sums = _add_on_device(received, awaited, what, by_senders)
+        news, bases = (bucket.parts(tensors, plan.bounds) for tensors in (bucket.news, bucket.bases))
+        torch._foreach_add_(bases, sums.means)
+        torch._foreach_sub_(news, sums.own)
+        torch._foreach_add_(news, sums.means)
+        return
     parts = plan.parts or (plan,)
     senders = [f"{received.what or what} from rank {rank}" for rank in range(payloads.shape[0] * len(parts))]
     sizes = [part.layout.num_bytes for part in parts]
@@ -227,7 +240,7 @@ def apply(
             f"{senders[0]} of the process group: a payload has {payloads.shape[1]} bytes where its layout has"
             f" {sum(sizes)}: use the same model, settings and version of lightning_dct on every rank."
         )
-    own_parts = [None] * len(parts) if isinstance(own, int) else own.split(sizes)
+    own_parts = own.split(sizes) if isinstance(own, Tensor) else [None] * len(parts)
     for index, (part, rows, own_payload) in enumerate(zip(parts, payloads.split(sizes, dim=1), own_parts, strict=True)):
         every, names = list(rows), senders[index :: len(parts)]
         if bucket.news and own_payload is not None:
@@ -236,6 +249,25 @@ def apply(
         mine = (own if isinstance(own, int) else len(rows)) if bucket.news else -1
         weights = weights_by_senders(len(rows), factor, by_senders and len(rows) > 1, plan.residual_dtype)
         _add(part, bucket, sent, dense, weights, mine, kernel)
+
+
+def _decay_on_device(bucket: Bucket, plan: BucketPlan, payload: Tensor, lost: float) -> None:
+    """Take the share ``lost`` of what a payload does not send from this rank's own weights."""
+    sent = add_payloads(payload.unsqueeze(0), plan, 1.0, by_senders=False).means
+    bounds = [plan.bounds[index] for index in plan.compressed]
+    news, bases = (bucket.parts(tensors, bounds) for tensors in (bucket.news, bucket.bases))
+    left = torch._foreach_sub(news, bases)
+    torch._foreach_sub_(left, [sent[index] for index in plan.compressed])
+    torch._foreach_mul_(left, lost)
+    torch._foreach_sub_(news, left)
+
+
+def _add_on_device(received: Received, awaited: Awaited, what: str, by_senders: bool) -> Sums:
+    payloads, plan, factor, own, _ = received
+    sums = add_payloads(payloads, plan, factor, by_senders, own)
+    senders = [f"{received.what or what} from rank {rank}" for rank in range(sums.valid.numel())]
+    awaited.when_known(sums.valid.flatten(), partial(_check_valid, senders))
+    return sums
 
 
 def _read(payloads: Sequence[Tensor], plan: BucketPlan, senders: Sequence[str]) -> tuple[Sent, Tensor]:
@@ -334,14 +366,17 @@ def _take_dense(bucket: Bucket, plan: BucketPlan, deferred: set[int]) -> Tensor:
         whole = sum(plan.sizes[index] for index in plan.dense)
         return bucket.bases[0].new_zeros(whole, dtype=plan.dtype).view(torch.uint8)
     sizes, residuals = [stop - start for start, stop in bounds], bucket.parts(bucket.bases, bounds)
-    before, new = torch.cat(residuals), torch.cat(bucket.parts(bucket.news, bounds))
+    news = bucket.parts(bucket.news, bounds)
     if bucket.scale is None:
-        sent = new - before
+        sent = torch.cat(torch._foreach_sub(news, residuals))
     else:
+        before, new = torch.cat(residuals), torch.cat(news)
         accumulated = before + new.to(before.dtype) * bucket.scale
         sent = accumulated.to(plan.dtype)
         left = accumulated - sent
         torch._foreach_copy_(residuals, torch.where(left.abs() < math.inf, left, before).split(sizes))
+    if len(bounds) == len(plan.dense):
+        return sent.view(torch.uint8)
     parts = iter(sent.split(sizes))
     zero = sent.new_zeros(1)
     dense = [zero.expand(plan.sizes[index]) if index in deferred else next(parts) for index in plan.dense]

@@ -153,7 +153,7 @@ class Memory:
 
     def apply(self, received: Received, bucket: Bucket) -> None:
         """See :func:`~lightning_dct.gradients.compression.apply`."""
-        apply(received, bucket, self._kernel, self.what, self.by_senders)
+        apply(received, bucket, self.awaited, self._kernel, self.what, self.by_senders)
 
     def send_out(self, buffer: Tensor, plan: BucketPlan, deferred: set[int], owned: bool) -> None:
         """Move the residuals of a bucket's tensors, except deferred ones, into the bucket, which is sent uncompressed.

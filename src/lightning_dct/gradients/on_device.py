@@ -1,12 +1,12 @@
-""":mod:`lightning_dct.gradients.compression` for gradients on a GPU, without the host waiting for it.
+""":mod:`lightning_dct.gradients.compression` for tensors on a GPU, without the host waiting for it.
 
 When a host reads a number from a GPU, it waits until all work before it is done, and then the GPU waits for the host:
-backward and compression no longer overlap. So shapes here do not depend on data. A selection goes into a buffer with a
-slot for each entry that may be sent. The number of used slots, thresholds, and whether payloads are valid, are tensors
-on the device.
+backward and compression no longer overlap. So shapes here do not depend on data. All entries of a bucket are marked or
+not in their places. The number of marks, thresholds, and whether payloads are valid, are tensors on the device.
 
-The number of operations hardly depends on the number of ranks: entries for several owners are selected and packed
-together, and payloads from several senders are unpacked together. Payload and residual equal those of the CPU path.
+The number of operations does not depend on the number of ranks: entries for several owners are marked and packed
+together, and payloads from several senders are unpacked together. Payloads, residuals and sums equal those of the CPU
+path.
 
 Results are reproducible: floating-point numbers are summed only where the order is fixed, or where all but one are zero
 (``torch.use_deterministic_algorithms`` lists the other operations).
@@ -17,35 +17,64 @@ This has not run on a GPU yet. Tests run it on the CPU, and on fake tensors to s
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.kernels import weights_by_senders
-from lightning_dct.kernels.buffered import BufferedSelection, Segments, select_into_buffer
-from lightning_dct.threshold import Thresholds, follow_all
-from lightning_dct.wire import SideBySide, Slots, pack_on_device, unpack_on_device
+from lightning_dct.kernels.marking import Marked, Row, Senders
+from lightning_dct.threshold import Aims, Reached, Thresholds
+from lightning_dct.wire import Arrived, Bitmaps, SideBySide, decode_values, encode_values, unpack_on_device
+from lightning_dct.wire.bitmaps import ReadEntries, pack_marks
+from lightning_dct.wire.on_device import encode_positions, headers_of, slots_of
+from lightning_dct.wire.values import values_num_bytes
+
+if TYPE_CHECKING:
+    from lightning_dct.gradients.compression import Bucket
 
 
 class OnDevice:
-    """A plan's constants, copied to a device once. ``T`` tensors, counted through all payloads.
+    """A plan's constants, copied to a device once.
 
     Attributes:
-        layouts: The payloads.
-        shifts: Shape ``[T]``, int64: each tensor's offset in the bucket less its offset in the payloads.
+        layouts: The payloads'.
+        bounds: Of each tensor, counted through all payloads.
+        row: Where the tensors lie in a row of entries.
+        bitmaps: Reads the payloads if all their positions are bitmaps; else None, and ``side_by_side`` does.
     """
 
     def __init__(self, plan: BucketPlan, device: torch.device) -> None:
         self._plan, self._device = plan, device
-        self.layouts = SideBySide([part.layout for part in plan.parts or (plan,)], device)
-        starts = torch.tensor([start for start, _ in plan.bounds], dtype=torch.int64)
-        sizes = torch.tensor(plan.sizes, dtype=torch.int64)
-        self.shifts = (starts - (sizes.cumsum(0) - sizes)).to(device)
-        self._selection_buffer: _SelectionBuffer | None = None
+        self.layouts = [part.layout for part in plan.parts or (plan,)]
+        self.row = Row([layout.tensor_sizes for layout in self.layouts])
+        self.row_ends, self.row_first = (torch.tensor(places).to(device) for places in (self.row.ends, self.row.first))
+        self.slots = [slots_of(layout) for layout in self.layouts]
+        ends = list(accumulate(plan.sizes))
+        self.bounds = [(stop - size, stop) for size, stop in zip(plan.sizes, ends, strict=True)]
+        self.headers = headers_of(self.layouts).to(device)
+        are_bitmaps = any(plan.sizes) and all(layout.position_code.is_bitmap for layout in self.layouts)
+        self.bitmaps = Bitmaps(self.layouts, device) if are_bitmaps else None
+        self.side_by_side = None if are_bitmaps else SideBySide(self.layouts, device)
+        self._senders: tuple[tuple[int, ...], Senders, Aims] | None = None
+        self._lengths: dict[int, Tensor] = {}
+        self._zeros: dict[torch.dtype, Tensor] = {}
         self._weights: dict[tuple[int, float, torch.dtype], Tensor] = {}
+
+    def nothing(self, dense: Tensor) -> Tensor:
+        """Payloads without entries: the bytes between their headers and dense tensors are zeros."""
+        pieces = []
+        for layout, header, own in zip(self.layouts, self.headers, self.split_dense(dense), strict=True):
+            pieces += [header, dense.new_zeros(layout.num_bytes - header.numel() - own.numel()), own]
+        return torch.cat(pieces)
+
+    def split_dense(self, dense: Tensor) -> tuple[Tensor, ...]:
+        """The bytes of each payload's dense tensors."""
+        return dense.split([layout.dense_bytes for layout in self.layouts])
 
     @staticmethod
     def of(plan: BucketPlan, device: torch.device) -> OnDevice:
@@ -62,38 +91,29 @@ class OnDevice:
             self._weights[key] = weights_by_senders(ranks, factor, True, dtype).to(self._device)
         return self._weights[key]
 
-    def selection_buffer(self, used: tuple[int, ...]) -> _SelectionBuffer:
-        """The buffer for some tensors; it is kept, because the next step usually needs the same."""
-        if self._selection_buffer is None or self._selection_buffer.used != used:
-            self._selection_buffer = _SelectionBuffer(self._plan, used, self._device)
-        return self._selection_buffer
+    def zero(self, dtype: torch.dtype) -> Tensor:
+        """Zero in a dtype: shape ``[1]``."""
+        if dtype not in self._zeros:
+            self._zeros[dtype] = torch.zeros(1, dtype=dtype, device=self._device)
+        return self._zeros[dtype]
 
+    def senders(self, used: tuple[int, ...]) -> tuple[Senders, Aims]:
+        """The constants of some tensors; they are kept, because the next step usually needs the same."""
+        if self._senders is None or self._senders[0] != used:
+            targets, sizes = ([numbers[i] for i in used] for numbers in (self._plan.targets, self._plan.sizes))
+            aims = Aims.of(targets, sizes, self._device)
+            self._senders = used, Senders(self.row, used, targets, self.slots, self._device), aims
+        return self._senders[1:]
 
-class _SelectionBuffer:
-    """The buffer of a bucket's selection, with slots for ``U`` tensors; ``used`` are their indices in the plan."""
-
-    def __init__(self, plan: BucketPlan, used: tuple[int, ...], device: torch.device) -> None:
-        self.used = used
-        capacities = [plan.targets[index] for index in used]
-        self.segments = Segments([plan.bounds[index] for index in used], capacities, device)
-        # Shape `[U]`: each tensor's entries, and its index in the plan.
-        self.sizes = torch.tensor([plan.sizes[index] for index in used], dtype=torch.float64).to(device)
-        self.in_plan = torch.tensor(used, dtype=torch.int64).to(device)
-        begins = [0, *accumulate(capacities)]
-        # Shape `[payloads + 1]`, int64: the first slot of each payload's tensors, and the end of the last.
-        first_of_payload = accumulate((len(part.names) for part in plan.parts or (plan,)), initial=0)
-        self.edges = torch.tensor([begins[bisect_left(used, first)] for first in first_of_payload]).to(device)
+    def lengths(self, rows: int) -> Tensor:
+        """Their number, for sums over rows: shape ``[1]``, int64."""
+        if rows not in self._lengths:
+            self._lengths[rows] = torch.tensor([rows]).to(self._device)
+        return self._lengths[rows]
 
 
 def send_selected(
-    buffer: Tensor,
-    residual: Tensor,
-    plan: BucketPlan,
-    used: tuple[int, ...],
-    dense: Tensor,
-    thresholds: Thresholds,
-    gradient_scale: float,
-    guard: bool,
+    bucket: Bucket, plan: BucketPlan, used: tuple[int, ...], dense: Tensor, thresholds: Thresholds, guard: bool
 ) -> tuple[Tensor, Tensor]:
     """Pack the entries that reach their threshold and leave the rest in the residual.
 
@@ -101,85 +121,142 @@ def send_selected(
     compressed tensors that send something, all of which have thresholds. ``dense`` holds the tensors sent dense, uint8.
 
     Returns:
-        The payloads, one after the other (uint8), and the number of compressed entries in them (int64, ``[]``).
+        The payloads, one after the other (uint8), and the number of compressed entries in each (int64).
     """
-    names = tuple(plan.names[index] for index in used)
-    on_device = OnDevice.of(plan, buffer.device)
-    selection_buffer = on_device.selection_buffer(used)
-    taus = thresholds.on_device(names, buffer.device)
-    scale = torch.full((1,), gradient_scale, dtype=residual.dtype, device=residual.device)
-    numbers = torch.cat([scale, taus.to(residual.dtype)])
-    picked = select_into_buffer(buffer, residual, selection_buffer.segments, numbers)
-    filled = selection_buffer.segments.numbers < picked.counts[selection_buffer.segments.segment]
-    if guard and used:
-        thresholds.replace(names, _follow(taus, picked, filled, selection_buffer))
-    indices, entries, tensor = _in_payloads(picked, filled, selection_buffer, on_device)
-    payloads, received = pack_on_device(on_device.layouts, entries, tensor, dense)
-    received = received.to(residual.dtype)
-    taken = (entries.values - received).abs() < math.inf
-    # Infinite and NaN values do not change the residual. At most one used slot has a given index. Unused slots add
-    # minus zero, which even keeps the sign of a zero.
-    residual.index_add_(0, indices, torch.where(taken, received, 0.0), alpha=-1)
-    return payloads, entries.counts.sum()
+    on_device, value_format = OnDevice.of(plan, dense.device), plan.value_format
+    if not used:
+        return on_device.nothing(dense), dense.new_zeros(1, dtype=torch.int64)
+    names, (senders, aims) = tuple(plan.names[index] for index in used), on_device.senders(used)
+    bounds = [plan.bounds[index] for index in used]
+    news, bases = (bucket.parts(tensors, bounds) for tensors in (bucket.news, bucket.bases))
+    zero, old = on_device.zero(bases[0].dtype), None
+    if bucket.scale is None:
+        row = senders.lay_out(torch._foreach_sub(news, bases), zero)
+    else:
+        old = senders.lay_out(bases, zero)
+        # Two operations, because a fused one would round once instead of twice.
+        row = senders.lay_out(news, on_device.zero(news[0].dtype)).to(old.dtype).mul(bucket.scale).add_(old)
+    taus = thresholds.on_device(names, dense.device)
+    marked = senders.mark(row, taus.to(row.dtype))
+    means = senders.mean_magnitudes(marked)
+    if guard:
+        thresholds.follow(names, Reached(taus, means, marked.reached, marked.whole), aims)
+    # An unused slot has an entry of the padding, which is zero.
+    slots = torch.searchsorted(marked.numbers[:-1], _numbers(sum(on_device.slots), dense.device))
+    if value_format == "1bit":
+        scales = means.to(torch.float32)
+        data, scale_bytes = pack_marks((row > 0)[slots]), _of_every_tensor(scales, used, on_device)
+    else:
+        entries, tensor = row[slots], torch.bucketize(slots, on_device.row_ends, right=True)
+        data, scales = encode_values(entries, tensor, len(on_device.row.ends), value_format)
+        sizes = [size for layout in on_device.layouts for size in (4 * layout.num_scales, 4 if scales.numel() else 0)]
+        scale_bytes = [[part] for part in scales.view(torch.uint8).split(sizes)[::2]]
+    if old is not None:
+        if value_format == "1bit":
+            sent = torch.where(marked.marks, torch.copysign(senders.spread(scales), row)[1:], 0.0)
+        else:
+            received = decode_values(data, tensor.numel(), tensor, scales, value_format).to(row.dtype)
+            # At most one used slot has a given entry, and the others add zero.
+            sent = torch.zeros_like(row).index_add_(0, slots, received)[1:]
+        # Infinite and NaN values do not change the residual.
+        finite = torch.where(marked.magnitudes < math.inf, row, old)[1:]
+        left = finite - sent
+        torch._foreach_copy_(bases, senders.parts(torch.where(left.abs() < math.inf, left, finite), 1))
+    # What is in slots and of paddings is cut off.
+    parts = zip(
+        on_device.headers,
+        marked.counts.view(torch.uint8).view(-1, 8),
+        scale_bytes,
+        _positions(on_device, marked, slots),
+        data.split([values_num_bytes(value_format, count) for count in on_device.slots]),
+        on_device.split_dense(dense),
+        strict=True,
+    )
+    pieces: list[Tensor] = []
+    for layout, (header, count, scale, positions, values, own) in zip(on_device.layouts, parts, strict=True):
+        pieces += [header[:4], count[:4], header[8:], *scale, positions, values[: layout.part_sizes[3]], own]
+    return torch.cat(pieces), marked.counts
 
 
-def add_payloads(payloads: Tensor, total: Tensor, plan: BucketPlan, factor: float, by_senders: bool = False) -> Tensor:
+@lru_cache(maxsize=64)
+def _counted(size: int, device: torch.device) -> Tensor:
+    return torch.arange(1, size + 1, device=device)
+
+
+def _numbers(count: int, device: torch.device) -> Tensor:
+    """The numbers of slots, 1 to ``count``: int64, in memory that all plans share."""
+    return _counted(1 << count.bit_length(), device)[:count]
+
+
+def _of_every_tensor(scales: Tensor, used: tuple[int, ...], on_device: OnDevice) -> list[list[Tensor]]:
+    """The scales of each payload's tensors in their order, zero for those that send nothing: bytes."""
+    own, nothing = iter(scales.view(torch.uint8).split(4)), on_device.zero(torch.float32).view(torch.uint8)
+    every = iter([next(own) if index in used else nothing for index in range(len(on_device.row.sizes))])
+    return [[next(every) for _ in layout.tensor_sizes] for layout in on_device.layouts]
+
+
+def _positions(on_device: OnDevice, marked: Marked, slots: Tensor) -> Sequence[Tensor]:
+    """The positions of each payload, as bytes."""
+    sizes = [layout.position_code.num_bytes for layout in on_device.layouts]
+    if (side_by_side := on_device.side_by_side) is not None:
+        in_use = side_by_side.number < marked.counts[side_by_side.payload]
+        local = slots - on_device.row_first[side_by_side.payload]
+        return encode_positions(side_by_side, local, in_use).split(sizes)
+    flags = pack_marks(marked.marks)
+    return [flags[first // 8 : first // 8 + size] for first, size in zip(on_device.row.first, sizes, strict=True)]
+
+
+class Sums(NamedTuple):
+    """What payloads bring of each tensor of a plan: views, in the plan's order."""
+
+    means: list[Tensor]  # the weighted sums of what all senders have sent
+    own: list[Tensor]  # what this rank has sent; empty where nobody asks
+    valid: Tensor  # shape `[senders, payloads]`, bool: which payloads are valid; else the rest is meaningless
+
+
+def add_payloads(
+    payloads: Tensor, plan: BucketPlan, factor: float, by_senders: bool, own: int | Tensor | None = None
+) -> Sums:
     """Add up the payloads of all ranks; see :func:`~lightning_dct.gradients.compression.decompress`.
 
-    Returns:
-        Shape ``[ranks, payloads]``, bool: which payloads are valid. With an invalid one the total is meaningless.
+    ``own`` is what this rank has sent: the number of its row, or a payload that is not among them; None if nobody asks.
     """
-    on_device = OnDevice.of(plan, payloads.device)
-    arrived = unpack_on_device(on_device.layouts, payloads)
-    torch._foreach_zero_([total] if plan.starts is None else [total[start:stop] for start, stop in plan.bounds])
-    tensor = torch.searchsorted(on_device.layouts.tensor_ends, arrived.positions, right=True)
-    indices = (arrived.positions + on_device.shifts[tensor]).flatten()
-    # In the order of the ranks, because this sorts on a GPU. "Unsafe" does not wait to check that indices lie within
-    # bounds; they do.
-    values = arrived.values.to(total.dtype).flatten()
-    torch._index_put_impl_(total, [indices], values, accumulate=True, unsafe=True)
-    parts = [total] if plan.starts is None else [total[start:stop] for start, stop in plan.bounds]
-    if plan.dense:
-        sums = arrived.dense.view(plan.dtype).to(total.dtype).sum(0)
-        dense = [total[slice(*plan.bounds[index])] for index in plan.dense]
-        torch._foreach_copy_(dense, sums.split([part.numel() for part in dense]))
-    if by_senders and len(payloads) > 1:
-        senders = torch.zeros(total.numel(), dtype=torch.int32, device=total.device)
-        senders.index_add_(0, indices, (values != 0).int())
-        for index in plan.dense:
-            senders[slice(*plan.bounds[index])] = len(payloads)
-        weights = on_device.weights(len(payloads), factor, total.dtype)[senders]
-        factors = [weights] if plan.starts is None else [weights[start:stop] for start, stop in plan.bounds]
-        torch._foreach_mul_(parts, factors)
+    senders, on_device, dtype = len(payloads), OnDevice.of(plan, payloads.device), plan.residual_dtype
+    if isinstance(own, Tensor):
+        payloads, own = torch.cat([payloads, own.unsqueeze(0)]), senders
+    weighted, lengths = by_senders and senders > 1, on_device.lengths(senders)
+    arrived: ReadEntries | Arrived
+    if on_device.bitmaps is not None:
+        arrived = on_device.bitmaps.unpack(payloads)
+        values, bounds = arrived.values.to(dtype), on_device.bitmaps.bounds
+        sums, mine = _add_in_order(values[:senders], lengths), None if own is None else values[own]
+        counts = (values[:senders] != 0).sum(0) if weighted else None
     else:
-        torch._foreach_mul_(parts, factor)
-    return arrived.valid
+        assert on_device.side_by_side is not None
+        arrived = unpack_on_device(on_device.side_by_side, payloads)
+        values, bounds = arrived.values.to(dtype), on_device.bounds
+        sums, indices = values.new_zeros(sum(plan.sizes)), arrived.positions[:senders].flatten()
+        # In the order of the ranks, because this sorts on a GPU. "Unsafe" does not wait to check that indices lie
+        # within bounds; they do.
+        torch._index_put_impl_(sums, [indices], values[:senders].flatten(), accumulate=True, unsafe=True)
+        # At most one used slot of a sender has a given index.
+        mine = None if own is None else torch.zeros_like(sums).index_add_(0, arrived.positions[own], values[own])
+        counts = None
+        if weighted:
+            counts = torch.zeros_like(sums, dtype=torch.int32)
+            counts.index_add_(0, indices, (values[:senders] != 0).int().flatten())
+    sums.mul_(factor if counts is None else on_device.weights(senders, factor, dtype)[counts])
+    means, owns = ([] if every is None else [every[start:stop] for start, stop in bounds] for every in (sums, mine))
+    if plan.dense:
+        dense, sizes = arrived.dense.view(plan.dtype).to(dtype), [plan.sizes[index] for index in plan.dense]
+        mean = _add_in_order(dense[:senders], lengths).mul_(factor)
+        for every, row in ((means, mean), *([] if own is None else [(owns, dense[own])])):
+            for index, part in zip(plan.dense, row.split(sizes), strict=True):
+                every[index] = part
+    return Sums(means, owns, arrived.valid[:senders])
 
 
-def _follow(taus: Tensor, picked: BufferedSelection, filled: Tensor, selection_buffer: _SelectionBuffer) -> Tensor:
-    """The thresholds after the guard has adjusted them: shape ``[U]``, fp64."""
-    slots = selection_buffer.segments.slots
-    magnitudes = torch.where(filled, picked.values.abs(), 0.0).to(torch.float64)
-    # Unlike a scattered sum, this has a fixed order on a GPU. "Unsafe" does not wait to check the lengths.
-    sums = torch.segment_reduce(magnitudes, "sum", lengths=slots, unsafe=True)
-    means = sums / picked.counts.minimum(slots).clamp(min=1)
-    followed = follow_all(taus, means, picked.counts, slots.to(taus.dtype), selection_buffer.sizes)
-    # Infinite and NaN entries do not count.
-    return torch.where(picked.broken, taus, followed)
-
-
-def _in_payloads(
-    picked: BufferedSelection, filled: Tensor, selection_buffer: _SelectionBuffer, on_device: OnDevice
-) -> tuple[Tensor, Slots, Tensor]:
-    """The entries in the slots of payloads: indices into the bucket (unused slots hold one too), values, tensors."""
-    layouts = on_device.layouts
-    if not selection_buffer.used:
-        nothing = torch.zeros_like(layouts.spare)
-        in_use, counts = nothing.bool(), torch.zeros_like(layouts.capacities)
-        return layouts.spare, Slots(layouts.spare, picked.values.new_zeros(nothing.shape), in_use, counts), nothing
-    slots, in_use, counts = (found.squeeze(0) for found in layouts.find(filled.unsqueeze(0), selection_buffer.edges))
-    slots.clamp_(max=filled.numel() - 1)
-    tensor = selection_buffer.in_plan[selection_buffer.segments.segment[slots]]
-    indices, values = picked.positions[slots], torch.where(in_use, picked.values[slots], 0.0)
-    indices = torch.where(in_use, indices, layouts.spare)
-    return indices, Slots(indices - on_device.shifts[tensor], values, in_use, counts), tensor
+def _add_in_order(rows: Tensor, lengths: Tensor) -> Tensor:
+    """The sum of rows (shape ``[n, width]``), one after the other as on a CPU; ``sum`` takes four at a time."""
+    # "Unsafe" does not wait to check the lengths.
+    return torch.segment_reduce(rows, "sum", lengths=lengths, unsafe=True, initial=0).squeeze(0)

@@ -126,12 +126,11 @@ class SharedWeights:
         return moved
 
     def bucket(self, names: Sequence[str]) -> Bucket | None:
-        """Both sets of weights, flattened, where the CPU can read them in place; None if it cannot."""
+        """Both sets of weights, flattened, if they can be read in place; else None."""
         sets = [[as_real(own), as_real(self._shared[name])] for name in names for own in [self.own(name)]]
         every = [weights for both in sets for weights in both]
-        if any(w.device.type in compression.WITHOUT_WAITING for w in every):
-            return None
-        if not all(w.device.type == "cpu" and w.dtype in IN_PLACE and w.is_contiguous() for w in every):
+        devices = {"cpu"} | compression.WITHOUT_WAITING
+        if not all(w.device.type in devices and w.dtype in IN_PLACE and w.is_contiguous() for w in every):
             return None
         news, bases = zip(*([weights.view(-1) for weights in both] for both in sets), strict=True)
         return Bucket(news, bases, None)

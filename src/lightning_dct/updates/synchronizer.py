@@ -361,7 +361,7 @@ class UpdateSynchronizer(Synchronizer):
         if not isinstance(arrived, Received):
             return arrived, item.own  # type: ignore[return-value]
         mean = arrived.payloads.new_empty(item.entries, dtype=arrived.plan.residual_dtype)
-        payload = arrived.payloads[arrived.own] if isinstance(arrived.own, int) else arrived.own
+        payload = arrived.own if isinstance(arrived.own, Tensor) else arrived.payloads[arrived.own]
         own = self.memory.decompress(arrived._replace(payloads=payload[None], factor=1.0), mean.clone())
         return self.memory.decompress(arrived, mean), own
 

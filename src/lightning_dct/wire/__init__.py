@@ -14,7 +14,8 @@ dense tensors       their own bytes                        tensors too small to 
 ==================  =====================================  ====================================================
 """
 
-from lightning_dct.wire.on_device import Arrived, SideBySide, Slots, pack_on_device, unpack_on_device
+from lightning_dct.wire.bitmaps import Bitmaps
+from lightning_dct.wire.on_device import Arrived, SideBySide, unpack_on_device
 from lightning_dct.wire.payload import PayloadLayout, Unpacked, pack, read_scales, unpack, unpack_flags, unpack_values
 from lightning_dct.wire.positions import PayloadError, PositionCode
 from lightning_dct.wire.values import BITS_PER_VALUE, decode_values, encode_values
@@ -22,16 +23,15 @@ from lightning_dct.wire.values import BITS_PER_VALUE, decode_values, encode_valu
 __all__ = [
     "BITS_PER_VALUE",
     "Arrived",
+    "Bitmaps",
     "PayloadError",
     "PayloadLayout",
     "PositionCode",
     "SideBySide",
-    "Slots",
     "Unpacked",
     "decode_values",
     "encode_values",
     "pack",
-    "pack_on_device",
     "read_scales",
     "unpack",
     "unpack_flags",

@@ -20,20 +20,22 @@ from torch import Tensor
 from lightning_dct.wire.bits import num_bytes
 from lightning_dct.wire.payload import FORMAT_CODES, MAGIC, PayloadLayout, write_header
 from lightning_dct.wire.positions import PayloadError
-from lightning_dct.wire.values import SCALED_FORMATS, decode_values, encode_values, values_num_bytes
+from lightning_dct.wire.values import SCALED_FORMATS, decode_values, values_num_bytes
 
 # A payload has a multiple of eight slots, so that its values start with a byte in any format. Its last slot is never
 # used, so that each entry can be compared with the next slot.
 SLOTS = 8
 
 
-class Slots(NamedTuple):
-    """Entries in the slots of some payloads; each payload's first slots are used."""
+def slots_of(layout: PayloadLayout) -> int:
+    """The slots of a payload of this layout."""
+    return (layout.capacity // SLOTS + 1) * SLOTS if layout.capacity else 0
 
-    positions: Tensor  # shape `[slots]`, int64: ascending, counted through all payloads; anything in unused slots
-    values: Tensor  # shape `[slots]`, floating point; zero in unused slots
-    in_use: Tensor  # shape `[slots]`, bool
-    counts: Tensor  # shape `[payloads]`, integers: used slots of each
+
+def headers_of(layouts: Sequence[PayloadLayout]) -> Tensor:
+    """The headers of payloads without entries: uint8, ``[payloads, 12]``."""
+    headers = (write_header(MAGIC, FORMAT_CODES[layout.value_format], 0, layout.fingerprint) for layout in layouts)
+    return torch.frombuffer(bytearray(b"".join(headers)), dtype=torch.uint8).view(len(layouts), -1)
 
 
 class Arrived(NamedTuple):
@@ -58,8 +60,7 @@ class SideBySide:
         flags_before: Shape ``[K]``, int32: the index of its flag less the high part; 0 in a bitmap.
         spare: Shape ``[K]``, int64: an index for each unused slot, distinct if there are enough.
         tensor_ends: Shape ``[T]``, int64: the end of each tensor's indices.
-        table: Shape ``[S, 5]``, int64: each payload's first flag, low bits, first index, end of indices, and the extra
-            tensor of its unused slots.
+        table: Shape ``[S, 4]``, int64: each payload's first flag, low bits, first index and end of indices.
         flag_edges: Shape ``[S + 1]``, int64: the first flag of each payload, and the end of the last.
         pair_edges: Shape ``[S + 1]``, int64: the same for pairs of adjacent slots.
         capacities: Shape ``[S]``, int64.
@@ -73,7 +74,7 @@ class SideBySide:
         self.value_format = layouts[0].value_format
         self.num_bytes = sum(layout.num_bytes for layout in layouts)
         self.num_tensors = sum(len(layout.tensor_sizes) for layout in layouts)
-        self.slots = [(layout.capacity // SLOTS + 1) * SLOTS if layout.capacity else 0 for layout in layouts]
+        self.slots = [slots_of(layout) for layout in layouts]
         codes = [layout.position_code for layout in layouts]
         # Low bits are coded byte by byte.
         self.low_bytes = num_bytes(max((code.low_bits for code in codes if code.capacity), default=0))
@@ -81,13 +82,9 @@ class SideBySide:
         edges = _edges(self.slots)
         places = _edges([code.universe for code in codes])
         flags = _edges([code.num_flags for code in codes])
-        tensors = _edges([len(layout.tensor_sizes) for layout in layouts])
         sizes = list(chain.from_iterable(layout.tensor_sizes for layout in layouts))
-        code = FORMAT_CODES[self.value_format]
-        headers = b"".join(write_header(MAGIC, code, 0, layout.fingerprint) for layout in layouts)
         low_bits = torch.tensor([code.low_bits for code in codes])
-        unused_tensor = tensors[1:] + torch.arange(len(layouts))
-        self.table = torch.stack([flags[:-1], low_bits, places[:-1], places[1:], unused_tensor], dim=1).to(device)
+        self.table = torch.stack([flags[:-1], low_bits, places[:-1], places[1:]], dim=1).to(device)
         spare = torch.arange(sum(self.slots)).clamp_(max=max(sum(sizes) - 1, 0))
         self.payload, self.spare = payload.to(device), spare.to(device)
         self.number = (torch.arange(sum(self.slots)) - edges[payload]).to(device, torch.int32)
@@ -97,7 +94,7 @@ class SideBySide:
         self.flag_edges = flags.to(device)
         self.pair_edges = edges.clamp(max=max(sum(self.slots) - 1, 0)).to(device)
         self.capacities = torch.tensor([layout.capacity for layout in layouts]).to(device)
-        self.headers = torch.frombuffer(bytearray(headers), dtype=torch.int32).view(-1, 3).to(device)
+        self.headers = headers_of(layouts).view(torch.int32).to(device)
         self.eight = torch.arange(8, dtype=torch.uint8).to(device)
         self.zero = torch.zeros(1, 1, dtype=torch.uint8).to(device)
 
@@ -115,43 +112,6 @@ class SideBySide:
         counts = at_edges.diff(dim=1)
         found = torch.searchsorted(before, at_edges[:, self.payload] + self.number, right=True) - 1
         return found, self.number < counts[:, self.payload], counts
-
-
-def pack_on_device(layouts: SideBySide, entries: Slots, tensor: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
-    """Pack payloads: the same bytes as :func:`~lightning_dct.wire.payload.pack`.
-
-    ``tensor`` (``[K]``, int64) is the tensor of each entry, counted through all payloads, and ``dense`` (``[dense
-    bytes]``, uint8) holds the tensors sent dense, payload by payload.
-
-    Returns:
-        The payloads (uint8, shape ``[layouts.num_bytes]``) and the values that every receiver unpacks (fp32; zero in
-        unused slots).
-    """
-    value_format, every = layouts.value_format, layouts.layouts
-    table = layouts.table[layouts.payload]
-    if value_format in SCALED_FORMATS:
-        # Unused slots are zeros of an extra tensor a payload, whose scale is zero and is not sent.
-        tensor = torch.where(entries.in_use, tensor + layouts.payload, table[:, 4])
-    data, scales = encode_values(entries.values, tensor, layouts.num_tensors + len(every), value_format)
-    received = decode_values(data, tensor.numel(), tensor, scales, value_format)
-    headers = layouts.headers.clone()
-    headers[:, 1].copy_(entries.counts)
-    unsent = 4 if value_format in SCALED_FORMATS else 0
-    scale_sizes = [size for layout in every for size in (4 * layout.num_scales, unsent)]
-    parts = zip(
-        headers.view(torch.uint8).unbind(),
-        scales.view(torch.uint8).split(scale_sizes)[::2],
-        _encode_positions(layouts, entries, table).split([layout.position_code.num_bytes for layout in every]),
-        data.split([values_num_bytes(value_format, slots) for slots in layouts.slots]),
-        dense.split([layout.dense_bytes for layout in every]),
-        strict=True,
-    )
-    payloads = [
-        part[:size]
-        for layout, of in zip(every, parts, strict=True)
-        for part, size in zip(of, layout.part_sizes, strict=True)
-    ]
-    return torch.cat(payloads), torch.where(entries.in_use, received, 0.0)
 
 
 def unpack_on_device(layouts: SideBySide, payloads: Tensor) -> Arrived:
@@ -197,13 +157,16 @@ def unpack_on_device(layouts: SideBySide, payloads: Tensor) -> Arrived:
     return Arrived(positions, values, in_use, torch.cat(parts[4::5], dim=1), valid)
 
 
-def _encode_positions(layouts: SideBySide, entries: Slots, table: Tensor) -> Tensor:
-    """:meth:`PositionCode.encode` of the used positions, payload by payload."""
-    codes = [layout.position_code for layout in layouts.layouts]
-    local = torch.where(entries.in_use, entries.positions - table[:, 2], 0)
+def encode_positions(layouts: SideBySide, positions: Tensor, in_use: Tensor) -> Tensor:
+    """:meth:`PositionCode.encode`, payload by payload: uint8.
+
+    ``positions`` (``[K]``, int64) are each slot's in its payload, anything in unused slots.
+    """
+    codes, table = [layout.position_code for layout in layouts.layouts], layouts.table[layouts.payload]
+    local = torch.where(in_use, positions, 0)
     # The last flag is for unused slots, and is not sent.
     num_flags = sum(code.num_flags for code in codes)
-    flag = torch.where(entries.in_use, (local >> table[:, 1]) + table[:, 0] + layouts.flags_before, num_flags)
+    flag = torch.where(in_use, (local >> table[:, 1]) + table[:, 0] + layouts.flags_before, num_flags)
     flags = torch.zeros(num_flags + 1, dtype=torch.uint8, device=local.device).scatter_(0, flag, 1)
     flags_of = flags[:-1].split([code.num_flags for code in codes])
     # One byte a bit: the lowest bits in the first plane.

@@ -106,19 +106,24 @@ def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_
 
 def decode_values(data: Tensor, count: int, tensor_index: Tensor, scales: Tensor, value_format: str) -> Tensor:
     """Decode ``count`` values (fp32) from their bytes, with the index and scales of :func:`encode_values`."""
+    values = decode_units(data, count, value_format)
+    return values.mul_(scales.index_select(0, tensor_index)) if value_format in SCALED_FORMATS else values
+
+
+def decode_units(data: Tensor, count: int, value_format: str) -> Tensor:
+    """The same before they are multiplied by the scale of their tensor: fp32, in memory of their own."""
     if value_format == "fp32":
         return _viewed(data[: 4 * count], torch.float32)
     if value_format == "bf16":
         return _viewed(data[: 2 * count], torch.bfloat16).to(torch.float32)
     if value_format == "int8":
-        return data[:count].view(torch.int8).to(torch.float32).mul_(scales.index_select(0, tensor_index))
+        return data[:count].view(torch.int8).to(torch.float32)
     if value_format == "int4":
         codes = unpack_nibbles(data)[:count]
         table = torch.exp2(torch.arange(ZERO_LEVEL + 1, device=data.device) * -LEVEL_HALVINGS)
         table[ZERO_LEVEL] = 0.0
-        return torch.cat([table, -table]).index_select(0, codes.int()).mul_(scales.index_select(0, tensor_index))
-    signs = unpack_bits(data[: num_bytes(count)], count).to(torch.float32).mul_(2).sub_(1)
-    return signs.mul_(scales.index_select(0, tensor_index))
+        return torch.cat([table, -table]).index_select(0, codes.int())
+    return unpack_bits(data[: num_bytes(count)], count).to(torch.float32).mul_(2).sub_(1)
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
