@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 
 from distributed.training import (
@@ -496,3 +497,15 @@ def test_one_rank_trains_as_ddp(ranks: Any) -> None:
     assert_weights_equal(theirs.weights, ours.weights)
     assert ours.totals.bytes_sent == 0
     assert ours.synchronisations == 12
+
+
+def train_with_a_spy() -> int:
+    strategy = DCTStrategy()
+    with patch.object(Strategy, "backward", wraps=strategy.backward) as backward:
+        fit(strategy, Module(), 12)
+    return backward.call_count
+
+
+def test_backward_can_be_spied_on(ranks: Any) -> None:
+    """As Lightning's own tests do; a strategy that overrides it would call itself forever."""
+    assert ranks(2).run(train_with_a_spy) == [12, 12]

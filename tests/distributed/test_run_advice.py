@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning_utilities.core import rank_zero
@@ -130,3 +131,9 @@ def test_what_is_advised_can_be_followed(ranks: Any) -> None:
     told, _ = ranks(2).run(alone)
     assert sum("Give `replicas=2` or more." in note for note in told) == 1
     assert not any("short" in note for note in told)
+
+
+@pytest.mark.parametrize("compress", ["updates", "gradients"])
+def test_one_rank_that_sends_nothing_has_no_table(ranks: Any, compress: str) -> None:
+    ((_, printed, *_),) = ranks(1).run(look, {"compress": compress}, 30)
+    assert printed == ""
