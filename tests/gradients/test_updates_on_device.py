@@ -12,16 +12,19 @@ from emulated_ranks import EmulatedDist, EmulatedRanks, assert_same_bits
 from test_launches import Counting, UnwatchedWork
 from test_on_device import WAYS
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_dct import DCTConfig
 from lightning_dct.gradients import collectives, compression
-from lightning_dct.updates import UpdateSynchronizer, rounds
+from lightning_dct.updates import UpdateSynchronizer, rounds, synchronizer
 
 # "b" and "e" are sent dense.
 SIZES = {"a": 1400, "b": 50, "c": 700, "d": 120, "e": 16}
 EXCHANGES = [(2, "all_gather", 1), (5, "all_gather", 1), (3, "sharded", 1), (4, "by_node", 2)]
 # By the density: operations of a bucket, and of a step beside those of its buckets. The guard works once a step.
-MOST = {0.3: (67, 25), 0.05: (130, 25)}
+MOST = {0.3: (67, 25), 0.05: (134, 25)}
 
 
 class UpdatingRanks:
@@ -70,8 +73,8 @@ class UpdatingRanks:
 
     def state_dicts(self) -> list[dict[str, Any]]:
         states = []
-        for synchronizer in self.synchronizers:
-            state, weights = synchronizer.state_dict(), synchronizer.weights
+        for own in self.synchronizers:
+            state, weights = own.state_dict(), own.weights
             shared = {name: weights.shared(name) for name in weights.parameters}
             states.append({part: state[part] for part in ("weights", "owned")} | {"shared": shared})
         return states
@@ -100,23 +103,29 @@ def test_the_weights_are_those_of_the_ordinary_way(
     assert all(state["shared"]["c"].isfinite().all() for state in found)
 
 
-@pytest.mark.parametrize("density", MOST)
-def test_operations_of_an_exchange(density: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compressing, reading what all ranks have sent, and adding that to both sets of weights."""
+def watched(
+    watch: TorchDispatchMode, buckets: int, world_size: int, density: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 under watch in its third exchange, of so many buckets with the same tensors and about 4,000 entries."""
     monkeypatch.setattr(compression, "WITHOUT_WAITING", {"cpu"})
     monkeypatch.setattr(emulated_ranks, "EmulatedWork", UnwatchedWork)
     monkeypatch.setattr(rounds, "LARGEST_BUCKET", 1 << 12)
+    monkeypatch.setattr(synchronizer, "MOST_IN_FLIGHT", 1 << 13)
+    tensors = {**SIZES, "f": 1800}
+    sizes = {f"{name} of {number}": size for number in range(buckets) for name, size in tensors.items()}
+    ranks = UpdatingRanks(world_size, "all_gather", 1, sizes, density=density, warmup_steps=0)
+    for last in (False, False, True):
+        ranks.step(watch=watch if last else None)
+    assert len(ranks.synchronizers[0]._rounds[0].buckets) == buckets
+
+
+@pytest.mark.parametrize("density", MOST)
+def test_operations_of_an_exchange(density: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compressing, reading what all ranks have sent, and adding that to both sets of weights."""
 
     def started(buckets: int, world_size: int) -> int:
-        sizes = {f"{name}{number}": size for number in range(buckets) for name, size in SIZES.items()}
-        sizes |= {f"rest of {number}": 1800 for number in range(buckets)}
-        # In the model's order, so that each bucket has the same tensors.
-        ordered = {name: sizes[name] for n in range(buckets) for name in sizes if name.endswith(str(n))}
-        ranks = UpdatingRanks(world_size, "all_gather", 1, ordered, density=density, warmup_steps=0)
         watch = Counting()
-        for last in (False, False, True):
-            ranks.step(watch=watch if last else None)
-        assert len(ranks.synchronizers[0]._rounds[0].buckets) == buckets
+        watched(watch, buckets, world_size, density, monkeypatch)
         return watch.started.total()
 
     two, five = started(2, 2), started(5, 2)
@@ -124,3 +133,37 @@ def test_operations_of_an_exchange(density: float, monkeypatch: pytest.MonkeyPat
     a_bucket = (five - two) / 3
     assert 0 < a_bucket <= MOST[density][0]
     assert two - 2 * a_bucket <= MOST[density][1]
+
+
+class PeakMemory(TorchDispatchMode):
+    """The most bytes that tensors made under watch have at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {part.untyped_storage()._cdata for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        self._known = {key: known for key, known in self._known.items() if not known[0].expired()}
+        for part in tree_leaves(result):
+            if isinstance(part, Tensor) and (storage := part.untyped_storage())._cdata not in given:
+                self._known[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.most = max(self.most, sum(size for _, size in self._known.values()))
+        return result
+
+
+@pytest.mark.parametrize("density", MOST)
+def test_memory_of_an_exchange_is_that_of_the_buckets_in_flight(
+    density: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many buckets there are: with 64 bytes an entry of a bucket, 0.07 an entry of a billion."""
+    found = []
+    for buckets in (4, 12):
+        watch = PeakMemory()
+        watched(watch, buckets, 2, density, monkeypatch)
+        found.append(watch.most)
+    assert found[0] <= 64 * (1 << 12)
+    # Thresholds, counts and what is told later: some numbers for each of eight times six tensors.
+    assert found[1] - found[0] <= 8 * 6 * 200

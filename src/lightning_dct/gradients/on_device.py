@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -31,7 +30,7 @@ from lightning_dct.kernels.marking import Marked, Row, Senders
 from lightning_dct.threshold import Aims, Reached, Thresholds
 from lightning_dct.wire import Arrived, Bitmaps, SideBySide, decode_values, encode_values, unpack_on_device
 from lightning_dct.wire.bitmaps import ReadEntries, pack_marks
-from lightning_dct.wire.on_device import encode_positions, headers_of, slots_of
+from lightning_dct.wire.on_device import encode_positions, headers_of, numbers, slots_of
 from lightning_dct.wire.values import values_num_bytes
 
 if TYPE_CHECKING:
@@ -142,7 +141,7 @@ def send_selected(
     if guard:
         thresholds.follow(names, Reached(taus, means, marked.reached, marked.whole), aims)
     # An unused slot has an entry of the padding, which is zero.
-    slots = torch.searchsorted(marked.numbers[:-1], _numbers(sum(on_device.slots), dense.device))
+    slots = torch.searchsorted(marked.numbers[:-1], numbers(sum(on_device.slots), dense.device), right=True)
     if value_format == "1bit":
         scales = means.to(torch.float32)
         data, scale_bytes = pack_marks((row > 0)[slots]), _of_every_tensor(scales, used, on_device)
@@ -176,16 +175,6 @@ def send_selected(
     for layout, (header, count, scale, positions, values, own) in zip(on_device.layouts, parts, strict=True):
         pieces += [header[:4], count[:4], header[8:], *scale, positions, values[: layout.part_sizes[3]], own]
     return torch.cat(pieces), marked.counts
-
-
-@lru_cache(maxsize=64)
-def _counted(size: int, device: torch.device) -> Tensor:
-    return torch.arange(1, size + 1, device=device)
-
-
-def _numbers(count: int, device: torch.device) -> Tensor:
-    """The numbers of slots, 1 to ``count``: int64, in memory that all plans share."""
-    return _counted(1 << count.bit_length(), device)[:count]
 
 
 def _of_every_tensor(scales: Tensor, used: tuple[int, ...], on_device: OnDevice) -> list[list[Tensor]]:

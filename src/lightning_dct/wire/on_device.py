@@ -11,6 +11,7 @@ and from several senders, are packed and unpacked together, in as many operation
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -38,6 +39,16 @@ def headers_of(layouts: Sequence[PayloadLayout]) -> Tensor:
     return torch.frombuffer(bytearray(b"".join(headers)), dtype=torch.uint8).view(len(layouts), -1)
 
 
+@lru_cache(maxsize=64)
+def _counted(size: int, device: torch.device) -> Tensor:
+    return torch.arange(size, device=device)
+
+
+def numbers(count: int, device: torch.device) -> Tensor:
+    """The numbers from 0 to below ``count``: int64, read-only, in memory that all plans share."""
+    return _counted(1 << count.bit_length(), device)[:count]
+
+
 class Arrived(NamedTuple):
     """The contents of the payloads of ``n`` senders."""
 
@@ -55,10 +66,10 @@ class SideBySide:
 
     Attributes:
         num_bytes: Of all payloads together.
-        payload: Shape ``[K]``, int64: the payload of each slot.
-        number: Shape ``[K]``, int32: each slot's number in its payload.
-        flags_before: Shape ``[K]``, int32: the index of its flag less the high part; 0 in a bitmap.
+        payload: The payload of each slot: shape ``[K]``, int64, or ``[1]`` if there is only one.
+        number: Shape ``[K]``, int64: each slot's number in its payload. Of one payload, all plans share them.
         spare: Shape ``[K]``, int64: an index for each unused slot, distinct if there are enough.
+        counted: Shape ``[S]``, int64: 0 for a bitmap, else 1: a flag's index is the high part and the slot's number.
         tensor_ends: Shape ``[T]``, int64: the end of each tensor's indices.
         table: Shape ``[S, 4]``, int64: each payload's first flag, low bits, first index and end of indices.
         flag_edges: Shape ``[S + 1]``, int64: the first flag of each payload, and the end of the last.
@@ -78,25 +89,31 @@ class SideBySide:
         codes = [layout.position_code for layout in layouts]
         # Low bits are coded byte by byte.
         self.low_bytes = num_bytes(max((code.low_bits for code in codes if code.capacity), default=0))
-        payload = torch.arange(len(layouts)).repeat_interleave(torch.tensor(self.slots))
-        edges = _edges(self.slots)
+        edges, num_slots = _edges(self.slots), sum(self.slots)
+        self.number = self.spare = numbers(num_slots, device)
+        self.payload = torch.zeros(1, dtype=torch.int64).to(device)
+        if len(layouts) > 1:
+            payload = torch.arange(len(layouts)).repeat_interleave(torch.tensor(self.slots))
+            self.payload, self.number = payload.to(device), (torch.arange(num_slots) - edges[payload]).to(device)
         places = _edges([code.universe for code in codes])
         flags = _edges([code.num_flags for code in codes])
         sizes = list(chain.from_iterable(layout.tensor_sizes for layout in layouts))
         low_bits = torch.tensor([code.low_bits for code in codes])
         self.table = torch.stack([flags[:-1], low_bits, places[:-1], places[1:]], dim=1).to(device)
-        spare = torch.arange(sum(self.slots)).clamp_(max=max(sum(sizes) - 1, 0))
-        self.payload, self.spare = payload.to(device), spare.to(device)
-        self.number = (torch.arange(sum(self.slots)) - edges[payload]).to(device, torch.int32)
-        counts = torch.tensor([not code.is_bitmap for code in codes], dtype=torch.int32).to(device)
-        self.flags_before = self.number * counts[self.payload]
+        if num_slots > sum(sizes):
+            self.spare = self.spare.clamp(max=max(sum(sizes) - 1, 0))
+        self.counted = torch.tensor([not code.is_bitmap for code in codes]).to(device, torch.int64)
         self.tensor_ends = _edges(sizes)[1:].to(device)
         self.flag_edges = flags.to(device)
-        self.pair_edges = edges.clamp(max=max(sum(self.slots) - 1, 0)).to(device)
+        self.pair_edges = edges.clamp(max=max(num_slots - 1, 0)).to(device)
         self.capacities = torch.tensor([layout.capacity for layout in layouts]).to(device)
         self.headers = headers_of(layouts).view(torch.int32).to(device)
         self.eight = torch.arange(8, dtype=torch.uint8).to(device)
         self.zero = torch.zeros(1, 1, dtype=torch.uint8).to(device)
+
+    def flags_before(self) -> Tensor:
+        """The index of each slot's flag less the high part."""
+        return self.number * self.counted[self.payload]
 
     def find(self, flags: Tensor, edges: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Find set flags (shape ``[n, flags]``, bool or uint8); each payload's flags begin at its edge.
@@ -107,7 +124,7 @@ class SideBySide:
         """
         # The number of set flags before each; integer sums are the same in any order.
         zeros = self.zero.expand(flags.shape[0], 1)
-        before = torch.cat([zeros, flags.view(torch.uint8)], dim=1).cumsum(1, dtype=torch.int32)
+        before = torch.cat([zeros, flags.view(torch.uint8)], dim=1).cumsum(1)
         at_edges = before[:, edges]
         counts = at_edges.diff(dim=1)
         found = torch.searchsorted(before, at_edges[:, self.payload] + self.number, right=True) - 1
@@ -166,7 +183,7 @@ def encode_positions(layouts: SideBySide, positions: Tensor, in_use: Tensor) -> 
     local = torch.where(in_use, positions, 0)
     # The last flag is for unused slots, and is not sent.
     num_flags = sum(code.num_flags for code in codes)
-    flag = torch.where(in_use, (local >> table[:, 1]) + table[:, 0] + layouts.flags_before, num_flags)
+    flag = torch.where(in_use, (local >> table[:, 1]) + table[:, 0] + layouts.flags_before(), num_flags)
     flags = torch.zeros(num_flags + 1, dtype=torch.uint8, device=local.device).scatter_(0, flag, 1)
     flags_of = flags[:-1].split([code.num_flags for code in codes])
     # One byte a bit: the lowest bits in the first plane.
@@ -210,7 +227,7 @@ def _decode_positions(layouts: SideBySide, message: Tensor, table: Tensor) -> tu
         shape = (senders, layouts.low_bytes, 8, raised.shape[1])
         stacked = torch.cat([*chain.from_iterable(planes)], dim=1).view(shape)
         low[:, :, : layouts.low_bytes].copy_((stacked << layouts.eight.view(8, 1)).sum(2, dtype=torch.uint8).mT)
-    high = raised - table[:, 0] - layouts.flags_before
+    high = raised - table[:, 0] - layouts.flags_before()
     return (high << table[:, 1]) | low.view(torch.int64).squeeze(2), in_use, counts
 
 
