@@ -14,13 +14,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_dct import DCTConfig
 from lightning_dct.activations import SplitPoint, decode_forward
 from lightning_dct.gradients import collectives, compression
 from lightning_dct.gradients.awaited import Awaited
 from lightning_dct.gradients.exchanges import base
 from lightning_dct.gradients.on_device import OnDevice
 from lightning_dct.gradients.plan import BucketPlan
-from lightning_dct.updates import SharedWeights
+from lightning_dct.updates import SharedWeights, UpdateSynchronizer
 from lightning_dct.wire import PayloadError
 from strategies_for_hypothesis import FORMATS
 
@@ -177,6 +178,34 @@ def test_nobody_waits_for_a_gpu(
         step(ranks, dtype, [3, 1])
         step(ranks, dtype, [3, 1])
     assert ranks.synchronizers[0].synchronisations == 3
+
+
+class Done:
+    """The future of an exchange."""
+
+    def __init__(self, devices: Any) -> None:
+        self.set_result = lambda result: setattr(self, "wait", lambda: result)
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+@pytest.mark.parametrize("density", [0.3, 0.1])
+@EVERY_EXCHANGE
+def test_an_exchange_of_updates_waits_for_nothing(
+    world_size: int, exchange: str, ranks_per_node: int, density: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In warm-up, in which own weights lose a part of what is not sent, and after it."""
+    monkeypatch.setattr(base, "Future", Done)
+    config = DCTConfig(local_steps=1, warmup_steps=3, density=density, min_tensor_size=60)
+    parameters = {name: nn.Parameter(torch.empty(size, device="meta")) for name, size in SIZES.items()}
+    optimizer = torch.optim.SGD(parameters.values())
+    made = EmulatedRanks(SIZES, world_size, exchange, ranks_per_node)._exchange(exchange, 0, ranks_per_node, config)
+    names = {parameter: name for name, parameter in parameters.items()}
+    synchronizer = UpdateSynchronizer(config, names, made, dict, lambda: [optimizer], parameters.values)
+    for first in (True, False, False, False, False):
+        synchronizer.before_step(optimizer)
+        with nullcontext() if first else nobody_waits():
+            synchronizer.after_step(optimizer)
+    assert synchronizer.synchronisations == 5
 
 
 @EVERY_EXCHANGE

@@ -44,7 +44,7 @@ class Rank:
             how = Received(payloads, self.plan, 0.5 / scale, own=0), gradient.clone(), self.awaited
             means = [decompress(*how, by_senders=by_senders).clone() for by_senders in (False, True)]
             self.awaited.synchronize()
-        return sent.payload, int(sent.num_entries), sent.selected, torch.cat(means)
+        return sent.payload, int(sent.num_entries) + sent.num_dense, sent.selected, torch.cat(means)
 
 
 def assert_same_ways(

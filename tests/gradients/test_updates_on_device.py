@@ -24,7 +24,7 @@ from lightning_dct.updates import UpdateSynchronizer, rounds, synchronizer
 SIZES = {"a": 1400, "b": 50, "c": 700, "d": 120, "e": 16}
 EXCHANGES = [(2, "all_gather", 1), (5, "all_gather", 1), (3, "sharded", 1), (4, "by_node", 2)]
 # By the density: operations of a bucket, and of a step beside those of its buckets. The guard works once a step.
-MOST = {0.3: (67, 25), 0.05: (134, 25)}
+MOST = {0.3: (61, 25), 0.05: (131, 25)}
 
 
 class UpdatingRanks:
@@ -165,5 +165,5 @@ def test_memory_of_an_exchange_is_that_of_the_buckets_in_flight(
         watched(watch, buckets, 2, density, monkeypatch)
         found.append(watch.most)
     assert found[0] <= 64 * (1 << 12)
-    # Thresholds, counts and what is told later: some numbers for each of eight times six tensors.
-    assert found[1] - found[0] <= 8 * 6 * 200
+    # Each payload, which the emulated network keeps, and a few numbers of each bucket until the host knows them.
+    assert found[1] - found[0] <= 8 * 1200

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -74,12 +74,14 @@ class Compressed(NamedTuple):
 
     Attributes:
         payload: Shape ``[plan.layout.num_bytes]``, uint8; for a plan with parts, their payloads one after the other.
-        num_entries: Entries in the payload; for a GPU a tensor on it, of one number.
+        num_entries: Compressed entries in the payload; for a GPU a tensor on it, those of each part.
+        num_dense: Entries of the tensors sent dense.
         selected: Whether any threshold was selected.
     """
 
     payload: Tensor
     num_entries: int | Tensor
+    num_dense: int
     selected: bool
 
 
@@ -132,8 +134,8 @@ def compress(
         for part in plan.parts:
             sent.append(compress(bucket, part, deferred, *settings))
             deferred = {index - len(part.names) for index in deferred}
-        payloads, entries, selected_any = zip(*sent, strict=True)
-        return Compressed(torch.cat(payloads), sum(entries), any(selected_any))
+        payloads, entries, dense_of, selected_any = zip(*sent, strict=True)
+        return Compressed(torch.cat(payloads), sum(entries), sum(dense_of), any(selected_any))
     used = tuple(index for index in plan.compressed if index not in deferred)
     selected = _select_missing(bucket, plan, used, thresholds)
     dense = _take_dense(bucket, plan, deferred)
@@ -142,8 +144,7 @@ def compress(
         payload, sent_by_part = send_selected(bucket, plan, used, dense, thresholds, guard=guard)
         if lost:
             _decay_on_device(bucket, plan, payload, lost)
-        count = sent_by_part.sum() if plan.parts else sent_by_part
-        return Compressed(payload, count + dense_entries if dense_entries else count, selected)
+        return Compressed(payload, sent_by_part, dense_entries, selected)
     bounds, first = [plan.bounds[index] for index in used], [plan.starts_in_payload[index] for index in used]
     news, bases = (bucket.parts(tensors, bounds) for tensors in (bucket.news, bucket.bases))
     taus = [thresholds.get(plan.names[index], plan.targets[index]) or 0.0 for index in used]
@@ -171,7 +172,7 @@ def compress(
             cpu_kernel(kernel).subtract(bases, first, as_read)
         else:
             cpu_kernel(kernel).decay(news, bases, first, as_read, lost)
-    return Compressed(payload, values.numel() + dense_entries, selected)
+    return Compressed(payload, values.numel(), dense_entries, selected)
 
 
 def decompress(
@@ -265,8 +266,8 @@ def _decay_on_device(bucket: Bucket, plan: BucketPlan, payload: Tensor, lost: fl
 def _add_on_device(received: Received, awaited: Awaited, what: str, by_senders: bool) -> Sums:
     payloads, plan, factor, own, _ = received
     sums = add_payloads(payloads, plan, factor, by_senders, own)
-    senders = [f"{received.what or what} from rank {rank}" for rank in range(sums.valid.numel())]
-    awaited.when_known(sums.valid.flatten(), partial(_check_valid, senders))
+    senders = [f"{received.what or what} from rank {rank}" for rank in range(len(payloads) * max(len(plan.parts), 1))]
+    awaited.when_known(sums.told, partial(_check_valid, senders, sums.are_valid))
     return sums
 
 
@@ -321,8 +322,8 @@ def name_broken_sender(sender: str) -> None:
     )
 
 
-def _check_valid(senders: list[str], valid: list[int]) -> None:
-    wrong = [sender for sender, is_valid in zip(senders, valid, strict=True) if not is_valid]
+def _check_valid(senders: list[str], are_valid: Callable[[Sequence[int]], Sequence[int]], told: list[int]) -> None:
+    wrong = [sender for sender, is_valid in zip(senders, are_valid(told), strict=True) if not is_valid]
     if wrong:
         raise PayloadError(
             f"{', '.join(wrong)} of the process group: the payload is corrupt, or was made for another model or other"

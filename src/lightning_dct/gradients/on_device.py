@@ -17,7 +17,7 @@ This has not run on a GPU yet. Tests run it on the CPU, and on fake tensors to s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -200,7 +200,8 @@ class Sums(NamedTuple):
 
     means: list[Tensor]  # the weighted sums of what all senders have sent
     own: list[Tensor]  # what this rank has sent; empty where nobody asks
-    valid: Tensor  # shape `[senders, payloads]`, bool: which payloads are valid; else the rest is meaningless
+    told: Tensor  # integers or bool, flattened
+    are_valid: Callable[[Sequence[int]], Sequence[int]]  # from these numbers: which payloads are valid, by sender
 
 
 def add_payloads(
@@ -215,14 +216,17 @@ def add_payloads(
         payloads, own = torch.cat([payloads, own.unsqueeze(0)]), senders
     weighted, lengths = by_senders and senders > 1, on_device.lengths(senders)
     arrived: ReadEntries | Arrived
+    are_valid: Callable[[Sequence[int]], Sequence[int]]
     if on_device.bitmaps is not None:
-        arrived = on_device.bitmaps.unpack(payloads)
+        arrived, are_valid = on_device.bitmaps.unpack(payloads), on_device.bitmaps.are_valid
+        told = arrived.told
         values, bounds = arrived.values.to(dtype), on_device.bitmaps.bounds
         sums, mine = _add_in_order(values[:senders], lengths), None if own is None else values[own]
         counts = (values[:senders] != 0).sum(0) if weighted else None
     else:
         assert on_device.side_by_side is not None
         arrived = unpack_on_device(on_device.side_by_side, payloads)
+        told, are_valid = arrived.valid, list
         values, bounds = arrived.values.to(dtype), on_device.bounds
         sums, indices = values.new_zeros(sum(plan.sizes)), arrived.positions[:senders].flatten()
         # In the order of the ranks, because this sorts on a GPU. "Unsafe" does not wait to check that indices lie
@@ -242,7 +246,7 @@ def add_payloads(
         for every, row in ((means, mean), *([] if own is None else [(owns, dense[own])])):
             for index, part in zip(plan.dense, row.split(sizes), strict=True):
                 every[index] = part
-    return Sums(means, owns, arrived.valid[:senders])
+    return Sums(means, owns, told[:senders].flatten(), are_valid)
 
 
 def _add_in_order(rows: Tensor, lengths: Tensor) -> Tensor:

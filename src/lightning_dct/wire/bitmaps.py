@@ -33,7 +33,7 @@ class ReadEntries(NamedTuple):
 
     values: Tensor  # shape `[n, width]`, fp32: each tensor's entries at its `bounds`; zero where nothing is sent
     dense: Tensor  # shape `[n, dense bytes]`, uint8: the tensors sent dense, one after the other
-    valid: Tensor  # shape `[n, payloads]`, bool: whether each payload is one of its layout
+    told: Tensor  # shape `[n, 4 payloads]`, int64: from which :meth:`Bitmaps.are_valid` says whether payloads are valid
 
 
 class Bitmaps:
@@ -65,9 +65,7 @@ class Bitmaps:
                 self._stretches.append((column, size))
                 stop, column = stop + size, column + 1
             self._stretches.append((max(column - 1, 0), (number + 1) * width - stop))
-        self._headers = headers_of(layouts).view(torch.int32).to(device, torch.int64)
-        self._counted = torch.tensor([False, True, False]).to(device)
-        self._capacities = torch.tensor([layout.capacity for layout in layouts]).to(device)
+        self._headers = headers_of(layouts).view(torch.int32).tolist()
         # The last entry of each payload in a row of values; that of one payload is a view.
         self._end = sum(layouts[0].tensor_sizes)
         last = [number * width + max(sum(layout.tensor_sizes), 1) - 1 for number, layout in enumerate(layouts)]
@@ -87,7 +85,6 @@ class Bitmaps:
             raise PayloadError(f"the payload has {size} bytes, the layout says {self.num_bytes}")
         parts = payloads.split([size for layout in self.layouts for size in layout.part_sizes], dim=1)
         words = torch.cat([*parts[0::5], *parts[1::5]], dim=1).view(torch.int32)
-        headers = words[:, : 3 * len(self.layouts)].view(senders, -1, 3)
         scales = words[:, 3 * len(self.layouts) :].view(torch.float32)
         rows, first = self._rows(payloads, parts, senders)
         values_from = first + self._flag_bytes
@@ -99,8 +96,8 @@ class Bitmaps:
         numbers = flags.cumsum(1)
         raised = numbers.view(senders, -1)
         raised = raised[:, self._end - 1 : self._end] if len(self.layouts) == 1 else raised[:, self._last]
-        expected = torch.where(self._counted, raised.unsqueeze(2), self._headers)
-        valid = (headers == expected).all(2) & (raised <= self._capacities)
+        # The host compares them once it knows them: that starts fewer operations.
+        told = torch.cat([words[:, : 3 * len(self.layouts)], raised], dim=1)
         # The values of a row, after one that is nobody's: where no flag was set yet.
         if one_bit:
             values = torch.where(bits[:, 8 * self._flag_bytes - 1 :], self._signs[1], self._signs[0])
@@ -113,7 +110,18 @@ class Bitmaps:
         if self.value_format in SCALED_FORMATS:
             values.view(senders, -1).mul_(self._spread(scales))
         values = torch.where(flags, values, 0.0).view(senders, -1)
-        return ReadEntries(values, torch.cat(parts[4::5], dim=1), valid)
+        return ReadEntries(values, torch.cat(parts[4::5], dim=1), told)
+
+    def are_valid(self, told: Sequence[int]) -> list[bool]:
+        """Whether each payload, sender by sender, is one of its layout, from what they have told."""
+        found, count = [], len(self.layouts)
+        for row in range(0, len(told), 4 * count):
+            words, raised = told[row : row + 3 * count], told[row + 3 * count : row + 4 * count]
+            for number, (layout, header, marks) in enumerate(zip(self.layouts, self._headers, raised, strict=True)):
+                # A count that needs all 32 bits is negative here, and is never the number of marks.
+                expected = [header[0], marks, header[2]]
+                found.append(words[3 * number : 3 * number + 3] == expected and marks <= layout.capacity)
+        return found
 
     def _rows(self, payloads: Tensor, parts: Sequence[Tensor], senders: int) -> tuple[Tensor, int]:
         """Flags and values of one payload in each row, and where the flags begin."""
