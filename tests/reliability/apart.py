@@ -19,7 +19,9 @@ WAYS = (
     "fewer batches, and no buffers",
     "fewer batches, only one",
     "stop",
+    "stop, with updates in flight",
     "gathering",
+    "gathering, with updates in flight",
     "more parameters",
     "unfreeze",
 )
@@ -39,11 +41,11 @@ class Model(pl.LightningModule):
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         if self.global_rank == 0 and batch_idx == 4:
-            if self.way == "stop":
+            if self.way.startswith("stop"):
                 self.trainer.should_stop = True
             if self.way == "more parameters":
                 self.optimizers().add_param_group({"params": list(self.extra.parameters())})
-            if self.way == "gathering":
+            if self.way.startswith("gathering"):
                 self.all_gather(batch[0])
         loss = (self.model(batch[0]) + self.extra(batch[0])).square().mean()
         if "log" in self.way:
@@ -65,8 +67,11 @@ def train(way: str, folder: str) -> None:
     fewer = way.startswith("fewer") and os.environ["RANK"] == "0"
     batches = 12 if not fewer else 1 if "only one" in way else 9
     data = TensorDataset(torch.randn(4 * batches, 8))
+    settings = {"compress": "gradients"} if way == "unfreeze" or "only one" in way else {}
+    if "in flight" in way:
+        settings = {"exchange": "sharded", "local_steps": 4, "delay": 2, "warmup_steps": 0}
     trainer = pl.Trainer(
-        strategy=DCTStrategy(compress="gradients" if way == "unfreeze" or "only one" in way else "updates"),
+        strategy=DCTStrategy(**settings),
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
         max_epochs=1,

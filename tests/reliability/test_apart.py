@@ -16,6 +16,14 @@ SAYS = {
     "fewer batches, and no buffers": ["rank 0 to the end of training after 9 steps", "in optimizer step 10"],
     "fewer batches, only one": ["rank 0 to the end of training after 1 steps and rank 1 to an exchange in forward"],
     "stop": ["rank 0 to the end of training after 5 steps, because its `trainer.should_stop` is set"],
+    "stop, with updates in flight": [
+        "rank 0 to the end of training after 5 steps",
+        "the arrival of updates in optimizer",
+    ],
+    "gathering, with updates in flight": [
+        "gathered values after 4 steps",
+        "the arrival of updates in optimizer step 6",
+    ],
     "gathering": ["rank 0 to an exchange of gathered values after 4 steps and rank 1 to an exchange of 6 parameters"],
     "more parameters": [
         "an exchange of 8 parameters, 'extra.weight', 'extra.bias' added, in optimizer step 6",

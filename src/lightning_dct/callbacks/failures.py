@@ -31,10 +31,14 @@ class FailureNotice(InternalCallback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Wait for the others, which must come to the end too.
 
-        Not for long: another rank may be in a collective of the user's, which ends when this rank does.
+        Not before updates in flight have arrived, for which another rank may be waiting. And not for long: another rank
+        may be in a collective of the user's, which ends when this rank does.
         """
         strategy: Any = trainer.strategy
-        strategy.come_to("the end of training", patience_s=PATIENCE_S)
+        strategy.come_to("the end of training", patience_s=0.0)
+        if strategy.updates is not None:
+            strategy.updates.apply_all()
+        strategy.come_to("the end of training with nothing in flight", patience_s=PATIENCE_S)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Report the exception."""

@@ -140,6 +140,10 @@ class UpdateSynchronizer(Synchronizer):
         self.steps_since_refresh += 1
         self._count_dense(rounds)
         if arrived := [item for item in rounds.in_flight if item.due <= rounds.steps]:
+            if self.exchange.rounds > 1:  # the last of its collectives takes all ranks
+                self.come_to(
+                    f"{EXCHANGE} that ends", f"the arrival of updates in optimizer step {self.synchronisations}"
+                )
             self._apply(rounds, arrived)
         if sending := self._due(rounds):
             self.come_to(rounds.what, f"{rounds.said}, in optimizer step {self.synchronisations}")
@@ -162,7 +166,6 @@ class UpdateSynchronizer(Synchronizer):
         self.weights.hide()
         for rounds in self._rounds.values():
             if rounds.in_flight:
-                self.come_to("updates in flight", f"the end of training after {self.synchronisations} optimizer steps")
                 self._apply(rounds, rounds.in_flight)
 
     def average_buffers(self) -> None:
