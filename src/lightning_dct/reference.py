@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -71,14 +71,6 @@ def nudged(threshold: float, size: int, reached: int, target: int, aim: float = 
     """The next threshold, from the number of entries that reached this one. Aims 2% low, because excess waits."""
     factor = ((reached + 0.5) / (aim * target + 0.5)) ** (0.3 * math.sqrt(target / size))
     return max(threshold * min(max(factor, 1 / 1.25), 1.25), TINY)
-
-
-def guarded(threshold: float, sent: Tensor, size: int, reached: int, target: int) -> float:
-    """The same, but with far too many: beyond a threshold, the number of entries falls about exponentially."""
-    if reached <= 2 * target:
-        return nudged(threshold, size, reached, target)
-    excess = max(float(sent.double().abs().mean()) - threshold, 0.0)
-    return max(threshold + excess * math.log(min(reached / (0.98 * target), 4.0)), TINY)
 
 
 # 2. Values and positions in few bits (wire/). Few are enough, because the residual keeps the rounding errors.
@@ -141,20 +133,27 @@ def target_of(tensor: Tensor, ranks: int, settings: Settings, share: float = 1.0
     return 0 if dense or bits >= 2 * size * tensor.element_size() * 8 else target
 
 
-def fitting(a: Tensor, threshold: float, target: int) -> tuple[Tensor, int]:
-    """Which entries of a tensor are sent, and how many reach the threshold.
+def fitting(a: Tensor, threshold: float, target: int) -> tuple[Tensor, int, float]:
+    """Which entries of a tensor are sent, how many reach the threshold, and a second one for those if not all fit.
 
-    Of more than ``target``, a regular sample is sent. A tensor with infinite or NaN entries sends only those, so that
-    all ranks see them.
+    That is from a regular sample of them. Of more than ``target`` that reach both, a regular sample is sent. A tensor
+    with infinite or NaN entries sends only those, so that all ranks see them.
     """
+    limit = 0.0
     mask = a.abs() >= torch.tensor(max(threshold, TINY), dtype=a.dtype)  # M
     if not bool(a.isfinite().all()):
         mask = ~a.isfinite()
-    reached = int(mask.sum())
-    if reached > target:
+    reached = count = int(mask.sum())
+    if reached > target and bool(a.isfinite().all()):
+        wanted = min(4096, a.numel())
+        sampled = a[mask][[number * reached // wanted for number in range(wanted)]]
+        limit = exact_threshold(sampled, -(-wanted * target // reached))
+        mask = mask & (a.abs() >= torch.tensor(limit, dtype=a.dtype))
+        count = int(mask.sum())
+    if count > target:
         number = mask.cumsum(0)
-        mask = mask & (number * target // reached > (number - 1) * target // reached)
-    return mask, reached
+        mask = mask & (number * target // count > (number - 1) * target // count)
+    return mask, reached, limit
 
 
 @dataclass
@@ -166,19 +165,25 @@ class State:
     target: int = 0  # a refresh sets 0, so that the threshold is selected again
 
 
-def send(news: Tensor, state: State, target: int, settings: Settings) -> Tensor:
-    """What a sender sends of one tensor, as receivers decode it: the paper's data-parallel method."""
-    a = state.residual + news  # a = e + g
+def send(news: Tensor, state: State, target: int, settings: Settings, others_keep: bool = False) -> Tensor:
+    """What a sender sends of one tensor, as receivers decode it: the paper's data-parallel method.
+
+    Who sums updates forgets what it does not send, because the ranks keep that in their own weights.
+    """
+    a, before = state.residual + news, state.residual  # a = e + g
     sent = a
     if target:
         if state.target != target:
             state.threshold, state.target = selected_threshold(a, target), target
-        mask, reached = fitting(a, state.threshold, target)
+        mask, reached, limit = fitting(a, state.threshold, target)
         sent = torch.zeros_like(a)
         sent[mask] = as_read(a[mask], settings.value_format).to(a.dtype)
         if settings.guard and bool(a.isfinite().all()):
-            state.threshold = guarded(state.threshold, a[mask], a.numel(), reached, target)
-    state.residual = torch.where((a - sent).isfinite(), a - sent, state.residual)  # e = a - sent; never NaN or infinity
+            nudge = nudged(state.threshold, a.numel(), reached, target)
+            state.threshold = limit if reached > 2 * target else nudge
+    state.residual = torch.where((a - sent).isfinite(), a - sent, before)  # e = a - sent; never NaN or infinity
+    if others_keep and target:
+        state.residual = torch.where(sent != 0, state.residual, before)
     return sent
 
 
@@ -198,10 +203,17 @@ def weighted_sum(sent: list[Tensor], weight: float, dense: bool, by_senders: boo
     return total * (weight * factor).to(total.dtype)
 
 
+def send_sum(total: Tensor, owner: State, target: int, settings: Settings, is_update: bool) -> Tensor:
+    """What the owner of a sum sends of it: twice as many entries as a rank, in 4 bits instead of one."""
+    goal = max(target, min(2 * target, 3 * total.numel() // 4)) if target else 0
+    finer = replace(settings, value_format="int4" if settings.value_format == "1bit" else settings.value_format)
+    return send(total, owner, goal, finer, is_update)
+
+
 def exchange(
     tensors: list[Tensor], memory: Memory, settings: Settings, share: float = 1.0, by_senders: bool = False
-) -> tuple[Tensor, list[Tensor]]:
-    """Exchange one tensor of all ranks. Returns the mean, and what each rank has sent.
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Exchange one tensor of all ranks. Returns the mean, what each rank has sent, and what of that counts.
 
     If several ranks sum, each owns some pieces of the tensor. A piece is sent like a tensor.
     """
@@ -209,19 +221,27 @@ def exchange(
     target, usual = (target_of(tensors[0], ranks, settings, part) for part in (share, 1.0))
     owners = {"all_gather": 1, "sharded": ranks, "by_node": per_node}[settings.exchange]
     count = max(1, min(owners, (usual or size) // 32))
-    means, sent_by_piece = [], []
+    means, sent_by_piece, counted_by_piece = [], [], []
     for start, stop in pairwise(size * piece // count for piece in range(count + 1)):
         parts, goal = [tensor[start:stop] for tensor in tensors], -(-target * (stop - start) // size)
-        news, sender = parts, "rank"
-        if settings.exchange == "by_node":  # dense inside a node, which then is one sender
+        news, sender, by_node = parts, "rank", settings.exchange == "by_node"
+        if by_node:  # dense inside a node, which then is one sender
             nodes = [parts[first : first + per_node] for first in range(0, ranks, per_node)]
             news, sender = [torch.stack([part / per_node for part in node]).sum(0) * per_node for node in nodes], "node"
-        sent = [send(one, memory[sender, number, start], goal, settings) for number, one in enumerate(news)]
-        sent_by_piece.append(sent if sender == "rank" else parts)
-        if settings.exchange == "sharded":  # the owner sends part of the sum, and keeps a residual
-            sent = [send(weighted_sum(sent, 1.0, not target, by_senders), memory["owner", 0, start], goal, settings)]
+        keep = by_node and by_senders
+        sent = [send(one, memory[sender, number, start], goal, settings, keep) for number, one in enumerate(news)]
+        own = parts if by_node else sent
+        if settings.exchange == "sharded":  # the owner sends a part of the sum, and keeps a residual
+            total = weighted_sum(sent, 1.0, not target, by_senders)
+            sent = [send_sum(total, memory["owner", 0, start], goal, settings, by_senders)]
+        # A rank's update counts if its node, or the owner of the sum, has sent that entry.
+        passed = [one for one in sent for _ in range(ranks // len(sent))]
+        counted = [c.where((one != 0) | (not goal), 0.0) for c, one in zip(own, passed, strict=True)]
+        sent_by_piece.append(own)
+        counted_by_piece.append(counted)
         means.append(weighted_sum(sent, 1 / ranks, not target, by_senders))
-    return torch.cat(means), [torch.cat(parts) for parts in zip(*sent_by_piece, strict=True)]
+    mine, counted = ([torch.cat(p) for p in zip(*every, strict=True)] for every in (sent_by_piece, counted_by_piece))
+    return torch.cat(means), mine, counted
 
 
 # 5. Gradients (gradients/), in every backward, as in the paper: ``g' = 1/W * sum over ranks of what is sent of g + e``.
@@ -234,14 +254,14 @@ def exchange(
 def exchange_updates(
     own: list[Tensor], shared: Tensor, memory: Memory, settings: Settings, share: float, decay: float
 ) -> tuple[Tensor, list[Tensor]]:
-    """Exchange one tensor. Returns the mean, and what each rank has sent; what it has not sent decays in its ``w``."""
+    """Exchange one tensor. Returns the mean, and what counts of what each rank has sent; the unsent decays in ``w``."""
     moved = [w - shared for w in own]  # a = w - S
-    mean, sent = exchange(moved, memory, settings, share, by_senders=True)  # m = 1 / sqrt(W n) * sum of sent
+    mean, sent, counted = exchange(moved, memory, settings, share, by_senders=True)  # m = 1 / sqrt(W n) * sum of sent
     for (sender, _, _), state in memory.items():
         state.residual = 0.0 if sender == "rank" else state.residual  # w keeps it
     for w, a, c in zip(own, moved, sent, strict=True):
         w.sub_((a - c).mul(1 - decay))
-    return mean, sent
+    return mean, counted
 
 
 def train(
@@ -269,10 +289,8 @@ def train(
             local_step(rank, step - 1)
         if step == due:
             arrive()
-        # Weights move fastest at first. So rounds are an eighth as long, send an eighth as much, and residuals decay.
-        length, decay = settings.local_steps, 1.0
-        if step <= settings.warmup_steps:
-            length, decay = max(1, length // 8), settings.residual_decay
+        # Weights move fastest at first. So ranks exchange after every step, send as much less, and residuals decay.
+        length, decay = (1, settings.residual_decay) if step <= settings.warmup_steps else (settings.local_steps, 1.0)
         if step % length or travelling:
             continue
         for number, (w_shared, memory) in enumerate(zip(shared, memories, strict=True)):

@@ -51,7 +51,7 @@ def test_every_entry_has_one_owner(model: BucketPlan, owners: int) -> None:
 @given(model=models, owners=numbers_of_owners)
 @examples(60)
 def test_shards_hold_the_bucket_once_and_send_what_it_would(model: BucketPlan, owners: int) -> None:
-    shards, whole = divided = cut(model, share_out(model, owners), owners)
+    shards, whole, sums = divided = cut(model, share_out(model, owners), owners)
     seen = torch.zeros(sum(model.sizes))
     sent = [0] * len(model.names)
     for shard in shards:
@@ -63,9 +63,14 @@ def test_shards_hold_the_bucket_once_and_send_what_it_would(model: BucketPlan, o
             assert bool(shard.plan.targets[index]) == bool(model.targets[tensor])
             assert shard.plan.targets[index] <= stop - start
             sent[tensor] += shard.plan.targets[index]
-        assert shard.packed.layout == shard.sums.layout == shard.plan.layout
+        assert shard.packed.layout == shard.plan.layout
+        # Of sums twice as many are sent, at most three quarters unless ranks send more.
+        for size, target, of_sum in zip(shard.plan.sizes, shard.plan.targets, shard.sums.targets, strict=True):
+            assert of_sum == min(2 * target, max(target, 3 * size // 4))
+        assert shard.sums.value_format == ("int4" if model.value_format == "1bit" else model.value_format)
         assert set(shard.sums.names).isdisjoint(shard.plan.names)
     assert bool((seen == 1).all())
+    assert [part.layout for part in sums.parts] == [shard.sums.layout for shard in shards]
     assert divided.of({0}) == {index for index, name in enumerate(whole.names) if name.split("[")[0] == "p0"}
     for target, total, size in zip(model.targets, sent, model.sizes, strict=True):
         assert target <= total <= target + owners

@@ -24,7 +24,7 @@ from lightning_dct.updates import UpdateSynchronizer, rounds, synchronizer
 SIZES = {"a": 1400, "b": 50, "c": 700, "d": 120, "e": 16}
 EXCHANGES = [(2, "all_gather", 1), (5, "all_gather", 1), (3, "sharded", 1), (4, "by_node", 2)]
 # By the density: operations of a bucket, and of a step beside those of its buckets. The guard works once a step.
-MOST = {0.3: (61, 25), 0.05: (131, 25)}
+MOST = {0.3: (86, 25), 0.05: (156, 25)}
 
 
 class UpdatingRanks:
@@ -158,12 +158,12 @@ class PeakMemory(TorchDispatchMode):
 def test_memory_of_an_exchange_is_that_of_the_buckets_in_flight(
     density: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many buckets there are: with 64 bytes an entry of a bucket, 0.07 an entry of a billion."""
+    """However many buckets there are: with 80 bytes an entry of a bucket, 0.09 an entry of a billion."""
     found = []
     for buckets in (4, 12):
         watch = PeakMemory()
         watched(watch, buckets, 2, density, monkeypatch)
         found.append(watch.most)
-    assert found[0] <= 64 * (1 << 12)
+    assert found[0] <= 80 * (1 << 12)
     # Each payload, which the emulated network keeps, and a few numbers of each bucket until the host knows them.
     assert found[1] - found[0] <= 8 * 1200

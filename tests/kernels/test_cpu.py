@@ -138,7 +138,7 @@ def test_select_a_sum(data: st.DataObject, sizes: list[int], gap: int, dtype: to
 @given(data=st.data(), sizes=sizes_of_tensors, gap=st.integers(0, 70))
 @examples(40)
 def test_thin(data: st.DataObject, sizes: list[int], gap: int) -> None:
-    """A regular sample of one tensor's entries is left, and nothing else changes."""
+    """Of one tensor's entries those that reach a limit are left, or a regular sample; nothing else changes."""
     sent, first = data.draw(sent_of(sizes, gap)), firsts(sizes, gap)[0]
     number = data.draw(st.integers(0, len(sizes) - 1))
     marks, values = (of[number].copy() for of in dense(sent, sizes, gap))
@@ -146,15 +146,19 @@ def test_thin(data: st.DataObject, sizes: list[int], gap: int) -> None:
     if len(places) < 2:
         return
     target = data.draw(st.integers(1, len(places) - 1))
-    left = places[[n for n in range(len(places)) if (n + 1) * target // len(places) > n * target // len(places)]]
+    limit = data.draw(st.sampled_from([0.0, *np.abs(values[places])]).filter(lambda limit: limit < np.inf))
+    large = places[~(np.abs(values[places]) < limit)]
+    share = min(target, len(large))
+    left = large[[n for n in range(len(large)) if (n + 1) * share // len(large) > n * share // len(large)]]
     flags = sent.flags[0]
     expected = unpack(flags).copy()
     expected[first[number] + places] = False
     expected[first[number] + left] = True
     kernel = cpu_kernel(Kernel.name)
-    same(kernel.thin(flags, first[number], sizes[number], torch.from_numpy(values[places]), target), values[left])
+    of_tensor = torch.from_numpy(values[places])
+    same(kernel.thin(flags, first[number], sizes[number], of_tensor, target, float(limit)), values[left])
     np.testing.assert_array_equal(unpack(flags), expected)
-    assert len(left) == target
+    assert len(left) == share
 
 
 @given(data=st.data(), sizes=sizes_of_tensors, gap=st.integers(0, 70), dtype=dtypes)
@@ -205,7 +209,9 @@ def test_add_sums(data: st.DataObject, sizes: list[int], gap: int, dtype: torch.
             total[union] += mean
             if mine >= 0:
                 marks, values = dense(every[mine], sizes, gap)
-                own[marks[number]] -= values[number][marks[number]].astype(own.dtype)
+                # Of what an owner has got, only what it has sent on counts.
+                counted = marks[number] & ((sums != 0) | (mine < ranks))
+                own[counted] -= values[number][counted].astype(own.dtype)
                 own[union] += mean
             same(totals[number], total)
             same(owns[number], own)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_dct.kernels.marking import Marked, Row, Senders
+from lightning_dct.threshold import LIMIT_SAMPLE
 from strategies_for_hypothesis import examples
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -44,9 +45,16 @@ def assert_equals_loop(*payloads: Payload) -> Marked:
             if broken:
                 picks = np.flatnonzero(~np.isfinite(values))
                 reached = picks.size
-            if reached > target:
-                # Of as many picks as fit it twice: the second, the fourth, and so on.
-                picks = picks[[math.ceil(slot * reached / target) - 1 for slot in range(1, target + 1)]]
+            limit, count = 0.0, reached
+            if target and reached > target and not broken:
+                wanted = min(LIMIT_SAMPLE, size)
+                sampled = sorted(abs(values[picks[number * reached // wanted]]) for number in range(wanted))
+                limit = sampled[-math.ceil(wanted * target / reached)]
+                picks = picks[~(np.abs(values[picks]) < limit)]
+                count = picks.size
+            if count > target:
+                # Of twice as many picks as fit: the second, the fourth, and so on.
+                picks = picks[[math.ceil(slot * count / target) - 1 for slot in range(1, target + 1)]]
             found = [index for index in range(size) if marks[place + index]]
             assert found == picks.tolist()
             assert [slot_numbers[place + index] for index in found] == [number + 1 + i for i in range(len(found))]
@@ -54,6 +62,7 @@ def assert_equals_loop(*payloads: Payload) -> Marked:
             if target:
                 assert bool(marked.whole[sender]) != broken
                 assert int(marked.reached[sender]) == reached
+                assert float(marked.limits[sender]) == limit
                 assert int(marked.kept[sender]) == len(found)
                 mean = np.abs(values[picks].astype(np.float64)).sum() / max(picks.size, 1)
                 assert means[sender] == pytest.approx(mean, rel=1e-13, nan_ok=True)

@@ -31,7 +31,14 @@ from lightning_dct.gradients.on_device import Sums, add_payloads, send_selected
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.kernels import cpu_kernel, weights_by_senders
 from lightning_dct.kernels.plain import Sent, keep_some
-from lightning_dct.threshold import GUARD_RESELECT, Thresholds, nudge, reselect, sample_of, threshold_from
+from lightning_dct.threshold import (
+    GUARD_RESELECT,
+    Thresholds,
+    limit_of,
+    nudge,
+    sample_of,
+    threshold_from,
+)
 from lightning_dct.wire import PayloadError, pack, read_scales, unpack_flags, unpack_values
 from lightning_dct.wire.bits import flags_num_bytes
 
@@ -85,6 +92,13 @@ class Compressed(NamedTuple):
     selected: bool
 
 
+class OwnPayload(NamedTuple):
+    """What a rank has sent to the owners of sums, and how."""
+
+    payload: Tensor
+    plan: BucketPlan
+
+
 class Received(NamedTuple):
     """What an exchange has brought of a bucket.
 
@@ -93,14 +107,15 @@ class Received(NamedTuple):
             each payload is from another sender, counted through all rows.
         plan: How each tensor was sent.
         factor: Weight of each sender: one over the world size, times the loss scale of mixed-precision training.
-        own: What this rank has sent itself: the number of its row, or the payload; None if nobody asks.
+        own: What this rank has sent itself: the number of its row, or a payload that is not among them, of which counts
+            what is in the sums; None if nobody asks.
         what: What was sent, for error messages; None for the usual.
     """
 
     payloads: Tensor
     plan: BucketPlan
     factor: float
-    own: int | Tensor | None
+    own: int | OwnPayload | None
     what: str | None = None
 
 
@@ -160,10 +175,12 @@ def compress(
             kept[number] = keep_some(*where, kept[number], kept[number].isfinite().logical_not_())
         if kept[number].numel() > target:
             # The capacity is fixed, because collectives need equal sizes.
-            kept[number] = cpu_kernel(kernel).thin(*where, kept[number], target)
+            limit = 0.0 if number in broken else limit_of(kept[number], plan.sizes[index], target)
+            kept[number] = cpu_kernel(kernel).thin(*where, kept[number], target, limit)
         counts[index] = kept[number].numel()
         if guard and number not in broken:
-            _follow(thresholds, plan, index, tau, count, kept[number])
+            far = count > GUARD_RESELECT * target
+            thresholds.set(plan.names[index], target, limit if far else nudge(tau, count, target, plan.sizes[index]))
     values = values if sum(counts) == values.numel() else torch.cat(kept)
     payload = pack(plan.layout, flags, values, counts, dense)
     if bucket.scale is not None or lost:
@@ -212,6 +229,24 @@ def decompress(
     return total if total is buffer else buffer.copy_(total)
 
 
+def decompress_own(received: Received, mean: Tensor, awaited: Awaited, kernel: str = "auto") -> Tensor:
+    """What this rank has sent of a bucket, as far as it counts: shape ``[n]``, like the ``mean``."""
+    own = received.own
+    assert own is not None
+    payload, plan = own if isinstance(own, OwnPayload) else (received.payloads[own], received.plan)
+    alone = received._replace(payloads=payload.unsqueeze(0), plan=plan, factor=1.0, own=None)
+    sent = decompress(alone, torch.empty_like(mean), awaited, kernel, "This rank's own updates")
+    return torch.where(counting(mean, plan), sent, 0.0) if isinstance(own, OwnPayload) else sent
+
+
+def counting(sums: Tensor, plan: BucketPlan) -> Tensor:
+    """Which entries of a sum have been sent: all of a dense tensor, else those that are not zero. Bool, ``[n]``."""
+    sent = sums != 0
+    for index in plan.dense:
+        sent[slice(*plan.bounds[index])] = True
+    return sent
+
+
 def apply(
     received: Received,
     bucket: Bucket,
@@ -241,13 +276,17 @@ def apply(
             f"{senders[0]} of the process group: a payload has {payloads.shape[1]} bytes where its layout has"
             f" {sum(sizes)}: use the same model, settings and version of lightning_dct on every rank."
         )
-    own_parts = own.split(sizes) if isinstance(own, Tensor) else [None] * len(parts)
-    for index, (part, rows, own_payload) in enumerate(zip(parts, payloads.split(sizes, dim=1), own_parts, strict=True)):
-        every, names = list(rows), senders[index :: len(parts)]
-        if bucket.news and own_payload is not None:
-            every, names = [*every, own_payload], [*names, "This rank's own payload"]
-        sent, dense = _read(every, part, names)
-        mine = (own if isinstance(own, int) else len(rows)) if bucket.news else -1
+    for index, (part, rows) in enumerate(zip(parts, payloads.split(sizes, dim=1), strict=True)):
+        sent, dense = _read(list(rows), part, senders[index :: len(parts)])
+        mine = own if bucket.news and isinstance(own, int) else -1
+        if bucket.news and isinstance(own, OwnPayload):
+            mine, own_part = len(rows), (own.plan.parts or (own.plan,))[index]
+            first = sum(before.layout.num_bytes for before in own.plan.parts[:index])
+            payload = own.payload[first : first + own_part.layout.num_bytes]
+            own_sent, own_dense = _read([payload], own_part, ["This rank's own payload"])
+            flags, values = torch.cat([sent.flags, own_sent.flags]), torch.cat([sent.values, own_sent.values])
+            sent = Sent(flags, values, sent.counts + own_sent.counts)
+            dense = torch.cat([dense, own_dense])
         weights = weights_by_senders(len(rows), factor, by_senders and len(rows) > 1, plan.residual_dtype)
         _add(part, bucket, sent, dense, weights, mine, kernel)
 
@@ -265,7 +304,12 @@ def _decay_on_device(bucket: Bucket, plan: BucketPlan, payload: Tensor, lost: fl
 
 def _add_on_device(received: Received, awaited: Awaited, what: str, by_senders: bool) -> Sums:
     payloads, plan, factor, own, _ = received
-    sums = add_payloads(payloads, plan, factor, by_senders, own)
+    sums = add_payloads(payloads, plan, factor, by_senders, own if isinstance(own, int) else None)
+    if isinstance(own, OwnPayload):
+        mine = add_payloads(own.payload.unsqueeze(0), own.plan, 1.0, by_senders=False).means
+        marks = torch._foreach_abs(torch._foreach_sign([sums.means[index] for index in plan.compressed]))
+        torch._foreach_mul_([mine[index] for index in plan.compressed], marks)
+        sums = sums._replace(own=mine)
     senders = [f"{received.what or what} from rank {rank}" for rank in range(len(payloads) * max(len(plan.parts), 1))]
     awaited.when_known(sums.told, partial(_check_valid, senders, sums.are_valid))
     return sums
@@ -340,15 +384,6 @@ def _select_missing(bucket: Bucket, plan: BucketPlan, used: tuple[int, ...], thr
         sampled = bucket.entries(plan.bounds[index], sample_of(size, target))
         thresholds.set(plan.names[index], target, threshold_from(sampled, size, target))
     return bool(missing)
-
-
-def _follow(thresholds: Thresholds, plan: BucketPlan, index: int, tau: float, count: int, kept: Tensor) -> None:
-    """Adjust the threshold of a tensor to the number of entries that have reached it."""
-    name, size, target = plan.names[index], plan.sizes[index], plan.targets[index]
-    if count > GUARD_RESELECT * target:
-        thresholds.set(name, target, reselect(tau, float(kept.abs().mean(dtype=torch.float64)), count, target))
-    else:
-        thresholds.set(name, target, nudge(tau, count, target, size))
 
 
 def _is_finite(values: Tensor) -> bool:

@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 
 from lightning_dct.gradients.awaited import Awaited, read_together
-from lightning_dct.gradients.compression import Bucket, Compressed, Received, apply, compress, decompress
+from lightning_dct.gradients.compression import (
+    Bucket,
+    Compressed,
+    Received,
+    apply,
+    compress,
+    decompress,
+    decompress_own,
+)
 from lightning_dct.gradients.plan import BucketPlan
 from lightning_dct.gradients.sharding import Piece
 from lightning_dct.threshold import Thresholds
@@ -81,7 +89,8 @@ class Memory:
 
     Attributes:
         what: What is exchanged, for messages.
-        by_senders: Whether sums are weighted by how many ranks have sent an entry.
+        of_updates: Whether updates are exchanged. Then sums are weighted by how many ranks have sent an entry, and
+            ranks keep what the owner of its sum does not send on.
         gradient_scale: Factor on the gradients that undoes the loss scale.
         selected: Whether the current synchronisation has selected any threshold.
         awaited: Numbers that GPUs have not delivered yet.
@@ -92,7 +101,7 @@ class Memory:
         self.residuals = Residuals()
         self.owned = Residuals()
         self.what = "Gradients"
-        self.by_senders = False
+        self.of_updates = False
         self.gradient_scale = 1.0
         self.selected = False
         self.awaited = Awaited()
@@ -149,11 +158,15 @@ class Memory:
 
     def decompress(self, received: Received, buffer: Tensor) -> Tensor:
         """See :func:`~lightning_dct.gradients.compression.decompress`."""
-        return decompress(received, buffer, self.awaited, self._kernel, self.what, self.by_senders)
+        return decompress(received, buffer, self.awaited, self._kernel, self.what, self.of_updates)
+
+    def decompress_own(self, received: Received, mean: Tensor) -> Tensor:
+        """See :func:`~lightning_dct.gradients.compression.decompress_own`."""
+        return decompress_own(received, mean, self.awaited, self._kernel)
 
     def apply(self, received: Received, bucket: Bucket) -> None:
         """See :func:`~lightning_dct.gradients.compression.apply`."""
-        apply(received, bucket, self.awaited, self._kernel, self.what, self.by_senders)
+        apply(received, bucket, self.awaited, self._kernel, self.what, self.of_updates)
 
     def send_out(self, buffer: Tensor, plan: BucketPlan, deferred: set[int], owned: bool) -> None:
         """Move the residuals of a bucket's tensors, except deferred ones, into the bucket, which is sent uncompressed.

@@ -139,7 +139,7 @@ def send_selected(
     marked = senders.mark(row, taus.to(row.dtype))
     means = senders.mean_magnitudes(marked)
     if guard:
-        thresholds.follow(names, Reached(taus, means, marked.reached, marked.whole), aims)
+        thresholds.follow(names, Reached(taus, marked.limits, marked.reached, marked.whole), aims)
     # An unused slot has an entry of the padding, which is zero.
     slots = torch.searchsorted(marked.numbers[:-1], numbers(sum(on_device.slots), dense.device), right=True)
     if value_format == "1bit":
@@ -204,16 +204,12 @@ class Sums(NamedTuple):
     are_valid: Callable[[Sequence[int]], Sequence[int]]  # from these numbers: which payloads are valid, by sender
 
 
-def add_payloads(
-    payloads: Tensor, plan: BucketPlan, factor: float, by_senders: bool, own: int | Tensor | None = None
-) -> Sums:
+def add_payloads(payloads: Tensor, plan: BucketPlan, factor: float, by_senders: bool, own: int | None = None) -> Sums:
     """Add up the payloads of all ranks; see :func:`~lightning_dct.gradients.compression.decompress`.
 
-    ``own`` is what this rank has sent: the number of its row, or a payload that is not among them; None if nobody asks.
+    ``own`` is the number of the row that this rank has sent; None if nobody asks.
     """
     senders, on_device, dtype = len(payloads), OnDevice.of(plan, payloads.device), plan.residual_dtype
-    if isinstance(own, Tensor):
-        payloads, own = torch.cat([payloads, own.unsqueeze(0)]), senders
     weighted, lengths = by_senders and senders > 1, on_device.lengths(senders)
     arrived: ReadEntries | Arrived
     are_valid: Callable[[Sequence[int]], Sequence[int]]

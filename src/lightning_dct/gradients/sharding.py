@@ -57,7 +57,17 @@ class Shard:
     @cached_property
     def sums(self) -> BucketPlan:
         """The same for the owner's sums, which have thresholds of their own."""
-        return replace(self.packed, names=tuple(f"sum of {name}" for name in self.plan.names))
+        return sums_of(replace(self.packed, names=tuple(f"sum of {name}" for name in self.plan.names)))
+
+
+def sums_of(plan: BucketPlan) -> BucketPlan:
+    """How the sums of what ranks send of some tensors are sent: twice as many entries, and 4 bits instead of one.
+
+    Ranks send different entries, and a sum is the larger the more of them have sent it: ``docs/evidence/sums.md``.
+    """
+    targets = (max(t, min(2 * t, 3 * size // 4)) if t else 0 for size, t in zip(plan.sizes, plan.targets, strict=True))
+    value_format = {"1bit": "int4"}.get(plan.value_format, plan.value_format)
+    return replace(plan, targets=tuple(targets), value_format=value_format)
 
 
 def share_out(model: BucketPlan, owners: int) -> dict[str, tuple[Piece, ...]]:
@@ -92,10 +102,14 @@ def _bits(size: int, target: int, model: BucketPlan) -> int:
 
 
 class Cut(NamedTuple):
-    """A bucket divided among owners: each one's shard, and the plan of all shards together, a payload for each."""
+    """A bucket divided among owners: each one's shard, and the plan of all shards together, a payload for each.
+
+    ``sums`` is the same for sums.
+    """
 
     shards: tuple[Shard, ...]
     plan: BucketPlan
+    sums: BucketPlan
 
     def of(self, tensors: set[int]) -> set[int]:
         """The pieces of some of the bucket's tensors, counted through all shards."""
@@ -116,7 +130,8 @@ def cut(bucket: BucketPlan, pieces: Mapping[str, tuple[Piece, ...]], owners: int
     for own in rows:
         labels, sizes, targets, starts, tensors = zip(*own, strict=True) if own else ((),) * 5
         shards.append(Shard(replace(bucket, names=labels, sizes=sizes, targets=targets, starts=starts), tensors))
-    return Cut(tuple(shards), BucketPlan.joined([shard.plan for shard in shards]))
+    plans = [shard.plan for shard in shards]
+    return Cut(tuple(shards), BucketPlan.joined(plans), BucketPlan.joined([sums_of(plan) for plan in plans]))
 
 
 class Cutter:

@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_dct.threshold import LIMIT_SAMPLE
+
 # Payloads begin with a byte of flags, so their rows begin at a multiple of eight entries, not counting the first.
 ALIGNED = 8
 
@@ -29,6 +31,7 @@ class Marked(NamedTuple):
     numbers: Tensor  # shape `[M]`, int64, ascending: of a marked entry the number of its slot, from one on
     magnitudes: Tensor  # shape `[M]`
     reached: Tensor  # shape `[U]`, int64: entries of each tensor that have reached its threshold
+    limits: Tensor  # shape `[U]`: a second threshold for those, 0 if all fit
     kept: Tensor  # shape `[U]`, int64: marked entries of each tensor
     whole: Tensor  # shape `[U]`, bool: whether all its entries are finite
     counts: Tensor  # shape `[payloads]`, int64: marked entries of each payload
@@ -86,6 +89,9 @@ class Senders:
         self._widths = [stop - start for start, stop in zip([0, *starts], [*starts, row.length], strict=True)]
         last = [self.bounds[0][0] - 1] * 2 + [stop - 1 for _, stop in self.bounds]
         self._last = torch.tensor(last).to(device)
+        wanted = [min(LIMIT_SAMPLE, stop - start) for start, stop in self.bounds]
+        self._sample = torch.arange(max(wanted)).to(device)
+        self._wanted = torch.tensor(wanted).unsqueeze(1).to(device)
         self._targets = torch.tensor([0, *targets]).to(device)
         self._divisors = self._targets.clamp(min=1)
         # The first tensor of each payload, and of each tensor its payload; of one payload nobody asks.
@@ -117,6 +123,10 @@ class Senders:
         # "Not below" instead of "at or above", because it is true for NaN.
         ranks = (magnitudes < limits).logical_not_().cumsum(0)
         before = ranks[self._last]
+        all_reached = before.diff()[1:]
+        second = torch.where(whole, self._limits(magnitudes, ranks, before[1:-1], all_reached), 0.0)
+        ranks = (magnitudes < torch.maximum(limits, self.spread(second))).logical_not_().cumsum(0)
+        before = ranks[self._last]
         reached = before.diff()
         kept = torch.minimum(reached, self._targets)
         ends = kept.cumsum(0)
@@ -130,7 +140,21 @@ class Senders:
         offsets = torch.addcmul(first * shares, before[1:-1], targets, value=-1)
         factors, offsets, shares = self.spread(torch.stack([targets, offsets, shares])).unbind()
         numbers = torch.addcmul(offsets, ranks, factors).floor_divide_(shares)
-        return Marked(numbers[1:] > numbers[:-1], numbers, magnitudes, reached[1:], kept[1:], whole, counts)
+        marks = numbers[1:] > numbers[:-1]
+        return Marked(marks, numbers, magnitudes, all_reached, second, kept[1:], whole, counts)
+
+    def _limits(self, magnitudes: Tensor, ranks: Tensor, before: Tensor, reached: Tensor) -> Tensor:
+        """:func:`~lightning_dct.threshold.limit_of` each tensor: shape ``[U]``, 0 if all that have reached it fit.
+
+        ``ranks`` count the entries of the row that have reached their threshold, ``before`` those before each tensor.
+        """
+        count, wanted = reached.clamp(min=1).unsqueeze(1), self._wanted
+        numbers = self._sample * count // wanted + before.unsqueeze(1)
+        places = torch.searchsorted(ranks, numbers, right=True).clamp_(max=ranks.numel() - 1)
+        sampled = torch.where(self._sample < wanted, magnitudes[places], 0.0).sort(dim=1, descending=True).values
+        last = (wanted * self._targets[1:].unsqueeze(1) - 1) // count
+        limits = sampled.gather(1, last.clamp_(max=sampled.shape[1] - 1)).squeeze(1)
+        return torch.where(reached > self._targets[1:], limits, 0.0)
 
     def mean_magnitudes(self, marked: Marked) -> Tensor:
         """The mean magnitude of each tensor's marked entries: shape ``[U]``, fp64, 0 of none."""

@@ -87,11 +87,10 @@ def select(
     return Selection(found[-1] if len(found) <= 2 else torch.cat(found), counts)
 
 
-def thin(flags: Tensor, begin: int, size: int, values: Tensor, target: int) -> Tensor:
+def thin(flags: Tensor, begin: int, size: int, values: Tensor, target: int, limit: float) -> Tensor:
     """See :func:`lightning_dct.kernels.plain.thin`."""
-    left = torch.empty(target, dtype=values.dtype)
-    _thin(_words(flags), begin, size, values.numpy(), left.numpy())
-    return left
+    left, tau = torch.empty(target, dtype=values.dtype), torch.tensor(limit, dtype=values.dtype).numpy()[()]
+    return left[: _thin(_words(flags), begin, size, values.numpy(), left.numpy(), tau)]
 
 
 def subtract(tensors: Sequence[Tensor], first: Sequence[int], sent: Sent) -> None:
@@ -327,23 +326,28 @@ def _select_sum(new: Any, base: Any, scale: Any, limit: Any, words: Any, bit: in
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _thin(words: Any, begin: int, size: int, values: Any, left: Any) -> None:
-    # Entry number n is left if n * left.size // values.size is another number than for the one before it.
-    cursor, count, remainder = 0, 0, 0
+def _thin(words: Any, begin: int, size: int, values: Any, left: Any, limit: Any) -> int:
+    large = 0
+    for number in range(values.size):
+        large += not abs(values[number]) < limit
+    # Of `large` entries number n is left if n * wanted // large is another number than for the one before it.
+    cursor, count, remainder, wanted = 0, 0, 0, min(left.size, large)
     for bit in range(begin, begin + size, 64):
         flags = _window(words, bit, begin + size - bit)
         while flags:
             lowest = flags & (~flags + ONE)
             flags ^= lowest
-            remainder += left.size
-            if remainder >= values.size:
-                remainder -= values.size
+            is_large = not abs(values[cursor]) < limit
+            remainder += wanted * is_large
+            if is_large and remainder >= large:
+                remainder -= large
                 left[count] = values[cursor]
                 count += 1
             else:
                 place = bit + np.int64(trailing_zeros(lowest))
                 words[place >> 6] ^= ONE << (np.uint64(place) & WORD)
             cursor += 1
+    return count
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -398,7 +402,7 @@ def _add_sums(total: Any, own: Any, words: Any, bit: int, values: Any, cursors: 
                 flags &= flags - ONE
                 value = values[cursor]
                 cursor += 1
-                if sender == mine:
+                if sender == mine and (sender < summed or sums[i] != 0):
                     ours[i] -= value
                 if sender < summed:
                     sums[i] += value

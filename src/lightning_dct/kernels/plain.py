@@ -106,13 +106,17 @@ def _select_at_once(
     return Selection(a[reached], counts)
 
 
-def thin(flags: Tensor, begin: int, size: int, values: Tensor, target: int) -> Tensor:
-    """Leave a regular sample of a tensor's flagged entries: of more than ``target``, so many; in place.
+def thin(flags: Tensor, begin: int, size: int, values: Tensor, target: int, limit: float) -> Tensor:
+    """Of a tensor's flagged entries leave those that reach a limit, at most ``target``: a regular sample; in place.
 
     ``values`` are those of all its flagged entries; the result those of the remaining ones.
     """
-    shares = torch.arange(values.numel() + 1) * target // values.numel()
-    return keep_some(flags, begin, size, values, shares[1:] > shares[:-1])
+    # "Not below" instead of "at or above", because it is true for NaN.
+    large = (values.abs() < torch.tensor(limit, dtype=values.dtype)).logical_not_()
+    numbers, count = large.cumsum(0), int(large.sum())
+    if count > target:
+        large &= numbers * target // count > (numbers - 1) * target // count
+    return keep_some(flags, begin, size, values, large)
 
 
 def keep_some(flags: Tensor, begin: int, size: int, values: Tensor, keep: Tensor) -> Tensor:
@@ -152,7 +156,8 @@ def add_sums(
 
     All but the last weight are for ``n`` senders, so there are ``len(weights) - 1`` whose values are summed; another
     one may follow. ``n`` is how many of them sent a value other than zero. ``weights`` have the dtype of the totals.
-    The same is added to ``owns``, after what sender number ``mine`` sends was subtracted from them.
+    The same is added to ``owns``, after what sender number ``mine`` sends was subtracted from them. Of one that is not
+    summed, only entries count whose sum is not zero.
     """
     of_senders = _by_tensor(totals, first, sent)
     for number, total in enumerate(totals):
@@ -168,7 +173,8 @@ def add_sums(
         total[where] += mean
         if owns is not None:
             places, values = of_senders[mine][number]
-            owns[number][places] -= values
+            counted = sums[places] != 0 if mine >= len(weights) - 1 else slice(None)
+            owns[number][places[counted]] -= values[counted]
             owns[number][where] += mean
 
 

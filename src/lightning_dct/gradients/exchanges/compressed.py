@@ -7,8 +7,10 @@ sends ``W - 1`` payloads. There is only one threshold, so residuals are smaller 
     every rank          sum of all payloads / W
 
 ``sharded``: every rank sums the pieces it owns and sends the large entries of the sums. A rank sends ``(W - 1) / W`` of
-its selection, and as much again of the sums it owns: the traffic of a parameter server (Gupta et al., KDD 2021, section
-3) that is distributed over the ranks. The owner keeps the residual of the sums.
+its selection, and the same share of the sums: the traffic of a parameter server (Gupta et al., KDD 2021, section 3)
+that is distributed over the ranks. An owner sends twice as many entries as a rank, in 4 bits instead of one. Of
+gradients it keeps the rest. Of updates the ranks keep in their own weights what an owner does not take: otherwise each
+would make that step again before it arrives. The owner then keeps rounding errors only, and so does a node.
 
     rank r              compress, a payload for each owner            all-to-all
     owner o             sum the payloads for its shard
@@ -33,6 +35,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from lightning_dct.gradients.collectives import (
     Link,
@@ -41,7 +44,7 @@ from lightning_dct.gradients.collectives import (
     deliver_payloads,
     spread_payload,
 )
-from lightning_dct.gradients.compression import Bucket, Received
+from lightning_dct.gradients.compression import Bucket, Compressed, OwnPayload, Received, counting
 from lightning_dct.gradients.exchanges.base import Exchange, Flow, count_entries, unused_tensors
 from lightning_dct.gradients.memory import Memory
 from lightning_dct.gradients.plan import BucketPlan
@@ -89,7 +92,7 @@ class Sharded(Exchange):
 
     def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], memory: Memory, lost: float = 0.0) -> Flow:
         """See :meth:`Exchange.send`."""
-        shards, joined = cut = self._cut(plan)
+        shards, joined, joined_sums = cut = self._cut(plan)
         sizes = [shard.plan.layout.num_bytes for shard in shards]
         compressed = memory.compress(bucket, joined, cut.of(deferred), lost)
         count_entries(sum(plan.sizes), compressed, self.everyone, memory)
@@ -98,14 +101,16 @@ class Sharded(Exchange):
 
         own = shards[self.everyone.rank]
         sums = compressed.payload.new_zeros(sum(own.plan.sizes), dtype=plan.residual_dtype)
-        memory.decompress(Received(received, own.sums, 1.0, own=self.everyone.rank), sums)
+        memory.decompress(Received(received, own.packed, 1.0, own=None), sums)
         deferred = unused_tensors(sums, own.sums) if self._defer_unused else set()
-        sent = memory.compress(Bucket([sums], [memory.owned_of(own.packed, sums.device)], 1.0), own.sums, deferred)
-        work, spread = spread_payload(sent.payload, sizes, self.everyone)
+        sent = _compress_sum(memory, sums, memory.owned_of(own.packed, sums.device), 1.0, own.sums, deferred)
+        work, spread = spread_payload(sent.payload, [shard.sums.layout.num_bytes for shard in shards], self.everyone)
         yield work
 
         factor = 1.0 / ((bucket.scale or 1.0) * self.everyone.size)
-        return Received(torch.cat(spread).unsqueeze(0), joined, factor, own=compressed.payload, what="Sums")
+        return Received(
+            torch.cat(spread).unsqueeze(0), joined_sums, factor, OwnPayload(compressed.payload, joined), what="Sums"
+        )
 
 
 class ByNode(Exchange):
@@ -131,7 +136,7 @@ class ByNode(Exchange):
     def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], memory: Memory, lost: float = 0.0) -> Flow:
         """See :meth:`Exchange.send`."""
         (buffer,), scale = bucket.news, bucket.scale or 1.0
-        shards, joined = self._cut(plan)
+        shards, joined, _ = self._cut(plan)
         # Residuals of this rank's own gradients, left by another exchange, are sent with the dense gradients.
         memory.send_out(buffer, plan, deferred, owned=False)
         for index in deferred:
@@ -143,7 +148,7 @@ class ByNode(Exchange):
         deferred = unused_tensors(gradient, own.packed) if self._defer_unused else set()
         residual = memory.owned_of(own.packed, buffer.device)
         # The sum over the node's ranks, from their mean.
-        compressed = memory.compress(Bucket([gradient], [residual], scale * self._inside.size), own.packed, deferred)
+        compressed = _compress_sum(memory, gradient, residual, scale * self._inside.size, own.packed, deferred)
         count_entries(gradient.numel(), compressed, self.everyone, memory)
         work, gathered = all_gather_payload(compressed.payload, self._between)
         yield work
@@ -156,3 +161,19 @@ class ByNode(Exchange):
         by_shard = [payloads.view(nodes, -1) for payloads in spread]
         received = torch.cat(by_shard, dim=1)
         return Received(received, joined, 1.0 / (scale * self.everyone.size), own=self._between.rank)
+
+
+def _compress_sum(
+    memory: Memory, sums: Tensor, residual: Tensor, scale: float, plan: BucketPlan, deferred: set[int]
+) -> Compressed:
+    """Compress the sums that this rank owns, and change their residual.
+
+    Of updates, what is not sent leaves the residual as it was: the ranks keep it in their own weights.
+    """
+    if not memory.of_updates:
+        return memory.compress(Bucket([sums], [residual], scale), plan, deferred)
+    left = residual.clone()
+    sent = memory.compress(Bucket([sums], [left], scale), plan, deferred)
+    as_read = memory.decompress(Received(sent.payload.unsqueeze(0), plan, 1.0, own=None), torch.empty_like(residual))
+    residual.copy_(torch.where(counting(as_read, plan), left, residual))
+    return sent

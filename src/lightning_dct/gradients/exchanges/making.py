@@ -17,12 +17,12 @@ from lightning_dct.gradients.collectives import Link
 from lightning_dct.gradients.exchanges.base import Exchange
 from lightning_dct.gradients.exchanges.compressed import AllGather, ByNode, Sharded, link_traversals
 from lightning_dct.gradients.plan import BucketPlan, Plans, real_dtype, real_numel
-from lightning_dct.gradients.sharding import Piece, share_out
+from lightning_dct.gradients.sharding import Piece, share_out, sums_of
 from lightning_dct.traffic import Traffic, all_gather_bytes, all_reduce_bytes
 
-# The sharded exchange has a second threshold and a second collective. So it must send at most 1 / 1.75 of the bytes,
-# which it does from four ranks on.
-SHARDED_SAVES = 1.75
+# The sharded exchange has a second threshold and a second collective. So it must send at most 1 / 1.5 of the bytes,
+# which it does from six ranks on.
+SHARDED_SAVES = 1.5
 # Assumed speed of a link inside a node over a rank's share of the link between nodes, as of NVLink over Ethernet.
 INSIDE_IS_FASTER = 100
 
@@ -185,7 +185,7 @@ def costs_of(plan_for: Callable[[float], BucketPlan], layout: NodeLayout) -> dic
 
     gathered = plan_for(link_traversals("all_gather", world_size))
     sharded = plan_for(link_traversals("sharded", world_size))
-    payload = 2 * sharded.layout.num_bytes / world_size
+    payload = (sharded.layout.num_bytes + sums_of(sharded).layout.num_bytes) / world_size
     costs = {
         "all_gather": cost(gathered, ring(all_gather_bytes(gathered.layout.num_bytes, world_size))),
         "sharded": cost(sharded, _cost((world_size - per_node) * payload, (per_node - 1) * payload)),
