@@ -58,7 +58,7 @@ def test_first_program_trains_and_prints_the_table(tmp_path: Path, ranks: Any) -
     printed, _ = ranks(2).run(run_here, str(script), (), str(tmp_path))
     ratio = re.search(r"compression ratio\W+([\d.]+)x", printed)
     assert ratio is not None
-    assert float(ratio[1]) > 50
+    assert float(ratio[1]) > 20
 
 
 def test_first_recommender_trains_in_one_process() -> None:

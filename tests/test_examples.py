@@ -55,9 +55,9 @@ CLI: dict[str, list[str]] = {
     "class path": [f"--trainer.strategy={CLASS}", "--trainer.strategy.density=0.01"],
     "YAML": [f"--config={EXAMPLES / 'cli.yaml'}", "--trainer.strategy.density=0.1"],
 }
-# Of 32 x 512 and 512 x 2 weights a share, rounded up; of 512 and 2 biases too, 512 or all where settings say so. In the
-# first step an exchange sends an eighth of the density, with 4 local steps a quarter.
-ENTRIES_A_STEP = {"name": 615 + 39 + 20 + 2, "class path": 21 + 2 + 1 + 2, "YAML": 410 + 26 + 512 + 2}
+# Of 32 x 512 and 512 x 2 weights a share, rounded up; of 512 and 2 biases too, 512 or all where settings say so. A run
+# of one step takes one local step and 30%, unless they are given; with 4 local steps its exchange sends a quarter.
+ENTRIES_A_STEP = {"name": 4916 + 308 + 154 + 2, "class path": 164 + 11 + 6 + 2, "YAML": 410 + 26 + 512 + 2}
 
 
 @pytest.mark.parametrize("case", CLI)
@@ -83,7 +83,7 @@ def test_fabric(ranks: Any, tmp_path: Path) -> None:
     epochs = re.findall(r"epoch \d: loss ([\d.]+), (\d+)x fewer bytes", output)
     assert len(epochs) == 2
     assert float(epochs[1][0]) < 0.6
-    assert float(epochs[1][1]) > 50
+    assert float(epochs[1][1]) > 40
     assert len(list((tmp_path / "fabric.ckpt.module-0.dct").iterdir())) == 2
 
 

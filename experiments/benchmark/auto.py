@@ -31,13 +31,13 @@ from benchmark.session import add_links
 from benchmark.tables import describe_machine, link_name, publish
 from benchmark.task import NextBytes, next_bytes_data
 from lightning_dct import DCTStrategy
-from lightning_dct.auto import LONGEST_DELAY, ROUNDS
 from lightning_dct.config import DCTConfig
+from lightning_dct.forecast.law import LADDER, steps_needed
 from network.hosts import Link, change_rate, some_hosts, why_not
 
 SMOOTHING, EVERY = 20, 10
 DDP, AUTO = "DDP", "target_overhead=0.05"
-FIXED = {f"{local_steps} steps, {100 * density:g}%": (local_steps, density) for local_steps, density in ROUNDS}
+FIXED = {f"{local_steps} steps, {100 * density:g}%": (local_steps, density) for local_steps, density in LADDER}
 """Local steps and density of fixed settings, by their name."""
 SKIPPED = 5
 # Mbit/s, of the link that falls in the middle of a run.
@@ -164,9 +164,10 @@ def compare(options: argparse.Namespace) -> tuple[list[list[str]], dict[str, Any
     for name in FIXED:
         found = run(options, Link(), name=name, steps=most, loss=goal)
         needed[name] = found["steps"] if found["loss"] <= goal else None
-    delays = {name: local_steps / density for name, (local_steps, density) in FIXED.items()}
-    allowed = [DDP, *(name for name in FIXED if delays[name] <= LONGEST_DELAY * most)]
-    heads = ["link", "DDP, s", "longer delay, s", "best fixed, s", "auto, s", "auto / best", "auto took last"]
+    first, *others = FIXED
+    fits = {n: steps_needed(DCTConfig(local_steps=h, density=d), options.hosts) <= most for n, (h, d) in FIXED.items()}
+    allowed = [DDP, first, *(name for name in others if fits[name])]
+    heads = ["link", "DDP, s", "for longer runs, s", "best fixed, s", "auto, s", "auto / best", "auto took last"]
     rows = [[*heads, "real step / predicted"]]
     figures: dict[str, Any] = {"goal": goal, "needed": needed, "allowed": allowed, "links": []}
     for link in options.links:

@@ -1,10 +1,9 @@
 """Chooses settings for a run: the settings to choose from, the rule, and the predicted time of a step with each.
 
-    DDP in fp32, DDP in bf16, then updates at 1 bit: every step at 30%, ever more local steps, and a lower density
+    DDP in fp32, DDP in bf16, then updates at 1 bit, as :data:`~lightning_dct.forecast.law.LADDER` orders them
 
-The order is from the least to the most lossy. Up to 8 local steps at 30% lost at most 1%
-(``docs/evidence/language_model.md``), and 80 at 10% lost more (``docs/evidence/log.md``). Every rung takes less time
-than the one before, for compressing and on the link. Times follow the model of ``lightning-dct plan``.
+The order is from the least to the most lossy. Every rung sends less than the one before. A run takes none for which it
+is too short. Times follow the model of ``lightning-dct plan``.
 :class:`~lightning_dct.callbacks.AutoSettings` chooses while a run trains.
 """
 
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from lightning_dct.config import DCTConfig, ValueFormat
 from lightning_dct.forecast.bytes_sent import dense_step
 from lightning_dct.forecast.forecast import Forecast
+from lightning_dct.forecast.law import LADDER, steps_needed
 from lightning_dct.forecast.timing import MeasuredLink, Speed, measure_speed, slowest
 from lightning_dct.forecast.workload import Workload
 from lightning_dct.gradients.exchanges.making import NodeLayout
@@ -30,38 +30,33 @@ from lightning_dct.traffic import FP32_BYTES
 
 SECONDS = 0.05
 """How long compressing is timed for each density, at least."""
-ROUNDS = ((1, 0.3), (2, 0.3), (4, 0.3), (8, 0.3), (16, 0.3), (32, 0.3), (32, 0.1), (80, 0.1), (100, 0.1))
-"""Local steps and densities."""
 CHOSEN = ("compress", "local_steps", "delay", "density", "density_per_parameter", "value_format")
 """Settings that are chosen, so that users may not give them."""
 OF_BOTH = ("refresh_every", "min_tensor_size", "guard", "exchange", "kernel", "missing_state")
 ALIKE = 1.1
 """A step under plain DDP that takes at most so many times another's is not worth leaving: nobody returns to it."""
-LONGEST_DELAY = 0.1
-"""The largest share of a run for which an entry may wait."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """Settings, the predicted seconds of a step, and the bytes of a step on the rank that sends most."""
+    """Settings, with what is predicted of them.
+
+    Attributes:
+        config: The settings.
+        seconds: Of a step.
+        num_bytes: Of a step, on the rank that sends most.
+        steps_needed: Optimizer steps from which on a run is long enough.
+    """
 
     config: DCTConfig
     seconds: float
     num_bytes: int
-
-    @property
-    def delay(self) -> float:
-        """Optimizer steps that an entry waits, about."""
-        return 0.0 if self.config.compress == "gradients" else self.config.steps_of_delay
+    steps_needed: int = 0
 
     @property
     def is_lossless(self) -> bool:
         """Whether these are the settings of plain DDP."""
         return self.config.compress == "gradients" and not self.config.halves
-
-    def fits(self, steps: float) -> bool:
-        """Whether a run of so many optimizer steps is long enough."""
-        return self.delay <= LONGEST_DELAY * steps
 
 
 @dataclass(frozen=True)
@@ -87,11 +82,7 @@ class Choice:
             why = f"it is the fastest setting, and none is within the {limit}"
             if self.option.is_lossless:
                 why = f"it is lossless and about as fast as the best other setting, but exceeds the {limit}"
-            why += (
-                ", because entries would wait for more than a tenth of the run under the others"
-                if self.is_shortest
-                else ""
-            )
+            why += ", because the run is too short for the others" if self.is_shortest else ""
         return f"takes {describe(self.option.config)}: predicted at {1e3 * self.option.seconds:,.1f} ms a step, {why}"
 
 
@@ -102,7 +93,7 @@ def choose(options: Sequence[Option], longest: float, steps: float) -> Choice:
     lossy. ``longest`` is the seconds that a step may take, and ``steps`` the optimizer steps of the whole run: infinite
     if unknown.
     """
-    allowed = [option for option in options if option.fits(steps)] or [options[0]]
+    allowed = [option for option in options if option.steps_needed <= steps] or [options[0]]
     fastest = min(allowed, key=lambda option: option.seconds)
     found = next((option for option in allowed if option.seconds <= longest), fastest)
     first = options[0]
@@ -119,7 +110,7 @@ def dense(base: DCTConfig, value_format: ValueFormat = "fp32") -> DCTConfig:
 
 def rungs(base: DCTConfig, min_density: float = 0.0) -> list[DCTConfig]:
     """Updates, from the least to the most lossy, with ``min_density`` or more."""
-    found = [replace(base, local_steps=steps, density=max(density, min_density)) for steps, density in ROUNDS]
+    found = [replace(base, local_steps=steps, density=max(density, min_density)) for steps, density in LADDER]
     return [one for index, one in enumerate(found) if one not in found[:index]]
 
 
@@ -149,14 +140,14 @@ def describe(config: DCTConfig) -> str:
 
 def table_of(options: Sequence[Option], taken: DCTConfig, steps: float) -> list[list[str]]:
     """A row of heads, then a row for each option."""
-    rows = [["settings", "ms a step", "bytes a step", "delay, steps", ""]]
+    rows = [["settings", "ms a step", "bytes a step", "steps needed", ""]]
     return rows + [
         [
             describe(option.config),
             f"{1e3 * option.seconds:,.1f}",
             f"{option.num_bytes:,}",
-            f"{option.delay:,.0f}",
-            "taken" if option.config == taken else "" if option.fits(steps) else "too long for this run",
+            f"{option.steps_needed:,}",
+            "taken" if option.config == taken else "" if option.steps_needed <= steps else "this run is too short",
         ]
         for option in options
     ]
@@ -216,12 +207,16 @@ def predict_dense(measured: Measured, base: DCTConfig, now: tuple[DCTConfig, flo
 
 
 def predict_updates(measured: Measured, configs: Sequence[DCTConfig], speeds: Mapping[float, Speed]) -> list[Option]:
-    """Updates, once warm-up is over; ``speeds`` is the cost of compressing by density."""
-    options, rate = [], measured.link.bits_per_second or math.inf
-    for config in configs:
+    """Updates, once warm-up is over; ``speeds`` is the cost of compressing by density.
+
+    Any run is long enough for the first of ``configs``, the least lossy.
+    """
+    options, rate, ranks = [], measured.link.bits_per_second or math.inf, len(measured.layout.places)
+    for number, config in enumerate(configs):
         forecast = Forecast(
             config, measured.workload, measured.layout, rate, speeds[config.density], measured.link.latency
         )
         row = forecast.row(forecast.choice.name if config.exchange == "auto" else config.exchange)
-        options.append(Option(config, measured.compute + row.seconds, row.most_sent))
+        needed = steps_needed(config, ranks) if number else 0
+        options.append(Option(config, measured.compute + row.seconds, row.most_sent, needed))
     return options

@@ -33,18 +33,18 @@ class DCTConfig:
             rank's optimizer trains on its own gradients. ``"gradients"``: gradients in every backward, as the paper
             does. With Adam or momentum the latter loses quality, because residuals delay gradients and release them
             in bursts.
-        local_steps: Optimizer steps from one exchange of updates to the next, at least 1; by default 8. Gradients are
-            exchanged in every step.
-        warmup_steps: Optimizer steps in which updates are exchanged up to eight times as often, and each exchange sends
-            as much less, unless a density is 1. Otherwise ranks would drift apart while weights move fast.
+        local_steps: Optimizer steps from one exchange of updates to the next, at least 1; None for 8. Strategies choose
+            it by the length of the run, if it is left out. Gradients are exchanged in every step.
+        warmup_steps: Optimizer steps in which updates are exchanged after every step, and each exchange sends as much
+            less, unless a density is 1. Otherwise ranks would drift apart while weights move fast.
         residual_decay: Factor on an update's residual after each exchange of the warm-up, in (0, 1]. Less than 1 keeps
             the ranks together at learning rates that are too large for the batch of one rank. After the warm-up it
             is 1.
         delay: Optimizer steps for which an exchange of updates may be in flight during training, at most
             ``local_steps``. With 0 training waits for it. From 1 on tensors take turns, so that the load on the link is
             even.
-        density: Share of each tensor's entries that an exchange sends, in (0, 1]. 1.0 sends everything, as plain DDP
-            does.
+        density: Share of each tensor's entries that an exchange sends, in (0, 1]; None for 0.3. Strategies choose it by
+            the length of the run, if it is left out. 1.0 sends everything, as plain DDP does.
         density_per_parameter: Densities for some parameters, by name pattern (``fnmatch`` wildcards, as in
             ``{"*.embedding.weight": 0.001}``). The first pattern that matches a name wins. A pattern that matches
             no parameter is an error.
@@ -80,6 +80,8 @@ class DCTConfig:
     missing_state: MissingState = "error"
 
     def __post_init__(self) -> None:
+        if self.density is None:
+            object.__setattr__(self, "density", DCTConfig.density)
         check_density("density", self.density)
         if not isinstance(self.density_per_parameter, Mapping):
             raise TypeError(

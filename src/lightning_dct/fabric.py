@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -33,6 +34,7 @@ from lightning_dct.checkpoint.reading import (
 )
 from lightning_dct.config import DCTConfig, check_keywords
 from lightning_dct.failures import check_lifelines, group_is_made
+from lightning_dct.forecast.law import Course, Given
 from lightning_dct.gradients import Synchronizer
 from lightning_dct.gradients.awaited import clock_of
 from lightning_dct.profiling import recorded
@@ -74,7 +76,10 @@ class DCTStrategy(DDPStrategy):
         check_lifelines(self._lifelines)
         check_keywords(type(self), kwargs, DCTConfig, DistributedDataParallel)
         names = {field.name for field in fields(DCTConfig)} & kwargs.keys()
-        self.config = DCTConfig(**{name: kwargs.pop(name) for name in names})
+        self.given = Given.of({name: kwargs.pop(name) for name in names})
+        self.config = self.given.config
+        # Fabric does not know how long a run is, so its settings follow the steps that it has made.
+        self.course: Course | None = None
         kwargs.setdefault("gradient_as_bucket_view", True)  # as the Trainer's strategy does
         super().__init__(accelerator=accelerator, **kwargs)
         self.traffic = Traffic(recorded)
@@ -89,6 +94,9 @@ class DCTStrategy(DDPStrategy):
         with group_is_made(self._lifelines, self._timeout):
             super().setup_environment()
         self.traffic.clock = clock_of(self.root_device)
+        if self.given.left_out:
+            self.course = Course(self.given, self.world_size, math.inf)
+            self.config = self.course.at(0)
 
     def setup_module(self, module: Module) -> Any:
         """Set up synchronisation, and wrap the module with DDP if gradients are exchanged."""

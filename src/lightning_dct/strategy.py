@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dct.callbacks import AutoSettings, ThresholdRefresh
 from lightning_dct.config import Compress, DCTConfig, ExchangeName, MissingState, ValueFormat, check_keywords
 from lightning_dct.failures.course import EXCHANGE
+from lightning_dct.forecast.law import Given
 from lightning_dct.gradients import GradientSynchronizer
 from lightning_dct.kernels import KernelName
 from lightning_dct.synchronizing import (
@@ -45,11 +46,13 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
     Args:
         accelerator: As for DDPStrategy.
         compress: ``"updates"`` of weights, or ``"gradients"``.
-        local_steps: Optimizer steps from one exchange of updates to the next; 8 unless given.
-        warmup_steps: Optimizer steps in which updates are exchanged up to eight times as often, each with as much less.
+        local_steps: Optimizer steps from one exchange of updates to the next; by default as the length of the run
+            allows.
+        warmup_steps: Optimizer steps in which updates are exchanged after every step, each with as much less.
         residual_decay: Factor on an update's residual after each exchange of the warm-up, in (0, 1].
         delay: Optimizer steps for which an exchange may be in flight during training, at most ``local_steps``.
-        density: Share of each tensor's entries that an exchange sends, in (0, 1].
+        density: Share of each tensor's entries that an exchange sends, in (0, 1]; by default as the length of the run
+            allows.
         density_per_parameter: Densities for some parameters, by name pattern.
         refresh_every: Optimizer steps between two selections of the thresholds.
         value_format: ``"fp32"``, ``"bf16"``, ``"int8"``, ``"int4"`` or ``"1bit"``.
@@ -94,7 +97,7 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         warmup_steps: int = 320,
         residual_decay: float = 0.95,
         delay: int = 0,
-        density: float = 0.3,
+        density: float | None = None,
         density_per_parameter: Mapping[str, float] | None = None,
         refresh_every: int = 1000,
         value_format: ValueFormat = "1bit",
@@ -116,29 +119,31 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
                     f"`DCTStrategy` registers its own communication hook and cannot take `{setting}`. Use"
                     " `DDPStrategy` for another hook, or leave the setting out."
                 )
-        config = DCTConfig(
-            compress=compress,
-            local_steps=local_steps,
-            warmup_steps=warmup_steps,
-            residual_decay=residual_decay,
-            delay=delay,
-            density=density,
-            density_per_parameter=density_per_parameter or {},
-            refresh_every=refresh_every,
-            value_format=value_format,
-            min_tensor_size=min_tensor_size,
-            guard=guard,
-            exchange=exchange,
-            kernel=kernel,
-            missing_state=missing_state,
+        given = Given.of(
+            {
+                "compress": compress,
+                "local_steps": local_steps,
+                "warmup_steps": warmup_steps,
+                "residual_decay": residual_decay,
+                "delay": delay,
+                "density": density,
+                "density_per_parameter": density_per_parameter or {},
+                "refresh_every": refresh_every,
+                "value_format": value_format,
+                "min_tensor_size": min_tensor_size,
+                "guard": guard,
+                "exchange": exchange,
+                "kernel": kernel,
+                "missing_state": missing_state,
+            }
         )
         if target_overhead is None and min_density is not None:
             raise ValueError(
                 "`min_density` bounds what `target_overhead` chooses. Give `target_overhead=0.05` too, or `density`."
             )
-        self.auto = None if target_overhead is None else AutoSettings(config, target_overhead, min_density)
+        self.auto = None if target_overhead is None else AutoSettings(given.config, target_overhead, min_density)
         super().__init__(
-            config, lifelines, accelerator=accelerator, gradient_as_bucket_view=gradient_as_bucket_view, **kwargs
+            given, lifelines, accelerator=accelerator, gradient_as_bucket_view=gradient_as_bucket_view, **kwargs
         )
 
     def connect(self, model: pl.LightningModule) -> None:
@@ -159,6 +164,10 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         super().setup(trainer)
         if auto is not None:
             check_optimizers(auto.base, self.optimizers)
+
+    def _settle(self, trainer: pl.Trainer) -> None:
+        if self.auto is None:
+            super()._settle(trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Synchronise parameters that a callback has unfrozen: DDP ignores those that were frozen when it was made."""

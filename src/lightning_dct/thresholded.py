@@ -30,9 +30,9 @@ from lightning_dct.callbacks import (
     ThresholdRefresh,
 )
 from lightning_dct.clipping import install_clipping, remove_clipping
-from lightning_dct.config import DCTConfig
 from lightning_dct.failures import Lifeline, check_lifelines, group_is_made
 from lightning_dct.failures.course import EXCHANGE
+from lightning_dct.forecast.law import Course, Given
 from lightning_dct.gradients.awaited import clock_of
 from lightning_dct.profiling import shown_by
 from lightning_dct.saving import CheckpointedStrategy
@@ -56,11 +56,14 @@ class ThresholdedStrategy(CheckpointedStrategy):
     )
     _timeout: timedelta | None
 
-    def __init__(self, config: DCTConfig, lifelines: bool | int, **kwargs: Any) -> None:
+    def __init__(self, given: Given, lifelines: bool | int, **kwargs: Any) -> None:
         check_lifelines(lifelines)
         self._lifelines = lifelines
         self._in_step = self._has_tables = False
-        super().__init__(config, **kwargs)
+        self.given = given
+        # The settings of this fit as it goes on; None if they do not depend on its length.
+        self.course: Course | None = None
+        super().__init__(given.config, **kwargs)
 
     def __repr__(self) -> str:
         # The Trainer of pytorch_lightning quotes this in an error.
@@ -103,6 +106,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
             clock = clock_of(self.root_device)
             self.traffic, self.split_traffic = Traffic(shown_by(trainer), clock), Traffic(clock=clock)
             self.synchronizer = None
+            self._settle(trainer)
         # Again, because `configure_model` may have made modules.
         check_agreement(module_settings(self._module), Module(), None)
         modules = self.compressed_modules()
@@ -125,6 +129,14 @@ class ThresholdedStrategy(CheckpointedStrategy):
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             check_optimizers(self.config, self.optimizers)
+
+    def _settle(self, trainer: pl.Trainer) -> None:
+        """Choose the settings that were left out by the length of the run; all ranks call this together."""
+        if self.given.left_out:
+            # Of the first rank, because others may have more data or less.
+            steps = self.broadcast(float(trainer.estimated_stepping_batches))
+            self.course = Course(self.given, self.world_size // self.stages, steps)
+            self.config = self.course.at(0)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Continue with this rank's own weights, or with what hooks have written into the shared ones."""

@@ -25,7 +25,7 @@ from distributed.training import (
     fit,
     rank,
 )
-from lightning_dct import DCTStrategy, thresholded
+from lightning_dct import DCTStrategy, auto, thresholded
 from lightning_dct.callbacks import auto_settings, run_advice
 from lightning_dct.callbacks.run_advice import StepCosts
 from lightning_dct.commands import main, plan
@@ -103,10 +103,10 @@ def decisions(rates: list[tuple[float, float]], strategy: dict[str, Any], *more:
 @pytest.mark.parametrize(
     ("rates", "strategy", "taken"),
     [
-        # Nothing is within a millionth: the fastest whose delay is a tenth of 60 steps.
+        # Nothing is within a millionth: the fastest for which 60 steps are enough.
         ([FAST], {}, ["plain DDP|DDP in bf16|updates every step, 30%"]),
         ([HOPELESS], {}, ["updates every step, 30%", "updates every step, 30%"]),
-        ([HOPELESS], {"min_density": 0.4}, ["updates every 2 steps, 40%"] * 2),
+        ([HOPELESS], {"min_density": 0.4}, ["updates every step, 40%"] * 2),
         ([FAST], {"target_overhead": 1e6}, ["plain DDP"]),
     ],
 )
@@ -238,14 +238,20 @@ def test_a_resumed_run_is_the_same_run(ranks: Any, tmp_path: Path, rates: Any, s
         assert_weights_equal(run.state.get("weights", run.weights), again[0].state.get("weights", again[0].weights))
 
 
+def long_run(*arguments: Any) -> Any:
+    """A run for which no settings need too many steps."""
+    with patch.object(auto, "steps_needed", lambda *_: 0):
+        return decisions(*arguments)
+
+
 def test_a_link_that_falls_is_measured_again(ranks: Any) -> None:
     """Oracle: fewer bytes at each decision; what was held back stays in each rank's own weights."""
     more = {"patience": 1, "changed": -1.0}
     long = {"target_overhead": 0.5, "warmup_steps": 0}
-    results = ranks(2).run(decisions, [HOPELESS], long, more, 10)
+    results = ranks(2).run(long_run, [HOPELESS], long, more, 10)
     (run, told, config, _), other = results
     assert (told, config) == other[1:3]
-    assert len(told) > 3
+    assert len(told) > 2
     assert config.round_length > 1
     assert_replicas_equal([run, other[0]])
     own = [one.state["weights"]["model.first.weight"] for one in (run, other[0])]
@@ -283,15 +289,15 @@ def measure_and_plan(*words: str) -> tuple[int, str]:
 
 
 def test_a_plan_measures_and_prints_what_a_run_would_choose(ranks: Any) -> None:
-    """By hand: 40 s for dense gradients on this link, half in bf16, and no delay of more than a tenth of 100 steps."""
-    words = ["--parameters", "1M", "--compute-ms", "1000", "--steps", "100"]
+    """By hand: 40 s for dense gradients on this link, half in bf16; 458 steps are needed for 20% on two ranks."""
+    words = ["--parameters", "1M", "--compute-ms", "1000", "--steps", "500"]
     (status, printed), (other, nothing) = ranks(2).run(measure_and_plan, *words)
     assert (status, other, nothing) == (0, 0, "")
     rows = {line[:28].strip(): line.split() for line in printed.splitlines()}
     assert rows["plain DDP"][2:4] == ["41,001.0", "4,000,000"]
     assert rows["DDP in bf16"][3:5] == ["21,001.0", "2,000,000"]
-    assert rows["updates every 2 steps, 30%"][-1] == "taken"
-    assert printed.count("too long for this run") == 7
+    assert rows["updates every step, 20%"][-1] == "taken"
+    assert printed.count("this run is too short") == 8
     for lacking in ([], ["--compute-ms", "0"]):
         assert ranks(2).run(measure_and_plan, "--parameters", "1M", *lacking) == [(2, "")] * 2
 

@@ -22,6 +22,7 @@ from lightning_dct.auto import (
 )
 from lightning_dct.forecast import Speed, one_tensor
 from lightning_dct.forecast.forecast import layout_of
+from lightning_dct.forecast.law import steps_needed
 from lightning_dct.forecast.timing import MeasuredLink
 from lightning_dct.gradients.exchanges.making import NodeLayout
 
@@ -31,16 +32,17 @@ SECONDS = st.floats(1e-6, 1e3)
 
 
 def options_of(seconds: list[float]) -> list[Option]:
-    return [Option(config, one, 0) for config, one in zip(LADDER, seconds, strict=False)]
+    needed = [0, 0, 0, *(steps_needed(config, 2) for config in LADDER[3:])]
+    return [Option(config, one, 0, steps) for config, one, steps in zip(LADDER, seconds, needed, strict=False)]
 
 
 @given(st.lists(SECONDS, min_size=1, max_size=len(LADDER)), SECONDS, st.integers(1, 10**6) | st.just(float("inf")))
-def test_the_choice_is_the_first_that_is_short_enough_and_never_waits_too_long(
+def test_the_choice_is_the_first_that_is_short_enough_and_its_run_is_long_enough(
     seconds: list[float], longest: float, steps: float
 ) -> None:
     options = options_of(seconds)
     choice = choose(options, longest, steps)
-    allowed = [option for option in options if 10 * option.delay <= steps]
+    allowed = [option for option in options if option.steps_needed <= steps]
     assert choice.option in allowed
     place = allowed.index(choice.option)
     assert choice.is_within == (choice.option.seconds <= longest)
@@ -66,11 +68,12 @@ def test_who_may_take_longer_loses_no_more(seconds: list[float], one: float, oth
     assert places[0] <= places[1]
 
 
-def test_rungs_wait_ever_longer_and_a_lower_bound_holds() -> None:
+def test_rungs_lose_ever_more_and_a_lower_bound_holds() -> None:
     for least in (0.0, 0.15, 0.5, 1.0):
         found = rungs(BASE, least)
-        delays = [Option(config, 0.0, 0).delay for config in found]
-        assert delays == sorted(set(delays))
+        for ranks in (2, 4, 8):
+            needed = [steps_needed(config, ranks) for config in found]
+            assert needed == sorted(set(needed))
         assert min(config.density for config in found) >= least
     assert rungs(DCTConfig(warmup_steps=7, exchange="sharded"))[0].warmup_steps == 7
     assert dense(DCTConfig(kernel="torch", residual_decay=0.9)).kernel == "torch"
@@ -102,11 +105,11 @@ def test_predictions_by_hand() -> None:
     assert len(heads) == len(rows[0])
     assert rows[0][1] == "160.0"
     assert rows[1][-1] == "taken"
-    assert table_of([every], BASE, 33)[1][-1] == "too long for this run"
+    assert table_of([eighth], rungs(BASE)[0], eighth.steps_needed - 1)[1][-1] == "this run is too short"
 
 
 def test_every_rung_is_faster_on_every_link() -> None:
-    speeds = {density: Speed(1e-9 * (1 + density), 1e-10, 1e-11, "") for density in (0.1, 0.3)}
+    speeds = {density: Speed(1e-9 * (1 + density), 1e-10, 1e-11, "") for density in (0.1, 0.15, 0.2, 0.3)}
     for rate in (1e-9, 1e-7, 1e-5):
         for hosts in (2, 4):
             run = measured(layout_of(hosts, hosts), num_bytes=1, seconds=0.01, seconds_per_byte=rate)
@@ -119,7 +122,7 @@ def test_descriptions() -> None:
         "plain DDP",
         "DDP in bf16",
         "updates every step, 30%",
-        "updates every 2 steps, 30%",
+        "updates every step, 20%",
     ]
 
 

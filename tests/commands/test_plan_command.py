@@ -26,18 +26,39 @@ def plan(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    printed = plan(capsys, *ASKED)
+    printed = plan(capsys, *ASKED, "--local-steps", "8", "--density", "0.3")
     assert "30% of the entries, 1bit values, updates every 8 steps; 4 ranks on 4 nodes, 1 Gbit/s" in printed
-    assert "ddp, fp32 all_gather sharded (auto)" in printed
+    assert "ddp, fp32 all_gather (auto) sharded" in printed
     # A ring all-reduce: 2 x 3/4 x 4 MB; 48 ms at 1 Gbit/s.
     assert "bytes a step and rank 6,000,000 " in printed
     assert "ms on the link 48.0 " in printed
     # all_gather: 1 ms to compress, 0.1 to clear, 4 x 0.01 to add, once in 8 steps.
     assert "ms compressing 0.0 0.1 " in printed
-    assert "exchange=\"auto\" takes 'sharded': 4 ranks on 4 nodes, not by node: every node has one rank only" in printed
+    assert (
+        "exchange=\"auto\" takes 'all_gather': 4 ranks on 4 nodes, not by node: every node has one rank only" in printed
+    )
     assert "Compressing: made up." in printed
     assert "residuals on a rank 0 B 4.00 MB 5.00 MB" in printed
     assert "by_node" not in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        # The steps that four ranks need by the law: 9,616 for two steps at 10%, 13,590 for four at 15%.
+        (
+            (),
+            "A run of 10,000 optimizer steps: 1,000,000 parameters in 1 tensor, 10% of the entries, 1bit",
+        ),
+        (("--steps", "13600"), "15% of the entries, 1bit values, updates every 4 steps;"),
+        (("--steps", "100"), "30% of the entries, 1bit values, updates every 1 step;"),
+        (("--steps", "13600", "--density", "0.1"), "10% of the entries, 1bit values, updates every 2 steps;"),
+        # Two replicas.
+        (("--steps", "13600", "--shards", "2"), "30% of the entries, 1bit values, updates every 32 steps;"),
+    ],
+)
+def test_a_longer_run_needs_fewer_bytes(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], told: str) -> None:
+    assert told in plan(capsys, *ASKED, *words)
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -71,7 +92,7 @@ def test_a_module_of_real_tensor_sizes(capsys: pytest.CaptureFixture[str]) -> No
     words = ["--world-size", "2", "--link", "1Gbit", "--module", "lightning.pytorch.demos:LightningTransformer"]
     printed = plan(capsys, *words, "--arguments", "vocab_size=1000")
     sizes = [parameter.numel() for parameter in LightningTransformer(1000).parameters()]
-    assert printed.startswith(f"{sum(sizes):,} parameters in {len(sizes)} tensors")
+    assert f" {sum(sizes):,} parameters in {len(sizes)} tensors" in printed
 
 
 def test_a_link_faster_than_compressing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,7 +105,7 @@ def test_all_ranks_find_the_same_link(ranks: Any) -> None:
 def test_a_run_is_told_once_at_the_start_and_once_at_the_end(ranks: Any) -> None:
     for settings in ({"local_steps": 4, "density": 0.5}, {"compress": "gradients", "density": 0.1}):
         for number, printed, told, _ in ranks(2).run(look, settings, 30):
-            assert sum("This run is short: 30 optimizer steps" in note for note in told) == (number == 0)
+            assert sum("This run is short" in note for note in told) == (number == 0)
             assert not any("exchange='auto'" in note for note in told)
             assert printed.count("ms compressing") == printed.count("; with DDP ") == (number == 0)
             rows = [

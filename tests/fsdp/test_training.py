@@ -40,7 +40,7 @@ def count(settings: dict[str, Any], trainer: dict[str, Any]) -> Any:
 def test_a_hundredth_goes_between_nodes_once_training_has_warmed_up(ranks: Any) -> None:
     """Oracle: the fp32 all-reduce of half the model's entries between two ranks."""
     entries = sum(parameter.numel() for parameter in Wide().parameters())
-    totals = ranks(4).run(count, {"warmup_steps": 0}, {})
+    totals = ranks(4).run(count, {"warmup_steps": 0, "local_steps": 8, "density": 0.3}, {})
     for rank in totals:
         assert rank.bytes_dense == pytest.approx(48 * 4 * entries / 2, rel=1e-3)
         assert rank.bytes_dense >= 130 * rank.bytes_sent

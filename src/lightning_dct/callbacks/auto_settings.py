@@ -29,12 +29,13 @@ from lightning_dct.forecast.timing import Speed, find_slowest, measure_link
 from lightning_dct.forecast.workload import Workload, workload_of
 from lightning_dct.gradients.exchanges.making import NodeLayout, find_layout
 from lightning_dct.tables import plain_table
-from lightning_dct.updates.rounds import SHORTER_IN_WARMUP
 
 WINDOW = 10
 """Steps that are timed together, or as many more as make whole rounds."""
 SPENT = 1.0
 """Seconds that a run may wait for DDP, or for other ranks, while steps are timed."""
+IN_WARMUP = 8
+"""A step of the warm-up is taken to wait so many times as long as one after it, which exchanges less often."""
 CHANGED = 1 / 3
 PATIENCE = 2
 """So many windows in a row must differ by that share before anything is measured again."""
@@ -254,8 +255,7 @@ class AutoSettings(RunAdvice):
 
     def _leave_ddp(self, strategy: Any) -> None:
         """Continue with updates that make the run wait for at most a second while steps are timed."""
-        # Rounds are shorter in warm-up than those that are predicted, so a step waits for longer.
-        longest = SPENT / WINDOW / SHORTER_IN_WARMUP
+        longest = SPENT / WINDOW / IN_WARMUP
         self._choose(strategy, self._measured(0.0), [], longest, "until steps without DDP have been timed")
 
     def _decide(self, strategy: Any, costs: StepCosts, compute: float) -> None:

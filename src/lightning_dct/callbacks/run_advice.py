@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -14,6 +14,7 @@ from lightning_dct.callbacks.requirements import InternalCallback, require_dct
 from lightning_dct.callbacks.slow_rank import SlowRank, slowest_rank
 from lightning_dct.config import DCTConfig
 from lightning_dct.failures import Lifeline
+from lightning_dct.forecast.law import CAUTION, Course, Given, expected_loss, steps_needed
 from lightning_dct.forecast.timing import MeasuredLink, measure_link
 from lightning_dct.gradients.plan import real_numel
 from lightning_dct.kernels import faster_kernel_missing
@@ -22,11 +23,6 @@ from lightning_dct.traffic import FP32_BYTES, Traffic, TrafficTotals
 
 DELAYS_OF_GRADIENTS = 10
 """Delays that a run should last with gradients; a shorter one ends before it has caught up with its start."""
-DELAYS_BY_RANK = 60
-MOST_RANKS = 4
-"""With updates a run should last 60 delays for each rank but the first, up to four: see ``docs/settings.md``."""
-FITTING = ((8, 0.3), (2, 0.1), (1, 0.1), (1, 0.2), (1, 0.3))
-"""Local steps and densities for ever shorter runs, from the fewest bytes to the most."""
 MUCH = 0.1
 """The share of a step from which on advice is worth it."""
 TOO_SLOW = 1 / 3
@@ -132,11 +128,12 @@ class RunAdvice(InternalCallback):
         strategy: Any = trainer.strategy  # one of this package's, as `setup` has checked
         device = strategy.root_device
         # A run that sets itself minds its length itself.
-        is_set = getattr(strategy, "auto", None) is None
+        is_set, given = getattr(strategy, "auto", None) is None, strategy.given
         steps = float(trainer.estimated_stepping_batches) if is_set else math.inf
         everyone = strategy.synchronizer.exchange.everyone
         alone, dense = strategy.when_alone, dense_setting(strategy)
-        for note in notes_at_start(strategy.config, everyone.size, steps, device.type, alone, dense):
+        given = given if is_set else Given(given.config)
+        for note in notes_at_start(given, everyone.size, steps, device.type, alone, dense):
             rank_zero_info(note)
         self._clock, self._before = StepClock(), strategy.traffic.totals
         self._tell_at, self._has_warned, self._slow = 0.0, False, None
@@ -190,7 +187,7 @@ class RunAdvice(InternalCallback):
         return [*rows, ("verdict", self._verdict(strategy, costs, dense))]
 
     def _verdict(self, strategy: Any, costs: StepCosts, dense: float) -> str:
-        return verdict(strategy.config, costs, dense, strategy.root_device.type, dense_setting(strategy))
+        return verdict(strategy.synchronizer.config, costs, dense, strategy.root_device.type, dense_setting(strategy))
 
     def _pause(self) -> None:
         self._clock.pause()
@@ -202,29 +199,11 @@ def dense_setting(strategy: Any) -> str:
     return "strategy='ddp'" if is_plain else "the dense exchange (compress='gradients', density=1.0)"
 
 
-def steps_needed(config: DCTConfig, ranks: int) -> int:
-    """Optimizer steps from which on a run loses little, about 1% of the loss with updates."""
-    per_delay = DELAYS_OF_GRADIENTS if config.compress == "gradients" else DELAYS_BY_RANK * (min(ranks, MOST_RANKS) - 1)
-    return math.ceil(per_delay * config.steps_of_delay)
-
-
-def fitting_settings(config: DCTConfig, ranks: int, steps: float) -> str | None:
-    """The settings with the fewest bytes that fit a short run; None if it is too short for all of them."""
-    if config.compress == "gradients":
-        density = math.ceil(100 * DELAYS_OF_GRADIENTS / steps) / 100
-        return f"density={density:g}" if density < 1 else None
-    for local_steps, density in FITTING:
-        delay = min(config.delay, local_steps)
-        if steps_needed(replace(config, local_steps=local_steps, density=density, delay=delay), ranks) <= steps:
-            return f"local_steps={local_steps}, density={density:g}" + f", delay={delay}" * (delay < config.delay)
-    return None
-
-
-def notes_at_start(config: DCTConfig, ranks: int, steps: float, device_type: str, alone: str, dense: str) -> list[str]:
+def notes_at_start(given: Given, ranks: int, steps: float, device_type: str, alone: str, dense: str) -> list[str]:
     """Notes for the start of a run.
 
     Args:
-        config: The settings.
+        given: The settings that the user has given.
         ranks: Ranks, or replicas, that exchange with each other.
         steps: Optimizer steps, infinite if that is not known.
         device_type: Where the tensors are.
@@ -233,19 +212,58 @@ def notes_at_start(config: DCTConfig, ranks: int, steps: float, device_type: str
     """
     if ranks == 1:
         return [alone] if alone else []
-    notes = []
-    delay, needed = config.steps_of_delay, steps_needed(config, ranks)
-    if delay > 1 and steps < needed:
-        fitting = fitting_settings(config, ranks, steps)
-        remedy = f"give {fitting}, which fit" if fitting else f"use {dense}: any compression would lose more"
-        notes.append(
-            f"This run is short: {steps:,.0f} optimizer steps. An unsent entry waits for about local_steps / density"
-            f" = {config.round_length} / {config.density:g} = {math.ceil(delay):,} of them, so on {ranks} ranks a run"
-            f" should have {needed:,} or more. Train for longer, or {remedy}."
-        )
-    if config.kernel == "auto" and (missing := faster_kernel_missing(device_type)):
+    of_length = _on_gradients if given.config.compress == "gradients" else _on_updates
+    notes = of_length(given, ranks, steps, dense)
+    if given.config.kernel == "auto" and (missing := faster_kernel_missing(device_type)):
         notes.append(missing)
     return notes
+
+
+def _on_gradients(given: Given, ranks: int, steps: float, dense: str) -> list[str]:
+    """Whether a run is long enough for its density."""
+    density = given.config.density
+    if density == 1.0 or DELAYS_OF_GRADIENTS / density <= steps:
+        return []
+    fitting = math.ceil(100 * DELAYS_OF_GRADIENTS / steps) / 100
+    remedy = f"give density={fitting:g}, which fits" if fitting < 1 else f"use {dense}: compression would lose more"
+    return [
+        f"This run is short: {steps:,.0f} optimizer steps. An unsent entry waits for about 1 / density ="
+        f" {math.ceil(1 / density):,} of them, so a run should have {math.ceil(DELAYS_OF_GRADIENTS / density):,} or"
+        f" more. Train for longer, or {remedy}."
+    ]
+
+
+def _on_updates(given: Given, ranks: int, steps: float, dense: str) -> list[str]:
+    """The settings that were chosen, and whether the run is long enough for them."""
+    config = Course(given, ranks, steps).at(0)
+    settings, notes = _settings(config), []
+    if math.isinf(steps):
+        if given.left_out:
+            grows = ", and fewer bytes as it goes on" if given.config.delay == 0 else ""
+            notes.append(f"The length of this run is not known: DCT takes {settings}{grows}.")
+        return notes
+    loss, needed = expected_loss(config, ranks, steps), steps_needed(config, ranks)
+    if given.left_out:
+        more = [one for one in given.rungs() if steps_needed(one, ranks) > max(steps, needed)]
+        notes.append(
+            f"{steps:,.0f} optimizer steps on {ranks} ranks: DCT takes {settings}, and expects the loss to be about"
+            f" {loss:.1g}% above that of plain DDP."
+            + (f" A run of {min(steps_needed(one, ranks) for one in more):,} steps would send less." if more else "")
+        )
+    if steps < needed:
+        fitting = Given(config, frozenset({"local_steps", "density"})).for_run(ranks, steps)
+        remedy = f"use {dense}: any compression loses more"
+        if steps_needed(fitting, ranks) <= steps:
+            remedy = f"leave out `local_steps` and `density`: {_settings(fitting)} would fit"
+        notes.append(
+            f"This run is short for {settings}: the loss may be {CAUTION * loss:.1g}% above that of plain DDP. Train"
+            f" for {needed:,} steps or more, or {remedy}."
+        )
+    return notes
+
+
+def _settings(config: DCTConfig) -> str:
+    return f"local_steps={config.local_steps}, density={config.density:g}"
 
 
 def time_of_step(costs: StepCosts, dense: float, link: MeasuredLink, rival: str = "DDP") -> str:

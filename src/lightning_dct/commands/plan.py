@@ -21,6 +21,7 @@ from lightning_dct import forecast
 from lightning_dct.auto import Measured, choose, measure_speeds, predict_dense, predict_updates, rungs, table_of
 from lightning_dct.config import VALUE_FORMATS, DCTConfig
 from lightning_dct.forecast.forecast import layout_of
+from lightning_dct.forecast.law import Given
 from lightning_dct.forecast.report import describe
 from lightning_dct.forecast.shards import check_shards
 from lightning_dct.forecast.timing import measure_link
@@ -50,9 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     values = "arguments of the module's constructor, with values in JSON where possible"
     add("--arguments", nargs="+", default=[], metavar="KEY=VALUE", help=values)
     add("--compress", choices=("updates", "gradients"), default=defaults.compress, help="(default: %(default)s)")
-    local_steps = f"steps from one exchange of updates to the next (default: {defaults.local_steps})"
-    add("--local-steps", type=int, help=local_steps)
-    add("--density", type=float, default=defaults.density, help="share of entries sent (default: %(default)s)")
+    allowed = "(default: as --steps allow)"
+    add("--local-steps", type=int, help=f"steps from one exchange of updates to the next {allowed}")
+    add("--density", type=float, help=f"share of entries sent {allowed}")
+    steps = "optimizer steps of the run: a longer one needs fewer bytes (default: %(default)s)"
+    add("--steps", type=int, default=10_000, help=steps)
     add("--value-format", choices=VALUE_FORMATS, default=defaults.value_format, help="(default: %(default)s)")
     smaller = "smaller tensors are sent dense (default: %(default)s)"
     add("--min-tensor-size", type=int, default=defaults.min_tensor_size, help=smaller)
@@ -61,7 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compute-ms", type=float, help="what a step takes on one rank alone, milliseconds")
     longer = "share by which it may be longer (default: %(default)s)"
     add("--target-overhead", type=float, default=0.05, help=longer)
-    add("--steps", type=float, default=math.inf, help="optimizer steps of the run, where known")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -83,9 +85,11 @@ def _print_forecast(arguments: argparse.Namespace) -> None:
         check_shards(shards, world_size)
         layout = layout_of(world_size, world_size // shards) if nodes is None else layout
     names = ("compress", "local_steps", "density", "value_format", "min_tensor_size")
-    config, workload = DCTConfig(**{name: getattr(arguments, name) for name in names}), _workload(arguments)
+    given, workload = Given.of({name: getattr(arguments, name) for name in names}), _workload(arguments)
+    config = given.for_run(world_size // (shards or 1), arguments.steps)
     sizes = [real_numel(workload.parameters[name]) for bucket in workload.buckets for name in bucket]
     speed = forecast.measure_speed(config, sizes)
+    print(f"A run of {arguments.steps:,} optimizer steps:")
     print(describe(forecast.Forecast(config, workload, layout, arguments.link, speed, shards=shards)))
 
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_dct.callbacks.requirements import AVERAGING
 from lightning_dct.config import DCTConfig, check_integer, check_keywords
+from lightning_dct.forecast.law import Given
 from lightning_dct.fsdp.gradients import ShardGradientSynchronizer, count_inside
 from lightning_dct.fsdp.mesh import MeshStrategy
 from lightning_dct.fsdp.weights import ShardWeights, plain, take_over, with_local
@@ -109,7 +110,7 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
             )
         check_keywords(type(self), settings, DCTConfig)
         super().__init__(
-            DCTConfig(**settings),
+            Given.of(settings),
             lifelines,
             replicas=replicas,
             wrap_unit=unit,

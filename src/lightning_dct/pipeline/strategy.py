@@ -21,6 +21,7 @@ from lightning_dct.activations import module_settings
 from lightning_dct.agreement import check_agreement, gather_objects
 from lightning_dct.clipping import install_clipping
 from lightning_dct.config import check_choice, check_integer
+from lightning_dct.forecast.law import Given
 from lightning_dct.gradients import Synchronizer
 from lightning_dct.pipeline.checks import (
     check_ddp_settings,
@@ -137,6 +138,7 @@ class DCTPipelineStrategy(DCTStrategy):
             if self.stages == self.world_size:
                 # There is no other pipeline to exchange updates with.
                 self.config = replace(self.config, density=1.0, density_per_parameter={})
+                self.given = Given(self.config)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Cut the model, keep this rank's pieces, and wrap them."""

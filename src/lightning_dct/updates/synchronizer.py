@@ -29,15 +29,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dct.checkpoint.checksums import checksum_of
 from lightning_dct.config import DCTConfig
 from lightning_dct.failures.course import EXCHANGE
+from lightning_dct.forecast.law import Course
 from lightning_dct.gradients.collectives import Link, all_reduce_mean
-from lightning_dct.gradients.compression import Bucket, Received
+from lightning_dct.gradients.compression import Bucket, Received, counting
 from lightning_dct.gradients.exchanges.base import Exchange, Pending, complete
 from lightning_dct.gradients.plan import BucketPlan, local_of, real_dtype, real_numel
 from lightning_dct.gradients.synchronizer import Synchronizer
@@ -71,6 +72,9 @@ class UpdateSynchronizer(Synchronizer):
         weights: The shared weights; by default those that are shown by exchanging pointers.
         average_over: The ranks over which buffers are averaged, one link after the other; by default those of the
             exchange. The ranks of a sharded replica have buffers of their own.
+
+    Attributes:
+        course: Chooses settings as the run goes on; None if they stay.
     """
 
     def __init__(
@@ -85,7 +89,7 @@ class UpdateSynchronizer(Synchronizer):
         average_over: Sequence[Link] = (),
     ) -> None:
         super().__init__(config, parameter_names, exchange)
-        self.memory.what, self.memory.by_senders = "Updates", True
+        self.memory.what, self.memory.of_updates = "Updates", True
         self.weights = weights or SharedWeights()
         self._average_over = average_over or [exchange.everyone]
         self._buffers = buffers
@@ -100,9 +104,14 @@ class UpdateSynchronizer(Synchronizer):
         self._to_refresh: set[str] = set()
         # A single rank has only its own weights.
         self._alone = exchange.everyone.size == 1
+        self.course: Course | None = None
+        self._reached = 0
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Register parameters that this optimizer steps for the first time."""
+        """Follow the course of settings, and register parameters that this optimizer steps for the first time."""
+        if self.course is not None and self.course.reached(self.synchronisations) != self._reached:
+            self._reached = self.course.reached(self.synchronisations)
+            self._change(self.course.at(self.synchronisations))
         rounds = self._rounds.setdefault(self._number_of(optimizer), Rounds())
         unsettled = {p for group in optimizer.param_groups for p in group["params"] if p not in self._settled}
         if not unsettled:
@@ -129,6 +138,15 @@ class UpdateSynchronizer(Synchronizer):
         rounds.what = f"{EXCHANGE} {self._number_of(optimizer)} {zlib.crc32(repr(shapes).encode()):x}"
         added = ", ".join(repr(name) for name in rounds.names if name not in known) if known else ""
         rounds.said = f"an exchange of {len(rounds.names)} parameters" + (f", {added[:200]} added" if added else "")
+
+    def _change(self, config: DCTConfig) -> None:
+        """Take settings for a longer run, between two exchanges."""
+        if (config.local_steps, config.density) != (self.config.local_steps, self.config.density):
+            rank_zero_info(
+                f"After {self.synchronisations:,} optimizer steps this run is long enough for"
+                f" local_steps={config.local_steps}, density={config.density:g}."
+            )
+            self.plans.change(config)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Count a step, apply updates that are due, and send the buckets that are due; a collective call."""
@@ -324,7 +342,7 @@ class UpdateSynchronizer(Synchronizer):
             own, bucket = None, self.weights.bucket(names)
             if plan.is_dense or self.exchange.sums_first:
                 moved = self.weights.movement(names, plan.residual_dtype)
-                own, pending = moved.clone(), self._start(moved, plan, set())
+                own, pending = moved.clone(), self._start_sum(moved, plan)
             elif bucket is not None:
                 flow = self.exchange.send(bucket, plan, set(), self.memory, lost)
                 pending = Pending(flow, self.exchange.rounds, bucket.bases[0].device)
@@ -332,6 +350,13 @@ class UpdateSynchronizer(Synchronizer):
                 pending = self._send_movement(names, plan, lost)
             due = rounds.steps + min(self.config.delay, length)
             return InFlight(names, sum(plan.sizes), due, pending, None, own)
+
+    def _start_sum(self, moved: Tensor, plan: BucketPlan) -> Pending:
+        """Start sending updates that are summed before they are compressed, if they are."""
+        if plan.is_dense:
+            return self._start(moved, plan, set())
+        flow = self.exchange.send(Bucket([moved], [], 1.0), plan, set(), self.memory)
+        return Pending(flow, self.exchange.rounds, moved.device)
 
     def _send_movement(self, names: Sequence[str], plan: BucketPlan, lost: float) -> Pending:
         """Start sending updates that are not read from the weights in place."""
@@ -352,7 +377,7 @@ class UpdateSynchronizer(Synchronizer):
         with self.traffic.timed("apply"):
             for item in items:
                 bucket = self.weights.bucket(item.names)
-                if isinstance(item.arrived, Received) and bucket is not None:
+                if isinstance(item.arrived, Received) and item.own is None and bucket is not None:
                     self.memory.apply(item.arrived, bucket)
                 else:
                     self.weights.move(item.names, *self._read(item))
@@ -364,9 +389,9 @@ class UpdateSynchronizer(Synchronizer):
         if not isinstance(arrived, Received):
             return arrived, item.own  # type: ignore[return-value]
         mean = arrived.payloads.new_empty(item.entries, dtype=arrived.plan.residual_dtype)
-        payload = arrived.own if isinstance(arrived.own, Tensor) else arrived.payloads[arrived.own]
-        own = self.memory.decompress(arrived._replace(payloads=payload[None], factor=1.0), mean.clone())
-        return self.memory.decompress(arrived, mean), own
+        mean, sent = self.memory.decompress(arrived, mean), self.memory.decompress_own(arrived, mean)
+        # A node sends for its ranks, which keep what it does not send.
+        return mean, sent if item.own is None else torch.where(counting(sent, arrived.plan), item.own, 0.0)
 
     def _complete(self, items: Iterable[InFlight]) -> None:
         pending = [(item, item.pending) for item in items if item.pending is not None]

@@ -1,0 +1,117 @@
+"""How much of the loss a run of updates gives up, and the settings that send the fewest bytes within a bound.
+
+    loss in % = (0.185 min(W - 1, 3) (H / d)^0.5  +  0.03 W^1.25 (H - 1)^0.8) / (S / 1000)^0.61
+
+``W`` ranks exchange every ``H`` local steps at density ``d``, and make ``S`` optimizer steps. The first term is for
+entries that wait to be sent, the second for steps that ranks take apart. The longer a run, the less it loses. This is
+a fit to small language models under AdamW, and no more: ``docs/evidence/run_length.md``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_dct.config import DCTConfig
+from lightning_dct.wire import BITS_PER_VALUE
+
+LADDER = (
+    (1, 0.3),
+    (1, 0.2),
+    (1, 0.1),
+    (2, 0.1),
+    (4, 0.15),
+    (8, 0.3),
+    (16, 0.3),
+    (32, 0.3),
+    (32, 0.1),
+    (64, 0.1),
+)
+"""Local steps and densities, from the most bytes to the fewest."""
+EXPONENT = 0.61
+BOUND = 1.0
+"""The loss that a run may give up, in percent."""
+CAUTION = 1.5
+"""Of 59 runs behind the fit, 53 lost less than so many times what it says."""
+SHORTEST = 1000
+"""A run of unknown length is taken to end after so many steps, or twice as many as it has made."""
+
+
+def expected_loss(config: DCTConfig, ranks: int, steps: float) -> float:
+    """By how many percent a loss is expected to be above that of plain DDP, with updates."""
+    waiting = 0.185 * min(ranks - 1, 3) * config.steps_of_delay**0.5
+    apart = 0.03 * ranks**1.25 * (config.round_length - 1) ** 0.8
+    return (waiting + apart) / (steps / 1000) ** EXPONENT
+
+
+def steps_needed(config: DCTConfig, ranks: int) -> int:
+    """Optimizer steps from which on a run stays within the bound, with caution."""
+    return math.ceil(1000 * (CAUTION * expected_loss(config, ranks, 1000) / BOUND) ** (1 / EXPONENT))
+
+
+@dataclass(frozen=True)
+class Given:
+    """The settings that a user has given.
+
+    Attributes:
+        config: These, and the usual values of the others.
+        left_out: Of ``local_steps`` and ``density`` those that the length of the run chooses.
+    """
+
+    config: DCTConfig
+    left_out: frozenset[str] = frozenset()
+
+    @staticmethod
+    def of(settings: Mapping[str, Any]) -> Given:
+        """The settings of keyword arguments, of which None stands for one that was left out."""
+        config = DCTConfig(**settings)
+        if config.compress == "gradients":
+            return Given(config)
+        return Given(config, frozenset(name for name in ("local_steps", "density") if settings.get(name) is None))
+
+    def rungs(self) -> list[DCTConfig]:
+        """The settings to choose from, from the most bytes to the fewest."""
+        config, found = self.config, []
+        for local_steps, density in LADDER:
+            # An exchange has to arrive before the next one begins.
+            steps = max(local_steps, config.delay) if "local_steps" in self.left_out else config.round_length
+            one = replace(config, local_steps=steps, density=density if "density" in self.left_out else config.density)
+            if one not in found:
+                found.append(one)
+        return sorted(found, key=_bits, reverse=True)
+
+    def for_run(self, ranks: int, steps: float) -> DCTConfig:
+        """The settings for a run: those with the fewest bytes within the bound, or else those that lose least."""
+        if ranks == 1 or not self.left_out:
+            return self.config
+        rungs = self.rungs()
+        return next((one for one in reversed(rungs) if steps_needed(one, ranks) <= steps), rungs[0])
+
+
+class Course:
+    """The settings of a run as it goes on: those of its length, or ever fewer bytes if its length is not known.
+
+    ``ranks`` exchange with each other, for ``steps`` optimizer steps: infinite if that is not known.
+    """
+
+    def __init__(self, given: Given, ranks: int, steps: float) -> None:
+        self.given, self.ranks, self.steps = given, ranks, steps
+        # With a delay, the tensors that take turns depend on the settings that a run begins with.
+        self.grows = math.isinf(steps) and given.config.delay == 0 and bool(given.left_out)
+
+    def reached(self, steps: int) -> int:
+        """The steps after which settings were last chosen."""
+        return steps // SHORTEST * SHORTEST if self.grows else 0
+
+    def at(self, steps: int) -> DCTConfig:
+        """The settings after so many steps."""
+        expected = max(SHORTEST, 2 * self.reached(steps)) if math.isinf(self.steps) else self.steps
+        return self.given.for_run(self.ranks, expected)
+
+
+def _bits(config: DCTConfig) -> float:
+    """About the bits that a rank sends in a step for each entry."""
+    density = config.density
+    return density * (BITS_PER_VALUE[config.value_format] + 2 - math.log2(density)) / config.round_length

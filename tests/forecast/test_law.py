@@ -1,0 +1,91 @@
+"""The law that chooses local steps and density: arithmetic by hand, and what must hold for every run."""
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_dct import DCTConfig
+from lightning_dct.forecast.law import LADDER, SHORTEST, Course, Given, expected_loss, steps_needed
+
+RANKS = st.integers(2, 64)
+STEPS = st.integers(1, 10**7)
+RUNGS = st.sampled_from([DCTConfig(local_steps=steps, density=density) for steps, density in LADDER])
+NOTHING = Given.of({})
+
+
+def test_the_loss_by_hand() -> None:
+    """2 ranks, 8 steps at 30%, 1,000 steps: 0.185 * 26.67^0.5 + 0.03 * 2^1.25 * 7^0.8 = 0.955 + 0.338."""
+    default = DCTConfig()
+    assert expected_loss(default, 2, 1000) == pytest.approx(1.294, abs=0.001)
+    # Ten times the steps, a quarter of the loss: 10^0.61 is 4.07.
+    assert expected_loss(default, 2, 10_000) == pytest.approx(1.294 / 4.074, abs=0.001)
+    # One step apart, no second term: 3 * 0.185 * 10^0.5 on four ranks or more.
+    assert expected_loss(DCTConfig(local_steps=1, density=0.1), 4, 1000) == pytest.approx(1.755, abs=0.001)
+    assert expected_loss(DCTConfig(local_steps=1, density=0.1), 64, 1000) == pytest.approx(1.755, abs=0.001)
+
+
+@given(RUNGS, RANKS, STEPS)
+def test_a_run_loses_less_the_longer_it_is_and_more_the_more_ranks_it_has(
+    config: DCTConfig, ranks: int, steps: int
+) -> None:
+    loss = expected_loss(config, ranks, steps)
+    assert 0 < expected_loss(config, ranks, 2 * steps) < loss
+    assert expected_loss(config, ranks + 1, steps) >= loss
+    needed = steps_needed(config, ranks)
+    assert expected_loss(config, ranks, needed) <= 1 / 1.5 < expected_loss(config, ranks, needed - 2)
+
+
+@given(RANKS, STEPS)
+def test_the_choice_is_within_the_bound_and_nothing_with_fewer_bytes_is(ranks: int, steps: int) -> None:
+    chosen = NOTHING.for_run(ranks, steps)
+    places = [(config.local_steps, config.density) for config in NOTHING.rungs()]
+    assert places == list(LADDER)
+    place = places.index((chosen.local_steps, chosen.density))
+    assert place == 0 or steps_needed(chosen, ranks) <= steps
+    assert all(steps_needed(config, ranks) > steps for config in NOTHING.rungs()[place + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("settings", "left_out"),
+    [
+        ({}, {"local_steps", "density"}),
+        ({"local_steps": None, "density": None}, {"local_steps", "density"}),
+        ({"local_steps": 4, "delay": 2}, {"density"}),
+        ({"density": 0.3}, {"local_steps"}),
+        ({"density": 0.3, "local_steps": 8}, set()),
+        ({"compress": "gradients"}, set()),
+    ],
+)
+def test_what_is_given_is_kept(settings: dict[str, Any], left_out: set[str]) -> None:
+    asked = Given.of(settings)
+    assert asked.left_out == left_out
+    for ranks in (1, 2, 8):
+        for steps in (10, 3000, 10**6, math.inf):
+            chosen = asked.for_run(ranks, steps)
+            assert all(getattr(chosen, name) == value for name, value in settings.items() if value is not None)
+            if ranks == 1:
+                assert chosen == asked.config
+
+
+def test_a_round_is_no_shorter_than_a_delay() -> None:
+    assert Given.of({"delay": 5}).for_run(8, 10).local_steps == 5
+
+
+def test_a_run_of_unknown_length_begins_short_and_doubles() -> None:
+    course = Course(NOTHING, 2, math.inf)
+    assert course.at(0) == course.at(SHORTEST - 1) == NOTHING.for_run(2, SHORTEST)
+    assert [course.reached(steps) for steps in (999, 1000, 3999)] == [0, 1000, 3000]
+    for steps in (1000, 5000, 50_000):
+        assert course.at(steps) == NOTHING.for_run(2, 2 * steps)
+    assert course.at(50_000) != course.at(0)
+
+
+def test_a_run_of_known_length_keeps_its_settings() -> None:
+    course = Course(NOTHING, 2, 5000)
+    assert course.at(0) == course.at(4999) == NOTHING.for_run(2, 5000)
+    assert course.reached(4999) == 0
+    # Tensors that take turns depend on the settings that a run begins with.
+    assert not Course(Given.of({"delay": 1}), 2, math.inf).grows

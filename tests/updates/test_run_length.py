@@ -1,0 +1,94 @@
+"""Settings that follow the length of a run, on real ranks."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import PropertyMock, patch
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from distributed.test_resume import train, train_half
+from distributed.training import Module, assert_replicas_equal, assert_weights_equal, fit, loader, rank
+from lightning_dct import DCTStrategy
+from lightning_dct.config import DCTConfig
+from lightning_dct.forecast import law
+from lightning_dct.forecast.law import Given
+
+
+class Settings(Callback):
+    """Notes ``local_steps`` and the density after each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, float]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        config = trainer.strategy.synchronizer.config
+        self.seen.append((config.round_length, config.density))
+
+
+def settings_of(batches: int, settings: dict[str, Any]) -> list[tuple[int, float]]:
+    seen, strategy = Settings(), DCTStrategy(**settings)
+    fit(strategy, Module(), loader(batches, 40, 8), callbacks=[seen])
+    assert (strategy.config.round_length, strategy.config.density) == seen.seen[0]
+    return seen.seen
+
+
+def test_a_run_takes_the_settings_of_its_length(ranks: Any) -> None:
+    """Eight batches are too few for more than the first settings, whatever the ranks; what is given is kept."""
+    assert ranks(2).run(settings_of, 8, {}) == [[(1, 0.3)] * 8] * 2
+    assert ranks(3).run(settings_of, 8, {"local_steps": 4}) == [[(4, 0.3)] * 8] * 3
+
+
+def needed(config: DCTConfig, ranks: int) -> int:
+    return 8 * config.round_length
+
+
+def test_ranks_with_more_batches_take_the_same_settings(ranks: Any) -> None:
+    """The first rank's eight batches decide, because ranks with settings of their own would wait for ever."""
+    (first, other) = ranks(2).run(uneven_settings)
+    assert first == other[: len(first)] == [(1, 0.1)] * 8
+
+
+def uneven_settings() -> list[tuple[int, float]]:
+    with patch.object(law, "steps_needed", needed):
+        seen = Settings()
+        fit(DCTStrategy(), Module(), loader((8, 16)[rank()], 40, 8), callbacks=[seen], limit_train_batches=8)
+        return seen.seen
+
+
+@contextmanager
+def unknown_length() -> Iterator[None]:
+    """A run of unknown length takes new settings every four steps."""
+    with (
+        patch.object(law, "steps_needed", needed),
+        patch.object(law, "SHORTEST", 4),
+        patch.object(Trainer, "estimated_stepping_batches", PropertyMock(return_value=math.inf)),
+    ):
+        yield
+
+
+def train_unknown(function: Any, *arguments: Any) -> Any:
+    with unknown_length():
+        return function(*arguments)
+
+
+def test_a_run_of_unknown_length_sends_less_as_it_goes_on(ranks: Any) -> None:
+    """By hand: 4, 8, 16, 24 and 32 steps are expected; eight are needed for each step from exchange to exchange."""
+    (seen, other) = ranks(2).run(train_unknown, settings_of, 20, {})
+    expected = [(1, 0.3)] * 4 + [(1, 0.1)] * 4 + [(2, 0.1)] * 8 + [(4, 0.15)] * 4
+    assert seen == other == expected
+    assert Given.of({}).for_run(2, 20).round_length == 1
+
+
+def test_it_resumes_as_if_it_had_not_stopped(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: 20 batches without a break, every bit; it is saved after ten, between two changes of settings."""
+    strategy = {"compress": "updates", "warmup_steps": 3}
+    whole = ranks(2).run(train_unknown, train, None, strategy, {})
+    ranks(2).run(train_unknown, train_half, tmp_path / "half.ckpt", strategy, {})
+    resumed = ranks(2).run(train_unknown, train, tmp_path / "half.ckpt", strategy, {})
+    for expected, run in zip(whole, resumed, strict=True):
+        assert run.hashes == expected.hashes[10:]
+        assert_weights_equal(expected.state["weights"], run.state["weights"])
+    assert_replicas_equal(resumed)
