@@ -35,7 +35,7 @@ def test_a_run_loses_less_the_longer_it_is_and_more_the_more_ranks_it_has(
     assert 0 < expected_loss(config, ranks, 2 * steps) < loss
     assert expected_loss(config, ranks + 1, steps) >= loss
     needed = steps_needed(config, ranks)
-    assert expected_loss(config, ranks, needed) <= 1 / 1.5 < expected_loss(config, ranks, needed - 2)
+    assert expected_loss(config, ranks, needed) <= 0.5 < expected_loss(config, ranks, needed - 2)
 
 
 @given(RANKS, STEPS)
