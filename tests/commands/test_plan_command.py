@@ -51,7 +51,7 @@ def test_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
             "A run of 10,000 optimizer steps: 1,000,000 parameters in 1 tensor, 10% of the entries, 1bit",
         ),
         (("--steps", "21800"), "15% of the entries, 1bit values, updates every 4 steps;"),
-        (("--steps", "100"), "30% of the entries, 1bit values, updates every 1 step;"),
+        (("--steps", "100"), "30% of the entries, 1bit values, updates every step;"),
         (("--steps", "21800", "--density", "0.1"), "10% of the entries, 1bit values, updates every 2 steps;"),
         # Two replicas.
         (("--steps", "21800", "--shards", "2"), "30% of the entries, 1bit values, updates every 32 steps;"),

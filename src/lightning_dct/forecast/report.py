@@ -20,7 +20,8 @@ def describe(forecast: Forecast) -> str:
 def _title(forecast: Forecast) -> str:
     """The settings, in one line."""
     config, layout = forecast.config, forecast.layout
-    what = "gradients" if config.compress == "gradients" else f"updates every {_many(config.round_length, 'step')}"
+    every = "step" if config.round_length == 1 else f"{config.round_length:,} steps"
+    what = "gradients" if config.compress == "gradients" else f"updates every {every}"
     replicas = "" if forecast.shards is None else f" in replicas of {_many(forecast.shards, 'shard')}"
     return (
         f"{forecast.workload.entries:,} parameters in {_many(sum(map(len, forecast.workload.buckets)), 'tensor')},"
