@@ -83,7 +83,7 @@ def test_fabric(ranks: Any, tmp_path: Path) -> None:
     epochs = re.findall(r"epoch \d: loss ([\d.]+), (\d+)x fewer bytes", output)
     assert len(epochs) == 2
     assert float(epochs[1][0]) < 0.6
-    assert float(epochs[1][1]) > 40
+    assert float(epochs[1][1]) > 20
     assert len(list((tmp_path / "fabric.ckpt.module-0.dct").iterdir())) == 2
 
 

@@ -142,6 +142,7 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
                 "`min_density` bounds what `target_overhead` chooses. Give `target_overhead=0.05` too, or `density`."
             )
         self.auto = None if target_overhead is None else AutoSettings(given.config, target_overhead, min_density)
+        self.follows_length = self.auto is None
         super().__init__(
             given, lifelines, accelerator=accelerator, gradient_as_bucket_view=gradient_as_bucket_view, **kwargs
         )
@@ -164,10 +165,6 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         super().setup(trainer)
         if auto is not None:
             check_optimizers(auto.base, self.optimizers)
-
-    def _settle(self, trainer: pl.Trainer) -> None:
-        if self.auto is None:
-            super()._settle(trainer)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Synchronise parameters that a callback has unfrozen: DDP ignores those that were frozen when it was made."""

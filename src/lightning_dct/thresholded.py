@@ -50,6 +50,8 @@ class ThresholdedStrategy(CheckpointedStrategy):
     registered_names: ClassVar[dict[str, dict[str, Any]]]
     # The same without compression, for advice.
     dense_rival: ClassVar[str] = "DDP"
+    # Whether the length of a run chooses settings that are left out.
+    follows_length = True
     # What a user is told who trains with nobody to exchange with.
     when_alone: ClassVar[str] = (
         "One process (`devices=1`) has nobody to send to: nothing is compressed. Give `devices=2` or more."
@@ -105,8 +107,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             clock = clock_of(self.root_device)
             self.traffic, self.split_traffic = Traffic(shown_by(trainer), clock), Traffic(clock=clock)
-            self.synchronizer = None
-            self._settle(trainer)
+            self.synchronizer = self.course = None
         # Again, because `configure_model` may have made modules.
         check_agreement(module_settings(self._module), Module(), None)
         modules = self.compressed_modules()
@@ -130,13 +131,15 @@ class ThresholdedStrategy(CheckpointedStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             check_optimizers(self.config, self.optimizers)
 
-    def _settle(self, trainer: pl.Trainer) -> None:
-        """Choose the settings that were left out by the length of the run; all ranks call this together."""
-        if self.given.left_out:
+    def on_train_start(self) -> None:
+        """Choose the settings that were left out by the length of the run, which is known now."""
+        super().on_train_start()
+        if self.updates is not None and self.given.left_out and self.follows_length:
             # Of the first rank, because others may have more data or less.
-            steps = self.broadcast(float(trainer.estimated_stepping_batches))
-            self.course = Course(self.given, self.world_size // self.stages, steps)
+            steps = self.broadcast(float(self._module.trainer.estimated_stepping_batches))
+            self.course = self.updates.course = Course(self.given, self.world_size // self.stages, steps)
             self.config = self.course.at(0)
+            self.updates.plans.change(self.config)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Continue with this rank's own weights, or with what hooks have written into the shared ones."""
