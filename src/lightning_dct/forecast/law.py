@@ -34,7 +34,7 @@ EXPONENT = 0.61
 BOUND = 1.0
 """The loss that a run may give up, in percent."""
 CAUTION = 2.0
-"""Of 61 runs, 59 lost less than so many times what the law says."""
+"""Of 63 runs, 60 lost at most so many times what the law says."""
 SHORTEST = 1000
 """A run of unknown length is taken to end after so many steps, or twice as many as it has made."""
 
