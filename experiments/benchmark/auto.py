@@ -32,7 +32,7 @@ from benchmark.tables import describe_machine, link_name, publish
 from benchmark.task import NextBytes, next_bytes_data
 from lightning_dct import DCTStrategy
 from lightning_dct.config import DCTConfig
-from lightning_dct.forecast.law import LADDER, steps_needed
+from lightning_dct.law import LADDER, steps_needed
 from network.hosts import Link, change_rate, some_hosts, why_not
 
 SMOOTHING, EVERY = 20, 10

@@ -1,6 +1,6 @@
 """Chooses settings for a run: the settings to choose from, the rule, and the predicted time of a step with each.
 
-    DDP in fp32, DDP in bf16, then updates at 1 bit, as :data:`~lightning_dct.forecast.law.LADDER` orders them
+    DDP in fp32, DDP in bf16, then updates at 1 bit, as :data:`~lightning_dct.law.LADDER` orders them
 
 The order is from the least to the most lossy. Every rung sends less than the one before. A run takes none for which it
 is too short. Times follow the model of ``lightning-dct plan``.
@@ -20,11 +20,11 @@ import torch.distributed as dist
 from lightning_dct.config import DCTConfig, ValueFormat
 from lightning_dct.forecast.bytes_sent import dense_step
 from lightning_dct.forecast.forecast import Forecast
-from lightning_dct.forecast.law import LADDER, steps_needed
 from lightning_dct.forecast.timing import MeasuredLink, Speed, measure_speed, slowest
 from lightning_dct.forecast.workload import Workload
 from lightning_dct.gradients.exchanges.making import NodeLayout
 from lightning_dct.gradients.plan import real_numel
+from lightning_dct.law import LADDER, steps_needed
 from lightning_dct.tables import rate_text
 from lightning_dct.traffic import FP32_BYTES
 

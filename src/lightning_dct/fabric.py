@@ -34,9 +34,9 @@ from lightning_dct.checkpoint.reading import (
 )
 from lightning_dct.config import DCTConfig, check_keywords
 from lightning_dct.failures import check_lifelines, group_is_made
-from lightning_dct.forecast.law import Course, Given
 from lightning_dct.gradients import Synchronizer
 from lightning_dct.gradients.awaited import clock_of
+from lightning_dct.law import Course, Given
 from lightning_dct.profiling import recorded
 from lightning_dct.strategy import DCTStrategy as TrainerStrategy
 from lightning_dct.synchronizing import (

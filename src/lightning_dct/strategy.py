@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dct.callbacks import AutoSettings, ThresholdRefresh
 from lightning_dct.config import Compress, DCTConfig, ExchangeName, MissingState, ValueFormat, check_keywords
 from lightning_dct.failures.course import EXCHANGE
-from lightning_dct.forecast.law import Given
 from lightning_dct.gradients import GradientSynchronizer
 from lightning_dct.kernels import KernelName
+from lightning_dct.law import Given
 from lightning_dct.synchronizing import (
     check_optimizers,
     check_settings,

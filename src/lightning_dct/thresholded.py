@@ -32,8 +32,8 @@ from lightning_dct.callbacks import (
 from lightning_dct.clipping import install_clipping, remove_clipping
 from lightning_dct.failures import Lifeline, check_lifelines, group_is_made
 from lightning_dct.failures.course import EXCHANGE
-from lightning_dct.forecast.law import Course, Given
 from lightning_dct.gradients.awaited import clock_of
+from lightning_dct.law import Course, Given
 from lightning_dct.profiling import shown_by
 from lightning_dct.saving import CheckpointedStrategy
 from lightning_dct.synchronizing import check_optimizers

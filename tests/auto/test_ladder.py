@@ -22,9 +22,9 @@ from lightning_dct.auto import (
 )
 from lightning_dct.forecast import Speed, one_tensor
 from lightning_dct.forecast.forecast import layout_of
-from lightning_dct.forecast.law import steps_needed
 from lightning_dct.forecast.timing import MeasuredLink
 from lightning_dct.gradients.exchanges.making import NodeLayout
+from lightning_dct.law import steps_needed
 
 BASE = DCTConfig()
 LADDER = [dense(BASE), dense(BASE, "bf16"), *rungs(BASE)]

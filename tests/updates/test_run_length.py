@@ -11,10 +11,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from distributed.test_resume import train, train_half
 from distributed.training import Module, assert_replicas_equal, assert_weights_equal, fit, loader, rank
-from lightning_dct import DCTStrategy
+from lightning_dct import DCTStrategy, law
 from lightning_dct.config import DCTConfig
-from lightning_dct.forecast import law
-from lightning_dct.forecast.law import Given
+from lightning_dct.law import Given
 
 
 class Settings(Callback):

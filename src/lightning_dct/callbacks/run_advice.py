@@ -14,10 +14,10 @@ from lightning_dct.callbacks.requirements import InternalCallback, require_dct
 from lightning_dct.callbacks.slow_rank import SlowRank, slowest_rank
 from lightning_dct.config import DCTConfig
 from lightning_dct.failures import Lifeline
-from lightning_dct.forecast.law import CAUTION, Course, Given, expected_loss, steps_needed
 from lightning_dct.forecast.timing import MeasuredLink, measure_link
 from lightning_dct.gradients.plan import real_numel
 from lightning_dct.kernels import faster_kernel_missing
+from lightning_dct.law import CAUTION, Course, Given, expected_loss, steps_needed
 from lightning_dct.tables import rate_text
 from lightning_dct.traffic import FP32_BYTES, Traffic, TrafficTotals
 

@@ -21,13 +21,13 @@ from lightning_dct import forecast
 from lightning_dct.auto import Measured, choose, measure_speeds, predict_dense, predict_updates, rungs, table_of
 from lightning_dct.config import VALUE_FORMATS, DCTConfig
 from lightning_dct.forecast.forecast import layout_of
-from lightning_dct.forecast.law import Given
 from lightning_dct.forecast.report import describe
 from lightning_dct.forecast.shards import check_shards
 from lightning_dct.forecast.timing import measure_link
 from lightning_dct.fsdp.wrapping import units_of
 from lightning_dct.gradients.exchanges.making import find_layout
 from lightning_dct.gradients.plan import real_numel
+from lightning_dct.law import Given
 from lightning_dct.synchronizing import parameter_names
 from lightning_dct.tables import plain_table
 

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from lightning_dct.callbacks.requirements import AVERAGING
 from lightning_dct.config import DCTConfig, check_integer, check_keywords
-from lightning_dct.forecast.law import Given
 from lightning_dct.fsdp.gradients import ShardGradientSynchronizer, count_inside
 from lightning_dct.fsdp.mesh import MeshStrategy
 from lightning_dct.fsdp.weights import ShardWeights, plain, take_over, with_local
@@ -28,6 +27,7 @@ from lightning_dct.fsdp.wrapping import UNIT, Unit, check_sharded, shard_of, sha
 from lightning_dct.gradients import Synchronizer
 from lightning_dct.gradients.collectives import Link
 from lightning_dct.gradients.plan import local_of
+from lightning_dct.law import Given
 from lightning_dct.synchronizing import (
     check_settings,
     compare_places,

@@ -21,8 +21,8 @@ from lightning_dct.activations import module_settings
 from lightning_dct.agreement import check_agreement, gather_objects
 from lightning_dct.clipping import install_clipping
 from lightning_dct.config import check_choice, check_integer
-from lightning_dct.forecast.law import Given
 from lightning_dct.gradients import Synchronizer
+from lightning_dct.law import Given
 from lightning_dct.pipeline.checks import (
     check_ddp_settings,
     check_no_tables,

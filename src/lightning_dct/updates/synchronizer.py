@@ -36,12 +36,12 @@ from torch.optim import Optimizer
 from lightning_dct.checkpoint.checksums import checksum_of
 from lightning_dct.config import DCTConfig
 from lightning_dct.failures.course import EXCHANGE
-from lightning_dct.forecast.law import Course
 from lightning_dct.gradients.collectives import Link, all_reduce_mean
 from lightning_dct.gradients.compression import Bucket, Received, counting
 from lightning_dct.gradients.exchanges.base import Exchange, Pending, complete
 from lightning_dct.gradients.plan import BucketPlan, local_of, real_dtype, real_numel
 from lightning_dct.gradients.synchronizer import Synchronizer
+from lightning_dct.law import Course
 from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes
 from lightning_dct.updates.rounds import (
     MOST_IN_FLIGHT,

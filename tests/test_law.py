@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dct import DCTConfig
-from lightning_dct.forecast.law import LADDER, SHORTEST, Course, Given, expected_loss, steps_needed
+from lightning_dct.law import LADDER, SHORTEST, Course, Given, expected_loss, steps_needed
 
 RANKS = st.integers(2, 64)
 STEPS = st.integers(1, 10**7)
