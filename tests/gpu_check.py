@@ -209,7 +209,7 @@ def rank_main(rank: int, backend: str, kind: str, folder: str) -> None:
 def strategy_of(config: DCTConfig, rank: int) -> Any:
     """What :mod:`lightning_dct.synchronizing` asks of a strategy."""
     place = {"node_rank": 0, "local_rank": rank, "_timeout": timedelta(minutes=3)}
-    return SimpleNamespace(config=config, course=None, traffic=Traffic(), optimizers=[], **place)
+    return SimpleNamespace(config=config, traffic=Traffic(), optimizers=[], **place)
 
 
 def exchanged(config: DCTConfig, device: torch.device, rank: int) -> dict[str, str]:

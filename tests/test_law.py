@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dct import DCTConfig
-from lightning_dct.law import LADDER, SHORTEST, Course, Given, expected_loss, steps_needed
+from lightning_dct.law import LADDER, SHORTEST, Given, RunSettings, expected_loss, steps_needed
 
 RANKS = st.integers(2, 64)
 STEPS = st.integers(1, 10**7)
@@ -75,7 +75,7 @@ def test_a_round_is_no_shorter_than_a_delay() -> None:
 
 
 def test_a_run_of_unknown_length_begins_short_and_doubles() -> None:
-    course = Course(NOTHING, 2, math.inf)
+    course = RunSettings(NOTHING, 2, math.inf)
     assert course.at(0) == course.at(SHORTEST - 1) == NOTHING.for_run(2, SHORTEST)
     assert [course.reached(steps) for steps in (999, 1000, 3999)] == [0, 1000, 3000]
     for steps in (1000, 5000, 50_000):
@@ -84,8 +84,8 @@ def test_a_run_of_unknown_length_begins_short_and_doubles() -> None:
 
 
 def test_a_run_of_known_length_keeps_its_settings() -> None:
-    course = Course(NOTHING, 2, 5000)
+    course = RunSettings(NOTHING, 2, 5000)
     assert course.at(0) == course.at(4999) == NOTHING.for_run(2, 5000)
     assert course.reached(4999) == 0
     # Tensors that take turns depend on the settings that a run begins with.
-    assert not Course(Given.of({"delay": 1}), 2, math.inf).grows
+    assert not RunSettings(Given.of({"delay": 1}), 2, math.inf).grows

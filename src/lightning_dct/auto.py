@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from lightning_dct.forecast.timing import MeasuredLink, Speed, measure_speed, sl
 from lightning_dct.forecast.workload import Workload
 from lightning_dct.gradients.exchanges.making import NodeLayout
 from lightning_dct.gradients.plan import real_numel
-from lightning_dct.law import LADDER, steps_needed
+from lightning_dct.law import BY_LENGTH, Given, steps_needed
 from lightning_dct.tables import rate_text
 from lightning_dct.traffic import FP32_BYTES
 
@@ -110,8 +110,7 @@ def dense(base: DCTConfig, value_format: ValueFormat = "fp32") -> DCTConfig:
 
 def rungs(base: DCTConfig, min_density: float = 0.0) -> list[DCTConfig]:
     """Updates, from the least to the most lossy, with ``min_density`` or more."""
-    found = [replace(base, local_steps=steps, density=max(density, min_density)) for steps, density in LADDER]
-    return [one for index, one in enumerate(found) if one not in found[:index]]
+    return Given(base, BY_LENGTH).rungs(min_density)
 
 
 def check_left_out(base: DCTConfig) -> None:

@@ -36,7 +36,7 @@ from lightning_dct.config import DCTConfig, check_keywords
 from lightning_dct.failures import check_lifelines, group_is_made
 from lightning_dct.gradients import Synchronizer
 from lightning_dct.gradients.awaited import clock_of
-from lightning_dct.law import Course, Given
+from lightning_dct.law import Given, RunSettings
 from lightning_dct.profiling import recorded
 from lightning_dct.strategy import DCTStrategy as TrainerStrategy
 from lightning_dct.synchronizing import (
@@ -78,8 +78,6 @@ class DCTStrategy(DDPStrategy):
         names = {field.name for field in fields(DCTConfig)} & kwargs.keys()
         self.given = Given.of({name: kwargs.pop(name) for name in names})
         self.config = self.given.config
-        # Fabric does not know how long a run is, so its settings follow the steps that it has made.
-        self.course: Course | None = None
         kwargs.setdefault("gradient_as_bucket_view", True)  # as the Trainer's strategy does
         super().__init__(accelerator=accelerator, **kwargs)
         self.traffic = Traffic(recorded)
@@ -94,9 +92,9 @@ class DCTStrategy(DDPStrategy):
         with group_is_made(self._lifelines, self._timeout):
             super().setup_environment()
         self.traffic.clock = clock_of(self.root_device)
-        if self.given.left_out:
-            self.course = Course(self.given, self.world_size, math.inf)
-            self.config = self.course.at(0)
+        # Fabric does not know how long a run is, so its settings follow the steps that it has made.
+        self._run_settings = RunSettings(self.given, self.world_size, math.inf)
+        self.config = self._run_settings.at(0)
 
     def setup_module(self, module: Module) -> Any:
         """Set up synchronisation, and wrap the module with DDP if gradients are exchanged."""
@@ -108,7 +106,8 @@ class DCTStrategy(DDPStrategy):
             module.register_comm_hook(None, synchronizer.hook)
         else:
             average_buffers = self._ddp_kwargs.get("broadcast_buffers", True)
-            synchronizer = make_update_synchronizer(self, module, group, average_buffers)
+            synchronizer = updates = make_update_synchronizer(self, module, group, average_buffers)
+            updates.run_settings = self._run_settings
         # The synchronizer itself requests refreshes: if a strategy overrides `backward`, Fabric forbids
         # `loss.backward()`.
         synchronizer.refresh_every = self.config.refresh_every

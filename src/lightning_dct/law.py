@@ -30,6 +30,8 @@ LADDER = (
     (64, 0.1),
 )
 """Local steps and densities, from the most bytes to the fewest."""
+BY_LENGTH = frozenset({"local_steps", "density"})
+"""Settings that the length of a run chooses, if they are left out."""
 EXPONENT = 0.61
 BOUND = 1.0
 """The loss that a run may give up, in percent."""
@@ -57,7 +59,7 @@ class Given:
 
     Attributes:
         config: These, and the usual values of the others.
-        left_out: Of ``local_steps`` and ``density`` those that the length of the run chooses.
+        left_out: Those that the length of the run chooses.
     """
 
     config: DCTConfig
@@ -69,15 +71,16 @@ class Given:
         config = DCTConfig(**settings)
         if config.compress == "gradients":
             return Given(config)
-        return Given(config, frozenset(name for name in ("local_steps", "density") if settings.get(name) is None))
+        return Given(config, frozenset(name for name in BY_LENGTH if settings.get(name) is None))
 
-    def rungs(self) -> list[DCTConfig]:
-        """The settings to choose from, from the most bytes to the fewest."""
+    def rungs(self, min_density: float = 0.0) -> list[DCTConfig]:
+        """The settings to choose from, from the most bytes to the fewest; ``min_density`` bounds what is chosen."""
         config, found = self.config, []
         for local_steps, density in LADDER:
             # An exchange has to arrive before the next one begins.
             steps = max(local_steps, config.delay) if "local_steps" in self.left_out else config.round_length
-            one = replace(config, local_steps=steps, density=density if "density" in self.left_out else config.density)
+            density = max(density, min_density) if "density" in self.left_out else config.density
+            one = replace(config, local_steps=steps, density=density)
             if one not in found:
                 found.append(one)
         return sorted(found, key=_bits, reverse=True)
@@ -90,7 +93,7 @@ class Given:
         return next((one for one in reversed(rungs) if steps_needed(one, ranks) <= steps), rungs[0])
 
 
-class Course:
+class RunSettings:
     """The settings of a run as it goes on: those of its length, or ever fewer bytes if its length is not known.
 
     ``ranks`` exchange with each other, for ``steps`` optimizer steps: infinite if that is not known.

@@ -142,7 +142,8 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
                 "`min_density` bounds what `target_overhead` chooses. Give `target_overhead=0.05` too, or `density`."
             )
         self.auto = None if target_overhead is None else AutoSettings(given.config, target_overhead, min_density)
-        self.follows_length = self.auto is None
+        if self.auto is not None:
+            given = Given(given.config)  # which the length of the run does not change
         super().__init__(
             given, lifelines, accelerator=accelerator, gradient_as_bucket_view=gradient_as_bucket_view, **kwargs
         )

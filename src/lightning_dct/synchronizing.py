@@ -109,7 +109,6 @@ def make_update_synchronizer(
     everyone = Link(group, strategy.traffic, exchange.everyone.ranks_per_node)
     average_over = [everyone] if inside is None else [inside, everyone]
     made = UpdateSynchronizer(strategy.config, names, exchange, buffers, *every, weights, average_over)
-    made.course = strategy.course
     compare_places(made, strategy, group)
     return made
 

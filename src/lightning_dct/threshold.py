@@ -126,7 +126,7 @@ def nudge(threshold: float, count: int, target: int, size: int, aim: float = GUA
 def limit_of(reached: Tensor, size: int, target: int) -> float:
     """The magnitude that about ``target`` entries reach, from a regular sample of more that have reached a threshold.
 
-    With a random choice instead of the largest entries, four ranks lost 7.0% where they lose 4.4%:
+    With a random choice instead of the largest entries, four ranks lost 7.0% where they lose 5.1%:
     ``docs/evidence/sums.md``.
 
     Args:

@@ -33,7 +33,7 @@ from lightning_dct.clipping import install_clipping, remove_clipping
 from lightning_dct.failures import Lifeline, check_lifelines, group_is_made
 from lightning_dct.failures.course import EXCHANGE
 from lightning_dct.gradients.awaited import clock_of
-from lightning_dct.law import Course, Given
+from lightning_dct.law import Given, RunSettings
 from lightning_dct.profiling import shown_by
 from lightning_dct.saving import CheckpointedStrategy
 from lightning_dct.synchronizing import check_optimizers
@@ -50,8 +50,6 @@ class ThresholdedStrategy(CheckpointedStrategy):
     registered_names: ClassVar[dict[str, dict[str, Any]]]
     # The same without compression, for advice.
     dense_rival: ClassVar[str] = "DDP"
-    # Whether the length of a run chooses settings that are left out.
-    follows_length = True
     # What a user is told who trains with nobody to exchange with.
     when_alone: ClassVar[str] = (
         "One process (`devices=1`) has nobody to send to: nothing is compressed. Give `devices=2` or more."
@@ -63,8 +61,6 @@ class ThresholdedStrategy(CheckpointedStrategy):
         self._lifelines = lifelines
         self._in_step = self._has_tables = False
         self.given = given
-        # The settings of this fit as it goes on; None if they do not depend on its length.
-        self.course: Course | None = None
         super().__init__(given.config, **kwargs)
 
     def __repr__(self) -> str:
@@ -107,7 +103,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             clock = clock_of(self.root_device)
             self.traffic, self.split_traffic = Traffic(shown_by(trainer), clock), Traffic(clock=clock)
-            self.synchronizer = self.course = None
+            self.synchronizer = None
         # Again, because `configure_model` may have made modules.
         check_agreement(module_settings(self._module), Module(), None)
         modules = self.compressed_modules()
@@ -134,11 +130,11 @@ class ThresholdedStrategy(CheckpointedStrategy):
     def on_train_start(self) -> None:
         """Choose the settings that were left out by the length of the run, which is known now."""
         super().on_train_start()
-        if self.updates is not None and self.given.left_out and self.follows_length:
+        if self.updates is not None and self.given.left_out:
             # Of the first rank, because others may have more data or less.
             steps = self.broadcast(float(self._module.trainer.estimated_stepping_batches))
-            self.course = self.updates.course = Course(self.given, self.world_size // self.stages, steps)
-            self.config = self.course.at(0)
+            self.updates.run_settings = RunSettings(self.given, self.world_size // self.stages, steps)
+            self.config = self.updates.run_settings.at(0)
             self.updates.plans.change(self.config)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

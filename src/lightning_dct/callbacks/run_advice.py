@@ -17,7 +17,7 @@ from lightning_dct.failures import Lifeline
 from lightning_dct.forecast.timing import MeasuredLink, measure_link
 from lightning_dct.gradients.plan import real_numel
 from lightning_dct.kernels import faster_kernel_missing
-from lightning_dct.law import CAUTION, Course, Given, expected_loss, steps_needed
+from lightning_dct.law import BY_LENGTH, CAUTION, Given, RunSettings, expected_loss, steps_needed
 from lightning_dct.tables import rate_text
 from lightning_dct.traffic import FP32_BYTES, Traffic, TrafficTotals
 
@@ -128,12 +128,11 @@ class RunAdvice(InternalCallback):
         strategy: Any = trainer.strategy  # one of this package's, as `setup` has checked
         device = strategy.root_device
         # A run that sets itself minds its length itself.
-        is_set, given = getattr(strategy, "auto", None) is None, strategy.given
+        is_set = getattr(strategy, "auto", None) is None
         steps = float(trainer.estimated_stepping_batches) if is_set else math.inf
         everyone = strategy.synchronizer.exchange.everyone
         alone, dense = strategy.when_alone, dense_setting(strategy)
-        given = given if is_set else Given(given.config)
-        for note in notes_at_start(given, everyone.size, steps, device.type, alone, dense):
+        for note in notes_at_start(strategy.given, everyone.size, steps, device.type, alone, dense):
             rank_zero_info(note)
         self._clock, self._before = StepClock(), strategy.traffic.totals
         self._tell_at, self._has_warned, self._slow = 0.0, False, None
@@ -235,7 +234,7 @@ def _on_gradients(given: Given, ranks: int, steps: float, dense: str) -> list[st
 
 def _on_updates(given: Given, ranks: int, steps: float, dense: str) -> list[str]:
     """The settings that were chosen, and whether the run is long enough for them."""
-    config = Course(given, ranks, steps).at(0)
+    config = RunSettings(given, ranks, steps).at(0)
     settings, notes = _settings(config), []
     if math.isinf(steps):
         if given.left_out:
@@ -244,14 +243,14 @@ def _on_updates(given: Given, ranks: int, steps: float, dense: str) -> list[str]
         return notes
     loss, needed = expected_loss(config, ranks, steps), steps_needed(config, ranks)
     if given.left_out:
-        more = [one for one in given.rungs() if steps_needed(one, ranks) > max(steps, needed)]
+        longer = [more for one in given.rungs() if (more := steps_needed(one, ranks)) > max(steps, needed)]
         notes.append(
             f"{steps:,.0f} optimizer steps on {ranks} ranks: DCT takes {settings}, and expects the loss to be about"
             f" {loss:.1g}% above that of plain DDP."
-            + (f" A run of {min(steps_needed(one, ranks) for one in more):,} steps would send less." if more else "")
+            + (f" A run of {min(longer):,} steps would send less." if longer else "")
         )
     if steps < needed:
-        fitting = Given(config, frozenset({"local_steps", "density"})).for_run(ranks, steps)
+        fitting = Given(config, BY_LENGTH).for_run(ranks, steps)
         remedy = f"use {dense}: any compression loses more"
         if steps_needed(fitting, ranks) <= steps:
             remedy = f"leave out `local_steps` and `density`: {_settings(fitting)} would fit"

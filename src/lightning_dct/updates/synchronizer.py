@@ -41,7 +41,7 @@ from lightning_dct.gradients.compression import Bucket, Received, counting
 from lightning_dct.gradients.exchanges.base import Exchange, Pending, complete
 from lightning_dct.gradients.plan import BucketPlan, local_of, real_dtype, real_numel
 from lightning_dct.gradients.synchronizer import Synchronizer
-from lightning_dct.law import Course
+from lightning_dct.law import RunSettings
 from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes
 from lightning_dct.updates.rounds import (
     MOST_IN_FLIGHT,
@@ -74,7 +74,7 @@ class UpdateSynchronizer(Synchronizer):
             exchange. The ranks of a sharded replica have buffers of their own.
 
     Attributes:
-        course: Chooses settings as the run goes on; None if they stay.
+        run_settings: Chooses settings as the run goes on; None if they stay.
     """
 
     def __init__(
@@ -104,14 +104,15 @@ class UpdateSynchronizer(Synchronizer):
         self._to_refresh: set[str] = set()
         # A single rank has only its own weights.
         self._alone = exchange.everyone.size == 1
-        self.course: Course | None = None
+        self.run_settings: RunSettings | None = None
         self._reached = 0
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Follow the course of settings, and register parameters that this optimizer steps for the first time."""
-        if self.course is not None and self.course.reached(self.synchronisations) != self._reached:
-            self._reached = self.course.reached(self.synchronisations)
-            self._change(self.course.at(self.synchronisations))
+        """Take the settings of a run of this length, and register parameters that are stepped for the first time."""
+        chosen, steps = self.run_settings, self.synchronisations
+        if chosen is not None and chosen.reached(steps) != self._reached:
+            self._reached = chosen.reached(steps)
+            self._change(chosen.at(steps))
         rounds = self._rounds.setdefault(self._number_of(optimizer), Rounds())
         unsettled = {p for group in optimizer.param_groups for p in group["params"] if p not in self._settled}
         if not unsettled:
