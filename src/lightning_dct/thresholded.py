@@ -31,7 +31,7 @@ from lightning_dct.callbacks import (
 )
 from lightning_dct.clipping import install_clipping, remove_clipping
 from lightning_dct.failures import Lifeline, check_lifelines, group_is_made
-from lightning_dct.failures.course import EXCHANGE
+from lightning_dct.failures.course import EXCHANGE, IN_FORWARD
 from lightning_dct.gradients.awaited import clock_of
 from lightning_dct.law import Given, RunSettings
 from lightning_dct.profiling import shown_by
@@ -146,7 +146,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step, and count it if activations are compressed."""
         if self._takes_all_ranks():
-            self.come_to(f"{EXCHANGE} in forward")
+            self.come_to(IN_FORWARD)
         self._in_step = True
         try:
             output = super().training_step(*args, **kwargs)
@@ -163,17 +163,18 @@ class ThresholdedStrategy(CheckpointedStrategy):
             return self._has_tables
         return model.will_sync_module_buffers() or not getattr(model, "_has_rebuilt_buckets", True)
 
-    def come_to(self, what: str, patience_s: float | None = None) -> None:
-        """Come to a place in fit where all ranks do the same; see :mod:`lightning_dct.failures.course`.
+    def come_to(self, what: str, patience_s: float | None = None, group: dist.ProcessGroup | None = None) -> None:
+        """Come to a place in fit where all ranks of a group do the same; see :mod:`lightning_dct.failures.course`.
 
         Raises:
             RuntimeError: They do not, which the message explains.
         """
-        if self.is_fitting and self.synchronizer is not None:
-            stops = ", because its `trainer.should_stop` is set" if self._module.trainer.should_stop else ""
-            self.synchronizer.come_to(
-                what, f"{what} after {self.synchronizer.synchronisations} steps{stops}", patience_s
-            )
+        if self.lifeline is None or self.synchronizer is None or not self.is_fitting:
+            return
+        stops = ", because its `trainer.should_stop` is set" if self._module.trainer.should_stop else ""
+        said = f"{what} after {self.synchronizer.synchronisations} steps{stops}"
+        peers = range(self.world_size) if group is None else dist.get_process_group_ranks(group)
+        self.lifeline.come_to(what, said, peers, patience_s)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
@@ -187,22 +188,15 @@ class ThresholdedStrategy(CheckpointedStrategy):
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Combine a tensor of all ranks."""
-        if self._takes_peers(group):
-            # Nobody is asked in a step, which a question would delay.
-            rare, often = "a reduction, of logged values or for a checkpoint,", f"{EXCHANGE} of logged values"
-            self.come_to(often if self._in_step else rare)
+        # Nobody is asked in a step, which a question would delay.
+        rare, often = "a reduction, of logged values or for a checkpoint,", f"{EXCHANGE} of logged values"
+        self.come_to(often if self._in_step else rare, group=group)
         return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gather a tensor of all ranks, as ``LightningModule.all_gather`` does."""
-        if self._takes_peers(group):
-            self.come_to(f"{EXCHANGE} of gathered values")
+        self.come_to(f"{EXCHANGE} of gathered values", group=group)
         return super().all_gather(tensor, group, sync_grads)
-
-    def _takes_peers(self, group: Any | None) -> bool:
-        """Whether a collective of a group takes the ranks that do the same as this one in fit."""
-        peers = () if self.synchronizer is None else self.synchronizer.peers
-        return self.is_fitting and (group is None or peers == dist.get_process_group_ranks(group))
 
     def optimizer_step(
         self,

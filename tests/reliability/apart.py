@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dct import DCTStrategy
+from lightning_dct import DCTFSDPStrategy, DCTPipelineStrategy, DCTStrategy, SplitPoint, SplitSequential
 from lightning_dct.callbacks import failures
 from lightning_dct.failures import lifeline
 
@@ -24,11 +24,23 @@ WAYS = (
     "gathering, with updates in flight",
     "more parameters",
     "unfreeze",
+    "stage, stop",
+    "stage, save",
+    "stage, decide",
+    "stage, fewer batches",
+    "stage, fewer batches of validation",
+    "shard, stop",
+    "shard, gathering",
+    "shard, gathering after forward",
+    "shard, gathering after backward",
 )
 
 
 class Model(pl.LightningModule):
-    """Two linear layers around a BatchNorm, whose running statistics are averaged at the end; one layer is frozen."""
+    """Two linear layers around a BatchNorm, whose running statistics are averaged at the end, and one beside them.
+
+    Or two around a split point, each of which is a stage of a pipeline.
+    """
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -38,16 +50,21 @@ class Model(pl.LightningModule):
         self.way = way
         if way == "unfreeze":
             self.extra.requires_grad_(False)
+        if way.startswith("stage"):
+            self.model, self.extra = SplitSequential(nn.Linear(8, 8), SplitPoint(), nn.Linear(8, 8)), None
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         if self.global_rank == 0 and batch_idx == 4:
-            if self.way.startswith("stop"):
+            if "stop" in self.way:
                 self.trainer.should_stop = True
             if self.way == "more parameters":
                 self.optimizers().add_param_group({"params": list(self.extra.parameters())})
-            if self.way.startswith("gathering"):
+            if "gathering" in self.way and "after" not in self.way:
                 self.all_gather(batch[0])
-        loss = (self.model(batch[0]) + self.extra(batch[0])).square().mean()
+        output = self.model(batch[0])
+        loss = (output if self.extra is None else output + self.extra(batch[0])).square().mean()
+        if self.global_rank == 0 and batch_idx == 4 and "after forward" in self.way:
+            self.all_gather(batch[0])
         if "log" in self.way:
             self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         return loss
@@ -55,23 +72,42 @@ class Model(pl.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.global_rank == 0 and batch_idx == 4 and self.way == "unfreeze":
             self.extra.requires_grad_(True)
+        if self.global_rank == 0 and batch_idx == 4 and "save" in self.way:
+            self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/x.ckpt")
+        if self.global_rank == 0 and batch_idx == 4 and "decide" in self.way:
+            self.trainer.strategy.reduce_boolean_decision(True)
+
+    def on_after_backward(self) -> None:
+        if self.global_rank == 0 and self.trainer.global_step == 4 and "after backward" in self.way:
+            self.all_gather(torch.ones(1))
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.log("validation", self.model(batch[0]).mean())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters() if self.way == "unfreeze" else self.model.parameters(), 0.1)
+        chosen = self.model if self.way in WAYS[: WAYS.index("unfreeze")] else self
+        return torch.optim.SGD(chosen.parameters(), 0.1)
 
 
 def train(way: str, folder: str) -> None:
     """Train on every rank; rank 0 makes the mistake."""
     lifeline.GRACE_S = 1.5
     failures.PATIENCE_S = 200.0  # the others may be slow on a busy machine
-    fewer = way.startswith("fewer") and os.environ["RANK"] == "0"
+    fewer = "fewer" in way and os.environ["RANK"] == "0"
     batches = 12 if not fewer else 1 if "only one" in way else 9
-    data = TensorDataset(torch.randn(4 * batches, 8))
+    torch.manual_seed(0)
+    data = [DataLoader(TensorDataset(torch.randn(4 * count, 8)), 4) for count in (12, batches)]
+    validates = "validation" in way
     settings = {"compress": "gradients"} if way == "unfreeze" or "only one" in way else {}
     if "in flight" in way:
         settings = {"exchange": "sharded", "local_steps": 4, "delay": 2, "warmup_steps": 0}
+    strategy: Any = DCTStrategy(**settings)
+    if way.startswith("stage"):
+        strategy = DCTPipelineStrategy(stages=2, micro_batches=2)
+    if way.startswith("shard"):
+        strategy = DCTFSDPStrategy(replicas=1, unit=8)
     trainer = pl.Trainer(
-        strategy=DCTStrategy(**settings),
+        strategy=strategy,
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
         max_epochs=1,
@@ -81,5 +117,7 @@ def train(way: str, folder: str) -> None:
         enable_checkpointing="checkpoint" in way,
         enable_progress_bar=False,
         enable_model_summary=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=1.0 if validates else 0,
     )
-    trainer.fit(Model(way), DataLoader(data, 4))
+    trainer.fit(Model(way), *(data if validates else data[1:]))

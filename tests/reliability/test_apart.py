@@ -30,6 +30,17 @@ SAYS = {
         "`param_groups`",
     ],
     "unfreeze": ["rank 0 to 8 trainable parameters", "to an exchange in forward after 5 steps", "`requires_grad`"],
+    "stage, stop": ["`trainer.should_stop` is set and rank 1 to an exchange of activations in training_step after 5"],
+    "stage, save": ["rank 0 to a checkpoint after 5 steps and rank 1 to an exchange of activations in training_step"],
+    "stage, decide": ["rank 0 to a common decision after 5 steps and rank 1 to an exchange of activations"],
+    "stage, fewer batches": ["and rank 1 to an exchange of activations in training_step after 9 steps"],
+    "stage, fewer batches of validation": [
+        " and rank 1 to an exchange of activations in validation_step after 12 steps"
+    ],
+    "shard, stop": ["`trainer.should_stop` is set and rank 1 to an exchange in forward after 5 steps"],
+    "shard, gathering": ["rank 0 to an exchange of gathered values after 4 steps and rank 1 to an exchange in forward"],
+    "shard, gathering after forward": ["gathered values after 4 steps and rank 1 to an exchange in backward after 4"],
+    "shard, gathering after backward": ["rank 0 to an exchange of gathered values after 4 steps and rank 1 to an"],
 }
 
 

@@ -1,8 +1,9 @@
 r"""What the ranks do together, in order: compared before they can wait for each other in different collectives.
 
-A rank numbers its *places*: exchanges, and whatever else takes all ranks, such as a barrier. At the same number every
-rank must do the same. Mostly they do, and say nothing. A rank *asks* the others if it does what it has not done before,
-or if ranks with uneven batches would do it at different places. It waits until all have come to that place:
+A rank comes to *places*: exchanges, and whatever else takes several ranks, such as a barrier. It numbers those that it
+shares with another rank, and at the same number both must do the same. Mostly they do, and say nothing. A rank *asks*
+the others if it does what it has not done before, or if ranks with uneven batches would do it at different places. It
+waits until all have come to that place:
 
     rank 0    9: exchange --- 10: barrier, asks ---- waits ---------------- ends, with the places of both ranks
     rank 1    9: exchange --- 10: exchange, waits for rank 0 -- is asked -- ends
@@ -13,6 +14,7 @@ The hub passes the questions and the answers on. There is a time limit at the en
 from __future__ import annotations
 
 import threading
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +27,7 @@ SAME_PARAMETERS = (
     "Change `requires_grad` and the optimizers' `param_groups` on every rank alike, before the same optimizer step"
 )
 EXCHANGE = "an exchange"
+IN_FORWARD = f"{EXCHANGE} in forward"
 
 
 class Course:
@@ -37,10 +40,11 @@ class Course:
         self._rank = rank
         self._send = send
         self._turn = threading.Condition()
-        self._place = 0
-        self._agreed = 0
-        self._done: dict[int, dict[str, Any]] = {}
-        self._asked: dict[int, dict[str, Any]] = {}
+        # By the ranks that share them: how many places this rank has come to, and the last one that all agree on.
+        self._counts: Counter[tuple[int, ...]] = Counter()
+        self._agreed: Counter[tuple[int, ...]] = Counter()
+        self._done: deque[dict[str, Any]] = deque(maxlen=MEMORY)
+        self._asked: list[dict[str, Any]] = []
         self._usual: set[str] = set()
         self._released = False
 
@@ -56,22 +60,24 @@ class Course:
         Returns:
             How this rank and another one differ, or an empty string.
         """
+        ranks = tuple(peers)
         with self._turn:
-            self._place += 1
-            place = self._place
-            mine = {"place": place, "what": what, "said": said, "peers": peers, "rank": self._rank}
-            self._done[place] = mine
-            self._done.pop(place - MEMORY, None)
-            asked = self._asked.pop(place, None)
-        if asked is not None:
-            if difference := self._answer(asked, mine):
+            self._counts[ranks] += 1
+            place = self._counts[ranks]
+            mine = {"place": place, "what": what, "said": said, "peers": ranks, "rank": self._rank}
+            mine["counts"] = list(self._counts.items())
+            self._done.append(mine)
+            asked = [theirs for theirs in self._asked if _same_number(theirs, mine)]
+            self._asked = [theirs for theirs in self._asked if theirs not in asked]
+        for theirs in asked:
+            if difference := self._answer(theirs, mine):
                 return difference
-        elif what not in self._usual:
+        if not asked:
+            if what in self._usual:
+                return ""
             self._send(mine)
-        else:
-            return ""
         with self._turn:
-            self._turn.wait_for(lambda: self._agreed >= place or self._released, patience_s)
+            self._turn.wait_for(lambda: self._agreed[ranks] >= place or self._released, patience_s)
         if what.startswith(EXCHANGE):
             self._usual.add(what)
         return ""
@@ -79,16 +85,16 @@ class Course:
     def ask(self, theirs: dict[str, Any]) -> str:
         """Answer another rank, now or when this one comes to that place; return how they differ."""
         with self._turn:
-            mine = self._done.get(theirs["place"])
+            mine = next((one for one in self._done if _same_number(theirs, one)), None)
             if mine is None:
-                self._asked[theirs["place"]] = theirs
+                self._asked.append(theirs)
                 return ""
         return self._answer(theirs, mine)
 
-    def agree(self, place: int) -> None:
-        """All ranks do the same up to this place."""
+    def agree(self, place: int, peers: Sequence[int]) -> None:
+        """These ranks do the same up to this one of their places."""
         with self._turn:
-            self._agreed = max(self._agreed, place)
+            self._agreed[tuple(peers)] = max(self._agreed[tuple(peers)], place)
             self._turn.notify_all()
 
     def release(self) -> None:
@@ -99,10 +105,22 @@ class Course:
 
     def _answer(self, theirs: dict[str, Any], mine: dict[str, Any]) -> str:
         difference = ""
-        if theirs["what"] != mine["what"]:
+        if (theirs["what"], *theirs["peers"]) != (mine["what"], *mine["peers"]):
             both = sorted((theirs, mine), key=lambda one: one["rank"])
             places = " and ".join(f"rank {one['rank']} to {one['said']}" for one in both)
             alike = all(one["what"].startswith(EXCHANGE) for one in both)
-            difference = f"The ranks have come apart: {places}. {SAME_PARAMETERS if alike else SAME_BATCHES}"
+            remedy = SAME_PARAMETERS if alike and "parameters" in places else SAME_BATCHES
+            difference = f"The ranks have come apart: {places}. {remedy}"
         self._send({"agrees": theirs["place"], "peers": theirs["peers"], "apart": difference})
         return difference
+
+
+def _same_number(theirs: dict[str, Any], mine: dict[str, Any]) -> bool:
+    """Whether two ranks' places have the same number among those that both share."""
+    if mine["rank"] not in theirs["peers"] or theirs["rank"] not in mine["peers"]:
+        return False
+    return _number(theirs, mine) == _number(mine, theirs)
+
+
+def _number(one: dict[str, Any], other: dict[str, Any]) -> int:
+    return sum(count for ranks, count in one["counts"] if other["rank"] in ranks)

@@ -195,7 +195,7 @@ class Hub:
             del self._places[peers, place]
             self._agreed[peers] = place
             for other in peers:
-                self._send(self._members[other], {"agreed": place})
+                self._send(self._members[other], {"agreed": place, "peers": peers})
 
     def _decide_soon(self) -> None:
         if self._decide_at is None and self._verdict is None:

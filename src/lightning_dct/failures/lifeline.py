@@ -192,7 +192,7 @@ class Lifeline:
             if difference := self._course.ask(message["ask"]):
                 self._decide(difference, [])
         elif "agreed" in message:
-            self._course.agree(int(message["agreed"]))
+            self._course.agree(int(message["agreed"]), message["peers"])
         elif "verdict" in message:
             self._decide(str(message["verdict"]), message["blamed"])
         elif "over" in message:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -13,13 +13,15 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_dct.callbacks.requirements import AVERAGING
 from lightning_dct.config import DCTConfig, check_integer, check_keywords
+from lightning_dct.failures.course import EXCHANGE, IN_FORWARD
 from lightning_dct.fsdp.gradients import ShardGradientSynchronizer, count_inside
 from lightning_dct.fsdp.mesh import MeshStrategy
 from lightning_dct.fsdp.weights import ShardWeights, plain, take_over, with_local
@@ -119,6 +121,7 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
+        self._hooks: list[RemovableHandle] = []
 
     @property
     def stages(self) -> int:  # type: ignore[override]
@@ -157,6 +160,11 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.is_fitting = True
             self.synchronizer = self._make_synchronizer(model)
+            # Before FSDP's own hooks, which gather weights.
+            self._hooks = [
+                module.register_forward_pre_hook(lambda *_: self.come_to(IN_FORWARD), prepend=True)
+                for module in cast("list[nn.Module]", sharded_modules(model))
+            ]
             entries = sum(local_of(p).numel() for p in self._parameter_names() if p.requires_grad)
             what = "shared weights" if self.updates is not None else "residuals"
             rank_zero_info(
@@ -183,6 +191,9 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
 
     def teardown(self) -> None:
         """Detach the exchange from the module."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         if isinstance(self.synchronizer, ShardGradientSynchronizer):
             self.synchronizer.detach(sharded_modules(self._module))
         super().teardown()
@@ -199,6 +210,11 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
             if isinstance(synchronizer, ShardGradientSynchronizer):
                 synchronizer.is_blocked = False
 
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Come to where FSDP gathers weights again, and reduces gradients."""
+        self.come_to(f"{EXCHANGE} in backward")
+        super().pre_backward(closure_loss)
+
     def post_backward(self, closure_loss: Tensor) -> None:
         """End the exchange of this backward."""
         super().post_backward(closure_loss)
@@ -207,6 +223,7 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's state, with the weights that all replicas share."""
+        self.come_to("a checkpoint")
         if self.updates is None:
             return super().lightning_module_state_dict()
         with self.updates.weights.in_model():

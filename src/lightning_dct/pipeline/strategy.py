@@ -21,6 +21,7 @@ from lightning_dct.activations import module_settings
 from lightning_dct.agreement import check_agreement, gather_objects
 from lightning_dct.clipping import install_clipping
 from lightning_dct.config import check_choice, check_integer
+from lightning_dct.failures.course import EXCHANGE
 from lightning_dct.gradients import Synchronizer
 from lightning_dct.law import Given
 from lightning_dct.pipeline.checks import (
@@ -208,6 +209,7 @@ class DCTPipelineStrategy(DCTStrategy):
     def training_step(self, *arguments: Any) -> Tensor:
         """Run a batch through the pipeline, forward and backward, and return its loss on every rank."""
         assert self._runner is not None
+        self._come_to_stages("training_step")
         with set_aside(self._own_parameters) as gradients:
             loss = self._runner.train(*arguments)
         self.split_traffic.add(steps=1)
@@ -233,8 +235,13 @@ class DCTPipelineStrategy(DCTStrategy):
 
     def _evaluate(self, step: str, precision: AbstractContextManager[Any], arguments: tuple[Any, ...]) -> Any:
         assert self._runner is not None
+        self._come_to_stages(step)
         with precision:
             return self._runner.evaluate(step, *arguments)
+
+    def _come_to_stages(self, step: str) -> None:
+        """Come to where the ranks of a pipeline send activations to each other."""
+        self.come_to(f"{EXCHANGE} of activations in {step}", group=self._placed.pipeline)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Combine over the pipelines: all ranks of a pipeline have the same value, which counts once."""
@@ -242,11 +249,13 @@ class DCTPipelineStrategy(DCTStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any, decided for something."""
+        self.come_to("a common decision")
         votes = sum(gather_objects(bool(decision), self._placed.everyone))
         return votes == self.world_size if all else votes > 0
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole model's state on rank 0, as of a single process; elsewhere this rank's part."""
+        self.come_to("a checkpoint")
         state = super().lightning_module_state_dict()
         if self._spread is None:
             return state
