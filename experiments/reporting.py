@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -23,6 +25,7 @@ class StepTimer(Callback):
     """Measures the wall time of optimizer steps, and what each validation finds after how much of it.
 
     Attributes:
+        tensor_bytes: Bytes of all tensors alive after the last step: weights, gradients, and whatever else is kept.
         history: The steps taken, the seconds they took and the metrics of each validation.
 
     Args:
@@ -34,6 +37,7 @@ class StepTimer(Callback):
             raise ValueError(f"callbacks.step_timer.skip={skip}: must not be negative")
         self.skip = skip
         self.history: list[dict[str, Any]] = []
+        self.tensor_bytes: int | None = None
         self._seconds = self._skipped_seconds = self._since = 0.0
         self._steps = self._step = 0
 
@@ -57,6 +61,12 @@ class StepTimer(Callback):
         if trainer.state.fn == TrainerFn.FITTING:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
             self.history.append({"step": trainer.global_step, "seconds": self._seconds, "metrics": metrics})
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        # Views share a storage, which counts once.
+        found = (item for item in gc.get_objects() if type(item) in (torch.Tensor, torch.nn.Parameter))
+        storages = (tensor.untyped_storage() for tensor in found if tensor.layout == torch.strided)
+        self.tensor_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     @property
     def mean_milliseconds(self) -> float | None:

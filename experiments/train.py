@@ -30,6 +30,7 @@ from torch.distributed import TCPStore
 from jobs import is_hydra_setting, run_job_of_sweep
 from lightning_dct import CompressionRatio
 from lightning_dct.traffic import Traffic
+from network.ledger import Ledger
 from reporting import StepTimer, print_result, split_best_known, write_result
 
 
@@ -75,7 +76,10 @@ def collect_result(trainer: Trainer, module: LightningModule, metrics: dict[str,
     ``choices`` has the file of each configuration group, ``metrics`` the figures of validation (``val/...``) and test
     (``test/...``) after the last step, and ``best_known`` those of a perfect model. Bytes are those of this rank;
     ``split_ratio`` is the ratio inside a split model, ids included, of all ranks. The time of a step is a mean, and
-    ``history`` has the metrics of each validation. A figure that the run does not have is None, or NaN.
+    ``history`` has the metrics of each validation. ``tensor_bytes`` are those of all tensors that are alive after the
+    last step, ``interface_bytes_per_step`` those that this host's interface has sent, on hosts of network namespaces,
+    and ``their_ratio`` is the ratio of bytes as a method's authors count it. A figure that the run does not have is
+    None, or NaN.
     """
     measured, best_known = split_best_known(metrics)
     totals = getattr(trainer.strategy, "traffic", Traffic()).totals
@@ -84,6 +88,7 @@ def collect_result(trainer: Trainer, module: LightningModule, metrics: dict[str,
     split_ratio.update(split)
     ratio_of_all_ranks = float(split_ratio.compute())
     timers = [callback for callback in trainer.callbacks if isinstance(callback, StepTimer)]
+    ledgers = [callback for callback in trainer.callbacks if isinstance(callback, Ledger)]
     choices, overrides = HydraConfig.get().runtime.choices, HydraConfig.get().overrides.task
     return {
         "choices": {group: choice for group, choice in choices.items() if not group.startswith("hydra")},
@@ -100,6 +105,9 @@ def collect_result(trainer: Trainer, module: LightningModule, metrics: dict[str,
         "split_bytes_per_step": split.bytes_sent / split.steps if split.steps else None,
         "split_bytes_dense_per_step": split.bytes_dense / split.steps if split.steps else None,
         "milliseconds_per_step": timers[0].mean_milliseconds if timers else None,
+        "tensor_bytes": timers[0].tensor_bytes if timers else None,
+        "interface_bytes_per_step": ledgers[0].bytes_per_step if ledgers else None,
+        "their_ratio": getattr(trainer.strategy, "their_ratio", None),
         "history": timers[0].history if timers else [],
         "trainable_parameters": sum(p.numel() for p in module.parameters() if p.requires_grad),
     }

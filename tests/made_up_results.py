@@ -30,6 +30,9 @@ def made_up(overrides: list[str] | None = None, seed: int = 0, sent: float = 100
         "split_bytes_per_step": None,
         "split_bytes_dense_per_step": None,
         "milliseconds_per_step": 10.0,
+        "tensor_bytes": 16000,
+        "interface_bytes_per_step": None,
+        "their_ratio": None,
         "trainable_parameters": 1000,
     }
 

@@ -19,7 +19,7 @@ from benchmark.job import Job
 from dlrm.data import FIRST_ROW, NUM_DENSE, ClickTeacher
 from dlrm.model import DLRM
 from lightning_dct import DCTStrategy, RowWiseAdagrad, ShardedEmbeddingBags
-from peers import CountedDDPStrategy
+from rivals.hooks import CountedDDPStrategy
 from streams import Batch, TrainingStream, rank_rows
 
 REPLICATED, DENSE = "tables on every rank, DDP", "all-to-all, fp32 rows"

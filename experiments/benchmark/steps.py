@@ -5,9 +5,9 @@ each; and trains a perceptron of 9.4 million parameters with Lightning's Trainer
 That is repeated for some rounds, each in another order. All ratios are taken within a round. One more round, on links
 without a limit, trains for longer and computes the loss on held-out text.
 
-*No synchronisation* is the bare module, each rank for itself (see ``peers.CountedDDPStrategy``). Bytes are those that
-a host's interface has sent, less the headers of packets. Time spent compressing contains no waiting for the network,
-except PowerSGD's. Thresholds of DCT are selected in the warm-up; a note below the table has the time of that.
+*No synchronisation* is the bare module, each rank for itself (see ``rivals.hooks.CountedDDPStrategy``). Bytes are those
+that a host's interface has sent, less the headers of packets. Time spent compressing contains no waiting for the
+network, except PowerSGD's. Thresholds of DCT are selected in the warm-up; a note below the table has the time of that.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from hsdp import HSDPStrategy
 from lightning_dct import DCTFSDPStrategy, DCTStrategy
-from peers import CountedDDPStrategy
+from rivals.hooks import CountedDDPStrategy
 
 NOTHING, DDP = "no synchronisation", "DDP, fp32"
 """The references."""

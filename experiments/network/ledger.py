@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_dct import ShardedEmbeddingBags
-from network.hosts import sent_by_interface
+from network.hosts import HEADER_BYTES, sent_by_interface
 
 SET_UP, STEPS, OTHER = "set-up", "steps", "other"
 
@@ -72,6 +72,12 @@ class Ledger(Callback):
         parts = {name: asdict(sent) for name, sent in self._parts.items()}
         (self._folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(parts))
 
+    @property
+    def bytes_per_step(self) -> float | None:
+        """Bytes that the interface has sent in a training step, without headers; None before there is one."""
+        sent = self._parts[STEPS]
+        return without_headers(sent) / sent.steps if sent.steps else None
+
     def _enter(self, part: str, trainer: Trainer) -> None:
         """Begin another part of the run, on all ranks at once."""
         if part == self._part and part == STEPS:
@@ -81,6 +87,11 @@ class Ledger(Callback):
         now = _sent_so_far(trainer)
         self._parts[self._part] += now - self._before
         self._before, self._part = now, part
+
+
+def without_headers(sent: Sent) -> int:
+    """Bytes that an interface has sent, less the headers of the packets."""
+    return sent.frames - HEADER_BYTES * sent.packets
 
 
 def _sent_so_far(trainer: Trainer) -> Sent:

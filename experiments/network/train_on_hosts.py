@@ -24,8 +24,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/, where `network` is
 
 from lightning_dct.tables import format_bytes, plain_table
-from network.hosts import HEADER_BYTES, Link, make_hosts, parse_link, shared_folder, why_not
-from network.ledger import OTHER, SET_UP, STEPS, Sent, read_ledgers
+from network.hosts import Link, make_hosts, parse_link, shared_folder, why_not
+from network.ledger import OTHER, SET_UP, STEPS, Sent, read_ledgers, without_headers
 from network.running import HostFailedError, run_ranks
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
@@ -74,11 +74,6 @@ def conclude(ledgers: list[dict[str, Sent]]) -> str:
         f"In the steps of training the interfaces sent {1 + more / total.counted:.4f} times what was counted:"
         f" {more / total.steps:,.0f} bytes more a step and host."
     )
-
-
-def without_headers(sent: Sent) -> int:
-    """Bytes that an interface has sent, less the headers of the packets."""
-    return sent.frames - HEADER_BYTES * sent.packets
 
 
 def main() -> int:

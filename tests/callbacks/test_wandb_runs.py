@@ -17,7 +17,7 @@ from lightning_dct import CompressionMonitor, DCTPipelineStrategy, DCTStrategy, 
 from lightning_dct.callbacks.wandb_runs import STEP, SUMMARIES, settings_of
 from lightning_dct.dashboard import Panel, sections
 from offline_runs import OfflineRun
-from peers import CountedDDPStrategy
+from rivals.hooks import CountedDDPStrategy
 
 TENSORS = {"dct/dp/log10_density", "dct/dp/log10_threshold", "dct/dp/log10_residual_norm", "dct/dp/tensors"}
 TENSORS |= {"dct/mp/log10_threshold"}
