@@ -1,157 +1,74 @@
-import gc
-import math
-from collections.abc import Callable, Iterator
+"""The page of peers, from runs that are made up: what is run, what is left out, and what it says."""
+
+import csv
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from hydra import compose, initialize_config_dir
 
-from distributed.harness import Ranks
-from lightning_dct.traffic import Traffic, all_reduce_bytes
-from peers import (
-    CountedDDPStrategy,
-    _CountedHook,
-    _PowerSGDCount,
-    counted_hook,
-    counted_powersgd_hook,
-)
-from top_k import TopKSynchronizer
+import comparison.runs
+import peers
+from made_up_results import run_in_no_time
 
-STEPS, DENSE_STEPS = 6, 3
+CONF = Path(__file__).parents[2] / "conf"
+LOSSES = {"ddp": 2.0, "ddp_bf16": 2.02, "sparse_loco": 2.2}
+
+
+def figures(settings: dict[str, str]) -> dict[str, Any] | None:
+    strategy = settings["strategy"]
+    return {"loss": LOSSES[strategy], "sent": 8000.0 if strategy == "ddp" else 80.0}
 
 
 @pytest.fixture
-def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
-    """A group of this process alone: nothing is sent, but hooks run and entries are counted."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    names: list[str] = []
+    monkeypatch.setattr(comparison.runs, "run_alone", run_in_no_time(names, figures))
+    return names
 
 
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 3, bias=False), nn.Linear(3, 1))
+@pytest.mark.parametrize("method", peers.METHODS.values(), ids=list(peers.METHODS))
+def test_every_row_is_known_to_hydra(method: peers.Method) -> None:
+    choice, *overrides = method.settings.split()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        compose("train", ["experiment=lm", f"strategy={choice}", *overrides, *method.timing])
 
 
-def run(state: _CountedHook, hook: object) -> None:
-    model = DistributedDataParallel(network(), bucket_cap_mb=1000)
-    model.register_comm_hook(state, hook)
-    for _ in range(STEPS):
-        model(torch.randn(8, 40)).sum().backward()
+def test_a_page_is_continued_and_says_what_it_shows(tmp_path: Path, started: list[str]) -> None:
+    words = ["--loopback", "--steps", "40", "--ranks", "2", "4", "--output", str(tmp_path), "--methods", "ddp"]
+    assert peers.main([*words, "bf16"]) == 0
+    assert len(started) == 4
+    assert peers.main([*words, "bf16", "sparse-loco-2"]) == 0
+    assert len(started) == 6
+    page = (tmp_path / "peers-40.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
+    heads = rows[0]
+    assert [row[0] for row in rows if row[0] not in ("method", "---")] == 2 * ["ddp", "bf16", "sparse-loco-2"]
+    row = dict(zip(heads, rows[4], strict=True))
+    assert row["method"] == "sparse-loco-2"
+    assert row["code"] == "ours, by the paper"
+    assert row["settings"] == "sync_every=2 top_k=128"
+    # That of the test part, a thousandth above.
+    assert row["test loss"] == "2.2010"
+    assert row["against ddp"] == f"{2.201 / 2.001 - 1:+.2%}"
+    assert row["bytes a step (calls)"] == "80"
+    assert row["ratio"] == "100.0x"
+    assert "exogym: left out" in page
+    assert (tmp_path / "peers-40.png").stat().st_size > 0
+    with (tmp_path / "peers-40-4.csv").open() as file:
+        assert [line["strategy"] for line in csv.DictReader(file)] == ["ddp", "bf16", "sparse-loco-2"]
 
 
-def test_powersgd_is_counted_as_it_counts_itself(group: dist.ProcessGroup) -> None:
-    state = _PowerSGDCount(Traffic(), group, rank=4, start_step=DENSE_STEPS)
-    run(state, counted_powersgd_hook)
-    entries = sum(parameter.numel() for parameter in network().parameters())
-    totals = state.traffic.totals
-    _, before, after = state.state.compression_stats()
-    assert totals.steps == STEPS
-    assert totals.entries == STEPS * entries
-    assert before == (STEPS - DENSE_STEPS) * entries
-    assert after < before
-    assert totals.entries_sent == DENSE_STEPS * entries + after
+def test_a_row_whose_package_is_missing_is_left_out(
+    tmp_path: Path, started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = peers.Method("bf16", "bf16 hook", "no-such-package", "ddp_bf16")
+    monkeypatch.setitem(peers.METHODS, "bf16", missing)
+    assert peers.main(["--loopback", "--steps", "40", "--output", str(tmp_path), "--methods", "ddp", "bf16"]) == 0
+    assert len(started) == 1
+    assert "bf16: left out, because no-such-package is not installed" in (tmp_path / "peers-40.md").read_text()
 
 
-@pytest.mark.parametrize(("dtype", "ratio"), [(None, 1), (torch.float16, 2), (torch.bfloat16, 2)])
-def test_a_dense_hook_is_counted_by_its_width(group: dist.ProcessGroup, dtype: torch.dtype | None, ratio: int) -> None:
-    state = _CountedHook(Traffic(), group, dtype)
-    state.world_size = 4  # The count is pure arithmetic: pretend that there are others.
-    run(state, counted_hook)
-    entries = sum(parameter.numel() for parameter in network().parameters())
-    totals = state.traffic.totals
-    assert totals.steps == STEPS
-    assert totals.entries_sent == totals.entries == STEPS * entries
-    assert totals.bytes_dense == STEPS * all_reduce_bytes(4 * entries, 4)
-    assert totals.compression_ratio == pytest.approx(ratio, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("setting", "value"), [("synchronisation", "fp8"), ("rank", 0), ("start_step", 1), ("density", 0.0)]
-)
-def test_bad_settings_are_named(setting: str, value: object) -> None:
-    with pytest.raises(ValueError, match=rf"strategy\.{setting}="):
-        CountedDDPStrategy(**{setting: value})
-
-
-def train_two_steps(synchronisation: str, settings: dict[str, float]) -> dict[str, object]:
-    """On every rank: what the weights, the residual and the counts are after two steps on the rank's own data."""
-    strategy = CountedDDPStrategy(synchronisation, **settings)
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=dist.get_world_size(),
-        max_steps=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    torch.manual_seed(0)
-    module = Regression()
-    inputs = torch.randn(32, 40, generator=torch.Generator().manual_seed(dist.get_rank()))
-    trainer.fit(module, DataLoader(inputs, batch_size=16))
-    weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
-    gc.collect()
-    return {"weights": weights, "totals": strategy.traffic.totals}
-
-
-class Regression(LightningModule):
-    """Draws the outputs of a small network to one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = network()
-
-    def training_step(self, batch: torch.Tensor, batch_index: int) -> torch.Tensor:
-        return (self.layers(batch) - 1).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def test_dense_peers_agree_with_ddp(ranks: Callable[[int], Ranks]) -> None:
-    """Oracle: DDP in fp32; top-k of everything is that, two-byte gradients come near it."""
-    dense, other = ranks(2).run(train_two_steps, "fp32", {})
-    torch.testing.assert_close(other["weights"], dense["weights"], rtol=0, atol=0)
-    for synchronisation, settings, tolerance in (("top_k", {"density": 1.0}, 1e-6), ("bf16", {}, 1e-2)):
-        mine, other = ranks(2).run(train_two_steps, synchronisation, settings)
-        torch.testing.assert_close(other["weights"], mine["weights"], rtol=0, atol=0)
-        torch.testing.assert_close(mine["weights"], dense["weights"], rtol=0, atol=tolerance)
-        assert mine["totals"].steps == 2
-        assert mine["totals"].seconds > 0
-
-
-def test_replicas_without_synchronisation_part(ranks: Callable[[int], Ranks]) -> None:
-    first, second = ranks(2).run(train_two_steps, "none", {})
-    assert not torch.equal(first["weights"], second["weights"])
-    assert first["totals"].bytes_sent == 0
-
-
-def test_top_k_sends_the_largest_and_keeps_the_rest(group: dist.ProcessGroup) -> None:
-    """Oracle: a selection by sorting, tensor by tensor, from the gradients and what was kept of them."""
-    model = DistributedDataParallel(network(), bucket_cap_mb=1000)
-    synchronizer = TopKSynchronizer(model.module, 0.1, group, Traffic())
-    model.register_comm_hook(None, synchronizer.hook)
-    alone = network()
-    kept = {name: torch.zeros(parameter.numel()) for name, parameter in alone.named_parameters()}
-    for seed in range(STEPS):
-        inputs = torch.randn(8, 40, generator=torch.Generator().manual_seed(seed))
-        for module in (model, alone):
-            module.zero_grad()
-            module(inputs).square().sum().backward()
-        sent = dict(model.module.named_parameters())
-        for name, parameter in alone.named_parameters():
-            kept[name] += parameter.grad.flatten()
-            largest = kept[name].abs().argsort(descending=True)[: math.ceil(0.1 * parameter.numel())]
-            expected = torch.zeros_like(kept[name])
-            expected[largest] = kept[name][largest]
-            kept[name][largest] = 0
-            torch.testing.assert_close(sent[name].grad.flatten(), expected, rtol=1e-5, atol=1e-5)
-    for name, residual in synchronizer.residuals.state_dict().items():
-        torch.testing.assert_close(residual, kept[name], rtol=1e-5, atol=1e-5)
+def test_there_must_be_something_to_compare_with(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        peers.main(["--methods", "bf16", "--output", str(tmp_path)])
