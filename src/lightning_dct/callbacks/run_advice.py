@@ -246,7 +246,7 @@ def _on_updates(given: Given, ranks: int, steps: float, dense: str) -> list[str]
         longer = [more for one in given.rungs() if (more := steps_needed(one, ranks)) > max(steps, needed)]
         notes.append(
             f"{steps:,.0f} optimizer steps on {ranks} ranks: DCT takes {settings}, and expects the loss to be about"
-            f" {loss:.1g}% above that of plain DDP."
+            f" {_percent(loss)} above that of plain DDP."
             + (f" A run of {min(longer):,} steps would send less." if longer else "")
         )
     if steps < needed:
@@ -255,10 +255,14 @@ def _on_updates(given: Given, ranks: int, steps: float, dense: str) -> list[str]
         if steps_needed(fitting, ranks) <= steps:
             remedy = f"leave out `local_steps` and `density`: {_settings(fitting)} would fit"
         notes.append(
-            f"This run is short for {settings}: the loss may be {CAUTION * loss:.1g}% above that of plain DDP. Train"
+            f"This run is short for {settings}: the loss may be {_percent(CAUTION * loss)} above that of plain DDP. Train"
             f" for {needed:,} steps or more, or {remedy}."
         )
     return notes
+
+
+def _percent(loss: float) -> str:
+    return f"{loss:.1g}%" if loss < 9.5 else f"{loss:,.0f}%"
 
 
 def _settings(config: DCTConfig) -> str:
