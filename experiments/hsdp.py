@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_dct.fsdp.mesh import AXES, MeshStrategy
+from lightning_dct.fsdp.mesh_strategy import AXES, MeshStrategy
 from lightning_dct.fsdp.wrapping import sharded_modules
 from lightning_dct.traffic import Traffic
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dct.callbacks.requirements import require_dct
+from lightning_dct.compress.plan import real_dtype, real_numel
 from lightning_dct.config import check_density, check_integer
-from lightning_dct.gradients.collectives import all_reduce_mean
-from lightning_dct.gradients.plan import real_dtype, real_numel
-from lightning_dct.synchronizing import parameter_names
+from lightning_dct.exchange.collectives import all_reduce_mean
+from lightning_dct.sync.setup import parameter_names
 
 
 class AccordionSchedule(Callback):

@@ -31,13 +31,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dct import DCTConfig
-from lightning_dct.forecast.timing import wait_for
-from lightning_dct.gradients import compression
-from lightning_dct.gradients.awaited import Awaited
-from lightning_dct.gradients.plan import plan_bucket
-from lightning_dct.synchronizing import make_gradient_synchronizer, make_update_synchronizer
+from lightning_dct.compress import on_host
+from lightning_dct.compress.awaited import WITHOUT_WAITING, Awaited
+from lightning_dct.compress.bucket import Bucket, Received
+from lightning_dct.compress.plan import plan_bucket
+from lightning_dct.compress.threshold import Thresholds
+from lightning_dct.cost.timing import wait_for
+from lightning_dct.sync.setup import make_gradient_synchronizer, make_update_synchronizer
 from lightning_dct.tables import plain_table
-from lightning_dct.threshold import Thresholds
 from lightning_dct.traffic import Traffic
 
 TESTS = Path(__file__).parent
@@ -58,13 +59,13 @@ Row = tuple[str, str]
 @contextmanager
 def without_waiting(device: torch.device) -> Iterator[None]:
     """The code for GPUs, on a CPU too."""
-    before = set(compression.WITHOUT_WAITING)
-    compression.WITHOUT_WAITING.add(device.type)
+    before = set(WITHOUT_WAITING)
+    WITHOUT_WAITING.add(device.type)
     try:
         yield
     finally:
-        compression.WITHOUT_WAITING.clear()
-        compression.WITHOUT_WAITING.update(before)
+        WITHOUT_WAITING.clear()
+        WITHOUT_WAITING.update(before)
 
 
 def timed(device: torch.device, action: Callable[[], object], times: int = 3) -> float:
@@ -128,11 +129,11 @@ def profile(device: torch.device, size: int) -> list[Row]:
     thresholds, awaited, sent = Thresholds(), Awaited(), list[Tensor]()
 
     def compress() -> None:
-        bucket = compression.Bucket([gradient], [residual], 1.0)
-        sent[:] = [compression.compress(bucket, plan, set(), thresholds, guard=True).payload]
+        bucket = Bucket([gradient], [residual], 1.0)
+        sent[:] = [on_host.compress(bucket, plan, set(), thresholds, guard=True).payload]
 
     def read() -> None:
-        compression.decompress(compression.Received(torch.stack(sent * 2), plan, 0.5, own=0), gradient, awaited)
+        on_host.decompress(Received(torch.stack(sent * 2), plan, 0.5, own=0), gradient, awaited)
 
     copied = 8 * size / timed(device, gradient.clone)
     with without_waiting(device):
@@ -207,7 +208,7 @@ def rank_main(rank: int, backend: str, kind: str, folder: str) -> None:
 
 
 def strategy_of(config: DCTConfig, rank: int) -> Any:
-    """What :mod:`lightning_dct.synchronizing` asks of a strategy."""
+    """What :mod:`lightning_dct.sync.setup` asks of a strategy."""
     place = {"node_rank": 0, "local_rank": rank, "_timeout": timedelta(minutes=3)}
     return SimpleNamespace(config=config, traffic=Traffic(), optimizers=[], **place)
 

@@ -5,8 +5,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_dct.kernels.bits import pack_flags
 from lightning_dct.wire import BITS_PER_VALUE, PayloadLayout, pack, unpack_values
-from lightning_dct.wire.bits import count_flags, pack_flags
+from lightning_dct.wire.positions import count_flags
 
 FORMATS = sorted(BITS_PER_VALUE)
 

@@ -21,9 +21,9 @@ import pytest
 import comparison.runs
 from compare import main
 from distributed.scripts import TRAIN, run_here
-from lightning_dct import forecast
+from lightning_dct import cost
 from lightning_dct.commands import main as command_line
-from lightning_dct.forecast import Speed
+from lightning_dct.cost import Speed
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -73,7 +73,7 @@ def test_the_plan_is_what_the_command_prints(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All but the rows that are measured."""
-    monkeypatch.setattr(forecast, "measure_speed", lambda *_: SPEED)
+    monkeypatch.setattr(cost, "measure_speed", lambda *_: SPEED)
     (shown,) = blocks("text")
     (words,) = [words for words in commands() if "plan" in words]
     assert command_line(words[words.index("plan") :]) == 0
@@ -115,7 +115,7 @@ def test_command(words, tmp_path, ranks, monkeypatch):
         case ["cd", folder]:
             assert folder == REPOSITORY.rpartition("/")[2]
         case ["python", "-m", "lightning_dct", "plan", *rest]:
-            monkeypatch.setattr(forecast, "measure_speed", lambda *_: SPEED)
+            monkeypatch.setattr(cost, "measure_speed", lambda *_: SPEED)
             assert command_line(["plan", *rest]) == 0
         case ["pip", "install", requirement]:
             extras = re.findall(r"\[(.*)\]", requirement)

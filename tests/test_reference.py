@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_dct import DCTConfig, reference
+from lightning_dct.compress.awaited import Awaited
+from lightning_dct.compress.bucket import Bucket, Received
+from lightning_dct.compress.on_host import compress, decompress
+from lightning_dct.compress.plan import BucketPlan, plan_bucket
+from lightning_dct.compress.threshold import Thresholds
 from lightning_dct.config import VALUE_FORMATS
-from lightning_dct.gradients.awaited import Awaited
-from lightning_dct.gradients.compression import Bucket, Received, compress, decompress
-from lightning_dct.gradients.plan import BucketPlan, plan_bucket
+from lightning_dct.kernels.bits import unpack_bits
 from lightning_dct.reference import Settings, State
-from lightning_dct.threshold import Thresholds
 from lightning_dct.wire import PositionCode, decode_values, encode_values
-from lightning_dct.wire.bits import unpack_bits
 from strategies_for_hypothesis import examples
 
 SHARED = set(vars(Settings())) - {"ranks_per_node", "exchange", "local_steps"}

@@ -23,14 +23,15 @@ import torch
 
 from benchmark.session import at_least
 from benchmark.tables import describe_machine, publish
-from lightning_dct.gradients.compression import Bucket, Received, apply, compress
-from lightning_dct.gradients.plan import plan_bucket
+from lightning_dct.compress.bucket import Bucket, Received
+from lightning_dct.compress.on_host import apply, compress
+from lightning_dct.compress.plan import plan_bucket
+from lightning_dct.compress.threshold import Thresholds
 from lightning_dct.kernels import available_kernels, cpu_kernel
+from lightning_dct.kernels.bits import flags_num_bytes
 from lightning_dct.kernels.plain import Sent
-from lightning_dct.threshold import Thresholds
-from lightning_dct.updates.rounds import LARGEST_BUCKET
+from lightning_dct.sync.rounds import LARGEST_BUCKET
 from lightning_dct.wire import unpack
-from lightning_dct.wire.bits import flags_num_bytes
 
 ROOFLINE = "roofline: 24 bytes an entry"
 EXCHANGE = "exchange: {}"

@@ -15,7 +15,7 @@ from lightning_dct import SplitPoint, subspace
 from lightning_dct.activations import ActivationLayout
 from lightning_dct.activations.noise import mixed_seed
 from lightning_dct.activations.subspace import Anchored
-from lightning_dct.threshold import entries_at
+from lightning_dct.compress.threshold import entries_at
 
 
 class RandomSplit(SplitPoint):

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from lightning_dct.gradients.memory import Residuals
-from lightning_dct.synchronizing import parameter_names
+from lightning_dct.compress.memory import Residuals
+from lightning_dct.sync.setup import parameter_names
 from lightning_dct.traffic import FP32_BYTES, Traffic, all_gather_bytes, all_reduce_bytes
 
 

@@ -45,8 +45,8 @@ class Settings:
     delay: int = 0
 
 
-# 1. Thresholds (threshold.py). A selection costs many times as much as a comparison. So it runs only every thousand
-#    steps, as the paper proposes, and on a sample of a large tensor. In between, the guard moves the threshold a little
+# 1. Thresholds (compress/threshold.py). A selection costs many times as much as a comparison. So it runs only every
+#    thousand steps, as the paper proposes, and on a sample of a large tensor. In between, the guard moves the threshold a little
 #    towards its target.
 
 
@@ -116,7 +116,7 @@ def position_bits(positions: list[int], size: int, capacity: int) -> list[int]:
     return sum(planes, flags)
 
 
-# 3. One sender (gradients/plan.py, gradients/compression.py, kernels/).
+# 3. One sender (compress/plan.py, compress/on_host.py, kernels/).
 
 
 def target_of(tensor: Tensor, ranks: int, settings: Settings, share: float = 1.0) -> int:
@@ -187,8 +187,8 @@ def send(news: Tensor, state: State, target: int, settings: Settings, others_kee
     return sent
 
 
-# 4. One exchange (gradients/exchanges/): the mean over ranks of what they send of a tensor, the same on all ranks. For
-#    updates, an entry that n of W ranks send is weighted by sqrt(W / n). updates/synchronizer.py gives the reason.
+# 4. One exchange (exchange/): the mean over ranks of what they send of a tensor, the same on all ranks. For
+#    updates, an entry that n of W ranks send is weighted by sqrt(W / n). sync/updates.py gives the reason.
 
 Memory = defaultdict[tuple[str, int, int], State]  # of one tensor, by sender, its number, a piece's first entry
 
@@ -244,11 +244,11 @@ def exchange(
     return torch.cat(means), mine, counted
 
 
-# 5. Gradients (gradients/), in every backward, as in the paper: ``g' = 1/W * sum over ranks of what is sent of g + e``.
-#    ``exchange`` of gradients does it: all ranks have the same weights, and step with the same mean.
+# 5. Gradients (sync/gradients.py), in every backward, as in the paper: ``g' = 1/W * sum over ranks of what is sent``, of
+#    ``g + e``. ``exchange`` of gradients does it: all ranks have the same weights, and step with the same mean.
 
-# 6. Updates (updates/), the default. Each rank trains its own weights ``w``. The shared weights ``S`` are the same on
-#    all ranks. ``w - S`` is what a rank has moved and not sent yet, so it is the residual.
+# 6. Updates (sync/updates.py), the default. Each rank trains its own weights ``w``. The shared weights ``S`` are the
+#    same on all ranks. ``w - S`` is what a rank has moved and not sent yet, so it is the residual.
 
 
 def exchange_updates(

@@ -38,12 +38,11 @@ from lightning_dct.checkpoint.reading import (
 )
 from lightning_dct.config import DCTConfig
 from lightning_dct.embedding import ShardedEmbeddingBags
-from lightning_dct.embedding.shards import keeping_row_states, load_row_states, load_rows, save_rows, without_rows
+from lightning_dct.embedding.files import keeping_row_states, load_row_states, load_rows, save_rows, without_rows
 from lightning_dct.failures import Lifeline
-from lightning_dct.gradients import Synchronizer
-from lightning_dct.synchronizing import parameter_names
+from lightning_dct.sync import Synchronizer, UpdateSynchronizer
+from lightning_dct.sync.setup import parameter_names
 from lightning_dct.traffic import Traffic
-from lightning_dct.updates import UpdateSynchronizer
 
 # In a checkpoint that was loaded: this rank's state, and the folder of the rows of sharded tables.
 STATE_KEY = f"{saved.CHECKPOINT_KEY}_state"

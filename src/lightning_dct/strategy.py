@@ -17,17 +17,16 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_dct.callbacks import AutoSettings, ThresholdRefresh
 from lightning_dct.config import Compress, DCTConfig, ExchangeName, MissingState, ValueFormat, check_keywords
 from lightning_dct.failures.course import EXCHANGE
-from lightning_dct.gradients import GradientSynchronizer
 from lightning_dct.kernels import KernelName
 from lightning_dct.law import Given
-from lightning_dct.synchronizing import (
+from lightning_dct.sync import GradientSynchronizer, UpdateSynchronizer
+from lightning_dct.sync.setup import (
     check_optimizers,
     check_settings,
     make_gradient_synchronizer,
     make_update_synchronizer,
 )
 from lightning_dct.thresholded import ThresholdedStrategy
-from lightning_dct.updates import UpdateSynchronizer
 
 
 class DCTStrategy(ThresholdedStrategy, DDPStrategy):
@@ -35,7 +34,7 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
 
     Every rank trains its own weights with the user's optimizer. After every ``local_steps`` optimizer steps the ranks
     exchange the *updates* of their weights, compressed by Dynamic Communication Thresholding (Gupta et al., KDD 2021);
-    see :mod:`lightning_dct.updates.synchronizer` for the equations. Validation, checkpoints and the end of fit use the
+    see :mod:`lightning_dct.sync.updates` for the equations. Validation, checkpoints and the end of fit use the
     weights that all ranks share. With ``compress="gradients"`` the ranks exchange gradients in every backward instead,
     as the paper does. Everything else is as in :class:`~lightning.pytorch.strategies.DDPStrategy`.
 

@@ -30,13 +30,13 @@ from lightning_dct.callbacks import (
     ThresholdRefresh,
 )
 from lightning_dct.clipping import install_clipping, remove_clipping
+from lightning_dct.compress.awaited import clock_of
 from lightning_dct.failures import Lifeline, check_lifelines, group_is_made
 from lightning_dct.failures.course import EXCHANGE, IN_FORWARD
-from lightning_dct.gradients.awaited import clock_of
 from lightning_dct.law import Given, RunSettings
 from lightning_dct.profiling import shown_by
 from lightning_dct.saving import CheckpointedStrategy
-from lightning_dct.synchronizing import check_optimizers
+from lightning_dct.sync.setup import check_optimizers
 from lightning_dct.traffic import Traffic
 
 

@@ -20,7 +20,7 @@ from lightning_dct.activations import (
     encode_backward,
 )
 from lightning_dct.activations.split_point import ROW_FORMATS
-from lightning_dct.threshold import entries_at
+from lightning_dct.compress.threshold import entries_at
 from strategies_for_hypothesis import examples
 
 LOSSLESS: dict[str, Any] = {"forward_format": "fp32", "backward_format": "fp32"}

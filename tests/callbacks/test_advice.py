@@ -18,9 +18,9 @@ from lightning_dct.callbacks.run_advice import (
     verdict,
 )
 from lightning_dct.callbacks.slow_rank import SlowRank, slowest_rank
-from lightning_dct.forecast.timing import MeasuredLink
-from lightning_dct.gradients.awaited import clock_of
-from lightning_dct.gradients.exchanges.base import Flow, Pending
+from lightning_dct.compress.awaited import clock_of
+from lightning_dct.cost.timing import MeasuredLink
+from lightning_dct.exchange.base import Flow, Pending
 from lightning_dct.kernels import _is_installed
 from lightning_dct.law import Given
 from lightning_dct.traffic import Traffic

@@ -9,9 +9,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_dct import CompressionMonitor
 from lightning_dct.callbacks.compression_monitor import summary_rows
-from lightning_dct.gradients.memory import Memory
+from lightning_dct.compress.memory import Memory
+from lightning_dct.compress.threshold import Thresholds
 from lightning_dct.tables import format_bytes
-from lightning_dct.threshold import Thresholds
 from lightning_dct.traffic import Traffic, TrafficTotals
 
 TOTALS = TrafficTotals(4000, 123_456, 12_345_600, 500, 50_000, seconds=8.0, refreshes=4)

@@ -13,7 +13,7 @@ import pytest
 import wandb
 
 from lightning_dct.commands import main
-from lightning_dct.dashboard import sections
+from lightning_dct.report.workspace import sections
 
 KEY = "x" * 40
 

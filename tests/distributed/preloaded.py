@@ -13,8 +13,8 @@ import wandb  # noqa: F401
 
 from distributed.harness import TESTS
 from lightning_dct.kernels import cpu_kernel
+from lightning_dct.kernels.bits import flags_num_bytes
 from lightning_dct.kernels.plain import Sent
-from lightning_dct.wire.bits import flags_num_bytes
 
 with contextlib.suppress(ImportError):
     import rich.table  # noqa: F401

@@ -164,7 +164,7 @@ def test_processes_that_disagree_end(tmp_path: Path) -> None:
 
 def refuse_corrupt_payload() -> str:
     """Rank 1's payload says that it was made for another layout."""
-    from lightning_dct.gradients import compression
+    from lightning_dct.compress import on_host
     from lightning_dct.wire import pack
 
     def damaged(*arguments: Any) -> Any:
@@ -174,7 +174,7 @@ def refuse_corrupt_payload() -> str:
         return payload
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compression, "pack", damaged)
+        patch.setattr(on_host, "pack", damaged)
         return message_of(fit, DCTStrategy(), Module(), 3)
 
 

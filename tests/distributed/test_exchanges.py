@@ -25,13 +25,12 @@ from distributed.training import (
     trainer_for,
 )
 from lightning_dct import DCTConfig, DCTStrategy
-from lightning_dct.forecast import workload_of
-from lightning_dct.forecast.bytes_sent import Sent, compressed_step, dense_step
-from lightning_dct.forecast.forecast import layout_of
-from lightning_dct.gradients import collectives
-from lightning_dct.gradients.exchanges import compressed
+from lightning_dct.cost import workload_of
+from lightning_dct.cost.bytes_sent import Sent, compressed_step, dense_step
+from lightning_dct.cost.forecast import layout_of
+from lightning_dct.exchange import collectives, compressed
+from lightning_dct.sync import synchronizer
 from lightning_dct.traffic import TrafficTotals
-from lightning_dct.updates import synchronizer
 
 
 def train_idiom(name: str, exchange: str) -> Any:

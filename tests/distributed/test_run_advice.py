@@ -20,7 +20,7 @@ from embedding.hybrid import EVERYTHING, Hybrid, batches
 from fsdp.training import Plain, fsdp, train
 from lightning_dct import DCTStrategy
 from lightning_dct.callbacks import run_advice
-from lightning_dct.forecast.timing import SIZES, MeasuredLink, measure_link
+from lightning_dct.cost.timing import SIZES, MeasuredLink, measure_link
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from embedding.hybrid import DIM, TABLE_ROWS, Hybrid, fit, whole
 from embedding.plain_directory import GrowingEmulation
 from embedding.training import train_beside
 from lightning_dct import GrowingEmbeddingBags
-from lightning_dct.embedding.placement import place_by_hash
+from lightning_dct.embedding.owners import place_by_hash
 from lightning_dct.reference import Settings
 
 

@@ -5,7 +5,7 @@ from collections import defaultdict
 from torch import Tensor
 
 from embedding.reference import Emulation
-from lightning_dct.embedding.placement import Placement
+from lightning_dct.embedding.owners import Placement
 from lightning_dct.reference import Settings
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.embedding.initial import initial_rows
-from lightning_dct.embedding.placement import Placement
+from lightning_dct.embedding.owners import Placement
 from lightning_dct.reference import Settings, look_up, return_gradients
 
 

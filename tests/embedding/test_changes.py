@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_dct.compress.threshold import SMALLEST_THRESHOLD, nudge
 from lightning_dct.embedding import changes as changes_module
 from lightning_dct.embedding.changes import (
     Message,
@@ -17,7 +18,6 @@ from lightning_dct.embedding.changes import (
     message_about,
 )
 from lightning_dct.reference import Settings, send_rows
-from lightning_dct.threshold import SMALLEST_THRESHOLD, nudge
 from lightning_dct.wire import PayloadError, unpack
 from strategies_for_hypothesis import FORMATS, examples
 

@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dct import ShardedEmbeddingBags
-from lightning_dct.embedding.exchange import Exchange
-from lightning_dct.embedding.gradients import CollectedGradients
-from lightning_dct.embedding.rows import RememberedRows
+from lightning_dct.embedding.collected import Exchange
+from lightning_dct.embedding.copies import RememberedRows
+from lightning_dct.embedding.row_gradients import CollectedGradients
 
 
 def tensors_in(thing: Any) -> list[Tensor]:

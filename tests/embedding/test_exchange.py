@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dct import ShardedEmbeddingBags
-from lightning_dct.embedding.exchange import Exchange, Incoming
+from lightning_dct.embedding.collected import Exchange, Incoming
 from lightning_dct.traffic import Traffic, TrafficTotals
 
 CPU = torch.device("cpu")

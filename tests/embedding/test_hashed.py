@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dct.embedding.placement import place_by_hash
+from lightning_dct.embedding.owners import place_by_hash
 from strategies_for_hypothesis import examples
 
 ids = st.integers(0, 50) | st.integers(0, 2**63 - 1) | st.sampled_from([2**58, 2**62 - 1, 2**62, 2**63 - 1])

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_dct.embedding.copies import RememberedRows
 from lightning_dct.embedding.ids import HALVE_EVERY, REGROUP_EVERY, RequestCode
-from lightning_dct.embedding.rows import RememberedRows
+from lightning_dct.kernels.bits import pack_bits, unpack_bits
 from lightning_dct.wire import PayloadError, PositionCode
-from lightning_dct.wire.bits import pack_bits, unpack_bits
 from strategies_for_hypothesis import examples
 
 UNIVERSE = 300

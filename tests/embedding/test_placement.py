@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_dct.embedding.placement import Placement, place_tables
+from lightning_dct.embedding.owners import Placement, place_tables
 from strategies_for_hypothesis import examples
 
 Case = tuple[list[int], int, list[float] | None]

@@ -15,8 +15,8 @@ from fsdp.training import Plain, fsdp, train
 from lightning_dct import DCTStrategy
 from lightning_dct.checkpoint import CheckpointError
 from lightning_dct.checkpoint.merging import put_together
-from lightning_dct.gradients.plan import local_of
-from lightning_dct.synchronizing import parameter_names
+from lightning_dct.compress.plan import local_of
+from lightning_dct.sync.setup import parameter_names
 
 UPDATES = {"local_steps": 4, "density": 0.1, "warmup_steps": 0}
 GRADIENTS = {"compress": "gradients", "density": 0.1, "value_format": "int8", "refresh_every": 4}

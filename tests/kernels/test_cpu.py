@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_dct.kernels import cpu_kernel, numba_cpu, plain
+from lightning_dct.kernels.bits import flags_num_bytes
 from lightning_dct.kernels.plain import Sent, pack, unpack
-from lightning_dct.wire.bits import flags_num_bytes
 from strategies_for_hypothesis import examples
 
 numbers = st.sampled_from([0.0, 0.5, -0.5, 1e-40, 3e38, -3e38, math.nan, math.inf, -math.inf])

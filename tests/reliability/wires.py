@@ -15,17 +15,18 @@ from torch import Tensor
 from lightning_dct.activations import ActivationLayout, SplitPoint
 from lightning_dct.activations.codec import decode_backward, decode_forward, encode_backward, encode_forward
 from lightning_dct.activations.split_point import ROW_FORMATS
+from lightning_dct.compress.awaited import Awaited
+from lightning_dct.compress.bucket import Received
+from lightning_dct.compress.on_host import decompress
+from lightning_dct.compress.plan import BucketPlan
 from lightning_dct.embedding.changes import Message as Changes
 from lightning_dct.embedding.changes import message_about
-from lightning_dct.embedding.exchange import check_announced
+from lightning_dct.embedding.collected import check_announced
 from lightning_dct.embedding.ids import RequestCode
-from lightning_dct.gradients.awaited import Awaited
-from lightning_dct.gradients.compression import Received, decompress
-from lightning_dct.gradients.plan import BucketPlan
+from lightning_dct.kernels.bits import flags_num_bytes, unpack_bits
 from lightning_dct.pipeline.borders import as_bytes, as_floats
 from lightning_dct.wire import BITS_PER_VALUE, PayloadError, PayloadLayout, unpack
-from lightning_dct.wire.bits import flags_num_bytes, unpack_bits
-from lightning_dct.wire.on_device import SideBySide, unpack_on_device
+from lightning_dct.wire.payloads_on_device import SideBySide, unpack_on_device
 from lightning_dct.wire.positions import PositionCode
 from strategies_for_hypothesis import pack_entries
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_dct.wire import Bitmaps, PayloadError, PayloadLayout, SideBySide, unpack, unpack_on_device
-from lightning_dct.wire.on_device import slots_of
+from lightning_dct.wire.payloads_on_device import slots_of
 from strategies_for_hypothesis import FORMATS, examples, filled_layouts, layouts, pack_entries
 
 CPU = torch.device("cpu")

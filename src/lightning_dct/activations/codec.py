@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.activations.noise import BACKWARD_ROUNDING, FORWARD_ROUNDING, salt, uniform
-from lightning_dct.gradients import compression
-from lightning_dct.gradients.awaited import Awaited
+from lightning_dct.compress.awaited import Awaited, must_not_wait
 from lightning_dct.kernels import rows_kernel
 from lightning_dct.wire.payload import HEADER, read_header, write_header
 from lightning_dct.wire.positions import PayloadError, PositionCode
@@ -145,7 +144,7 @@ def decode_forward(
     _check_size(payload, layout.forward_bytes)
     header, positions_data, values = payload.tensor_split([HEADER.size, layout.values_begin])
     positions = None
-    if layout.sends_everything and awaited is not None and payload.device.type in compression.WITHOUT_WAITING:
+    if layout.sends_everything and awaited is not None and must_not_wait(payload.device):
         expected = write_header(MAGIC, 0, layout.numel, layout.fingerprint)
         awaited.when_known((header == _on_device(expected, header.device)).all().view(1), _check_header)
         return _decode_values(layout, layout.forward_format, values, None, dtype), None

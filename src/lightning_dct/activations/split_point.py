@@ -22,11 +22,11 @@ from lightning_dct.activations.codec import (
 from lightning_dct.activations.module import CompressedModule
 from lightning_dct.activations.noise import mixed_seed
 from lightning_dct.checkpoint import CheckpointError
+from lightning_dct.compress.awaited import Awaited
+from lightning_dct.compress.threshold import GUARD_RESELECT, entries_at, keep_largest, kth_magnitude, nudge
 from lightning_dct.config import check_choice, check_density, check_integer
-from lightning_dct.gradients.awaited import Awaited
-from lightning_dct.threshold import GUARD_RESELECT, entries_at, keep_largest, kth_magnitude, nudge
+from lightning_dct.kernels.bits import nonzero_indices
 from lightning_dct.traffic import FP32_BYTES
-from lightning_dct.wire.bits import nonzero_indices
 
 RowFormat = Literal["fp32", "bf16", "int8", "int4"]
 ROW_FORMATS: tuple[str, ...] = get_args(RowFormat)

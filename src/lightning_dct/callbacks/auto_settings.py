@@ -10,7 +10,9 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_dct.auto import (
+from lightning_dct.callbacks.run_advice import RunAdvice, StepClock, StepCosts
+from lightning_dct.config import DCTConfig, check_density, check_positive
+from lightning_dct.cost.auto import (
     Measured,
     Option,
     check_left_out,
@@ -23,11 +25,9 @@ from lightning_dct.auto import (
     rungs,
     table_of,
 )
-from lightning_dct.callbacks.run_advice import RunAdvice, StepClock, StepCosts
-from lightning_dct.config import DCTConfig, check_density, check_positive
-from lightning_dct.forecast.timing import Speed, find_slowest, measure_link
-from lightning_dct.forecast.workload import Workload, workload_of
-from lightning_dct.gradients.exchanges.making import NodeLayout, find_layout
+from lightning_dct.cost.timing import Speed, find_slowest, measure_link
+from lightning_dct.cost.workload import Workload, workload_of
+from lightning_dct.exchange.factory import NodeLayout, find_layout
 from lightning_dct.tables import plain_table
 
 WINDOW = 10

@@ -22,8 +22,8 @@ from lightning_dct.callbacks.wandb_runs import (
     tensor_media,
     wandb_loggers,
 )
+from lightning_dct.compress.plan import local_of, real_numel
 from lightning_dct.config import check_integer
-from lightning_dct.gradients.plan import local_of, real_numel
 from lightning_dct.metrics import CompressionRatio
 from lightning_dct.tables import fact_table, format_bytes
 from lightning_dct.traffic import FP32_BYTES, Traffic, TrafficTotals, all_reduce_bytes

@@ -12,10 +12,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_dct.callbacks.requirements import InternalCallback, require_dct
 from lightning_dct.callbacks.slow_rank import SlowRank, slowest_rank
+from lightning_dct.compress.plan import real_numel
 from lightning_dct.config import DCTConfig
+from lightning_dct.cost.timing import MeasuredLink, measure_link
 from lightning_dct.failures import Lifeline
-from lightning_dct.forecast.timing import MeasuredLink, measure_link
-from lightning_dct.gradients.plan import real_numel
 from lightning_dct.kernels import faster_kernel_missing
 from lightning_dct.law import BY_LENGTH, CAUTION, Given, RunSettings, expected_loss, steps_needed
 from lightning_dct.tables import rate_text
@@ -255,8 +255,8 @@ def _on_updates(given: Given, ranks: int, steps: float, dense: str) -> list[str]
         if steps_needed(fitting, ranks) <= steps:
             remedy = f"leave out `local_steps` and `density`: {_settings(fitting)} would fit"
         notes.append(
-            f"This run is short for {settings}: the loss may be {_percent(CAUTION * loss)} above that of plain DDP. Train"
-            f" for {needed:,} steps or more, or {remedy}."
+            f"This run is short for {settings}: the loss may be {_percent(CAUTION * loss)} above that of plain DDP."
+            f" Train for {needed:,} steps or more, or {remedy}."
         )
     return notes
 

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from lightning_dct.activations import CompressedModule, modules_of
 from lightning_dct.callbacks.requirements import require_dct
 from lightning_dct.config import check_integer
-from lightning_dct.gradients import Synchronizer
+from lightning_dct.sync import Synchronizer
 
 
 class ThresholdRefresh(pl.Callback):

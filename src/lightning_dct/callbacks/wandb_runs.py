@@ -24,9 +24,9 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import WandbLogger
 
-from lightning_dct.auto import CHOSEN
 from lightning_dct.config import DCTConfig
-from lightning_dct.gradients.synchronizer import TensorFigures
+from lightning_dct.cost.auto import CHOSEN
+from lightning_dct.sync.synchronizer import TensorFigures
 
 CONFIG_KEY = "lightning_dct"
 STEP = "trainer/global_step"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.checkpoint.format import CheckpointError
-from lightning_dct.gradients.memory import add_pieces, pieces_extent
+from lightning_dct.compress.memory import add_pieces, pieces_extent
 
 
 def merge_states(states: Sequence[Mapping[str, Any]], stages: int = 1) -> dict[str, Any]:

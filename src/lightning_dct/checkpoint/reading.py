@@ -28,7 +28,7 @@ from lightning_dct.checkpoint.format import (
     state_path,
 )
 from lightning_dct.checkpoint.merging import merge_states, put_together
-from lightning_dct.gradients import Synchronizer
+from lightning_dct.sync import Synchronizer
 
 # The errors after which `missing_state="reset"` continues.
 RESETTABLE = (FileNotFoundError, ValueError)

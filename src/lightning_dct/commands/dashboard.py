@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from lightning_dct.dashboard import QUALITY, make_workspace, push, to_json
+from lightning_dct.report.workspace import QUALITY, make_workspace, push, to_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

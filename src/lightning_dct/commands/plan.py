@@ -1,4 +1,4 @@
-"""``lightning-dct plan``: bytes, time and memory of a run before it starts; see :mod:`lightning_dct.forecast`.
+"""``lightning-dct plan``: bytes, time and memory of a run before it starts; see :mod:`lightning_dct.cost`.
 
 With ``--measure`` it is one rank of a job, and prints the choice of ``DCTStrategy(target_overhead=...)`` there.
 """
@@ -17,18 +17,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_dct import forecast
-from lightning_dct.auto import Measured, choose, measure_speeds, predict_dense, predict_updates, rungs, table_of
+from lightning_dct import cost
+from lightning_dct.compress.plan import real_numel
 from lightning_dct.config import VALUE_FORMATS, DCTConfig
-from lightning_dct.forecast.forecast import layout_of
-from lightning_dct.forecast.report import describe
-from lightning_dct.forecast.shards import check_shards
-from lightning_dct.forecast.timing import measure_link
+from lightning_dct.cost.auto import Measured, choose, measure_speeds, predict_dense, predict_updates, rungs, table_of
+from lightning_dct.cost.forecast import layout_of
+from lightning_dct.cost.replicas import check_shards
+from lightning_dct.cost.text import describe
+from lightning_dct.cost.timing import measure_link
+from lightning_dct.exchange.factory import find_layout
 from lightning_dct.fsdp.wrapping import units_of
-from lightning_dct.gradients.exchanges.making import find_layout
-from lightning_dct.gradients.plan import real_numel
 from lightning_dct.law import Given
-from lightning_dct.synchronizing import parameter_names
+from lightning_dct.sync.setup import parameter_names
 from lightning_dct.tables import plain_table
 
 MOST_PARAMETERS = 10**15
@@ -88,9 +88,9 @@ def _print_forecast(arguments: argparse.Namespace) -> None:
     given, workload = Given.of({name: getattr(arguments, name) for name in names}), _workload(arguments)
     config = given.for_run(world_size // (shards or 1), arguments.steps)
     sizes = [real_numel(workload.parameters[name]) for bucket in workload.buckets for name in bucket]
-    speed = forecast.measure_speed(config, sizes)
+    speed = cost.measure_speed(config, sizes)
     print(f"A run of {arguments.steps:,} optimizer steps:")
-    print(describe(forecast.Forecast(config, workload, layout, arguments.link, speed, shards=shards)))
+    print(describe(cost.Forecast(config, workload, layout, arguments.link, speed, shards=shards)))
 
 
 def _print_measured(arguments: argparse.Namespace) -> None:
@@ -117,18 +117,18 @@ def _print_measured(arguments: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def _workload(arguments: argparse.Namespace) -> forecast.Workload:
+def _workload(arguments: argparse.Namespace) -> cost.Workload:
     if arguments.module is None:
         if arguments.arguments:
             raise ValueError("`--arguments` are for the constructor of a `--module`; `--parameters` has none")
-        return forecast.one_tensor(arguments.parameters)
+        return cost.one_tensor(arguments.parameters)
     if os.getcwd() not in sys.path:
         # As for `python script.py`.
         sys.path.insert(0, os.getcwd())
-    module = forecast.load_module(arguments.module, parse_arguments(arguments.arguments))
+    module = cost.load_module(arguments.module, parse_arguments(arguments.arguments))
     names = parameter_names(module)
     units = [[names[parameter] for parameter in own] for own in units_of(module).values()]
-    return replace(forecast.workload_of(module), units=units)
+    return replace(cost.workload_of(module), units=units)
 
 
 def parse_arguments(words: list[str]) -> dict[str, Any]:

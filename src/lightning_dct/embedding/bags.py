@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dct.embedding.placement import ID_SPACE, Int64Array
+from lightning_dct.embedding.owners import ID_SPACE, Int64Array
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lightning_dct.embedding.placement import Int64Array
+from lightning_dct.embedding.owners import Int64Array
 
 
 class Admission(NamedTuple):

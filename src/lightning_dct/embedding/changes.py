@@ -23,11 +23,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_dct.embedding.placement import Int64Array
+from lightning_dct.compress.threshold import (
+    GUARD_RESELECT,
+    SMALLEST_THRESHOLD,
+    entries_at,
+    keep_largest,
+    kth_magnitude,
+    nudge,
+)
+from lightning_dct.embedding.owners import Int64Array
 from lightning_dct.kernels import select
-from lightning_dct.threshold import GUARD_RESELECT, SMALLEST_THRESHOLD, entries_at, keep_largest, kth_magnitude, nudge
+from lightning_dct.kernels.bits import flags_num_bytes, nonzero_indices, pack_flags, unpack_bits
 from lightning_dct.wire import PayloadLayout, pack, unpack_values
-from lightning_dct.wire.bits import flags_num_bytes, nonzero_indices, pack_flags, unpack_bits
 from lightning_dct.wire.rows import decode_rows, encode_rows, row_scales_num_bytes
 from lightning_dct.wire.values import values_num_bytes
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from lightning_dct.embedding.bags import Bags
-from lightning_dct.embedding.exchange import reading
+from lightning_dct.embedding.collected import reading
 from lightning_dct.embedding.lookup import DistinctRows
-from lightning_dct.embedding.placement import Int64Array
+from lightning_dct.embedding.owners import Int64Array
 from lightning_dct.embedding.state import TableState
 from lightning_dct.traffic import FP32_BYTES, ID_BYTES
 from lightning_dct.wire import PayloadError, PositionCode

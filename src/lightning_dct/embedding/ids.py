@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dct.embedding.placement import Int64Array
+from lightning_dct.embedding.owners import Int64Array
+from lightning_dct.kernels.bits import num_bytes, pack_bits, unpack_bits
 from lightning_dct.wire import PayloadError
-from lightning_dct.wire.bits import num_bytes, pack_bits, unpack_bits
 from lightning_dct.wire.positions import PositionCode
 
 # Requests between two groupings; in the beginning, rows are also grouped whenever the number of requests has doubled.

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_dct.embedding.placement import Int64Array
+from lightning_dct.embedding.owners import Int64Array
 
 PIECES = 4
 # Rows that share one entry of the index.

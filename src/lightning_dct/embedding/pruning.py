@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_dct.compress.threshold import kth_magnitude
 from lightning_dct.embedding.kept_pieces import INDEX_BYTES_A_ROW, PIECES, KeptPieces
-from lightning_dct.embedding.placement import Int64Array
+from lightning_dct.embedding.owners import Int64Array
 from lightning_dct.embedding.state import ROWS_AT_A_TIME, TableState, is_row_state
-from lightning_dct.threshold import kth_magnitude
 
 
 @torch.no_grad()

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightning_dct.checkpoint import CheckpointError
 from lightning_dct.embedding.cache import CACHE_ARRAYS
-from lightning_dct.embedding.gradients import CollectedGradients
-from lightning_dct.embedding.placement import Placement
+from lightning_dct.embedding.owners import Placement
+from lightning_dct.embedding.row_gradients import CollectedGradients
 from lightning_dct.embedding.state import TableState
 
 # Groups of rows are exponents of counts, which are int64.
@@ -114,7 +114,7 @@ def _check_parts(state: Mapping[str, Any], saved: Placement, dim: int) -> None:
 
 
 def _soundness(rows: Mapping[str, Any], universe: int, dim: int, tables: int, with_residual: bool) -> dict[str, bool]:
-    """Whether each part of the state of :class:`~lightning_dct.embedding.rows.RememberedRows` is sound."""
+    """Whether each part of the state of :class:`~lightning_dct.embedding.copies.RememberedRows` is sound."""
     cache, code, thresholds = rows["cache"], rows["code"], rows["thresholds"]
     if not all(isinstance(cache[name], Tensor) and cache[name].dtype == torch.int64 for name in CACHE_ARRAYS):
         return {"the cache": False}

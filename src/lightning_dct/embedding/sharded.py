@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lightning_dct.config import VALUE_FORMATS, check_choice, check_density, check_integer
 from lightning_dct.embedding.bags import read_bags
+from lightning_dct.embedding.collected import FAULT
 from lightning_dct.embedding.evaluation import ANNOUNCED as OF_ROUND
 from lightning_dct.embedding.evaluation import ExactReader, serve_until_all_finish
-from lightning_dct.embedding.exchange import FAULT
 from lightning_dct.embedding.lookup import ANNOUNCED as OF_REQUEST
 from lightning_dct.embedding.lookup import ChangesLookup
 from lightning_dct.embedding.resume import memory_of, restore_memory

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from lightning_dct.activations import CompressedModule
-from lightning_dct.embedding.exchange import Exchange
-from lightning_dct.embedding.gradients import CollectedGradients
+from lightning_dct.embedding.collected import Exchange
+from lightning_dct.embedding.copies import RememberedRows
 from lightning_dct.embedding.initial import initial_rows
 from lightning_dct.embedding.kept_pieces import PIECES, KeptPieces
-from lightning_dct.embedding.placement import Int64Array, Placement, place_tables
-from lightning_dct.embedding.rows import RememberedRows
+from lightning_dct.embedding.owners import Int64Array, Placement, place_tables
+from lightning_dct.embedding.row_gradients import CollectedGradients
 from lightning_dct.traffic import Traffic
 
 # Rows that are filled or copied at a time, so that no second copy of a table ever exists.

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_dct.gradients.plan import local_of
-from lightning_dct.updates import SharedWeights
+from lightning_dct.compress.plan import local_of
+from lightning_dct.sync import SharedWeights
 
 
 class ShardWeights(SharedWeights):

@@ -8,7 +8,7 @@ numba     numba        compiled loops at the speed of memory (``pip install '.[f
 ========  ===========  ==================================================================
 
 :mod:`~lightning_dct.kernels.plain` says what each function does. Both kernels give the same bits, so ranks may use
-different ones. On a GPU :mod:`~lightning_dct.kernels.marking` selects gradients and updates.
+different ones. On a GPU :mod:`~lightning_dct.compress.marking` selects gradients and updates.
 :mod:`~lightning_dct.kernels.numba_rows` codes rows of activations as :mod:`lightning_dct.wire.rows` does.
 """
 

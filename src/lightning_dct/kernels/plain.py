@@ -2,7 +2,7 @@
 
 The tensors of a bucket are given as lists of flat tensors, of fp32 or fp64, which may lie anywhere in memory. *Flags*
 say which entries are sent: one bit an entry, the first in the lowest bit, in a uint8 tensor of
-:func:`~lightning_dct.wire.bits.flags_num_bytes`.
+:func:`~lightning_dct.kernels.bits.flags_num_bytes`.
 Tensor ``t`` has the flags from number ``first[t]`` on. *Values* are those of the flagged entries, in their order.
 
 All kernels give the same flags, values and sums to the last bit, so ranks may use different ones. A mean of magnitudes
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_dct.wire.bits import pack_bits
+from lightning_dct.kernels.bits import pack_bits
 
 # Intermediate results stay in the processor's cache: several times faster than one operation after the other on all.
 CHUNK = 1 << 17

@@ -7,7 +7,7 @@ steps        the user's steps and logs         checks      of settings and model
 runner       the steps over the pipeline, and the schedule's gradients for DDP
 """
 
+from lightning_dct.pipeline.pipeline_strategy import DCTPipelineStrategy
 from lightning_dct.pipeline.sequential import SplitSequential
-from lightning_dct.pipeline.strategy import DCTPipelineStrategy
 
 __all__ = ["DCTPipelineStrategy", "SplitSequential"]

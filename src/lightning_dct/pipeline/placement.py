@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_dct.activations import SplitPoint
 from lightning_dct.pipeline.mesh import PipelineMesh
 from lightning_dct.pipeline.sequential import SplitSequential
-from lightning_dct.synchronizing import start_alike
+from lightning_dct.sync.setup import start_alike
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Bitmaps of positions on a GPU, read and written for all entries at once: no position is ever computed.
 
 A bitmap has a flag for each entry, so everything here is done to entries in their places: the number of flags before an
-entry says which of the payload's values is its own. Otherwise this is :mod:`lightning_dct.wire.on_device`: shapes do
-not depend on data, no index from a payload leaves its bounds, and the host waits for nothing. What is kept on the
-device has the size of the list of tensors, not of the tensors.
+entry says which of the payload's values is its own. Otherwise this is :mod:`lightning_dct.wire.payloads_on_device`:
+shapes do not depend on data, no index from a payload leaves its bounds, and the host waits for nothing. What is kept on
+the device has the size of the list of tensors, not of the tensors.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_dct.wire.on_device import headers_of
 from lightning_dct.wire.payload import PayloadLayout
+from lightning_dct.wire.payloads_on_device import headers_of
 from lightning_dct.wire.positions import PayloadError
 from lightning_dct.wire.values import BITS_PER_VALUE, SCALED_FORMATS, decode_units
 
@@ -24,7 +24,7 @@ GATHER_BITS = sum(1 << (56 - 7 * byte) for byte in range(8))
 
 
 def pack_marks(marks: Tensor) -> Tensor:
-    """Pack marks (shape ``[8 n]``, bool) into ``[n]``, uint8, as :func:`~lightning_dct.wire.bits.pack_bits` does."""
+    """Pack marks (shape ``[8 n]``, bool) into ``[n]``, uint8, as :func:`~lightning_dct.kernels.bits.pack_bits` does."""
     return (marks.view(torch.int64) * GATHER_BITS).view(torch.uint8)[7::8]
 
 

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_dct.wire.bits import flags_num_bytes, nonzero_indices, unpack_bits
+from lightning_dct.kernels.bits import flags_num_bytes, nonzero_indices, unpack_bits
 from lightning_dct.wire.positions import PayloadError, PositionCode
 from lightning_dct.wire.values import SCALED_FORMATS, decode_tensors, encode_tensors, values_num_bytes
 

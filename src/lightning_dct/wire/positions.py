@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.kernels import cpu_kernel
-from lightning_dct.wire.bits import count_flags, nonzero_indices, num_bytes, pack_bits, pack_flags, unpack_bits
+from lightning_dct.kernels.bits import nonzero_indices, num_bytes, pack_bits, pack_flags, unpack_bits
 
 
 class PayloadError(ValueError):
@@ -169,3 +169,11 @@ class PositionCode:
                 f"the positions are corrupt: {sum(counts)} positions are marked, but the header says {count}"
             )
         return counts
+
+
+def count_flags(flags: Tensor, sizes: Sequence[int]) -> list[int]:
+    """How many of packed flags are set in each of the tensors of these sizes, one after the other."""
+    if flags.device.type == "cpu":
+        return cpu_kernel().count_flags(flags, sizes)
+    marks = unpack_bits(flags, sum(sizes))
+    return torch.stack([part.sum() for part in marks.split(list(sizes))]).tolist() if sizes else []

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.kernels import cpu_kernel
-from lightning_dct.wire.bits import num_bytes, pack_bits, unpack_bits
+from lightning_dct.kernels.bits import num_bytes, pack_bits, unpack_bits
 
 BITS_PER_VALUE: dict[str, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "1bit": 1}
 SCALED_FORMATS = ("int8", "int4", "1bit")

@@ -1,0 +1,341 @@
+"""The way of one bucket on a CPU: what is new -> threshold -> flags and values -> payload, and back. No communication.
+
+    gradients   a = e + g        e = a - unpack(payload)               e: the residual
+    updates     a = w - S        nothing to write                      w: own weights, S: the shared ones
+
+    rank r      flag |a| >= tau      pack ---+
+                                             |  payloads as bytes, by any exchange
+                                             v
+    gradients   g = (1 / W) * sum over ranks of unpack(payload)
+    updates     S += m,  w += m - unpack(own payload)                  m = 1 / sqrt(W n) * the same sum
+
+This is the data-parallel half of Dynamic Communication Thresholding (Gupta et al., KDD 2021, section 3.1), with a
+threshold for each tensor. :mod:`lightning_dct.compress.on_device` does the same for a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_dct.compress.awaited import Awaited, must_not_wait
+from lightning_dct.compress.bucket import Bucket, Compressed, OwnPayload, Received
+from lightning_dct.compress.on_device import Sums, add_payloads, send_selected
+from lightning_dct.compress.plan import BucketPlan
+from lightning_dct.compress.threshold import (
+    GUARD_RESELECT,
+    Thresholds,
+    limit_of,
+    nudge,
+    sample_of,
+    threshold_from,
+)
+from lightning_dct.kernels import cpu_kernel, weights_by_senders
+from lightning_dct.kernels.bits import flags_num_bytes
+from lightning_dct.kernels.plain import Sent, keep_some
+from lightning_dct.wire import PayloadError, pack, read_scales, unpack_flags, unpack_values
+
+
+def compress(
+    bucket: Bucket,
+    plan: BucketPlan,
+    deferred: set[int],
+    thresholds: Thresholds,
+    guard: bool,
+    kernel: str = "auto",
+    lost: float = 0.0,
+) -> Compressed:
+    """Pack the entries that reach their threshold.
+
+    Of gradients, the rest is in the residual afterwards: ``decoded(payload) + residual`` equals the earlier ``residual
+    + scale * gradient``. Infinite and NaN entries go into the payload, and the residual keeps its old value. Of
+    weights, nothing changes.
+
+    Args:
+        bucket: What may be sent. Of a GPU its two tensors, ``[n]`` each.
+        plan: How each tensor is sent.
+        deferred: Indices of tensors of which nothing is sent.
+        thresholds: Missing ones are selected from this bucket.
+        guard: Adjust the thresholds to the number of entries that have reached them.
+        kernel: See :func:`~lightning_dct.kernels.cpu_kernel`.
+        lost: Share of what is not sent that own weights lose.
+    """
+    on_device = must_not_wait(bucket.bases[0].device)
+    if plan.parts and not on_device:
+        sent, settings = [], (thresholds, guard, kernel, lost)
+        for part in plan.parts:
+            sent.append(compress(bucket, part, deferred, *settings))
+            deferred = {index - len(part.names) for index in deferred}
+        payloads, entries, dense_of, selected_any = zip(*sent, strict=True)
+        return Compressed(torch.cat(payloads), sum(entries), sum(dense_of), any(selected_any))
+    used = tuple(index for index in plan.compressed if index not in deferred)
+    selected = _select_missing(bucket, plan, used, thresholds)
+    dense = _take_dense(bucket, plan, deferred)
+    dense_entries = sum(plan.sizes[index] for index in plan.dense)
+    if on_device:
+        payload, sent_by_part = send_selected(bucket, plan, used, dense, thresholds, guard=guard)
+        if lost:
+            _decay_on_device(bucket, plan, payload, lost)
+        return Compressed(payload, sent_by_part, dense_entries, selected)
+    bounds, first = [plan.bounds[index] for index in used], [plan.starts_in_payload[index] for index in used]
+    news, bases = (bucket.parts(tensors, bounds) for tensors in (bucket.news, bucket.bases))
+    taus = [thresholds.get(plan.names[index], plan.targets[index]) or 0.0 for index in used]
+    flags = torch.zeros(flags_num_bytes(sum(plan.sizes)), dtype=torch.uint8)
+    values, reached = cpu_kernel(kernel).select(news, bases, first, taus, bucket.scale, flags)
+    kept = list(values.split(reached))
+    broken = [] if _is_finite(values) else [number for number, part in enumerate(kept) if not _all_finite(part)]
+    counts = [0] * len(plan.sizes)
+    for number, (index, tau, count) in enumerate(zip(used, taus, reached, strict=True)):
+        target, where = plan.targets[index], (flags, first[number], plan.sizes[index])
+        if number in broken:
+            # Only the infinite and NaN entries are sent, because the step is lost anyway.
+            kept[number] = keep_some(*where, kept[number], kept[number].isfinite().logical_not_())
+        if kept[number].numel() > target:
+            # The capacity is fixed, because collectives need equal sizes.
+            limit = 0.0 if number in broken else limit_of(kept[number], plan.sizes[index], target)
+            kept[number] = cpu_kernel(kernel).thin(*where, kept[number], target, limit)
+        counts[index] = kept[number].numel()
+        if guard and number not in broken:
+            far = count > GUARD_RESELECT * target
+            thresholds.set(plan.names[index], target, limit if far else nudge(tau, count, target, plan.sizes[index]))
+    values = values if sum(counts) == values.numel() else torch.cat(kept)
+    payload = pack(plan.layout, flags, values, counts, dense)
+    if bucket.scale is not None or lost:
+        as_read = Sent(flags[None], unpack_values(plan.layout, payload, counts), [sum(counts)])
+        if bucket.scale is not None:
+            cpu_kernel(kernel).subtract(bases, first, as_read)
+        else:
+            cpu_kernel(kernel).decay(news, bases, first, as_read, lost)
+    return Compressed(payload, values.numel(), dense_entries, selected)
+
+
+def decompress(
+    received: Received,
+    buffer: Tensor,
+    awaited: Awaited,
+    kernel: str = "auto",
+    what: str = "Gradients",
+    by_senders: bool = False,
+) -> Tensor:
+    """Overwrite a bucket with the weighted sum of all ranks' payloads.
+
+    Every rank adds the same payloads in the same order, so replicas stay bitwise identical.
+
+    Args:
+        received: The payloads.
+        buffer: Shape ``[n]``: the flattened bucket. Overwritten where the plan's tensors lie.
+        awaited: For payloads on a GPU: reports later whether they are valid.
+        kernel: See :func:`~lightning_dct.kernels.cpu_kernel`.
+        what: What was sent, for error messages.
+        by_senders: Multiply each entry by the square root of the number of ranks over the number that sent it.
+
+    Raises:
+        PayloadError: A payload is corrupt or has another plan; the message names the rank. On a GPU ``awaited`` raises
+            it later.
+    """
+    plan = received.plan
+    total = buffer if buffer.dtype == plan.residual_dtype else buffer.to(plan.residual_dtype)
+    if must_not_wait(buffer.device):
+        means = _add_on_device(received._replace(own=None), awaited, what, by_senders).means
+        if means:
+            torch._foreach_copy_([total[start:stop] for start, stop in plan.bounds], means)
+    else:
+        for start, stop in plan.bounds:
+            total[start:stop].zero_()
+        apply(received, Bucket([], [total], None), awaited, kernel, what, by_senders)
+    return total if total is buffer else buffer.copy_(total)
+
+
+def decompress_own(received: Received, mean: Tensor, awaited: Awaited, kernel: str = "auto") -> Tensor:
+    """What this rank has sent of a bucket, as far as it counts: shape ``[n]``, like the ``mean``."""
+    own = received.own
+    assert own is not None
+    payload, plan = own if isinstance(own, OwnPayload) else (received.payloads[own], received.plan)
+    alone = received._replace(payloads=payload.unsqueeze(0), plan=plan, factor=1.0, own=None)
+    sent = decompress(alone, torch.empty_like(mean), awaited, kernel, "This rank's own updates")
+    return torch.where(counting(mean, plan), sent, 0.0) if isinstance(own, OwnPayload) else sent
+
+
+def counting(sums: Tensor, plan: BucketPlan) -> Tensor:
+    """Which entries of a sum have been sent: all of a dense tensor, else those that are not zero. Bool, ``[n]``."""
+    sent = sums != 0
+    for index in plan.dense:
+        sent[slice(*plan.bounds[index])] = True
+    return sent
+
+
+def apply(
+    received: Received,
+    bucket: Bucket,
+    awaited: Awaited,
+    kernel: str = "auto",
+    what: str = "Updates",
+    by_senders: bool = False,
+) -> None:
+    """Add the weighted sum of all ranks' payloads to the bases of a bucket.
+
+    Own weights, if the bucket has any, change by as much, less what this rank has sent. :func:`decompress` describes
+    the arguments and errors.
+    """
+    payloads, plan, factor, own, _ = received
+    if must_not_wait(payloads.device):
+        sums = _add_on_device(received, awaited, what, by_senders)
+        news, bases = (bucket.parts(tensors, plan.bounds) for tensors in (bucket.news, bucket.bases))
+        torch._foreach_add_(bases, sums.means)
+        torch._foreach_sub_(news, sums.own)
+        torch._foreach_add_(news, sums.means)
+        return
+    parts = plan.parts or (plan,)
+    senders = [f"{received.what or what} from rank {rank}" for rank in range(payloads.shape[0] * len(parts))]
+    sizes = [part.layout.num_bytes for part in parts]
+    if payloads.shape[1] != sum(sizes):
+        raise PayloadError(
+            f"{senders[0]} of the process group: a payload has {payloads.shape[1]} bytes where its layout has"
+            f" {sum(sizes)}: use the same model, settings and version of lightning_dct on every rank."
+        )
+    for index, (part, rows) in enumerate(zip(parts, payloads.split(sizes, dim=1), strict=True)):
+        sent, dense = _read(list(rows), part, senders[index :: len(parts)])
+        mine = own if bucket.news and isinstance(own, int) else -1
+        if bucket.news and isinstance(own, OwnPayload):
+            mine, own_part = len(rows), (own.plan.parts or (own.plan,))[index]
+            first = sum(before.layout.num_bytes for before in own.plan.parts[:index])
+            payload = own.payload[first : first + own_part.layout.num_bytes]
+            own_sent, own_dense = _read([payload], own_part, ["This rank's own payload"])
+            flags, values = torch.cat([sent.flags, own_sent.flags]), torch.cat([sent.values, own_sent.values])
+            sent = Sent(flags, values, sent.counts + own_sent.counts)
+            dense = torch.cat([dense, own_dense])
+        weights = weights_by_senders(len(rows), factor, by_senders and len(rows) > 1, plan.residual_dtype)
+        _add(part, bucket, sent, dense, weights, mine, kernel)
+
+
+def _decay_on_device(bucket: Bucket, plan: BucketPlan, payload: Tensor, lost: float) -> None:
+    """Take the share ``lost`` of what a payload does not send from this rank's own weights."""
+    sent = add_payloads(payload.unsqueeze(0), plan, 1.0, by_senders=False).means
+    bounds = [plan.bounds[index] for index in plan.compressed]
+    news, bases = (bucket.parts(tensors, bounds) for tensors in (bucket.news, bucket.bases))
+    left = torch._foreach_sub(news, bases)
+    torch._foreach_sub_(left, [sent[index] for index in plan.compressed])
+    torch._foreach_mul_(left, lost)
+    torch._foreach_sub_(news, left)
+
+
+def _add_on_device(received: Received, awaited: Awaited, what: str, by_senders: bool) -> Sums:
+    payloads, plan, factor, own, _ = received
+    sums = add_payloads(payloads, plan, factor, by_senders, own if isinstance(own, int) else None)
+    if isinstance(own, OwnPayload):
+        mine = add_payloads(own.payload.unsqueeze(0), own.plan, 1.0, by_senders=False).means
+        marks = torch._foreach_abs(torch._foreach_sign([sums.means[index] for index in plan.compressed]))
+        torch._foreach_mul_([mine[index] for index in plan.compressed], marks)
+        sums = sums._replace(own=mine)
+    senders = [f"{received.what or what} from rank {rank}" for rank in range(len(payloads) * max(len(plan.parts), 1))]
+    awaited.when_known(sums.told, partial(_check_valid, senders, sums.are_valid))
+    return sums
+
+
+def _read(payloads: Sequence[Tensor], plan: BucketPlan, senders: Sequence[str]) -> tuple[Sent, Tensor]:
+    """What senders have sent: compressed entries, and the tensors sent dense (shape ``[senders, n]``)."""
+    layout, counts = plan.layout, []
+    flags = payloads[0].new_zeros(len(payloads), flags_num_bytes(sum(plan.sizes)))
+    for payload, row, sender in zip(payloads, flags, senders, strict=True):
+        try:
+            counts.append(unpack_flags(layout, payload, row))
+        except PayloadError as error:
+            raise PayloadError(f"{sender} of the process group: {error}.") from error
+    sums = [sum(of_sender) for of_sender in counts]
+    values = torch.empty(sum(sums))
+    # In memory of their own, because a view as another dtype has to be aligned.
+    dense = torch.cat([payload[layout.num_bytes - layout.dense_bytes :] for payload in payloads]).view(plan.dtype)
+    dense = dense.view(len(payloads), layout.dense_bytes // plan.dtype.itemsize)
+    for payload, own_counts, own, own_dense, sender in zip(
+        payloads, counts, values.split_with_sizes(sums), dense, senders, strict=True
+    ):
+        unpack_values(layout, payload, own_counts, own)
+        # One value that is infinite or NaN makes the scale so.
+        if not (_is_finite(read_scales(layout, payload) if layout.num_scales else own) and _is_finite(own_dense)):
+            name_broken_sender(sender)
+    return Sent(flags, values, sums), dense
+
+
+def _add(plan: BucketPlan, bucket: Bucket, sent: Sent, dense: Tensor, weights: Tensor, mine: int, kernel: str) -> None:
+    bounds = [plan.bounds[index] for index in plan.compressed]
+    first = [plan.starts_in_payload[index] for index in plan.compressed]
+    totals = bucket.parts(bucket.bases, bounds)
+    owns = bucket.parts(bucket.news, bounds) if mine >= 0 else None
+    cpu_kernel(kernel).add_sums(totals, owns, first, sent, weights, mine)
+    if not plan.dense:
+        return
+    bounds, sizes = [plan.bounds[index] for index in plan.dense], [plan.sizes[index] for index in plan.dense]
+    summed = dense[: len(weights) - 1].to(plan.residual_dtype)
+    mean = sum(summed[1:], start=summed[0]) * weights[-1]
+    torch._foreach_add_(bucket.parts(bucket.bases, bounds), list(mean.split(sizes)))
+    if mine >= 0:
+        owns = bucket.parts(bucket.news, bounds)
+        torch._foreach_sub_(owns, list(dense[mine].to(plan.residual_dtype).split(sizes)))
+        torch._foreach_add_(owns, list(mean.split(sizes)))
+
+
+@lru_cache(maxsize=256)
+def name_broken_sender(sender: str) -> None:
+    """Warn once, on rank 0, that a rank has sent infinite or NaN numbers."""
+    rank_zero_warn(
+        f"{sender} of the process group are infinite or NaN, and so are the weights of all ranks from now on. Look at"
+        " the loss and the data of that rank. A loss scaler skips such a step by itself."
+    )
+
+
+def _check_valid(senders: list[str], are_valid: Callable[[Sequence[int]], Sequence[int]], told: list[int]) -> None:
+    wrong = [sender for sender, is_valid in zip(senders, are_valid(told), strict=True) if not is_valid]
+    if wrong:
+        raise PayloadError(
+            f"{', '.join(wrong)} of the process group: the payload is corrupt, or was made for another model or other"
+            " settings. Use the same model, settings and version of lightning_dct on every rank; a run on CPUs says"
+            " more about what differs."
+        )
+
+
+def _select_missing(bucket: Bucket, plan: BucketPlan, used: tuple[int, ...], thresholds: Thresholds) -> bool:
+    """Select missing thresholds, and return whether there were any. This waits for a GPU."""
+    missing = [index for index in used if not thresholds.has(plan.names[index], plan.targets[index])]
+    for index in missing:
+        size, target = plan.sizes[index], plan.targets[index]
+        sampled = bucket.entries(plan.bounds[index], sample_of(size, target))
+        thresholds.set(plan.names[index], target, threshold_from(sampled, size, target))
+    return bool(missing)
+
+
+def _is_finite(values: Tensor) -> bool:
+    """Whether all values and their sum are finite: the cheapest check."""
+    return not values.numel() or math.isfinite(float(values.sum()))
+
+
+def _all_finite(values: Tensor) -> bool:
+    return bool(values.isfinite().all())
+
+
+def _take_dense(bucket: Bucket, plan: BucketPlan, deferred: set[int]) -> Tensor:
+    """The tensors sent dense (shape ``[dense bytes]``, uint8), zeros for deferred ones; rounding stays in residuals."""
+    bounds = [plan.bounds[index] for index in plan.dense if index not in deferred]
+    if not bounds:
+        whole = sum(plan.sizes[index] for index in plan.dense)
+        return bucket.bases[0].new_zeros(whole, dtype=plan.dtype).view(torch.uint8)
+    sizes, residuals = [stop - start for start, stop in bounds], bucket.parts(bucket.bases, bounds)
+    news = bucket.parts(bucket.news, bounds)
+    if bucket.scale is None:
+        sent = torch.cat(torch._foreach_sub(news, residuals))
+    else:
+        before, new = torch.cat(residuals), torch.cat(news)
+        accumulated = before + new.to(before.dtype) * bucket.scale
+        sent = accumulated.to(plan.dtype)
+        left = accumulated - sent
+        torch._foreach_copy_(residuals, torch.where(left.abs() < math.inf, left, before).split(sizes))
+    if len(bounds) == len(plan.dense):
+        return sent.view(torch.uint8)
+    parts = iter(sent.split(sizes))
+    zero = sent.new_zeros(1)
+    dense = [zero.expand(plan.sizes[index]) if index in deferred else next(parts) for index in plan.dense]
+    return torch.cat(dense).view(torch.uint8)

@@ -1,0 +1,162 @@
+"""How each tensor of a bucket is sent: how many of its entries, or dense."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_dct.compress.threshold import entries_at
+from lightning_dct.config import DCTConfig
+from lightning_dct.wire import BITS_PER_VALUE, PayloadLayout
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """A bucket's tensors, or pieces of them, and how each is sent; the same on every rank.
+
+    Attributes:
+        names: The parameters' names, in the bucket's order.
+        sizes: Entries of each.
+        targets: Entries of each that an exchange sends; 0 for a tensor sent dense.
+        dtype: The gradients' dtype, in which dense tensors are sent.
+        value_format: How sent entries are written.
+        starts: First entry of each in the flattened bucket, ascending in each payload; None if there are no gaps.
+            Positions in a payload do not count gaps.
+        parts: The plans of several payloads that this one joins; empty for a plan of one payload.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    targets: tuple[int, ...]
+    dtype: torch.dtype
+    value_format: str
+    starts: tuple[int, ...] | None = None
+    parts: tuple[BucketPlan, ...] = ()
+
+    @staticmethod
+    def joined(parts: Sequence[BucketPlan]) -> BucketPlan:
+        """The plan of several payloads of one bucket, one after the other."""
+        names, sizes, targets = (
+            sum((getattr(part, field) for part in parts), ()) for field in ("names", "sizes", "targets")
+        )
+        starts = tuple(start for part in parts for start, _ in part.bounds)
+        return replace(parts[0], names=names, sizes=sizes, targets=targets, starts=starts, parts=tuple(parts))
+
+    @cached_property
+    def is_dense(self) -> bool:
+        """Whether every tensor is sent dense, by all-reduce."""
+        return not any(self.targets)
+
+    @cached_property
+    def bounds(self) -> tuple[tuple[int, int], ...]:
+        """``(start, stop)`` of each tensor in the flattened bucket."""
+        starts = self.starts_in_payload if self.starts is None else self.starts
+        return tuple((start, start + size) for start, size in zip(starts, self.sizes, strict=True))
+
+    @cached_property
+    def compressed(self) -> tuple[int, ...]:
+        """Indices of the tensors that are compressed."""
+        return tuple(index for index, target in enumerate(self.targets) if target)
+
+    @cached_property
+    def dense(self) -> tuple[int, ...]:
+        """Indices of the tensors sent dense."""
+        return tuple(index for index, target in enumerate(self.targets) if not target)
+
+    @cached_property
+    def on_devices(self) -> dict[torch.device, Any]:
+        """The constants of this plan that :mod:`~lightning_dct.compress.on_device` has copied to devices."""
+        return {}
+
+    @cached_property
+    def layout(self) -> PayloadLayout:
+        """The payload's layout, for a plan without parts."""
+        dense_bytes = self.dtype.itemsize * sum(self.sizes[index] for index in self.dense)
+        return PayloadLayout(self.sizes, self.targets, self.value_format, dense_bytes)
+
+    @cached_property
+    def starts_in_payload(self) -> tuple[int, ...]:
+        """The first index of each tensor in a payload."""
+        return (0, *accumulate(self.sizes[:-1]))[: len(self.sizes)]
+
+    @property
+    def residual_dtype(self) -> torch.dtype:
+        """At least fp32, because residuals are summed over many steps."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+
+def plan_bucket(
+    names: Sequence[str],
+    sizes: Sequence[int],
+    densities: Sequence[float],
+    dtype: torch.dtype,
+    value_format: str,
+    min_tensor_size: int,
+    link_traversals: float,
+) -> BucketPlan:
+    """Decide for each tensor of a bucket how it is sent.
+
+    A tensor is sent dense when it is smaller than ``min_tensor_size``, when all of its entries are sent, or when an
+    all-reduce moves fewer bytes. A decision depends on its tensor alone, so the bucket in which
+    DistributedDataParallel puts the tensor does not matter.
+
+    ``names``, ``sizes`` and ``densities`` (the share of entries to send, in (0, 1]) have an item for each tensor.
+    ``dtype`` is the gradients'. ``link_traversals`` says how often each link carries a rank's payload: for an
+    all-gather the world size. An all-reduced tensor counts as two. 1 means that there are no other ranks.
+    """
+    targets = []
+    for size, density in zip(sizes, densities, strict=True):
+        target = entries_at(density, size)
+        if size < min_tensor_size or target >= size or link_traversals == 1:
+            targets.append(0)
+            continue
+        bits_compressed = link_traversals * target * (BITS_PER_VALUE[value_format] + 2 + math.log2(size / target))
+        targets.append(target if bits_compressed < 2 * size * dtype.itemsize * 8 else 0)
+    return BucketPlan(tuple(names), tuple(sizes), tuple(targets), dtype, value_format)
+
+
+class Plans:
+    """The plans of buckets under the current settings; each is made once."""
+
+    def __init__(self, config: DCTConfig, link_traversals: float) -> None:
+        self.config = config
+        self._link_traversals = link_traversals
+        self._known: dict[tuple[tuple[str, ...], tuple[int, ...], torch.dtype, float], BucketPlan] = {}
+
+    def change(self, config: DCTConfig) -> None:
+        """Use other settings from now on."""
+        if config != self.config:
+            self.config, self._known = config, {}
+
+    def of(self, names: Sequence[str], sizes: Sequence[int], dtype: torch.dtype, share: float = 1.0) -> BucketPlan:
+        """The plan of some tensors at a share of their densities; a density of 1 stays 1."""
+        key = tuple(names), tuple(sizes), dtype, share
+        if key not in self._known:
+            full = [self.config.density_of(name) for name in names]
+            densities = [1.0 if density == 1.0 else share * density for density in full]
+            settings = self.config.value_format, self.config.min_tensor_size
+            self._known[key] = plan_bucket(names, sizes, densities, dtype, *settings, self._link_traversals)
+        return self._known[key]
+
+
+def real_numel(tensor: Tensor) -> int:
+    """Real numbers of a tensor on this rank: a complex entry is two."""
+    return local_of(tensor).numel() * (2 if tensor.is_complex() else 1)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """A tensor's part on this rank, in the same memory: the shard of a ``DTensor``, else the tensor itself."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def real_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of a tensor's real numbers."""
+    return tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype

@@ -1,0 +1,280 @@
+"""Thresholds: selection from a sample every so many steps, and a guard that adjusts them in between.
+
+Selecting the k-th largest magnitude costs many times as much as comparing with a known threshold, so it is done every
+thousand steps (Gupta et al., KDD 2021, section 3), and from a sample of a large tensor. In between, the scale of the
+gradient drifts, and with it the number of entries above the threshold. When a step selects too many or too few, the
+guard moves the threshold a little, similar to Ok-Topk (Li and Hoefler, PPoPP 2022).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_dct.kernels.bits import nonzero_indices
+
+# The guard's exponent is this times the square root of the density. Error feedback makes entries crowd below the
+# threshold, the more the smaller the density, and there a small move changes the count a lot. Twice the exponent makes
+# the count oscillate (simulated at 0.1% density).
+GUARD_GAIN = 0.3
+GUARD_LARGEST_FACTOR = 1.25
+# The guard aims a little low, because what does not fit waits for the next exchange.
+GUARD_AIM = 0.98
+# With more than this many times the target, one step would be too small.
+GUARD_RESELECT = 2.0
+# So many of the entries that have reached a threshold are looked at, if not all of them fit.
+LIMIT_SAMPLE = 1 << 12
+# Selection from more entries than this begins with a sample of about SAMPLE_SIZE.
+EXACT_UP_TO = 1 << 18
+SAMPLE_SIZE = 1 << 16
+# A sample for a threshold has at least so many entries, and so many of those that are wanted: within 5% of the target.
+SMALLEST_SAMPLE = 1 << 14
+WANTED_IN_SAMPLE = 400
+# kthvalue counts in int32 on CUDA. Only tensors that sampling does not reduce, such as billions of zeros, have more.
+MOST_TO_SELECT_FROM = 2**31 - 1
+SMALLEST_THRESHOLD = torch.finfo(torch.float32).tiny
+
+
+@lru_cache(maxsize=1024)
+def sample_of(size: int, target: int) -> Tensor | None:
+    """Which entries of a tensor to select its threshold from: int64, ascending; None for all.
+
+    They are spread evenly, one in each stretch of the tensor. Where in its stretch an entry lies is hashed, because a
+    regular sample of a matrix would see a few of its columns only.
+    """
+    wanted = max(SMALLEST_SAMPLE, math.ceil(WANTED_IN_SAMPLE * size / target))
+    if size < 2 * wanted:
+        return None
+    numbers, stretch = torch.arange(wanted), size // wanted
+    # Fibonacci hashing: the upper half of a product with 2 ** 32 over the golden ratio (Knuth, TAOCP 3, section 6.4).
+    return numbers * stretch + ((numbers * 0x9E3779B1 & 0xFFFFFFFF) >> 16) % stretch
+
+
+def threshold_from(sampled: Tensor, size: int, target: int) -> float:
+    """The magnitude that about ``target`` of ``size`` entries reach, from all of them or from those of a sample."""
+    return kth_magnitude(sampled, max(1, math.ceil(target * sampled.numel() / size)))
+
+
+def kth_magnitude(values: Tensor, k: int) -> float:
+    """The k-th largest magnitude of values (``[n]``, floating point), at least the smallest normal fp32 number.
+
+    Infinite and NaN entries count as zero.
+    """
+    magnitudes = values.abs().nan_to_num_(nan=0.0, posinf=0.0)
+    candidates = _candidates(magnitudes, k) if magnitudes.numel() > EXACT_UP_TO else magnitudes
+    return max(float(_kth_largest(candidates, k)), SMALLEST_THRESHOLD)
+
+
+def _candidates(magnitudes: Tensor, k: int) -> Tensor:
+    """A small subset of the magnitudes that contains the ``k`` largest; all of them if the sample was misleading."""
+    # A regular sample gives a lower bound on the k-th magnitude, by four standard deviations of the sample's rank.
+    sample = magnitudes[:: magnitudes.numel() // SAMPLE_SIZE]
+    expected = k / magnitudes.numel() * sample.numel()
+    rank = min(math.ceil(expected + 4 * math.sqrt(expected) + 4), sample.numel())
+    candidates = magnitudes[nonzero_indices(magnitudes >= _kth_largest(sample, rank))]
+    return candidates if candidates.numel() >= k else magnitudes
+
+
+def _kth_largest(values: Tensor, k: int) -> Tensor:
+    index = values.numel() - k
+    # Both select the k-th smallest without sorting; numpy uses vector instructions.
+    if values.device.type == "cuda" and values.numel() <= MOST_TO_SELECT_FROM:
+        return torch.kthvalue(values, index + 1).values
+    numbers = values.cpu() if values.dtype == torch.float64 else values.cpu().to(torch.float32)
+    return torch.as_tensor(np.partition(numbers.numpy(), index)[index])
+
+
+def keep_largest(values: Tensor, k: int) -> tuple[Tensor, float]:
+    """A bool mask (``[n]``) of the ``k`` largest magnitudes, and the smallest of them; of equals the first are kept.
+
+    ``values`` has shape ``[n]``, is finite, and ``n > k >= 1``.
+    """
+    magnitudes = values.abs()
+    smallest = _kth_largest(magnitudes, k)
+    keep = magnitudes >= smallest
+    too_many = int(keep.sum()) - k
+    if too_many:
+        keep[nonzero_indices(magnitudes == smallest)[-too_many:]] = False
+    return keep, float(smallest)
+
+
+def entries_at(density: float, size: int) -> int:
+    """How many of ``size`` entries a density sends, rounded up."""
+    # 0.07 * 100 is 7.000000000000001 in floating point and should be 7 entries.
+    return min(math.ceil(density * size * (1 - 1e-12)), size)
+
+
+def nudge(threshold: float, count: int, target: int, size: int, aim: float = GUARD_AIM) -> float:
+    """The guard: the next threshold, after ``count`` of ``size`` entries have reached this one.
+
+    ``threshold * ((count + 0.5) / (aim * target + 0.5)) ** (0.3 * sqrt(target / size))``, with the factor limited to
+    [1 / 1.25, 1.25].
+    """
+    exponent = GUARD_GAIN * math.sqrt(target / size)
+    # Half an entry keeps the ratio finite, and gentle for targets of one or two entries.
+    factor = ((count + 0.5) / (aim * target + 0.5)) ** exponent
+    factor = min(max(factor, 1 / GUARD_LARGEST_FACTOR), GUARD_LARGEST_FACTOR)
+    return max(threshold * factor, SMALLEST_THRESHOLD)
+
+
+def limit_of(reached: Tensor, size: int, target: int) -> float:
+    """The magnitude that about ``target`` entries reach, from a regular sample of more that have reached a threshold.
+
+    With a random choice instead of the largest entries, four ranks lost 7.0% where they lose 5.1%:
+    ``docs/evidence/sums.md``.
+
+    Args:
+        reached: Their values, finite, shape ``[n]`` with ``n > target``.
+        size: Entries of the tensor.
+        target: Entries that fit.
+    """
+    count, wanted = reached.numel(), min(LIMIT_SAMPLE, size)
+    return kth_magnitude(reached[torch.arange(wanted) * count // wanted], -(-wanted * target // count))
+
+
+class Aims(NamedTuple):
+    """What the guard knows of some tensors beforehand: shape ``[n]``, fp64 on a device."""
+
+    exponents: Tensor
+    aims: Tensor  # entries
+    most: Tensor  # entries from which on one step would be too small
+
+    @staticmethod
+    def of(targets: Sequence[int], sizes: Sequence[int], device: torch.device) -> Aims:
+        """Those of tensors with these targets and sizes."""
+        target, size = (torch.tensor(numbers, dtype=torch.float64) for numbers in (targets, sizes))
+        constants = GUARD_GAIN * (target / size).sqrt(), GUARD_AIM * target, GUARD_RESELECT * target
+        return Aims(*(numbers.to(device) for numbers in constants))
+
+
+class Reached(NamedTuple):
+    """What has reached the thresholds of some tensors: shape ``[n]`` on a device."""
+
+    thresholds: Tensor  # fp64, positive
+    limits: Tensor  # floating point: see :func:`limit_of`
+    counts: Tensor  # int64: entries that have reached the threshold
+    whole: Tensor  # bool: whether all entries are finite; if not, a threshold stays as it is
+
+
+def follow_all(reached: Reached, aims: Aims) -> Tensor:
+    """The guard for many thresholds, without waiting for a GPU: shape ``[n]``, fp64."""
+    thresholds, counts = reached.thresholds, reached.counts.to(torch.float64)
+    factors = ((counts + 0.5) / (aims.aims + 0.5)) ** aims.exponents
+    nudged = factors.clamp_(1 / GUARD_LARGEST_FACTOR, GUARD_LARGEST_FACTOR).mul_(thresholds)
+    followed = torch.where(counts > aims.most, reached.limits.to(torch.float64), nudged).clamp_(SMALLEST_THRESHOLD)
+    return torch.where(reached.whole, followed, thresholds)
+
+
+class Thresholds:
+    """One rank's thresholds, by parameter name or by label of a piece.
+
+    A threshold is valid only for the target (number of entries) it was selected for. When the density changes, the
+    threshold counts as missing. On a GPU thresholds are fp64 scalars, because reading a number waits for the GPU, and
+    the guard moves those of all buckets together, when the first of them is next needed.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, float | Tensor] = {}
+        self._targets: dict[str, int] = {}
+        self._stacked: dict[tuple[str, ...], Tensor] = {}
+        self._to_follow: dict[tuple[str, ...], tuple[Reached, Aims]] = {}
+
+    def has(self, name: str, target: int) -> bool:
+        """Whether there is a threshold for this target."""
+        return self._targets.get(name) == target
+
+    def get(self, name: str, target: int) -> float | None:
+        """The threshold for this target, or None."""
+        self._follow()
+        return float(self._values[name]) if self.has(name, target) else None
+
+    def set(self, name: str, target: int, threshold: float) -> None:
+        """Store a threshold and its target."""
+        self._follow()
+        self._values[name], self._targets[name] = threshold, target
+        self._stacked = {names: stacked for names, stacked in self._stacked.items() if name not in names}
+
+    def on_device(self, names: tuple[str, ...], device: torch.device) -> Tensor:
+        """Some thresholds, without waiting: shape ``[len(names)]``, fp64, read-only."""
+        if any(not set(names).isdisjoint(pending) for pending in self._to_follow):
+            self._follow()
+        if names not in self._stacked:
+            values = [self._values[name] for name in names]
+            # `full` passes the number as a kernel argument; a copy from host memory would wait.
+            scalars = [
+                v.to(device) if isinstance(v, Tensor) else torch.full((), v, dtype=torch.float64, device=device)
+                for v in values
+            ]
+            empty = torch.empty(0, dtype=torch.float64, device=device)
+            self.replace(names, torch.stack(scalars) if scalars else empty)
+        return self._stacked[names]
+
+    def follow(self, names: tuple[str, ...], reached: Reached, aims: Aims) -> None:
+        """Have the guard move some thresholds before they are next needed."""
+        self._to_follow[names] = reached, aims
+
+    def _follow(self) -> None:
+        pending, self._to_follow = self._to_follow, {}
+        for device in {reached.counts.device for reached, _ in pending.values()}:
+            some = {names: both for names, both in pending.items() if both[0].counts.device == device}
+            reached, aims = (
+                [torch.cat(columns) if len(some) > 1 else columns[0] for columns in zip(*parts, strict=True)]
+                for parts in zip(*some.values(), strict=True)
+            )
+            followed = follow_all(Reached(*reached), Aims(*aims))
+            for names, part in zip(some, followed.split([len(names) for names in some]), strict=True):
+                self.replace(names, part)
+
+    def replace(self, names: tuple[str, ...], thresholds: Tensor) -> None:
+        """Set some thresholds, shape ``[len(names)]``, fp64, and keep their targets."""
+        if names not in self._stacked:
+            moved = set(names)
+            self._stacked = {old: stacked for old, stacked in self._stacked.items() if not moved.intersection(old)}
+        self._stacked[names] = thresholds
+        self._values.update(zip(names, thresholds.unbind(), strict=True))
+
+    def forget(self) -> None:
+        """Delete all thresholds."""
+        self._values, self._targets, self._stacked, self._to_follow = {}, {}, {}, {}
+
+    def forget_those_of(self, parameters: Collection[str]) -> None:
+        """Delete the thresholds of some parameters, of their pieces and of the pieces' sums."""
+        if not parameters:
+            return
+        self._follow()
+        for label in list(self._targets):
+            whole = label.removeprefix("sum of ")
+            if whole in parameters or whole.rpartition("[")[0] in parameters:
+                del self._targets[label], self._values[label]
+        self._stacked = {}
+
+    def values(self) -> list[float]:
+        """All thresholds, in no particular order. This waits for a GPU."""
+        return list(self.by_label().values())
+
+    def by_label(self) -> dict[str, float]:
+        """All thresholds by label: a parameter, or a piece of one. This waits for a GPU."""
+        self._follow()
+        return {name: float(value) for name, value in self._values.items()}
+
+    def take_over(self, other: Thresholds) -> None:
+        """Copy another object's thresholds without waiting for a GPU."""
+        other._follow()
+        self._values, self._targets, self._stacked = dict(other._values), dict(other._targets), dict(other._stacked)
+        self._to_follow = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Thresholds and targets as plain numbers."""
+        return {"values": self.by_label(), "targets": dict(self._targets)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with saved thresholds."""
+        self.forget()
+        self._values = {str(name): float(value) for name, value in state["values"].items()}
+        self._targets = {str(name): int(target) for name, target in state["targets"].items()}

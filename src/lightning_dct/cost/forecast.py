@@ -1,0 +1,153 @@
+"""The forecast: bytes, time and memory of every exchange, and the choice of ``exchange="auto"``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+from lightning_dct.config import DCTConfig
+from lightning_dct.cost.bytes_sent import COMPRESSED, Sent, Step, compressed_step, dense_step, ranks_per_node
+from lightning_dct.cost.replicas import Group, fsdp_bytes, groups_of, step_of_all
+from lightning_dct.cost.timing import Speed
+from lightning_dct.cost.workload import Workload
+from lightning_dct.exchange.factory import INSIDE_IS_FASTER, Choice, NodeLayout, choose_for_model
+
+DENSE = "ddp"
+MOST_RANKS = 10_000
+"""Limit of a plan, which counts the bytes of every rank."""
+COLLECTIVES = {"all_gather": 1, "sharded": 2, "by_node": 3}
+"""Collectives for each bucket, one after the other."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One exchange.
+
+    Attributes:
+        name: ``"ddp"`` for the dense all-reduce, or the exchange.
+        step: The bytes of one exchange, rank by rank.
+        local_steps: Optimizer steps from one exchange to the next. All other figures are of a step.
+        ratio: The logged compression ratio, of the rank that sends most; between nodes for ``by_node`` and
+            ``dct_fsdp``.
+        link_seconds: How long the busiest node's link is busy in a step.
+        compressing_seconds: How long a rank compresses in a step.
+    """
+
+    name: str
+    step: Step
+    local_steps: int
+    ratio: float
+    link_seconds: float
+    compressing_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Link and compressing, one after the other."""
+        return self.link_seconds + self.compressing_seconds
+
+    @property
+    def most_sent(self) -> int:
+        """Bytes of the rank that sends most."""
+        return max(sent.total for sent in self.step.sent) // self.local_steps
+
+    @property
+    def most_between(self) -> int:
+        """Bytes to other nodes of the rank that sends most there."""
+        return max(sent.between for sent in self.step.sent) // self.local_steps
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The exchanges of a run on two ranks or more, with equally many on every node.
+
+    Attributes:
+        config: The settings.
+        workload: What is synchronised.
+        layout: Where the ranks run.
+        link: Bits a second of each node's link, or of each rank's where all are on one node.
+        speed: Cost of compressing on this machine, at the settings' density and value format.
+        latency: Time of an empty all-reduce in seconds, two rounds of messages.
+        shards: Ranks per replica of ``dct_fsdp``, None for ``dct``. With shards, ``rows`` raises a ValueError if FSDP2
+            cannot shard a parameter.
+    """
+
+    config: DCTConfig
+    workload: Workload
+    layout: NodeLayout
+    link: float
+    speed: Speed
+    latency: float = 0.0
+    shards: int | None = None
+
+    @cached_property
+    def _groups(self) -> list[Group]:
+        """The ranks that exchange with each other; the first ranks of replicas hold the largest shards."""
+        if self.shards is None:
+            return [(self.workload, self.layout)]
+        return groups_of(self.workload, self.layout, self.shards, by_unit=self.config.compress == "gradients")
+
+    @cached_property
+    def choice(self) -> Choice:
+        """That of ``exchange="auto"``."""
+        largest, peers = self._groups[0]
+        return choose_for_model(self.config, largest.parameters, peers)
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """The dense all-reduce, and each exchange that is possible."""
+        config, layout, every, groups = self.config, self.layout, self.config.round_length, self._groups
+        fsdp = Sent() if self.shards is None else fsdp_bytes(self.workload, layout, self.shards)
+        largest, peers = groups[0]
+        world_size, local = len(peers.places), ranks_per_node(peers)
+        dense = step_of_all(dense_step, groups, fsdp, 1)
+        rows = [Row(DENSE, dense, 1, 1.0, link_seconds(dense, layout, self.link), 0.0)]
+        for name in COMPRESSED:
+            if name == "by_node" and any(ranks.obstacle is not None for _, ranks in groups):
+                continue
+            step = step_of_all(partial(compressed_step, name, config), groups, fsdp, every)
+            if name == "by_node" or self.shards is not None:
+                most = max(sent.between for sent in step.sent)
+                ratio = (max(sent.between for sent in dense.sent) - fsdp.between) / most
+            else:
+                ratio = dense.sent[0].total / max(sent.total for sent in step.sent)
+            waits = COLLECTIVES[name] * len(largest.buckets_under(config)) * self.latency / 2
+            busy = link_seconds(step, layout, self.link)
+            compressing = self.speed.seconds(name, step.entries, world_size, local)
+            if config.compress == "updates":
+                compressing += self.speed.move * largest.entries
+            rows.append(Row(name, step, every, ratio * every, (busy + waits) / every, compressing / every))
+        return tuple(rows)
+
+    def row(self, name: str) -> Row:
+        """The row of a name."""
+        return next(row for row in self.rows if row.name == name)
+
+
+def layout_of(world_size: int, nodes: int) -> NodeLayout:
+    """Ranks spread evenly over nodes, in their order.
+
+    Raises:
+        ValueError: There is one rank, there are too many, or the nodes do not divide them.
+    """
+    if world_size < 2:
+        raise ValueError(f"`--world-size {world_size}`: one rank has nobody to send to. Give 2 or more")
+    if world_size > MOST_RANKS:
+        raise ValueError(f"`--world-size {world_size}`: plans are made for {MOST_RANKS:,} ranks at most")
+    if nodes < 1 or world_size % nodes:
+        possible = [str(count) for count in range(1, world_size + 1) if world_size % count == 0]
+        raise ValueError(
+            f"`--nodes {nodes}` does not divide `--world-size {world_size}`: every node must have as many ranks."
+            f" Give {', '.join(possible[:-1])} or {possible[-1]}"
+        )
+    return NodeLayout(tuple(divmod(rank, world_size // nodes) for rank in range(world_size)))
+
+
+def link_seconds(step: Step, layout: NodeLayout, link: float) -> float:
+    """How long the busiest node's link is busy, and the exchange inside that node.
+
+    The ranks of a node share its link. Like ``exchange="auto"``, this assumes that bytes inside a node move faster.
+    """
+    local = ranks_per_node(layout)
+    nodes = [step.sent[first : first + local] for first in range(0, len(step.sent), local)]
+    busiest = max(sum(sent.between + sent.inside / INSIDE_IS_FASTER for sent in node) for node in nodes)
+    return 8 * busiest / link

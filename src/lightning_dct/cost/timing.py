@@ -1,0 +1,224 @@
+"""Times compressing, and the link between the ranks, for a moment before a run trains."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dct.compress.awaited import Awaited
+from lightning_dct.compress.bucket import Bucket, Received
+from lightning_dct.compress.on_host import compress, decompress
+from lightning_dct.compress.plan import plan_bucket
+from lightning_dct.compress.threshold import Thresholds
+from lightning_dct.config import DCTConfig
+from lightning_dct.kernels import fastest_kernel
+from lightning_dct.sync.shared_weights import SharedWeights
+from lightning_dct.traffic import FP32_BYTES, all_reduce_bytes
+
+# Larger than most caches, and still fast enough for a time slice of a shared machine.
+MEASURED_ENTRIES = 4_000_000
+SENDERS = 4
+LEAST_ROUNDS = 3
+SIZES = tuple(1 << power for power in (16, 18, 20))
+"""Bytes of the tensors that are timed, one after the other."""
+LONGEST = 0.02
+"""Seconds after which no larger tensor is tried: a slow link shows its rate early."""
+ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The cost of each entry of a tensor, sent or not, at one density and value format.
+
+    Attributes:
+        compress: Seconds an entry: add, compare, compact, pack.
+        clear: Seconds an entry for a result to be added to.
+        add: Seconds an entry and sender: unpack and add.
+        how: The measurement in words.
+        move: Seconds an entry to compute its movement, and to move it; for updates on a GPU only.
+    """
+
+    compress: float
+    clear: float
+    add: float
+    how: str
+    move: float = 0.0
+
+    def seconds(self, exchange: str, entries: int, world_size: int, ranks_per_node: int) -> float:
+        """How long a rank compresses and decompresses in a step of so many compressed entries."""
+        if exchange == "all_gather":
+            per_entry = self.compress + self.clear + world_size * self.add
+        elif exchange == "sharded":
+            sums = self.compress + self.clear + world_size * self.add
+            per_entry = self.compress + sums / world_size + self.clear + self.add
+        else:
+            nodes = world_size // ranks_per_node
+            per_entry = self.compress / ranks_per_node + self.clear + nodes * self.add
+        return entries * per_entry
+
+
+def measure_speed(
+    config: DCTConfig, sizes: Sequence[int], seconds: float = 1.0, device: torch.device | None = None
+) -> Speed:
+    """Time the code that a run uses.
+
+    The fastest of a few times counts, because other processes only add to it.
+
+    Args:
+        config: The settings of the run: its density, value format and smallest compressed tensor.
+        sizes: Entries of each tensor; at most the first few millions are timed.
+        seconds: For how long, at least.
+        device: By default a GPU if there is one.
+    """
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    bounds = [min(bound, MEASURED_ENTRIES) for bound in accumulate(sizes, initial=0)]
+    sizes = [stop - start for start, stop in pairwise(bounds) if stop > start]
+    names, size = [f"measured {index}" for index in range(len(sizes))], sum(sizes)
+    # Without link traversals compressing is always worth it.
+    densities, smallest = [config.density] * len(sizes), config.min_tensor_size
+    plan = plan_bucket(names, sizes, densities, torch.float32, config.value_format, smallest, link_traversals=0.0)
+    if plan.is_dense:
+        return Speed(0.0, 0.0, 0.0, f"nothing to measure: at density {config.density:g} tensors are sent dense")
+    noise = torch.Generator(device).manual_seed(0)
+    gradient = torch.randn(size, generator=noise, device=device)
+    start = torch.randn(size, generator=noise, device=device)
+    residual, total, thresholds, awaited = start.clone(), torch.empty_like(start), Thresholds(), Awaited()
+
+    def pack() -> Tensor:
+        return compress(Bucket([gradient], [residual], 1.0), plan, set(), thresholds, guard=True).payload
+
+    def read(payloads: Tensor) -> None:
+        decompress(Received(payloads, plan, 0.5, own=0), total, awaited)
+
+    weights, mean = SharedWeights(), torch.zeros(size, device=device)
+    for name, part in zip(names, start.clone().split(sizes), strict=True):
+        weights.adopt(name, part)
+
+    def move() -> None:
+        # A CPU reads and writes weights in place.
+        if weights.bucket(names) is None:
+            weights.move(names, mean, weights.movement(names, plan.residual_dtype).zero_())
+
+    one = pack()[None]
+    several = one.repeat(SENDERS, 1)
+    # Restore the residual each time, or ever more of it would reach the threshold.
+    actions: list[tuple[Callable[[], object], Callable[[], object]]] = [
+        (lambda: residual.copy_(start), pack),
+        (lambda: None, lambda: read(one)),
+        (lambda: None, lambda: read(several)),
+        (lambda: None, move),
+    ]
+    times: list[list[float]] = [[] for _ in actions]
+    # The first time compiles kernels and allocates memory.
+    for prepare, action in actions:
+        _timed(prepare, action, device)
+    stop = perf_counter() + seconds
+    while len(times[0]) < LEAST_ROUNDS or perf_counter() < stop:
+        for found, (prepare, action) in zip(times, actions, strict=True):
+            found.append(_timed(prepare, action, device))
+    packing, reading, reading_several, moving = (min(found) / size for found in times)
+    add = max(0.0, reading_several - reading) / (SENDERS - 1)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU thread(s)"
+    how = (
+        f"{1e3 * packing * size:.1f} ms for {size:,} entries, and {1e3 * reading * size:.1f} ms to read a payload of"
+        f" them; measured here, on {where} with the kernel {fastest_kernel(device.type)!r}, best of {len(times[0])}"
+    )
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > cores:
+        how += f", while the machine was busy (load {load:.0f} on {cores} cores): an idle one is faster"
+    return Speed(packing, max(0.0, reading - add), add, how, moving)
+
+
+@dataclass(frozen=True)
+class MeasuredLink:
+    """The time of all-reduces.
+
+    Attributes:
+        world_size: Ranks that took part.
+        num_bytes: Of the largest tensor that was timed.
+        seconds: Its least time on the slowest rank.
+        seconds_per_byte: Time of a further byte, from that tensor and the one before, without latency.
+    """
+
+    world_size: int
+    num_bytes: int
+    seconds: float
+    seconds_per_byte: float
+
+    def all_reduce_seconds(self, num_bytes: int) -> float:
+        """The time of an all-reduce of another size."""
+        return max(0.0, self.seconds + (num_bytes - self.num_bytes) * self.seconds_per_byte)
+
+    @property
+    def latency(self) -> float:
+        """The time of an empty all-reduce."""
+        return self.all_reduce_seconds(0)
+
+    @property
+    def bits_per_second(self) -> float | None:
+        """The rate at which each rank sends meanwhile; None if further bytes took no time."""
+        sent = 8 * all_reduce_bytes(self.num_bytes, self.world_size) / self.num_bytes
+        return sent / self.seconds_per_byte if self.seconds_per_byte else None
+
+
+def measure_link(group: dist.ProcessGroup, device: torch.device) -> MeasuredLink:
+    """Time all-reduces of growing size; a collective call of two ranks or more, whose bytes are not counted."""
+    # The first one connects and synchronises the ranks.
+    _timed_all_reduce(torch.zeros(1, device=device), group)
+    sizes: list[int] = []
+    times: list[float] = []
+    for size in SIZES:
+        tensor = torch.zeros(size // FP32_BYTES, device=device)
+        # With the slowest rank's time, all ranks stop at the same size.
+        times += slowest([min(_timed_all_reduce(tensor, group) for _ in range(ROUNDS))], group, device)
+        sizes.append(size)
+        if len(sizes) > 1 and times[-1] > LONGEST:
+            break
+    slope = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2])
+    # Noise may make the line steeper than through zero, on which small tensors would take no time.
+    return MeasuredLink(group.size(), sizes[-1], times[-1], min(max(0.0, slope), times[-1] / sizes[-1]))
+
+
+def slowest(numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """The largest value of each number on any rank; a collective call, whose bytes are not counted."""
+    return find_slowest(numbers, group, device)()
+
+
+def find_slowest(numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> Callable[[], list[float]]:
+    """Start what :func:`slowest` does, and return a function that waits for its result."""
+    largest = torch.tensor(numbers, dtype=torch.float64, device=device)
+    work = dist.all_reduce(largest, dist.ReduceOp.MAX, group, async_op=True)
+
+    def result() -> list[float]:
+        if work is not None:
+            work.wait()
+        numbers_of_the_slowest: list[float] = largest.tolist()
+        return numbers_of_the_slowest
+
+    return result
+
+
+def _timed_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> float:
+    return _timed(lambda: None, lambda: dist.all_reduce(tensor, group=group), tensor.device)
+
+
+def _timed(prepare: Callable[[], object], action: Callable[[], object], device: torch.device) -> float:
+    prepare()
+    wait_for(device)
+    started = perf_counter()
+    action()
+    wait_for(device)
+    return perf_counter() - started
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,166 @@
+"""The tensors that are synchronised in a step, and the buckets of DistributedDataParallel."""
+
+from __future__ import annotations
+
+import importlib
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES, _compute_bucket_assignment_by_size
+from torch.nn.parallel import distributed as ddp
+from torch.nn.parameter import is_lazy
+
+from lightning_dct.activations import modules_of
+from lightning_dct.compress.plan import real_numel
+from lightning_dct.config import DCTConfig
+from lightning_dct.embedding import ShardedEmbeddingBags
+from lightning_dct.sync.rounds import buckets_of
+from lightning_dct.sync.setup import parameter_names
+
+# DistributedDataParallel's limits: a small first bucket, which is sent early, then buckets of this size.
+BUCKET_LIMITS = [_DEFAULT_FIRST_BUCKET_BYTES, getattr(ddp, "_DEFAULT_BUCKET_CAP_MB", 25) * 1024 * 1024]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Tensors whose gradients are synchronised.
+
+    Attributes:
+        parameters: By name in the model's order, frozen ones included. They may be on the meta device, because only
+            sizes, dtypes and ``requires_grad`` matter.
+        not_counted: Entries whose gradients are sent in another way or depend on the data, by the reason.
+        units: The names that FSDP gathers together, for the forecast of ``dct_fsdp``; none for one unit of all.
+        are_buckets: Whether units take the place of DistributedDataParallel's buckets.
+    """
+
+    parameters: Mapping[str, Tensor]
+    not_counted: Mapping[str, int]
+    units: Sequence[Sequence[str]] = ()
+    are_buckets: bool = False
+
+    @cached_property
+    def buckets(self) -> tuple[tuple[str, ...], ...]:
+        """The names in each bucket, as DistributedDataParallel lays them out after its first step.
+
+        It fills them in the order in which gradients become ready. Here that is the reverse of the order in which
+        parameters are defined, which is right for models that use them in that order.
+        """
+        if self.are_buckets:
+            return tuple(map(tuple, self.units))
+        trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad][::-1]
+        assigned, _ = _compute_bucket_assignment_by_size([self.parameters[name] for name in trained], BUCKET_LIMITS)
+        return tuple(tuple(trained[index] for index in indices) for indices in assigned)
+
+    def buckets_under(self, config: DCTConfig) -> Sequence[Sequence[str]]:
+        """The names in each bucket: DistributedDataParallel's for gradients, or those of updates."""
+        if config.compress == "gradients":
+            return self.buckets
+        trained = [(name, parameter) for name, parameter in self.parameters.items() if parameter.requires_grad]
+        return buckets_of(trained, config.round_length if config.delay else 1)
+
+    @property
+    def entries(self) -> int:
+        """Entries that are synchronised."""
+        return sum(real_numel(self.parameters[name]) for bucket in self.buckets for name in bucket)
+
+
+def one_tensor(entries: int) -> Workload:
+    """A model of one large tensor in fp32."""
+    return Workload({"parameters": nn.Parameter(torch.empty(entries, device="meta"))}, {})
+
+
+def workload_of(module: nn.Module) -> Workload:
+    """The tensors of a model.
+
+    Raises:
+        ValueError: Nothing of it is trained, or the size of something is not known yet.
+    """
+    sparse = {
+        id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+    }
+    tables = list(modules_of(module, ShardedEmbeddingBags).values())
+    sharded = {id(table.weight) for table in tables}
+    parameters: dict[str, Tensor] = {}
+    not_counted: dict[str, int] = {}
+    if tables:
+        rows = sum(table.num_rows * table.embedding_dim for table in tables)
+        not_counted["the batches decide which rows of ShardedEmbeddingBags are sent"] = rows
+    for parameter, name in parameter_names(module).items():
+        if id(parameter) in sharded:
+            continue
+        if is_lazy(parameter):
+            raise ValueError(
+                f"`--module`: the size of parameter {name!r} is not known before data have gone through the model. Give"
+                " lazy layers their sizes"
+            )
+        if id(parameter) in sparse:
+            reason = "gradients of Embedding(sparse=True) are sent uncompressed, for the rows that a batch looks up"
+            not_counted[reason] = not_counted.get(reason, 0) + parameter.numel()
+        else:
+            parameters[name] = parameter
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ValueError(
+            f"`--module`: {type(module).__name__} has no parameter whose gradient is synchronised. Name a module that"
+            " makes its parameters when it is constructed or in `configure_model`, and that trains some of them."
+        )
+    return Workload(parameters, not_counted)
+
+
+def load_module(path: str, keywords: Mapping[str, Any]) -> nn.Module:
+    """Make a module from its import path, on the meta device where it can be: without memory for its parameters.
+
+    Nothing else is called: a path on a command line may come from anywhere.
+
+    Args:
+        path: ``package.module:Class`` of a module, or a function of the user's own that returns one.
+        keywords: For its constructor.
+
+    Raises:
+        ValueError: It cannot be imported or made; the message names the option and says why.
+    """
+    package, _, name = path.partition(":")
+    try:
+        made_by = getattr(importlib.import_module(package), name)
+        if not _makes_modules(made_by):
+            raise TypeError("neither a class of torch.nn.Module nor a function in a Python file of yours")
+        try:
+            with torch.device("meta"):
+                module = _configured(made_by(**keywords))
+        except (NotImplementedError, RuntimeError):
+            # Its constructor reads values, which the meta device does not have.
+            module = _configured(made_by(**keywords))
+    # A user's module may raise anything.
+    except Exception as error:
+        raise ValueError(
+            f"`--module {path}` cannot be made: {type(error).__name__}: {error}. Write it as package.module:Class, run"
+            " this in the folder and the environment from which training starts, and give the constructor what it"
+            " needs, as in `--arguments width=512 layers=4`"
+        ) from error
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"`--module {path}` gives a {type(module).__name__}, not a torch.nn.Module")
+    return module
+
+
+def _makes_modules(found: Any) -> bool:
+    """Whether something is a class of modules, or a function in a file that was not installed."""
+    if isinstance(found, type):
+        return issubclass(found, nn.Module)
+    if not isinstance(found, FunctionType):
+        return False
+    file = Path(found.__code__.co_filename).resolve()
+    installed = {"site-packages", "dist-packages"}.intersection(file.parts)
+    return file.exists() and not installed and not file.is_relative_to(Path(sysconfig.get_path("stdlib")).resolve())
+
+
+def _configured(module: Any) -> Any:
+    configure = getattr(module, "configure_model", None)
+    if callable(configure):
+        configure()
+    return module

@@ -1,0 +1,297 @@
+"""Saves and loads rows on their owners: no rank ever has a whole table, and any number of ranks can load it.
+
+A table of fixed size is one tensor, in its own order of rows, of which each owner writes pieces. Growing tables are one
+tensor for each owner, by slot, together with the owner's directory, which names the keys in the slots::
+
+    tables.table_0                    rows of a table of fixed size
+    tables.optimizer_0.sum.table_0    the optimizer's state of these rows
+    tables.kept.table_0               which pieces of the rows are kept, if they are pruned
+    tables.row_requests.table_0       how often each row was requested, if they are to be pruned
+    tables.of_3.rows.row_at.rank_0    of 3 growing tables: keys by slot, -1 where it is free; and more such arrays
+    tables.rank_0                     rows by slot
+    tables.optimizer_0.sum.rank_0     the optimizer's state by slot
+
+Pruned rows are saved whole, ``[rows, PIECES, embedding_dim / PIECES]``, with zeros where no piece is kept.
+
+With the same number of ranks, growing tables keep their slots. With another number, each rank reads the keys of all
+owners, keeps those that it owns now, and reads the pieces with their rows.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_dct.checkpoint.reading import on_all_ranks
+from lightning_dct.checkpoint.row_files import LazyRows, Pieces, RowFiles, write_rows
+from lightning_dct.embedding.growing import PARTS, GrowingEmbeddingBags
+from lightning_dct.embedding.kept_pieces import PIECES, KeptPieces
+from lightning_dct.embedding.owners import Int64Array
+from lightning_dct.embedding.state import ROWS_AT_A_TIME, TableState, is_row_state
+
+
+def save_rows(folder: str, tables: Mapping[str, TableState], optimizers: list[Optimizer]) -> None:
+    """Write every rank's rows of ``tables``, and the optimizers' state for them; a collective call.
+
+    It overwrites what ``folder`` holds.
+    """
+    tensors: dict[str, Pieces] = {}
+    for name, module in tables.items():
+        if isinstance(module, GrowingEmbeddingBags):
+            module.reset_states(optimizers)
+            tensors |= _directory_pieces(name, module)
+        elif module.kept is not None:
+            tensors |= _by_table(f"{name}.kept", module, torch.from_numpy(module.kept.masks))
+        elif module.row_requests is not None:
+            tensors |= _by_table(f"{name}.row_requests", module, module.row_requests)
+        tensors |= _pieces_of(name, module, module.weight.detach())
+        for number, optimizer in enumerate(optimizers):
+            for key, value in optimizer.state.get(module.weight, {}).items():
+                if is_row_state(value, module.weight):
+                    tensors |= _pieces_of(f"{name}.optimizer_{number}.{key}", module, value)
+    write_rows(folder, tensors)
+
+
+def load_rows(folder: str, tables: Mapping[str, TableState]) -> None:
+    """Read this rank's rows from a folder of :func:`save_rows`; a collective call.
+
+    Raises:
+        FileNotFoundError: The folder is missing.
+        CheckpointError: It is corrupt, or has rows of other tables.
+    """
+
+    def load() -> None:
+        files = RowFiles(folder)
+        for name, module in tables.items():
+            if isinstance(module, GrowingEmbeddingBags):
+                _load_directory(files, name, module)
+            else:
+                _load_kept(files, name, module)
+            _load_values(files, name, name, module, module.weight.detach())
+
+    on_all_ranks(load, folder)
+
+
+def load_row_states(folder: str, tables: Mapping[str, TableState], optimizers: list[Optimizer]) -> None:
+    """Read the optimizers' state for this rank's rows; a collective call.
+
+    Raises:
+        FileNotFoundError: The folder is missing.
+        CheckpointError: It is corrupt.
+    """
+
+    def load() -> None:
+        files = RowFiles(folder)
+        for name, module in tables.items():
+            for number, optimizer in enumerate(optimizers):
+                if not any(module.weight is p for group in optimizer.param_groups for p in group["params"]):
+                    continue
+                prefix = f"{name}.optimizer_{number}."
+                saved = {key.rpartition(".")[0]: entry for key, entry in files.index.items() if key.startswith(prefix)}
+                for key, entry in sorted(saved.items()):
+                    shape = (len(module.weight), *entry.shape[1 if module.kept is None else 2 :])
+                    values = torch.zeros(shape, dtype=entry.dtype, device=module.weight.device)
+                    optimizer.state[module.weight][key.removeprefix(prefix)] = values
+                    _load_values(files, name, key, module, values)
+
+    on_all_ranks(load, folder)
+
+
+def without_rows(state: dict[str, Any], optimizer: Optimizer, tables: Mapping[str, TableState]) -> dict[str, Any]:
+    """An optimizer's ``state_dict`` without what :func:`save_rows` saves.
+
+    On ranks other than 0, ``ZeroRedundancyOptimizer`` gives an empty dict.
+    """
+    if not tables or not state:
+        return state
+    weights = {id(module.weight) for module in tables.values()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    kept = {
+        index: {
+            key: value
+            for key, value in entries.items()
+            if not (id(parameters[index]) in weights and is_row_state(value, parameters[index]))
+        }
+        for index, entries in state["state"].items()
+    }
+    return {**state, "state": kept}
+
+
+@contextmanager
+def keeping_row_states(tables: Mapping[str, TableState], optimizers: list[Optimizer]) -> Iterator[None]:
+    """Keep what optimizers have for rows while they load a state without it.
+
+    ``Adagrad`` makes its state when it is made, and growing tables without a row have nothing saved to replace it.
+    """
+    before = [
+        (optimizer, module.weight, dict(optimizer.state[module.weight]))
+        for module in tables.values()
+        for optimizer in optimizers
+        if module.weight in optimizer.state
+    ]
+    yield
+    for optimizer, weight, state in before:
+        for key, value in state.items():
+            if is_row_state(value, weight):
+                optimizer.state[weight].setdefault(key, value)
+
+
+def _pieces_of(key: str, module: TableState, values: Tensor) -> dict[str, Pieces]:
+    """This rank's pieces of values that have a row for each of ``module.weight``, shape ``[owned rows, ...]``."""
+    if isinstance(module, GrowingEmbeddingBags):
+        return _whole(f"{key}.rank_{module.exchange_group.rank}", values[: module.directory.rows.num_slots])
+    return _by_table(key, module, values, module.kept)
+
+
+def _by_table(key: str, module: TableState, values: Tensor, kept: KeptPieces | None = None) -> dict[str, Pieces]:
+    """This rank's pieces of values for each of its rows, or for each kept piece of them."""
+    pieces: list[dict[int, Tensor | LazyRows]] = [{} for _ in module.table_rows]
+    for table, start, low, high in _own_rows(module):
+        if kept is None:
+            pieces[table][start] = values[low:high]
+        else:
+            make = partial(_whole_rows, kept, values, low, high)
+            pieces[table][start] = LazyRows(_whole_shape(values, high - low), values.dtype, make)
+    return {f"{key}.table_{table}": (module.table_rows[table], own) for table, own in enumerate(pieces)}
+
+
+def _whole_shape(values: Tensor, rows: int) -> torch.Size:
+    """The shape in which values of kept pieces are saved."""
+    return torch.Size((rows, PIECES, *values.shape[1:]))
+
+
+def _whole_rows(kept: KeptPieces, values: Tensor, low: int, high: int) -> Tensor:
+    return kept.expand(values, np.arange(low, high), values.new_zeros(_whole_shape(values, high - low)))
+
+
+def _whole(key: str, values: Tensor) -> dict[str, Pieces]:
+    """A tensor that one rank has all of; nothing if it is empty, because empty tensors cannot be saved."""
+    pieces = {start: values[start : start + ROWS_AT_A_TIME] for start in range(0, len(values), ROWS_AT_A_TIME)}
+    return {key: (len(values), pieces)} if pieces else {}
+
+
+def _own_rows(module: TableState) -> Iterator[tuple[int, int, int, int]]:
+    """For tables of fixed size, a piece at a time: table, first row there, and the first and last place here."""
+    for table, start, stop, place in module.placement.ranges(module.exchange_group.rank):
+        for low in range(start, stop, ROWS_AT_A_TIME):
+            high = min(low + ROWS_AT_A_TIME, stop)
+            yield table, low, place + low - start, place + high - start
+
+
+def _load_values(files: RowFiles, name: str, key: str, module: TableState, values: Tensor) -> None:
+    """Overwrite ``values``, shape ``[owned rows, ...]``, with this rank's rows of the values saved under ``key``."""
+    if not isinstance(module, GrowingEmbeddingBags):
+        _load_by_table(files, key, module, values)
+        return
+    for owner in _owners(files, name, module)[0]:
+        keys = _read_array(files, f"{_directory_name(name, module)}.rows.row_at.rank_{owner}").numpy()
+        slots = np.where(keys >= 0, module.directory.find(keys), -1)
+        for low in range(0, slots.size, ROWS_AT_A_TIME):
+            part = slots[low : low + ROWS_AT_A_TIME]
+            own = np.flatnonzero(part >= 0)
+            if own.size:
+                rows = values.new_empty(part.size, *values.shape[1:])
+                files.read(f"{key}.rank_{owner}", low, rows)
+                values[torch.from_numpy(part[own]).to(values.device)] = rows[torch.from_numpy(own).to(values.device)]
+
+
+def _load_by_table(files: RowFiles, key: str, module: TableState, values: Tensor) -> None:
+    """The same for tables of fixed size."""
+    for table, start, low, high in _own_rows(module):
+        saved = files.num_rows(f"{key}.table_{table}")
+        if saved != module.table_rows[table]:
+            raise ValueError(f"table {table} has {saved} rows instead of {module.table_rows[table]}")
+        if module.kept is None:
+            files.read(f"{key}.table_{table}", start, values[low:high])
+            continue
+        rows = values.new_empty(_whole_shape(values, high - low))
+        files.read(f"{key}.table_{table}", start, rows)
+        module.kept.pack(values, np.arange(low, high), rows)
+
+
+def _load_kept(files: RowFiles, name: str, module: TableState) -> None:
+    """Read which pieces of this rank's rows are kept, or how often the rows were requested."""
+    module.set_kept(None)
+    read: dict[str, Tensor] = {}
+    for part, dtype in (("kept", torch.uint8), ("row_requests", torch.int32)):
+        if any(f"{name}.{part}.table_{table}" in files.index for table in range(len(module.table_rows))):
+            read[part] = torch.zeros(module.capacity(), dtype=dtype)
+            _load_by_table(files, f"{name}.{part}", module, read[part])
+    module.row_requests = read.get("row_requests")
+    if "kept" in read:
+        module.set_kept(KeptPieces(read["kept"].numpy()))
+
+
+def _directory_name(name: str, module: GrowingEmbeddingBags) -> str:
+    """The prefix of the directory's arrays. The number of tables determines what the bits of a key mean."""
+    return f"{name}.of_{len(module.table_rows)}"
+
+
+def _directory_pieces(name: str, module: GrowingEmbeddingBags) -> dict[str, Pieces]:
+    """This rank's directory."""
+    prefix, suffix = _directory_name(name, module), f"rank_{module.exchange_group.rank}"
+    pieces: dict[str, Pieces] = {}
+    for part, state in module.directory.state_dict().items():
+        for field, value in state.items():
+            pieces |= _whole(f"{prefix}.{part}.{field}.{suffix}", torch.as_tensor(value).reshape(-1))
+    return pieces
+
+
+def _load_directory(files: RowFiles, name: str, module: GrowingEmbeddingBags) -> None:
+    """Read which keys this rank has."""
+    rank, capacity, prefix = module.exchange_group.rank, module.directory.rows.capacity, _directory_name(name, module)
+    owners, keeps_slots = _owners(files, name, module)
+    fields = module.directory.rows.state_dict()
+    states = [
+        {
+            part: {field: _read_array(files, f"{prefix}.{part}.{field}.rank_{owner}") for field in fields}
+            for part in PARTS
+        }
+        for owner in owners
+    ]
+    if keeps_slots:
+        module.directory.load_state_dict(states[0])
+        return
+
+    def is_own(keys: Int64Array) -> Any:
+        return module.placement.locate(*module.placement.rows_of(rank, keys))[0] == rank
+
+    module.directory.merge(states, is_own)
+    own = sum(int(is_own(keys[keys >= 0]).sum()) for keys in (state["rows"]["row_at"].numpy() for state in states))
+    if own > capacity:
+        warnings.warn(
+            f"Rank {rank} owns {own} rows of {name!r} and has room for {capacity}: the {own - capacity} least recently"
+            " requested are evicted. Raise `max_rows` to keep them.",
+            stacklevel=2,
+        )
+
+
+def _owners(files: RowFiles, name: str, module: GrowingEmbeddingBags) -> tuple[list[int], bool]:
+    """The owners whose files may have rows of this rank; and whether it is this rank alone, which keeps its slots.
+
+    That is so if the number of ranks is the same and the saved slots fit.
+    """
+    prefix, rank = _directory_name(name, module), module.exchange_group.rank
+    start = f"{prefix}.rows.requests.rank_"
+    owners = sorted(int(key.removeprefix(start)) for key in files.index if key.startswith(start))
+    if not owners:
+        raise ValueError(f"there are no {len(module.table_rows)} growing tables {name!r}")
+    fits = files.num_rows(f"{prefix}.rows.row_at.rank_{rank}") <= module.directory.rows.capacity
+    keeps_slots = len(owners) == module.exchange_group.world_size and fits
+    return ([rank] if keeps_slots else owners), keeps_slots
+
+
+def _read_array(files: RowFiles, key: str) -> Tensor:
+    """An int64 array, empty if nothing was saved."""
+    array = torch.empty(files.num_rows(key), dtype=torch.int64)
+    if array.numel():
+        files.read(key, 0, array)
+    return array

@@ -1,0 +1,145 @@
+"""An exchange: the sequence of collectives by which one bucket is averaged over the ranks.
+
+Buckets without compressed tensors, and sparse gradients, are all-reduced in every exchange.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_dct.compress.bucket import Bucket, Compressed, Received
+from lightning_dct.compress.memory import Memory
+from lightning_dct.compress.plan import BucketPlan
+from lightning_dct.exchange.collectives import Link, all_reduce_mean, all_reduce_mean_sparse
+from lightning_dct.exchange.sharding import Piece
+from lightning_dct.traffic import Traffic
+
+# The exchange of one bucket. It starts a collective and yields its work, the caller waits for that and resumes it, and
+# so on. It returns what has been received: payloads, or of a bucket that is not compressed the mean.
+Flow = Generator[dist.Work, None, Received | Tensor]
+
+
+class Exchange(ABC):
+    """How compressed buckets are exchanged.
+
+    Attributes:
+        everyone: All ranks, for what is not compressed.
+        link_traversals: See :func:`~lightning_dct.compress.plan.plan_bucket`.
+        rounds: The number of collectives for a bucket.
+        pieces: The pieces of the model that this rank owns, by label.
+        sums_first: Whether buckets are summed before they are compressed, so a rank has no residual of its own.
+        made: Process groups that were made for this exchange.
+    """
+
+    everyone: Link
+    link_traversals: float
+    rounds = 1
+    pieces: Mapping[str, Piece] = {}
+    sums_first = False
+    made: Sequence[dist.ProcessGroup] = ()
+
+    @abstractmethod
+    def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], memory: Memory, lost: float = 0.0) -> Flow:
+        """Exchange a bucket. Every rank calls this for the same buckets in the same order.
+
+        Args:
+            bucket: The tensors of this rank.
+            plan: How each tensor is sent.
+            deferred: Indices of tensors that this rank's backward did not use. Nothing is sent of them.
+            memory: This rank's residuals and thresholds.
+            lost: Share of what is not sent that own weights lose.
+        """
+
+    def close(self) -> None:
+        """Destroy the process groups that were made for this exchange."""
+        for group in self.made:
+            dist.destroy_process_group(group)
+        self.made = ()
+
+
+class Pending:
+    """A bucket whose exchange has started; the first collective starts here.
+
+    Attributes:
+        future: What ``read`` makes of what is received; DistributedDataParallel waits for it.
+        rounds_left: Collectives that have not been waited for.
+        finite: Whether the mean is finite, if :meth:`advance` has checked it.
+    """
+
+    def __init__(
+        self, flow: Flow, rounds: int, device: torch.device, read: Callable[[Received | Tensor], Any] | None = None
+    ) -> None:
+        self.rounds_left = rounds
+        self.future: Future[Any] = Future(devices=[] if device.type == "cpu" else [device])
+        self.finite = True
+        self._read = read
+        self._flow = flow
+        self._work: dist.Work = next(flow)
+
+    def advance(self, traffic: Traffic, check_finite: bool) -> None:
+        """Wait for the current collective, then start the next one or read the result.
+
+        ``check_finite`` checks whether the mean is finite, which waits for a GPU.
+        """
+        with traffic.timed("exchange", "seconds_waiting"):
+            self._work.wait()
+        with traffic.timed("decompress"):
+            self.rounds_left -= 1
+            try:
+                self._work = next(self._flow)
+            except StopIteration as finished:
+                mean = finished.value if self._read is None else self._read(finished.value)
+                if check_finite:
+                    self.finite = bool((mean._values() if mean.is_sparse else mean).isfinite().all())
+                self.future.set_result(mean)
+
+
+def complete(pendings: Sequence[Pending], traffic: Traffic, check_finite: bool = False) -> None:
+    """Complete buckets, in the order of sending, collective by collective: one is read while the next is in flight."""
+    while under_way := [pending for pending in pendings if pending.rounds_left]:
+        for pending in under_way:
+            pending.advance(traffic, check_finite)
+
+
+def send_sparse(gradient: Tensor, everyone: Link) -> Flow:
+    """Exchange a sparse gradient, uncompressed."""
+    yield all_reduce_mean_sparse(gradient, everyone)
+    return gradient
+
+
+def send_dense(
+    buffer: Tensor, plan: BucketPlan, deferred: set[int], memory: Memory, everyone: Link, dtype: torch.dtype
+) -> Flow:
+    """Exchange a bucket without compressed tensors, and all of its residuals, in a dtype."""
+    memory.send_out(buffer, plan, deferred, owned=True)
+    everyone.traffic.add(entries=buffer.numel(), entries_sent=buffer.numel())
+    sent = buffer.to(dtype)
+    yield all_reduce_mean(sent, everyone)
+    return buffer if sent is buffer else buffer.copy_(sent)
+
+
+def count_entries(due: int, sent: Compressed, link: Link, memory: Memory) -> None:
+    """Count the due and the sent entries of a bucket; a number on a GPU is counted once it is known."""
+    link.traffic.add(entries=due)
+    dense = sent.num_dense  # and not all that is sent, which a GPU would keep until the number is known
+    if isinstance(sent.num_entries, Tensor):
+        memory.awaited.when_known(sent.num_entries, lambda counts: link.traffic.add(entries_sent=sum(counts) + dense))
+    else:
+        link.traffic.add(entries_sent=sent.num_entries + dense)
+
+
+def unused_tensors(gradients: Tensor, plan: BucketPlan) -> set[int]:
+    """Indices of tensors whose gradients are all zero. This waits for a GPU, once.
+
+    With ``find_unused_parameters`` DistributedDataParallel discards the mean of a parameter that no rank has used, so
+    nothing of its residual may be sent.
+    """
+    used = [gradients[slice(*bounds)].any() for bounds in plan.bounds]
+    return {index for index, is_used in enumerate(torch.stack(used).tolist() if used else []) if not is_used}

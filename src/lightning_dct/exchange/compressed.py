@@ -1,0 +1,180 @@
+"""The three compressed exchanges: all-gather, sharded, and by node.
+
+``all_gather``: every rank sends its payload to all others. Bytes grow with the number of ranks ``W``, because a rank
+sends ``W - 1`` payloads. There is only one threshold, so residuals are smaller than in the other exchanges.
+
+    rank r              compress -> payload_r                         all-gather
+    every rank          sum of all payloads / W
+
+``sharded``: every rank sums the pieces it owns and sends the large entries of the sums. A rank sends ``(W - 1) / W`` of
+its selection, and the same share of the sums: the traffic of a parameter server (Gupta et al., KDD 2021, section 3)
+that is distributed over the ranks. An owner sends twice as many entries as a rank, in 4 bits instead of one. Of
+gradients it keeps the rest. Of updates the ranks keep in their own weights what an owner does not take: otherwise each
+would make that step again before it arrives. The owner then keeps rounding errors only, and so does a node.
+
+    rank r              compress, a payload for each owner            all-to-all
+    owner o             sum the payloads for its shard
+                        compress the sum -> payload_o                 all-gather
+    every rank          unpack the payloads of all owners / W
+
+``by_node``: dense inside a node, compressed between nodes. The ranks of a node act as one worker, whose residual they
+share: a rank compresses ``1 / L`` of the bucket and sends ``(N - 1) / L`` payloads between ``N`` nodes of ``L`` ranks.
+This pays if links inside a node are much faster.
+
+    inside a node       mean of the gradients                         all-reduce, dense
+    rank l of a node    compress shard l of it -> payload_l
+    between nodes       payloads of shard l, one from each node       all-gather among the ranks l
+    inside a node       payloads of all shards                        all-gather, still compressed
+    every rank          sum of all payloads / W
+
+In each of them all ranks sum the same payloads in the same order, so replicas stay bitwise identical.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lightning_dct.compress.bucket import Bucket, Compressed, OwnPayload, Received
+from lightning_dct.compress.memory import Memory
+from lightning_dct.compress.on_host import counting
+from lightning_dct.compress.plan import BucketPlan
+from lightning_dct.exchange.base import Exchange, Flow, count_entries, unused_tensors
+from lightning_dct.exchange.collectives import (
+    Link,
+    all_gather_payload,
+    all_reduce_mean,
+    deliver_payloads,
+    spread_payload,
+)
+from lightning_dct.exchange.sharding import Cutter, Piece, owned_by
+
+
+def link_traversals(exchange: str, world_size: int, ranks_per_node: int = 1) -> float:
+    """How often each link of a ring carries a rank's payload, where an all-reduced tensor counts as 2.
+
+    Links inside nodes do not count for ``"by_node"``.
+    """
+    if exchange == "by_node":
+        return (world_size // ranks_per_node - 1) * world_size / (world_size - 1)
+    return 2.0 if exchange == "sharded" else float(world_size)
+
+
+class AllGather(Exchange):
+    """The exchange for few ranks."""
+
+    def __init__(self, everyone: Link) -> None:
+        self.everyone = everyone
+        self.link_traversals = link_traversals("all_gather", everyone.size)
+
+    def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], memory: Memory, lost: float = 0.0) -> Flow:
+        """See :meth:`Exchange.send`."""
+        compressed = memory.compress(bucket, plan, deferred, lost)
+        count_entries(sum(plan.sizes), compressed, self.everyone, memory)
+        work, payloads = all_gather_payload(compressed.payload, self.everyone)
+        yield work
+        factor = 1.0 / ((bucket.scale or 1.0) * self.everyone.size)
+        return Received(payloads, plan, factor, own=self.everyone.rank)
+
+
+class Sharded(Exchange):
+    """The exchange for many ranks; ``pieces`` are every parameter's pieces, by name, divided among the ranks."""
+
+    rounds = 2
+
+    def __init__(self, everyone: Link, pieces: Mapping[str, tuple[Piece, ...]], defer_unused: bool) -> None:
+        self.everyone = everyone
+        self.link_traversals = link_traversals("sharded", everyone.size)
+        self.pieces = owned_by(pieces, everyone.rank)
+        self._defer_unused = defer_unused
+        self._cut = Cutter(pieces, everyone.size)
+
+    def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], memory: Memory, lost: float = 0.0) -> Flow:
+        """See :meth:`Exchange.send`."""
+        shards, joined, joined_sums = cut = self._cut(plan)
+        sizes = [shard.plan.layout.num_bytes for shard in shards]
+        compressed = memory.compress(bucket, joined, cut.of(deferred), lost)
+        count_entries(sum(plan.sizes), compressed, self.everyone, memory)
+        work, received = deliver_payloads(compressed.payload.split(sizes), self.everyone)
+        yield work
+
+        own = shards[self.everyone.rank]
+        sums = compressed.payload.new_zeros(sum(own.plan.sizes), dtype=plan.residual_dtype)
+        memory.decompress(Received(received, own.packed, 1.0, own=None), sums)
+        deferred = unused_tensors(sums, own.sums) if self._defer_unused else set()
+        sent = _compress_sum(memory, sums, memory.owned_of(own.packed, sums.device), 1.0, own.sums, deferred)
+        work, spread = spread_payload(sent.payload, [shard.sums.layout.num_bytes for shard in shards], self.everyone)
+        yield work
+
+        factor = 1.0 / ((bucket.scale or 1.0) * self.everyone.size)
+        return Received(
+            torch.cat(spread).unsqueeze(0), joined_sums, factor, OwnPayload(compressed.payload, joined), what="Sums"
+        )
+
+
+class ByNode(Exchange):
+    """The exchange for several nodes with several ranks each.
+
+    ``inside`` are the ranks of this node, and ``between`` those with this rank's local number on all nodes. ``pieces``
+    are every parameter's, by name, divided among the ranks of a node.
+    """
+
+    rounds = 3
+    sums_first = True
+
+    def __init__(
+        self, everyone: Link, inside: Link, between: Link, pieces: Mapping[str, tuple[Piece, ...]], defer_unused: bool
+    ) -> None:
+        self.everyone = everyone
+        self.pieces = owned_by(pieces, inside.rank)
+        self.link_traversals = link_traversals("by_node", everyone.size, inside.size)
+        self._inside, self._between = inside, between
+        self._defer_unused = defer_unused
+        self._cut = Cutter(pieces, inside.size)
+
+    def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], memory: Memory, lost: float = 0.0) -> Flow:
+        """See :meth:`Exchange.send`."""
+        (buffer,), scale = bucket.news, bucket.scale or 1.0
+        shards, joined, _ = self._cut(plan)
+        # Residuals of this rank's own gradients, left by another exchange, are sent with the dense gradients.
+        memory.send_out(buffer, plan, deferred, owned=False)
+        for index in deferred:
+            buffer[slice(*plan.bounds[index])] = 0.0
+        yield all_reduce_mean(buffer, self._inside)
+
+        own = shards[self._inside.rank]
+        gradient = torch.cat([buffer.new_empty(0), *(buffer[slice(*bounds)] for bounds in own.plan.bounds)])
+        deferred = unused_tensors(gradient, own.packed) if self._defer_unused else set()
+        residual = memory.owned_of(own.packed, buffer.device)
+        # The sum over the node's ranks, from their mean.
+        compressed = _compress_sum(memory, gradient, residual, scale * self._inside.size, own.packed, deferred)
+        count_entries(gradient.numel(), compressed, self.everyone, memory)
+        work, gathered = all_gather_payload(compressed.payload, self._between)
+        yield work
+
+        nodes = self._between.size
+        sizes = [nodes * shard.plan.layout.num_bytes for shard in shards]
+        work, spread = spread_payload(gathered.flatten(), sizes, self._inside)
+        yield work
+
+        by_shard = [payloads.view(nodes, -1) for payloads in spread]
+        received = torch.cat(by_shard, dim=1)
+        return Received(received, joined, 1.0 / (scale * self.everyone.size), own=self._between.rank)
+
+
+def _compress_sum(
+    memory: Memory, sums: Tensor, residual: Tensor, scale: float, plan: BucketPlan, deferred: set[int]
+) -> Compressed:
+    """Compress the sums that this rank owns, and change their residual.
+
+    Of updates, what is not sent leaves the residual as it was: the ranks keep it in their own weights.
+    """
+    if not memory.of_updates:
+        return memory.compress(Bucket([sums], [residual], scale), plan, deferred)
+    left = residual.clone()
+    sent = memory.compress(Bucket([sums], [left], scale), plan, deferred)
+    as_read = memory.decompress(Received(sent.payload.unsqueeze(0), plan, 1.0, own=None), torch.empty_like(residual))
+    residual.copy_(torch.where(counting(as_read, plan), left, residual))
+    return sent

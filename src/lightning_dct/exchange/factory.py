@@ -1,0 +1,223 @@
+"""Finds which ranks share a node, chooses the exchange of a run, and makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property, partial
+from typing import NamedTuple
+
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_debug
+from torch import Tensor
+
+from lightning_dct.compress.plan import BucketPlan, Plans, real_dtype, real_numel
+from lightning_dct.config import DCTConfig
+from lightning_dct.exchange.base import Exchange
+from lightning_dct.exchange.collectives import Link
+from lightning_dct.exchange.compressed import AllGather, ByNode, Sharded, link_traversals
+from lightning_dct.exchange.sharding import Piece, share_out, sums_of
+from lightning_dct.traffic import Traffic, all_gather_bytes, all_reduce_bytes
+
+# The sharded exchange has a second threshold and a second collective. So it must send at most 1 / 1.5 of the bytes,
+# which it does from six ranks on.
+SHARDED_SAVES = 1.5
+# Assumed speed of a link inside a node over a rank's share of the link between nodes, as of NVLink over Ethernet.
+INSIDE_IS_FASTER = 100
+
+
+@dataclass(frozen=True)
+class NodeLayout:
+    """Where ranks run: ``places`` has each rank's node and its number on that node."""
+
+    places: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each node, ascending."""
+        numbers = sorted({node for node, _ in self.places})
+        return tuple(tuple(rank for rank, (node, _) in enumerate(self.places) if node == number) for number in numbers)
+
+    @cached_property
+    def ranks_per_node(self) -> int:
+        """Ranks on each node; only valid without an obstacle."""
+        return len(self.nodes[0])
+
+    @cached_property
+    def obstacle(self) -> str | None:
+        """Why ranks cannot exchange by node, or None."""
+        if len(set(self.places)) < len(self.places):
+            return "the launcher gives several ranks the same node and the same local rank"
+        if len(self.nodes) == 1:
+            return "all ranks are on one node"
+        counts = [len(ranks) for ranks in self.nodes]
+        if len(set(counts)) > 1:
+            return f"the nodes have different numbers of ranks: {', '.join(map(str, counts))}"
+        return "every node has one rank only" if counts[0] == 1 else None
+
+
+def find_layout(place: tuple[int, int], group: dist.ProcessGroup) -> NodeLayout:
+    """Gather the places of all ranks of a group; a collective call."""
+    places: list[tuple[int, int]] = [(0, 0)] * group.size()
+    dist.all_gather_object(places, place, group=group)
+    return NodeLayout(tuple(places))
+
+
+def make_exchange(
+    config: DCTConfig,
+    parameters: Mapping[str, Tensor],
+    group: dist.ProcessGroup,
+    place: tuple[int, int],
+    traffic: Traffic,
+    defer_unused: bool,
+    timeout: timedelta | None = None,
+) -> Exchange:
+    """Make the exchange; all ranks of the job call this together.
+
+    With ``delay`` it gets a group of its own. Under NCCL the collectives of a group run one after the other, so what a
+    step logs from all ranks would wait for the updates in flight.
+
+    ``parameters`` are all that are synchronised, now or after unfreezing, by name in the model's order. ``place`` is
+    this rank's node and its number on that node, as the launcher gives them. ``timeout`` is that of groups that are
+    made here. :class:`~lightning_dct.sync.GradientSynchronizer` explains ``defer_unused``.
+
+    Raises:
+        ValueError: ``exchange="by_node"`` does not work with these ranks.
+    """
+    everyone = Link(group, traffic)
+    if everyone.size == 1:
+        return AllGather(everyone)
+    name: str = config.exchange
+    members = dist.get_process_group_ranks(group)
+    wanted = [tuple(members)] if config.delay else []
+    if name in ("auto", "by_node"):
+        layout = find_layout(place, group)
+        if name == "auto":
+            choice = choose_for_model(config, parameters, layout)
+            rank_zero_debug(f"`exchange='auto'` takes {choice.name!r}: {choice.reason}.")
+            name = choice.name
+        elif layout.obstacle is not None:
+            raise ValueError(
+                "`exchange='by_node'` needs several nodes with the same number of ranks, two or more, on each, but"
+                f" {layout.obstacle}. Use `exchange='auto'`, or change what the launcher starts."
+            )
+        if name == "by_node":
+            nodes = [tuple(members[rank] for rank in ranks) for ranks in layout.nodes]
+            wanted += [*nodes, *zip(*nodes, strict=True)]
+    made = make_groups(wanted, group, timeout) if config.delay or config.exchange in ("auto", "by_node") else []
+    everyone = Link(made[0] if config.delay else group, traffic, layout.ranks_per_node if name == "by_node" else 1)
+    exchange: Exchange
+    if name == "by_node":
+        inside, between = Link(made[-2], traffic, layout.ranks_per_node), Link(made[-1], traffic)
+        pieces = share_model(config, parameters, link_traversals(name, everyone.size, inside.size), inside.size)
+        exchange = ByNode(everyone, inside, between, pieces, defer_unused)
+    elif name == "sharded":
+        pieces = share_model(config, parameters, link_traversals(name, everyone.size), everyone.size)
+        exchange = Sharded(everyone, pieces, defer_unused)
+    else:
+        exchange = AllGather(everyone)
+    exchange.made = made
+    return exchange
+
+
+def plan_model(config: DCTConfig, parameters: Mapping[str, Tensor], traversals: float) -> BucketPlan:
+    """The plan of all tensors after warm-up, as if they were in one bucket."""
+    tensors = list(parameters.values())
+    plans = Plans(config, traversals)
+    return plans.of(list(parameters), [real_numel(tensor) for tensor in tensors], real_dtype(tensors[0]))
+
+
+def share_model(
+    config: DCTConfig, parameters: Mapping[str, Tensor], traversals: float, owners: int
+) -> dict[str, tuple[Piece, ...]]:
+    """Divide a model among owners; frozen and trained parameters separately, so that both are spread evenly."""
+    pieces: dict[str, tuple[Piece, ...]] = {}
+    for trained in (True, False):
+        some = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad == trained}
+        if some:
+            pieces |= share_out(plan_model(config, some, traversals), owners)
+    return pieces
+
+
+def choose_for_model(config: DCTConfig, parameters: Mapping[str, Tensor], layout: NodeLayout) -> Choice:
+    """The choice of ``exchange="auto"`` for a model's trained parameters, or for all if none is trained."""
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    return choose(partial(plan_model, config, trained or parameters), layout)
+
+
+class Choice(NamedTuple):
+    """The name of an exchange (``"all_gather"``, ``"sharded"`` or ``"by_node"``), and the reason, for a message."""
+
+    name: str
+    reason: str
+
+
+def choose(plan_for: Callable[[float], BucketPlan], layout: NodeLayout) -> Choice:
+    """Choose an exchange for two or more ranks, the same on each; ``plan_for`` plans the model by link traversals."""
+    costs = costs_of(plan_for, layout)
+    name = "sharded" if SHARDED_SAVES * costs["sharded"] <= costs["all_gather"] else "all_gather"
+    if costs.get("by_node", costs[name]) < costs[name]:
+        name = "by_node"
+    ranks = f"{len(layout.places)} ranks on {len(layout.nodes)} node{'s' if len(layout.nodes) > 1 else ''}"
+    what = "bytes sent"
+    if layout.obstacle is None:
+        what = f"bytes between nodes (those inside count a {INSIDE_IS_FASTER}th)"
+    elif len(layout.nodes) > 1:
+        ranks += f", not by node: {layout.obstacle}"
+    counted = ", ".join(f"{other} {cost / 1000:,.1f} kB" for other, cost in costs.items())
+    return Choice(name, f"{ranks}; {what} by a rank in an exchange: {counted}")
+
+
+def costs_of(plan_for: Callable[[float], BucketPlan], layout: NodeLayout) -> dict[str, float]:
+    """Bytes a rank sends in an exchange, by exchange; bytes inside a node count 1 / ``INSIDE_IS_FASTER``."""
+    world_size = len(layout.places)
+    by_node = layout.obstacle is None
+    nodes, per_node = (len(layout.nodes), layout.ranks_per_node) if by_node else (world_size, 1)
+
+    def ring(num_bytes: float) -> float:
+        # Ranks are in the order of the nodes, so one rank of a node sends to another node.
+        return _cost(num_bytes / per_node, num_bytes - num_bytes / per_node)
+
+    def cost(plan: BucketPlan, compressed: float) -> float:
+        dense = ring(all_reduce_bytes(sum(plan.sizes) * plan.dtype.itemsize, world_size))
+        return dense if plan.is_dense else compressed
+
+    gathered = plan_for(link_traversals("all_gather", world_size))
+    sharded = plan_for(link_traversals("sharded", world_size))
+    payload = (sharded.layout.num_bytes + sums_of(sharded).layout.num_bytes) / world_size
+    costs = {
+        "all_gather": cost(gathered, ring(all_gather_bytes(gathered.layout.num_bytes, world_size))),
+        "sharded": cost(sharded, _cost((world_size - per_node) * payload, (per_node - 1) * payload)),
+    }
+    if by_node:
+        plan = plan_for(link_traversals("by_node", world_size, per_node))
+        payload = plan.layout.num_bytes / per_node
+        inside = all_reduce_bytes(sum(plan.sizes) * plan.dtype.itemsize, per_node) + (per_node - 1) * nodes * payload
+        costs["by_node"] = cost(plan, _cost((nodes - 1) * payload, inside))
+    return costs
+
+
+def _cost(between: float, inside: float) -> float:
+    return between + inside / INSIDE_IS_FASTER
+
+
+def make_groups(
+    wanted: Sequence[tuple[int, ...]], group: dist.ProcessGroup, timeout: timedelta | None
+) -> list[dist.ProcessGroup]:
+    """Make groups, and return those that have this rank, in the order of ``wanted``.
+
+    All ranks of the job call this together. ``group`` has all of them or some, such as those of a pipeline's stage.
+    ``wanted`` are the ranks of each group that any rank of ``group`` wants, the same on all of them.
+    """
+    to_make = list(wanted)
+    if group.size() < dist.get_world_size():
+        # Every rank of the job takes part in making every group.
+        everyone: list[list[tuple[int, ...]]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, to_make)
+        to_make = sorted({ranks for theirs in everyone for ranks in theirs})
+    backend = dist.get_backend(group)
+    made = {ranks: dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in to_make}
+    # A rank that destroys a group at once, as after a fit of no steps, would disconnect others that still connect.
+    dist.all_gather_object([None] * group.size(), None, group=group)
+    return [made[ranks] for ranks in wanted if dist.get_rank() in ranks]

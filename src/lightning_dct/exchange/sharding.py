@@ -1,0 +1,154 @@
+"""Divides a model among owners: a small tensor belongs to one rank, a large one is cut into pieces of equal size.
+
+Owners depend on the model's parameters and the settings alone, and not on DistributedDataParallel's buckets. So a
+piece keeps its owner, threshold and residual when buckets are rebuilt and when a run resumes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain, pairwise
+from typing import NamedTuple
+
+from lightning_dct.compress.plan import BucketPlan
+from lightning_dct.wire import BITS_PER_VALUE
+
+# Entries that a piece sends at least. Smaller pieces waste more by rounding up; larger ones spread less evenly.
+SMALLEST_PIECE = 32
+
+
+class Piece(NamedTuple):
+    """Entries ``start`` to ``stop`` of a flattened parameter.
+
+    Attributes:
+        label: The parameter's name, followed by the range unless the piece is all of it.
+        name: The parameter's name.
+        start: Its first entry.
+        stop: One after its last.
+        owner: The rank it belongs to.
+    """
+
+    label: str
+    name: str
+    start: int
+    stop: int
+    owner: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one rank owns of a bucket.
+
+    Attributes:
+        plan: Its pieces, with their bounds in the bucket.
+        tensors: For each piece, the index of its tensor in the bucket.
+    """
+
+    plan: BucketPlan
+    tensors: tuple[int, ...]
+
+    @cached_property
+    def packed(self) -> BucketPlan:
+        """The same pieces without gaps."""
+        return replace(self.plan, starts=None)
+
+    @cached_property
+    def sums(self) -> BucketPlan:
+        """The same for the owner's sums, which have thresholds of their own."""
+        return sums_of(replace(self.packed, names=tuple(f"sum of {name}" for name in self.plan.names)))
+
+
+def sums_of(plan: BucketPlan) -> BucketPlan:
+    """How the sums of what ranks send of some tensors are sent: twice as many entries, and 4 bits instead of one.
+
+    Ranks send different entries, and a sum is the larger the more of them have sent it: ``docs/evidence/sums.md``.
+    """
+    targets = (max(t, min(2 * t, 3 * size // 4)) if t else 0 for size, t in zip(plan.sizes, plan.targets, strict=True))
+    value_format = {"1bit": "int4"}.get(plan.value_format, plan.value_format)
+    return replace(plan, targets=tuple(targets), value_format=value_format)
+
+
+def share_out(model: BucketPlan, owners: int) -> dict[str, tuple[Piece, ...]]:
+    """Divide a model's tensors among owners, so that about as many bytes are sent for each.
+
+    Returns:
+        Each tensor's pieces in ascending order, by name.
+    """
+    weights = [_bits(size, target, model) for size, target in zip(model.sizes, model.targets, strict=True)]
+    loads = [0] * owners
+    pieces: dict[str, tuple[Piece, ...]] = {}
+    # The heaviest first; its pieces go to the owners with the smallest load.
+    for index in sorted(range(len(weights)), key=lambda index: (-weights[index], index)):
+        name, size = model.names[index], model.sizes[index]
+        count = max(1, min(owners, (model.targets[index] or size) // SMALLEST_PIECE))
+        edges = [size * part // count for part in range(count + 1)]
+        takers = sorted(sorted(range(owners), key=lambda owner: (loads[owner], owner))[:count])
+        pieces[name] = tuple(
+            Piece(name if count == 1 else f"{name}[{start}:{stop}]", name, start, stop, owner)
+            for owner, (start, stop) in zip(takers, pairwise(edges), strict=True)
+        )
+        for owner in takers:
+            loads[owner] += weights[index] // count
+    return pieces
+
+
+def _bits(size: int, target: int, model: BucketPlan) -> int:
+    """About the bits sent of a tensor, as an integer: hosts may differ in the last bit of a float."""
+    if not target:
+        return size * model.dtype.itemsize * 8
+    return target * (BITS_PER_VALUE[model.value_format] + (size // target).bit_length() + 1)
+
+
+class Cut(NamedTuple):
+    """A bucket divided among owners: each one's shard, and the plan of all shards together, a payload for each.
+
+    ``sums`` is the same for sums.
+    """
+
+    shards: tuple[Shard, ...]
+    plan: BucketPlan
+    sums: BucketPlan
+
+    def of(self, tensors: set[int]) -> set[int]:
+        """The pieces of some of the bucket's tensors, counted through all shards."""
+        owned = chain.from_iterable(shard.tensors for shard in self.shards)
+        return {index for index, tensor in enumerate(owned) if tensor in tensors}
+
+
+def cut(bucket: BucketPlan, pieces: Mapping[str, tuple[Piece, ...]], owners: int) -> Cut:
+    """Divide a bucket among the owners of its pieces; an owner's shard may be empty."""
+    rows: list[list[tuple[str, int, int, int, int]]] = [[] for _ in range(owners)]
+    for tensor, (name, size, target) in enumerate(zip(bucket.names, bucket.sizes, bucket.targets, strict=True)):
+        for piece in pieces[name]:
+            entries = piece.stop - piece.start
+            # The piece's part of the target, rounded up. With FSDP a rank's shard may be empty.
+            part = -(-target * entries // max(size, 1))
+            rows[piece.owner].append((piece.label, entries, part, bucket.bounds[tensor][0] + piece.start, tensor))
+    shards = []
+    for own in rows:
+        labels, sizes, targets, starts, tensors = zip(*own, strict=True) if own else ((),) * 5
+        shards.append(Shard(replace(bucket, names=labels, sizes=sizes, targets=targets, starts=starts), tensors))
+    plans = [shard.plan for shard in shards]
+    return Cut(tuple(shards), BucketPlan.joined(plans), BucketPlan.joined([sums_of(plan) for plan in plans]))
+
+
+class Cutter:
+    """Divides buckets among the owners of ``pieces`` (by tensor name), each bucket once."""
+
+    def __init__(self, pieces: Mapping[str, tuple[Piece, ...]], owners: int) -> None:
+        self._pieces, self._owners = pieces, owners
+        # By the bucket's names. The plan of another density replaces the one before.
+        self._known: dict[tuple[str, ...], tuple[BucketPlan, Cut]] = {}
+
+    def __call__(self, bucket: BucketPlan) -> Cut:
+        """See :func:`cut`."""
+        if bucket.names not in self._known or self._known[bucket.names][0] != bucket:
+            self._known[bucket.names] = bucket, cut(bucket, self._pieces, self._owners)
+        return self._known[bucket.names][1]
+
+
+def owned_by(pieces: Mapping[str, tuple[Piece, ...]], owner: int) -> dict[str, Piece]:
+    """The pieces of one owner, by label."""
+    return {piece.label: piece for parts in pieces.values() for piece in parts if piece.owner == owner}

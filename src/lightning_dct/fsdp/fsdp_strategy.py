@@ -1,0 +1,269 @@
+"""``Trainer(strategy="dct_fsdp")``: compressed exchange between replicas, and FSDP2 inside them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.apply_func import apply_to_collection
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_dct.callbacks.requirements import AVERAGING
+from lightning_dct.compress.plan import local_of
+from lightning_dct.config import DCTConfig, check_integer, check_keywords
+from lightning_dct.exchange.collectives import Link
+from lightning_dct.failures.course import EXCHANGE, IN_FORWARD
+from lightning_dct.fsdp.mesh_strategy import MeshStrategy
+from lightning_dct.fsdp.shard_gradients import ShardGradientSynchronizer, count_inside
+from lightning_dct.fsdp.weights import ShardWeights, plain, take_over, with_local
+from lightning_dct.fsdp.wrapping import UNIT, Unit, check_sharded, shard_of, sharded_modules
+from lightning_dct.law import Given
+from lightning_dct.sync import Synchronizer
+from lightning_dct.sync.setup import (
+    check_settings,
+    compare_places,
+    exchange_of,
+    make_update_synchronizer,
+    parameter_names,
+    start_alike,
+)
+from lightning_dct.thresholded import ThresholdedStrategy
+
+OLDEST_TORCH = (2, 13)
+
+
+class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
+    """Replicas that FSDP2 shards over the ranks of a node, and that exchange compressed updates.
+
+    Inside a replica FSDP gathers weights and reduces gradients as usual. Between replicas the ranks with the same shard
+    exchange its update after every ``local_steps`` optimizer steps, or, with ``compress="gradients"``, its gradients in
+    every backward, as the ranks of :class:`~lightning_dct.DCTStrategy` do with whole weights. The state for that has
+    the size of the shard.
+
+    The strategy shards the module, unless its ``configure_model`` calls
+    ``fully_shard(..., mesh=self.device_mesh["data_parallel"])``.
+
+    Example::
+
+        trainer = Trainer(strategy=DCTFSDPStrategy(local_steps=16), devices=8, num_nodes=4)
+
+    Args:
+        replicas: How many; by default one per node.
+        unit: Modules to gather together: those of these classes, or the smallest ones with at least this many entries.
+            Like ``mp_policy`` for a module that does not shard itself.
+        mp_policy: FSDP's ``MixedPrecisionPolicy``.
+        save_distributed_checkpoint: As for ModelParallelStrategy: a folder to which all ranks of a replica write, or
+            one file, which plain strategies can load.
+        process_group_backend: As for ModelParallelStrategy.
+        timeout: As for ModelParallelStrategy.
+        lifelines: As for DCTStrategy.
+        **settings: Those of :class:`~lightning_dct.DCTConfig`.
+
+    Raises:
+        TypeError: A setting has the wrong type, or its name is not known.
+        ValueError: A setting is out of range.
+        RuntimeError: This version of torch is too old.
+    """
+
+    strategy_name = "dct_fsdp"
+    registered_names = {"dct_fsdp": {}}
+    dense_rival = "HSDP"
+    when_alone = (
+        "One replica (`replicas=1`, the default on one node) has nobody to send to: nothing is compressed. Give"
+        " `replicas=2` or more."
+    )
+
+    def __init__(
+        self,
+        *,
+        replicas: int | None = None,
+        unit: Unit = UNIT,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        lifelines: bool | int = True,
+        **settings: Any,
+    ) -> None:
+        if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
+            raise RuntimeError(
+                f"`DCTFSDPStrategy` needs torch {'.'.join(map(str, OLDEST_TORCH))} or later, and this is torch"
+                f" {torch.__version__}. Install a later one, or use `DCTStrategy`, which shards nothing."
+            )
+        if replicas is not None:
+            check_integer("replicas", replicas, minimum=1)
+        if isinstance(unit, int):
+            check_integer("unit", unit, minimum=1)
+        if (tensor_parallel_size := settings.pop("tensor_parallel_size", 1)) != 1:
+            raise ValueError(
+                f"`DCTFSDPStrategy` does not do tensor parallelism; got {tensor_parallel_size=}. Leave it out, or use"
+                " Lightning's `ModelParallelStrategy`."
+            )
+        check_keywords(type(self), settings, DCTConfig)
+        super().__init__(
+            Given.of(settings),
+            lifelines,
+            replicas=replicas,
+            wrap_unit=unit,
+            shard_settings={"reshard_after_forward": True, "mp_policy": mp_policy or MixedPrecisionPolicy()},
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self._hooks: list[RemovableHandle] = []
+
+    @property
+    def stages(self) -> int:  # type: ignore[override]
+        """The ranks per replica."""
+        return self.shards
+
+    def connect(self, model: pl.LightningModule) -> None:
+        """Refuse callbacks that copy the model (ValueError), before any process waits for another."""
+        trainer: Any = getattr(model, "_trainer", None)
+        for callback in [] if trainer is None else trainer.callbacks:
+            if isinstance(callback, AVERAGING):
+                raise ValueError(
+                    f"`{type(callback).__name__}` does not work with `DCTFSDPStrategy`: it copies the model, which"
+                    " FSDP2 does not allow. Average checkpoints after training."
+                )
+        super().connect(model)
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Check the sharding, and set up the exchange between replicas.
+
+        Raises:
+            ValueError: A parameter is not sharded within the replica, or the ranks differ.
+        """
+        model: Any = self.lightning_module
+        if tables := self.sharded_tables():
+            raise ValueError(
+                f"`DCTFSDPStrategy` cannot hold `ShardedEmbeddingBags` ({', '.join(map(repr, tables))}), which are"
+                " spread over all ranks. Use `torch.nn.EmbeddingBag`, or `DCTStrategy`."
+            )
+        check_sharded(model, self.shard_mesh)
+        check_settings(self.config, model, {}, {"replicas": self.replicas})
+        for module in sharded_modules(model):
+            # gloo has no mean, and the hook for gradients needs the sum.
+            module.set_force_sum_reduction_for_comms(True)
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.is_fitting = True
+            self.synchronizer = self._make_synchronizer(model)
+            # Before FSDP's own hooks, which gather weights.
+            self._hooks = [
+                module.register_forward_pre_hook(lambda *_: self.come_to(IN_FORWARD), prepend=True)
+                for module in cast("list[nn.Module]", sharded_modules(model))
+            ]
+            entries = sum(local_of(p).numel() for p in self._parameter_names() if p.requires_grad)
+            what = "shared weights" if self.updates is not None else "residuals"
+            rank_zero_info(
+                f"DCTFSDPStrategy: replicas={self.replicas}, each sharded over {self.shards} ranks; {what} take"
+                f" {4 * entries / 1e6:,.1f} MB per rank, 1 / {self.shards} of the model's."
+            )
+
+    def _takes_all_ranks(self) -> bool:
+        return True  # FSDP gathers weights
+
+    def _make_synchronizer(self, model: pl.LightningModule) -> Synchronizer:
+        group = self.device_mesh["replicate"].get_group()
+        inside = Link(self.shard_mesh.get_group(), self.traffic, self.num_processes)
+        modules = sharded_modules(model)
+        count_inside(modules, inside)
+        if self.config.compress == "updates":
+            return make_update_synchronizer(self, model, group, True, ShardWeights(modules), inside)
+        start_alike(model, group)
+        names = parameter_names(model)
+        synchronizer = ShardGradientSynchronizer(self.config, names, exchange_of(self, names, group), self.shards)
+        compare_places(synchronizer, self, group)
+        synchronizer.attach(modules)
+        return synchronizer
+
+    def teardown(self) -> None:
+        """Detach the exchange from the module."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if isinstance(self.synchronizer, ShardGradientSynchronizer):
+            self.synchronizer.detach(sharded_modules(self._module))
+        super().teardown()
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Accumulate gradients on this rank, without an exchange between replicas."""
+        synchronizer = self.synchronizer
+        if isinstance(synchronizer, ShardGradientSynchronizer):
+            synchronizer.is_blocked = True
+        try:
+            yield
+        finally:
+            if isinstance(synchronizer, ShardGradientSynchronizer):
+                synchronizer.is_blocked = False
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Come to where FSDP gathers weights again, and reduces gradients."""
+        self.come_to(f"{EXCHANGE} in backward")
+        super().pre_backward(closure_loss)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """End the exchange of this backward."""
+        super().post_backward(closure_loss)
+        if isinstance(self.synchronizer, ShardGradientSynchronizer):
+            self.synchronizer.finish()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model's state, with the weights that all replicas share."""
+        self.come_to("a checkpoint")
+        if self.updates is None:
+            return super().lightning_module_state_dict()
+        with self.updates.weights.in_model():
+            # Copies, because FSDP's tensors change with the weights.
+            return apply_to_collection(super().lightning_module_state_dict(), Tensor, Tensor.clone)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load this rank's own state, for which Lightning has no call after this one."""
+        super().load_model_state_dict(checkpoint, strict)
+        self.load_optimizer_state_dict(checkpoint)
+
+    def _load_optimizer_states(self, checkpoint: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> None:
+        # `load_checkpoint` has loaded those of the checkpoint.
+        for optimizer, state in zip(self.optimizers, own, strict=False):
+            take_over(optimizer, state)
+
+    def _own_state_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        return dict(plain(Strategy.optimizer_state(self, optimizer)))
+
+    def _accumulated_gradients(self) -> dict[str, Tensor]:
+        return {name: local_of(gradient) for name, gradient in super()._accumulated_gradients().items()}
+
+    def _take_up(self, parameter: Tensor, gradient: Tensor) -> None:
+        parameter.grad = with_local(parameter, gradient)
+
+    def _state(self) -> dict[str, Any]:
+        shapes = {name: list(local_of(parameter).shape) for parameter, name in self._parameter_names().items()}
+        # With updates buffers are averaged; otherwise every rank has its own, as with FSDP.
+        buffers = {} if self.updates is not None else dict(self._module.named_buffers())
+        return {**super()._state(), "shards": shapes, "buffers": plain(buffers)}
+
+    def _restore(self, synchronizer: Synchronizer, state: dict[str, Any]) -> None:
+        if "shards" in state:
+            for name, buffer in self._module.named_buffers():
+                buffer.copy_(state["buffers"].get(name, buffer))
+        else:
+            parameters = {name: parameter for parameter, name in self._parameter_names().items()}
+            for part in ("weights", "residuals", "accumulated"):
+                state[part] = {
+                    name: shard_of(whole, parameters[name]) if name in parameters else whole
+                    for name, whole in state.get(part, {}).items()
+                }
+        super()._restore(synchronizer, state)

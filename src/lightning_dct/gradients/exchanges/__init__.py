@@ -1,1 +1,0 @@
-"""Exchanges: how compressed tensors reach the other ranks."""

@@ -1,0 +1,306 @@
+"""``Trainer(strategy="dct_pipeline")``: connects the stages of a model to Lightning. No maths."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_dct.activations import module_settings
+from lightning_dct.agreement import check_agreement, gather_objects
+from lightning_dct.clipping import install_clipping
+from lightning_dct.config import check_choice, check_integer
+from lightning_dct.failures.course import EXCHANGE
+from lightning_dct.law import Given
+from lightning_dct.pipeline.checks import (
+    check_ddp_settings,
+    check_no_tables,
+    check_schedule,
+    check_torch,
+    check_training,
+)
+from lightning_dct.pipeline.mesh import PipelineMesh
+from lightning_dct.pipeline.placement import Placement, merge_optimizer_states, part_of_optimizer_state
+from lightning_dct.pipeline.results import synchronise_metrics
+from lightning_dct.pipeline.runner import Runner, deliver, set_aside
+from lightning_dct.pipeline.schedule import SCHEDULES, Pipeline, ScheduleName
+from lightning_dct.pipeline.steps import exchanged
+from lightning_dct.strategy import DCTStrategy
+from lightning_dct.sync import Synchronizer
+
+
+class DCTPipelineStrategy(DCTStrategy):
+    """Pipeline-parallel training with compressed activations between stages and compressed updates between replicas.
+
+    The model's network is one ``torch.nn.Sequential`` with split points (:func:`~lightning_dct.subspace`) among its
+    children. They cut it into pieces, which run on the ranks of a pipeline under a schedule of
+    ``torch.distributed.pipelining``. Steps are written as for one process: they call the network once, and compute
+    the loss from its output. World size / ``stages`` pipelines share the data, and synchronise each stage as
+    :class:`~lightning_dct.DCTStrategy` does. With one pipeline there is nothing to synchronise.
+
+    Example::
+
+        network = SplitSequential(embedding, block, *subspace(256, rank=32, num_tokens=1000), block, head)
+        trainer = Trainer(strategy=DCTPipelineStrategy(stages=2, micro_batches=4), devices=2)
+
+    A :class:`~lightning_dct.SplitSequential` gives pieces further inputs by keyword. Keywords are not sent: every rank
+    takes them from the batch.
+
+    What differs from training in one process:
+
+    * ``training_step`` sees one micro-batch at a time. The loss of a batch is the mean over its micro-batches, and logs
+      are combined by ``self.log(reduce_fx=..., batch_size=...)``. Callbacks get only the loss of what
+      ``training_step`` returns.
+    * Steps run to their end on the ranks of the last stage only. Elsewhere they run up to their call of the network, to
+      capture its arguments. All ranks get the logs and the results of evaluation steps. torchmetrics metrics have the
+      same value everywhere; other state that steps keep in ``self`` exists on the last stage only.
+    * During ``fit`` a rank has the parameters of its own pieces; those of others have shapes but no memory. After fit
+      every rank has the whole model.
+
+    Args:
+        accelerator: As for DDPStrategy.
+        stages: Ranks per pipeline, at least 2.
+        micro_batches: Parts of a training batch, along dimension 0.
+        schedule: ``"gpipe"`` and ``"1f1b"`` take one piece per rank, ``"interleaved_1f1b"`` two or more.
+        **settings: Everything DCTStrategy takes, by keyword.
+
+    Raises:
+        TypeError: A setting has the wrong type.
+        ValueError: A setting is out of range, or settings do not go together.
+    """
+
+    strategy_name = "dct_pipeline"
+    # One pipeline compresses what passes between its stages.
+    when_alone = ""
+    registered_names = {
+        "dct_pipeline": {"start_method": "popen"},
+        "dct_pipeline_spawn": {"start_method": "spawn"},
+        "dct_pipeline_fork": {"start_method": "fork"},
+        "dct_pipeline_notebook": {"start_method": "fork"},
+    }
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        *,
+        stages: int = 2,
+        micro_batches: int = 4,
+        schedule: ScheduleName = "1f1b",
+        **settings: Any,
+    ) -> None:
+        check_integer("stages", stages, minimum=2)
+        check_integer("micro_batches", micro_batches, minimum=1)
+        check_choice("schedule", schedule, SCHEDULES)
+        check_schedule(schedule, stages, micro_batches)
+        check_torch()
+        check_ddp_settings(settings)
+        super().__init__(accelerator, **settings)
+        self.stages = stages
+        self.micro_batches = micro_batches
+        self.schedule = schedule
+        # Set when the processes have started.
+        self.mesh: PipelineMesh | None = None
+        self._placement: Placement | None = None
+        self._runner: Runner | None = None
+        self._own_parameters: list[nn.Parameter] = []
+        self._metrics: list[Metric] = []
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The data is split over pipelines: all ranks of one read the same."""
+        return {"num_replicas": self.world_size // self.stages, "rank": self.global_rank // self.stages}
+
+    def connect(self, model: pl.LightningModule) -> None:
+        """Refuse what cannot work (ValueError), before any process waits for another."""
+        # Any: type checkers do not see `callbacks`. A module in a test may have no Trainer.
+        trainer: Any = getattr(model, "_trainer", None)
+        check_training(model, self.precision_plugin, [] if trainer is None else trainer.callbacks)
+        super().connect(model)
+
+    def setup_environment(self) -> None:
+        """Start the processes and make the mesh."""
+        super().setup_environment()
+        if self.mesh is None:
+            own = {"stages": self.stages, "micro_batches": self.micro_batches, "schedule": self.schedule}
+            # Before the groups: if ranks made different ones, they would hang.
+            check_agreement({**own, **vars(self.config)}, nn.Module(), None)
+            self.mesh = PipelineMesh.create(self.stages, self.root_device.type, self._timeout)
+            if self.stages == self.world_size:
+                # There is no other pipeline to exchange updates with.
+                self.config = replace(self.config, density=1.0, density_per_parameter={})
+                self.given = Given(self.config)
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Cut the model, keep this rank's pieces, and wrap them."""
+        module, mesh = self._module, self._placed
+        # Before the cut: after it a rank has only its own pieces.
+        check_agreement(module_settings(module), module, None)
+        placement = self._placement = Placement(module, mesh, self.schedule == "interleaved_1f1b")
+        check_no_tables(self.sharded_tables())
+        if trainer.state.fn == TrainerFn.FITTING:
+            placement.check_parameters()
+            super().setup(trainer)
+            install_clipping(self.precision_plugin, mesh.pipeline, lambda parameter: True)
+        else:
+            assert self.accelerator is not None
+            for name, compressed in self.compressed_modules().items():
+                compressed.name, compressed.traffic = name, self.split_traffic
+            self.accelerator.setup(trainer)
+            self.precision_plugin.convert_module(module)
+            placement.copy_from_rank_zero()
+            self.model_to_device()
+            self.setup_precision_plugin()
+        self._metrics = synchronise_metrics(module, mesh)
+        precision = self.precision_plugin.forward_context
+        pipeline = Pipeline(placement.pieces, mesh, self.schedule, self.micro_batches, self.root_device, precision)
+        self._runner = Runner(module, placement.network, pipeline, self._metrics)
+
+    def model_to_device(self) -> None:
+        """Move this rank's pieces to its device, and free the others for training."""
+        assert self._placement is not None
+        if self._module.trainer.state.fn == TrainerFn.FITTING:
+            self._placement.spread_out()
+        with self._placement.without_foreign():
+            super().model_to_device()
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Make the optimizers of all parameters, in the same order on every rank, with state for this rank's."""
+        super().setup_optimizers(trainer)
+        # Adagrad and others create it in advance.
+        for optimizer in self.optimizers:
+            for parameter in [parameter for parameter in optimizer.state if parameter.is_meta]:
+                del optimizer.state[parameter]
+
+    def _setup_model(self, model: nn.Module) -> Any:
+        assert self._placement is not None
+        model._ddp_params_and_buffers_to_ignore = self._placement.not_synchronised  # type: ignore[assignment]
+        self._own_parameters = self._placement.own_parameters
+        self._ddp_kwargs["process_group"] = self._placed.data_parallel
+        return super()._setup_model(model)
+
+    def teardown(self) -> None:
+        """Undo the wrapping, and give every rank the whole model unless fit has failed."""
+        for metric in self._metrics:
+            metric.dist_sync_fn = None
+        self._ddp_kwargs.pop("process_group", None)
+        self._runner, self._metrics, self._own_parameters = None, [], []
+        spread = self._spread
+        if spread is None:
+            super().teardown()
+            return
+        failed = self._module.trainer.state.status == TrainerStatus.INTERRUPTED
+        with spread.without_foreign():
+            super().teardown()
+        vars(self._module).pop("_ddp_params_and_buffers_to_ignore", None)
+        if not failed:
+            spread.make_whole()
+
+    def training_step(self, *arguments: Any) -> Tensor:
+        """Run a batch through the pipeline, forward and backward, and return its loss on every rank."""
+        assert self._runner is not None
+        self._come_to_stages("training_step")
+        with set_aside(self._own_parameters) as gradients:
+            loss = self._runner.train(*arguments)
+        self.split_traffic.add(steps=1)
+        delivery = partial(deliver, loss, gradients, self._own_parameters)
+        if not isinstance(self.model, DistributedDataParallel):
+            return delivery()
+        # As the forward of the wrapped model, so that DistributedDataParallel synchronises its backward.
+        with exchanged(self.model.module, "forward", delivery):
+            output: Tensor = self.model()
+        return output
+
+    def validation_step(self, *arguments: Any) -> Any:
+        """Run a batch through the stages, and the step on the last."""
+        return self._evaluate("validation_step", self.precision_plugin.val_step_context(), arguments)
+
+    def test_step(self, *arguments: Any) -> Any:
+        """Run a batch through the stages, and the step on the last."""
+        return self._evaluate("test_step", self.precision_plugin.test_step_context(), arguments)
+
+    def predict_step(self, *arguments: Any) -> Any:
+        """Run a batch through the stages, and the step on the last."""
+        return self._evaluate("predict_step", self.precision_plugin.predict_step_context(), arguments)
+
+    def _evaluate(self, step: str, precision: AbstractContextManager[Any], arguments: tuple[Any, ...]) -> Any:
+        assert self._runner is not None
+        self._come_to_stages(step)
+        with precision:
+            return self._runner.evaluate(step, *arguments)
+
+    def _come_to_stages(self, step: str) -> None:
+        """Come to where the ranks of a pipeline send activations to each other."""
+        self.come_to(f"{EXCHANGE} of activations in {step}", group=self._placed.pipeline)
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Combine over the pipelines: all ranks of a pipeline have the same value, which counts once."""
+        return super().reduce(tensor, self._placed.data_parallel if group is None else group, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any, decided for something."""
+        self.come_to("a common decision")
+        votes = sum(gather_objects(bool(decision), self._placed.everyone))
+        return votes == self.world_size if all else votes > 0
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole model's state on rank 0, as of a single process; elsewhere this rank's part."""
+        self.come_to("a checkpoint")
+        state = super().lightning_module_state_dict()
+        if self._spread is None:
+            return state
+        merged = dict(state)
+        # Each stage's part replaces the meta tensors.
+        for part in self._placed.gather_on_first(self._spread.own_part(state))[1:]:
+            merged.update(part)
+        return merged
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state of all parameters on rank 0, as of a single process; elsewhere this rank's part."""
+        state = super().optimizer_state(optimizer)
+        if self._spread is None:
+            return state
+        part = part_of_optimizer_state(state, optimizer)
+        return merge_optimizer_states(self._placed.gather_on_first(part))
+
+    def _own_state_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        return part_of_optimizer_state(super()._own_state_of(optimizer), optimizer)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load this rank's part."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*")
+            super().load_model_state_dict(checkpoint, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the state of the parameters on this rank."""
+        states = [
+            part_of_optimizer_state(state, optimizer)
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
+        ]
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+
+    def _restore(self, synchronizer: Synchronizer, state: dict[str, Any]) -> None:
+        assert self._placement is not None
+        self._placement.drop_foreign(state)
+        super()._restore(synchronizer, state)
+
+    @property
+    def _placed(self) -> PipelineMesh:
+        assert self.mesh is not None
+        return self.mesh
+
+    @property
+    def _spread(self) -> Placement | None:
+        """The placement while other ranks' pieces have no memory here."""
+        return self._placement if self._placement is not None and self._placement.spread else None

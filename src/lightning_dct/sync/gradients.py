@@ -1,0 +1,166 @@
+"""Exchanges gradients in every backward, as DDP's communication hook."""
+
+# No `from __future__ import annotations` here: DistributedDataParallel compares the hook's annotations with classes.
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+
+from lightning_dct.compress.plan import BucketPlan, real_numel
+from lightning_dct.config import DCTConfig
+from lightning_dct.exchange.base import Exchange, Pending, complete, send_sparse, unused_tensors
+from lightning_dct.failures.course import EXCHANGE
+from lightning_dct.sync.synchronizer import Synchronizer
+from lightning_dct.traffic import FP32_BYTES, Clock, all_reduce_bytes
+
+
+class GradientSynchronizer(Synchronizer):
+    """Averages the gradients of all ranks, as the paper does.
+
+    A *synchronisation* is one pass over all buckets: one for each optimizer step, whatever the number of micro-batches.
+
+    Args:
+        config: See :class:`Synchronizer`.
+        parameter_names: See there.
+        exchange: See there.
+        defer_unused: Send nothing of a tensor that this rank's backward did not use. With ``find_unused_parameters``
+            DDP discards the mean of a parameter that no rank has used, and what was sent would be lost.
+        loss_scale: Gives the loss scale of mixed-precision training; None if there is none. With it, a synchronisation
+            that ends in an infinite or NaN gradient is undone, because the scaler skips that optimizer step.
+    """
+
+    def __init__(
+        self,
+        config: DCTConfig,
+        parameter_names: Mapping[Tensor, str],
+        exchange: Exchange,
+        defer_unused: bool = False,
+        loss_scale: Callable[[], float] | None = None,
+    ) -> None:
+        super().__init__(config, parameter_names, exchange, undoable=loss_scale is not None)
+        self._defer_unused = defer_unused
+        self._loss_scale = loss_scale
+        # Of the current synchronisation.
+        self._pending: list[Pending] = []
+        self._refreshing = False
+        # A second stream of each GPU.
+        self._beside: dict[torch.device, torch.cuda.Stream] = {}
+
+    def hook(self, state: object, bucket: GradBucket) -> Future[Tensor]:
+        """The communication hook for ``DistributedDataParallel.register_comm_hook``.
+
+        DDP passes the buckets in the same order on every rank, each as soon as backward has filled it. So communication
+        overlaps with backward.
+
+        On a GPU all work is queued on a second stream. On backward's own, the rest of backward would wait for the
+        network together with a bucket that is sent in several rounds.
+
+        Returns:
+            A future of the bucket's averaged gradients.
+
+        Raises:
+            RuntimeError: Backward is captured as a CUDA graph.
+        """
+        device = bucket.buffer().device
+        if device.type == "cpu":
+            return self._take(bucket)
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "A CUDA graph cannot hold an exchange of gradients: replaying it would send the same entries again."
+                " Leave backward out of the graph, or use `compress='updates'`, which exchanges after the optimizer's"
+                " step."
+            )
+        backward = torch.cuda.current_stream(device)
+        if device not in self._beside:
+            self._beside[device] = torch.cuda.Stream(device)
+        beside = self._beside[device]
+        beside.wait_stream(backward)
+        # Backward loses the time of its host now, and at the end the time until the second stream is done.
+        clock, self.traffic.clock = self.traffic.clock, Clock()
+        try:
+            with torch.cuda.stream(beside):
+                future = self._take(bucket)
+        finally:
+            self.traffic.clock = clock
+        if bucket.is_last():
+            with self.traffic.timed(total="seconds_waiting"):
+                backward.wait_stream(beside)
+        return future
+
+    def _take(self, bucket: GradBucket) -> Future[Tensor]:
+        if not self._pending:
+            self._begin()
+        earlier = [pending for pending in self._pending if pending.rounds_left > 1]
+        with self.traffic.timed("compress"):
+            self._pending.append(self._send(bucket))
+        future = self._pending[-1].future
+        # The buckets before this one start their next collective now. This must not depend on what has arrived: every
+        # rank has to start the same collectives in the same order.
+        for pending in earlier:
+            pending.advance(self.traffic, self._loss_scale is not None)
+        if bucket.is_last():
+            self._finish()
+        return future
+
+    def set_density(self, density: float) -> None:
+        """See :meth:`Synchronizer.set_density`.
+
+        Raises:
+            RuntimeError: Backward is running.
+        """
+        if self._pending:
+            raise RuntimeError("A synchronisation is under way: change its settings before backward or after it.")
+        super().set_density(density)
+
+    def _begin(self) -> None:
+        self.come_to(EXCHANGE, f"an exchange of gradients for optimizer step {self.synchronisations + 1}")
+        self.request_refresh_when_due()
+        self._refreshing = self.refresh_requested
+        self.memory.begin(1.0 if self._loss_scale is None else 1.0 / self._loss_scale(), self._refreshing)
+
+    def _finish(self) -> None:
+        """Complete all buckets and count the synchronisation."""
+        # In backward's thread and not in callbacks of the futures: gloo would run those in its own threads, which
+        # compete with backward for the interpreter and can abort the process when it ends.
+        complete(self._pending, self.traffic, self._loss_scale is not None)
+        self.memory.awaited.poll()
+        # The scaler checks the same. The means are the same on all ranks, and so is the result.
+        nonfinite = self._loss_scale is not None and not all(pending.finite for pending in self._pending)
+        self.traffic.add(steps=1)
+        if nonfinite:
+            # The scaler skips this optimizer step. A requested refresh stays requested.
+            self.memory.roll_back()
+        else:
+            self.synchronisations += 1
+            self.steps_since_refresh = 1 if self._refreshing else self.steps_since_refresh + 1
+            self.traffic.add(refreshes=int(self.memory.selected))
+            self.refresh_requested = False
+            self.memory.commit()
+        self._pending = []
+
+    def _send(self, bucket: GradBucket) -> Pending:
+        buffer = bucket.buffer()
+        if buffer.is_sparse:
+            return Pending(send_sparse(buffer, self.exchange.everyone), 1, buffer.device)
+        # DDP passes complex parameters as real numbers of twice their size, and `bucket.gradients()` does not.
+        sizes = [real_numel(parameter) for parameter in bucket.parameters()]
+        plan = self._plan_of(bucket.parameters(), sizes, buffer.dtype)
+        self._count_dense(buffer)
+        return self._start(buffer, plan, self._deferred(bucket, plan))
+
+    def _count_dense(self, buffer: Tensor) -> None:
+        """Count the bytes of the dense fp32 exchange of a bucket."""
+        everyone = self.exchange.everyone
+        everyone.count_dense(all_reduce_bytes(FP32_BYTES * buffer.numel(), everyone.size))
+
+    def _deferred(self, bucket: GradBucket, plan: BucketPlan) -> set[int]:
+        """The tensors of a bucket that this rank's backward did not use."""
+        if not self._defer_unused:
+            return set()
+        # DDP passes zeros for them, but for parameters that `toggle_optimizer` has frozen, the gradient of an earlier
+        # backward.
+        parameters = enumerate(bucket.parameters())
+        return unused_tensors(bucket.buffer(), plan) | {index for index, p in parameters if not p.requires_grad}

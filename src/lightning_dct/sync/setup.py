@@ -1,0 +1,160 @@
+"""Sets up the synchronisation of a model, for the Trainer's and Fabric's strategies alike.
+
+``strategy`` is any of this package's: it has ``config``, ``traffic``, ``optimizers``, the number of this rank's node
+and its number on that node, and the timeout of process groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_dct.activations import module_settings, plain_name
+from lightning_dct.agreement import check_agreement
+from lightning_dct.compress.plan import local_of
+from lightning_dct.config import DCTConfig
+from lightning_dct.exchange.base import Exchange
+from lightning_dct.exchange.collectives import Link
+from lightning_dct.exchange.factory import make_exchange
+from lightning_dct.kernels import check_kernel
+from lightning_dct.sync import SharedWeights, UpdateSynchronizer
+from lightning_dct.sync.gradients import GradientSynchronizer
+from lightning_dct.sync.shared_weights import as_real
+from lightning_dct.sync.synchronizer import Synchronizer
+
+
+def parameter_names(module: Module) -> dict[Tensor, str]:
+    """The name of each parameter, the same with and without ``torch.compile``: saved state must fit either."""
+    return {parameter: plain_name(name) for name, parameter in module.named_parameters()}
+
+
+def check_settings(
+    config: DCTConfig, module: Module, ddp_settings: dict[str, Any], more: Mapping[str, Any]
+) -> dist.ProcessGroup | None:
+    """Check patterns of parameter names, and compare all settings over the ranks; a collective call.
+
+    Returns:
+        DDP's setting ``process_group``. A function that makes the group is called and replaced by the group.
+
+    Raises:
+        ValueError: A pattern matches no parameter, or the ranks differ.
+    """
+    config.check_patterns(list(parameter_names(module).values()))
+    group = ddp_settings.get("process_group")
+    # Strategies are built, and pickled, before any process group can exist; hence the function.
+    if callable(group) and not isinstance(group, dist.ProcessGroup):
+        ddp_settings["process_group"] = group = group()
+    plain = {name: value for name, value in ddp_settings.items() if isinstance(value, bool | int | float | str)}
+    check_agreement({**vars(config), **plain, **more, **module_settings(module)}, module, group)
+    return group
+
+
+def make_gradient_synchronizer(
+    strategy: Any, wrapped: DistributedDataParallel, precision: object
+) -> GradientSynchronizer:
+    """The synchronizer of a wrapped model, without its hook registered; all ranks call this together.
+
+    ``precision`` is Lightning's plugin, with a ``scaler`` if it scales the loss.
+
+    Raises:
+        ValueError: The exchange or the kernel does not work here.
+    """
+    scaler = getattr(precision, "scaler", None)
+    names = _synchronised_names(wrapped.module, wrapped.parameters_to_ignore)
+    unused = wrapped.find_unused_parameters
+    exchange = exchange_of(strategy, names, wrapped.process_group, defer_unused=unused)
+    scale = None if scaler is None else scaler.get_scale
+    made = GradientSynchronizer(strategy.config, names, exchange, defer_unused=unused, loss_scale=scale)
+    compare_places(made, strategy, wrapped.process_group)
+    return made
+
+
+def make_update_synchronizer(
+    strategy: Any,
+    module: Module,
+    group: dist.ProcessGroup | None,
+    average_buffers: bool,
+    weights: SharedWeights | None = None,
+    inside: Link | None = None,
+    are_alike: bool = False,
+) -> UpdateSynchronizer:
+    """The synchronizer of a model that is not wrapped; all ranks call this together, and get the first one's weights.
+
+    ``average_buffers`` averages floating-point buffers. ``are_alike`` says that all ranks have the same weights
+    already. The other arguments are those of :class:`~lightning_dct.sync.UpdateSynchronizer`.
+
+    Raises:
+        ValueError: The exchange or the kernel does not work here.
+    """
+    group = group or dist.distributed_c10d._get_default_group()
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    names = _synchronised_names(module, ignored)
+    exchange = exchange_of(strategy, names, group)
+    if not are_alike:
+        start_alike(module, group, ignored)
+
+    def buffers() -> dict[str, Tensor]:
+        found = module.named_buffers() if average_buffers else ()
+        return {plain_name(name): b for name, b in found if name not in ignored and b.is_floating_point() and b.numel()}
+
+    every = (lambda: strategy.optimizers), (lambda: list(module.parameters()))
+    # Not over the exchange's own group: training waits for the mean of the buffers, and not for updates in flight.
+    everyone = Link(group, strategy.traffic, exchange.everyone.ranks_per_node)
+    average_over = [everyone] if inside is None else [inside, everyone]
+    made = UpdateSynchronizer(strategy.config, names, exchange, buffers, *every, weights, average_over)
+    compare_places(made, strategy, group)
+    return made
+
+
+def compare_places(synchronizer: Synchronizer, strategy: Any, group: dist.ProcessGroup) -> None:
+    """Have lifelines compare what the ranks of a group do, which hold the same parameters; Fabric has no lifelines."""
+    synchronizer.lifeline = getattr(strategy, "lifeline", None)
+    synchronizer.peers = dist.get_process_group_ranks(group)
+
+
+def exchange_of(
+    strategy: Any, names: Mapping[Tensor, str], group: dist.ProcessGroup, defer_unused: bool = False
+) -> Exchange:
+    """The exchange that the settings name; all ranks call this together."""
+    for device in {parameter.device.type for parameter in names}:
+        check_kernel(strategy.config.kernel, device)
+    parameters = {name: parameter for parameter, name in names.items()}
+    place = (strategy.node_rank, strategy.local_rank)
+    return make_exchange(strategy.config, parameters, group, place, strategy.traffic, defer_unused, strategy._timeout)
+
+
+def start_alike(module: Module, group: dist.ProcessGroup, ignored: Collection[str] = ()) -> None:
+    """Give all ranks the first one's weights and buffers, except ignored ones; a collective call."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if name not in ignored:
+            own = as_real(local_of(tensor.detach()))
+            same = own.contiguous()
+            dist.broadcast(same, group=group, group_src=0)
+            own.copy_(same)
+
+
+def check_optimizers(config: DCTConfig, optimizers: Iterable[Optimizer]) -> None:
+    """Refuse optimizers that overwrite weights with those of other ranks, if each rank trains its own.
+
+    Raises:
+        ValueError: With the setting and the remedy.
+    """
+    for optimizer in optimizers:
+        if config.compress == "updates" and isinstance(optimizer, ZeroRedundancyOptimizer):
+            raise ValueError(
+                "`ZeroRedundancyOptimizer` needs the same weights on every rank in every step, and with"
+                " `compress='updates'` each rank trains its own. Use `compress='gradients'`, or another optimizer."
+            )
+
+
+def _synchronised_names(module: Module, ignored: Iterable[str]) -> dict[Tensor, str]:
+    # Parameters that DistributedDataParallel ignores differ between ranks.
+    excluded = {plain_name(name) for name in ignored}
+    return {parameter: name for parameter, name in parameter_names(module).items() if name not in excluded}

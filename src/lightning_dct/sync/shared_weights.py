@@ -1,0 +1,163 @@
+"""Two sets of weights on every rank: its own, and the shared ones.
+
+A rank trains its *own* weights. The *shared* weights change at exchanges only, by the same amount on every rank, so
+they are bitwise identical everywhere. The difference of the two is the residual.
+
+Either set can be in the model. Exchanging them exchanges pointers and copies nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lightning_dct.compress.awaited import must_not_wait, read_together
+from lightning_dct.compress.bucket import Bucket
+from lightning_dct.compress.plan import local_of, real_numel
+
+# What kernels can read and write in place.
+IN_PLACE = {torch.float32, torch.float64}
+
+
+class SharedWeights:
+    """The shared weights.
+
+    Attributes:
+        parameters: The parameters that have both sets of weights, by name.
+    """
+
+    def __init__(self) -> None:
+        self.parameters: dict[str, Tensor] = {}
+        self._shared: dict[str, Tensor] = {}
+        # While the shared weights are in the model: this rank's own, and copies of the shared ones to compare with.
+        self._own: dict[str, Tensor] = {}
+        self._before: dict[str, Tensor] = {}
+
+    @property
+    def shown(self) -> bool:
+        """Whether the shared weights are in the model."""
+        return bool(self._own)
+
+    def adopt(self, name: str, parameter: Tensor) -> None:
+        """Add a parameter; its weights, which must be the same on every rank, become the shared ones."""
+        if name not in self.parameters:
+            self.parameters[name] = parameter
+            self._shared[name] = local_of(parameter).detach().clone()
+
+    def shared(self, name: str) -> Tensor:
+        """The shared weights of a parameter, in its shape and dtype; only exchanges change them, in place."""
+        return self._shared[name]
+
+    def own(self, name: str) -> Tensor:
+        """This rank's own weights of a parameter, in its shape and dtype, to be changed in place."""
+        return self._own[name] if name in self._own else local_of(self.parameters[name]).data
+
+    def show(self) -> None:
+        """Put the shared weights into the model."""
+        if self.shown:
+            return
+        for name, parameter in self.parameters.items():
+            self._own[name], parameter.data = parameter.data, self._shared[name]
+            self._before[name] = self._shared[name].clone()
+
+    def settle(self) -> None:
+        """Have training continue from what was written into the shared weights since they are in the model.
+
+        Entries that were written replace those of this rank's own weights. The others keep what this rank has not sent.
+        Contents are compared, because writes through ``.data`` leave a parameter's version as it was, and may give it
+        other memory.
+        """
+        for name, before in self._before.items():
+            shown, own = local_of(self.parameters[name]).data, self._own[name]
+            if not must_not_wait(shown.device) and torch.equal(shown, before):
+                continue
+            own.copy_(torch.where(shown != before, shown, own))
+            self._shared[name].copy_(shown)
+            before.copy_(shown)
+
+    def hide(self) -> None:
+        """Put this rank's own weights into the model again."""
+        self.settle()
+        own, self._own, self._before = self._own, {}, {}
+        for name, weights in own.items():
+            self.parameters[name].data = weights
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """Have the shared weights in the model within the context."""
+        already = self.shown
+        self.show()
+        try:
+            yield
+        finally:
+            if not already:
+                self.hide()
+
+    def set_own(self, name: str, saved: Tensor) -> None:
+        """Set this rank's own weights of a parameter.
+
+        Raises:
+            ValueError: They have another shape than the parameter.
+        """
+        own = self.own(name)
+        if saved.shape != own.shape:
+            raise ValueError(
+                f"The checkpoint's weights of parameter {name!r} have shape {list(saved.shape)}, the model's parameter"
+                f" has {list(own.shape)}. Resume with the model that was saved."
+            )
+        own.copy_(saved)
+
+    def follow_parameters(self) -> None:
+        """Move both sets to the parameters' device, while the shared weights are in the model."""
+        for name, parameter in self.parameters.items():
+            self._shared[name] = parameter.data
+            self._own[name] = self._own[name].to(parameter.device)
+
+    def movement(self, names: Sequence[str], dtype: torch.dtype) -> Tensor:
+        """This rank's own weights less the shared ones: real numbers, flattened, one parameter after the other."""
+        weights = [as_real(self.own(name)) for name in names]
+        moved = weights[0].new_empty(sum(own.numel() for own in weights), dtype=dtype)
+        for name, own, part in zip(names, weights, moved.split([own.numel() for own in weights]), strict=True):
+            torch.sub(own.to(dtype), as_real(self._shared[name]), out=part.view(own.shape))
+        return moved
+
+    def bucket(self, names: Sequence[str]) -> Bucket | None:
+        """Both sets of weights, flattened, if they can be read in place; else None."""
+        sets = [[as_real(own), as_real(self._shared[name])] for name in names for own in [self.own(name)]]
+        every = [weights for both in sets for weights in both]
+        if not all((w.is_cpu or must_not_wait(w.device)) and w.dtype in IN_PLACE and w.is_contiguous() for w in every):
+            return None
+        news, bases = zip(*([weights.view(-1) for weights in both] for both in sets), strict=True)
+        return Bucket(news, bases, None)
+
+    def move(self, names: Sequence[str], mean: Tensor, own: Tensor) -> None:
+        """Add a mean to both sets of weights, after subtracting from this rank's own what it has sent.
+
+        ``mean`` and ``own``, what it has sent, have shape ``[n]``, one parameter after the other.
+        """
+        self.add_own(names, own, -1.0)
+        self.add_own(names, mean, 1.0)
+        sizes = [real_numel(self.parameters[name]) for name in names]
+        for name, part in zip(names, mean.split(sizes), strict=True):
+            shared = as_real(self._shared[name])
+            shared.add_(part.view(shared.shape))
+
+    def add_own(self, names: Sequence[str], addend: Tensor, factor: float) -> None:
+        """Add ``factor * addend``, shape ``[n]``, to this rank's own weights, one parameter after the other."""
+        sizes = [real_numel(self.parameters[name]) for name in names]
+        for name, part in zip(names, addend.split(sizes), strict=True):
+            own = as_real(self.own(name))
+            own.add_(part.view(own.shape), alpha=factor)
+
+    def norms(self) -> dict[str, float]:
+        """Euclidean norm of this rank's residual of each parameter."""
+        moved = ((name, self.movement([name], torch.float32)) for name in self.parameters)
+        return read_together({name: entries.norm(dtype=torch.float64) for name, entries in moved})
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """A complex tensor as a view of real numbers; any other unchanged."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -1,0 +1,201 @@
+"""The base of synchronizers: thresholds, residuals, plans, an exchange and counters, and their state."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_dct.compress.bucket import Bucket
+from lightning_dct.compress.memory import Memory
+from lightning_dct.compress.plan import BucketPlan, Plans, real_dtype, real_numel
+from lightning_dct.config import DCTConfig
+from lightning_dct.exchange.base import Exchange, Pending, send_dense
+from lightning_dct.failures import Lifeline
+
+
+class TensorFigures(NamedTuple):
+    """Figures of one tensor on one rank.
+
+    Attributes:
+        name: The parameter.
+        entries: Its number of entries.
+        density: Share of them that the next synchronisation may send, in (0, 1].
+        threshold: The magnitude at or above which an entry is sent; the median if pieces of the tensor have a threshold
+            each, as with ``exchange="sharded"``. None for a tensor sent dense.
+        residual_norm: Euclidean norm of this rank's residual.
+    """
+
+    name: str
+    entries: int
+    density: float
+    threshold: float | None
+    residual_norm: float
+
+
+class Synchronizer:
+    """Exchanges compressed tensors of one rank with the other ranks.
+
+    :class:`~lightning_dct.sync.GradientSynchronizer` exchanges gradients in every backward, and
+    :class:`~lightning_dct.sync.UpdateSynchronizer` the updates of weights after every ``local_steps`` optimizer
+    steps. All state is kept by parameter name.
+
+    Args:
+        config: The settings.
+        parameter_names: The name of every parameter that may take part.
+        exchange: Sends payloads to the other ranks.
+        undoable: Keep what an exchange changes, so that it can be undone.
+
+    Attributes:
+        synchronisations: Optimizer steps that count, of all optimizers together.
+        steps_since_refresh: The same since the thresholds were last selected.
+        refresh_every: The number of those steps after which the synchronizer requests a refresh itself; infinite if a
+            callback requests it.
+        lifeline: Compares what the ranks do; None if there is none.
+        peers: The ranks of the job that do the same as this one.
+    """
+
+    def __init__(
+        self, config: DCTConfig, parameter_names: Mapping[Tensor, str], exchange: Exchange, undoable: bool = False
+    ) -> None:
+        self.plans = Plans(config, exchange.link_traversals)
+        self.exchange = exchange
+        self.traffic = exchange.everyone.traffic
+        self.memory = Memory(exchange.pieces, config.guard, undoable, config.kernel)
+        self.thresholds, self.residuals = self.memory.thresholds, self.memory.residuals
+        self.synchronisations = 0
+        self.steps_since_refresh = 0
+        self.parameter_names = parameter_names
+        self.refresh_requested = False
+        self.refresh_every = math.inf
+        self.lifeline: Lifeline | None = None
+        self.peers: Sequence[int] = ()
+
+    def come_to(self, what: str, said: str, patience_s: float | None = None) -> None:
+        """Come to a place where all ranks do the same; see :meth:`lightning_dct.failures.Lifeline.come_to`.
+
+        Raises:
+            RuntimeError: They do not, which the message explains.
+        """
+        if self.lifeline is not None:
+            self.lifeline.come_to(what, said, self.peers, patience_s)
+
+    @property
+    def config(self) -> DCTConfig:
+        """The current settings."""
+        return self.plans.config
+
+    def request_refresh(self) -> None:
+        """Select all thresholds anew in the next exchange."""
+        self.refresh_requested = True
+
+    def request_refresh_when_due(self) -> None:
+        """Request a refresh after ``refresh_every`` steps."""
+        if self.steps_since_refresh >= self.refresh_every:
+            self.request_refresh()
+
+    def set_density(self, density: float) -> None:
+        """Change ``DCTConfig.density`` from the next exchange on, on all ranks between the same two exchanges.
+
+        Thresholds are selected anew for the new density. The density is not saved.
+        """
+        self.plans.change(replace(self.config, density=density))
+
+    def density_of(self, parameter: Tensor) -> float:
+        """The share of a parameter's entries that the next exchange sends, in (0, 1]."""
+        size = real_numel(parameter)
+        plan = self._plan_of([parameter], [size], real_dtype(parameter))
+        return plan.targets[0] / size if plan.targets[0] else 1.0
+
+    def norms(self) -> dict[str, float]:
+        """Euclidean norm of this rank's residual of each parameter, by name."""
+        return self.memory.norms()
+
+    def norm(self) -> float:
+        """Euclidean norm over all entries of this rank's residuals."""
+        return float(sum(norm**2 for norm in self.norms().values()) ** 0.5)
+
+    def figures_by_tensor(self) -> list[TensorFigures]:
+        """The figures of all synchronised tensors, in the model's order; no communication.
+
+        Tensors that have not been compressed yet are left out, and those with sparse gradients.
+        """
+        thresholds: dict[str, list[float]] = {name: [] for name in self.parameter_names.values()}
+        for label, value in self.thresholds.by_label().items():
+            # A piece's label is the parameter's name and a range. Thresholds of sums have other labels.
+            name = label if label in thresholds else label.rpartition("[")[0]
+            if name in thresholds:
+                thresholds[name].append(value)
+        norms, figures = self.norms(), []
+        for parameter, name in self.parameter_names.items():
+            density = self.density_of(parameter)
+            if parameter.requires_grad and (thresholds[name] or density == 1.0):
+                threshold = statistics.median(thresholds[name]) if density < 1.0 else None
+                figures.append(TensorFigures(name, real_numel(parameter), density, threshold, norms.get(name, 0.0)))
+        return figures
+
+    def flush(self) -> None:
+        """Wait for GPUs until all sent entries and times are counted and all payloads are checked.
+
+        Raises:
+            PayloadError: A payload is corrupt; the message names its sender.
+        """
+        self.memory.awaited.synchronize()
+        self.traffic.settle()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: plain numbers, dicts and CPU tensors. Flushes first."""
+        self.flush()
+        return {
+            "synchronisations": self.synchronisations,
+            "steps_since_refresh": self.steps_since_refresh,
+            **self.memory.state_dict(),
+            "traffic": self.traffic.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state.
+
+        Raises:
+            ValueError: A saved residual has another size than the parameter of its name.
+        """
+        self.flush()
+        self.memory.load_state_dict(state, {name: real_numel(p) for p, name in self.parameter_names.items()})
+        self.synchronisations = int(state["synchronisations"])
+        self.steps_since_refresh = int(state["steps_since_refresh"])
+        self.traffic.load_state_dict(state["traffic"])
+
+    def shared_state(self) -> dict[str, Any]:
+        """The part of the state that all ranks of the exchange have alike, by name: numbers and tensors."""
+        return {"synchronisations": self.synchronisations, "steps_since_refresh": self.steps_since_refresh}
+
+    def _plan_of(
+        self, tensors: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype, share: float = 1.0
+    ) -> BucketPlan:
+        """The plan of some parameters with these sizes (in real numbers), at a share of their densities."""
+        self._refuse([tensor for tensor in tensors if tensor not in self.parameter_names])
+        return self.plans.of([self.parameter_names[tensor] for tensor in tensors], sizes, dtype, share)
+
+    def _refuse(self, unknown: Sequence[Tensor]) -> None:
+        if unknown:
+            raise ValueError(
+                f"A parameter of shape {list(unknown[0].shape)} was made after DCTStrategy had set up synchronisation,"
+                " so its state would have no name. Make all parameters in `__init__` or `configure_model`."
+            )
+
+    def _start(self, buffer: Tensor, plan: BucketPlan, deferred: set[int]) -> Pending:
+        """Start sending a flattened bucket, which takes the mean."""
+        if plan.is_dense:
+            dtype = torch.bfloat16 if self.config.halves and buffer.dtype == torch.float32 else buffer.dtype
+            dense = send_dense(buffer, plan, deferred, self.memory, self.exchange.everyone, dtype)
+            return Pending(dense, 1, buffer.device)
+        residuals = [] if self.exchange.sums_first else [self.memory.residual_of(plan, buffer.device)]
+        bucket = Bucket([buffer], residuals, self.memory.gradient_scale)
+        flow = self.exchange.send(bucket, plan, deferred, self.memory)
+        return Pending(flow, self.exchange.rounds, buffer.device, partial(self.memory.decompress, buffer=buffer))

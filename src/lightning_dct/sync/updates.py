@@ -1,0 +1,426 @@
+"""Exchanges the updates of weights, after every ``local_steps`` steps of the user's optimizer.
+
+    rank r         w_r <- user's optimizer (w_r)                      ``local_steps`` times
+                   a_r  = w_r - S                                     the update, and what was not sent before
+                   c_r  = the entries of a_r that reach a threshold, in few bits
+    every rank     m    = 1 / sqrt(W n) * sum over ranks of c_r       any exchange
+                   S   += m,   w_r += m - c_r
+
+``S`` are the shared weights. A rank replaces what it has sent by the mean of what all have sent, and keeps what it has
+not sent in its own weights: it trains on with that, as in *Step-Ahead Error Feedback* (Xu and Huang, AAAI 2021). So
+``w_r - S`` is the residual. During warm-up own weights lose a part of it with each exchange,
+``w_r -= (1 - decay) (a_r - c_r)``, which keeps the ranks from drifting apart.
+
+``n`` is the number of ranks that have sent an entry. If all have, ``m`` is their mean. The fewer have, the less the
+ranks agree on where that entry should move. Then their gradients are mostly noise, which makes the gradients of one
+rank larger than their mean. So an optimizer that divides by the size of gradients, such as Adam, takes steps that are
+too short by up to ``sqrt(W)``. The square root makes up for that.
+
+Sources: SPARQ-SGD (Singh et al., arXiv 1910.14280) and DiLoCo (Douillard et al., arXiv 2311.08105) for compressed
+local steps; Streaming DiLoCo (Douillard et al., arXiv 2501.18512) for tensors that take turns, and for exchanges that
+overlap with training.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_dct.checkpoint.checksums import checksum_of
+from lightning_dct.compress.bucket import Bucket, Received
+from lightning_dct.compress.on_host import counting
+from lightning_dct.compress.plan import BucketPlan, local_of, real_dtype, real_numel
+from lightning_dct.config import DCTConfig
+from lightning_dct.exchange.base import Exchange, Pending, complete
+from lightning_dct.exchange.collectives import Link, all_reduce_mean
+from lightning_dct.failures.course import EXCHANGE
+from lightning_dct.law import RunSettings
+from lightning_dct.sync.rounds import (
+    MOST_IN_FLIGHT,
+    InFlight,
+    Rounds,
+    buckets_of,
+    is_due,
+    load_rounds,
+    round_length,
+    save_rounds,
+)
+from lightning_dct.sync.shared_weights import SharedWeights, as_real
+from lightning_dct.sync.synchronizer import Synchronizer
+from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes
+
+
+class UpdateSynchronizer(Synchronizer):
+    """Exchanges the updates of one rank's weights with the other ranks.
+
+    Every optimizer has its own clock, which counts its steps, skipped ones included. A parameter takes part from the
+    first step of its optimizer at which it is trainable.
+
+    Args:
+        config: See :class:`Synchronizer`.
+        parameter_names: See there. These parameters have the same values on all ranks.
+        exchange: See there.
+        buffers: Gives the model's floating-point buffers by name, which are averaged uncompressed.
+        optimizers: Gives all optimizers, in the same order on every rank.
+        parameters: Gives all parameters of the model, including those that do not take part.
+        weights: The shared weights; by default those that are shown by exchanging pointers.
+        average_over: The ranks over which buffers are averaged, one link after the other; by default those of the
+            exchange. The ranks of a sharded replica have buffers of their own.
+
+    Attributes:
+        run_settings: Chooses settings as the run goes on; None if they stay.
+    """
+
+    def __init__(
+        self,
+        config: DCTConfig,
+        parameter_names: Mapping[Tensor, str],
+        exchange: Exchange,
+        buffers: Callable[[], Mapping[str, Tensor]],
+        optimizers: Callable[[], Sequence[Optimizer]],
+        parameters: Callable[[], Collection[Tensor]],
+        weights: SharedWeights | None = None,
+        average_over: Sequence[Link] = (),
+    ) -> None:
+        super().__init__(config, parameter_names, exchange)
+        self.memory.what, self.memory.of_updates = "Updates", True
+        self.weights = weights or SharedWeights()
+        self._average_over = average_over or [exchange.everyone]
+        self._buffers = buffers
+        # During an evaluation: this rank's own buffers, and those it is shown.
+        self._own_buffers: dict[str, Tensor] = {}
+        self._shown_buffers: dict[str, Tensor] = {}
+        self._optimizers = optimizers
+        self._parameters = parameters
+        # Parameters that take part, or are known not to.
+        self._settled = self._excluded()
+        self._rounds: dict[int, Rounds] = {}
+        self._to_refresh: set[str] = set()
+        # A single rank has only its own weights.
+        self._alone = exchange.everyone.size == 1
+        self.run_settings: RunSettings | None = None
+        self._reached = 0
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Take the settings of a run of this length, and register parameters that are stepped for the first time."""
+        chosen, steps = self.run_settings, self.synchronisations
+        if chosen is not None and chosen.reached(steps) != self._reached:
+            self._reached = chosen.reached(steps)
+            self._change(chosen.at(steps))
+        rounds = self._rounds.setdefault(self._number_of(optimizer), Rounds())
+        unsettled = {p for group in optimizer.param_groups for p in group["params"] if p not in self._settled}
+        if not unsettled:
+            return
+        unknown = unsettled - self.parameter_names.keys()
+        # Parameters outside the model are not synchronised, as under DistributedDataParallel.
+        self._refuse([parameter for parameter in self._parameters() if parameter in unknown])
+        new = {parameter for parameter in unsettled - unknown if parameter.requires_grad}
+        self._settled |= unknown | new
+        if not new or self._alone:
+            return
+        known, parameters = set(rounds.names), self._parameters_by_name()
+        # In the model's order, which is the same on every rank.
+        rounds.names = [name for name, parameter in parameters.items() if name in known or parameter in new]
+        for name in rounds.names:
+            self.weights.adopt(name, parameters[name])
+        rounds.buckets = buckets_of(
+            [(name, parameters[name]) for name in rounds.names], self.config.round_length if self.config.delay else 1
+        )
+        rounds.dense_bytes = 0
+        shapes = [
+            [(name, str(parameters[name].dtype), real_numel(parameters[name])) for name in b] for b in rounds.buckets
+        ]
+        rounds.what = f"{EXCHANGE} {self._number_of(optimizer)} {zlib.crc32(repr(shapes).encode()):x}"
+        added = ", ".join(repr(name) for name in rounds.names if name not in known) if known else ""
+        rounds.said = f"an exchange of {len(rounds.names)} parameters" + (f", {added[:200]} added" if added else "")
+
+    def _change(self, config: DCTConfig) -> None:
+        """Take settings for a longer run, between two exchanges."""
+        if (config.local_steps, config.density) != (self.config.local_steps, self.config.density):
+            rank_zero_info(
+                f"After {self.synchronisations:,} optimizer steps this run is long enough for"
+                f" local_steps={config.local_steps}, density={config.density:g}."
+            )
+            self.plans.change(config)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Count a step, apply updates that are due, and send the buckets that are due; a collective call."""
+        number = self._number_of(optimizer)
+        rounds = self._rounds[number]
+        self.request_refresh_when_due()
+        rounds.steps += 1
+        self.synchronisations += 1
+        self.steps_since_refresh += 1
+        self._count_dense(rounds)
+        if arrived := [item for item in rounds.in_flight if item.due <= rounds.steps]:
+            if self.exchange.rounds > 1:  # the last of its collectives takes all ranks
+                self.come_to(
+                    f"{EXCHANGE} that ends", f"the arrival of updates in optimizer step {self.synchronisations}"
+                )
+            self._apply(rounds, arrived)
+        if sending := self._due(rounds):
+            self.come_to(rounds.what, f"{rounds.said}, in optimizer step {self.synchronisations}")
+            self._forget_thresholds(sending)
+            self.memory.begin(1.0, refresh=False)
+            for bucket in sending:
+                rounds.in_flight.append(self._send(bucket, rounds))
+                if not self.config.delay and sum(item.entries for item in rounds.in_flight) >= MOST_IN_FLIGHT:
+                    self._apply(rounds, rounds.in_flight[:1])
+            self.traffic.add(refreshes=int(self.memory.selected))
+            if not self.config.delay:
+                self._apply(rounds, rounds.in_flight)
+            # Training does not use the running statistics of a BatchNorm, so warm-up does not average them more often.
+            if number == min(self._rounds) and rounds.steps % self.config.round_length == 0:
+                self._average_buffers()
+        self.memory.awaited.poll()
+
+    def apply_all(self) -> None:
+        """Wait for updates in flight and apply them, whether they are due or not; a collective call."""
+        self.weights.hide()
+        for rounds in self._rounds.values():
+            if rounds.in_flight:
+                self._apply(rounds, rounds.in_flight)
+
+    def average_buffers(self) -> None:
+        """Give every rank the mean of the floating-point buffers; a collective call."""
+        if self._buffers():
+            self.come_to("mean of buffers", f"the mean of its buffers after {self.synchronisations} optimizer steps")
+            self._average_buffers()
+
+    def _average_buffers(self) -> None:
+        buffers = list(self._buffers().values())
+        for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
+            some = [buffer for buffer in buffers if buffer.dtype == dtype]
+            together = torch.cat([buffer.reshape(-1) for buffer in some])
+            for link in self._average_over:
+                all_reduce_mean(together, link).wait()
+            for buffer, mean in zip(some, together.split([buffer.numel() for buffer in some]), strict=True):
+                buffer.copy_(mean.view(buffer.shape))
+
+    def begin_evaluation(self) -> None:
+        """Put the shared weights and the mean of all ranks' buffers into the model; a collective call."""
+        self._own_buffers = {name: buffer.clone() for name, buffer in self._buffers().items()}
+        self.average_buffers()
+        self._shown_buffers = {name: buffer.clone() for name, buffer in self._buffers().items()}
+        self.weights.show()
+
+    def end_evaluation(self) -> None:
+        """Continue with this rank's own weights and buffers, or with what was written into them meanwhile."""
+        self.weights.hide()
+        for name, buffer in self._buffers().items():
+            if name in self._own_buffers and torch.equal(buffer, self._shown_buffers[name]):
+                buffer.copy_(self._own_buffers[name])
+        self._own_buffers, self._shown_buffers = {}, {}
+
+    def norms(self) -> dict[str, float]:
+        """Euclidean norm of this rank's residual of each parameter, of its own updates and of sums."""
+        norms = self.weights.norms()
+        for name, norm in self.memory.norms().items():
+            norms[name] = math.hypot(norms.get(name, 0.0), norm)
+        return norms
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: plain numbers, dicts and CPU tensors. Waits for updates in flight, but keeps them."""
+        self.weights.settle()
+        for rounds in self._rounds.values():
+            self._complete(rounds.in_flight)
+        state = super().state_dict()
+        clocks, in_flight = save_rounds(self._rounds, self.weights.parameters, self._to_refresh, self._read)
+        own = {name: self.weights.own(name) for name in self.weights.parameters}
+        own |= {**self._buffers(), **self._own_buffers}
+        return {
+            **state,
+            "residuals": {},
+            "weights": {name: weights.detach().to("cpu", copy=True) for name, weights in own.items()},
+            "shared": {name: checksum_of(self.weights.shared(name)) for name in self.weights.parameters},
+            "exchange_clocks": clocks,
+            "in_flight": in_flight,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state; the model has the shared weights of the checkpoint.
+
+        If somebody has edited those of a parameter in the file, or a hook has written into them, they become this
+        rank's own weights too. Otherwise the next exchanges would undo that.
+
+        Raises:
+            ValueError: A saved tensor has another size than the parameter of its name.
+        """
+        super().load_state_dict(state)
+        parameters, buffers = self._parameters_by_name(), self._buffers()
+        edited = []
+        for name, weights in state.get("weights", {}).items():
+            if name in parameters and self._alone:
+                own = local_of(parameters[name]).data
+                edited += [name] if _is_edited(name, own, state) else []
+                own.copy_(own if name in edited else weights)
+            elif name in parameters:
+                self.weights.adopt(name, parameters[name])
+                shared = self.weights.shared(name)
+                edited += [name] if _is_edited(name, shared, state) else []
+                self.weights.set_own(name, shared if name in edited else weights)
+            elif name in buffers:
+                buffers[name].copy_(weights)
+        # Residuals of sums, from another exchange or another number of ranks.
+        residuals = self.residuals.state_dict()
+        self.residuals.load_state_dict({})
+        for name, left in residuals.items():
+            if name in self.weights.parameters:
+                own = as_real(self.weights.own(name))
+                own.add_(left.view(own.shape).to(own.device))
+        saved = state.get("exchange_clocks", {}), state.get("in_flight", {})
+        self._rounds, self._to_refresh = load_rounds(*saved, parameters)
+        for item in (item for rounds in self._rounds.values() for item in rounds.in_flight):
+            if item.names[0] in edited:  # saved ones have one parameter each
+                # It is subtracted when the mean has arrived.
+                self.weights.add_own(item.names, item.own, 1.0)  # type: ignore[arg-type]
+        if edited:
+            rank_zero_warn(
+                f"The checkpoint's weights of {', '.join(map(repr, edited))[:300]} are others than those that were"
+                " saved. Every rank continues from them, and what had not been sent of these parameters is lost."
+            )
+        self._settled = self._excluded()
+
+    def shared_state(self) -> dict[str, Any]:
+        """The same with clocks, shared weights, and the means in flight, which change them."""
+        clocks, in_flight = save_rounds(self._rounds, self.weights.parameters, self._to_refresh, self._read)
+        means = {name: mean for name, mean in in_flight.items() if name.startswith("mean of ")}
+        shared = {f"shared weights of {name}": self.weights.shared(name) for name in self.weights.parameters}
+        return {**super().shared_state(), **clocks, **means, **shared}
+
+    def _excluded(self) -> set[Tensor]:
+        return set(self._parameters()) - self.parameter_names.keys()
+
+    def _parameters_by_name(self) -> dict[str, Tensor]:
+        return {name: parameter for parameter, name in self.parameter_names.items()}
+
+    def _due(self, rounds: Rounds) -> list[list[str]]:
+        """The buckets that are sent after this step, except those still in flight since a short first round."""
+        length = self._length(rounds)
+        if not self.config.delay:
+            return rounds.buckets if is_due(rounds.steps, length) else []
+        in_flight = {name for item in rounds.in_flight for name in item.names}
+        return [
+            bucket
+            for place, bucket in enumerate(rounds.buckets)
+            if is_due(rounds.steps, length, place, len(rounds.buckets)) and in_flight.isdisjoint(bucket)
+        ]
+
+    def _length(self, rounds: Rounds) -> int:
+        return round_length(rounds.steps, self.config.round_length, self.config.warmup_steps)
+
+    def _forget_thresholds(self, buckets: Iterable[Sequence[str]]) -> None:
+        """Delete the thresholds of buckets about to be sent, if a refresh was requested since they were last sent."""
+        if self.refresh_requested:
+            self._to_refresh = {name for rounds in self._rounds.values() for name in rounds.names}
+            self.refresh_requested, self.steps_since_refresh = False, 1
+        names = self._to_refresh & {name for bucket in buckets for name in bucket}
+        self.thresholds.forget_those_of(names)
+        self._to_refresh -= names
+
+    def _number_of(self, optimizer: Optimizer) -> int:
+        for number, known in enumerate(self._optimizers()):
+            if known is optimizer:
+                return number
+        raise ValueError(
+            f"An optimizer ({type(optimizer).__name__}) has stepped that `configure_optimizers` did not return. Return"
+            " it there too, so that all ranks know when it steps."
+        )
+
+    def _send(self, names: Sequence[str], rounds: Rounds) -> InFlight:
+        """Start sending the updates of some parameters."""
+        with self.traffic.timed("compress"):
+            parameters, length = [self.weights.parameters[name] for name in names], self._length(rounds)
+            share = length / self.config.round_length
+            plan = self._plan_of(parameters, [real_numel(p) for p in parameters], real_dtype(parameters[0]), share)
+            lost = 1.0 - self.config.residual_decay if rounds.steps <= self.config.warmup_steps else 0.0
+            own, bucket = None, self.weights.bucket(names)
+            if plan.is_dense or self.exchange.sums_first:
+                moved = self.weights.movement(names, plan.residual_dtype)
+                own, pending = moved.clone(), self._start_sum(moved, plan)
+            elif bucket is not None:
+                flow = self.exchange.send(bucket, plan, set(), self.memory, lost)
+                pending = Pending(flow, self.exchange.rounds, bucket.bases[0].device)
+            else:
+                pending = self._send_movement(names, plan, lost)
+            due = rounds.steps + min(self.config.delay, length)
+            return InFlight(names, sum(plan.sizes), due, pending, None, own)
+
+    def _start_sum(self, moved: Tensor, plan: BucketPlan) -> Pending:
+        """Start sending updates that are summed before they are compressed, if they are."""
+        if plan.is_dense:
+            return self._start(moved, plan, set())
+        flow = self.exchange.send(Bucket([moved], [], 1.0), plan, set(), self.memory)
+        return Pending(flow, self.exchange.rounds, moved.device)
+
+    def _send_movement(self, names: Sequence[str], plan: BucketPlan, lost: float) -> Pending:
+        """Start sending updates that are not read from the weights in place."""
+        moved = self.weights.movement(names, plan.residual_dtype)
+        left = self.memory.residual_of(plan, moved.device)
+        flow = self.exchange.send(Bucket([moved], [left], 1.0), plan, set(), self.memory)
+        pending = Pending(flow, self.exchange.rounds, moved.device)
+        # What is not sent stays in the weights, and the residual is not needed any more.
+        if lost:
+            self.weights.add_own(names, left.mul_(lost), -1.0)
+        for name in names:
+            self.memory.residuals.drop(name)
+        return pending
+
+    def _apply(self, rounds: Rounds, items: list[InFlight]) -> None:
+        """Add the mean to the shared weights, and replace what this rank has sent by the mean in its own."""
+        self._complete(items)
+        with self.traffic.timed("apply"):
+            for item in items:
+                bucket = self.weights.bucket(item.names)
+                if isinstance(item.arrived, Received) and item.own is None and bucket is not None:
+                    self.memory.apply(item.arrived, bucket)
+                else:
+                    self.weights.move(item.names, *self._read(item))
+        rounds.in_flight = [item for item in rounds.in_flight if item not in items]
+
+    def _read(self, item: InFlight) -> tuple[Tensor, Tensor]:
+        """The mean of what all ranks have sent, and what this rank has sent, of completed updates: ``[n]`` each."""
+        arrived = item.arrived
+        if not isinstance(arrived, Received):
+            return arrived, item.own  # type: ignore[return-value]
+        mean = arrived.payloads.new_empty(item.entries, dtype=arrived.plan.residual_dtype)
+        mean, sent = self.memory.decompress(arrived, mean), self.memory.decompress_own(arrived, mean)
+        # A node sends for its ranks, which keep what it does not send.
+        return mean, sent if item.own is None else torch.where(counting(sent, arrived.plan), item.own, 0.0)
+
+    def _complete(self, items: Iterable[InFlight]) -> None:
+        pending = [(item, item.pending) for item in items if item.pending is not None]
+        complete([exchange for _, exchange in pending], self.traffic)
+        self.memory.commit()
+        for item, exchange in pending:
+            item.arrived, item.pending = exchange.future.wait(), None
+
+    def _count_dense(self, rounds: Rounds) -> None:
+        """Count the bytes that DistributedDataParallel would have sent for a step."""
+        everyone = self.exchange.everyone
+        if not rounds.dense_bytes:
+            parameters = [self.weights.parameters[name] for name in rounds.names]
+            rounds.sparse = [p for p in parameters if p.grad is not None and p.grad.is_sparse]
+            rows = sum(real_numel(parameter) for parameter in rounds.sparse)
+            entries = sum(real_numel(parameter) for parameter in parameters) - rows
+            rounds.dense_bytes = all_reduce_bytes(FP32_BYTES * entries, everyone.size)
+        num_bytes = rounds.dense_bytes
+        for gradient in (parameter.grad for parameter in rounds.sparse if parameter.grad is not None):
+            parts = (gradient._indices(), gradient._values())
+            num_bytes += all_gather_bytes(sum(part.numel() * part.element_size() for part in parts), everyone.size)
+        everyone.count_dense(num_bytes)
+        self.traffic.add(steps=1)
+
+
+def _is_edited(name: str, shared: Tensor, state: Mapping[str, Any]) -> bool:
+    """Whether a parameter's shared weights are others than those that were saved with a state, in its dtype."""
+    known = state.get("shared", {})
+    is_known = name in known and state["weights"][name].dtype == shared.dtype
+    return is_known and checksum_of(shared) != known[name]

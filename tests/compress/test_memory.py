@@ -1,0 +1,116 @@
+"""What a rank remembers: undone, sent out, saved and taken over by another owner."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_dct.compress.bucket import Bucket, Compressed
+from lightning_dct.compress.memory import Memory, add_pieces, pieces_extent
+from lightning_dct.compress.plan import BucketPlan
+from lightning_dct.exchange.sharding import Piece
+
+CPU = torch.device("cpu")
+PIECES = {"a[2:5]": Piece("a[2:5]", "a", 2, 5, 0), "b": Piece("b", "b", 0, 3, 0)}
+BUCKET = BucketPlan(("b", "a"), (3, 6), (0, 0), torch.float32, "fp32")
+SHARD = BucketPlan(("b", "a[2:5]"), (3, 3), (0, 0), torch.float32, "fp32")
+
+
+def memory(undoable: bool = False) -> Memory:
+    """Of its own gradients 1 everywhere, of sums 10."""
+    made = Memory(PIECES, guard=True, undoable=undoable)
+    made.begin(1.0, refresh=False)
+    made.residual_of(BUCKET, CPU).fill_(1.0)
+    made.owned_of(SHARD, CPU).fill_(10.0)
+    made.commit()
+    return made
+
+
+def state(**owned: dict[int, list[float]]) -> dict[str, Any]:
+    return {
+        "thresholds": {"values": {}, "targets": {}},
+        "residuals": {"a": torch.ones(6)},
+        "owned": {name: {start: torch.tensor(part) for start, part in parts.items()} for name, parts in owned.items()},
+    }
+
+
+def test_state() -> None:
+    saved = memory().state_dict()
+    assert {name: residual.tolist() for name, residual in saved["residuals"].items()} == {
+        "b": [1.0] * 3,
+        "a": [1.0] * 6,
+    }
+    assert {
+        name: {start: piece.tolist() for start, piece in parts.items()} for name, parts in saved["owned"].items()
+    } == {
+        "b": {0: [10.0] * 3},
+        "a": {2: [10.0] * 3},
+    }
+    again = Memory(PIECES, guard=True, undoable=False)
+    again.load_state_dict(saved, {"a": 6, "b": 3})
+    assert str(again.state_dict()) == str(saved)
+    assert sum(norm**2 for norm in again.norms().values()) == pytest.approx(9 * 1.0 + 6 * 100.0)
+
+
+def test_the_kernel_that_was_asked_for_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = BucketPlan(("b", "a"), (3, 6), (1, 1), torch.float32, "fp32")
+
+    def compress(kernel: str) -> Compressed:
+        made = Memory(PIECES, guard=True, undoable=False, kernel=kernel)
+        made.begin(1.0, refresh=False)
+        return made.compress(Bucket([torch.ones(9)], [made.residual_of(plan, CPU)], 1.0), plan, set())
+
+    assert compress("torch").num_entries == 2
+    monkeypatch.setattr("lightning_dct.kernels._is_installed", lambda package: False)
+    with pytest.raises(ValueError, match="`kernel='numba'` needs the package numba"):
+        compress("numba")
+
+
+def test_pieces_of_another_owner_become_residuals() -> None:
+    taken = memory()
+    taken.load_state_dict(state(a={2: [5.0, 6.0, 7.0], 0: [3.0, 4.0]}, b={1: [9.0, 9.0]}), {"a": 6, "b": 3})
+    assert taken.owned.view("a[2:5]").tolist() == [5.0, 6.0, 7.0]
+    assert taken.owned.view("b") is None
+    assert taken.residuals.view("a").tolist() == [4.0, 5.0, 1.0, 1.0, 1.0, 1.0]
+    assert taken.residuals.view("b").tolist() == [0.0, 9.0, 9.0]
+
+
+def test_pieces_beyond_the_parameter_are_refused() -> None:
+    with pytest.raises(ValueError, match="residual of parameter 'a' has 7 entries, the model's parameter has 6"):
+        memory().load_state_dict(state(a={5: [1.0, 1.0]}), {"a": 6, "b": 3})
+
+
+@pytest.mark.parametrize("owned", [True, False])
+def test_what_is_held_back_goes_out_once(owned: bool) -> None:
+    held = memory()
+    held.begin(0.5, refresh=False)
+    buffer = torch.zeros(9)
+    held.send_out(buffer, BUCKET, deferred={0}, owned=owned)
+    ten = 20.0 if owned else 0.0
+    assert buffer.tolist() == [0.0, 0.0, 0.0, 2.0, 2.0, 2.0 + ten, 2.0 + ten, 2.0 + ten, 2.0]
+    held.commit()
+    assert held.residuals.view("b").tolist() == [1.0] * 3
+    assert (held.residuals.view("a") is not None) == owned
+    buffer.zero_()
+    held.send_out(buffer, BUCKET, deferred={0}, owned=owned)
+    assert not buffer.any()
+
+
+def test_roll_back() -> None:
+    held = memory(undoable=True)
+    before = str(held.state_dict())
+    held.begin(1.0, refresh=True)
+    held.send_out(torch.zeros(9), BUCKET, deferred=set(), owned=False)
+    held.residual_of(BUCKET, CPU).fill_(7.0)
+    held.owned_of(SHARD, CPU).add_(7.0)
+    held.thresholds.set("a", 1, 2.0)
+    held.roll_back()
+    assert str(held.state_dict()) == before
+
+
+def test_adding_pieces() -> None:
+    pieces = {3: torch.tensor([1.0, 2.0]), 0: torch.tensor([5.0])}
+    assert pieces_extent(pieces) == 5
+    whole = torch.ones(5, dtype=torch.float64)
+    assert add_pieces(whole, pieces) is whole
+    assert whole.tolist() == [6.0, 1.0, 1.0, 2.0, 3.0]

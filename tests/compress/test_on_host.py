@@ -1,0 +1,74 @@
+"""Tensors of a plan may lie anywhere in the bucket: a payload, and what is made of it, are the same."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_dct.compress.awaited import Awaited
+from lightning_dct.compress.bucket import Bucket, Received
+from lightning_dct.compress.on_host import compress, decompress
+from lightning_dct.compress.plan import BucketPlan
+from lightning_dct.compress.threshold import Thresholds
+from strategies_for_hypothesis import FORMATS
+
+SIZES, TARGETS = (300, 50, 200, 1), (6, 0, 10, 0)
+STARTS = (7, 307, 500, 701)  # nothing, a neighbour, a gap, a gap, and 3 entries behind
+LENGTH = 705
+
+
+def spread(entries: Tensor, rest: float) -> Tensor:
+    """The entries where ``STARTS`` says, and ``rest`` everywhere else."""
+    everywhere = torch.full((LENGTH,), rest, dtype=entries.dtype)
+    for start, part in zip(STARTS, entries.split(SIZES), strict=True):
+        everywhere[start : start + part.numel()] = part
+    return everywhere
+
+
+@pytest.mark.parametrize(
+    ("dtype", "deferred"), [(torch.float32, {0}), (torch.bfloat16, set()), (torch.float64, {1, 2})]
+)
+@pytest.mark.parametrize("value_format", FORMATS)
+def test_gaps_between_the_tensors_change_nothing(value_format: str, dtype: torch.dtype, deferred: set[int]) -> None:
+    together = BucketPlan(("a", "b", "c", "d"), SIZES, TARGETS, dtype, value_format)
+    apart = replace(together, starts=STARTS)
+    noise = torch.Generator().manual_seed(1)
+    gradient = torch.randn(sum(SIZES), generator=noise).to(dtype)
+    residuals = torch.randn(sum(SIZES), generator=noise).to(together.residual_dtype)
+    spread_residuals = spread(residuals, 9.0)
+    thresholds, spread_thresholds = Thresholds(), Thresholds()
+    one = compress(Bucket([gradient.clone()], [residuals], 0.5), together, deferred, thresholds, guard=True)
+    bucket = Bucket([spread(gradient, 8.0)], [spread_residuals], 0.5)
+    other = compress(bucket, apart, deferred, spread_thresholds, guard=True)
+    assert torch.equal(one.payload, other.payload)
+    assert thresholds.state_dict() == spread_thresholds.state_dict()
+    assert one[1:] == other[1:]
+    assert torch.equal(spread_residuals, spread(residuals, 9.0))
+    payloads = torch.stack([one.payload, one.payload])
+    received = Received(payloads, together, 0.25, own=0)
+    expected = decompress(received, torch.zeros(sum(SIZES), dtype=dtype), Awaited())
+    found = decompress(received._replace(plan=apart), spread(expected * 0, 8.0), Awaited())
+    assert torch.equal(found, spread(expected, 8.0))
+
+
+def test_sums_of_half_precision_gradients_are_taken_in_fp32() -> None:
+    """Whole tensors travel in the plan's dtype whatever the buffer's."""
+    plan = BucketPlan(("a", "b"), (100, 3), (2, 0), torch.bfloat16, "fp32")
+    gradient, sums = torch.full((103,), 1.0, dtype=torch.bfloat16), torch.zeros(103)
+    gradient[100:] = 2.0**-7
+    sent = [
+        compress(Bucket([part], [torch.zeros(103)], 1.0), plan, set(), Thresholds(), guard=False).payload
+        for part in (gradient, torch.ones(103, dtype=torch.bfloat16))
+    ]
+    decompress(Received(torch.stack(sent), plan, 1.0, own=0), sums, Awaited())
+    assert sums[100:].tolist() == [1 + 2.0**-7] * 3
+    again = compress(Bucket([sums], [torch.zeros(103)], 1.0), plan, set(), Thresholds(), guard=False)
+    assert again.payload.numel() == plan.layout.num_bytes == sent[0].numel()
+
+
+def test_a_plan_without_tensors_writes_nothing() -> None:
+    plan = BucketPlan((), (), (), torch.float32, "int8", starts=())
+    buffer = torch.ones(5)
+    sent = compress(Bucket([buffer], [torch.ones(5)], 1.0), plan, set(), Thresholds(), guard=False)
+    assert decompress(Received(sent.payload[None], plan, 1.0, own=0), buffer, Awaited()).tolist() == [1.0] * 5

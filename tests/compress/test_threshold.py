@@ -1,0 +1,215 @@
+import math
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_dct.compress import threshold as threshold_module
+from lightning_dct.compress.threshold import (
+    GUARD_AIM,
+    GUARD_LARGEST_FACTOR,
+    GUARD_RESELECT,
+    SMALLEST_THRESHOLD,
+    Thresholds,
+    keep_largest,
+    kth_magnitude,
+    limit_of,
+    nudge,
+    sample_of,
+    threshold_from,
+)
+from strategies_for_hypothesis import examples, floats
+
+counts = st.integers(0, 10**9)
+targets = st.integers(1, 10**9)
+
+
+@given(values=st.lists(st.floats(width=32), min_size=1, max_size=50), data=st.data())
+@examples(60)
+def test_kth_magnitude_equals_sorting(values: list[float], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(values)))
+    tensor = torch.tensor(values)
+    before = tensor.clone()
+    magnitudes = sorted((abs(v) if math.isfinite(v) else 0.0 for v in values), reverse=True)
+    assert kth_magnitude(tensor, k) == max(magnitudes[k - 1], SMALLEST_THRESHOLD)
+    assert torch.equal(tensor.nan_to_num(), before.nan_to_num())
+
+
+@given(
+    values=st.lists(st.floats(width=32) | st.sampled_from([0.0, 1.0, -1.0]), min_size=1, max_size=200), data=st.data()
+)
+@examples(60)
+def test_kth_magnitude_from_a_sample_equals_sorting(values: list[float], data: st.DataObject) -> None:
+    """Samples of one to eight entries, which mislead often: the answer must not depend on them."""
+    k = data.draw(st.integers(1, len(values)))
+    magnitudes = sorted((abs(v) if math.isfinite(v) else 0.0 for v in values), reverse=True)
+    with (
+        mock.patch.object(threshold_module, "EXACT_UP_TO", 8),
+        mock.patch.object(threshold_module, "SAMPLE_SIZE", data.draw(st.integers(1, 8))),
+    ):
+        assert kth_magnitude(torch.tensor(values), k) == max(magnitudes[k - 1], SMALLEST_THRESHOLD)
+
+
+def test_a_sample_that_misleads_costs_time_and_nothing_else() -> None:
+    """The sample falls on the largest entries only, so its bound lets far too few through."""
+    magnitudes = torch.ones(8 * threshold_module.EXACT_UP_TO)
+    stride = magnitudes.numel() // threshold_module.SAMPLE_SIZE
+    magnitudes[::stride] = 5.0
+    k = magnitudes.numel() // 2
+    assert threshold_module._candidates(magnitudes, k) is magnitudes
+    assert kth_magnitude(magnitudes, k) == 1.0
+
+
+def test_a_fair_sample_leaves_few_candidates() -> None:
+    magnitudes = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0)).abs()
+    candidates = threshold_module._candidates(magnitudes, 10_000)
+    assert 10_000 <= candidates.numel() < 15_000
+    assert kth_magnitude(magnitudes, 10_000) == float(magnitudes.topk(10_000).values[-1])
+
+
+@given(values=st.lists(st.floats(0, width=16) | st.sampled_from([0.0, 1.0]), min_size=1, max_size=30), data=st.data())
+@examples(60)
+def test_selection_equals_sorting_in_every_dtype(values: list[float], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(values)))
+    dtype = data.draw(st.sampled_from([torch.float16, torch.float32, torch.float64]))
+    magnitudes = torch.tensor(values, dtype=dtype)
+    assert threshold_module._kth_largest(magnitudes, k) == magnitudes.sort(descending=True).values[k - 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_kth_magnitude_of_every_dtype(dtype: torch.dtype) -> None:
+    assert kth_magnitude(torch.tensor([0.5, -2.0, 1.0, -0.25], dtype=dtype), 2) == 1.0
+
+
+@given(values=st.lists(floats | st.sampled_from([0.0, 1.0, -1.0, 2.0]), min_size=2, max_size=40), data=st.data())
+@examples(60)
+def test_keep_largest_equals_a_stable_sort(values: list[float], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(values) - 1))
+    kept = sorted(range(len(values)), key=lambda place: (-abs(values[place]), place))[:k]
+    mask, smallest = keep_largest(torch.tensor(values), k)
+    assert mask.dtype == torch.bool
+    assert mask.nonzero().squeeze(1).tolist() == sorted(kept)
+    assert smallest == min(abs(values[place]) for place in kept)
+
+
+@given(threshold=st.floats(1e-30, 1e30), count=counts, target=targets, size=st.integers(10**9, 10**10))
+@examples(60)
+def test_nudge_goes_the_right_way_by_a_bounded_factor(threshold: float, count: int, target: int, size: int) -> None:
+    factor = nudge(threshold, count, target, size) / threshold
+    assert factor >= 1 if count > GUARD_AIM * target else factor <= 1
+    assert 1 / GUARD_LARGEST_FACTOR * (1 - 1e-12) <= factor <= GUARD_LARGEST_FACTOR * (1 + 1e-12)
+
+
+def test_nudge_grows_with_the_count() -> None:
+    nudged = [nudge(1.0, count, 100, 1000) for count in (0, 50, 90, 110, 150, 200, 400)]
+    assert nudged == sorted(set(nudged))
+    assert nudged[2] < 1.0 < nudged[3]
+    assert nudge(1.0, 10**9, 1, 1) == GUARD_LARGEST_FACTOR
+    assert nudge(1.0, 0, 10**9, 10**9) == 1 / GUARD_LARGEST_FACTOR
+
+
+def test_nudge_is_gentler_at_lower_densities() -> None:
+    nudged = [nudge(1.0, 200, 100, size) for size in (1000, 10_000, 100_000)]
+    assert nudged == sorted(nudged, reverse=True)
+    assert nudged[-1] > 1.0
+
+
+def counts_under_drift(target: int, drift: float, guard: bool) -> tuple[float, float]:
+    """Entries above the threshold and entries sent, over the target: means over the last 150 of 300 steps.
+
+    Laplace gradients grow or shrink by the factor ``drift`` a step; what is not sent waits in a residual.
+    """
+    size, noise = 10_000, np.random.default_rng(0)
+    residual, threshold, counts = np.zeros(size), 0.0, []
+    for step in range(300):
+        residual += noise.laplace(scale=drift**step, size=size)
+        magnitudes = np.abs(residual)
+        threshold = threshold or kth_magnitude(torch.from_numpy(residual), target)
+        count = int((magnitudes >= threshold).sum())
+        counts.append(count)
+        residual[np.argsort(magnitudes)[size - min(count, target) :]] = 0.0
+        if guard:
+            threshold = nudge(threshold, count, target, size)
+    shares = np.array(counts[150:]) / target
+    return float(shares.mean()), float(np.minimum(shares, 1.0).mean())
+
+
+@pytest.mark.parametrize(("target", "drift"), [(10, 1.0), (100, 0.99), (1000, 1.0), (1000, 1.01)])
+def test_guard_holds_the_count_under_drift(target: int, drift: float) -> None:
+    above, went = counts_under_drift(target, drift, guard=True)
+    assert 2 / 3 <= above <= 5 / 4
+    assert went >= 2 / 3
+
+
+def test_guard_under_fast_growth_fills_every_payload() -> None:
+    above, went = counts_under_drift(100, 1.01, guard=True)
+    assert above <= 2  # no selection is forced
+    assert went > 0.99
+
+
+@pytest.mark.parametrize(("target", "drift"), [(100, 0.99), (1000, 1.01)])
+def test_without_the_guard_the_count_leaves(target: int, drift: float) -> None:
+    above, _ = counts_under_drift(target, drift, guard=False)
+    assert not 2 / 3 <= above <= 5 / 4
+
+
+def test_a_threshold_belongs_to_its_target() -> None:
+    thresholds = Thresholds()
+    assert thresholds.get("weight", 10) is None
+    thresholds.set("weight", 10, 0.5)
+    assert thresholds.get("weight", 10) == 0.5
+    assert thresholds.get("weight", 11) is None
+    assert thresholds.get("bias", 10) is None
+    thresholds.set("weight", 11, 0.25)
+    assert thresholds.get("weight", 10) is None
+    assert thresholds.get("weight", 11) == 0.25
+
+
+def test_state_round_trip_is_a_copy_of_plain_numbers() -> None:
+    thresholds, resumed = Thresholds(), Thresholds()
+    thresholds.set("a", 3, 0.1)
+    state = thresholds.state_dict()
+    resumed.set("gone", 1, 1.0)
+    resumed.load_state_dict(state)
+    thresholds.set("a", 3, 0.9)
+    assert resumed.state_dict() == state == {"values": {"a": 0.1}, "targets": {"a": 3}}
+    resumed.set("a", 3, 0.7)
+    assert state["values"]["a"] == 0.1
+
+
+@pytest.mark.parametrize("tail", ["exponential", "normal", "uniform", "cubed"])
+@pytest.mark.parametrize("density", [0.3, 0.01])
+def test_a_threshold_that_far_too_many_reach_is_right_after_a_step(tail: str, density: float) -> None:
+    """From a hundredth of what it should be."""
+    noise = torch.Generator().manual_seed(0)
+    values = torch.randn(100_000, generator=noise)
+    values = {"normal": values, "cubed": values.pow(3), "uniform": torch.rand(100_000, generator=noise)}.get(
+        tail, torch.empty(100_000).exponential_(generator=noise)
+    )
+    magnitudes, target = values.abs(), int(density * 100_000)
+    threshold = 0.01 * kth_magnitude(values, target)
+    for _ in range(2):
+        reached = magnitudes[magnitudes >= threshold]
+        assert reached.numel() > 0.3 * target
+        if reached.numel() > GUARD_RESELECT * target:
+            threshold = limit_of(reached, 100_000, target)
+        else:
+            threshold = nudge(threshold, reached.numel(), target, 100_000)
+    assert int((magnitudes >= threshold).sum()) < 2 * target
+
+
+@pytest.mark.parametrize("density", [0.3, 0.01, 0.001])
+def test_a_sample_gives_about_the_target(density: float) -> None:
+    """Of a matrix whose columns differ by their scale, which a regular sample would not see."""
+    values = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.1, 10, 1024)
+    values, target = values.flatten(), int(density * 1024 * 1024)
+    sample = sample_of(values.numel(), target)
+    assert sample is not None
+    threshold = threshold_from(values[sample], values.numel(), target)
+    assert int((values.abs() >= threshold).sum()) == pytest.approx(target, rel=0.2)
+    assert bool((sample.diff() > 0).all())
+    assert 0 <= int(sample[0]) < int(sample[-1]) < values.numel()
+    assert sample_of(20_000, 10_000) is None

@@ -1,0 +1,285 @@
+"""Several ranks in one process: threads that meet at every collective, without a network."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Condition
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dct import DCTConfig
+from lightning_dct.exchange import collectives
+from lightning_dct.exchange.base import Exchange
+from lightning_dct.exchange.collectives import Link
+from lightning_dct.exchange.compressed import AllGather, ByNode, Sharded
+from lightning_dct.exchange.factory import share_model
+from lightning_dct.sync import GradientSynchronizer
+from lightning_dct.traffic import Traffic
+
+TIMEOUT = 240.0
+Gradients = Mapping[str, Tensor]
+
+
+def heavy_tailed(
+    step: int, world_size: int = 2, dtype: torch.dtype = torch.float32, *, sizes: Mapping[str, int]
+) -> list[dict[str, Tensor]]:
+    """Gradients by rank, others on every rank and step."""
+    noise = torch.Generator().manual_seed(step)
+    return [
+        {name: torch.randn(size, generator=noise).pow(3).to(dtype) for name, size in sizes.items()}
+        for _ in range(world_size)
+    ]
+
+
+def assert_same_bits(left: Any, right: Any) -> None:
+    """Equality of nested states, NaN equal to NaN."""
+    if isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key in left:
+            assert_same_bits(left[key], right[key])
+    elif isinstance(left, list):
+        for one, other in zip(left, right, strict=True):
+            assert_same_bits(one, other)
+    elif isinstance(left, Tensor):
+        torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True)
+    else:
+        assert left == right
+
+
+class Meeting:
+    """One collective: what each rank brought."""
+
+    def __init__(self, world_size: int) -> None:
+        self.brought: dict[int, Tensor] = {}
+        self._sizes: dict[int, list[int]] = {}
+        self._world_size = world_size
+        self._changed = Condition()
+
+    def bring(self, rank: int, tensor: Tensor, sizes: list[int] | None = None) -> None:
+        with self._changed:
+            self.brought[rank] = tensor.clone()
+            self._sizes[rank] = sizes or []
+            self._changed.notify_all()
+
+    def everyone(self) -> list[Tensor]:
+        with self._changed:
+            complete = self._changed.wait_for(lambda: len(self.brought) == self._world_size, TIMEOUT)
+        assert complete, f"only ranks {sorted(self.brought)} of {self._world_size} came to a collective"
+        return [self.brought[rank] for rank in range(self._world_size)]
+
+    def all_sizes(self) -> list[list[int]]:
+        return [self._sizes[rank] for rank in range(self._world_size)]
+
+
+class EmulatedGroup:
+    """One rank's process group: some of the world's ranks."""
+
+    def __init__(self, rank: int, members: Sequence[int], world: "EmulatedRanks") -> None:
+        self.members, self._rank, self._world, self._calls = tuple(members), rank, world, 0
+
+    def size(self) -> int:
+        return len(self.members)
+
+    def rank(self) -> int:
+        return self.members.index(self._rank)
+
+    def next_meeting(self) -> Meeting:
+        self._calls += 1
+        return self._world.meeting(self.members, self._calls - 1)
+
+
+class EmulatedWork:
+    def __init__(self, finish: Callable[[], Any]) -> None:
+        self.wait = finish
+
+
+class EmulatedDist:
+    """The collectives that ``exchange`` calls, with the meaning torch.distributed gives them."""
+
+    @staticmethod
+    def all_gather_single(output: Tensor, mine: Tensor, group: EmulatedGroup, async_op: bool) -> EmulatedWork:
+        assert async_op
+        assert mine.dtype == torch.uint8
+        meeting = group.next_meeting()
+        meeting.bring(group.rank(), mine)
+        return EmulatedWork(lambda: output.copy_(torch.cat(meeting.everyone())))
+
+    @staticmethod
+    def all_to_all_single(
+        output: Tensor,
+        mine: Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        group: EmulatedGroup,
+        async_op: bool,
+    ) -> EmulatedWork:
+        assert async_op
+        assert mine.dtype == torch.uint8
+        meeting, rank = group.next_meeting(), group.rank()
+        meeting.bring(rank, mine, input_sizes)
+
+        def finish() -> None:
+            parts = [
+                theirs.split(sizes)[rank] for theirs, sizes in zip(meeting.everyone(), meeting.all_sizes(), strict=True)
+            ]
+            assert [part.numel() for part in parts] == output_sizes
+            output.copy_(torch.cat(parts))
+
+        return EmulatedWork(finish)
+
+    @staticmethod
+    def get_backend(group: EmulatedGroup) -> str:
+        return "gloo"
+
+    @staticmethod
+    def all_reduce(buffer: Tensor, group: EmulatedGroup, async_op: bool) -> EmulatedWork:
+        assert async_op
+        meeting = group.next_meeting()
+        meeting.bring(group.rank(), buffer)
+        return EmulatedWork(lambda: buffer.copy_(sum(meeting.everyone()[1:], start=meeting.everyone()[0])))
+
+
+class FakeBucket:
+    """What GradientSynchronizer asks of a GradBucket."""
+
+    def __init__(self, index: int, buffer: Tensor, parameters: list[nn.Parameter], is_last: bool) -> None:
+        self._index, self._buffer, self._parameters, self._is_last = index, buffer, parameters, is_last
+
+    def index(self) -> int:
+        return self._index
+
+    def buffer(self) -> Tensor:
+        return self._buffer
+
+    def parameters(self) -> list[nn.Parameter]:
+        return self._parameters
+
+    def is_last(self) -> bool:
+        return self._is_last
+
+
+class EmulatedRanks:
+    """``world_size`` synchronisers of the same parameters.
+
+    Args:
+        sizes: Entries of each parameter by name.
+        world_size: How many ranks.
+        exchange: ``"all_gather"``, ``"sharded"`` or ``"by_node"``.
+        ranks_per_node: For ``"by_node"``.
+        loss_scale: As for GradientSynchronizer.
+        defer_unused: As for GradientSynchronizer.
+        **settings: Of DCTConfig.
+    """
+
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        world_size: int = 2,
+        exchange: str = "all_gather",
+        ranks_per_node: int = 1,
+        loss_scale: Callable[[], float] | None = None,
+        defer_unused: bool = False,
+        **settings: Any,
+    ) -> None:
+        self.sizes, self.world_size, self._defer_unused = dict(sizes), world_size, defer_unused
+        config = DCTConfig(compress="gradients", **{"min_tensor_size": 0, **settings})
+        self.meetings: list[Meeting] = []
+        self._meetings_of: dict[tuple[int, ...], list[Meeting]] = {}
+        self._meetings_lock = Condition()
+        self._parameters = [
+            {name: nn.Parameter(torch.zeros(n)) for name, n in sizes.items()} for _ in range(world_size)
+        ]
+        self.synchronizers = [
+            GradientSynchronizer(
+                config,
+                {parameter: name for name, parameter in parameters.items()},
+                self._exchange(exchange, rank, ranks_per_node, config),
+                defer_unused=defer_unused,
+                loss_scale=loss_scale,
+            )
+            for rank, parameters in enumerate(self._parameters)
+        ]
+
+    def meeting(self, members: tuple[int, ...], number: int) -> Meeting:
+        """A group's collectives in their order; ``meetings`` holds those of all groups."""
+        with self._meetings_lock:
+            of_group = self._meetings_of.setdefault(members, [])
+            while len(of_group) <= number:
+                of_group.append(Meeting(len(members)))
+                self.meetings.append(of_group[-1])
+            return of_group[number]
+
+    def step(
+        self, gradients: Sequence[Gradients], buckets: Sequence[Sequence[str]] | None = None
+    ) -> list[dict[str, Tensor]]:
+        """One synchronisation; each rank's averaged gradients."""
+        buckets = buckets or [list(self.sizes)]
+        self.meetings_before = len(self.meetings)
+        with mock.patch.object(collectives, "dist", EmulatedDist), ThreadPoolExecutor(self.world_size) as threads:
+            ranks = [threads.submit(self._run, rank, gradients[rank], buckets) for rank in range(self.world_size)]
+            return [rank.result() for rank in ranks]
+
+    def together(self, function: Callable[[GradientSynchronizer], Any]) -> list[Any]:
+        """What a function that communicates gives for each rank's synchronizer."""
+        with mock.patch.object(collectives, "dist", EmulatedDist), ThreadPoolExecutor(self.world_size) as threads:
+            return list(threads.map(function, self.synchronizers))
+
+    def payloads(self, bucket: int = 0) -> list[Tensor]:
+        """What each rank sent for a bucket in the last step."""
+        return self.meetings[self.meetings_before + bucket].everyone()
+
+    def state_dicts(self) -> list[dict[str, Any]]:
+        return [synchronizer.state_dict() for synchronizer in self.synchronizers]
+
+    def residuals(self) -> list[dict[str, Tensor]]:
+        """Each rank's residuals by name, zero where there is none yet; copies."""
+        zeros = {name: torch.zeros(size) for name, size in self.sizes.items()}
+        return [{**zeros, **synchronizer.residuals.state_dict()} for synchronizer in self.synchronizers]
+
+    def held_back(self) -> dict[str, Tensor]:
+        """What all ranks hold back together, of their own gradients and of sums they own, by name, in fp64."""
+        held = {name: torch.zeros(size, dtype=torch.float64) for name, size in self.sizes.items()}
+        for state in self.state_dicts():
+            for name, residual in state["residuals"].items():
+                held[name] += residual
+            for name, pieces in state["owned"].items():
+                for start, piece in pieces.items():
+                    held[name][start : start + piece.numel()] += piece
+        return held
+
+    def request_refresh(self) -> None:
+        for synchronizer in self.synchronizers:
+            synchronizer.request_refresh()
+
+    def _exchange(self, name: str, rank: int, ranks_per_node: int, config: DCTConfig) -> Exchange:
+        def link(members: Sequence[int], per_node: int) -> Link:
+            return Link(EmulatedGroup(rank, members, self), traffic, per_node)  # type: ignore[arg-type]
+
+        traffic, parameters, defer_unused = Traffic(), self._parameters[rank], self._defer_unused
+        everyone = link(range(self.world_size), ranks_per_node)
+        if name == "sharded":
+            return Sharded(everyone, share_model(config, parameters, 2.0, self.world_size), defer_unused)
+        if name == "by_node":
+            first = rank - rank % ranks_per_node
+            inside = link(range(first, first + ranks_per_node), ranks_per_node)
+            between = link(range(rank % ranks_per_node, self.world_size, ranks_per_node), 1)
+            return ByNode(everyone, inside, between, share_model(config, parameters, 2.0, ranks_per_node), defer_unused)
+        return AllGather(everyone)
+
+    def _run(self, rank: int, gradients: Gradients, buckets: Sequence[Sequence[str]]) -> dict[str, Tensor]:
+        futures = []
+        for index, names in enumerate(buckets):
+            parts = [gradients[name] for name in names]
+            buffer = parts[0].clone() if parts[0].is_sparse else torch.cat(parts)
+            bucket = FakeBucket(
+                index, buffer, [self._parameters[rank][name] for name in names], is_last=index == len(buckets) - 1
+            )
+            futures.append(self.synchronizers[rank].hook(None, bucket))  # type: ignore[arg-type]
+        means: dict[str, Tensor] = {}
+        for names, future in zip(buckets, futures, strict=True):
+            mean = future.wait()
+            parts = [mean] if mean.is_sparse else list(mean.split([self.sizes[name] for name in names]))
+            means.update(zip(names, parts, strict=True))
+        return means

@@ -1,0 +1,106 @@
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_dct import DCTConfig
+from lightning_dct.exchange.collectives import (
+    Link,
+    all_gather_payload,
+    all_reduce_mean,
+    all_reduce_mean_sparse,
+    deliver_payloads,
+    spread_payload,
+)
+from lightning_dct.exchange.compressed import AllGather
+from lightning_dct.sync import GradientSynchronizer
+from lightning_dct.traffic import Traffic
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    """This process alone: the collectives are the real ones."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_all_gather_by_its_older_name(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch before 2.13 has only that; the bytes are the same."""
+    payload = torch.arange(13, dtype=torch.uint8)
+    new, old = Traffic(), Traffic()
+    expected = all_gather_payload(payload, Link(group, new))
+    monkeypatch.delattr(dist, "all_gather_single")
+    gathered = all_gather_payload(payload, Link(group, old))
+    for work, _ in (expected, gathered):
+        work.wait()
+    assert torch.equal(gathered[1], expected[1])
+    assert old.totals == new.totals
+
+
+class GroupOf:
+    def __init__(self, size: int) -> None:
+        self.size = lambda: size
+        self.rank = lambda: 1
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 4])
+def test_bytes_counted_for_more_ranks(monkeypatch: pytest.MonkeyPatch, ranks_per_node: int) -> None:
+    """One of the ranks of a node sends to another node; none where all four share one."""
+    for collective in ("all_gather_single", "all_reduce", "all_to_all_single"):
+        monkeypatch.setattr(dist, collective, lambda *args, **kwargs: None)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
+
+    def counted(send: Callable[[Link], object]) -> int:
+        traffic = Traffic()
+        send(Link(GroupOf(4), traffic, ranks_per_node))  # type: ignore[arg-type]
+        totals = traffic.totals
+        between = {1: 1.0, 2: 0.5, 4: 0.0}[ranks_per_node] * (totals.bytes_sent + totals.bytes_inside_node)
+        assert abs(totals.bytes_sent - between) < 1
+        if totals.entries:  # sparse
+            assert totals.bytes_dense == totals.bytes_sent
+        return totals.bytes_sent + totals.bytes_inside_node
+
+    payloads = [torch.zeros(size, dtype=torch.uint8) for size in (3, 5, 7, 11)]
+    sparse = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, 4), (5, 4), check_invariants=True)
+    assert counted(lambda link: all_gather_payload(payloads[1], link)) == 3 * 5
+    assert counted(lambda link: deliver_payloads(payloads, link)) == 3 + 7 + 11
+    assert counted(lambda link: spread_payload(payloads[1], [3, 5, 7, 11], link)) == 3 * 5
+    assert counted(lambda link: all_reduce_mean(torch.zeros(10, dtype=torch.float16), link)) == 2 * 3 * 20 // 4
+    assert counted(lambda link: all_reduce_mean_sparse(sparse, link)) == 3 * (2 * 8 + 8 * 4)
+
+
+def send_sizes_that_differ() -> list[list[int]]:
+    link = Link(dist.group.WORLD, Traffic())
+    sizes = [4, 0, 7]
+    work, received = deliver_payloads([torch.full((n,), link.rank, dtype=torch.uint8) for n in sizes], link)
+    work.wait()
+    assert received.shape == (3, sizes[link.rank])
+    work, gathered = spread_payload(received[:, 0] if link.rank != 1 else received.flatten(), [3, 0, 3], link)
+    work.wait()
+    return [payload.tolist() for payload in gathered]
+
+
+def test_payloads_of_different_sizes_arrive(ranks: Any) -> None:
+    """Real gloo processes; one of the payloads is empty."""
+    assert ranks(3).run(send_sizes_that_differ) == [[[0, 1, 2], [], [0, 1, 2]]] * 3
+
+
+def test_ddp_takes_the_hook(group: dist.ProcessGroup) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(20, 10)
+    expected = torch.autograd.grad(model(torch.ones(3, 20)).sum(), list(model.parameters()))
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    synchronizer = GradientSynchronizer(
+        DCTConfig(compress="gradients", min_tensor_size=0), names, AllGather(Link(group, Traffic()))
+    )
+    wrapped.register_comm_hook(None, synchronizer.hook)
+    for step in range(3):
+        wrapped.zero_grad()
+        wrapped(torch.ones(3, 20)).sum().backward()
+        assert synchronizer.synchronisations == step + 1
+        assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))

@@ -1,0 +1,78 @@
+"""The bytes of exchanged updates: counted where they are sent, and as the plan says beforehand, to the byte."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from distributed.training import Module, fit
+from lightning_dct import DCTConfig, DCTStrategy
+from lightning_dct.compress.plan import real_dtype
+from lightning_dct.cost.bytes_sent import compressed_step, dense_step
+from lightning_dct.cost.forecast import layout_of
+from lightning_dct.cost.workload import workload_of
+from lightning_dct.sync.rounds import buckets_of, is_due, round_length
+from lightning_dct.traffic import TrafficTotals
+
+STEPS = 17
+
+
+def train(settings: dict[str, Any]) -> TrafficTotals:
+    return fit(DCTStrategy(**settings), Module(None, torch.optim.Adam, lr=0.01), STEPS).totals
+
+
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    [
+        (2, {"density": 0.2, "local_steps": 4, "exchange": "all_gather", "warmup_steps": 5}),
+        # Owners are chosen by the densities that hold later.
+        (4, {"density": 0.1, "local_steps": 5, "exchange": "sharded", "value_format": "int8", "warmup_steps": 0}),
+        (3, {"density": 0.05, "local_steps": 1, "exchange": "all_gather"}),
+    ],
+)
+def test_the_plan_says_what_is_counted(ranks: Any, world_size: int, settings: dict[str, Any]) -> None:
+    totals = ranks(world_size).run(train, settings)
+    config, workload = DCTConfig(**settings), workload_of(Module())
+    layout = layout_of(world_size, world_size)
+    expected = [0] * world_size
+    warmup = min(config.warmup_steps, STEPS)
+    for first, last in ((1, warmup), (warmup + 1, STEPS)):
+        length = round_length(last, config.round_length, warmup)
+        now = replace(config, density=length / config.round_length * config.density)
+        sent = compressed_step(settings["exchange"], now, workload, layout).sent
+        exchanges = sum(is_due(step, length) for step in range(first, last + 1))
+        expected = [before + exchanges * one.total for before, one in zip(expected, sent, strict=True)]
+    assert [counted.bytes_sent for counted in totals] == expected
+    dense = dense_step(workload, layout)
+    assert [counted.bytes_dense for counted in totals] == [STEPS * sent.total for sent in dense.sent]
+
+
+def test_rounds_are_shorter_while_training_warms_up() -> None:
+    assert [round_length(step, 8, 3) for step in range(1, 6)] == [1, 1, 1, 8, 8]
+    assert [round_length(step, 80, 3) for step in range(1, 6)] == [1, 1, 1, 80, 80]
+    assert [round_length(step, 5, 0) for step in range(1, 3)] == [5, 5]
+    assert [step for step in range(1, 30) if is_due(step, 8)] == [8, 16, 24]
+
+
+def test_buckets_take_turns() -> None:
+    """Oracle: each of four is due once in eight steps, and never two at a time."""
+    steps = {place: [step for step in range(8, 40) if is_due(step, 8, place, 4)] for place in range(4)}
+    assert steps == {place: list(range(8 + 2 * place, 40, 8)) for place in range(4)}
+
+
+def test_buckets_hold_one_dtype_each_and_are_of_a_size() -> None:
+    tensors = [
+        (f"{dtype} {index}", torch.empty(50_000, dtype=dtype))
+        for index in range(8)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    tensors.append(("complex", torch.empty(1000, dtype=torch.complex64)))
+    tensors.append(("empty", torch.empty(0)))
+    buckets = buckets_of(tensors, 4)
+    by_name = dict(tensors)
+    assert sorted(name for bucket in buckets for name in bucket) == sorted(by_name)
+    for bucket in buckets:
+        assert len({real_dtype(by_name[name]) for name in bucket}) == 1
+        assert sum(by_name[name].numel() for name in bucket) <= 201_000 + 1000
+    assert len(buckets) == 5

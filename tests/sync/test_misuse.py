@@ -1,0 +1,152 @@
+"""What cannot work is refused by the name of its setting; what strangers bring trains all the same."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from distributed.test_resume import SaveAndStop
+from distributed.training import Module, Run, assert_replicas_equal, fit, loader, perceptron, trainer_for
+from lightning_dct import DCTConfig, DCTStrategy
+from lightning_dct.compress.on_host import name_broken_sender
+from methods import ErrorAveraging
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"local_steps": 0}, ValueError, "`local_steps` must be at least 1"),
+        ({"local_steps": 2.5}, TypeError, "`local_steps` must be a whole number"),
+        ({"delay": -1}, ValueError, "`delay` must be at least 0"),
+        ({"local_steps": 4, "delay": 5}, ValueError, "Lower `delay` or raise `local_steps`"),
+        *(
+            ({"compress": "gradients", **one}, ValueError, "Leave these settings out, or use `compress='updates'`")
+            for one in (
+                {"local_steps": 4},
+                {"delay": 1},
+                {"warmup_steps": 5},
+                {"residual_decay": 0.5},
+            )
+        ),
+        ({"compress": "weights"}, ValueError, "`compress` must be one of 'updates', 'gradients'"),
+    ],
+)
+def test_settings(settings: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        DCTConfig(**settings)
+
+
+def test_defaults() -> None:
+    assert (DCTConfig().compress, DCTConfig().round_length, DCTConfig(compress="gradients").round_length) == (
+        "updates",
+        8,
+        1,
+    )
+
+
+def message_of(strategy: DCTStrategy, module: LightningModule, **settings: Any) -> str:
+    with pytest.raises(Exception) as raised:
+        fit(strategy, module, 12, **settings)
+    return str(raised.value)
+
+
+def refused(folder: Path) -> list[str]:
+    zero = Module(None, ZeroRedundancyOptimizer, optimizer_class=torch.optim.Adam, lr=0.01)
+    messages = [message_of(DCTStrategy(), zero)]
+    messages.append(message_of(DCTStrategy(), Module(), callbacks=[ErrorAveraging(5)]))
+    for ours, theirs in (("updates", "gradients"), ("gradients", "updates")):
+        path = folder / f"{theirs}.ckpt"
+        trainer = trainer_for(DCTStrategy(compress=theirs), callbacks=[SaveAndStop(path, 6)])
+        trainer.fit(Module(), loader(12, 40, 8))
+        messages.append(message_of(DCTStrategy(compress=ours), Module(), ckpt_path=str(path)))
+        fit(DCTStrategy(compress=ours, missing_state="reset"), Module(), 12, ckpt_path=str(path))
+    return messages
+
+
+class Late(Module):
+    """Makes a parameter after it has been set up for training."""
+
+    def on_train_start(self) -> None:
+        self.model.extra = nn.Parameter(torch.ones(7, 30))
+        self.trainer.optimizers[0].add_param_group({"params": [self.model.extra]})
+
+    def loss(self, batch: Any) -> Any:
+        return super().loss(batch) + self.model.extra.square().mean()
+
+
+def add_late() -> str:
+    return message_of(DCTStrategy(), Late(perceptron(), torch.optim.SGD, lr=0.1))
+
+
+def test_a_parameter_that_comes_late_is_named_by_its_shape(ranks: Any) -> None:
+    for message in ranks(2).run(add_late):
+        assert "A parameter of shape [7, 30] was made after DCTStrategy had set up synchronisation" in message
+
+
+def test_what_does_not_go_with_updates_is_refused(ranks: Any, tmp_path: Path) -> None:
+    for zero, averaging, gradients, updates in ranks(2).run(refused, tmp_path):
+        assert "`ZeroRedundancyOptimizer` needs the same weights" in zero
+        assert "`DCTStrategy(compress='gradients')`, or remove the callback" in averaging
+        assert "was saved with `compress='gradients'`" in gradients
+        assert "was saved with `compress='updates'`" in updates
+
+
+class Strange(nn.Module):
+    """Complex weights, a tensor without entries, one that is never used, and one with another layout in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(2)
+            self.spectrum = nn.Parameter(torch.randn(40, 40, dtype=torch.complex64) / 40)
+            self.empty = nn.Parameter(torch.empty(0))
+            self.unused = nn.Parameter(torch.ones(300))
+            self.image = nn.Conv2d(1, 8, (5, 8)).to(memory_format=torch.channels_last)
+            self.last = nn.Linear(8, 8)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        mixed = torch.view_as_real(inputs.to(torch.complex64) @ self.spectrum).sum(-1)
+        return self.last(self.image(mixed.view(-1, 1, 5, 8)).flatten(1)) + self.empty.sum()
+
+
+def train_strange(compress: str) -> tuple[Run, torch.Tensor]:
+    more: dict[str, Any] = {"find_unused_parameters": True} if compress == "gradients" else {"warmup_steps": 0}
+    settings: dict[str, Any] = {"compress": compress, "density": 0.3, **more}
+    module = Module(Strange(), torch.optim.SGD, lr=0.05)
+    before = module.model.spectrum.detach().clone()
+    run = fit(DCTStrategy(**settings), module, 60)
+    return run, (module.model.spectrum.detach() - before).abs()
+
+
+@pytest.mark.parametrize("compress", ["updates", "gradients"])
+def test_strange_parameters_train(ranks: Any, compress: str) -> None:
+    """Oracle: all complex entries have moved, in both of their parts; replicas are equal."""
+    results = ranks(2).run(train_strange, compress)
+    assert_replicas_equal([run for run, _ in results])
+    assert int((results[0][1] > 0).sum()) > 0.9 * 1600
+
+
+def break_one_rank(compress: str) -> list[str]:
+    class Broken(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("nan") if self.global_rank == 1 and batch_idx == 5 else loss
+
+    name_broken_sender.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(DCTStrategy(compress=compress, density=0.2), Broken(perceptron(), torch.optim.SGD, lr=0.01), 20)
+    return [str(warning.message) for warning in caught if "infinite or NaN" in str(warning.message)]
+
+
+@pytest.mark.parametrize(("compress", "what"), [("updates", "Updates"), ("gradients", "Gradients")])
+def test_a_rank_whose_loss_is_nan_is_named_once(ranks: Any, compress: str, what: str) -> None:
+    (said, nothing) = ranks(2).run(break_one_rank, compress)
+    (of_rank_1,) = (sentence for sentence in said if "rank 1" in sentence)
+    assert of_rank_1.startswith(f"{what} from rank 1 of the process")
+    assert not nothing

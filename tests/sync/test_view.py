@@ -1,0 +1,295 @@
+"""Users see the shared weights: in validation, in callbacks, after fit; and buffers of all ranks as one."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+
+from distributed.training import (
+    Module,
+    Run,
+    assert_replicas_equal,
+    assert_weights_equal,
+    fit,
+    hash_of,
+    loader,
+    perceptron,
+    trainer_for,
+    weights_of,
+)
+from lightning_dct import DCTStrategy
+from lightning_dct.sync import SharedWeights
+
+SETTINGS: dict[str, Any] = {"density": 0.2, "local_steps": 4, "warmup_steps": 3}
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(perceptron(out_features=16), nn.BatchNorm1d(16), perceptron(in_features=16))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layers(inputs)
+
+
+class Validated(Module):
+    """Keeps hashes of the weights: in training steps, when a validation begins, in it, and when it ends."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.seen: dict[str, list[str]] = {"train": [], "start": [], "validation": [], "end": []}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen["train"].append(hash_of(self))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen["validation"].append(hash_of(self))
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def on_validation_start(self) -> None:
+        self.seen["start"].append(hash_of(self))
+
+    def on_validation_end(self) -> None:
+        self.seen["end"].append(hash_of(self))
+
+
+def validate_within_fit() -> tuple[dict[str, list[str]], str, float]:
+    module = Validated(Normalised(), torch.optim.SGD, lr=0.05, momentum=0.9)
+    trainer = trainer_for(DCTStrategy(**SETTINGS), val_check_interval=5, num_sanity_val_steps=1)
+    trainer.fit(module, loader(20, 40, 8), loader(3, 40, 8))
+    after = hash_of(module)
+    (scores,) = trainer.validate(module, loader(3, 40, 8), verbose=False)
+    return module.seen, after, scores["val_loss"]
+
+
+def test_validations_see_the_same_weights_on_every_rank(ranks: Any) -> None:
+    """Oracle: hashes of weights and buffers, which training sees differ after the first step."""
+    (one, after, score), (other, other_after, other_score) = ranks(2).run(validate_within_fit)
+    for moment in ("start", "validation", "end"):
+        assert one[moment] == other[moment]
+        assert len(set(one[moment])) == 5
+    assert not set(one["train"][1:]) & set(other["train"][1:])
+    assert after == other_after
+    assert score == other_score
+
+
+AVERAGING = {
+    "WeightAveraging": WeightAveraging,
+    "EMA": lambda: EMAWeightAveraging(decay=0.9),
+    "SWA": lambda: StochasticWeightAveraging(0.05, swa_epoch_start=2),
+}
+
+
+def train_averaging(name: str, model: str) -> Run:
+    module = Module(Normalised() if model == "normalised" else None, torch.optim.SGD, lr=0.1)
+    return fit(DCTStrategy(**SETTINGS), module, 6, callbacks=[AVERAGING[name]()], max_epochs=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "model"), [("WeightAveraging", "normalised"), ("EMA", "plain"), ("SWA", "normalised")]
+)
+def test_averages_are_of_the_shared_weights(ranks: Any, name: str, model: str) -> None:
+    """Oracle: each rank averages by itself, and all arrive at the same, which is not the weights of the last step."""
+    runs = ranks(2).run(train_averaging, name, model)
+    for parameter, weights in runs[0].weights.items():
+        if "running" not in parameter or name != "SWA":  # SWA makes those anew, each rank of its own batches
+            assert torch.equal(weights, runs[1].weights[parameter]), parameter
+
+
+class Overwrite(Callback):
+    """Sets a tensor, as whoever loads weights in the middle of training does.
+
+    Args:
+        hook: When, in the first epoch's end, after its last batch or in the second one's start.
+        way: How. What goes through ``.data`` leaves the parameter's version as it was.
+    """
+
+    def __init__(self, hook: str, way: str) -> None:
+        self.hook, self.way = hook, way
+
+    def write(self, weight: torch.Tensor) -> None:
+        if self.way == "in place":
+            weight.detach().fill_(0.5)
+        elif self.way == "data in place":
+            weight.data.copy_(torch.full_like(weight, 0.5))
+        else:
+            weight.data = torch.full_like(weight, 0.5)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *arguments: Any) -> None:
+        if self.hook == "batch" and trainer.current_epoch == 0 and arguments[-1] == 5:
+            self.write(pl_module.model.first.weight)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.hook == "end" and trainer.current_epoch == 0:
+            self.write(pl_module.model.first.weight)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.hook == "start" and trainer.current_epoch == 1:
+            self.write(pl_module.model.first.weight)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.current_epoch == 1 and not hasattr(self, "found"):
+            self.found = weights_of(pl_module)
+
+
+def overwrite(hook: str, way: str) -> Any:
+    callback = Overwrite(hook, way)
+    run = fit(DCTStrategy(**SETTINGS), Module(None, torch.optim.SGD, lr=0.01), 6, callbacks=[callback], max_epochs=2)
+    return callback.found["model.first.weight"], run
+
+
+@pytest.mark.parametrize(
+    ("hook", "way"),
+    [
+        ("start", "in place"),
+        ("end", "in place"),
+        ("end", "data in place"),
+        ("batch", "data in place"),
+        ("start", "data"),
+    ],
+)
+def test_what_is_written_into_the_shared_weights_is_trained_on(ranks: Any, hook: str, way: str) -> None:
+    results = ranks(2).run(overwrite, hook, way)
+    for found, _ in results:
+        assert bool((found == 0.5).all())
+    assert_replicas_equal([run for _, run in results])
+
+
+class Hooked(Module):
+    """Its own hook averages its weights, sets a tensor once, or clips all of them after each step, as a WGAN does."""
+
+    def __init__(self, clip: float | None, until_the_end: bool = False) -> None:
+        super().__init__(None, torch.optim.SGD, lr=0.05)
+        self.clip, self.until_the_end = clip, until_the_end
+        self.seen: list[torch.Tensor] = []
+        self.average: torch.Tensor | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(self.model.first.weight.detach().clone())
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        weight = self.model.first.weight
+        self.average = weight.detach().clone() if self.average is None else self.average.lerp(weight.detach(), 0.1)
+        if self.clip is not None:
+            self.clip_all()
+        elif batch_idx == 9:
+            weight.data.fill_(0.123)
+
+    def on_train_end(self) -> None:
+        if self.until_the_end:
+            self.clip_all()
+
+    def clip_all(self) -> None:
+        for parameter in self.parameters():
+            parameter.data.clamp_(-self.clip, self.clip)
+
+
+def train_hooked(strategy: Any, *arguments: Any) -> Hooked:
+    module = Hooked(*arguments)
+    trainer_for(strategy).fit(module, loader(14, 40, 8))
+    module.trainer = None
+    return module
+
+
+def fill_in_own_hook() -> list[Hooked]:
+    return [train_hooked(strategy, None) for strategy in (DDPStrategy(), DCTStrategy(**SETTINGS))]
+
+
+def test_what_the_module_writes_in_its_own_hook_is_trained_on(ranks: Any) -> None:
+    """Oracle: plain DDP; and an average that each rank makes by itself is the same on all."""
+    results = ranks(2).run(fill_in_own_hook)
+    for modules in results:
+        for module in modules:
+            assert module.seen[10].unique().tolist() == [torch.tensor(0.123).item()]
+            assert len(module.seen[9].unique()) > 1
+            assert len(module.seen[11].unique()) > 1
+    (_, one), (_, other) = results
+    assert torch.equal(one.average, other.average)
+    assert not torch.equal(one.seen[12], other.seen[12])
+
+
+def clip_in_own_hook(delay: int) -> Hooked:
+    return train_hooked(DCTStrategy(**SETTINGS, delay=delay), 0.05, delay > 0)
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_a_module_that_clips_its_weights_ends_with_clipped_weights(ranks: Any, delay: int) -> None:
+    """With updates in flight, which arrive after the last batch, it has to clip in `on_train_end` as well."""
+    one, other = ranks(2).run(clip_in_own_hook, delay)
+    for name, weights in weights_of(one).items():
+        assert torch.equal(weights, weights_of(other)[name]), name
+        assert weights.abs().max() <= torch.tensor(0.05), name
+    first = weights_of(one)["model.first.weight"]
+    assert (first.abs() < 0.05).any()
+    assert not torch.equal(first, perceptron().first.weight.clamp(-0.05, 0.05))
+
+
+@pytest.mark.parametrize("way", ["data", "in place"])
+def test_entries_that_nobody_writes_keep_what_was_not_sent(way: str) -> None:
+    weights, parameter = SharedWeights(), nn.Parameter(torch.tensor([0.5, -2.0, 0.1]))
+    weights.adopt("one", parameter)
+    weights.own("one").copy_(torch.tensor([0.7, -1.5, 0.2]))
+    for _ in range(2):  # the second time it changes nothing
+        with weights.in_model(), torch.no_grad():
+            (parameter.data if way == "data" else parameter).clamp_(-1.0, 1.0)
+        assert parameter.tolist() == torch.tensor([0.7, -1.0, 0.2]).tolist()
+        assert weights.shared("one").tolist() == torch.tensor([0.5, -1.0, 0.1]).tolist()
+
+
+def cut_short() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    class Stop(Callback):
+        def on_train_batch_start(
+            self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+        ) -> None:
+            if batch_idx == 9:
+                self.shared = {
+                    name: trainer.strategy.updates.weights.shared(name).clone()
+                    for name, _ in pl_module.named_parameters()
+                }
+                raise KeyboardInterrupt
+
+    module, stop = Module(None, torch.optim.Adam, lr=0.01), Stop()
+    with pytest.raises(BaseException):
+        fit(DCTStrategy(**SETTINGS), module, 20, callbacks=[stop])
+    return stop.shared, weights_of(module)
+
+
+def test_a_fit_that_is_cut_short_leaves_the_shared_weights(ranks: Any) -> None:
+    for shared, left in ranks(2).run(cut_short):
+        assert_weights_equal(shared, left)
+
+
+class Straight(nn.Module):
+    """Its gradient is always one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.weight.sum().expand(len(inputs))
+
+
+class Downhill(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.model(batch[0]).mean()
+
+
+def go_down(delay: int) -> torch.Tensor:
+    strategy = DCTStrategy(density=1.0, local_steps=4, delay=delay, warmup_steps=0)
+    module = Downhill(Straight(), torch.optim.SGD, lr=1.0)
+    trainer_for(strategy).fit(module, loader(8, 3, 1))
+    return module.model.weight.detach().clone()
+
+
+@pytest.mark.parametrize("delay", [0, 1, 4])
+def test_updates_in_flight_at_the_end_are_in_the_final_weights(ranks: Any, delay: int) -> None:
+    """Oracle: eight steps of one each, whether or not the last exchange has arrived."""
+    for weights in ranks(2).run(go_down, delay):
+        assert weights.tolist() == [-8.0] * 64
