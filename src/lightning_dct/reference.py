@@ -46,8 +46,8 @@ class Settings:
 
 
 # 1. Thresholds (compress/threshold.py). A selection costs many times as much as a comparison. So it runs only every
-#    thousand steps, as the paper proposes, and on a sample of a large tensor. In between, the guard moves the threshold a little
-#    towards its target.
+#    thousand steps, as the paper proposes, and on a sample of a large tensor. In between, the guard moves the threshold
+#    a little towards its target.
 
 
 def exact_threshold(a: Tensor, target: int) -> float:
@@ -244,8 +244,8 @@ def exchange(
     return torch.cat(means), mine, counted
 
 
-# 5. Gradients (sync/gradients.py), in every backward, as in the paper: ``g' = 1/W * sum over ranks of what is sent``, of
-#    ``g + e``. ``exchange`` of gradients does it: all ranks have the same weights, and step with the same mean.
+# 5. Gradients (sync/gradients.py), in every backward, as in the paper: ``g' = 1/W * sum over ranks of what is sent``
+#    of ``g + e``. ``exchange`` of gradients does it: all ranks have the same weights, and step with the same mean.
 
 # 6. Updates (sync/updates.py), the default. Each rank trains its own weights ``w``. The shared weights ``S`` are the
 #    same on all ranks. ``w - S`` is what a rank has moved and not sent yet, so it is the residual.

@@ -19,7 +19,7 @@ from emulated_ranks import EmulatedDist, EmulatedRanks, assert_same_bits
 from lightning_dct import DCTConfig
 from lightning_dct.compress import awaited
 from lightning_dct.exchange import collectives
-from lightning_dct.sync import UpdateSynchronizer, rounds, synchronizer
+from lightning_dct.sync import UpdateSynchronizer, rounds, updates
 
 # "b" and "e" are sent dense.
 SIZES = {"a": 1400, "b": 50, "c": 700, "d": 120, "e": 16}
@@ -111,7 +111,7 @@ def watched(
     monkeypatch.setattr(awaited, "WITHOUT_WAITING", {"cpu"})
     monkeypatch.setattr(emulated_ranks, "EmulatedWork", UnwatchedWork)
     monkeypatch.setattr(rounds, "LARGEST_BUCKET", 1 << 12)
-    monkeypatch.setattr(synchronizer, "MOST_IN_FLIGHT", 1 << 13)
+    monkeypatch.setattr(updates, "MOST_IN_FLIGHT", 1 << 13)
     tensors = {**SIZES, "f": 1800}
     sizes = {f"{name} of {number}": size for number in range(buckets) for name, size in tensors.items()}
     ranks = UpdatingRanks(world_size, "all_gather", 1, sizes, density=density, warmup_steps=0)
