@@ -108,7 +108,9 @@ def test_what_ranks_send_what_arrives_and_what_they_remember(kernel: str, data: 
             empty = torch.empty(sum(sizes), dtype=dtype)
             got = decompress(received, empty, Awaited(), kernel, by_senders=by_senders)
             means = [
-                reference.weighted_sum([one[number] for one in sent], 1 / ranks, not target, by_senders)
+                reference.weighted_sum(
+                    [one[number] for one in sent], 1 / ranks, not target, 0.0 if by_senders else None
+                )
                 for number, target in enumerate(targets)
             ]
             assert same(got, torch.cat(means))

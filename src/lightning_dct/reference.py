@@ -188,15 +188,19 @@ def send(news: Tensor, state: State, target: int, settings: Settings, others_kee
 
 
 # 4. One exchange (exchange/): the mean over ranks of what they send of a tensor, the same on all ranks. For
-#    updates, an entry that n of W ranks send is weighted by sqrt(W / n). sync/updates.py gives the reason.
+#    updates of one step it is lengthened (6), and otherwise an entry that n of W ranks send is weighted by sqrt(W / n).
 
 Memory = defaultdict[tuple[str, int, int], State]  # of one tensor, by sender, its number, a piece's first entry
 
 
-def weighted_sum(sent: list[Tensor], weight: float, dense: bool, by_senders: bool) -> Tensor:
-    """``weight`` times the sum, in the order of the ranks."""
+def weighted_sum(sent: list[Tensor], weight: float, dense: bool, longer: float | None) -> Tensor:
+    """``weight`` times the sum, in the order of the ranks, times ``longer``; for 0, by senders; for None, neither."""
     senders = torch.stack([one != 0 for one in sent]).double().sum(0).clamp(min=1)
-    factor = (len(sent) / senders).sqrt() if by_senders and not dense else torch.ones_like(senders)
+    factor = torch.ones_like(senders)
+    if longer == 0.0 and not dense:
+        factor = (len(sent) / senders).sqrt()
+    elif longer and len(sent) > 1:
+        factor *= longer
     total = torch.zeros_like(sent[0])
     for one in sent:
         total = total + one
@@ -211,7 +215,7 @@ def send_sum(total: Tensor, owner: State, target: int, settings: Settings, is_up
 
 
 def exchange(
-    tensors: list[Tensor], memory: Memory, settings: Settings, share: float = 1.0, by_senders: bool = False
+    tensors: list[Tensor], memory: Memory, settings: Settings, share: float = 1.0, longer: float | None = None
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Exchange one tensor of all ranks. Returns the mean, what each rank has sent, and what of that counts.
 
@@ -228,18 +232,19 @@ def exchange(
         if by_node:  # dense inside a node, which then is one sender
             nodes = [parts[first : first + per_node] for first in range(0, ranks, per_node)]
             news, sender = [torch.stack([part / per_node for part in node]).sum(0) * per_node for node in nodes], "node"
-        keep = by_node and by_senders
+        is_update = longer is not None
+        keep = by_node and is_update
         sent = [send(one, memory[sender, number, start], goal, settings, keep) for number, one in enumerate(news)]
         own = parts if by_node else sent
         if settings.exchange == "sharded":  # the owner sends a part of the sum, and keeps a residual
-            total = weighted_sum(sent, 1.0, not target, by_senders)
-            sent = [send_sum(total, memory["owner", 0, start], goal, settings, by_senders)]
+            total = weighted_sum(sent, 1.0, not target, longer)
+            sent = [send_sum(total, memory["owner", 0, start], goal, settings, is_update)]
         # A rank's update counts if its node, or the owner of the sum, has sent that entry.
         passed = [one for one in sent for _ in range(ranks // len(sent))]
         counted = [c.where((one != 0) | (not goal), 0.0) for c, one in zip(own, passed, strict=True)]
         sent_by_piece.append(own)
         counted_by_piece.append(counted)
-        means.append(weighted_sum(sent, 1 / ranks, not target, by_senders))
+        means.append(weighted_sum(sent, 1 / ranks, not target, longer))
     mine, counted = ([torch.cat(p) for p in zip(*every, strict=True)] for every in (sent_by_piece, counted_by_piece))
     return torch.cat(means), mine, counted
 
@@ -250,13 +255,32 @@ def exchange(
 # 6. Updates (sync/updates.py), the default. Each rank trains its own weights ``w``. The shared weights ``S`` are the
 #    same on all ranks. ``w - S`` is what a rank has moved and not sent yet, so it is the residual.
 
+# Steps ``q`` whose mean cosine is ``c`` have a mean that is shorter by ``sqrt((1 + (W - 1) c) / W)``. If ranks exchange
+# after every step, the mean is made as long as the steps (sync/step_cosine.py). The cosine is measured now and then on
+# a sample, in parts of 1024, and counts from the next measurement on.
+
+
+def sampled(weights: list[Tensor], step: int) -> Tensor:
+    """Some entries of one rank's weights, others at another step."""
+    stride = max(16, sum(w.numel() for w in weights) // 1024)
+    first = 7919 * (step + step // 16)
+    return torch.cat([w[first % min(stride, w.numel()) :: stride].float() for w in weights])
+
+
+def cosine_of(steps: list[Tensor]) -> int | None:
+    """The mean cosine between the ranks' steps, in parts of 1024; None if no rank has moved."""
+    ranks, mean = len(steps), torch.stack([q / len(steps) for q in steps]).sum(0).double()
+    square = torch.stack([q.square().sum() / ranks for q in steps]).sum(0).double()
+    c = (ranks * mean.square().sum() / square - 1) / (ranks - 1)
+    return round(1024 * float(c.clamp(0, 1))) if c.isfinite() else None
+
 
 def exchange_updates(
-    own: list[Tensor], shared: Tensor, memory: Memory, settings: Settings, share: float, decay: float
+    own: list[Tensor], shared: Tensor, memory: Memory, settings: Settings, share: float, decay: float, longer: float
 ) -> tuple[Tensor, list[Tensor]]:
     """Exchange one tensor. Returns the mean, and what counts of what each rank has sent; the unsent decays in ``w``."""
     moved = [w - shared for w in own]  # a = w - S
-    mean, sent, counted = exchange(moved, memory, settings, share, by_senders=True)  # m = 1 / sqrt(W n) * sum of sent
+    mean, sent, counted = exchange(moved, memory, settings, share, longer)  # m
     for (sender, _, _), state in memory.items():
         state.residual = 0.0 if sender == "rank" else state.residual  # w keeps it
     for w, a, c in zip(own, moved, sent, strict=True):
@@ -274,6 +298,10 @@ def train(
     shared, memories = [w.clone() for w in weights[0]], [Memory(State) for _ in weights[0]]
     travelling: list[tuple[Tensor, list[Tensor]]] = []
     due = since_refresh = 0
+    # Not for a dense exchange, nor if ranks are several steps apart, for which that is too long.
+    lengthens = settings.local_steps == 1 and not settings.delay and settings.exchange != "by_node"
+    lengthens &= len(weights) > 1 and any(target_of(w, len(weights), settings) for w in shared)
+    cosine, measured = 1024, None
 
     def arrive() -> None:
         for number, (mean, sent) in enumerate(travelling):
@@ -285,8 +313,13 @@ def train(
     for step in range(1, steps + 1):
         refresh = since_refresh >= settings.refresh_every
         since_refresh += 1
+        before = [sampled(own, step) for own in weights]
         for rank in range(len(weights)):
             local_step(rank, step - 1)
+        if step % 16 == 0 or step in (1, 2, 4, 8):
+            cosine = cosine if measured is None else (cosine + measured) // 2
+            measured = cosine_of([sampled(own, step) - b for own, b in zip(weights, before, strict=True)])
+        longer = math.sqrt(len(weights) / (1 + (len(weights) - 1) * cosine / 1024)) if lengthens else 0.0
         if step == due:
             arrive()
         # Weights move fastest at first. So ranks exchange after every step, send as much less, and residuals decay.
@@ -297,7 +330,8 @@ def train(
             for state in memory.values() if refresh else ():
                 state.target = 0
             own = [rank_weights[number] for rank_weights in weights]
-            travelling.append(exchange_updates(own, w_shared, memory, settings, length / settings.local_steps, decay))
+            share = length / settings.local_steps
+            travelling.append(exchange_updates(own, w_shared, memory, settings, share, decay, longer))
         due, since_refresh = step + min(settings.delay, length), 1 if refresh else since_refresh
         if not settings.delay:
             arrive()

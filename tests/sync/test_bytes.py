@@ -13,7 +13,8 @@ from lightning_dct.cost.bytes_sent import compressed_step, dense_step
 from lightning_dct.cost.forecast import layout_of
 from lightning_dct.cost.workload import workload_of
 from lightning_dct.sync.rounds import buckets_of, is_due, round_length
-from lightning_dct.traffic import TrafficTotals
+from lightning_dct.sync.step_cosine import is_measured, sample_of
+from lightning_dct.traffic import TrafficTotals, all_reduce_bytes
 
 STEPS = 17
 
@@ -43,6 +44,13 @@ def test_the_plan_says_what_is_counted(ranks: Any, world_size: int, settings: di
         sent = compressed_step(settings["exchange"], now, workload, layout).sent
         exchanges = sum(is_due(step, length) for step in range(first, last + 1))
         expected = [before + exchanges * one.total for before, one in zip(expected, sent, strict=True)]
+    if config.local_steps == 1:
+        # Samples of steps, whose sum all ranks need.
+        weights = [parameter.detach() for parameter in Module().parameters()]
+        samples = [sample_of(weights, step).numel() + 1 for step in range(1, STEPS + 1) if is_measured(step)]
+        assert len(samples) == 5
+        measuring = sum(all_reduce_bytes(4 * entries, world_size) for entries in samples)
+        expected = [before + measuring for before in expected]
     assert [counted.bytes_sent for counted in totals] == expected
     dense = dense_step(workload, layout)
     assert [counted.bytes_dense for counted in totals] == [STEPS * sent.total for sent in dense.sent]

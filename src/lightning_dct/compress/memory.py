@@ -84,6 +84,7 @@ class Memory:
         what: What is exchanged, for messages.
         of_updates: Whether updates are exchanged. Then sums are weighted by how many ranks have sent an entry, and
             ranks keep what the owner of its sum does not send on.
+        lengthening: The factor on the mean of updates, whatever the number of senders; None to weight by that.
         gradient_scale: Factor on the gradients that undoes the loss scale.
         selected: Whether the current synchronisation has selected any threshold.
         awaited: Numbers that GPUs have not delivered yet.
@@ -95,6 +96,7 @@ class Memory:
         self.owned = Residuals()
         self.what = "Gradients"
         self.of_updates = False
+        self.lengthening: float | None = None
         self.gradient_scale = 1.0
         self.selected = False
         self.awaited = Awaited()
@@ -151,7 +153,8 @@ class Memory:
 
     def decompress(self, received: Received, buffer: Tensor) -> Tensor:
         """See :func:`~lightning_dct.compress.on_host.decompress`."""
-        return decompress(received, buffer, self.awaited, self._kernel, self.what, self.of_updates)
+        received, by_senders = self._averaged(received)
+        return decompress(received, buffer, self.awaited, self._kernel, self.what, by_senders)
 
     def decompress_own(self, received: Received, mean: Tensor) -> Tensor:
         """See :func:`~lightning_dct.compress.on_host.decompress_own`."""
@@ -159,7 +162,14 @@ class Memory:
 
     def apply(self, received: Received, bucket: Bucket) -> None:
         """See :func:`~lightning_dct.compress.on_host.apply`."""
-        apply(received, bucket, self.awaited, self._kernel, self.what, self.of_updates)
+        received, by_senders = self._averaged(received)
+        apply(received, bucket, self.awaited, self._kernel, self.what, by_senders)
+
+    def _averaged(self, received: Received) -> tuple[Received, bool]:
+        """What has been received with the factor that it is averaged with, and whether senders are counted."""
+        if self.lengthening is None or len(received.payloads) == 1:
+            return received, self.of_updates
+        return received._replace(factor=received.factor * self.lengthening), False
 
     def send_out(self, buffer: Tensor, plan: BucketPlan, deferred: set[int], owned: bool) -> None:
         """Move the residuals of a bucket's tensors, except deferred ones, into the bucket, which is sent uncompressed.

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_dct.compress.bucket import Received
 from lightning_dct.compress.plan import real_dtype, real_numel
 from lightning_dct.exchange.base import Pending
+from lightning_dct.sync.step_cosine import WHOLE, StepCosine
 
 # Entries. One bucket is compressed while others are in flight. Smaller buckets cost more calls. Larger ones take more
 # memory, and leave the link idle while the first is compressed and the last is decompressed.
@@ -56,6 +57,7 @@ class Rounds:
         dense_bytes: Bytes that the dense fp32 exchange of its gradients would send in a step.
         sparse: Parameters with sparse gradients, of which that exchange would send the rows that a step has used.
         in_flight: Updates that have not been applied.
+        cosine: How alike the steps of the ranks are.
     """
 
     steps: int = 0
@@ -66,6 +68,7 @@ class Rounds:
     dense_bytes: int = 0
     sparse: list[Tensor] = field(default_factory=list)
     in_flight: list[InFlight] = field(default_factory=list)
+    cosine: StepCosine = field(default_factory=StepCosine)
 
 
 def round_length(step: int, local_steps: int, warmup_steps: int) -> int:
@@ -119,6 +122,9 @@ def save_rounds(
     in_flight: dict[str, Tensor] = {}
     for number, own_rounds in rounds.items():
         clocks[f"steps of {number}"] = own_rounds.steps
+        clocks[f"cosine of {number}"] = own_rounds.cosine.value
+        if own_rounds.cosine.measured is not None:
+            clocks[f"measured of {number}"] = own_rounds.cosine.measured
         for item in own_rounds.in_flight:
             sizes = [real_numel(parameters[name]) for name in item.names]
             means, owns = (both.split(sizes) for both in read(item))
@@ -138,8 +144,12 @@ def load_rounds(
         what, _, of = key.partition(" ")
         if what == "refresh":
             to_refresh.add(of)
-        elif what == "steps":
-            rounds.setdefault(int(of.split(" ")[1]), Rounds()).steps = value
+        elif what in ("steps", "cosine", "measured"):
+            own_rounds = rounds.setdefault(int(of.split(" ")[1]), Rounds())
+            if what == "steps":
+                own_rounds.steps = value
+            else:
+                setattr(own_rounds.cosine, {"cosine": "value"}.get(what, what), min(value, WHOLE))
         else:
             _, number, name = of.split(" ", 2)
             if name in parameters and f"mean of {name}" in in_flight:

@@ -3,7 +3,7 @@
     rank r         w_r <- user's optimizer (w_r)                      ``local_steps`` times
                    a_r  = w_r - S                                     the update, and what was not sent before
                    c_r  = the entries of a_r that reach a threshold, in few bits
-    every rank     m    = 1 / sqrt(W n) * sum over ranks of c_r       any exchange
+    every rank     m    = f / W * sum over ranks of c_r               any exchange
                    S   += m,   w_r += m - c_r
 
 ``S`` are the shared weights. A rank replaces what it has sent by the mean of what all have sent, and keeps what it has
@@ -11,10 +11,11 @@ not sent in its own weights: it trains on with that, as in *Step-Ahead Error Fee
 ``w_r - S`` is the residual. During warm-up own weights lose a part of it with each exchange,
 ``w_r -= (1 - decay) (a_r - c_r)``, which keeps the ranks from drifting apart.
 
-``n`` is the number of ranks that have sent an entry. If all have, ``m`` is their mean. The fewer have, the less the
-ranks agree on where that entry should move. Then their gradients are mostly noise, which makes the gradients of one
-rank larger than their mean. So an optimizer that divides by the size of gradients, such as Adam, takes steps that are
-too short by up to ``sqrt(W)``. The square root makes up for that.
+The gradients of one rank are larger than their mean, because they are mostly noise. So an optimizer that divides by the
+size of gradients, such as Adam, takes steps that are too short by up to ``sqrt(W)``. The factor ``f`` makes up for that.
+If ranks exchange after every step, it makes the mean as long as the steps (:mod:`lightning_dct.sync.step_cosine`).
+Otherwise ``f = sqrt(W / n)`` for an entry that ``n`` ranks have sent: the fewer have, the less the ranks agree on where
+it should move. If all have, ``m`` is the mean.
 
 Sources: SPARQ-SGD (Singh et al., arXiv 1910.14280) and DiLoCo (Douillard et al., arXiv 2311.08105) for compressed
 local steps; Streaming DiLoCo (Douillard et al., arXiv 2501.18512) for tensors that take turns, and for exchanges that
@@ -115,6 +116,11 @@ class UpdateSynchronizer(Synchronizer):
             self._reached = chosen.reached(steps)
             self._change(chosen.at(steps))
         rounds = self._rounds.setdefault(self._number_of(optimizer), Rounds())
+        self._register(optimizer, rounds)
+        if self._lengthens:
+            rounds.cosine.begin(rounds.steps + 1, self._own_of(rounds))
+
+    def _register(self, optimizer: Optimizer, rounds: Rounds) -> None:
         unsettled = {p for group in optimizer.param_groups for p in group["params"] if p not in self._settled}
         if not unsettled:
             return
@@ -167,6 +173,7 @@ class UpdateSynchronizer(Synchronizer):
             self._apply(rounds, arrived)
         if sending := self._due(rounds):
             self.come_to(rounds.what, f"{rounds.said}, in optimizer step {self.synchronisations}")
+            self._measure(rounds)
             self._forget_thresholds(sending)
             self.memory.begin(1.0, refresh=False)
             for bucket in sending:
@@ -180,6 +187,22 @@ class UpdateSynchronizer(Synchronizer):
             if number == min(self._rounds) and rounds.steps % self.config.round_length == 0:
                 self._average_buffers()
         self.memory.awaited.poll()
+
+    @property
+    def _lengthens(self) -> bool:
+        """Whether the mean is as long as the ranks' steps: after several steps apart that overshoots."""
+        one_step = self.config.round_length == 1 and not self.config.delay and self.config.density < 1.0
+        return one_step and not self.exchange.sums_first and not self._alone
+
+    def _own_of(self, rounds: Rounds) -> list[Tensor]:
+        return [as_real(self.weights.own(name)) for name in rounds.names]
+
+    def _measure(self, rounds: Rounds) -> None:
+        """Take the factor on the mean, and measure the cosine of the step that has just been made if that is due."""
+        everyone = self.exchange.everyone
+        with self.traffic.timed("exchange", "seconds_waiting"):
+            rounds.cosine.measure(rounds.steps, self._own_of(rounds), everyone, self.memory.awaited)
+        self.memory.lengthening = rounds.cosine.lengthening(everyone.size) if self._lengthens else None
 
     def apply_all(self) -> None:
         """Wait for updates in flight and apply them, whether they are due or not; a collective call."""
