@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_dct.kernels import ALIASES, KernelName
 
-ValueFormat = Literal["fp32", "bf16", "int8", "int4", "1bit"]
+ValueFormat = Literal["fp32", "bf16", "int8", "int4", "2bit", "1bit"]
 VALUE_FORMATS: tuple[str, ...] = get_args(ValueFormat)
 ExchangeName = Literal["auto", "all_gather", "sharded", "by_node"]
 MissingState = Literal["error", "reset"]
@@ -49,8 +49,8 @@ class DCTConfig:
             ``{"*.embedding.weight": 0.001}``). The first pattern that matches a name wins. A pattern that matches
             no parameter is an error.
         refresh_every: Optimizer steps between two selections of the thresholds.
-        value_format: The format of a sent entry: ``"fp32"``, ``"bf16"``, ``"int8"`` or ``"int4"`` (one scale a
-            tensor) or ``"1bit"`` (its sign, times the mean magnitude of the tensor's sent entries). Rounding errors
+        value_format: The format of a sent entry: ``"fp32"``, ``"bf16"``, ``"int8"``, ``"int4"``, ``"2bit"`` (one
+            scale a tensor) or ``"1bit"`` (its sign, times the mean magnitude of what the tensor sends). Rounding errors
             stay in the residual. Gradients with a density of 1 are averaged in bfloat16 with ``"bf16"``.
         min_tensor_size: Tensors with fewer entries are sent dense, in their own dtype.
         guard: Adjust the thresholds between refreshes, so that the number of sent entries stays near its target.

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 TINY = torch.finfo(torch.float32).tiny  # the smallest threshold: zeros are never sent
-BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "1bit": 1}
+BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "2bit": 2, "1bit": 1}
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,16 @@ def as_read(values: Tensor, value_format: str) -> Tensor:
         limit = min(torch.finfo(torch.bfloat16).max, torch.finfo(values.dtype).max)
         return torch.where(values.isinf(), values, values.clamp(-limit, limit)).bfloat16().float()
     magnitudes = values.abs().double()
+    mean = magnitudes.mean()
     if value_format == "1bit":  # sign(v) * mean |v|
-        scale = magnitudes.mean().float()
-        return torch.where(values > 0, scale, -scale)
+        return torch.where(values > 0, mean.float(), -mean.float())
+    if value_format == "2bit":  # sign(v) times a scale, or twice that from the mean on, where that fits better
+        levels = torch.where(magnitudes >= mean, 2.0, 1.0).double()
+        product, square = (magnitudes * levels).sum(), levels.square().sum()
+        scale = product / square
+        if not (product * scale > magnitudes.sum() * mean and scale <= torch.finfo(torch.float32).max / 2):
+            scale, levels = mean, torch.ones_like(levels)
+        return torch.where(values > 0, levels, -levels).float() * scale.float()
     if value_format == "int4":  # sign(v) * max |v| * 2^(-level / 2), the nearest level in ratio; level 7 is zero
         scale = magnitudes.max().float()
         levels = ((magnitudes / scale).nan_to_num(nan=1.0).log2() / -0.5).round().clamp(0, 7).float()
@@ -208,9 +215,9 @@ def weighted_sum(sent: list[Tensor], weight: float, dense: bool, longer: float |
 
 
 def send_sum(total: Tensor, owner: State, target: int, settings: Settings, is_update: bool) -> Tensor:
-    """What the owner of a sum sends of it: twice as many entries as a rank, in 4 bits instead of one."""
-    goal = max(target, min(2 * target, 3 * total.numel() // 4)) if target else 0
-    finer = replace(settings, value_format="int4" if settings.value_format == "1bit" else settings.value_format)
+    """What the owner of a sum sends of it: three times as many entries as a rank, in 2 bits instead of one."""
+    goal = max(target, min(3 * target, 3 * total.numel() // 4)) if target else 0
+    finer = replace(settings, value_format="2bit" if settings.value_format == "1bit" else settings.value_format)
     return send(total, owner, goal, finer, is_update)
 
 

@@ -64,10 +64,10 @@ def test_shards_hold_the_bucket_once_and_send_what_it_would(model: BucketPlan, o
             assert shard.plan.targets[index] <= stop - start
             sent[tensor] += shard.plan.targets[index]
         assert shard.packed.layout == shard.plan.layout
-        # Of sums twice as many are sent, at most three quarters unless ranks send more.
+        # Of sums three times as many are sent, at most three quarters unless ranks send more.
         for size, target, of_sum in zip(shard.plan.sizes, shard.plan.targets, shard.sums.targets, strict=True):
-            assert of_sum == min(2 * target, max(target, 3 * size // 4))
-        assert shard.sums.value_format == ("int4" if model.value_format == "1bit" else model.value_format)
+            assert of_sum == min(3 * target, max(target, 3 * size // 4))
+        assert shard.sums.value_format == ("2bit" if model.value_format == "1bit" else model.value_format)
         assert set(shard.sums.names).isdisjoint(shard.plan.names)
     assert bool((seen == 1).all())
     assert [part.layout for part in sums.parts] == [shard.sums.layout for shard in shards]

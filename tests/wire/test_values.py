@@ -13,7 +13,7 @@ from strategies_for_hypothesis import FORMATS, examples, floats
 LARGEST = torch.finfo(torch.float32).max
 LARGEST_BF16 = torch.finfo(torch.bfloat16).max
 NUM_TENSORS = 3
-SCALED = ("int8", "int4", "1bit")
+SCALED = ("int8", "int4", "2bit", "1bit")
 entries = st.lists(st.tuples(st.integers(0, NUM_TENSORS - 1), floats), max_size=40).map(
     lambda case: sorted(case, key=lambda entry: entry[0])
 )
@@ -42,7 +42,7 @@ def as_tensors(case: list[tuple[int, float]]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("value_format", "num_bytes"), [("fp32", 52), ("bf16", 26), ("int8", 13), ("int4", 7), ("1bit", 2)]
+    ("value_format", "num_bytes"), [("fp32", 52), ("bf16", 26), ("int8", 13), ("int4", 7), ("2bit", 4), ("1bit", 2)]
 )
 def test_size(value_format: str, num_bytes: int) -> None:
     assert values_num_bytes(value_format, 13) == num_bytes == math.ceil(13 * BITS_PER_VALUE[value_format] / 8)
@@ -54,6 +54,7 @@ ERRORS = {
     "bf16": (2.0**-8, 0, 2.0**-134),
     "int8": (0, 0.50005 / 127, 2.0**-142),
     "int4": (0, 0.16, 0),
+    "2bit": (0, 1.0, 2.0**-149),
 }
 
 
@@ -87,6 +88,24 @@ def test_int4_byte_by_byte() -> None:
     assert scales.tolist() == [8.0]
 
 
+def test_2bit_byte_by_byte() -> None:
+    values = torch.tensor([3.0, -1.5, -3.0, 1.5, 1.5, 2.0, -2.0])
+    data, scales = encode_values(values, torch.tensor([0] * 5 + [1] * 2), 2, "2bit")
+    # Positive values have the lower bit, and those of at least the mean of 2.1 the upper one, four to a byte.
+    assert data.tolist() == [3 | 0 << 2 | 2 << 4 | 1 << 6, 1 | 1 << 2 | 0 << 4]
+    assert scales.tolist() == [1.5, 2.0]
+    assert one_tensor(values.tolist()[:5], "2bit").tolist() == values.tolist()[:5]
+
+
+@given(st.lists(st.floats(0.125, 1000, width=32), min_size=1, max_size=40))
+@examples(60)
+def test_two_levels_are_no_worse_than_one(magnitudes: list[float]) -> None:
+    """Oracle: the squared error of the mean magnitude for all."""
+    values = torch.tensor(magnitudes).double()
+    error = (one_tensor(magnitudes, "2bit").double() - values).square().sum()
+    assert error <= (values - values.mean()).square().sum() * (1 + 1e-5) + 1e-9
+
+
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("value_format", FORMATS)
 def test_nan_and_infinity_reach_the_reader(value_format: str, broken: float) -> None:
@@ -104,7 +123,7 @@ def test_nan_and_infinity_reach_the_reader(value_format: str, broken: float) -> 
 def test_large_finite_values_stay_finite(value_format: str, largest: float) -> None:
     decoded = one_tensor([largest, 1.0, largest], value_format)
     assert bool(decoded.isfinite().all())
-    assert decoded[0] == pytest.approx(largest, rel=1.0 if value_format == "1bit" else 2.0**-8)
+    assert decoded[0] == pytest.approx(largest, rel=1.0 if value_format in ("1bit", "2bit") else 2.0**-8)
 
 
 def test_bf16_overflow_ends_at_the_largest_bfloat16() -> None:
@@ -123,6 +142,8 @@ def test_denormals(value_format: str) -> None:
         assert decoded.tolist() == torch.tensor(tiny).tolist()
     elif value_format == "1bit":
         assert decoded.abs().tolist() == pytest.approx([(1e-40 + 3e-40) / 3] * 3, rel=1e-3)
+    elif value_format == "2bit":
+        assert decoded.abs().tolist() == pytest.approx([1.4e-40, 2.8e-40, 1.4e-40], rel=1e-3)
     else:
         assert decoded.double().tolist() == pytest.approx(tiny, abs=ROUNDING_OF_3E_40[value_format])
 

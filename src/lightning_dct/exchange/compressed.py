@@ -8,7 +8,7 @@ sends ``W - 1`` payloads. There is only one threshold, so residuals are smaller 
 
 ``sharded``: every rank sums the pieces it owns and sends the large entries of the sums. A rank sends ``(W - 1) / W`` of
 its selection, and the same share of the sums: the traffic of a parameter server (Gupta et al., KDD 2021, section 3)
-that is distributed over the ranks. An owner sends twice as many entries as a rank, in 4 bits instead of one. Of
+that is distributed over the ranks. An owner sends three times as many entries as a rank, in 2 bits each. Of
 gradients it keeps the rest. Of updates the ranks keep in their own weights what an owner does not take: otherwise each
 would make that step again before it arrives. The owner then keeps rounding errors only, and so does a node.
 

@@ -61,12 +61,12 @@ class Shard:
 
 
 def sums_of(plan: BucketPlan) -> BucketPlan:
-    """How the sums of what ranks send of some tensors are sent: twice as many entries, and 4 bits instead of one.
+    """How the sums of what ranks send of some tensors are sent: three times as many entries, and 2 bits instead of one.
 
     Ranks send different entries, and a sum is the larger the more of them have sent it: ``docs/evidence/sums.md``.
     """
-    targets = (max(t, min(2 * t, 3 * size // 4)) if t else 0 for size, t in zip(plan.sizes, plan.targets, strict=True))
-    value_format = {"1bit": "int4"}.get(plan.value_format, plan.value_format)
+    targets = (max(t, min(3 * t, 3 * size // 4)) if t else 0 for size, t in zip(plan.sizes, plan.targets, strict=True))
+    value_format = {"1bit": "2bit"}.get(plan.value_format, plan.value_format)
     return replace(plan, targets=tuple(targets), value_format=value_format)
 
 

@@ -12,8 +12,8 @@ not sent in its own weights: it trains on with that, as in *Step-Ahead Error Fee
 ``w_r -= (1 - decay) (a_r - c_r)``, which keeps the ranks from drifting apart.
 
 The gradients of one rank are larger than their mean, because they are mostly noise. So an optimizer that divides by the
-size of gradients, such as Adam, takes steps that are too short by up to ``sqrt(W)``. The factor ``f`` makes up for that.
-If ranks exchange after every step, it makes the mean as long as the steps (:mod:`lightning_dct.sync.step_cosine`).
+size of gradients, such as Adam, takes steps that are too short by up to ``sqrt(W)``. The factor ``f`` mends that. If
+ranks exchange after every step, it makes the mean as long as the steps (:mod:`lightning_dct.sync.step_cosine`).
 Otherwise ``f = sqrt(W / n)`` for an entry that ``n`` ranks have sent: the fewer have, the less the ranks agree on where
 it should move. If all have, ``m`` is the mean.
 

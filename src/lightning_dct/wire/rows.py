@@ -26,7 +26,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_dct.wire.values import decode_values, encode_values, pack_nibbles, unpack_nibbles
+from lightning_dct.wire.values import decode_values, encode_values, pack_codes, unpack_codes
 
 LEVELS: dict[str, int] = {"int8": 127, "int4": 7}
 LARGEST_SCALE_BYTES = 4
@@ -73,7 +73,7 @@ def encode_rows(
     if value_format == "int8":
         return rounded.to(torch.int8).view(torch.uint8), scale_bytes
     # An offset removes the sign, and 0 is never written.
-    return pack_nibbles(rounded.add_(8).to(torch.int8).view(torch.uint8)), scale_bytes
+    return pack_codes(rounded.add_(8).to(torch.int8).view(torch.uint8), 4), scale_bytes
 
 
 def decode_rows(data: Tensor, count: int, row_of: Tensor | None, scale_bytes: Tensor, value_format: str) -> Tensor:
@@ -83,7 +83,7 @@ def decode_rows(data: Tensor, count: int, row_of: Tensor | None, scale_bytes: Te
     if value_format == "int8":
         steps = data[:count].view(torch.int8).to(torch.float32)
     else:
-        steps = unpack_nibbles(data)[:count].to(torch.float32).sub_(8)
+        steps = unpack_codes(data, 4)[:count].to(torch.float32).sub_(8)
     return _in_rows(torch.mul, steps, _decode_scales(scale_bytes), row_of)
 
 

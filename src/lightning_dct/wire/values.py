@@ -1,4 +1,4 @@
-"""Values of sent entries in 32, 16, 8, 4 or 1 bits.
+"""Values of sent entries in 32, 16, 8, 4, 2 or 1 bits.
 
 =======  ====  ==================================================================================================
 format   bits  an entry ``v`` of tensor ``t`` is read back as
@@ -8,6 +8,8 @@ bf16     16    ``v`` as a bfloat16, rounded to nearest
 int8     8     ``scale_t * round(v / scale_t)``, with ``scale_t = max |v| / 127`` over what the tensor sends
 int4     4     its sign times ``scale_t * 2 ** (-l / 2)``, ``l = 0 .. 6``, nearest in ratio, with
                ``scale_t = max |v|``; 0 below a tenth of the scale (``2 ** -3.25``)
+2bit     2     its sign times ``scale_t`` or, if ``|v|`` is at least its mean, ``2 scale_t``: the scale with the least
+               squared error; ``scale_t = mean |v|`` for all where that fits better
 1bit     1     ``scale_t * sign(v)``, with ``scale_t = mean |v|`` over what the tensor sends
 =======  ====  ==================================================================================================
 
@@ -26,11 +28,13 @@ from torch import Tensor
 from lightning_dct.kernels import cpu_kernel
 from lightning_dct.kernels.bits import num_bytes, pack_bits, unpack_bits
 
-BITS_PER_VALUE: dict[str, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "1bit": 1}
-SCALED_FORMATS = ("int8", "int4", "1bit")
+BITS_PER_VALUE: dict[str, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "2bit": 2, "1bit": 1}
+SCALED_FORMATS = ("int8", "int4", "2bit", "1bit")
 # int4: halvings of the scale from one level to the next, and the level of zero.
 LEVEL_HALVINGS = 0.5
 ZERO_LEVEL = 7
+# 2bit: the largest scale of which twice is finite.
+LARGEST_HALF = torch.finfo(torch.float32).max / 2
 
 
 def values_num_bytes(value_format: str, capacity: int) -> int:
@@ -66,7 +70,7 @@ def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_
         values: Shape ``[count]``, floating point.
         tensor_index: Shape ``[count]``, int32 or int64, ascending: the tensor of each value, for scales.
         num_tensors: The number of tensors.
-        value_format: One of ``fp32``, ``bf16``, ``int8``, ``int4``, ``1bit``.
+        value_format: One of ``fp32``, ``bf16``, ``int8``, ``int4``, ``2bit``, ``1bit``.
 
     Returns:
         The values' bytes (uint8) and one fp32 scale a tensor (shape ``[num_tensors]``, or ``[0]`` without scales).
@@ -81,19 +85,21 @@ def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_
         return rounded.view(torch.uint8), no_scales
     # fp64 sums: a mean of many fp32 magnitudes must not overflow or drift.
     magnitudes = values.to(torch.float64, copy=True).abs_()
-    if value_format == "1bit":
+    if value_format in ("1bit", "2bit"):
         tensors = torch.arange(num_tensors + 1, dtype=tensor_index.dtype, device=values.device)
-        edges = torch.searchsorted(tensor_index, tensors)
-        # Unlike a scattered sum, this has a fixed order on a GPU. "Unsafe" does not wait to check the lengths.
-        counts = edges.diff()
-        totals = torch.segment_reduce(magnitudes, "sum", lengths=counts, unsafe=True, initial=0)
-        return pack_bits(values > 0), (totals / counts.clamp_(min=1)).to(torch.float32)
+        lengths = torch.searchsorted(tensor_index, tensors).diff()
+        counts = lengths.clamp(min=1)
+        totals = _sums(magnitudes, lengths)
+        means = totals / counts
+        if value_format == "1bit":
+            return pack_bits(values > 0), means.to(torch.float32)
+        return _two_levels(values, magnitudes, tensor_index, lengths, counts, totals, means)
     largest = magnitudes.new_zeros(num_tensors).scatter_reduce_(0, tensor_index.long(), magnitudes, "amax")
     if value_format == "int4":
         scales = largest.to(torch.float32)
         ratio = (magnitudes / scales.index_select(0, tensor_index)).nan_to_num_(nan=1.0)
         levels = ratio.log2_().div_(-LEVEL_HALVINGS).round_().clamp_(0, ZERO_LEVEL).to(torch.uint8)
-        return pack_nibbles(levels | ((values < 0).to(torch.uint8) << 3)), scales
+        return pack_codes(levels | ((values < 0).to(torch.uint8) << 3), 4), scales
     # Rounded down where rounding up would make 127 steps of it infinite.
     limit = torch.finfo(torch.float32).max
     scales = (largest / 127).to(torch.float32)
@@ -102,6 +108,31 @@ def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_
     # An infinite value over its infinite scale is NaN: keep its sign instead.
     steps = torch.where(values.isinf(), values.sign(), steps).round_().clamp_(-127, 127)
     return steps.to(torch.int8).view(torch.uint8), scales
+
+
+def _sums(values: Tensor, lengths: Tensor) -> Tensor:
+    # Unlike a scattered sum, this has a fixed order on a GPU. "Unsafe" does not wait to check the lengths.
+    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True, initial=0)
+
+
+def _two_levels(
+    values: Tensor,
+    magnitudes: Tensor,
+    tensor_index: Tensor,
+    lengths: Tensor,
+    counts: Tensor,
+    totals: Tensor,
+    means: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The codes of 2bit, packed, and its scales."""
+    is_large = magnitudes >= means.index_select(0, tensor_index)
+    products = totals + _sums(magnitudes * is_large, lengths)
+    squares = counts + 3 * _sums(is_large.to(torch.float64), lengths)
+    # The squared error of each is that of zeros less this. Twice the larger scale may be infinite, twice the mean not.
+    fits = (products * products / squares > totals * means) & (products / squares <= LARGEST_HALF)
+    scales = torch.where(fits, products / squares, means).to(torch.float32)
+    codes = (is_large & fits.index_select(0, tensor_index)).to(torch.uint8) << 1 | (values > 0)
+    return pack_codes(codes, 2), scales
 
 
 def decode_values(data: Tensor, count: int, tensor_index: Tensor, scales: Tensor, value_format: str) -> Tensor:
@@ -119,24 +150,31 @@ def decode_units(data: Tensor, count: int, value_format: str) -> Tensor:
     if value_format == "int8":
         return data[:count].view(torch.int8).to(torch.float32)
     if value_format == "int4":
-        codes = unpack_nibbles(data)[:count]
+        codes = unpack_codes(data, 4)[:count]
         table = torch.exp2(torch.arange(ZERO_LEVEL + 1, device=data.device) * -LEVEL_HALVINGS)
         table[ZERO_LEVEL] = 0.0
         return torch.cat([table, -table]).index_select(0, codes.int())
+    if value_format == "2bit":
+        codes = unpack_codes(data, 2)[:count].view(torch.int8)
+        return torch.where(codes > 1, 2.0, 1.0).copysign_((codes & 1) - 0.5)
     return unpack_bits(data[: num_bytes(count)], count).to(torch.float32).mul_(2).sub_(1)
 
 
-def pack_nibbles(codes: Tensor) -> Tensor:
-    """Pack codes below 16 (uint8), two to a byte and the first into the lower half."""
-    padded = torch.nn.functional.pad(codes, (0, 1)) if codes.numel() % 2 else codes
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes of 2 or 4 bits (uint8), the first into the lowest bits; the last byte is padded with zeros."""
+    spare = -codes.numel() % (8 // bits)
+    packed = torch.nn.functional.pad(codes, (0, spare)) if spare else codes
     # Both codes of a pair at once: the second one moves into the lower byte, and the cast drops the upper byte.
-    pairs = padded.view(torch.int16)
-    return (pairs | pairs >> 4).to(torch.uint8)
+    for width in (4,) if bits == 4 else (6, 4):
+        pairs = packed.view(torch.int16)
+        packed = (pairs | pairs >> width).to(torch.uint8)
+    return packed
 
 
-def unpack_nibbles(packed: Tensor) -> Tensor:
-    """Undo :func:`pack_nibbles`; an odd number of codes has one more zero at its end."""
-    return torch.stack([packed & 15, packed >> 4], dim=1).flatten()
+def unpack_codes(packed: Tensor, bits: int) -> Tensor:
+    """Undo :func:`pack_codes`; zeros follow where the last byte was padded."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+    return (packed.unsqueeze(1) >> shifts).bitwise_and_((1 << bits) - 1).flatten()
 
 
 def _viewed(data: Tensor, dtype: torch.dtype) -> Tensor:
