@@ -79,7 +79,9 @@ def noise(plan: BucketPlan, steps: int, seed: int = 1) -> Iterator[Tensor]:
         yield torch.randn(plan.bounds[-1][1] + 2, generator=generator).to(plan.dtype)
 
 
-@pytest.mark.parametrize(("value_format", "dtype"), list(zip(FORMATS, [*DTYPES, torch.float32, torch.float32], strict=True)))
+@pytest.mark.parametrize(
+    ("value_format", "dtype"), list(zip(FORMATS, [*DTYPES, torch.float32, torch.float32], strict=True))
+)
 def test_many_steps_are_those_of_the_ordinary_way(value_format: str, dtype: torch.dtype) -> None:
     plan = replace(PLAN, value_format=value_format, dtype=dtype, starts=(1, 301, 360, 561))
     deferred = [set(), set(), {0}, set(), {1, 2}, {0, 2}, set()]
