@@ -14,8 +14,6 @@ from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy
-from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -36,6 +34,7 @@ from lightning_dct.compress.awaited import clock_of
 from lightning_dct.config import DCTConfig, check_keywords
 from lightning_dct.failures import check_lifelines, group_is_made
 from lightning_dct.law import Given, RunSettings
+from lightning_dct.lightning_private import BackwardSyncControl, StrategyRegistry
 from lightning_dct.profiling import recorded
 from lightning_dct.strategy import DCTStrategy as TrainerStrategy
 from lightning_dct.sync import Synchronizer, UpdateSynchronizer
@@ -222,13 +221,13 @@ class DCTStrategy(DDPStrategy):
             yield
 
     @classmethod
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+    def register_strategies(cls, strategy_registry: StrategyRegistry) -> None:
         """Register this strategy's names with Fabric's registry."""
         for name, settings in TrainerStrategy.registered_names.items():
             strategy_registry.register(name, cls, description="DCT strategy for Fabric", override=True, **settings)
 
 
-class _NoBackwardSync(_BackwardSyncControl):
+class _NoBackwardSync(BackwardSyncControl):
     """Backward does not synchronise, so gradient accumulation has nothing to suspend."""
 
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
@@ -34,6 +33,7 @@ from lightning_dct.compress.awaited import clock_of
 from lightning_dct.failures import Lifeline, check_lifelines, group_is_made
 from lightning_dct.failures.course import EXCHANGE, IN_FORWARD
 from lightning_dct.law import Given, RunSettings
+from lightning_dct.lightning_private import StrategyRegistry
 from lightning_dct.profiling import shown_by
 from lightning_dct.saving import CheckpointedStrategy
 from lightning_dct.sync.setup import check_optimizers
@@ -250,7 +250,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
         gc.collect()
 
     @classmethod
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+    def register_strategies(cls, strategy_registry: StrategyRegistry) -> None:
         """Register this strategy's names with a Lightning registry."""
         for name, settings in cls.registered_names.items():
             described = ", ".join(f"`{setting}={value!r}`" for setting, value in settings.items())

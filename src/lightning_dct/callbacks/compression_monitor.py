@@ -24,6 +24,7 @@ from lightning_dct.callbacks.wandb_runs import (
 )
 from lightning_dct.compress.plan import local_of, real_numel
 from lightning_dct.config import check_integer
+from lightning_dct.lightning_private import is_logged, logged_step
 from lightning_dct.metrics import CompressionRatio
 from lightning_dct.tables import fact_table, format_bytes
 from lightning_dct.traffic import FP32_BYTES, Traffic, TrafficTotals, all_reduce_bytes
@@ -119,7 +120,7 @@ class CompressionMonitor(pl.Callback):
         steps = traffic.totals.steps
         synchronised, self._steps_before = steps > self._steps_before, steps
         # Each micro-batch of an optimizer step has the same logging step: log after the last one.
-        if not synchronised or not trainer.is_global_zero or not trainer._logger_connector.should_update_logs:
+        if not synchronised or not trainer.is_global_zero or not is_logged(trainer):
             return
         if (synchronizer := getattr(trainer.strategy, "synchronizer", None)) is not None:
             # A GPU reports the entries it has sent late. The norm of the residual waits for it anyway.
@@ -137,7 +138,7 @@ class CompressionMonitor(pl.Callback):
         if overflows := sum(module.overflows for module in _modules_of(trainer) if isinstance(module, SplitPoint)):
             metrics["dct/mp/overflows"] = overflows
         self._at_last_log = totals
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        step = logged_step(trainer)
         of_tensors: dict[str, Any] = {}
         if step >= self._next_tensors_at:
             of_tensors = self._tensors(trainer)
@@ -185,7 +186,7 @@ class CompressionMonitor(pl.Callback):
             print(f"\n{title}\n{fact_table(rows)}", flush=True)
         for logger in wandb_loggers(trainer):
             media = {**summary_media(tables), **self._tensors(trainer)}
-            logger.log_metrics(media, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+            logger.log_metrics(media, step=logged_step(trainer))
 
     def _totals(self, trainer: pl.Trainer) -> dict[str, TrafficTotals]:
         """The totals of data parallelism ("dp") and inside the model ("mp"); empty if nothing is counted."""

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from lightning_dct.activations import modules_of
 from lightning_dct.callbacks.requirements import InternalCallback
 from lightning_dct.embedding import ShardedEmbeddingBags
+from lightning_dct.lightning_private import is_last_of_evaluation
 
 
 class EvaluationJoin(InternalCallback):
@@ -32,8 +33,7 @@ class EvaluationJoin(InternalCallback):
 
     def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any, **__: Any) -> None:
         """Answer after the last batch."""
-        loop: Any = trainer._active_loop  # of this evaluation, also within fit
-        if loop.batch_progress.is_last_batch:
+        if is_last_of_evaluation(trainer):
             self._finish(trainer, pl_module)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end

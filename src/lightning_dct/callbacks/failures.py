@@ -13,11 +13,17 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_dct.callbacks.requirements import InternalCallback
 from lightning_dct.failures import Lifeline
+from lightning_dct.lightning_private import (
+    act_on_slurm_signal,
+    drop_agreement_on_signals,
+    end_on_sigterm,
+    handle_signals,
+    restore_agreement_on_signals,
+    signal_checkpoint_path,
+)
 
 # How long a rank whose training is over waits to hear that the others' is, too.
 PATIENCE_S = 10.0
-# Of Lightning's epoch loop; private, as what follows is.
-_AGREEMENT = "_broadcast_sigterm_tensor"
 
 
 class FailureNotice(InternalCallback):
@@ -76,16 +82,13 @@ class SignalsAfterStep(InternalCallback):
         self._lifeline, self._received = strategy.lifeline, []
         if self._lifeline is None and trainer.world_size > 1:
             return  # ranks that cannot agree leave it to Lightning
-        # Private: no hook lies between Lightning's handlers, which broadcast, and data loaders, which take long.
-        connector: Any = trainer._signal_connector
-        connector._sigterm_notifier_fn = connector._slurm_sigusr_handler_fn = self._record
+        handle_signals(trainer, self._record)
         if self._lifeline is not None:
-            # Lightning agrees on SIGTERM by a broadcast before every batch: a round trip on the link in each step.
-            setattr(trainer.fit_loop.epoch_loop, _AGREEMENT, _is_not_needed)
+            drop_agreement_on_signals(trainer)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Give Lightning its own agreement back."""
-        trainer.fit_loop.epoch_loop.__dict__.pop(_AGREEMENT, None)
+        restore_agreement_on_signals(trainer)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note the first step."""
@@ -116,22 +119,15 @@ class SignalsAfterStep(InternalCallback):
                 self._stop(trainer)
             elif not self._requeued:
                 self._requeued = True
-                connector: Any = trainer._signal_connector
-                type(connector)._slurm_sigusr_handler_fn(connector, signal_number, None)
+                act_on_slurm_signal(trainer, signal_number)
 
     on_test_batch_end = on_predict_batch_end = _act
 
     def _stop(self, trainer: pl.Trainer) -> None:
         if trainer.state.fn == TrainerFn.FITTING and not self._requeued:
             _save(trainer)
-        trainer._signal_connector.received_sigterm = True
-        # Lightning's launcher would take the ends of the other ranks for failures, and kill this one before its own.
-        getattr(trainer.strategy.launcher, "procs", []).clear()
+        end_on_sigterm(trainer)
         raise SIGTERMException(0 if self._requeued else 128 + signal.SIGTERM)
-
-
-def _is_not_needed() -> None:
-    """Lifelines carry signals, and cost nothing in a step without one."""
 
 
 def _save(trainer: pl.Trainer) -> None:
@@ -139,6 +135,6 @@ def _save(trainer: pl.Trainer) -> None:
     if any(isinstance(saver, OnExceptionCheckpoint) or getattr(saver, "save_on_exception", False) for saver in savers):
         return  # they save when they see the exception
     if savers:
-        path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
+        path = signal_checkpoint_path(trainer)
         trainer.save_checkpoint(path, weights_only=False)
         rank_zero_info(f'SIGTERM: {path} is saved. `fit(ckpt_path="hpc")` continues from it.')

@@ -27,9 +27,9 @@ import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.load import _METADATA_FILENAME
 from torch import Tensor
 
+from lightning_dct.lightning_private import METADATA_FILENAME
 from lightning_dct.traffic import TrafficTotals
 
 CHECKPOINT_KEY = "lightning_dct"
@@ -329,7 +329,7 @@ def fingerprint_of(file: str, compare: bool) -> str:
     """
     files, place = url_to_fs(file)
     if files.isdir(place):
-        place = f"{place}/{_METADATA_FILENAME}"
+        place = f"{place}/{METADATA_FILENAME}"
     with files.open(place, "rb") as opened:
         begins = opened.read(len(_ZIP))
         # Python also reads archives that begin with something else, and torch does not.

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,6 +17,7 @@ from lightning_dct.agreement import gather_objects
 from lightning_dct.checkpoint.checksums import check_sums, checksum_of_file, write_sums
 from lightning_dct.checkpoint.reading import on_all_ranks
 from lightning_dct.fsdp.wrapping import Unit, wrap
+from lightning_dct.lightning_private import METADATA_FILENAME
 
 AXES = ("replicate", "data_parallel", "tensor_parallel")
 
@@ -105,7 +105,7 @@ class MeshStrategy(ModelParallelStrategy):
         gathered = gather_objects(sums)
         if self.is_global_zero:
             write_sums(part, {name: one for theirs in gathered for name, one in theirs.items()})
-            torch.save(checkpoint, part / _METADATA_FILENAME)
+            torch.save(checkpoint, part / METADATA_FILENAME)
             replace(part, path)
         self.barrier()
 

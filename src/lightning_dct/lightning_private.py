@@ -1,0 +1,86 @@
+"""All that this package uses of Lightning's private parts (2.5 and 2.6), with the reason for each.
+
+A new version of Lightning can break this file, and no other.
+
+=================================  ==================================================================================
+private part                       no public hook lies there
+=================================  ==================================================================================
+``_signal_connector``              between Lightning's signal handlers, which broadcast, and data loaders, which take
+                                   long: a handler of ours records the signal, and all ranks act after the same step
+``_broadcast_sigterm_tensor``      Lightning agrees on SIGTERM by a broadcast before every batch: a round trip a step
+``launcher.procs``                 the launcher takes the ends of other ranks for failures, and kills its own first
+``_checkpoint_connector``          the name of the checkpoint that Lightning writes on a signal
+``_logger_connector``              whether this step is logged
+``_batches_that_stepped``          the number by which Lightning logs a step
+``_active_loop``                   of an evaluation, also within fit: whether this batch is its last
+``_StrategyRegistry``              the type of the argument of ``register_strategies``
+``_BackwardSyncControl``           how Fabric accumulates gradients
+``_METADATA_FILENAME``             the mark by which Lightning knows a folder of a distributed checkpoint
+=================================  ==================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.strategies.registry import _StrategyRegistry as StrategyRegistry
+from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
+from lightning.fabric.utilities.load import _METADATA_FILENAME as METADATA_FILENAME
+
+__all__ = ["METADATA_FILENAME", "BackwardSyncControl", "StrategyRegistry"]
+_AGREEMENT = "_broadcast_sigterm_tensor"
+
+
+def handle_signals(trainer: pl.Trainer, handler: Callable[[int, Any], None]) -> None:
+    """Have Lightning register this handler instead of its own; it removes it when the run ends."""
+    connector: Any = trainer._signal_connector
+    connector._sigterm_notifier_fn = connector._slurm_sigusr_handler_fn = handler
+
+
+def drop_agreement_on_signals(trainer: pl.Trainer) -> None:
+    """Have Lightning broadcast nothing before a batch."""
+    setattr(trainer.fit_loop.epoch_loop, _AGREEMENT, _is_not_needed)
+
+
+def restore_agreement_on_signals(trainer: pl.Trainer) -> None:
+    """Undo :func:`drop_agreement_on_signals`."""
+    trainer.fit_loop.epoch_loop.__dict__.pop(_AGREEMENT, None)
+
+
+def act_on_slurm_signal(trainer: pl.Trainer, signal_number: int) -> None:
+    """Save and requeue, as Lightning's own handler does."""
+    connector: Any = trainer._signal_connector
+    type(connector)._slurm_sigusr_handler_fn(connector, signal_number, None)
+
+
+def end_on_sigterm(trainer: pl.Trainer) -> None:
+    """Note that SIGTERM has been received, and have the launcher leave the other ranks alone."""
+    trainer._signal_connector.received_sigterm = True
+    getattr(trainer.strategy.launcher, "procs", []).clear()
+
+
+def signal_checkpoint_path(trainer: pl.Trainer) -> str:
+    """Where Lightning saves on a signal: ``hpc_ckpt_N.ckpt`` in ``default_root_dir``."""
+    return str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
+
+
+def is_logged(trainer: pl.Trainer) -> bool:
+    """Whether this step is logged."""
+    return bool(trainer._logger_connector.should_update_logs)
+
+
+def logged_step(trainer: pl.Trainer) -> int:
+    """The number by which Lightning logs this step."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def is_last_of_evaluation(trainer: pl.Trainer) -> bool:
+    """Whether this batch is the last of an evaluation; Lightning may not know."""
+    loop: Any = trainer._active_loop
+    return bool(loop.batch_progress.is_last_batch)
+
+
+def _is_not_needed() -> None:
+    """Lifelines carry signals, and cost nothing in a step without one."""
