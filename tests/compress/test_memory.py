@@ -7,11 +7,10 @@ import torch
 
 from lightning_dct.compress.bucket import Bucket, Compressed
 from lightning_dct.compress.memory import Memory, add_pieces, pieces_extent
-from lightning_dct.compress.plan import BucketPlan
-from lightning_dct.exchange.sharding import Piece
+from lightning_dct.compress.plan import BucketPlan, OwnedPiece
 
 CPU = torch.device("cpu")
-PIECES = {"a[2:5]": Piece("a[2:5]", "a", 2, 5, 0), "b": Piece("b", "b", 0, 3, 0)}
+PIECES = {"a[2:5]": OwnedPiece("a[2:5]", "a", 2, 5, 0), "b": OwnedPiece("b", "b", 0, 3, 0)}
 BUCKET = BucketPlan(("b", "a"), (3, 6), (0, 0), torch.float32, "fp32")
 SHARD = BucketPlan(("b", "a[2:5]"), (3, 3), (0, 0), torch.float32, "fp32")
 

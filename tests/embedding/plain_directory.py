@@ -5,7 +5,7 @@ from collections import defaultdict
 from torch import Tensor
 
 from embedding.reference import Emulation
-from lightning_dct.embedding.owners import Placement
+from lightning_dct.embedding.owners import RowOwners
 from lightning_dct.reference import Settings
 
 
@@ -57,7 +57,7 @@ class GrowingEmulation(Emulation):
     """All ranks of growing tables at once, for some ids that may occur: ``ids[table]``, in the order of their keys."""
 
     def __init__(
-        self, ids: list[Tensor], defaults: Tensor, placement: Placement, settings: Settings, room: int, admit_after: int
+        self, ids: list[Tensor], defaults: Tensor, placement: RowOwners, settings: Settings, room: int, admit_after: int
     ) -> None:
         tables = [row.repeat(len(known), 1) for row, known in zip(defaults, ids, strict=True)]
         super().__init__(tables, [known.numpy() for known in ids], placement, settings)

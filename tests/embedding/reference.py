@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.embedding.initial import initial_rows
-from lightning_dct.embedding.owners import Placement
+from lightning_dct.embedding.owners import RowOwners
 from lightning_dct.reference import Settings, look_up, return_gradients
 
 
@@ -42,7 +42,7 @@ def bags_of(ids: Tensor, offsets: Tensor | None, num_tables: int) -> list[list[l
 class Emulation:
     """All ranks at once, for the ids whose rows ``tables`` hold."""
 
-    def __init__(self, tables: list[Tensor], ids: list[np.ndarray], placement: Placement, settings: Settings) -> None:
+    def __init__(self, tables: list[Tensor], ids: list[np.ndarray], placement: RowOwners, settings: Settings) -> None:
         self.tables, self.dim, self.settings = tables, tables[0].shape[1], settings
         located = [placement.locate(np.full(len(known), table), known) for table, known in enumerate(ids)]
         self.owners, self.keys = [owner for owner, _ in located], [keys for _, keys in located]

@@ -11,7 +11,7 @@ from lightning_dct.compress.threshold import SMALLEST_THRESHOLD, nudge
 from lightning_dct.embedding import changes as changes_module
 from lightning_dct.embedding.changes import (
     Message,
-    Sent,
+    SentRows,
     decode_evicted,
     encode_evicted,
     evicted_num_bytes,
@@ -30,7 +30,7 @@ def read(message: Message, payload: Tensor) -> tuple[Tensor, Tensor]:
     return unpacked.positions, unpacked.values
 
 
-def compress_changes(accumulated: Tensor, message: Message, thresholds: np.ndarray) -> Sent:
+def compress_changes(accumulated: Tensor, message: Message, thresholds: np.ndarray) -> SentRows:
     """All of it added to nothing."""
     return changes_module.compress_changes(torch.zeros_like(accumulated), accumulated, message, thresholds)
 
@@ -157,7 +157,7 @@ def test_the_largest_go_whatever_the_threshold(dtype: torch.dtype) -> None:
     assert sent.positions.tolist() == [3]
 
 
-def unpacked(message: Message, sent: Sent, payload: Tensor) -> None:
+def unpacked(message: Message, sent: SentRows, payload: Tensor) -> None:
     try:
         positions, values = read(message, payload)
     except PayloadError:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dct import ShardedEmbeddingBags
-from lightning_dct.embedding.collected import Exchange
+from lightning_dct.embedding.collected import RowCollectives
 from lightning_dct.embedding.copies import RememberedRows
 from lightning_dct.embedding.row_gradients import CollectedGradients
 
@@ -20,7 +20,7 @@ def tensors_in(thing: Any) -> list[Tensor]:
         return [tensor for value in thing.values() for tensor in tensors_in(value)]
     if isinstance(thing, list | tuple):
         return [tensor for value in thing for tensor in tensors_in(value)]
-    kinds = ShardedEmbeddingBags | RememberedRows | CollectedGradients | Exchange
+    kinds = ShardedEmbeddingBags | RememberedRows | CollectedGradients | RowCollectives
     return tensors_in(vars(thing)) if isinstance(thing, kinds) else []
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dct import ShardedEmbeddingBags
-from lightning_dct.embedding.collected import Exchange, Incoming
+from lightning_dct.embedding.collected import Incoming, RowCollectives
 from lightning_dct.traffic import Traffic, TrafficTotals
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ def payload(rank: int, peer: int) -> torch.Tensor:
 
 
 def test_a_single_process_hears_itself_and_sends_nothing() -> None:
-    exchange, traffic = Exchange(None, CPU), Traffic()
+    exchange, traffic = RowCollectives(None, CPU), Traffic()
     assert (exchange.rank, exchange.world_size) == (0, 1)
     told = np.array([[3, 2**31 - 1]])
     assert exchange.announce(told, traffic).tolist() == told.tolist()
@@ -43,7 +43,7 @@ def test_tables_of_a_single_process_send_nothing(grad: bool) -> None:
 
 def exchanged() -> tuple[list[list[int]], int, list[list[int]], int]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    exchange = Exchange(dist.group.WORLD, CPU)
+    exchange = RowCollectives(dist.group.WORLD, CPU)
     announcing, sending = Traffic(), Traffic()
     told = np.array([[100 * rank + peer, -1, 2**31 - 1] for peer in range(world_size)])
     heard = exchange.announce(told, announcing, least=-1)

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_dct.embedding.owners import Placement, place_tables
+from lightning_dct.embedding.owners import RowOwners, place_tables
 from strategies_for_hypothesis import examples
 
 Case = tuple[list[int], int, list[float] | None]
@@ -16,7 +16,7 @@ def cases(draw: st.DrawFn) -> Case:
     return sizes, draw(st.integers(1, 6)), draw(st.none() | lookups)
 
 
-def owners_by_loop(placement: Placement) -> list[dict[tuple[int, int], int]]:
+def owners_by_loop(placement: RowOwners) -> list[dict[tuple[int, int], int]]:
     """For each rank the place of every row it owns: table after table, rows ascending, places without gaps."""
     places: list[dict[tuple[int, int], int]] = [{} for _ in range(placement.world_size)]
     for table, rows in enumerate(placement.table_rows):
@@ -26,7 +26,7 @@ def owners_by_loop(placement: Placement) -> list[dict[tuple[int, int], int]]:
     return places
 
 
-def is_whole(placement: Placement, table: int) -> bool:
+def is_whole(placement: RowOwners, table: int) -> bool:
     return placement.block_rows[table] >= placement.table_rows[table]
 
 

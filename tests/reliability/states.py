@@ -29,18 +29,18 @@ from lightning_dct.checkpoint.merging import merge_states
 from lightning_dct.checkpoint.reading import agreed_notes
 from lightning_dct.checkpoint.row_files import INDEX
 from lightning_dct.compress.memory import Memory
+from lightning_dct.compress.plan import OwnedPiece
 from lightning_dct.embedding import ShardedEmbeddingBags
 from lightning_dct.embedding.copies import RememberedRows
 from lightning_dct.embedding.files import load_rows, save_rows
 from lightning_dct.embedding.owners import place_tables
 from lightning_dct.embedding.resume import check_memory
-from lightning_dct.exchange.sharding import Piece
 from reliability.mutations import mutate
 
 TABLES, DIM = (50, 7), 4
 SIZES = {"a.weight": 120, "b.bias": 9}
 NOTE = make_note(world_size=4, synchronisations=12, save="5f0c93ab", stages=2)
-PIECES = {"a.weight[0:60]": Piece("a.weight[0:60]", "a.weight", 0, 60, 0)}
+PIECES = {"a.weight[0:60]": OwnedPiece("a.weight[0:60]", "a.weight", 0, 60, 0)}
 
 
 class Case(NamedTuple):

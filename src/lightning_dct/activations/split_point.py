@@ -21,7 +21,7 @@ from lightning_dct.activations.codec import (
 )
 from lightning_dct.activations.module import CompressedModule
 from lightning_dct.activations.noise import mixed_seed
-from lightning_dct.checkpoint import CheckpointError
+from lightning_dct.checksums import CheckpointError
 from lightning_dct.compress.awaited import Awaited
 from lightning_dct.compress.threshold import GUARD_RESELECT, entries_at, keep_largest, kth_magnitude, nudge
 from lightning_dct.config import check_choice, check_density, check_integer

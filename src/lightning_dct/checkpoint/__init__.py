@@ -5,11 +5,10 @@
     reading     the same on all ranks, or an error on all of them
     merging     the states of all ranks, for another number of ranks
     row_files   rows of sharded tables, piece by piece
-    checksums   of texts, of tensors, and of the files of a folder
 
 Strategies save and load with these in :mod:`lightning_dct.saving`; each part of the package gives its own state.
 """
 
-from lightning_dct.checkpoint.format import CheckpointError
+from lightning_dct.checksums import CheckpointError
 
 __all__ = ["CheckpointError"]

@@ -29,6 +29,7 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 
+from lightning_dct.checksums import CheckpointError
 from lightning_dct.lightning_private import METADATA_FILENAME
 from lightning_dct.traffic import TrafficTotals
 
@@ -38,10 +39,6 @@ FORMAT_VERSION = 4
 REMEDY = "Restore it from a copy, or resume from an earlier checkpoint."
 # How a file of `torch.save` begins.
 _ZIP = b"PK\x03\x04"
-
-
-class CheckpointError(ValueError):
-    """A checkpoint, or a file beside it, is damaged or belongs to another; the message names the file and the field."""
 
 
 # What a value must be, with the test of it; or the rules of a dict's keys and entries; or a rule for each field.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dct.checkpoint.format import CheckpointError
+from lightning_dct.checksums import CheckpointError
 from lightning_dct.compress.memory import add_pieces, pieces_extent
 
 

@@ -14,12 +14,10 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_dct.agreement import gather_objects
-from lightning_dct.checkpoint.checksums import checksum_of
 from lightning_dct.checkpoint.format import (
     CHECKPOINT_KEY,
     NOTE_FIELDS,
     REMEDY,
-    CheckpointError,
     check_note,
     fingerprint_of,
     identity,
@@ -28,6 +26,7 @@ from lightning_dct.checkpoint.format import (
     state_path,
 )
 from lightning_dct.checkpoint.merging import merge_states, put_together
+from lightning_dct.checksums import CheckpointError, checksum_of
 from lightning_dct.sync import Synchronizer
 
 # The errors after which `missing_state="reset"` continues.

@@ -21,7 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
 from lightning_dct.agreement import gather_objects
-from lightning_dct.checkpoint.checksums import with_checksum, without_checksum
+from lightning_dct.checksums import with_checksum, without_checksum
 
 INDEX = "index"
 

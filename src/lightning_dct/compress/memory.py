@@ -20,9 +20,8 @@ from torch import Tensor
 from lightning_dct.compress.awaited import Awaited, read_together
 from lightning_dct.compress.bucket import Bucket, Compressed, Received
 from lightning_dct.compress.on_host import apply, compress, decompress, decompress_own
-from lightning_dct.compress.plan import BucketPlan
+from lightning_dct.compress.plan import BucketPlan, OwnedPiece
 from lightning_dct.compress.threshold import Thresholds
-from lightning_dct.exchange.sharding import Piece
 
 
 class Residuals:
@@ -90,7 +89,7 @@ class Memory:
         awaited: Numbers that GPUs have not delivered yet.
     """
 
-    def __init__(self, pieces: Mapping[str, Piece], guard: bool, undoable: bool, kernel: str = "auto") -> None:
+    def __init__(self, pieces: Mapping[str, OwnedPiece], guard: bool, undoable: bool, kernel: str = "auto") -> None:
         self.thresholds = Thresholds()
         self.residuals = Residuals()
         self.owned = Residuals()

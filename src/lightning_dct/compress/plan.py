@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,24 @@ from torch.distributed.tensor import DTensor
 from lightning_dct.compress.threshold import entries_at
 from lightning_dct.config import DCTConfig
 from lightning_dct.wire import BITS_PER_VALUE, PayloadLayout
+
+
+class OwnedPiece(NamedTuple):
+    """Entries ``start`` to ``stop`` of a flattened parameter.
+
+    Attributes:
+        label: The parameter's name, followed by the range unless the piece is all of it.
+        name: The parameter's name.
+        start: Its first entry.
+        stop: One after its last.
+        owner: The rank it belongs to.
+    """
+
+    label: str
+    name: str
+    start: int
+    stop: int
+    owner: int
 
 
 @dataclass(frozen=True)

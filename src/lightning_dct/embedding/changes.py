@@ -51,7 +51,7 @@ class Message(NamedTuple):
     tables: list[int]  # these tables, ascending
 
 
-class Sent(NamedTuple):
+class SentRows(NamedTuple):
     """A message, and what remains to be sent."""
 
     payload: Tensor  # shape `[message.layout.num_bytes]`, uint8
@@ -71,7 +71,7 @@ def message_about(row_tables: Int64Array, dim: int, density: float, value_format
 
 def compress_changes(
     rows: Tensor, addend: Tensor, message: Message, thresholds: Float64Array, scale: float = 1.0
-) -> Sent:
+) -> SentRows:
     """Add to rows, select entries of the sums, and pack them.
 
     Zeros are never sent, because 1bit has none. If a table has infinite or NaN sums, only those are sent: ``rows``
@@ -123,7 +123,7 @@ def compress_changes(
     _guard(message, thresholds, reached, finite, flat)
     payload = pack(layout, flags, values, counts, flat.new_empty(0, dtype=torch.uint8))
     received = unpack_values(layout, payload, counts)
-    return Sent(payload, positions, received, values - received.to(values.dtype))
+    return SentRows(payload, positions, received, values - received.to(values.dtype))
 
 
 def encode_evicted(residuals: Tensor, value_format: str) -> Tensor:

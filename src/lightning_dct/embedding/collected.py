@@ -34,7 +34,7 @@ class Incoming(NamedTuple):
         return self.parts
 
 
-class Exchange:
+class RowCollectives:
     """All-to-all between the ranks of a group (None for a single process), with payloads on a device."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class Exchange:
         self.device = device
 
     @classmethod
-    def among_all(cls, device: torch.device) -> Exchange:
+    def among_all(cls, device: torch.device) -> RowCollectives:
         """An exchange between all ranks; a collective call if there are several.
 
         It has a group of its own, because Lightning broadcasts on the default group in between.

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_dct.config import check_integer
 from lightning_dct.embedding.cache import CACHE_ARRAYS, RowCache
 from lightning_dct.embedding.initial import initial_rows
-from lightning_dct.embedding.owners import ID_SPACE, Int64Array, Placement, place_by_hash
+from lightning_dct.embedding.owners import ID_SPACE, Int64Array, RowOwners, place_by_hash
 from lightning_dct.embedding.sharded import Pooling, ShardedEmbeddingBags
 from lightning_dct.embedding.state import is_row_state
 
@@ -171,7 +171,7 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
         """The settings that must be the same on every rank, by name."""
         return {**super().agreed_settings(), "max_rows": self.max_rows, "admit_after": self.admit_after}
 
-    def place(self, world_size: int) -> Placement:
+    def place(self, world_size: int) -> RowOwners:
         """Assign rows to ranks by hash."""
         return place_by_hash(len(self.table_rows), world_size)
 

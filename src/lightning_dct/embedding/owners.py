@@ -46,7 +46,7 @@ class RowRange(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Placement:
+class RowOwners:
     """The owner and the place of every row, the same on every rank."""
 
     world_size: int
@@ -106,7 +106,7 @@ class Placement:
 
 def place_tables(
     table_rows: Sequence[int], world_size: int, expected_lookups: Sequence[float] | None = None
-) -> Placement:
+) -> RowOwners:
     """Balance rows (memory) and look-ups (traffic) over the ranks.
 
     All tables of a module have the same dimension, so rows measure their bytes. ``expected_lookups`` per sample of each
@@ -134,11 +134,11 @@ def place_tables(
         first_rank[table] = rank
         memory[rank] += memory_of[table]
         traffic[rank] += traffic_of[table]
-    return Placement(world_size, tuple(table_rows), tuple(block_rows), tuple(first_rank))
+    return RowOwners(world_size, tuple(table_rows), tuple(block_rows), tuple(first_rank))
 
 
 @dataclass(frozen=True)
-class HashedPlacement(Placement):
+class HashedOwners(RowOwners):
     """The owner and the key of every possible row of growing tables; see :func:`place_by_hash`."""
 
     @cached_property
@@ -165,10 +165,10 @@ class HashedPlacement(Placement):
         return self.tables_of(rank, places), places & ((1 << self._id_bits) - 1)
 
 
-def place_by_hash(num_tables: int, world_size: int) -> HashedPlacement:
+def place_by_hash(num_tables: int, world_size: int) -> HashedOwners:
     """The placement of growing tables."""
     spaces = (ID_SPACE,) * num_tables
-    return HashedPlacement(world_size, spaces, spaces, (0,) * num_tables)
+    return HashedOwners(world_size, spaces, spaces, (0,) * num_tables)
 
 
 def _hash(numbers: Int64Array) -> npt.NDArray[np.uint64]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_dct.checkpoint import CheckpointError
 from lightning_dct.embedding.cache import CACHE_ARRAYS
-from lightning_dct.embedding.owners import Placement
+from lightning_dct.embedding.owners import RowOwners
 from lightning_dct.embedding.row_gradients import CollectedGradients
 from lightning_dct.embedding.state import TableState
 
@@ -65,7 +65,7 @@ def restore_memory(module: TableState, states: Sequence[Mapping[str, Any]]) -> N
 
 
 def check_memory(
-    state: Mapping[str, Any], table_rows: Sequence[int], dim: int, kind: type[Placement] = Placement
+    state: Mapping[str, Any], table_rows: Sequence[int], dim: int, kind: type[RowOwners] = RowOwners
 ) -> None:
     """Check sizes, ranges and dtypes in the result of :func:`memory_of` on one rank.
 
@@ -90,7 +90,7 @@ def check_memory(
     )
 
 
-def _check_parts(state: Mapping[str, Any], saved: Placement, dim: int) -> None:
+def _check_parts(state: Mapping[str, Any], saved: RowOwners, dim: int) -> None:
     tables = len(saved.table_rows)
     if not (
         saved.world_size >= 1

@@ -13,7 +13,7 @@ from lightning_dct.kernels import add_rows
 
 def deliver(weight: Tensor, pooled: Tensor, send_gradient: Callable[[Tensor], None]) -> Tensor:
     """Make backward call ``send_gradient`` with the gradient of ``pooled``. It sets the gradient of ``weight``."""
-    return _Deliver.apply(weight, pooled, send_gradient)
+    return _DeliverRows.apply(weight, pooled, send_gradient)
 
 
 def when_backward_ends(finish: Callable[[], None]) -> None:
@@ -67,7 +67,7 @@ class CollectedGradients:
         weight.grad = gradient if weight.grad is None else (weight.grad + gradient).coalesce()
 
 
-class _Deliver(torch.autograd.Function):
+class _DeliverRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, pooled: Tensor, send_gradient: Callable[[Tensor], None]) -> Tensor:
         ctx.send_gradient = send_gradient

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from lightning_dct.activations import CompressedModule
-from lightning_dct.embedding.collected import Exchange
+from lightning_dct.embedding.collected import RowCollectives
 from lightning_dct.embedding.copies import RememberedRows
 from lightning_dct.embedding.initial import initial_rows
 from lightning_dct.embedding.kept_pieces import PIECES, KeptPieces
-from lightning_dct.embedding.owners import Int64Array, Placement, place_tables
+from lightning_dct.embedding.owners import Int64Array, RowOwners, place_tables
 from lightning_dct.embedding.row_gradients import CollectedGradients
 from lightning_dct.traffic import Traffic
 
@@ -39,8 +39,8 @@ class TableState(CompressedModule):
     expected_lookups: list[float] | None
     seed: int
     initial_bounds: np.typing.NDArray[np.float32]
-    placement: Placement
-    exchange_group: Exchange
+    placement: RowOwners
+    exchange_group: RowCollectives
     peers: list[int]  # the other ranks
     remembered_dtype: torch.dtype  # fp64 for fp64 rows, else fp32
     held: dict[int, RememberedRows]  # by owner, this rank's copies of other ranks' rows
@@ -73,7 +73,7 @@ class TableState(CompressedModule):
         if not torch.sparse.check_sparse_tensor_invariants.is_enabled():
             # This is the default. Setting it keeps torch's sparse optimizers from warning.
             torch.sparse.check_sparse_tensor_invariants.disable()
-        self.exchange_group = Exchange.among_all(self.weight.device)
+        self.exchange_group = RowCollectives.among_all(self.weight.device)
         rank, world_size = self.exchange_group.rank, self.exchange_group.world_size
         self.placement = self.place(world_size)
         self.peers = [peer for peer in range(world_size) if peer != rank]
@@ -83,7 +83,7 @@ class TableState(CompressedModule):
             self.initialize_rows()
         self.reset_memory()
 
-    def place(self, world_size: int) -> Placement:
+    def place(self, world_size: int) -> RowOwners:
         """Decide which rank owns which row."""
         return place_tables(self.table_rows, world_size, self.expected_lookups)
 

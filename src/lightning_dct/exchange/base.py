@@ -16,9 +16,8 @@ from torch.futures import Future
 
 from lightning_dct.compress.bucket import Bucket, Compressed, Received
 from lightning_dct.compress.memory import Memory
-from lightning_dct.compress.plan import BucketPlan
+from lightning_dct.compress.plan import BucketPlan, OwnedPiece
 from lightning_dct.exchange.collectives import Link, all_reduce_mean, all_reduce_mean_sparse
-from lightning_dct.exchange.sharding import Piece
 from lightning_dct.traffic import Traffic
 
 # The exchange of one bucket. It starts a collective and yields its work, the caller waits for that and resumes it, and
@@ -41,7 +40,7 @@ class Exchange(ABC):
     everyone: Link
     link_traversals: float
     rounds = 1
-    pieces: Mapping[str, Piece] = {}
+    pieces: Mapping[str, OwnedPiece] = {}
     sums_first = False
     made: Sequence[dist.ProcessGroup] = ()
 

@@ -40,7 +40,7 @@ from torch import Tensor
 from lightning_dct.compress.bucket import Bucket, Compressed, OwnPayload, Received
 from lightning_dct.compress.memory import Memory
 from lightning_dct.compress.on_host import counting
-from lightning_dct.compress.plan import BucketPlan
+from lightning_dct.compress.plan import BucketPlan, OwnedPiece
 from lightning_dct.exchange.base import Exchange, Flow, count_entries, unused_tensors
 from lightning_dct.exchange.collectives import (
     Link,
@@ -49,7 +49,7 @@ from lightning_dct.exchange.collectives import (
     deliver_payloads,
     spread_payload,
 )
-from lightning_dct.exchange.sharding import Cutter, Piece, owned_by
+from lightning_dct.exchange.sharding import Cutter, owned_by
 
 
 def link_traversals(exchange: str, world_size: int, ranks_per_node: int = 1) -> float:
@@ -84,7 +84,7 @@ class Sharded(Exchange):
 
     rounds = 2
 
-    def __init__(self, everyone: Link, pieces: Mapping[str, tuple[Piece, ...]], defer_unused: bool) -> None:
+    def __init__(self, everyone: Link, pieces: Mapping[str, tuple[OwnedPiece, ...]], defer_unused: bool) -> None:
         self.everyone = everyone
         self.link_traversals = link_traversals("sharded", everyone.size)
         self.pieces = owned_by(pieces, everyone.rank)
@@ -125,7 +125,12 @@ class ByNode(Exchange):
     sums_first = True
 
     def __init__(
-        self, everyone: Link, inside: Link, between: Link, pieces: Mapping[str, tuple[Piece, ...]], defer_unused: bool
+        self,
+        everyone: Link,
+        inside: Link,
+        between: Link,
+        pieces: Mapping[str, tuple[OwnedPiece, ...]],
+        defer_unused: bool,
     ) -> None:
         self.everyone = everyone
         self.pieces = owned_by(pieces, inside.rank)

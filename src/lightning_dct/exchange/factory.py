@@ -12,12 +12,12 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_debug
 from torch import Tensor
 
-from lightning_dct.compress.plan import BucketPlan, Plans, real_dtype, real_numel
+from lightning_dct.compress.plan import BucketPlan, OwnedPiece, Plans, real_dtype, real_numel
 from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.base import Exchange
 from lightning_dct.exchange.collectives import Link
 from lightning_dct.exchange.compressed import AllGather, ByNode, Sharded, link_traversals
-from lightning_dct.exchange.sharding import Piece, share_out, sums_of
+from lightning_dct.exchange.sharding import share_out, sums_of
 from lightning_dct.traffic import Traffic, all_gather_bytes, all_reduce_bytes
 
 # The sharded exchange has a second threshold and a second collective. So it must send at most 1 / 1.5 of the bytes,
@@ -130,9 +130,9 @@ def plan_model(config: DCTConfig, parameters: Mapping[str, Tensor], traversals: 
 
 def share_model(
     config: DCTConfig, parameters: Mapping[str, Tensor], traversals: float, owners: int
-) -> dict[str, tuple[Piece, ...]]:
+) -> dict[str, tuple[OwnedPiece, ...]]:
     """Divide a model among owners; frozen and trained parameters separately, so that both are spread evenly."""
-    pieces: dict[str, tuple[Piece, ...]] = {}
+    pieces: dict[str, tuple[OwnedPiece, ...]] = {}
     for trained in (True, False):
         some = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad == trained}
         if some:

@@ -12,29 +12,11 @@ from functools import cached_property
 from itertools import chain, pairwise
 from typing import NamedTuple
 
-from lightning_dct.compress.plan import BucketPlan
+from lightning_dct.compress.plan import BucketPlan, OwnedPiece
 from lightning_dct.wire import BITS_PER_VALUE
 
 # Entries that a piece sends at least. Smaller pieces waste more by rounding up; larger ones spread less evenly.
 SMALLEST_PIECE = 32
-
-
-class Piece(NamedTuple):
-    """Entries ``start`` to ``stop`` of a flattened parameter.
-
-    Attributes:
-        label: The parameter's name, followed by the range unless the piece is all of it.
-        name: The parameter's name.
-        start: Its first entry.
-        stop: One after its last.
-        owner: The rank it belongs to.
-    """
-
-    label: str
-    name: str
-    start: int
-    stop: int
-    owner: int
 
 
 @dataclass(frozen=True)
@@ -70,7 +52,7 @@ def sums_of(plan: BucketPlan) -> BucketPlan:
     return replace(plan, targets=tuple(targets), value_format=value_format)
 
 
-def share_out(model: BucketPlan, owners: int) -> dict[str, tuple[Piece, ...]]:
+def share_out(model: BucketPlan, owners: int) -> dict[str, tuple[OwnedPiece, ...]]:
     """Divide a model's tensors among owners, so that about as many bytes are sent for each.
 
     Returns:
@@ -78,7 +60,7 @@ def share_out(model: BucketPlan, owners: int) -> dict[str, tuple[Piece, ...]]:
     """
     weights = [_bits(size, target, model) for size, target in zip(model.sizes, model.targets, strict=True)]
     loads = [0] * owners
-    pieces: dict[str, tuple[Piece, ...]] = {}
+    pieces: dict[str, tuple[OwnedPiece, ...]] = {}
     # The heaviest first; its pieces go to the owners with the smallest load.
     for index in sorted(range(len(weights)), key=lambda index: (-weights[index], index)):
         name, size = model.names[index], model.sizes[index]
@@ -86,7 +68,7 @@ def share_out(model: BucketPlan, owners: int) -> dict[str, tuple[Piece, ...]]:
         edges = [size * part // count for part in range(count + 1)]
         takers = sorted(sorted(range(owners), key=lambda owner: (loads[owner], owner))[:count])
         pieces[name] = tuple(
-            Piece(name if count == 1 else f"{name}[{start}:{stop}]", name, start, stop, owner)
+            OwnedPiece(name if count == 1 else f"{name}[{start}:{stop}]", name, start, stop, owner)
             for owner, (start, stop) in zip(takers, pairwise(edges), strict=True)
         )
         for owner in takers:
@@ -117,7 +99,7 @@ class Cut(NamedTuple):
         return {index for index, tensor in enumerate(owned) if tensor in tensors}
 
 
-def cut(bucket: BucketPlan, pieces: Mapping[str, tuple[Piece, ...]], owners: int) -> Cut:
+def cut(bucket: BucketPlan, pieces: Mapping[str, tuple[OwnedPiece, ...]], owners: int) -> Cut:
     """Divide a bucket among the owners of its pieces; an owner's shard may be empty."""
     rows: list[list[tuple[str, int, int, int, int]]] = [[] for _ in range(owners)]
     for tensor, (name, size, target) in enumerate(zip(bucket.names, bucket.sizes, bucket.targets, strict=True)):
@@ -137,7 +119,7 @@ def cut(bucket: BucketPlan, pieces: Mapping[str, tuple[Piece, ...]], owners: int
 class Cutter:
     """Divides buckets among the owners of ``pieces`` (by tensor name), each bucket once."""
 
-    def __init__(self, pieces: Mapping[str, tuple[Piece, ...]], owners: int) -> None:
+    def __init__(self, pieces: Mapping[str, tuple[OwnedPiece, ...]], owners: int) -> None:
         self._pieces, self._owners = pieces, owners
         # By the bucket's names. The plan of another density replaces the one before.
         self._known: dict[tuple[str, ...], tuple[BucketPlan, Cut]] = {}
@@ -149,6 +131,6 @@ class Cutter:
         return self._known[bucket.names][1]
 
 
-def owned_by(pieces: Mapping[str, tuple[Piece, ...]], owner: int) -> dict[str, Piece]:
+def owned_by(pieces: Mapping[str, tuple[OwnedPiece, ...]], owner: int) -> dict[str, OwnedPiece]:
     """The pieces of one owner, by label."""
     return {piece.label: piece for parts in pieces.values() for piece in parts if piece.owner == owner}

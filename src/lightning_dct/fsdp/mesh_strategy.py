@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_dct.agreement import gather_objects
-from lightning_dct.checkpoint.checksums import check_sums, checksum_of_file, write_sums
 from lightning_dct.checkpoint.reading import on_all_ranks
+from lightning_dct.checksums import check_sums, checksum_of_file, write_sums
 from lightning_dct.fsdp.wrapping import Unit, wrap
 from lightning_dct.lightning_private import METADATA_FILENAME
 

@@ -34,7 +34,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dct.checkpoint.checksums import checksum_of
+from lightning_dct.checksums import checksum_of
 from lightning_dct.compress.bucket import Bucket, Received
 from lightning_dct.compress.on_host import counting
 from lightning_dct.compress.plan import BucketPlan, local_of, real_dtype, real_numel

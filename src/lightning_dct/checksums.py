@@ -11,6 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+
+class CheckpointError(ValueError):
+    """A checkpoint, or a file beside it, is damaged or belongs to another; the message names the file and the field."""
+
+
 SUMS = "checksums.json"
 
 
