@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import math
 import time
@@ -63,8 +64,10 @@ class StepTimer(Callback):
             self.history.append({"step": trainer.global_step, "seconds": self._seconds, "metrics": metrics})
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        # Views share a storage, which counts once.
+        # Views share a storage, which counts once. The collector sees no gradient that Python has not touched.
+        gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
         found = (item for item in gc.get_objects() if type(item) in (torch.Tensor, torch.nn.Parameter))
+        found = itertools.chain(gradients, found)
         storages = (tensor.untyped_storage() for tensor in found if tensor.layout == torch.strided)
         self.tensor_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

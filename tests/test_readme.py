@@ -19,11 +19,13 @@ from typing import Any
 import pytest
 
 import comparison.runs
+import peers
 from compare import main
 from distributed.scripts import TRAIN, run_here
 from lightning_dct import cost
 from lightning_dct.commands import main as command_line
 from lightning_dct.cost import Speed
+from made_up_results import run_in_no_time
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -128,5 +130,11 @@ def test_command(words, tmp_path, ranks, monkeypatch):
             assert main(settings) == 0
             rows = [line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("| ")]
             assert len(rows) == 2 + rest.count("--strategy")
+        case ["python", "experiments/peers.py", *rest]:
+            # What each row trains is tested where the methods are.
+            monkeypatch.setattr(comparison.runs, "run_alone", run_in_no_time([], lambda _: {"loss": 1.0}))
+            assert peers.main([*rest, "--loopback", "--output", str(tmp_path)]) == 0
+            page = (tmp_path / "peers-1000.md").read_text()
+            assert all(f"| {name} |" in page or f"- {name}: left out" in page for name in rest[1:])
         case _:
             pytest.fail(f"the README has a command that no test runs: {' '.join(words)}")
