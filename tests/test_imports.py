@@ -8,7 +8,7 @@ from pathlib import Path
 import lightning_dct
 
 # transformers is none of ours; torchmetrics imports it where it is.
-OPTIONAL = ["hydra", "omegaconf", "wandb", "numba", "rich", "tokenizers", "matplotlib", "transformers"]
+OPTIONAL = ["hydra", "omegaconf", "wandb", "numba", "rich", "tokenizers", "matplotlib", "transformers", "torchft"]
 
 WITHOUT_OPTIONAL_PACKAGES = f"""
     import importlib.metadata as metadata
@@ -65,6 +65,10 @@ def test_works_without_any_optional_package(tmp_path: Path) -> None:
     )
     assert type(trainer.strategy) is lightning_dct.DCTStrategy
     trainer.fit(BoringModel())
+    try:
+        lightning_dct.DCTElasticStrategy()
+    except ImportError as error:
+        print("elastic", error)
     print("steps", trainer.global_step, trainer.strategy.synchronizer.synchronisations)
     print("loaded", sorted(set(OPTIONAL) & {name.partition(".")[0] for name in sys.modules}))
     """
@@ -72,6 +76,7 @@ def test_works_without_any_optional_package(tmp_path: Path) -> None:
     printed = run(textwrap.dedent(script), tmp_path)
     assert "steps 2 2" in printed
     assert "loaded []" in printed
+    assert "elastic `strategy='dct_elastic'` needs torchft 0.2.0: pip install 'lightning-dct[elastic]'" in printed
     assert "Synchronisation" not in printed  # nobody to send to
 
 

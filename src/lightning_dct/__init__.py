@@ -1,14 +1,15 @@
 """Dynamic Communication Thresholding for PyTorch Lightning: a hundredth of the gradient bytes.
 
 Importing this package registers the strategy names ``dct``, ``dct_spawn``, ``dct_fork``, ``dct_notebook``,
-``dct_auto`` and ``dct_find_unused_parameters_true``, ``dct_pipeline`` with three of these endings, and ``dct_fsdp``,
-with ``lightning.pytorch.Trainer``.
+``dct_auto`` and ``dct_find_unused_parameters_true``, ``dct_pipeline`` with three of these endings, ``dct_fsdp`` and
+``dct_elastic``, with ``lightning.pytorch.Trainer``.
 
     config      the settings                           wire        how entries become bytes
     threshold   selection and the guard between        gradients   residual, hook, exchange
     kernels     the hot path over memory               traffic     bytes and time, counted
     strategy    Lightning's side of it                 callbacks   refresh and monitoring
     pipeline    stages of a model on several ranks     fsdp        replicas that FSDP2 shards
+    elastic     ranks that come and go
 """
 
 import sys
@@ -20,6 +21,7 @@ from lightning_dct.activations import SplitPoint, subspace
 from lightning_dct.callbacks import CompressionMonitor, EmbeddingPruning, ThresholdRefresh
 from lightning_dct.checkpoint import CheckpointError
 from lightning_dct.config import DCTConfig
+from lightning_dct.elastic import DCTElasticStrategy
 from lightning_dct.embedding import GrowingEmbeddingBags, RowWiseAdagrad, ShardedEmbeddingBags
 from lightning_dct.fsdp import DCTFSDPStrategy
 from lightning_dct.metrics import CompressionRatio
@@ -31,6 +33,7 @@ __all__ = [
     "CompressionMonitor",
     "CompressionRatio",
     "DCTConfig",
+    "DCTElasticStrategy",
     "DCTFSDPStrategy",
     "DCTPipelineStrategy",
     "DCTStrategy",
@@ -53,7 +56,7 @@ def _refuse_other_lightning(**_: object) -> None:
     )
 
 
-for _strategy in (DCTStrategy, DCTPipelineStrategy, DCTFSDPStrategy):
+for _strategy in (DCTStrategy, DCTPipelineStrategy, DCTFSDPStrategy, DCTElasticStrategy):
     _strategy.register_strategies(StrategyRegistry)
     if "pytorch_lightning.strategies" in sys.modules:
         for _name in _strategy.registered_names:

@@ -12,12 +12,15 @@ import torch
 import wandb  # noqa: F401
 
 from distributed.harness import TESTS
+from lightning_dct.elastic.present import import_torchft
 from lightning_dct.kernels import cpu_kernel
 from lightning_dct.kernels.bits import flags_num_bytes
 from lightning_dct.kernels.plain import Sent
 
 with contextlib.suppress(ImportError):
     import rich.table  # noqa: F401
+with contextlib.suppress(ImportError):
+    import_torchft()
 
 torch.set_num_threads(1)
 # The first call of numba's kernels takes a second, and much longer where they are not yet compiled.

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -114,8 +113,7 @@ def agreed_notes(notes: Any, path: str, fingerprints: Sequence[str] = ()) -> lis
 
 def digest_of(synchronizer: Synchronizer) -> dict[str, Any]:
     """What all ranks that exchange with this one must have alike, each tensor as a checksum; and these ranks."""
-    ranks = dist.get_process_group_ranks(synchronizer.exchange.everyone.group)
-    return {"ranks": ranks} | {
+    return {"ranks": list(synchronizer.peers)} | {
         name: checksum_of(value) if isinstance(value, Tensor) else value
         for name, value in synchronizer.shared_state().items()
     }

@@ -1,0 +1,106 @@
+"""Starts the ranks of one machine beside a process that starts them again.
+
+    this process, rank 0 --- supervisor ---+--- rank 1        each starts again when it dies, rank 0 too
+                                           +--- rank 2
+                                           +--- lighthouse, unless TORCHFT_LIGHTHOUSE names another
+
+If this process dies, the others go on. If it fails with an exception or is interrupted, all end. With
+``LOCAL_RANK`` or another launcher's environment, as with one process for each machine, nothing is started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd, _hydra_subprocess_cmd
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+
+from lightning_dct.elastic import supervisor
+from lightning_dct.elastic.present import HEARTBEAT_S, LIGHTHOUSE
+
+# Set in a process that was started again.
+RESTARTED = supervisor.RESTARTED
+
+
+class RestartingLauncher(_SubprocessScriptLauncher):
+    """Lightning's launcher of scripts, with a supervisor for its processes.
+
+    ``patience`` is that of the strategy, and ``restarts`` how many times processes are started again, together.
+    """
+
+    def __init__(self, environment: Any, processes: int, nodes: int, patience: float, restarts: int) -> None:
+        super().__init__(environment, processes, nodes)
+        self._patience, self._restarts = patience, restarts
+        self._supervisor: subprocess.Popen[str] | None = None
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Start the other ranks if nobody else does, and call the function as rank 0 of this machine."""
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally and (
+            self.num_processes > 1 or (LIGHTHOUSE not in os.environ and self.num_nodes == 1)
+        ):
+            self._start_supervisor()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        try:
+            result = function(*args, **kwargs)
+        except BaseException:
+            self._tell("stop")
+            raise
+        self._tell("done")
+        return result
+
+    def kill(self, signum: Any) -> None:
+        """End the other ranks."""
+        self._tell("stop")
+
+    def _start_supervisor(self) -> None:
+        self._check_can_spawn_children()
+        environment = self.cluster_environment
+        os.environ["NODE_RANK"] = str(environment.node_rank())
+        os.environ["LOCAL_RANK"] = str(environment.local_rank())
+        os.environ["WORLD_SIZE"] = str(self.num_processes * self.num_nodes)
+        task = {
+            "commands": [_command(rank) for rank in range(self.num_processes)],
+            "lighthouse": None if LIGHTHOUSE in os.environ else [int(1000 * self._patience), int(1000 * HEARTBEAT_S)],
+            "restarts": self._restarts,
+        }
+        reads, writes = os.pipe()
+        self._supervisor = subprocess.Popen(
+            [sys.executable, str(Path(supervisor.__file__)), str(writes)],
+            stdin=subprocess.PIPE,
+            text=True,
+            pass_fds=(writes,),
+        )
+        os.close(writes)
+        self._tell(json.dumps(task))
+        with os.fdopen(reads) as answer:
+            address = answer.readline().strip()
+        if not address:
+            raise RuntimeError("The supervisor of the ranks has not started. Its error is above.")
+        os.environ[LIGHTHOUSE] = address
+
+    def _tell(self, line: str) -> None:
+        if self._supervisor is not None and self._supervisor.stdin is not None:
+            try:
+                self._supervisor.stdin.write(line + "\n")
+                self._supervisor.stdin.flush()
+            except OSError:  # it has ended, as it does when it is interrupted
+                self._supervisor = None
+
+
+def _command(rank: int) -> tuple[list[str], str | None]:
+    """What starts a rank, and in which folder."""
+    if "hydra" in sys.modules:
+        from hydra.core.hydra_config import HydraConfig
+
+        if HydraConfig.initialized():
+            command, folder = _hydra_subprocess_cmd(rank)
+            return list(command), folder
+    return list(_basic_subprocess_cmd()), None

@@ -1,0 +1,196 @@
+"""The ranks that are present: a quorum of torchft, and a group of theirs that is made anew when it changes.
+
+    meet      wait for the others, in a quorum; whoever is behind first takes the state of a peer
+    gather    every rank's bytes, in the group of this quorum
+    agree     whether this rank takes what was gathered; a rank that does not is behind at the next meeting
+
+Each rank is a replica group of its own, with a ``Manager`` and a store. Ranks that are not heard of for
+``HEARTBEAT_S`` are gone. The *lighthouse* forms the quorums.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import AllgatherOptions, BroadcastOptions  # type: ignore[attr-defined]
+
+from lightning_dct.failures.sockets import name_of_this_host
+
+VERSION = "0.2.0"
+LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
+# A rank that is not heard of for so long is gone: half a second is not enough where two cores run four ranks.
+HEARTBEAT_S = 2.0
+# How long a collective or a transfer may wait for a rank that has stopped since the quorum.
+TRANSFER_S = 8.0
+# How long a rank waits for the others' next exchange, which may be a validation away.
+MEETING_S = 3600.0
+
+
+def import_torchft() -> Any:
+    """torchft, quiet: it would print a line for each request.
+
+    Raises:
+        ImportError: It is not installed, or another version is.
+    """
+    os.environ.setdefault("RUST_LOG", "error")
+    try:
+        from importlib.metadata import version
+
+        found = version("torchft")
+        import torchft
+    except ImportError as error:
+        raise ImportError(
+            f"`strategy='dct_elastic'` needs torchft {VERSION}: pip install 'lightning-dct[elastic]'"
+        ) from error
+    if found != VERSION:
+        raise ImportError(
+            f"`strategy='dct_elastic'` needs torchft {VERSION}, and {found} is installed: pip install"
+            " 'lightning-dct[elastic]'"
+        )
+    logging.getLogger("torchft").setLevel(logging.CRITICAL)
+    return torchft
+
+
+class PresentRanks:
+    """This rank among those that are present; a :class:`~lightning_dct.exchange.collectives.Link` takes it as a group.
+
+    Args:
+        rank: This rank's number among those that were asked for.
+        lighthouse: Its address, such as ``http://10.0.0.1:29510``.
+        give: What a rank that is behind gets from this one; called in a thread while this rank waits in :meth:`meet`.
+        take: Takes that from a peer, within :meth:`meet`.
+
+    Attributes:
+        lost: Meetings of this rank that have brought nothing.
+        trouble: Why the last of them has not.
+    """
+
+    def __init__(self, rank: int, lighthouse: str, give: Callable[[], Any], take: Callable[[Any], None]) -> None:
+        torchft = import_torchft()
+        where = urlsplit(lighthouse)
+        if not where.hostname or not where.port:
+            raise ValueError(f"{LIGHTHOUSE} must be an address such as 'http://10.0.0.1:29510'; got {lighthouse!r}.")
+        host = name_of_this_host(where.hostname)
+        self._lighthouse = lighthouse
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._group = torchft.ProcessGroupGloo(timeout=timedelta(seconds=TRANSFER_S))
+        self._manager = torchft.Manager(
+            pg=self._group,
+            load_state_dict=take,
+            state_dict=give,
+            min_replica_size=1,
+            use_async_quorum=False,
+            timeout=timedelta(seconds=TRANSFER_S),
+            quorum_timeout=timedelta(seconds=MEETING_S),
+            connect_timeout=timedelta(seconds=TRANSFER_S),
+            rank=0,
+            world_size=1,
+            store_addr=host,
+            store_port=self._store.port,
+            lighthouse_addr=lighthouse,
+            # Quorums are in the order of these names, so the lowest rank that is present comes first.
+            replica_id=f"{rank:06}",
+            hostname=host,
+            checkpoint_transport=_transport(host),
+            init_sync=False,
+        )
+        self._size, self._rank = 1, 0
+        self.lost = 0
+        self.trouble = ""
+
+    def size(self) -> int:
+        """The number of ranks in the last quorum."""
+        return self._size
+
+    def rank(self) -> int:
+        """This rank's place among them."""
+        return self._rank
+
+    @property
+    def round(self) -> int:
+        """The number of meetings with an agreement, on all ranks that are not behind."""
+        return int(self._manager.current_step())
+
+    @property
+    def quorum(self) -> int:
+        """The number of the group of the last quorum; a failed meeting is followed by another group."""
+        return int(self._manager._quorum_id)
+
+    def meet(self) -> bool:
+        """Wait for the other ranks that are alive, and return whether there is a group with them."""
+        try:
+            self._manager.start_quorum()
+            self._size, self._rank = self._manager.num_participants(), self._manager.participating_rank()
+        except Exception as error:  # torchft's clients raise many kinds
+            self.trouble = f"the lighthouse at {self._lighthouse} does not answer ({_first_line(error)})"
+            self._warn()
+            return False
+        return self._manager.errored() is None or self.agree()
+
+    def gather(self, sent: Tensor) -> Tensor | None:
+        """What all ranks of the meeting have sent, by rank: shape ``[ranks, *sent.shape]``; None if that has failed."""
+        received = [torch.empty_like(sent) for _ in range(self._size)]
+        try:
+            self._group.allgather([received], [sent], AllgatherOptions()).wait()
+        except Exception as error:
+            self._manager.report_error(error)
+            return None
+        return torch.stack(received)
+
+    def spread(self, tensor: Tensor) -> None:
+        """Overwrite a tensor with that of the first rank of the meeting."""
+        try:
+            self._group.broadcast([tensor], BroadcastOptions()).wait()
+        except Exception as error:
+            self._manager.report_error(error)
+
+    def agree(self) -> bool:
+        """End a meeting, and return whether this rank takes what it has brought; if not, it is behind."""
+        failed = self._manager.errored()
+        try:
+            if self._manager.should_commit():
+                return True
+        except Exception as error:
+            failed = error
+        self.trouble = _first_line(failed) if failed else "a rank has left"
+        self.lost += 1
+        return False
+
+    def forget(self) -> None:
+        """Be behind again: a peer had nothing to give."""
+        self._manager.load_state_dict({"step": 0, "batches_committed": 0})
+
+    def close(self) -> None:
+        """Leave: the others go on without this rank."""
+        with suppress(Exception):
+            self._manager.shutdown(wait=False)
+
+    def _warn(self) -> None:
+        self.lost += 1
+        if self.lost == 1:
+            rank_zero_warn(f"A round is lost: {self.trouble}. This rank trains on by itself until it meets the others.")
+
+
+def _transport(host: str) -> Any:
+    """Gives this rank's state to a peer by HTTP, without a line for each request."""
+    from torchft.checkpointing import HTTPTransport
+
+    made: Any = HTTPTransport(timeout=timedelta(seconds=TRANSFER_S), num_chunks=0)
+    port = made._server.socket.getsockname()[1]
+    made.address = lambda: f"http://{host}:{port}/checkpoint/"  # its own is a name, which peers may not know
+    made._server.RequestHandlerClass.log_message = lambda *_: None
+    return made
+
+
+def _first_line(error: BaseException) -> str:
+    return str(getattr(error, "original_exception", error)).strip().split("\n")[0][:200]

@@ -1,0 +1,370 @@
+"""``Trainer(strategy="dct_elastic")``: local updates among the ranks that are present, each a process of its own.
+
+A rank joins when its fit begins: it takes a checkpoint from a peer, over the network, and resumes from that. It leaves
+when it dies or its fit ends. In between it meets the others in exchanges only, at the end of a batch.
+
+What else Lightning does with all ranks, this rank does by itself, in a process group of its own: a barrier, a broadcast
+and a reduction of logged values wait for nobody. So every rank evaluates all the data.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_only as utils_rank_zero_only
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_dct.__about__ import __version__
+from lightning_dct.agreement import describe_parameters
+from lightning_dct.callbacks import EvaluationJoin, RunAdvice
+from lightning_dct.callbacks.requirements import InternalCallback
+from lightning_dct.checksums import checksum_of
+from lightning_dct.elastic.launcher import RESTARTED, RestartingLauncher
+from lightning_dct.elastic.present import LIGHTHOUSE, PresentRanks, import_torchft
+from lightning_dct.elastic.updates import ElasticUpdates, Header, gathering, refuse_dtypes
+from lightning_dct.saving import STATE_KEY
+from lightning_dct.strategy import DCTStrategy
+from lightning_dct.sync.setup import parameter_names
+from lightning_dct.tables import plain_table
+
+# How long a rank waits at the start of a run for the others that were asked for.
+START_S = 300.0
+
+
+class DCTElasticStrategy(DCTStrategy):
+    """Data-parallel training in which ranks may die, stall, join and leave; see :mod:`lightning_dct.elastic.updates`.
+
+    On one machine, ``devices=4`` starts four processes, and starts one again that has died. On several, start each
+    process by itself, with ``TORCHFT_LIGHTHOUSE`` and the ``NODE_RANK`` of its own, under something that starts it
+    again. ``trainer.world_size`` and samplers mean the ranks that were asked for.
+
+    Example::
+
+        trainer = Trainer(strategy=DCTElasticStrategy(local_steps=8), devices=4, accelerator="cpu")
+
+    Args:
+        patience: Seconds for which an exchange waits for a rank that is alive and has not come. It then goes on without
+            that rank, which takes part in a later one.
+        restarts: How many times the processes of one machine are started again, together.
+        **kwargs: As for :class:`~lightning_dct.DCTStrategy`, except what needs all ranks.
+
+    Raises:
+        ImportError: torchft is missing.
+        ValueError: A setting needs all ranks.
+    """
+
+    strategy_name = "dct_elastic"
+    registered_names: ClassVar[dict[str, dict[str, Any]]] = {"dct_elastic": {}}
+    restore_checkpoint_after_setup = True
+
+    def __init__(self, accelerator: Any = None, *, patience: float = 10.0, restarts: int = 10, **kwargs: Any) -> None:
+        import_torchft()
+        for setting, only in ONLY.items():
+            if kwargs.get(setting, only[0]) not in only:
+                raise ValueError(
+                    f"`strategy='dct_elastic'` cannot take `{setting}={kwargs[setting]!r}`, which needs all ranks."
+                    " Leave it out, or use `strategy='dct'`."
+                )
+        super().__init__(accelerator, **{**kwargs, "exchange": "all_gather", "lifelines": False})
+        self.patience, self.restarts = patience, restarts
+        self._pretends = False
+        self._given: Mapping[str, Any] | None = None
+        self._marked, self._trained = 0.0, False
+        self._loss = torch.zeros(())
+
+    # Ranks, and what they do together.
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that were asked for."""
+        return 1 if self._pretends else super().world_size
+
+    @property
+    def global_rank(self) -> int:
+        """This rank's number among them."""
+        return 0 if self._pretends else super().global_rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the first of them."""
+        return self.global_rank == 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """This rank's part of the training data; all of the data to evaluate."""
+        trainer: Any = self._module.trainer
+        if trainer.training:
+            return super().distributed_sampler_kwargs
+        return {"num_replicas": 1, "rank": 0}
+
+    @contextmanager
+    def _by_itself(self) -> Iterator[None]:
+        """Save and load as a run of one rank does."""
+        self._pretends = True
+        try:
+            yield
+        finally:
+            self._pretends = False
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        settings = self.patience, self.restarts
+        self._launcher = RestartingLauncher(self.cluster_environment, self.num_processes, self.num_nodes, *settings)
+
+    def setup_distributed(self) -> None:
+        """Make a process group of this rank alone."""
+        reset_seed()
+        self.set_world_ranks()
+        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+        if not dist.is_initialized():
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+    # Joining.
+
+    def connect(self, model: pl.LightningModule) -> None:
+        """Add the callbacks that this strategy works with."""
+        super().connect(model)
+        trainer: Any = getattr(model, "_trainer", None)
+        if trainer is not None:
+            ours = (
+                [] if any(isinstance(one, ExchangeAfterBatch) for one in trainer.callbacks) else [ExchangeAfterBatch()]
+            )
+            rest = [one for one in trainer.callbacks if not isinstance(one, RunAdvice | EvaluationJoin)]
+            trainer.callbacks[:] = [*ours, *rest]
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Set up the model, then join the others or start with them."""
+        module = self._module
+        if not module.automatic_optimization:
+            raise ValueError("`strategy='dct_elastic'` needs automatic optimization. Use `strategy='dct'`.")
+        if self.sharded_tables():
+            raise ValueError("`strategy='dct_elastic'` cannot shard tables: rows would die with a rank. Use `'dct'`.")
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            # Before the view of the shared weights, too.
+            trainer.callbacks.sort(key=lambda one: not isinstance(one, ExchangeAfterBatch))  # type: ignore[attr-defined]
+            self._join()
+            if self._given is not None:
+                # Lightning restores from this what it would from a file.
+                trainer._checkpoint_connector._loaded_checkpoint = dict(self._given["checkpoint"])
+
+    def _make_updates(self, are_alike: bool = False) -> ElasticUpdates:
+        names = parameter_names(self._module)
+        refuse_dtypes(names)
+        lighthouse = os.environ.get(LIGHTHOUSE)
+        if lighthouse is None:
+            raise ValueError(
+                f"`strategy='dct_elastic'` with several machines needs the address of a lighthouse in {LIGHTHOUSE}."
+            )
+        self._given = None
+        self.present = PresentRanks(self.global_rank, lighthouse, self._give, self._take)
+        exchange = gathering(self.present, self.world_size, self.traffic)
+
+        def buffers() -> dict[str, Tensor]:
+            return {name: b for name, b in self._module.named_buffers() if b.is_floating_point() and b.numel()}
+
+        every = (lambda: self.optimizers), (lambda: list(self._module.parameters()))
+        return ElasticUpdates(self.config, names, exchange, buffers, *every, rank=self.global_rank)
+
+    @property
+    def _elastic(self) -> ElasticUpdates:
+        assert isinstance(self.synchronizer, ElasticUpdates)
+        return self.synchronizer
+
+    def _join(self) -> None:
+        """Take the state of a peer if the run has begun; else wait for the other ranks and start alike."""
+        present, began = self.present, time.monotonic()
+        settings = zlib.crc32(repr(self._settings()).encode())
+        restarted = os.environ.get(RESTARTED) == "1"
+        while True:
+            late = time.monotonic() - began > START_S
+            if not present.meet():
+                time.sleep(1.0)
+                continue
+            header = Header(self.global_rank, -1, 0, settings, 0, ready=int(late and not restarted))
+            gathered = present.gather(torch.tensor(header, dtype=torch.int64))
+            headers = [] if gathered is None else [Header(*row) for row in gathered.tolist()]
+            if not headers or any(one.step >= 0 for one in headers):
+                if present.agree() and self._given is not None:
+                    break
+            elif len({one.num_bytes for one in headers}) > 1:
+                raise ValueError(
+                    f"The ranks have different settings, or models. Those of rank {self.global_rank}: "
+                    f"{self._settings()}"
+                )
+            elif len(headers) >= self.world_size or any(one.ready for one in headers):
+                for tensor in (*self._module.parameters(), *self._module.buffers()):
+                    same = tensor.detach().contiguous()
+                    present.spread(same)
+                    tensor.detach().copy_(same)
+                if present.agree():
+                    break
+            elif late and restarted:
+                raise RuntimeError("This rank was started again, and the others have finished or are gone.")
+            time.sleep(0.2)
+        if self._given is not None and self._given["settings"] != self._settings():
+            raise ValueError(
+                f"The run that this rank joins has other settings: {self._given['settings']}, and here"
+                f" {self._settings()}."
+            )
+        said = "has joined a run" if self._given is not None else "starts"
+        print(f"lightning_dct: rank {self.global_rank} {said}, {present.size()} ranks are present.", flush=True)
+
+    def _settings(self) -> dict[str, str]:
+        parameters = zlib.crc32(repr(describe_parameters(self._module)).encode())
+        chosen = {name: repr(value) for name, value in vars(self.given.config).items() if name != "kernel"}
+        return {**chosen, "lightning_dct": __version__, "torch": torch.__version__, "parameters": f"{parameters:x}"}
+
+    def _give(self) -> dict[str, Any]:
+        """This rank's state for a peer, at a meeting: nothing in it changes before the meeting ends."""
+        if self._given is not None or self._elastic.step == 0:
+            return dict(self._given or {})
+        state = self._state()
+        weights = self._elastic.weights
+        shared = {name: weights.shared(name) for name in weights.parameters}
+        state |= {"weights": {}, "shared": {}}
+        checkpoint = self._module.trainer._checkpoint_connector.dump_checkpoint(False)
+        checkpoint[STATE_KEY] = state
+        return {**self._elastic.give(), "settings": self._settings(), "checkpoint": checkpoint, "shared": shared}
+
+    def _take(self, given: Mapping[str, Any]) -> None:
+        if not given:
+            self.present.forget()
+        elif self._elastic.step:
+            self._elastic.catch_up(given, given["shared"])
+        else:
+            self._given = given
+
+    # Training.
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step; a rank that is behind or slow passes over it, with the last loss and no gradients."""
+        if not self._elastic.trains:
+            return self._loss.clone().requires_grad_()
+        output = super().training_step(*args, **kwargs)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        self._loss = loss.detach() if isinstance(loss, Tensor) else self._loss
+        return output
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Step, and count it."""
+        trains = self._elastic.trains
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._trained = trains
+        return output
+
+    def after_batch(self) -> None:
+        """Exchange updates if that is due; Lightning has counted the batch."""
+        updates, now = self._elastic, time.monotonic()
+        updates.count(self._trained, now - self._marked)
+        if updates.due:
+            updates.exchange_updates()
+        self.mark()
+
+    def mark(self) -> None:
+        """Begin to measure the time of a step."""
+        self._marked, self._trained = time.monotonic(), False
+
+    def on_train_start(self) -> None:
+        """Begin to measure."""
+        super().on_train_start()
+        if self._given is not None:
+            self._elastic.note_peer(self._given)
+            self._given = None
+        self.mark()
+
+    def on_validation_end(self) -> None:
+        """Measure steps without the validation."""
+        super().on_validation_end()
+        self.mark()
+
+    def on_train_end(self) -> None:
+        """Leave the others, and say what each rank has done."""
+        super().on_train_end()
+        updates = self._elastic
+        tallies = sorted(updates.tallies.items())
+        rows = [["rank", "steps trained", "exchanges"]]
+        rows += [[str(rank), f"{tally.trained:,}", f"{tally.exchanges:,}"] for rank, tally in tallies]
+        rank_zero_info(
+            f"Ranks that this one has met in {updates.exchanges} exchanges, in {updates.seconds_met:.1f} s;"
+            f" {updates.present.lost} more have failed:\n" + plain_table(rows)
+        )
+        self.present.close()
+
+    def teardown(self) -> None:
+        """Leave the others."""
+        if self.synchronizer is not None:
+            self.present.close()
+        super().teardown()
+
+    # Checkpoints: one rank writes them, as a run of one rank does.
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Save from the first rank that is present."""
+        if self._writes():
+            with self._by_itself():
+                super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove from the first rank that is present."""
+        if self._writes():
+            with self._by_itself():
+                super().remove_checkpoint(filepath)
+
+    def _writes(self) -> bool:
+        return self.present.rank() == 0 if self.is_fitting else self.global_rank == 0
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint, or what a peer has given to this rank.
+
+        Raises:
+            ValueError: The ranks start with different checkpoints.
+        """
+        if self._given is not None:
+            return dict(self._given["checkpoint"])
+        with self._by_itself():
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if self._module.trainer.state.fn == TrainerFn.FITTING:
+            tensors = [value for value in checkpoint["state_dict"].values() if isinstance(value, Tensor)]
+            digest = zlib.crc32(repr([checksum_of(tensor) for tensor in tensors]).encode())
+            seen = self.present.gather(torch.tensor([digest, int(checkpoint["global_step"]), 0, 0, 0, 0]))
+            if seen is None or bool((seen != seen[0]).any()):
+                raise ValueError(
+                    f"The ranks start with different checkpoints; that of rank {self.global_rank} is"
+                    f" {checkpoint_path}. Copy the same file and folder to every machine."
+                )
+        return checkpoint
+
+
+class ExchangeAfterBatch(InternalCallback):
+    """Exchanges updates before other callbacks see the weights after a batch."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        """Exchange updates if that is due."""
+        trainer.strategy.after_batch()  # type: ignore[attr-defined]
+
+
+# What cannot be elastic, and the values that can.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "compress": ("updates",),
+    "delay": (0,),
+    "exchange": ("auto", "all_gather"),
+    "lifelines": (False, True),
+    "target_overhead": (None,),
+    "process_group": (None,),
+    "find_unused_parameters": (False,),
+}

@@ -1,0 +1,339 @@
+"""Exchanges updates among the ranks that are present, and lets a rank catch up that has missed some.
+
+    present r      a_r = w_r - S,   c_r = the entries of a_r that reach a threshold         as in ``dct``
+                   all-gather of a header: the step, the steps trained, the pace
+                   all-gather of c_r and the floating-point buffers, then the vote
+    committed      m = 1 / sqrt(W n) * sum of c_r,   S += m,   w_r += m - c_r               W: those that have sent
+
+Nothing changes before the vote. So a rank that has failed before it is behind by this round and has lost nothing: at
+its next meeting it takes the shared weights ``S'`` of a peer, and ``w_r += S' - S``, less ``c_r`` if the others have
+added that. Between two exchanges ranks owe each other nothing.
+
+*Every rank has the same step.* A rank that has missed some passes over the steps up to that of the others without
+training; a slow one does the same at the end of each round (skipped iterations: Luo et al., *Hop*, ASPLOS 2019).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_dct.compress.bucket import Bucket, Received
+from lightning_dct.compress.plan import BucketPlan, real_dtype, real_numel
+from lightning_dct.elastic.present import PresentRanks
+from lightning_dct.exchange.collectives import Link
+from lightning_dct.exchange.compressed import AllGather
+from lightning_dct.sync.rounds import Rounds
+from lightning_dct.sync.shared_weights import IN_PLACE
+from lightning_dct.sync.updates import UpdateSynchronizer
+from lightning_dct.traffic import all_gather_bytes
+
+# A rank as fast as this share of the median trains every step; measured times vary by less.
+AS_FAST = 0.8
+# How often a rank tries to meet the others before it leaves.
+FAREWELLS = 3
+# Rounds of which a rank knows in which quorum they were: one that has missed more starts with nothing held back.
+REMEMBERED = 100
+
+
+class Header(NamedTuple):
+    """What a rank says before it sends, as int64.
+
+    Attributes:
+        rank: Its number among those that were asked for.
+        step: Optimizer steps of the run, those passed over included; -1 of a rank that is joining.
+        trained: Of these, how many it has trained since its last exchange.
+        num_bytes: What it would send.
+        nanoseconds: Its time for a step.
+        ready: Whether a joining rank starts with those that are there, or any other leaves.
+    """
+
+    rank: int
+    step: int
+    trained: int
+    num_bytes: int
+    nanoseconds: int
+    ready: int = 0
+
+
+class Tally(NamedTuple):
+    """What a rank has done, as far as this one has seen it: steps trained, and exchanges it has taken part in."""
+
+    trained: int
+    exchanges: int
+
+
+class ElasticUpdates(UpdateSynchronizer):
+    """Exchanges the updates of one rank's weights with the ranks that are present.
+
+    Attributes:
+        due: Whether the next exchange is due.
+        train_until: The step up to which this rank trains in this round.
+        resume_at: The step of the others, if this rank is behind; it passes over those before.
+        passed_over: Steps that this rank has not trained.
+        exchanges: Exchanges that this rank has taken part in.
+        seconds_met: Time in meetings, in which this rank has waited for others.
+        tallies: What the ranks of all exchanges have done, by rank.
+    """
+
+    present: PresentRanks
+
+    def __init__(self, *args: Any, rank: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.present = self.exchange.everyone.group  # type: ignore[assignment]
+        self._rank = rank
+        self._alone = False  # others may come
+        self.peers = (0,)  # what is compared with all ranks is this rank's alone
+        self.due = False
+        self.train_until = self.resume_at = 0
+        self.passed_over = self.exchanges = self._trained = 0
+        self.seconds_met = self._seconds_trained = 0.0
+        self.tallies: dict[int, Tally] = {}
+        self._said: list[int] = []
+        self._round = 0
+        # By round: the quorum in which this rank has committed it. And what it has sent in one that has failed.
+        self._commits: deque[tuple[int, int]] = deque(maxlen=REMEMBERED)
+        self._unsure: tuple[int, int, list[tuple[list[str], BucketPlan, Tensor]]] | None = None
+        self._mean_buffers: dict[str, Tensor] = {}
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps of the run, those passed over included."""
+        return self._the_rounds.steps
+
+    @property
+    def trains(self) -> bool:
+        """Whether this rank trains the next step, or passes over it."""
+        return self.step >= self.resume_at and (not self.train_until or self.step < self.train_until)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Count a step; the exchange comes when the batch ends, where a checkpoint can be made for a joiner."""
+        rounds = self._rounds[self._number_of(optimizer)]
+        self.request_refresh_when_due()
+        rounds.steps += 1
+        self.synchronisations += 1
+        self.steps_since_refresh += 1
+        self._count_dense(rounds)
+        self.due = rounds.steps > self.resume_at and bool(self._due(rounds))
+
+    def count(self, trained: bool, seconds: float) -> None:
+        """Count a step that was trained, in so many seconds, or was passed over."""
+        self._trained += trained
+        self._seconds_trained += seconds
+        self.passed_over += not trained
+
+    def exchange_updates(self) -> None:
+        """Meet the others and exchange updates with them; nothing happens if that fails."""
+        self.due, began = False, time.monotonic()
+        self.train_until, self._round = 0, self.present.round
+        self.weights.hide()
+        with self.traffic.timed("exchange"):
+            met = self.present.meet()  # a rank that is behind has the others' shared weights afterwards
+        if met:
+            self._exchange()
+        self.seconds_met += time.monotonic() - began
+
+    def apply_all(self) -> None:
+        """Meet the others once more before leaving: a rank that has missed the last exchange takes it from them."""
+        self.weights.hide()
+        self._round = self.present.round
+        header = torch.tensor(Header(self._rank, self.step, 0, 0, 0, ready=1), dtype=torch.int64)
+        for _ in range(FAREWELLS):
+            if self.present.meet() and self.present.gather(header) is not None and self.present.agree():
+                return
+
+    def _exchange(self) -> None:
+        rounds, present = self._the_rounds, self.present
+        buckets = self._plans(rounds)
+        buffers = self._buffer_bytes()
+        num_bytes = sum(plan.layout.num_bytes for _, plan in buckets) + buffers.numel()
+        pace = int(1e9 * self._seconds_trained / max(1, self._trained))
+        gathered = present.gather(
+            torch.tensor(Header(self._rank, rounds.steps, self._trained, num_bytes, pace), dtype=torch.int64)
+        )
+        if gathered is None:
+            present.agree()
+            return
+        headers = [Header(*row) for row in gathered.tolist()]
+        if any(header.step < 0 or header.ready for header in headers):
+            # A joiner has the weights from before this exchange, so all keep what they would send. A rank that leaves
+            # has none to send.
+            if present.agree():
+                self._commits.append((present.round - 1, present.quorum))
+            return
+        step, own = max(header.step for header in headers), headers[present.rank()]
+        sizes = {header.num_bytes for header in headers if header.step == step}
+        if len(sizes) > 1:
+            raise ValueError(
+                "The ranks send different things ("
+                + ", ".join(f"rank {h.rank}: {h.num_bytes} bytes" for h in headers)
+                + "). Use the same model, settings and version of lightning_dct on every rank."
+            )
+        sends = own.step == step and own.trained > 0
+        self.memory.begin(1.0, refresh=False)
+        if sends:
+            self._forget_thresholds([names for names, _ in buckets])
+            payloads = [self._compress(names, plan) for names, plan in buckets]
+        else:
+            payloads = []
+        size = next(iter(sizes))
+        sent = torch.cat([*payloads, buffers]) if sends else torch.zeros(size, dtype=torch.uint8)
+        self.exchange.everyone.count(all_gather_bytes(size, present.size()))
+        rows = present.gather(sent)
+        this_round, quorum = present.round, present.quorum
+        if not present.agree() or rows is None:
+            parts = [(names, plan, payload) for (names, plan), payload in zip(buckets, payloads, strict=bool(payloads))]
+            self._unsure = (this_round, quorum, parts) if sends else None
+            return
+        self._commits.append((this_round, quorum))
+        senders = [place for place, header in enumerate(headers) if header.step == step and header.trained > 0]
+        if senders:
+            self._take(rounds, buckets, rows[senders], senders.index(present.rank()) if sends else None)
+        if own.step < step:
+            self.resume_at = step
+        self._note(headers, step)
+        self._trained, self._seconds_trained = 0, 0.0
+
+    def _take(self, rounds: Rounds, buckets: list[tuple[list[str], BucketPlan]], rows: Tensor, own: int | None) -> None:
+        """Add what the senders have sent, ``[senders, bytes]``; ``own`` is this rank's row."""
+        start = 0
+        decay = self.config.residual_decay if rounds.steps <= self.config.warmup_steps else 1.0
+        with self.traffic.timed("apply"):
+            for names, plan in buckets:
+                stop = start + plan.layout.num_bytes
+                received = Received(rows[:, start:stop], plan, 1.0 / len(rows), own)
+                start = stop
+                bucket = self._in_place(names)
+                if own is not None:
+                    self.memory.apply(received, bucket)
+                    if decay < 1.0:
+                        for new, base in zip(bucket.news, bucket.bases, strict=True):
+                            new.lerp_(base, 1.0 - decay)
+                else:
+                    before = [base.clone() for base in bucket.bases]
+                    self.memory.apply(received, Bucket([], bucket.bases, None))
+                    for new, base, old in zip(bucket.news, bucket.bases, before, strict=True):
+                        new.add_(base - old)
+            self._take_buffers(rows[:, start:])
+        self.memory.awaited.poll()
+        self.exchanges += 1
+
+    def _compress(self, names: list[str], plan: BucketPlan) -> Tensor:
+        with self.traffic.timed("compress"):
+            compressed = self.memory.compress(self._in_place(names), plan, set())
+        entries = sum(plan.sizes)
+        self.traffic.add(entries=entries, entries_sent=int(compressed.num_entries) + compressed.num_dense)
+        return compressed.payload
+
+    def _in_place(self, names: list[str]) -> Bucket:
+        bucket = self.weights.bucket(names)
+        assert bucket is not None  # others are refused
+        return bucket
+
+    def _plans(self, rounds: Rounds) -> list[tuple[list[str], BucketPlan]]:
+        share = self._length(rounds) / self.config.round_length
+        found = []
+        for names in rounds.buckets:
+            parameters = [self.weights.parameters[name] for name in names]
+            sizes = [real_numel(parameter) for parameter in parameters]
+            found.append((names, self._plan_of(parameters, sizes, real_dtype(parameters[0]), share)))
+        return found
+
+    # A joiner, and a rank that is behind.
+
+    def give(self) -> dict[str, Any]:
+        """What a rank that is behind or joins needs beside the checkpoint."""
+        return {"step": self.step, "commits": list(self._commits), "buffers": dict(self._mean_buffers)}
+
+    def catch_up(self, given: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+        """Take a peer's shared weights, by name, and keep what this rank has moved and the peers have not added."""
+        self.weights.hide()
+        commits = dict(given["commits"])
+        kept = self._round in commits
+        added = self._unsure
+        if added is not None and commits.get(added[0]) == added[1]:
+            for names, plan, payload in added[2]:
+                received = Received(payload.unsqueeze(0), plan, 1.0, own=0)
+                own = payload.new_empty(sum(plan.sizes), dtype=plan.residual_dtype)
+                self.weights.add_own(names, self.memory.decompress_own(received, own), -1.0)
+        self._unsure = None
+        for name, shared in weights.items():
+            if name not in self.weights.parameters:
+                continue
+            base, own = self.weights.shared(name), self.weights.own(name)
+            own.add_(shared - base) if kept else own.copy_(shared)
+            base.copy_(shared)
+        self._mean_buffers = {name: buffer.clone() for name, buffer in given["buffers"].items()}
+        self.resume_at = max(self.resume_at, int(given["step"]))
+        self._commits = deque(given["commits"], maxlen=REMEMBERED)
+
+    def note_peer(self, given: Mapping[str, Any]) -> None:
+        """Start as a joiner from what a peer has given, once its checkpoint is loaded."""
+        self._commits = deque(given["commits"], maxlen=REMEMBERED)
+        self._mean_buffers = {name: buffer.clone() for name, buffer in given["buffers"].items()}
+
+    # Buffers: all ranks get the mean of an exchange; evaluations show it.
+
+    def _buffer_bytes(self) -> Tensor:
+        parts = [buffer.detach().cpu().reshape(-1).view(torch.uint8) for buffer in self._buffers().values()]
+        return torch.cat([torch.empty(0, dtype=torch.uint8), *parts])
+
+    def _take_buffers(self, rows: Tensor) -> None:
+        start = 0
+        for name, buffer in self._buffers().items():
+            stop = start + buffer.numel() * buffer.element_size()
+            each = rows[:, start:stop].clone(memory_format=torch.contiguous_format).view(buffer.dtype)
+            start = stop
+            mean = each.to(torch.float64).mean(0).to(buffer.dtype).view(buffer.shape)
+            self._mean_buffers[name] = mean
+            buffer.copy_(mean)
+
+    def _average_buffers(self) -> None:
+        for name, buffer in self._buffers().items():
+            if name in self._mean_buffers:
+                buffer.copy_(self._mean_buffers[name])
+
+    # What the ranks have done.
+
+    def _note(self, headers: list[Header], step: int) -> None:
+        """Count what the ranks have done, and decide how many steps this one trains until the next exchange."""
+        for header in headers:
+            before = self.tallies.get(header.rank, Tally(0, 0))
+            self.tallies[header.rank] = Tally(before.trained + header.trained, before.exchanges + 1)
+        ranks = sorted(header.rank for header in headers)
+        if ranks != self._said:
+            self._said = ranks
+            rank_zero_info(f"After {step:,} optimizer steps {len(ranks)} ranks are present: {ranks}.")
+        paces = sorted(header.nanoseconds for header in headers if header.nanoseconds)
+        own, length = headers[self.present.rank()].nanoseconds, self.config.round_length
+        if own and step >= self.config.warmup_steps and own * AS_FAST > (usual := paces[(len(paces) - 1) // 2]):
+            self.train_until = step + max(1, round((length - step % length) * usual / own))
+
+    @property
+    def _the_rounds(self) -> Rounds:
+        return self._rounds.setdefault(0, Rounds())
+
+
+def refuse_dtypes(names: Mapping[Tensor, str]) -> None:
+    """Refuse parameters that cannot be exchanged in place (ValueError)."""
+    for parameter, name in names.items():
+        if parameter.requires_grad and (parameter.dtype not in IN_PLACE or parameter.device.type != "cpu"):
+            raise ValueError(
+                f"`strategy='dct_elastic'` exchanges parameters of float32 or float64 on the CPU, and {name!r} is"
+                f" {parameter.dtype} on {parameter.device}. Use `strategy='dct'`, or a mixed precision, which keeps"
+                " weights in float32."
+            )
+
+
+def gathering(present: PresentRanks, asked: int, traffic: Any) -> AllGather:
+    """The exchange among the ranks present, planned for as many as were asked for, so that all send alike."""
+    exchange = AllGather(Link(present, traffic))  # type: ignore[arg-type]
+    exchange.link_traversals = float(asked)
+    return exchange

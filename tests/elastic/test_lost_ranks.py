@@ -1,0 +1,171 @@
+"""Real processes that are killed, stopped, slow, and started again."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from torch.utils.data import DataLoader
+
+pytest.importorskip("torchft", reason="strategy='dct_elastic' needs torchft, which has wheels for some platforms only")
+
+from distributed.harness import TESTS, Ranks
+from elastic.jobs import Job, Net, examples
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """``job(3, 200)``: three ranks, started, that train 200 steps; killed after the test."""
+    made: list[Job] = []
+
+    def make(ranks: int, steps: int, only: dict[int, dict[str, Any]] | None = None, **more: Any) -> Job:
+        made.append(Job(ranks, tmp_path, steps, **more))
+        for rank in range(ranks):
+            made[-1].start(rank, **(only or {}).get(rank, {}))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.stop()
+
+
+def check_alike(job: Job, ends: dict[int, list[str]], steps: int) -> None:
+    """The ranks have had the same shared weights after every exchange, and end with them at the step that was asked."""
+    digests = job.digests()
+    assert digests
+    assert all(len(alike) == 1 for alike in digests.values()), {k: v for k, v in digests.items() if len(v) > 1}
+    assert {int(end[0]) for end in ends.values()} == {steps}
+    assert len({end[1] for end in ends.values()}) == 1
+    assert len({end[2] for end in ends.values()}) == 1  # the loss of all validation data
+
+
+def resume(strategy: str, path: str, steps: int) -> tuple[int, float]:
+    """Continue from a checkpoint with another strategy; the step, and the loss before."""
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=2, max_steps=steps, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+    )  # fmt: skip
+    net = Net()
+    before = float(
+        trainer.validate(net, DataLoader(examples(500, 2), batch_size=100), ckpt_path=path, verbose=False)[0]["loss"]
+    )
+    trainer.fit(net, DataLoader(examples(4000, 1), batch_size=16, shuffle=True), ckpt_path=path)
+    return trainer.global_step, before
+
+
+def test_ranks_are_killed_and_join_again(
+    job: Callable[..., Job], ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    steps = 400
+    run = job(3, steps, slow=0.02, every=100)
+    run.wait_for(0, 40)
+    run.kill(1)
+    reached = int(run.rows(0)[-1][2])
+    run.wait_for(0, reached + 20)  # the others have gone on
+    assert any(row[3] == "2" for row in run.rows(0))
+    before = len(run.rows(1))
+    run.start(1)
+    run.wait_for(1, reached + 20)
+    assert int(run.rows(1)[before][2]) >= reached  # it has joined where the others were
+    run.kill(0)  # the first one, too
+    run.wait_for(2, int(run.rows(2)[-1][2]) + 20)
+    run.start(0)
+    ends = run.end()
+    check_alike(run, ends, steps)
+    for strategy in ("dct", "ddp"):
+        answers = ranks(2).run(resume, strategy, str(tmp_path / "last.ckpt"), steps + 5)
+        assert [step for step, _ in answers] == [steps + 5] * 2
+        assert answers[0][1] == pytest.approx(float(ends[0][2]), abs=1e-5)
+
+
+def test_a_stopped_rank_comes_back_and_keeps_what_it_has_moved(job: Callable[..., Job]) -> None:
+    steps = 500
+    run = job(3, steps, slow=0.02)
+    run.wait_for(2, 40)
+    run.kill(2, signal.SIGSTOP)
+    reached = int(run.rows(0)[-1][2])
+    run.wait_for(0, reached + 40)
+    run.kill(2, signal.SIGCONT)
+    run.wait_for(2, reached + 40)
+    ends = run.end()
+    check_alike(run, ends, steps)
+    assert int(ends[2][3]) >= 40  # steps that it has passed over
+
+
+def test_a_slow_rank_passes_over_steps(job: Callable[..., Job]) -> None:
+    steps = 240
+    run = job(3, steps, only={1: {"slow": 0.5}}, slow=0.05, local_steps=8)
+    ends = run.end()
+    check_alike(run, ends, steps)
+    assert int(ends[1][3]) > (steps - 8) / 4
+    assert min(int(ends[0][3]), int(ends[2][3])) < steps / 4
+
+
+def test_all_ranks_resume_from_a_checkpoint(job: Callable[..., Job], tmp_path: Path) -> None:
+    run = job(2, 40, every=20)
+    check_alike(run, run.end(), 40)
+    for path in tmp_path.glob("*-?.txt"):
+        path.unlink()
+    again = job(2, 80, ckpt_path=str(tmp_path / "last.ckpt"))
+    check_alike(again, again.end(), 80)
+    assert int(again.rows(0)[0][2]) > 40
+
+
+def test_the_first_process_is_killed_and_the_others_go_on(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import os, sys, warnings, zlib
+        from pathlib import Path
+        sys.path.insert(0, {str(TESTS)!r})
+        warnings.simplefilter("ignore")
+        import lightning.pytorch as pl, torch
+        from torch.utils.data import DataLoader
+        from elastic.jobs import SETTINGS, Digests, Net, examples
+        import lightning_dct
+
+        torch.set_num_threads(1)
+        folder = Path({str(tmp_path)!r})
+        trainer = pl.Trainer(
+            strategy=lightning_dct.DCTElasticStrategy(**SETTINGS), accelerator="cpu", devices=2, max_steps=300,
+            callbacks=[Digests(folder)], logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        net = Net(slow=0.05)
+        trainer.fit(net, DataLoader(examples(4000, 1), batch_size=16))
+        weights = zlib.crc32(b"".join(p.detach().numpy().tobytes() for p in net.parameters()))
+        with (folder / "ends.txt").open("a") as file:
+            print(trainer.global_rank, trainer.global_step, f"{{weights:08x}}", os.getpid(), file=file)
+        """)
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{TESTS.parent / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    environment = {name: value for name, value in environment.items() if name not in ("LOCAL_RANK", "NODE_RANK")}
+    with (tmp_path / "log.txt").open("w") as log:
+        first = subprocess.Popen(
+            [sys.executable, str(script)], env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + 600
+
+        def wait_for(found: Callable[[], bool]) -> None:
+            while not found():
+                assert time.monotonic() < deadline, (tmp_path / "log.txt").read_text()[-3000:]
+                time.sleep(0.1)
+
+        rows = tmp_path / "digests-1.txt"
+        wait_for(lambda: rows.exists() and len(rows.read_text().splitlines()) > 5)
+        first.kill()
+        first.wait()
+        ends = tmp_path / "ends.txt"
+        wait_for(lambda: ends.exists() and len(ends.read_text().splitlines()) == 2)
+    found = [line.split() for line in ends.read_text().splitlines()]
+    assert {row[0] for row in found} == {"0", "1"}
+    assert {row[1] for row in found} == {"300"}
+    assert len({row[2] for row in found}) == 1
+    assert str(first.pid) not in {row[3] for row in found}

@@ -1,0 +1,147 @@
+"""What a rank does with an exchange that fails or that it misses, against plain arithmetic; one process, no torchft."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_dct.config import DCTConfig
+from lightning_dct.elastic.updates import ElasticUpdates, Header, gathering
+from lightning_dct.traffic import Traffic
+
+
+class Pretended:
+    """Ranks that send what this one does, times a factor, or fail."""
+
+    def __init__(self) -> None:
+        self.round, self.quorum, self.commits, self.sent = 0, 1, True, []
+        self.others: list[Any] = []
+
+    def size(self) -> int:
+        return 1 + len(self.others)
+
+    def rank(self) -> int:
+        return 0
+
+    def meet(self) -> bool:
+        return True
+
+    def gather(self, sent: torch.Tensor) -> torch.Tensor:
+        self.sent.append(sent)
+        return torch.stack([sent, *(other(sent) for other in self.others)])
+
+    def agree(self) -> bool:
+        self.round += self.commits
+        return self.commits
+
+
+def rank_of(values: torch.Tensor, **settings: Any) -> tuple[ElasticUpdates, Pretended, torch.nn.Parameter, Any]:
+    parameter = torch.nn.Parameter(values.clone())
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    config = DCTConfig(local_steps=1, warmup_steps=0, kernel="torch", **settings)
+    present = Pretended()
+    exchange = gathering(present, 4, Traffic())  # type: ignore[arg-type]
+    every = (dict), (lambda: [optimizer]), (lambda: [parameter])
+    updates = ElasticUpdates(config, {parameter: "w"}, exchange, *every, rank=0)
+    return updates, present, parameter, optimizer
+
+
+def step(updates: ElasticUpdates, parameter: torch.nn.Parameter, optimizer: Any, gradient: torch.Tensor) -> None:
+    updates.before_step(optimizer)
+    parameter.grad = gradient.clone()
+    optimizer.step()
+    updates.after_step(optimizer)
+    updates.count(True, 0.1)
+
+
+@pytest.fixture
+def gradient() -> torch.Tensor:
+    return torch.randn(400)
+
+
+def test_a_failed_exchange_changes_nothing(gradient: torch.Tensor) -> None:
+    updates, present, parameter, optimizer = rank_of(torch.zeros(400), density=0.25)
+    present.commits = False
+    step(updates, parameter, optimizer, gradient)
+    assert updates.due
+    updates.exchange_updates()
+    assert torch.equal(parameter.data, -gradient)
+    assert torch.equal(updates.weights.shared("w"), torch.zeros(400))
+
+
+@pytest.mark.parametrize("added", [True, False])
+def test_a_rank_that_is_behind_keeps_what_the_others_have_not_added(gradient: torch.Tensor, added: bool) -> None:
+    updates, present, parameter, optimizer = rank_of(torch.zeros(400), density=0.25, value_format="fp32")
+    present.commits = False
+    step(updates, parameter, optimizer, gradient)
+    updates.exchange_updates()
+    sent = gradient.abs() >= gradient.abs()[parameter.data != 0].topk(100).values[-1]
+    theirs = torch.randn(400)
+    given = {"step": 3, "commits": [(0, 1 if added else 9)], "buffers": {}}
+    updates.catch_up(given, {"w": theirs})
+    kept = torch.where(sent, 0.0, -gradient) if added else -gradient
+    torch.testing.assert_close(parameter.data, theirs + kept)
+    assert torch.equal(updates.weights.shared("w"), theirs)
+    assert not updates.trains  # until it is at the step of the others
+    step(updates, parameter, optimizer, torch.zeros(400))
+    step(updates, parameter, optimizer, torch.zeros(400))
+    assert not updates.due
+    assert updates.trains
+
+
+def test_a_rank_that_has_missed_too_much_starts_with_nothing_held_back(gradient: torch.Tensor) -> None:
+    updates, present, parameter, optimizer = rank_of(torch.zeros(400), density=0.25)
+    present.commits = False
+    step(updates, parameter, optimizer, gradient)
+    updates.exchange_updates()
+    theirs = torch.randn(400)
+    updates.catch_up({"step": 300, "commits": [(200, 5)], "buffers": {}}, {"w": theirs})
+    assert torch.equal(parameter.data, theirs)
+
+
+def test_ranks_that_have_not_trained_are_not_counted_in_the_mean(gradient: torch.Tensor) -> None:
+    updates, present, parameter, optimizer = rank_of(torch.zeros(400), density=0.25, value_format="fp32")
+
+    def silent(sent: torch.Tensor) -> torch.Tensor:
+        is_header = sent.dtype == torch.int64
+        return (
+            torch.tensor(Header(*sent.tolist())._replace(rank=1, trained=0))
+            if is_header
+            else sent.new_zeros(sent.shape)
+        )
+
+    present.others = [silent]
+    step(updates, parameter, optimizer, gradient)
+    updates.exchange_updates()
+    shared = updates.weights.shared("w")
+    assert int((shared != 0).sum()) == 100
+    torch.testing.assert_close(shared[shared != 0], -gradient[shared != 0])  # of one sender, not of two
+    assert updates.tallies[0].trained == 1
+    assert updates.tallies[1].trained == 0
+
+
+def test_a_joiner_delays_what_the_others_send(gradient: torch.Tensor) -> None:
+    updates, present, parameter, optimizer = rank_of(torch.zeros(400), density=0.25)
+    present.others = [lambda sent: torch.tensor(Header(1, -1, 0, 0, 0))]
+    step(updates, parameter, optimizer, gradient)
+    updates.exchange_updates()
+    assert len(present.sent) == 1  # the header
+    assert torch.equal(parameter.data, -gradient)
+    assert torch.equal(updates.weights.shared("w"), torch.zeros(400))
+    assert present.round == 1
+
+
+def test_a_slow_rank_trains_as_many_steps_as_the_others_wait_for(gradient: torch.Tensor) -> None:
+    updates, present, parameter, optimizer = rank_of(torch.zeros(400), density=0.25)
+    updates.plans.change(DCTConfig(local_steps=8, warmup_steps=0, kernel="torch", density=0.25))
+
+    def fast(sent: torch.Tensor) -> torch.Tensor:
+        is_header = sent.dtype == torch.int64
+        header = Header(*sent.tolist()) if is_header else None
+        return torch.tensor(header._replace(nanoseconds=header.nanoseconds // 4)) if header else sent
+
+    present.others = [fast] * 3
+    for _ in range(8):
+        step(updates, parameter, optimizer, gradient)
+    updates.exchange_updates()
+    assert updates.train_until == 10  # a quarter of the eight steps to come
