@@ -13,7 +13,7 @@ not sent in its own weights: it trains on with that, as in *Step-Ahead Error Fee
 
 The gradients of one rank are larger than their mean, because they are mostly noise. So an optimizer that divides by the
 size of gradients, such as Adam, takes steps that are too short by up to ``sqrt(W)``. The factor ``f`` mends that. If
-ranks exchange after every step, it makes the mean as long as the steps (:mod:`lightning_dct.sync.step_cosine`).
+ranks exchange after every step, it follows from their mean cosine (:mod:`lightning_dct.sync.step_cosine`).
 Otherwise ``f = sqrt(W / n)`` for an entry that ``n`` ranks have sent: the fewer have, the less the ranks agree on where
 it should move. If all have, ``m`` is the mean.
 
@@ -190,7 +190,7 @@ class UpdateSynchronizer(Synchronizer):
 
     @property
     def _lengthens(self) -> bool:
-        """Whether the mean is as long as the ranks' steps: after several steps apart that overshoots."""
+        """Whether the mean is lengthened by the cosine: after several steps apart that overshoots."""
         one_step = self.config.round_length == 1 and not self.config.delay and self.config.density < 1.0
         return one_step and not self.exchange.sums_first and not self._alone
 
