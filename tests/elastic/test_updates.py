@@ -145,3 +145,26 @@ def test_a_slow_rank_trains_as_many_steps_as_the_others_wait_for(gradient: torch
         step(updates, parameter, optimizer, gradient)
     updates.exchange_updates()
     assert updates.train_until == 10  # a quarter of the eight steps to come
+
+
+def test_after_every_step_the_mean_is_lengthened_as_by_dct(gradient: torch.Tensor) -> None:
+    """Two ranks whose steps are at right angles: from the first exchange on, the next mean is longer."""
+    settings = {"density": 0.25, "value_format": "fp32"}
+    updates, present, parameter, optimizer = rank_of(torch.zeros(400), **settings)
+    other, _, theirs, their_optimizer = rank_of(torch.zeros(400), **settings)
+    mine = torch.zeros(400)
+    mine[::2] = 1.0
+
+    def of_the_other(sent: torch.Tensor) -> torch.Tensor:
+        return answers.pop(0)
+
+    present.others = [of_the_other]
+    step(other, theirs, their_optimizer, 1.0 - mine)
+    other.exchange_updates()
+    answers = list(other.present.sent)  # type: ignore[attr-defined]
+    step(updates, parameter, optimizer, mine)
+    updates.exchange_updates()
+    rounds = updates._the_rounds
+    assert rounds.cosine.value == 512  # the mean of 1024, which is taken at first, and of none
+    assert rounds.cosine.lengthening(2) == pytest.approx((2 / 1.5) ** 0.25)
+    assert float(updates.weights.shared("w").min()) == pytest.approx(-0.5)

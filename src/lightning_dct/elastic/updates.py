@@ -3,7 +3,7 @@
     present r      a_r = w_r - S,   c_r = the entries of a_r that reach a threshold         as in ``dct``
                    all-gather of a header: the step, the steps trained, the pace
                    all-gather of c_r and the floating-point buffers, then the vote
-    committed      m = 1 / sqrt(W n) * sum of c_r,   S += m,   w_r += m - c_r               W: those that have sent
+    committed      m = f / W * sum of c_r,   S += m,   w_r += m - c_r                       W: those that have sent
 
 Nothing changes before the vote. So a rank that has failed before it is behind by this round and has lost nothing: at
 its next meeting it takes the shared weights ``S'`` of a peer, and ``w_r += S' - S``, less ``c_r`` if the others have
@@ -32,11 +32,13 @@ from lightning_dct.exchange.collectives import Link
 from lightning_dct.exchange.compressed import AllGather
 from lightning_dct.sync.rounds import Rounds
 from lightning_dct.sync.shared_weights import IN_PLACE
+from lightning_dct.sync.step_cosine import cosine_of_all
 from lightning_dct.sync.updates import UpdateSynchronizer
 from lightning_dct.traffic import all_gather_bytes
 
-# A rank as fast as this share of the median trains every step; measured times vary by less.
-AS_FAST = 0.8
+# A rank as fast as this share of the median trains every step. Its time for a step is a mean, which varies by less.
+AS_FAST = 0.75
+NEW_TIMES = 0.1
 # How often a rank tries to meet the others before it leaves.
 FAREWELLS = 3
 # Rounds of which a rank knows in which quorum they were: one that has missed more starts with nothing held back.
@@ -53,6 +55,7 @@ class Header(NamedTuple):
         num_bytes: What it would send.
         nanoseconds: Its time for a step.
         ready: Whether a joining rank starts with those that are there, or any other leaves.
+        cosine: How alike it takes the ranks' steps to be; that of the first rank that is not behind counts.
     """
 
     rank: int
@@ -61,6 +64,7 @@ class Header(NamedTuple):
     num_bytes: int
     nanoseconds: int
     ready: int = 0
+    cosine: int = 0
 
 
 class Tally(NamedTuple):
@@ -94,7 +98,7 @@ class ElasticUpdates(UpdateSynchronizer):
         self.due = False
         self.train_until = self.resume_at = 0
         self.passed_over = self.exchanges = self._trained = 0
-        self.seconds_met = self._seconds_trained = 0.0
+        self.seconds_met = self._seconds_trained = self._pace = 0.0
         self.tallies: dict[int, Tally] = {}
         self._said: list[int] = []
         self._round = 0
@@ -152,12 +156,15 @@ class ElasticUpdates(UpdateSynchronizer):
     def _exchange(self) -> None:
         rounds, present = self._the_rounds, self.present
         buckets = self._plans(rounds)
-        buffers = self._buffer_bytes()
-        num_bytes = sum(plan.layout.num_bytes for _, plan in buckets) + buffers.numel()
-        pace = int(1e9 * self._seconds_trained / max(1, self._trained))
-        gathered = present.gather(
-            torch.tensor(Header(self._rank, rounds.steps, self._trained, num_bytes, pace), dtype=torch.int64)
+        uncompressed = torch.cat([self._buffer_bytes(), self._sampled_step(rounds)])
+        num_bytes = sum(plan.layout.num_bytes for _, plan in buckets) + uncompressed.numel()
+        if self._trained:
+            pace = self._seconds_trained / self._trained
+            self._pace = self._pace + NEW_TIMES * (pace - self._pace) if self._pace else pace
+        header = Header(
+            self._rank, rounds.steps, self._trained, num_bytes, int(1e9 * self._pace), cosine=rounds.cosine.value
         )
+        gathered = present.gather(torch.tensor(header, dtype=torch.int64))
         if gathered is None:
             present.agree()
             return
@@ -184,7 +191,7 @@ class ElasticUpdates(UpdateSynchronizer):
         else:
             payloads = []
         size = next(iter(sizes))
-        sent = torch.cat([*payloads, buffers]) if sends else torch.zeros(size, dtype=torch.uint8)
+        sent = torch.cat([*payloads, uncompressed]) if sends else torch.zeros(size, dtype=torch.uint8)
         self.exchange.everyone.count(all_gather_bytes(size, present.size()))
         rows = present.gather(sent)
         this_round, quorum = present.round, present.quorum
@@ -194,6 +201,7 @@ class ElasticUpdates(UpdateSynchronizer):
             return
         self._commits.append((this_round, quorum))
         senders = [place for place, header in enumerate(headers) if header.step == step and header.trained > 0]
+        rounds.cosine.value = next(header.cosine for header in headers if header.step == step)
         if senders:
             self._take(rounds, buckets, rows[senders], senders.index(present.rank()) if sends else None)
         if own.step < step:
@@ -204,6 +212,7 @@ class ElasticUpdates(UpdateSynchronizer):
     def _take(self, rounds: Rounds, buckets: list[tuple[list[str], BucketPlan]], rows: Tensor, own: int | None) -> None:
         """Add what the senders have sent, ``[senders, bytes]``; ``own`` is this rank's row."""
         start = 0
+        self.memory.lengthening = rounds.cosine.lengthening(len(rows)) if self._lengthens else None
         decay = self.config.residual_decay if rounds.steps <= self.config.warmup_steps else 1.0
         with self.traffic.timed("apply"):
             for names, plan in buckets:
@@ -221,7 +230,10 @@ class ElasticUpdates(UpdateSynchronizer):
                     self.memory.apply(received, Bucket([], bucket.bases, None))
                     for new, base, old in zip(bucket.news, bucket.bases, before, strict=True):
                         new.add_(base - old)
-            self._take_buffers(rows[:, start:])
+            rest = self._take_buffers(rows[:, start:])
+            if rest.numel() and len(rows) > 1:
+                measured = cosine_of_all(rest.view(torch.float32))
+                rounds.cosine.value = (rounds.cosine.value + measured) // 2 if measured >= 0 else rounds.cosine.value
         self.memory.awaited.poll()
         self.exchanges += 1
 
@@ -285,7 +297,13 @@ class ElasticUpdates(UpdateSynchronizer):
         parts = [buffer.detach().cpu().reshape(-1).view(torch.uint8) for buffer in self._buffers().values()]
         return torch.cat([torch.empty(0, dtype=torch.uint8), *parts])
 
-    def _take_buffers(self, rows: Tensor) -> None:
+    def _sampled_step(self, rounds: Rounds) -> Tensor:
+        """A sample of this rank's last step, as bytes, if the cosine of the steps is measured in it."""
+        sampled = rounds.cosine.sampled(rounds.steps, self._own_of(rounds)) if self._lengthens else None
+        return torch.empty(0, dtype=torch.uint8) if sampled is None else sampled.view(torch.uint8)
+
+    def _take_buffers(self, rows: Tensor) -> Tensor:
+        """Take the mean of the buffers, and return the bytes after them."""
         start = 0
         for name, buffer in self._buffers().items():
             stop = start + buffer.numel() * buffer.element_size()
@@ -294,6 +312,7 @@ class ElasticUpdates(UpdateSynchronizer):
             mean = each.to(torch.float64).mean(0).to(buffer.dtype).view(buffer.shape)
             self._mean_buffers[name] = mean
             buffer.copy_(mean)
+        return rows[:, start:].clone(memory_format=torch.contiguous_format)
 
     def _average_buffers(self) -> None:
         for name, buffer in self._buffers().items():

@@ -57,15 +57,20 @@ class StepCosine:
 
     def measure(self, step: int, weights: Sequence[Tensor], everyone: Link, awaited: Awaited) -> None:
         """Measure after a step that :meth:`begin` has sampled; then a collective call."""
-        before, self._before = self._before, None
-        if before is None:
+        sampled = self.sampled(step, weights)
+        if sampled is None:
             return
         if self._is_awaited:
             awaited.synchronize()
         if self.measured is not None:
             self.value, self.measured = (self.value + self.measured) // 2, None
         self._is_awaited = True
-        awaited.when_known(cosine_of(sample_of(weights, step).sub_(before), everyone), self._take)
+        awaited.when_known(cosine_of(sampled, everyone), self._take)
+
+    def sampled(self, step: int, weights: Sequence[Tensor]) -> Tensor | None:
+        """The sample of this rank's step, if :meth:`begin` has begun one: shape ``[k]``, fp32."""
+        before, self._before = self._before, None
+        return None if before is None else sample_of(weights, step).sub_(before)
 
     def _take(self, numbers: list[int]) -> None:
         self.measured, self._is_awaited = numbers[0] if numbers[0] >= 0 else None, False
@@ -101,6 +106,16 @@ def cosine_of(step: Tensor, everyone: Link) -> Tensor:
     """
     means = torch.cat([step, step.square().sum().view(1)])
     all_reduce_mean(means, everyone).wait()
-    ranks, (mean, square) = everyone.size, means.double().split([step.numel(), 1])
+    mean, square = means.double().split([step.numel(), 1])
+    return _cosine_of_mean(mean, square, everyone.size)
+
+
+def cosine_of_all(steps: Tensor) -> int:
+    """The same of the samples of all ranks, shape ``[ranks, k]``, fp32; no collective call."""
+    steps = steps.double()
+    return int(_cosine_of_mean(steps.mean(0), steps.square().sum(1).mean(), len(steps)))
+
+
+def _cosine_of_mean(mean: Tensor, square: Tensor, ranks: int) -> Tensor:
     cosine = (ranks * mean.square().sum() / square - 1.0) / (ranks - 1)
-    return cosine.clamp_(0.0, 1.0).mul_(WHOLE).round_().nan_to_num_(nan=-1.0).long()
+    return cosine.clamp(0.0, 1.0).mul_(WHOLE).round_().nan_to_num_(nan=-1.0).long()
