@@ -76,7 +76,7 @@ def test_works_without_any_optional_package(tmp_path: Path) -> None:
     printed = run(textwrap.dedent(script), tmp_path)
     assert "steps 2 2" in printed
     assert "loaded []" in printed
-    assert "elastic `strategy='dct_elastic'` needs torchft 0.2.0: pip install 'lightning-dct[elastic]'" in printed
+    assert "elastic `strategy='dct_elastic'` needs torchft 0.2.0: `pip install '.[elastic]'` in a clone" in printed
     assert "Synchronisation" not in printed  # nobody to send to
 
 

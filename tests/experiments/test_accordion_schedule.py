@@ -58,7 +58,7 @@ def train(interval: int, settings: dict[str, Any]) -> tuple[Run, list[float]]:
         plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**12))]
     module = Overflowing(bool(plugins))
     module.optimizer_settings = {"lr": 0.2}
-    callbacks = [applied, AccordionSchedule(LOW, HIGH, THRESHOLD, every_n_steps=interval)]
+    callbacks = [applied, AccordionSchedule(LOW, HIGH, settings.get("threshold", THRESHOLD), every_n_steps=interval)]
     strategy = DCTStrategy(
         compress="gradients", density=0.7, value_format="bf16", exchange=settings.get("exchange", "auto")
     )
@@ -75,7 +75,7 @@ def train(interval: int, settings: dict[str, Any]) -> tuple[Run, list[float]]:
     return run, norms
 
 
-@pytest.mark.parametrize("settings", [{"accumulate": 2}, {"scaled": True, "exchange": "sharded"}])
+@pytest.mark.parametrize("settings", [{"accumulate": 2}, {"scaled": True, "exchange": "sharded", "threshold": 0.2}])
 def test_switches_by_the_norm_of_the_accumulated_gradients(ranks: Any, settings: dict[str, Any]) -> None:
     """Oracle: algorithm 1 on the sums of the gradients that reached the optimizer."""
     results = ranks(2).run(train, 5, settings)
@@ -83,7 +83,7 @@ def test_switches_by_the_norm_of_the_accumulated_gradients(ranks: Any, settings:
     for run, norms in results:
         expected = [HIGH, HIGH]
         for previous, norm in pairwise(norms):
-            expected.append(HIGH if abs(previous - norm) / previous >= THRESHOLD else LOW)
+            expected.append(HIGH if abs(previous - norm) / previous >= settings.get("threshold", THRESHOLD) else LOW)
         assert len(set(expected[2:])) == 2, norms
         sent: dict[float, set[int]] = {}
         before = 0, 0

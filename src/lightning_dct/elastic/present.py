@@ -50,12 +50,12 @@ def import_torchft() -> Any:
         import torchft
     except ImportError as error:
         raise ImportError(
-            f"`strategy='dct_elastic'` needs torchft {VERSION}: pip install 'lightning-dct[elastic]'"
+            f"`strategy='dct_elastic'` needs torchft {VERSION}: `pip install '.[elastic]'` in a clone of lightning_dct."
         ) from error
     if found != VERSION:
         raise ImportError(
-            f"`strategy='dct_elastic'` needs torchft {VERSION}, and {found} is installed: pip install"
-            " 'lightning-dct[elastic]'"
+            f"`strategy='dct_elastic'` needs torchft {VERSION}, and {found} is installed:"
+            " `pip install '.[elastic]'` in a clone of lightning_dct."
         )
     logging.getLogger("torchft").setLevel(logging.CRITICAL)
     return torchft
