@@ -19,11 +19,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_dct.compress.bucket import Bucket
 from lightning_dct.compress.marking import Marked, Row, Senders
 from lightning_dct.compress.plan import BucketPlan
 from lightning_dct.compress.threshold import Aims, Reached, Thresholds
@@ -32,9 +33,6 @@ from lightning_dct.wire import Arrived, Bitmaps, SideBySide, decode_values, enco
 from lightning_dct.wire.bitmaps import ReadEntries, pack_marks
 from lightning_dct.wire.payloads_on_device import encode_positions, headers_of, numbers, slots_of
 from lightning_dct.wire.values import values_num_bytes
-
-if TYPE_CHECKING:
-    from lightning_dct.compress.bucket import Bucket
 
 
 class OnDevice:
