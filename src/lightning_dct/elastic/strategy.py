@@ -341,7 +341,9 @@ class DCTElasticStrategy(DCTStrategy):
         if self._module.trainer.state.fn == TrainerFn.FITTING:
             tensors = [value for value in checkpoint["state_dict"].values() if isinstance(value, Tensor)]
             digest = zlib.crc32(repr([checksum_of(tensor) for tensor in tensors]).encode())
-            seen = self.present.gather(torch.tensor([digest, int(checkpoint["global_step"]), 0, 0, 0, 0]))
+            # In a header's fields, because another rank may send one in this meeting.
+            said = Header(digest, int(checkpoint["global_step"]), 0, 0, 0)
+            seen = self.present.gather(torch.tensor(said, dtype=torch.int64))
             if seen is None or bool((seen != seen[0]).any()):
                 raise ValueError(
                     f"The ranks start with different checkpoints; that of rank {self.global_rank} is"
