@@ -104,9 +104,10 @@ def late() -> list[float]:
     cosine, awaited, factors = StepCosine(), Late(), []
     for step in range(1, 34):
         weights = [torch.zeros(64)]
-        cosine.begin(step, weights)
-        weights = [torch.ones(64) * (1 if rank() else -1)]
-        cosine.measure(step, weights, link(), awaited)
+        if is_measured(step):
+            cosine.begin(step, weights)
+            weights = [torch.ones(64) * (1 if rank() else -1)]
+            cosine.measure(step, weights, link(), awaited)
         factors.append(cosine.lengthening(2))
     return factors
 
@@ -117,3 +118,14 @@ def test_a_measurement_counts_from_the_next_one_on(ranks: Any) -> None:
     assert first == second
     values = [1024] * 1 + [512] * 2 + [256] * 4 + [128] * 8 + [64] * 16 + [32] * 2
     assert first == [pytest.approx((2 / (1 + value / 1024)) ** 0.25) for value in values]
+
+
+def test_a_sample_is_of_its_step_alone() -> None:
+    """A rank that passes over a step without an exchange does not measure it with a later one."""
+    cosine, weights = StepCosine(), [torch.zeros(50)]
+    assert not cosine.has_begun(16)
+    cosine.begin(16, weights)
+    assert [cosine.has_begun(step) for step in (15, 16, 17)] == [False, True, False]
+    weights[0] += 2.0
+    assert set(cosine.sampled(16, weights).tolist()) == {2.0}
+    assert not cosine.has_begun(16)

@@ -299,8 +299,9 @@ class ElasticUpdates(UpdateSynchronizer):
 
     def _sampled_step(self, rounds: Rounds) -> Tensor:
         """A sample of this rank's last step, as bytes, if the cosine of the steps is measured in it."""
-        sampled = rounds.cosine.sampled(rounds.steps, self._own_of(rounds)) if self._lengthens else None
-        return torch.empty(0, dtype=torch.uint8) if sampled is None else sampled.view(torch.uint8)
+        if not rounds.cosine.has_begun(rounds.steps):
+            return torch.empty(0, dtype=torch.uint8)
+        return rounds.cosine.sampled(rounds.steps, self._own_of(rounds)).view(torch.uint8)
 
     def _take_buffers(self, rows: Tensor) -> Tensor:
         """Take the mean of the buffers, and return the bytes after them."""

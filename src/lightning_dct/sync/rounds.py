@@ -148,8 +148,10 @@ def load_rounds(
             own_rounds = rounds.setdefault(int(of.split(" ")[1]), Rounds())
             if what == "steps":
                 own_rounds.steps = value
+            elif what == "cosine":
+                own_rounds.cosine.value = min(value, WHOLE)
             else:
-                setattr(own_rounds.cosine, {"cosine": "value"}.get(what, what), min(value, WHOLE))
+                own_rounds.cosine.measured = min(value, WHOLE)
         else:
             _, number, name = of.split(" ", 2)
             if name in parameters and f"mean of {name}" in in_flight:

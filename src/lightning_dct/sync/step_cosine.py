@@ -48,29 +48,31 @@ class StepCosine:
         self.value = WHOLE
         self.measured: int | None = None
         self._is_awaited = False
-        self._before: Tensor | None = None
+        # The step that has been sampled before it was made, and the sample.
+        self._begun = 0
+        self._before = torch.empty(0)
+
+    def has_begun(self, step: int) -> bool:
+        """Whether :meth:`begin` has sampled this step, and nobody has measured it yet."""
+        return self._begun == step
 
     def begin(self, step: int, weights: Sequence[Tensor]) -> None:
-        """Sample this rank's weights before an optimizer step (from 1 on), if the cosine is measured in it."""
-        if is_measured(step) and weights:
-            self._before = sample_of(weights, step)
+        """Sample this rank's weights before an optimizer step (from 1 on) in which the cosine is measured."""
+        self._begun, self._before = step, sample_of(weights, step)
 
     def measure(self, step: int, weights: Sequence[Tensor], everyone: Link, awaited: Awaited) -> None:
-        """Measure after a step that :meth:`begin` has sampled; then a collective call."""
-        sampled = self.sampled(step, weights)
-        if sampled is None:
-            return
+        """Measure after a step that has begun; a collective call."""
         if self._is_awaited:
             awaited.synchronize()
         if self.measured is not None:
             self.value, self.measured = (self.value + self.measured) // 2, None
         self._is_awaited = True
-        awaited.when_known(cosine_of(sampled, everyone), self._take)
+        awaited.when_known(cosine_of(self.sampled(step, weights), everyone), self._take)
 
-    def sampled(self, step: int, weights: Sequence[Tensor]) -> Tensor | None:
-        """The sample of this rank's step, if :meth:`begin` has begun one: shape ``[k]``, fp32."""
-        before, self._before = self._before, None
-        return None if before is None else sample_of(weights, step).sub_(before)
+    def sampled(self, step: int, weights: Sequence[Tensor]) -> Tensor:
+        """The sample of this rank's step, which has begun: shape ``[k]``, fp32."""
+        self._begun = 0
+        return sample_of(weights, step).sub_(self._before)
 
     def _take(self, numbers: list[int]) -> None:
         self.measured, self._is_awaited = numbers[0] if numbers[0] >= 0 else None, False

@@ -54,6 +54,7 @@ from lightning_dct.sync.rounds import (
     save_rounds,
 )
 from lightning_dct.sync.shared_weights import SharedWeights, as_real
+from lightning_dct.sync.step_cosine import is_measured
 from lightning_dct.sync.synchronizer import Synchronizer
 from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes
 
@@ -117,7 +118,7 @@ class UpdateSynchronizer(Synchronizer):
             self._change(chosen.at(steps))
         rounds = self._rounds.setdefault(self._number_of(optimizer), Rounds())
         self._register(optimizer, rounds)
-        if self._lengthens:
+        if self._lengthens and rounds.names and is_measured(rounds.steps + 1):
             rounds.cosine.begin(rounds.steps + 1, self._own_of(rounds))
 
     def _register(self, optimizer: Optimizer, rounds: Rounds) -> None:
@@ -200,8 +201,9 @@ class UpdateSynchronizer(Synchronizer):
     def _measure(self, rounds: Rounds) -> None:
         """Take the factor on the mean, and measure the cosine of the step that has just been made if that is due."""
         everyone = self.exchange.everyone
-        with self.traffic.timed("exchange", "seconds_waiting"):
-            rounds.cosine.measure(rounds.steps, self._own_of(rounds), everyone, self.memory.awaited)
+        if rounds.cosine.has_begun(rounds.steps):
+            with self.traffic.timed("exchange", "seconds_waiting"):
+                rounds.cosine.measure(rounds.steps, self._own_of(rounds), everyone, self.memory.awaited)
         self.memory.lengthening = rounds.cosine.lengthening(everyone.size) if self._lengthens else None
 
     def apply_all(self) -> None:
