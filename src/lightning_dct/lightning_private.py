@@ -9,13 +9,16 @@ private part                       no public hook lies there
                                    long: a handler of ours records the signal, and all ranks act after the same step
 ``_broadcast_sigterm_tensor``      Lightning agrees on SIGTERM by a broadcast before every batch: a round trip a step
 ``launcher.procs``                 the launcher takes the ends of other ranks for failures, and kills its own first
-``_checkpoint_connector``          the name of the checkpoint that Lightning writes on a signal
+``_checkpoint_connector``          the name of the checkpoint that Lightning writes on a signal; a checkpoint for a rank
+                                   that joins, and from one, without a file
 ``_logger_connector``              whether this step is logged
 ``_batches_that_stepped``          the number by which Lightning logs a step
 ``_active_loop``                   of an evaluation, also within fit: whether this batch is its last
 ``_StrategyRegistry``              the type of the argument of ``register_strategies``
 ``_BackwardSyncControl``           how Fabric accumulates gradients
 ``_METADATA_FILENAME``             the mark by which Lightning knows a folder of a distributed checkpoint
+``_SubprocessScriptLauncher``      starts a script again as another rank; ``dct_elastic`` restarts such processes
+``_basic_subprocess_cmd`` etc.     the command by which that launcher starts a rank, and its number of threads
 =================================  ==================================================================================
 """
 
@@ -25,11 +28,23 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd as basic_subprocess_command
+from lightning.fabric.strategies.launchers.subprocess_script import _hydra_subprocess_cmd as hydra_subprocess_command
 from lightning.fabric.strategies.registry import _StrategyRegistry as StrategyRegistry
 from lightning.fabric.strategies.strategy import _BackwardSyncControl as BackwardSyncControl
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
 from lightning.fabric.utilities.load import _METADATA_FILENAME as METADATA_FILENAME
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
 
-__all__ = ["METADATA_FILENAME", "BackwardSyncControl", "StrategyRegistry"]
+__all__ = [
+    "METADATA_FILENAME",
+    "BackwardSyncControl",
+    "ScriptLauncher",
+    "StrategyRegistry",
+    "basic_subprocess_command",
+    "hydra_subprocess_command",
+    "set_num_threads_if_needed",
+]
 _AGREEMENT = "_broadcast_sigterm_tensor"
 
 
@@ -64,6 +79,16 @@ def end_on_sigterm(trainer: pl.Trainer) -> None:
 def signal_checkpoint_path(trainer: pl.Trainer) -> str:
     """Where Lightning saves on a signal: ``hpc_ckpt_N.ckpt`` in ``default_root_dir``."""
     return str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
+
+
+def checkpoint_of(trainer: pl.Trainer) -> dict[str, Any]:
+    """What Lightning would write as a checkpoint now."""
+    return trainer._checkpoint_connector.dump_checkpoint(False)
+
+
+def restore_from(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
+    """Have Lightning restore from this what it would from a file."""
+    trainer._checkpoint_connector._loaded_checkpoint = checkpoint
 
 
 def is_logged(trainer: pl.Trainer) -> bool:

@@ -18,18 +18,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd, _hydra_subprocess_cmd
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-
 from lightning_dct.elastic import supervisor
 from lightning_dct.elastic.present import HEARTBEAT_S, LIGHTHOUSE
+from lightning_dct.lightning_private import (
+    ScriptLauncher,
+    basic_subprocess_command,
+    hydra_subprocess_command,
+    set_num_threads_if_needed,
+)
 
 # Set in a process that was started again.
 RESTARTED = supervisor.RESTARTED
 
 
-class RestartingLauncher(_SubprocessScriptLauncher):
+class RestartingLauncher(ScriptLauncher):
     """Lightning's launcher of scripts, with a supervisor for its processes.
 
     ``patience`` is that of the strategy, and ``restarts`` how many times processes are started again, together.
@@ -47,7 +49,7 @@ class RestartingLauncher(_SubprocessScriptLauncher):
             self.num_processes > 1 or (LIGHTHOUSE not in os.environ and self.num_nodes == 1)
         ):
             self._start_supervisor()
-        _set_num_threads_if_needed(num_processes=self.num_processes)
+        set_num_threads_if_needed(num_processes=self.num_processes)
         try:
             result = function(*args, **kwargs)
         except BaseException:
@@ -101,6 +103,6 @@ def _command(rank: int) -> tuple[list[str], str | None]:
         from hydra.core.hydra_config import HydraConfig
 
         if HydraConfig.initialized():
-            command, folder = _hydra_subprocess_cmd(rank)
+            command, folder = hydra_subprocess_command(rank)
             return list(command), folder
-    return list(_basic_subprocess_cmd()), None
+    return list(basic_subprocess_command()), None

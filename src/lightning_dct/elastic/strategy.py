@@ -35,6 +35,7 @@ from lightning_dct.checksums import checksum_of
 from lightning_dct.elastic.launcher import RESTARTED, RestartingLauncher
 from lightning_dct.elastic.present import LIGHTHOUSE, PresentRanks, import_torchft
 from lightning_dct.elastic.updates import ElasticUpdates, Header, gathering, refuse_dtypes
+from lightning_dct.lightning_private import checkpoint_of, restore_from
 from lightning_dct.saving import STATE_KEY
 from lightning_dct.strategy import DCTStrategy
 from lightning_dct.sync.setup import parameter_names
@@ -159,8 +160,7 @@ class DCTElasticStrategy(DCTStrategy):
             trainer.callbacks.sort(key=lambda one: not isinstance(one, ExchangeAfterBatch))  # type: ignore[attr-defined]
             self._join()
             if self._given is not None:
-                # Lightning restores from this what it would from a file.
-                trainer._checkpoint_connector._loaded_checkpoint = dict(self._given["checkpoint"])
+                restore_from(trainer, dict(self._given["checkpoint"]))
 
     def _make_updates(self, are_alike: bool = False) -> ElasticUpdates:
         names = parameter_names(self._module)
@@ -237,7 +237,7 @@ class DCTElasticStrategy(DCTStrategy):
         weights = self._elastic.weights
         shared = {name: weights.shared(name) for name in weights.parameters}
         state |= {"weights": {}, "shared": {}}
-        checkpoint = self._module.trainer._checkpoint_connector.dump_checkpoint(False)
+        checkpoint = checkpoint_of(self._module.trainer)
         checkpoint[STATE_KEY] = state
         return {**self._elastic.give(), "settings": self._settings(), "checkpoint": checkpoint, "shared": shared}
 
