@@ -221,13 +221,14 @@ class ThresholdedStrategy(CheckpointedStrategy):
             self.updates.end_evaluation()
 
     def on_train_end(self) -> None:
-        """Wait for the numbers of the last steps from GPUs."""
+        """Wait for the numbers of the last steps from GPUs, and for all ranks: none may have left what it asks for."""
         super().on_train_end()
         if self.updates is not None:
             # Callbacks that average weights have set each rank's own buffers.
             self.updates.average_buffers()
         if self.synchronizer is not None:
             self.synchronizer.flush()
+        self.come_to("the end of fit")
 
     def teardown(self) -> None:
         """Close the exchange, and put the shared weights into the model."""

@@ -27,6 +27,8 @@ WAYS = (
     "stage, stop",
     "stage, save",
     "stage, decide",
+    "stage, gathering at the end",
+    "stage, save at the end",
     "stage, fewer batches",
     "stage, fewer batches of validation",
     "shard, stop",
@@ -59,7 +61,7 @@ class Model(pl.LightningModule):
                 self.trainer.should_stop = True
             if self.way == "more parameters":
                 self.optimizers().add_param_group({"params": list(self.extra.parameters())})
-            if "gathering" in self.way and "after" not in self.way:
+            if "gathering" in self.way and "after" not in self.way and "end" not in self.way:
                 self.all_gather(batch[0])
         output = self.model(batch[0])
         loss = (output if self.extra is None else output + self.extra(batch[0])).square().mean()
@@ -72,10 +74,16 @@ class Model(pl.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.global_rank == 0 and batch_idx == 4 and self.way == "unfreeze":
             self.extra.requires_grad_(True)
-        if self.global_rank == 0 and batch_idx == 4 and "save" in self.way:
+        if self.global_rank == 0 and batch_idx == 4 and self.way.endswith("save"):
             self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/x.ckpt")
         if self.global_rank == 0 and batch_idx == 4 and "decide" in self.way:
             self.trainer.strategy.reduce_boolean_decision(True)
+
+    def on_train_end(self) -> None:
+        if self.global_rank == 0 and "gathering at the end" in self.way:
+            self.all_gather(torch.ones(1))
+        if self.global_rank == 0 and "save at the end" in self.way:
+            self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/x.ckpt")
 
     def on_after_backward(self) -> None:
         if self.global_rank == 0 and self.trainer.global_step == 4 and "after backward" in self.way:

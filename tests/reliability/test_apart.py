@@ -33,6 +33,8 @@ SAYS = {
     "stage, stop": ["`trainer.should_stop` is set and rank 1 to an exchange of activations in training_step after 5"],
     "stage, save": ["rank 0 to a checkpoint after 5 steps and rank 1 to an exchange of activations in training_step"],
     "stage, decide": ["rank 0 to a common decision after 5 steps and rank 1 to an exchange of activations"],
+    "stage, gathering at the end": ["gathered values after 12 steps and rank 1 to the end of fit after 12 steps"],
+    "stage, save at the end": ["rank 0 to a checkpoint after 12 steps and rank 1 to the end of fit after 12 steps"],
     "stage, fewer batches": ["and rank 1 to an exchange of activations in training_step after 9 steps"],
     "stage, fewer batches of validation": [
         " and rank 1 to an exchange of activations in validation_step after 12 steps"
