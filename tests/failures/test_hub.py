@@ -232,3 +232,25 @@ def test_messages_come_in_pieces() -> None:
     assert read_lines(buffer, b'{"left"') == []
     assert read_lines(buffer, b': true}\n{"a": 1}\n{') == [{"left": True}, {"a": 1}]
     assert buffer == b"{"
+
+
+def test_each_rank_is_asked_by_those_that_count_other_places_with_it(job: Callable) -> None:
+    """Ranks 0 and 1 are the stages of one pipeline, 2 and 3 those of another; 2 asks first, and then 0.
+
+    Oracle: rank 1 hears both, because it shares more places with rank 0; rank 3 hears rank 2, and rank 0 as well. When
+    all agree, they hear it once, though rank 1 has answered twice.
+    """
+    _, lines = job(4)
+    for rank, pipeline in ((2, (2, 3)), (0, (0, 1))):
+        counts = [[(0, 1, 2, 3), 1], [pipeline, 5]]
+        lines[rank].say({"place": 1, "what": "the end", "peers": (0, 1, 2, 3), "rank": rank, "counts": counts})
+        for other in {0, 1, 2, 3} - {rank}:
+            assert lines[other].wait_for("ask")["ask"]["rank"] == rank
+            lines[other].heard.clear()
+    for rank in (1, 1, 3):
+        lines[rank].say({"agrees": 1, "peers": (0, 1, 2, 3), "apart": ""})
+    lines[3].say({"left": True})
+    lines[1].die()
+    for line in (lines[0], lines[2]):
+        line.wait_for("verdict")
+        assert [message for message in line.heard if "agreed" in message] == [{"agreed": 1, "peers": [0, 1, 2, 3]}]

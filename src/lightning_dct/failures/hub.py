@@ -54,8 +54,10 @@ class Hub:
         self._verdict: dict[str, Any] | None = None
         # For each signal: the number of stop points that each rank had passed when it received the question.
         self._passed: dict[int, dict[int, int]] = {}
-        # Places that a rank has asked about, with the ranks that do the same there, and the last on which all agree.
+        # Places that ranks have asked about, with the ranks that do the same there, and the last on which all agree.
         self._places: dict[tuple[tuple[int, ...], int], set[int]] = {}
+        # Who has been asked about such a place, and by what both share with each other.
+        self._questions: dict[tuple[tuple[int, ...], int], set[Any]] = {}
         self._agreed: dict[tuple[int, ...], int] = {}
         # Seconds of a step and of waiting in it, by rank.
         self.paces: dict[int, tuple[float, float]] = {}
@@ -180,19 +182,30 @@ class Hub:
                 passed.clear()
 
     def _ask(self, rank: int, peers: tuple[int, ...], message: dict[str, Any]) -> None:
-        """Pass a question on to its peers, unless they have it from another one."""
+        """Pass a question on to its peers, unless they have it from one with which they share the same groups.
+
+        Another one counts other places with them, and may be apart from them where the first is not.
+        """
         place = int(message["place"])
-        if place > self._agreed.get(peers, 0) and (peers, place) not in self._places:
-            self._places[peers, place] = set()
-            for other in set(peers) - {rank}:
+        if place <= self._agreed.get(peers, 0):
+            return
+        self._places.setdefault((peers, place), set())
+        questions = self._questions.setdefault((peers, place), set())
+        groups = [frozenset(group) for group, _ in message["counts"]]
+        for other in set(peers) - {rank}:
+            question = other, frozenset(group for group in groups if {rank, other} <= group)
+            if question not in questions:
+                questions.add(question)
                 self._send(self._members[other], {"ask": message})
-            self._settle_place(peers, place, rank)
+        self._settle_place(peers, place, rank)
 
     def _settle_place(self, peers: tuple[int, ...], place: int, rank: int) -> None:
-        """Note that a rank does the same as the one that asks, and tell all once all do."""
+        """Note that a rank does the same as one that asks, and tell all once all do."""
+        if place <= self._agreed.get(peers, 0):
+            return
         self._places[peers, place].add(rank)
         if self._places[peers, place] == set(peers):
-            del self._places[peers, place]
+            del self._places[peers, place], self._questions[peers, place]
             self._agreed[peers] = place
             for other in peers:
                 self._send(self._members[other], {"agreed": place, "peers": peers})
