@@ -72,10 +72,11 @@ class Course:
         for theirs in asked:
             if difference := self._answer(theirs, mine):
                 return difference
-        if not asked:
-            if what in self._usual:
-                return ""
+        if what not in self._usual:
+            # Also when asked: this rank may share other places with the others than the one that asks.
             self._send(mine)
+        elif not asked:
+            return ""
         with self._turn:
             self._turn.wait_for(lambda: self._agreed[ranks] >= place or self._released, patience_s)
         if what.startswith(EXCHANGE):
