@@ -15,8 +15,14 @@ from train import make_trainer, suggest
 
 CONF = Path(__file__).parents[2] / "conf"
 EXPERIMENTS = sorted(file.stem for file in (CONF / "experiment").glob("*.yaml"))
-# Of the extra `peers`, by strategy.
-PACKAGES = {"demo": "pytorch_optimizer", "diloco": "torchft", "hivemind": "hivemind", "local_sgd": "torchft"}
+# Of the extras `peers` and `elastic`, by strategy.
+PACKAGES = {
+    "dct_elastic": "torchft",
+    "demo": "pytorch_optimizer",
+    "diloco": "torchft",
+    "hivemind": "hivemind",
+    "local_sgd": "torchft",
+}
 STRATEGIES = sorted(file.stem for file in (CONF / "strategy").glob("*.yaml"))
 CALLBACKS = sorted(file.stem for file in (CONF / "callbacks").glob("*.yaml"))
 LOGGERS = sorted(file.stem for file in (CONF / "logger").glob("*.yaml"))
@@ -50,6 +56,7 @@ def test_the_groups_are_what_the_readme_names() -> None:
     assert STRATEGIES == [
         "dct",
         "dct_auto",
+        "dct_elastic",
         "dct_fsdp",
         "dct_pipeline",
         "ddp",
