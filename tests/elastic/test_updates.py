@@ -120,6 +120,22 @@ def test_ranks_that_have_not_trained_are_not_counted_in_the_mean(gradient: torch
     assert updates.tallies[1].trained == 0
 
 
+def test_a_rank_that_has_not_trained_moves_as_the_others_do(gradient: torch.Tensor) -> None:
+    updates, present, parameter, optimizer = rank_of(torch.zeros(400), density=0.25, value_format="fp32")
+    other, _, theirs, their_optimizer = rank_of(torch.zeros(400), density=0.25, value_format="fp32")
+    step(other, theirs, their_optimizer, gradient)
+    other.exchange_updates()
+    answers = list(other.present.sent)  # type: ignore[attr-defined]
+    present.others = [lambda _: answers.pop(0)]
+    updates.before_step(optimizer)
+    parameter.data.copy_(torch.ones(400))  # not sent, because it counts as no step
+    updates.after_step(optimizer)
+    updates.exchange_updates()
+    assert int((updates.weights.shared("w") != 0).sum()) == 100
+    assert torch.equal(updates.weights.shared("w"), other.weights.shared("w"))
+    assert torch.equal(parameter.data, 1.0 + updates.weights.shared("w"))
+
+
 def test_a_joiner_delays_what_the_others_send(gradient: torch.Tensor) -> None:
     updates, present, parameter, optimizer = rank_of(torch.zeros(400), density=0.25)
     present.others = [lambda sent: torch.tensor(Header(1, -1, 0, 0, 0))]

@@ -197,7 +197,8 @@ def test_add_sums(data: st.DataObject, sizes: list[int], gap: int, dtype: torch.
     first = firsts(sizes, gap)[0]
     flags, values = (torch.cat([sender[part] for sender in every]) for part in (0, 1))
     sent = Sent(flags, values, [sender.values.numel() for sender in every])
-    cpu_kernel(Kernel.name).add_sums(totals, None if mine < 0 else owns, first, sent, weights, mine)
+    owned = mine >= 0 or data.draw(st.booleans())
+    cpu_kernel(Kernel.name).add_sums(totals, owns if owned else None, first, sent, weights, mine)
     with np.errstate(all="ignore"):
         for number, (total, own) in enumerate(zip(expected, own_expected, strict=True)):
             sums, counts, union = np.zeros_like(total), np.zeros(total.size, np.int64), np.zeros(total.size, np.bool_)
@@ -212,6 +213,7 @@ def test_add_sums(data: st.DataObject, sizes: list[int], gap: int, dtype: torch.
                 # Of what an owner has got, only what it has sent on counts.
                 counted = marks[number] & ((sums != 0) | (mine < ranks))
                 own[counted] -= values[number][counted].astype(own.dtype)
+            if owned:
                 own[union] += mean
             same(totals[number], total)
             same(owns[number], own)

@@ -74,7 +74,7 @@ class Received(NamedTuple):
         plan: How each tensor was sent.
         factor: Weight of each sender: one over the world size, times the loss scale of mixed-precision training.
         own: What this rank has sent itself: the number of its row, or a payload that is not among them, of which counts
-            what is in the sums; None if nobody asks.
+            what is in the sums; None if it has sent nothing, or nobody asks.
         what: What was sent, for error messages; None for the usual.
     """
 

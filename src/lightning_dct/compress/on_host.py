@@ -179,15 +179,16 @@ def apply(
 ) -> None:
     """Add the weighted sum of all ranks' payloads to the bases of a bucket.
 
-    Own weights, if the bucket has any, change by as much, less what this rank has sent. :func:`decompress` describes
-    the arguments and errors.
+    Own weights, if the bucket has any, change by as much, less what this rank has sent, if it has. :func:`decompress`
+    describes the arguments and errors.
     """
     payloads, plan, factor, own, _ = received
     if must_not_wait(payloads.device):
         sums = _add_on_device(received, awaited, what, by_senders)
         news, bases = (bucket.parts(tensors, plan.bounds) for tensors in (bucket.news, bucket.bases))
         torch._foreach_add_(bases, sums.means)
-        torch._foreach_sub_(news, sums.own)
+        if sums.own:
+            torch._foreach_sub_(news, sums.own)
         torch._foreach_add_(news, sums.means)
         return
     parts = plan.parts or (plan,)
@@ -265,7 +266,7 @@ def _add(plan: BucketPlan, bucket: Bucket, sent: Sent, dense: Tensor, weights: T
     bounds = [plan.bounds[index] for index in plan.compressed]
     first = [plan.starts_in_payload[index] for index in plan.compressed]
     totals = bucket.parts(bucket.bases, bounds)
-    owns = bucket.parts(bucket.news, bounds) if mine >= 0 else None
+    owns = bucket.parts(bucket.news, bounds) if bucket.news else None
     cpu_kernel(kernel).add_sums(totals, owns, first, sent, weights, mine)
     if not plan.dense:
         return
@@ -273,9 +274,10 @@ def _add(plan: BucketPlan, bucket: Bucket, sent: Sent, dense: Tensor, weights: T
     summed = dense[: len(weights) - 1].to(plan.residual_dtype)
     mean = sum(summed[1:], start=summed[0]) * weights[-1]
     torch._foreach_add_(bucket.parts(bucket.bases, bounds), list(mean.split(sizes)))
-    if mine >= 0:
+    if bucket.news:
         owns = bucket.parts(bucket.news, bounds)
-        torch._foreach_sub_(owns, list(dense[mine].to(plan.residual_dtype).split(sizes)))
+        if mine >= 0:
+            torch._foreach_sub_(owns, list(dense[mine].to(plan.residual_dtype).split(sizes)))
         torch._foreach_add_(owns, list(mean.split(sizes)))
 
 

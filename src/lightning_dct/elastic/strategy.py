@@ -14,6 +14,7 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -38,7 +39,7 @@ from lightning_dct.elastic.updates import ElasticUpdates, Header, gathering, ref
 from lightning_dct.lightning_private import checkpoint_of, restore_from
 from lightning_dct.saving import STATE_KEY
 from lightning_dct.strategy import DCTStrategy
-from lightning_dct.sync.setup import parameter_names
+from lightning_dct.sync.setup import floating_buffers, parameter_names
 from lightning_dct.tables import plain_table
 
 # How long a rank waits at the start of a run for the others that were asked for.
@@ -173,10 +174,7 @@ class DCTElasticStrategy(DCTStrategy):
         self._given = None
         self.present = PresentRanks(self.global_rank, lighthouse, self._give, self._take)
         exchange = gathering(self.present, self.world_size, self.traffic)
-
-        def buffers() -> dict[str, Tensor]:
-            return {name: b for name, b in self._module.named_buffers() if b.is_floating_point() and b.numel()}
-
+        buffers = partial(floating_buffers, self._module)
         every = (lambda: self.optimizers), (lambda: list(self._module.parameters()))
         return ElasticUpdates(self.config, names, exchange, buffers, *every, rank=self.global_rank)
 

@@ -220,16 +220,9 @@ class ElasticUpdates(UpdateSynchronizer):
                 received = Received(rows[:, start:stop], plan, 1.0 / len(rows), own)
                 start = stop
                 bucket = self._in_place(names)
-                if own is not None:
-                    self.memory.apply(received, bucket)
-                    if decay < 1.0:
-                        for new, base in zip(bucket.news, bucket.bases, strict=True):
-                            new.lerp_(base, 1.0 - decay)
-                else:
-                    before = [base.clone() for base in bucket.bases]
-                    self.memory.apply(received, Bucket([], bucket.bases, None))
-                    for new, base, old in zip(bucket.news, bucket.bases, before, strict=True):
-                        new.add_(base - old)
+                self.memory.apply(received, bucket)
+                if own is not None and decay < 1.0:
+                    torch._foreach_lerp_(list(bucket.news), list(bucket.bases), 1.0 - decay)
             rest = self._take_buffers(rows[:, start:])
             if rest.numel() and len(rows) > 1:
                 measured = cosine_of_all(rest.view(torch.float32))

@@ -156,8 +156,8 @@ def add_sums(
 
     All but the last weight are for ``n`` senders, so there are ``len(weights) - 1`` whose values are summed; another
     one may follow. ``n`` is how many of them sent a value other than zero. ``weights`` have the dtype of the totals.
-    The same is added to ``owns``, after what sender number ``mine`` sends was subtracted from them. Of one that is not
-    summed, only entries count whose sum is not zero.
+    The same is added to ``owns``, after what sender number ``mine`` sends was subtracted from them (-1: nothing). Of
+    one that is not summed, only entries count whose sum is not zero.
     """
     of_senders = _by_tensor(totals, first, sent)
     for number, total in enumerate(totals):
@@ -172,9 +172,10 @@ def add_sums(
         mean = sums[where] * weights[counts[where]]
         total[where] += mean
         if owns is not None:
-            places, values = of_senders[mine][number]
-            counted = sums[places] != 0 if mine >= len(weights) - 1 else slice(None)
-            owns[number][places[counted]] -= values[counted]
+            if mine >= 0:
+                places, values = of_senders[mine][number]
+                counted = sums[places] != 0 if mine >= len(weights) - 1 else slice(None)
+                owns[number][places[counted]] -= values[counted]
             owns[number][where] += mean
 
 

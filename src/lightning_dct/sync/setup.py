@@ -7,6 +7,7 @@ and its number on that node, and the timeout of process groups.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -33,6 +34,12 @@ from lightning_dct.sync.synchronizer import Synchronizer
 def parameter_names(module: Module) -> dict[Tensor, str]:
     """The name of each parameter, the same with and without ``torch.compile``: saved state must fit either."""
     return {parameter: plain_name(name) for name, parameter in module.named_parameters()}
+
+
+def floating_buffers(module: Module, ignored: Collection[str] = ()) -> dict[str, Tensor]:
+    """The buffers that exchanges average, by name."""
+    found = module.named_buffers()
+    return {plain_name(name): b for name, b in found if name not in ignored and b.is_floating_point() and b.numel()}
 
 
 def check_settings(
@@ -100,10 +107,7 @@ def make_update_synchronizer(
     if not are_alike:
         start_alike(module, group, ignored)
 
-    def buffers() -> dict[str, Tensor]:
-        found = module.named_buffers() if average_buffers else ()
-        return {plain_name(name): b for name, b in found if name not in ignored and b.is_floating_point() and b.numel()}
-
+    buffers = partial(floating_buffers, module, ignored) if average_buffers else dict
     every = (lambda: strategy.optimizers), (lambda: list(module.parameters()))
     # Not over the exchange's own group: training waits for the mean of the buffers, and not for updates in flight.
     everyone = Link(group, strategy.traffic, exchange.everyone.ranks_per_node)
