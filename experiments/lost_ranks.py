@@ -1,0 +1,217 @@
+"""Kills, stops and slows ranks of a language model under ``dct_elastic``: ``python experiments/lost_ranks.py kills``.
+
+Each rank is a process that this one starts, and starts again. Every step takes ``--pace`` seconds, of which a rank
+sleeps what it does not compute, so that ranks that share a machine do not become faster when one is gone. Prints a
+table, and writes ``FOLDER/table.csv``, ``FOLDER/steps-RANK.csv`` with each rank's steps, and ``FOLDER/run.png``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import multiprocessing
+import os
+import random
+import signal
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_dct import DCTElasticStrategy
+from lightning_dct.elastic.present import HEARTBEAT_S, LIGHTHOUSE, import_torchft
+from lightning_dct.elastic.supervisor import RESTARTED, start_lighthouse
+from lost_ranks_figures import Row, report
+from nlp.data import TextData
+from nlp.module import LanguageModule
+
+RANKS = 4
+SETTINGS: dict[str, Any] = {"local_steps": 8, "density": 0.3, "warmup_steps": 100}
+PATIENCE_S = 10.0
+SLOWER = 4.0
+STOPPED_S = 30.0
+# Nobody is killed after this part of the steps, so that all ranks are there at the end.
+LAST_KILL = 0.9
+SCENARIOS = {
+    "nobody": "nobody is disturbed",
+    "kills": "SIGKILL to a random rank every 4 to 12 s, started again after 1 to 20 s",
+    "every15": "SIGKILL to a random rank every 15 s, started again after 1 s",
+    "slow": "the last rank is 4 times slower",
+    "stop": "SIGSTOP to the last rank for 30 s",
+    "lighthouse": "the lighthouse ends for good after a third of the steps",
+}
+
+
+class Paced(LanguageModule):
+    """The language model with steps of ``pace`` seconds at least."""
+
+    pace = 0.0
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        self._began = time.monotonic()
+        return super().training_step(batch, index)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        time.sleep(max(0.0, self._began + self.pace - time.monotonic()))
+
+
+class Records(pl.Callback):
+    """Writes a row after each batch, which lies on the disk when the process is killed."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.passed_over, self.exchanges, self.digest = file.open("a"), 0, 0, ""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *_: Any) -> None:
+        updates: Any = trainer.strategy.updates
+        present = updates.present
+        if updates.exchanges != self.exchanges:
+            self.digest = digest(updates.weights.shared(name) for name in sorted(updates.weights.parameters))
+        row = Row(
+            time.time(), trainer.global_step, int(updates.passed_over == self.passed_over), present.round,
+            present.size(), updates.exchanges, present.lost, self.digest, float(outputs["loss"]),
+        )  # fmt: skip
+        self.passed_over, self.exchanges = updates.passed_over, updates.exchanges
+        print(*row, sep=",", file=self.file, flush=True)
+
+
+def digest(tensors: Any) -> str:
+    """A checksum of tensors."""
+    return f"{zlib.crc32(b''.join(tensor.detach().numpy().tobytes() for tensor in tensors)):08x}"
+
+
+def train(rank: int, folder: Path, lighthouse: str, given: argparse.Namespace, again: bool) -> None:
+    """Train as one rank, and write what it ends with."""
+    log = (folder / f"log-{rank}.txt").open("a")
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    torch.set_num_threads(1)
+    os.environ |= {LIGHTHOUSE: lighthouse, "NODE_RANK": str(rank), "LOCAL_RANK": "0", RESTARTED: str(int(again))}
+    pl.seed_everything(given.seed)
+    module, data = Paced(num_layers=1, width=64), TextData(corpus="sources", held_out_fraction=0.01, seed=given.seed)
+    module.pace = given.pace * (SLOWER if given.scenario == "slow" and rank == RANKS - 1 else 1.0)
+    trainer = pl.Trainer(
+        strategy=DCTElasticStrategy(**SETTINGS), accelerator="cpu", devices=1, num_nodes=RANKS, max_steps=given.steps,
+        callbacks=[Records(folder / f"steps-{rank}.csv")], use_distributed_sampler=False, limit_val_batches=0,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=data)
+    scores = trainer.test(module, datamodule=data, verbose=False)[0] if rank == 0 else {"test/loss": float("nan")}
+    (folder / f"end-{rank}.txt").write_text(
+        f"{trainer.global_step} {digest(module.parameters())} {scores['test/loss']}"
+    )
+    os._exit(0)
+
+
+class Job:
+    """The ranks, and what happens to them: ``events`` has a time, what, and the rank."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given, self.folder = given, given.folder
+        self.lighthouse, self.address = start_lighthouse(int(1000 * PATIENCE_S), int(1000 * HEARTBEAT_S))
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["lightning_dct.elastic.present", "nlp.module", "nlp.data"])
+        self.processes: dict[int, Any] = {}
+        self.events: list[tuple[float, str, int]] = []
+        self.due: dict[int, float] = {}
+        self.draw = random.Random(given.seed)
+        for rank in range(RANKS):
+            self.start(rank)
+
+    def start(self, rank: int, again: bool = False) -> None:
+        arguments = rank, self.folder, self.address, self.given, again
+        self.processes[rank] = self.context.Process(target=train, args=arguments, daemon=True)
+        self.processes[rank].start()
+        if again:
+            self.events.append((time.time(), "start", rank))
+
+    def signal(self, rank: int, number: signal.Signals, what: str) -> None:
+        os.kill(self.processes[rank].pid, number)
+        self.events.append((time.time(), what, rank))
+        if number == signal.SIGKILL:
+            self.processes[rank].join()
+
+    def step(self) -> int:
+        """The furthest step of any rank."""
+        return max((int(last_line(self.folder / f"steps-{r}.csv").split(",")[1] or 0) for r in range(RANKS)), default=0)
+
+    def run(self) -> None:
+        """Disturb the ranks until all have ended."""
+        scenario, steps, deadline = self.given.scenario, self.given.steps, time.monotonic() + self.given.limit
+        while self.step() < SETTINGS["warmup_steps"] / 2:
+            assert time.monotonic() < deadline, "the ranks have not begun; see log-0.txt"
+            time.sleep(0.1)
+        next_kill = time.monotonic()
+        while any(process.is_alive() for process in self.processes.values()) or self.due:
+            if time.monotonic() > deadline:
+                print(f"Not ended after {self.given.limit:.0f} s, at step {self.step()}.")
+                return
+            time.sleep(0.05)
+            now, ending = time.monotonic(), self.step() > LAST_KILL * steps
+            for rank in [rank for rank, when in self.due.items() if now >= when or ending]:
+                del self.due[rank]
+                self.start(rank, again=True)
+            for rank, process in self.processes.items():
+                if rank not in self.due and process.exitcode not in (None, 0):
+                    self.events.append((time.time(), f"failed with {process.exitcode}", rank))
+                    self.due[rank] = now + 1.0
+            alive = [rank for rank, process in self.processes.items() if process.is_alive()]
+            if scenario in ("kills", "every15") and now >= next_kill and len(alive) > 1 and not ending:
+                rank = self.draw.choice(alive)
+                self.signal(rank, signal.SIGKILL, "kill")
+                self.due[rank] = now + (self.draw.uniform(1, 20) if scenario == "kills" else 1.0)
+                next_kill = now + (self.draw.uniform(4, 12) if scenario == "kills" else 15.0)
+            happened = {what for _, what, _ in self.events}
+            if scenario == "stop" and "stop" not in happened and self.step() > steps / 4:
+                self.signal(RANKS - 1, signal.SIGSTOP, "stop")
+            if "stop" in happened and "continue" not in happened and time.time() > self.events[-1][0] + STOPPED_S:
+                self.signal(RANKS - 1, signal.SIGCONT, "continue")
+            if scenario == "lighthouse" and not happened and self.step() > steps / 3:
+                self.lighthouse.shutdown()
+                self.events.append((time.time(), "lighthouse", -1))
+
+    def stop(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+
+
+def last_line(path: Path) -> str:
+    """The last whole line of a file of rows, or one of a rank that has not begun."""
+    if not path.exists():
+        return "0,0"
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 500))
+        lines = file.read().decode().split("\n")
+    return lines[-2] if len(lines) > 1 else "0,0"
+
+
+def main() -> None:
+    """Run a scenario, and say what it has come to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "scenario", choices=SCENARIOS, help="; ".join(f"{name}: {what}" for name, what in SCENARIOS.items())
+    )
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--pace", type=float, default=0.08, help="seconds of a step")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds after which all are killed")
+    parser.add_argument("--folder", type=Path, help="outputs/lost_ranks/SCENARIO by default")
+    given = parser.parse_args()
+    given.folder = (given.folder or Path("outputs/lost_ranks") / f"{given.scenario}-{given.seed}").absolute()
+    given.folder.mkdir(parents=True, exist_ok=False)
+    import_torchft()
+    job = Job(given)
+    try:
+        job.run()
+    finally:
+        job.stop()
+        with (given.folder / "events.csv").open("w") as file:
+            csv.writer(file).writerows(job.events)
+    paces = [given.pace * (SLOWER if given.scenario == "slow" and rank == RANKS - 1 else 1.0) for rank in range(RANKS)]
+    report(given.folder, f"{SCENARIOS[given.scenario]}, seed {given.seed}", paces, SETTINGS["warmup_steps"])
+
+
+if __name__ == "__main__":
+    main()
