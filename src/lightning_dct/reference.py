@@ -263,8 +263,8 @@ def exchange(
 #    same on all ranks. ``w - S`` is what a rank has moved and not sent yet, so it is the residual.
 
 # Steps ``q`` whose mean cosine is ``c`` have a mean that is shorter by ``sqrt((1 + (W - 1) c) / W)``. If ranks exchange
-# after every step, the mean is lengthened by half of that, in ratio (sync/step_cosine.py). The cosine is measured now
-# and then on a sample, in parts of 1024, and counts from the next measurement on.
+# after every step, the mean is lengthened to make up for it (sync/step_cosine.py). The cosine is measured now and then
+# on a sample, in parts of 1024, and counts from the next measurement on.
 
 
 def sampled(weights: list[Tensor], step: int) -> Tensor:
@@ -326,8 +326,7 @@ def train(
         if step % 16 == 0 or step in (1, 2, 4, 8):
             cosine = cosine if measured is None else (cosine + measured) // 2
             measured = cosine_of([sampled(own, step) - b for own, b in zip(weights, before, strict=True)])
-        longer = math.sqrt(len(weights) / (1 + (len(weights) - 1) * cosine / 1024))
-        longer = math.sqrt(longer) if lengthens else 0.0
+        longer = math.sqrt(len(weights) / (1 + (len(weights) - 1) * cosine / 1024)) if lengthens else 0.0
         if step == due:
             arrive()
         # Weights move fastest at first. So ranks exchange after every step, send as much less, and residuals decay.

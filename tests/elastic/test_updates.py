@@ -182,5 +182,5 @@ def test_after_every_step_the_mean_is_lengthened_as_by_dct(gradient: torch.Tenso
     updates.exchange_updates()
     rounds = updates._the_rounds
     assert rounds.cosine.value == 512  # the mean of 1024, which is taken at first, and of none
-    assert rounds.cosine.lengthening(2) == pytest.approx((2 / 1.5) ** 0.25)
+    assert rounds.cosine.lengthening(2) == pytest.approx((2 / 1.5) ** 0.5)
     assert float(updates.weights.shared("w").min()) == pytest.approx(-0.5)

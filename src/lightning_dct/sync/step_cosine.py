@@ -5,15 +5,14 @@ The mean of ``W`` steps ``q`` of about the same length, whose mean cosine is ``c
     |mean of q|  =  |q| sqrt((1 + (W - 1) c) / W)
 
 An optimizer that divides by the size of gradients, such as Adam, has chosen the length of its steps. To have it,
-the mean would be multiplied by ``f = sqrt(W / (1 + (W - 1) c))``: 1 if all ranks step alike, and ``sqrt(W)`` if what
-they do is noise. But where ranks do agree, that is a step too long. So the mean of what ranks exchange after every step
-is multiplied by ``sqrt(f)``, halfway between both.
+the mean of what ranks exchange after every step is multiplied by ``f = sqrt(W / (1 + (W - 1) c))``: 1 if all ranks step
+alike, and ``sqrt(W)`` if what they do is noise.
 
 The cosine changes slowly. So ranks measure it now and then, and on about a thousand entries of the model:
 
     c  =  (|sum over ranks of q|^2 / sum over ranks of |q|^2  -  1) / (W - 1)
 
-Source: radial-directional averaging of Decoupled DiLoCo (arXiv 2604.21428), which takes ``f``, of each tensor.
+Source: radial-directional averaging of Decoupled DiLoCo (arXiv 2604.21428), which takes the ``f`` of each tensor.
 """
 
 from __future__ import annotations
@@ -78,8 +77,8 @@ class StepCosine:
         self.measured, self._is_awaited = numbers[0] if numbers[0] >= 0 else None, False
 
     def lengthening(self, ranks: int) -> float:
-        """The factor on the mean of so many ranks' steps, from 1 to ``ranks ** 0.25``."""
-        return math.sqrt(math.sqrt(ranks / (1.0 + (ranks - 1) * self.value / WHOLE)))
+        """The factor on the mean of so many ranks' steps, from 1 to ``sqrt(ranks)``."""
+        return math.sqrt(ranks / (1.0 + (ranks - 1) * self.value / WHOLE))
 
 
 def is_measured(step: int) -> bool:
