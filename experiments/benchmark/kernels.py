@@ -23,6 +23,7 @@ import torch
 
 from benchmark.session import at_least
 from benchmark.tables import describe_machine, publish
+from lightning_dct.compress.awaited import Awaited
 from lightning_dct.compress.bucket import Bucket, Received
 from lightning_dct.compress.on_host import apply, compress
 from lightning_dct.compress.plan import plan_bucket
@@ -67,7 +68,7 @@ class Rank:
         self._start = [(own.clone(), shared.clone()) for own, shared in zip(self.own, self.shared, strict=True)]
         self._copy = torch.empty(entries)
         self._source = torch.ones(entries)
-        self.thresholds = Thresholds()
+        self.thresholds, self._awaited = Thresholds(), Awaited()
         # Twice, so that the guard has adjusted the thresholds.
         self.payloads = [self._compress(number) for _ in range(2) for number in range(len(sizes))][-len(sizes) :]
 
@@ -118,7 +119,7 @@ class Rank:
     def _exchange(self, number: int, kernel: str) -> None:
         payloads = torch.stack([self._compress(number, kernel), self.payloads[number]])
         received = Received(payloads, self.plans[number], 0.5, own=0)
-        apply(received, self._bucket(number), kernel, by_senders=True)
+        apply(received, self._bucket(number), self._awaited, kernel, by_senders=True)
 
     def _exchange_first(self) -> None:
         self.thresholds.forget()

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_dct.kernels import cpu_kernel, numba_cpu, plain
 from lightning_dct.kernels.bits import flags_num_bytes
 from lightning_dct.kernels.plain import Sent, pack, unpack
+from lightning_dct.wire import decode_values, encode_values
 from strategies_for_hypothesis import examples
 
 numbers = st.sampled_from([0.0, 0.5, -0.5, 1e-40, 3e38, -3e38, math.nan, math.inf, -math.inf])
@@ -232,6 +233,27 @@ def test_signs(counts: list[int], seed: int, dtype: torch.dtype) -> None:
     kernel.decode_signs(signs, counts, scales, decoded)
     magnitudes = scales.repeat_interleave(torch.tensor(counts, dtype=torch.int64))
     assert torch.equal(decoded, torch.where(values > 0, magnitudes, -magnitudes))
+
+
+@given(
+    counts=st.lists(st.integers(0, 70), max_size=4), seed=st.integers(0, 2**32 - 1), dtype=dtypes, whole=st.booleans()
+)
+@examples(60)
+def test_levels(counts: list[int], seed: int, dtype: torch.dtype, whole: bool) -> None:
+    """The loops of 2bit give the bits of torch. Whole numbers are often equal to their mean, and some are infinite."""
+    noise = torch.Generator().manual_seed(seed)
+    values = torch.randn(sum(counts), generator=noise, dtype=dtype)
+    if whole:
+        values = (4 * values).round_().masked_fill_(values > 2.5, math.inf).masked_fill_(values < -2.5, math.nan)
+    index = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+    codes, scales = numba_cpu.encode_levels(values, counts)
+    expected = encode_values(values, index, len(counts), "2bit")
+    assert torch.equal(codes, expected[0])
+    torch.testing.assert_close(scales, expected[1], rtol=0, atol=0, equal_nan=True)
+    decoded = torch.empty(sum(counts))
+    numba_cpu.decode_levels(codes, counts, scales, decoded)
+    as_torch = decode_values(codes, sum(counts), index, scales, "2bit")
+    torch.testing.assert_close(decoded, as_torch, rtol=0, atol=0, equal_nan=True)
 
 
 @given(data=st.data(), sizes=sizes_of_tensors)

@@ -23,14 +23,15 @@ class Bucket:
 
     def __init__(self, news: Sequence[Tensor], bases: Sequence[Tensor], scale: float | None) -> None:
         self.news, self.bases, self.scale = news, bases, scale
-        self.starts = [0, *accumulate(tensor.numel() for tensor in bases)]
+        self.starts = [0, *accumulate(map(Tensor.numel, bases))]
 
     def parts(self, tensors: Sequence[Tensor], bounds: Sequence[tuple[int, int]]) -> list[Tensor]:
         """The views of ``news`` or ``bases`` within bounds, each of which lies in one tensor."""
         found = []
         for start, stop in bounds:
             index = min(bisect_right(self.starts, start), len(tensors)) - 1
-            found.append(tensors[index][start - self.starts[index] : stop - self.starts[index]])
+            whole, begin = tensors[index], self.starts[index]
+            found.append(whole if stop - start == whole.numel() else whole[start - begin : stop - begin])
         return found
 
     def entries(self, bounds: tuple[int, int], indices: Tensor | None) -> Tensor:

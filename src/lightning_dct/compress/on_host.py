@@ -83,7 +83,7 @@ def compress(
             _decay_on_device(bucket, plan, payload, lost)
         return Compressed(payload, sent_by_part, dense_entries, selected)
     bounds, first = [plan.bounds[index] for index in used], [plan.starts_in_payload[index] for index in used]
-    news, bases = (bucket.parts(tensors, bounds) for tensors in (bucket.news, bucket.bases))
+    news, bases = bucket.parts(bucket.news, bounds), bucket.parts(bucket.bases, bounds)
     taus = [thresholds.get(plan.names[index], plan.targets[index]) or 0.0 for index in used]
     flags = torch.zeros(flags_num_bytes(sum(plan.sizes)), dtype=torch.uint8)
     values, reached = cpu_kernel(kernel).select(news, bases, first, taus, bucket.scale, flags)
@@ -103,10 +103,13 @@ def compress(
         if guard and number not in broken:
             far = count > GUARD_RESELECT * target
             thresholds.set(plan.names[index], target, limit if far else nudge(tau, count, target, plan.sizes[index]))
-    values = values if sum(counts) == values.numel() else torch.cat(kept)
+    if sum(counts) < values.numel():
+        values = torch.cat(kept) if len(kept) > 1 else kept[0]
     payload = pack(plan.layout, flags, values, counts, dense)
     if bucket.scale is not None or lost:
-        as_read = Sent(flags[None], unpack_values(plan.layout, payload, counts), [sum(counts)])
+        # In the memory of the values, which are not needed any more.
+        out = values if values.dtype == torch.float32 else None
+        as_read = Sent(flags[None], unpack_values(plan.layout, payload, counts, out), [values.numel()])
         if bucket.scale is not None:
             cpu_kernel(kernel).subtract(bases, first, as_read)
         else:

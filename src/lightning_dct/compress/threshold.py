@@ -191,14 +191,17 @@ class Thresholds:
 
     def get(self, name: str, target: int) -> float | None:
         """The threshold for this target, or None."""
-        self._follow()
-        return float(self._values[name]) if self.has(name, target) else None
+        if self._to_follow:
+            self._follow()
+        return float(self._values[name]) if self._targets.get(name) == target else None
 
     def set(self, name: str, target: int, threshold: float) -> None:
         """Store a threshold and its target."""
-        self._follow()
+        if self._to_follow:
+            self._follow()
         self._values[name], self._targets[name] = threshold, target
-        self._stacked = {names: stacked for names, stacked in self._stacked.items() if name not in names}
+        if self._stacked:
+            self._stacked = {names: stacked for names, stacked in self._stacked.items() if name not in names}
 
     def on_device(self, names: tuple[str, ...], device: torch.device) -> Tensor:
         """Some thresholds, without waiting: shape ``[len(names)]``, fp64, read-only."""

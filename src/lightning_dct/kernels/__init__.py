@@ -31,6 +31,7 @@ KernelName = Literal["auto", "torch", "numba", "triton"]
 ALIASES = {"triton": "torch"}
 
 
+@cache
 def cpu_kernel(kernel: str = "auto") -> Any:
     """The module of a kernel; with ``"auto"`` the fastest that is installed. :func:`check_kernel` describes errors."""
     name = fastest_kernel("cpu") if kernel == "auto" else kernel

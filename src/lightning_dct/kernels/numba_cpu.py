@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
@@ -37,6 +37,8 @@ ENTRIES_PER_THREAD = 1 << 18
 GATHER = np.uint64(0x0102040810204080)
 trailing_zeros: Any = numbers.trailing_zeros
 ONE, WORD = np.uint64(1), np.uint64(63)
+# The largest fp32 number of which twice is finite.
+LARGEST_HALF = torch.finfo(torch.float32).max / 2
 
 Result = TypeVar("Result")
 
@@ -66,10 +68,10 @@ def select(
     limits = [dtype.type(threshold) for threshold in thresholds]
 
     def select_pieces(pieces: list[_Piece]) -> tuple[Tensor, list[int]]:
-        found = _scratch(sum(piece.stop - piece.start for piece in pieces), nothing.dtype)
+        found = _scratch(sum([stop - start for _, start, stop, _ in pieces]), nothing.dtype)
         values, count, counts = found.numpy(), 0, []
         for tensor, start, stop, bit in pieces:
-            new, base = (array[start:stop] for array in arrays[tensor])
+            new, base = arrays[tensor][0][start:stop], arrays[tensor][1][start:stop]
             if scale is None:
                 stopped = _select_difference(new, base, limits[tensor], words, bit, values, count)
             else:
@@ -79,7 +81,7 @@ def select(
         # A helping thread may take another share and then use its array again.
         return found[:count] if pieces is shares[0] else found[:count].clone(), counts
 
-    shares, found, counts = list(_shares(news, first)), [nothing], [0] * len(news)
+    shares, found, counts = _shares(news, first), [nothing], [0] * len(news)
     for share, (values, reached) in zip(shares, _in_threads(select_pieces, shares), strict=True):
         found.append(values)
         for piece, count in zip(share, reached, strict=True):
@@ -89,8 +91,8 @@ def select(
 
 def thin(flags: Tensor, begin: int, size: int, values: Tensor, target: int, limit: float) -> Tensor:
     """See :func:`lightning_dct.kernels.plain.thin`."""
-    left, tau = torch.empty(target, dtype=values.dtype), torch.tensor(limit, dtype=values.dtype).numpy()[()]
-    return left[: _thin(_words(flags), begin, size, values.numpy(), left.numpy(), tau)]
+    array = values.numpy()
+    return values[: _thin(_words(flags), begin, size, array, target, array.dtype.type(limit))]
 
 
 def subtract(tensors: Sequence[Tensor], first: Sequence[int], sent: Sent) -> None:
@@ -102,7 +104,7 @@ def subtract(tensors: Sequence[Tensor], first: Sequence[int], sent: Sent) -> Non
         for tensor, start, stop, bit in pieces:
             cursor = _subtract(tensors[tensor].numpy()[start:stop], words, bit, values, cursor)
 
-    _in_threads(subtract_pieces, list(_shares(tensors, first)))
+    _in_threads(subtract_pieces, _shares(tensors, first))
 
 
 def decay(news: Sequence[Tensor], bases: Sequence[Tensor], first: Sequence[int], sent: Sent, lost: float) -> None:
@@ -115,7 +117,7 @@ def decay(news: Sequence[Tensor], bases: Sequence[Tensor], first: Sequence[int],
             new, base = news[tensor].numpy()[start:stop], bases[tensor].numpy()[start:stop]
             cursor = _decay(new, base, new.dtype.type(lost), words, bit, values, cursor)
 
-    _in_threads(decay_pieces, list(_shares(news, first)))
+    _in_threads(decay_pieces, _shares(news, first))
 
 
 def add_sums(
@@ -138,7 +140,7 @@ def add_sums(
             own_weights = nothing if owns is None else owns[tensor].numpy()[start:stop]
             _add_sums(total, own_weights, words, bit, values, cursors, mine, by_count)
 
-    _in_threads(add_pieces, list(_shares(totals, first)))
+    _in_threads(add_pieces, _shares(totals, first))
 
 
 def encode_signs(values: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -153,6 +155,18 @@ def decode_signs(signs: Tensor, counts: Sequence[int], scales: Tensor, values: T
     words, size = np.zeros(values.numel() // 64 + 1, np.uint64), (values.numel() + 7) // 8
     words.view(np.uint8)[:size] = signs.numpy()[:size]
     _decode_signs(words, np.array(counts, np.int64), scales.numpy(), values.numpy())
+
+
+def encode_levels(values: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The codes and scales of ``2bit``, as in :func:`lightning_dct.wire.encode_values`."""
+    codes, scales = np.zeros((values.numel() + 3) // 4, np.uint8), torch.empty(len(counts))
+    _encode_levels(values.numpy(), np.array(counts, np.int64), codes, scales.numpy())
+    return torch.from_numpy(codes), scales
+
+
+def decode_levels(codes: Tensor, counts: Sequence[int], scales: Tensor, values: Tensor) -> None:
+    """Undo :func:`encode_levels`, into ``values``: shape ``[sum(counts)]``, fp32."""
+    _decode_levels(codes.numpy(), np.array(counts, np.int64), scales.numpy(), values.numpy())
 
 
 def count_flags(flags: Tensor, sizes: Sequence[int]) -> list[int]:
@@ -326,12 +340,12 @@ def _select_sum(new: Any, base: Any, scale: Any, limit: Any, words: Any, bit: in
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _thin(words: Any, begin: int, size: int, values: Any, left: Any, limit: Any) -> int:
+def _thin(words: Any, begin: int, size: int, values: Any, target: int, limit: Any) -> int:
     large = 0
     for number in range(values.size):
         large += not abs(values[number]) < limit
     # Of `large` entries number n is left if n * wanted // large is another number than for the one before it.
-    cursor, count, remainder, wanted = 0, 0, 0, min(left.size, large)
+    cursor, count, remainder, wanted = 0, 0, 0, min(target, large)
     for bit in range(begin, begin + size, 64):
         flags = _window(words, bit, begin + size - bit)
         while flags:
@@ -341,7 +355,7 @@ def _thin(words: Any, begin: int, size: int, values: Any, left: Any, limit: Any)
             remainder += wanted * is_large
             if is_large and remainder >= large:
                 remainder -= large
-                left[count] = values[cursor]
+                values[count] = values[cursor]
                 count += 1
             else:
                 place = bit + np.int64(trailing_zeros(lowest))
@@ -457,6 +471,41 @@ def _decode_signs(signs: Any, counts: Any, scales: Any, values: Any) -> None:
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
+def _encode_levels(values: Any, counts: Any, codes: Any, scales: Any) -> None:
+    start = 0
+    for tensor in range(counts.size):
+        part, count = values[start : start + counts[tensor]], max(counts[tensor], 1)
+        # In the order of torch, because every sum is rounded.
+        total, larger, number = 0.0, 0.0, 0
+        for i in range(part.size):
+            total += abs(np.float64(part[i]))
+        mean = total / count
+        for i in range(part.size):
+            magnitude = abs(np.float64(part[i]))
+            larger += magnitude if magnitude >= mean else 0.0
+            number += magnitude >= mean
+        product, square = total + larger, np.float64(count + 3 * number)
+        fits = product * product / square > total * mean and product / square <= LARGEST_HALF
+        scales[tensor] = product / square if fits else mean
+        for i in range(part.size):
+            code = 2 * (fits and abs(np.float64(part[i])) >= mean) + (part[i] > 0)
+            codes[(start + i) >> 2] |= code << (2 * ((start + i) & 3))
+        start += part.size
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _decode_levels(codes: Any, counts: Any, scales: Any, values: Any) -> None:
+    start = 0
+    for tensor in range(counts.size):
+        part, scale = values[start : start + counts[tensor]], scales[tensor]
+        for i in range(part.size):
+            code = codes[(start + i) >> 2] >> (2 * ((start + i) & 3))
+            level = scale + scale if code & 2 else scale
+            part[i] = level if code & 1 else -level
+        start += part.size
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
 def _encode_elias_fano(words: Any, message: Any, num_flags: int, low_bits: int, capacity: int) -> bool:
     count, planes = 0, np.zeros(max(low_bits, 1), np.uint64)
     for word in range(words.size):
@@ -514,10 +563,11 @@ def _add_rows(total: Any, indices: Any, rows: Any) -> None:
             sums[j] += addends[j]
 
 
-def _shares(tensors: Sequence[Tensor], first: Sequence[int]) -> Iterator[list[_Piece]]:
+def _shares(tensors: Sequence[Tensor], first: Sequence[int]) -> list[list[_Piece]]:
     """Divide tensors among threads, about the same number of entries each. No two threads share a word of flags."""
-    entries = sum(tensor.numel() for tensor in tensors)
+    entries = sum(map(Tensor.numel, tensors))
     share = max(-(-entries // torch.get_num_threads()), ENTRIES_PER_THREAD)
+    shares: list[list[_Piece]] = []
     pieces: list[_Piece] = []
     capacity = share
     for number, (tensor, begin) in enumerate(zip(tensors, first, strict=True)):
@@ -529,16 +579,15 @@ def _shares(tensors: Sequence[Tensor], first: Sequence[int]) -> Iterator[list[_P
             capacity -= stop - start
             start = stop
             if capacity <= 0 and (begin + start) % 64 == 0:
-                yield pieces
+                shares.append(pieces)
                 pieces, capacity = [], share
             capacity = max(capacity, 1)
-    if pieces:
-        yield pieces
+    return [*shares, pieces] if pieces else shares
 
 
 def _in_threads(work: Callable[[list[_Piece]], Result], shares: list[list[_Piece]]) -> list[Result]:
-    helping = [_threads(os.getpid()).submit(work, share) for share in shares[1:]]
-    return [*map(work, shares[:1]), *(future.result() for future in helping)]
+    helping = [_threads(os.getpid()).submit(work, share) for share in shares[1:]] if len(shares) > 1 else []
+    return [*map(work, shares[:1]), *map(Future.result, helping)]
 
 
 @cache

@@ -109,7 +109,7 @@ def _select_at_once(
 def thin(flags: Tensor, begin: int, size: int, values: Tensor, target: int, limit: float) -> Tensor:
     """Of a tensor's flagged entries leave those that reach a limit, at most ``target``: a regular sample; in place.
 
-    ``values`` are those of all its flagged entries; the result those of the remaining ones.
+    ``values`` are those of all its flagged entries, and may be overwritten; the result those of the remaining ones.
     """
     # "Not below" instead of "at or above", because it is true for NaN.
     large = (values.abs() < torch.tensor(limit, dtype=values.dtype)).logical_not_()

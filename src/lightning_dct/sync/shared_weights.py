@@ -27,10 +27,12 @@ class SharedWeights:
 
     Attributes:
         parameters: The parameters that have both sets of weights, by name.
+        sizes: Real numbers of each on this rank.
     """
 
     def __init__(self) -> None:
         self.parameters: dict[str, Tensor] = {}
+        self.sizes: dict[str, int] = {}
         self._shared: dict[str, Tensor] = {}
         # While the shared weights are in the model: this rank's own, and copies of the shared ones to compare with.
         self._own: dict[str, Tensor] = {}
@@ -44,7 +46,7 @@ class SharedWeights:
     def adopt(self, name: str, parameter: Tensor) -> None:
         """Add a parameter; its weights, which must be the same on every rank, become the shared ones."""
         if name not in self.parameters:
-            self.parameters[name] = parameter
+            self.parameters[name], self.sizes[name] = parameter, real_numel(parameter)
             self._shared[name] = local_of(parameter).detach().clone()
 
     def shared(self, name: str) -> Tensor:
@@ -126,11 +128,15 @@ class SharedWeights:
 
     def bucket(self, names: Sequence[str]) -> Bucket | None:
         """Both sets of weights, flattened, if they can be read in place; else None."""
-        sets = [[as_real(own), as_real(self._shared[name])] for name in names for own in [self.own(name)]]
-        every = [weights for both in sets for weights in both]
-        if not all((w.is_cpu or must_not_wait(w.device)) and w.dtype in IN_PLACE and w.is_contiguous() for w in every):
-            return None
-        news, bases = zip(*([weights.view(-1) for weights in both] for both in sets), strict=True)
+        news: list[Tensor] = []
+        bases: list[Tensor] = []
+        for name in names:
+            for weights, flat in ((self.own(name), news), (self._shared[name], bases)):
+                real = as_real(weights) if weights.is_complex() else weights
+                on_cpu_or_gpu = real.is_cpu or must_not_wait(real.device)
+                if not (on_cpu_or_gpu and real.dtype in IN_PLACE and real.is_contiguous()):
+                    return None
+                flat.append(real.view(-1))
         return Bucket(news, bases, None)
 
     def move(self, names: Sequence[str], mean: Tensor, own: Tensor) -> None:
@@ -140,14 +146,14 @@ class SharedWeights:
         """
         self.add_own(names, own, -1.0)
         self.add_own(names, mean, 1.0)
-        sizes = [real_numel(self.parameters[name]) for name in names]
+        sizes = [self.sizes[name] for name in names]
         for name, part in zip(names, mean.split(sizes), strict=True):
             shared = as_real(self._shared[name])
             shared.add_(part.view(shared.shape))
 
     def add_own(self, names: Sequence[str], addend: Tensor, factor: float) -> None:
         """Add ``factor * addend``, shape ``[n]``, to this rank's own weights, one parameter after the other."""
-        sizes = [real_numel(self.parameters[name]) for name in names]
+        sizes = [self.sizes[name] for name in names]
         for name, part in zip(names, addend.split(sizes), strict=True):
             own = as_real(self.own(name))
             own.add_(part.view(own.shape), alpha=factor)

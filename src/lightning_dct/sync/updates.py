@@ -116,7 +116,8 @@ class UpdateSynchronizer(Synchronizer):
         if chosen is not None and chosen.reached(steps) != self._reached:
             self._reached = chosen.reached(steps)
             self._change(chosen.at(steps))
-        rounds = self._rounds.setdefault(self._number_of(optimizer), Rounds())
+        number = self._number_of(optimizer)
+        rounds = self._rounds[number] = self._rounds.get(number) or Rounds()
         self._register(optimizer, rounds)
         if self._lengthens and rounds.names and is_measured(rounds.steps + 1):
             rounds.cosine.begin(rounds.steps + 1, self._own_of(rounds))
@@ -179,7 +180,8 @@ class UpdateSynchronizer(Synchronizer):
             self.memory.begin(1.0, refresh=False)
             for bucket in sending:
                 rounds.in_flight.append(self._send(bucket, rounds))
-                if not self.config.delay and sum(item.entries for item in rounds.in_flight) >= MOST_IN_FLIGHT:
+                behind = 0 if self.config.delay else sum([item.entries for item in rounds.in_flight[1:]])
+                if behind >= MOST_IN_FLIGHT:
                     self._apply(rounds, rounds.in_flight[:1])
             self.traffic.add(refreshes=int(self.memory.selected))
             if not self.config.delay:
@@ -192,7 +194,8 @@ class UpdateSynchronizer(Synchronizer):
     @property
     def _lengthens(self) -> bool:
         """Whether the mean is lengthened by the cosine: after several steps apart that overshoots."""
-        one_step = self.config.round_length == 1 and not self.config.delay and self.config.density < 1.0
+        config = self.config
+        one_step = config.round_length == 1 and not config.delay and config.density < 1.0
         return one_step and not self.exchange.sums_first and not self._alone
 
     def _own_of(self, rounds: Rounds) -> list[Tensor]:
@@ -339,7 +342,8 @@ class UpdateSynchronizer(Synchronizer):
         ]
 
     def _length(self, rounds: Rounds) -> int:
-        return round_length(rounds.steps, self.config.round_length, self.config.warmup_steps)
+        config = self.config
+        return round_length(rounds.steps, config.round_length, config.warmup_steps)
 
     def _forget_thresholds(self, buckets: Iterable[Sequence[str]]) -> None:
         """Delete the thresholds of buckets about to be sent, if a refresh was requested since they were last sent."""
@@ -362,10 +366,10 @@ class UpdateSynchronizer(Synchronizer):
     def _send(self, names: Sequence[str], rounds: Rounds) -> InFlight:
         """Start sending the updates of some parameters."""
         with self.traffic.timed("compress"):
-            parameters, length = [self.weights.parameters[name] for name in names], self._length(rounds)
-            share = length / self.config.round_length
-            plan = self._plan_of(parameters, [real_numel(p) for p in parameters], real_dtype(parameters[0]), share)
-            lost = 1.0 - self.config.residual_decay if rounds.steps <= self.config.warmup_steps else 0.0
+            config, length = self.config, self._length(rounds)
+            sizes, dtype = [self.weights.sizes[name] for name in names], real_dtype(self.weights.parameters[names[0]])
+            plan = self.plans.of(names, sizes, dtype, length / config.round_length)
+            lost = 1.0 - config.residual_decay if rounds.steps <= config.warmup_steps else 0.0
             own, bucket = None, self.weights.bucket(names)
             if plan.is_dense or self.exchange.sums_first:
                 moved = self.weights.movement(names, plan.residual_dtype)
@@ -375,8 +379,9 @@ class UpdateSynchronizer(Synchronizer):
                 pending = Pending(flow, self.exchange.rounds, bucket.bases[0].device)
             else:
                 pending = self._send_movement(names, plan, lost)
-            due = rounds.steps + min(self.config.delay, length)
-            return InFlight(names, sum(plan.sizes), due, pending, None, own)
+            due = rounds.steps + min(config.delay, length)
+            # While training goes on the weights may come to lie elsewhere.
+            return InFlight(names, sum(sizes), due, pending, None, own, None if config.delay else bucket)
 
     def _start_sum(self, moved: Tensor, plan: BucketPlan) -> Pending:
         """Start sending updates that are summed before they are compressed, if they are."""
@@ -403,7 +408,7 @@ class UpdateSynchronizer(Synchronizer):
         self._complete(items)
         with self.traffic.timed("apply"):
             for item in items:
-                bucket = self.weights.bucket(item.names)
+                bucket = item.bucket or self.weights.bucket(item.names)
                 if isinstance(item.arrived, Received) and item.own is None and bucket is not None:
                     self.memory.apply(item.arrived, bucket)
                 else:
