@@ -88,6 +88,8 @@ def train(rank: int, folder: Path, lighthouse: str, given: argparse.Namespace, a
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     torch.set_num_threads(1)
+    # The ranks share the cores, and Lightning does not know, because each is the only one that it starts.
+    os.environ["OMP_NUM_THREADS"] = "1"
     os.environ |= {LIGHTHOUSE: lighthouse, "NODE_RANK": str(rank), "LOCAL_RANK": "0", RESTARTED: str(int(again))}
     pl.seed_everything(given.seed)
     module, data = Paced(num_layers=1, width=64), TextData(corpus="sources", held_out_fraction=0.01, seed=given.seed)

@@ -86,6 +86,7 @@ def train(rank: int, ranks: int, lighthouse: str, folder: Path, steps: int, more
     sys.stdout = sys.stderr = log
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # the ranks share the cores, and Lightning would take all for each
     os.environ |= {LIGHTHOUSE: lighthouse, "NODE_RANK": str(rank), "LOCAL_RANK": "0"}
     more = dict(more)
     torch.manual_seed(rank)  # the first rank's weights are spread
