@@ -107,14 +107,25 @@ def train(rank: int, folder: Path, lighthouse: str, given: argparse.Namespace, a
     os._exit(0)
 
 
+def light(answer: Any) -> None:
+    """Be the lighthouse until it is killed."""
+    server, address = start_lighthouse(int(1000 * PATIENCE_S), int(1000 * HEARTBEAT_S))
+    answer.send(address)
+    signal.pause()
+    del server
+
+
 class Job:
     """The ranks, and what happens to them: ``events`` has a time, what, and the rank."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.given, self.folder = given, given.folder
-        self.lighthouse, self.address = start_lighthouse(int(1000 * PATIENCE_S), int(1000 * HEARTBEAT_S))
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["lightning_dct.elastic.present", "nlp.module", "nlp.data"])
+        ours, theirs = self.context.Pipe(duplex=False)
+        self.lighthouse = self.context.Process(target=light, args=(theirs,), daemon=True)
+        self.lighthouse.start()
+        self.address = ours.recv()
         self.processes: dict[int, Any] = {}
         self.events: list[tuple[float, str, int]] = []
         self.due: dict[int, float] = {}
@@ -171,11 +182,11 @@ class Job:
             if "stop" in happened and "continue" not in happened and time.time() > self.events[-1][0] + STOPPED_S:
                 self.signal(RANKS - 1, signal.SIGCONT, "continue")
             if scenario == "lighthouse" and not happened and self.step() > steps / 3:
-                self.lighthouse.shutdown()
+                self.lighthouse.kill()
                 self.events.append((time.time(), "lighthouse", -1))
 
     def stop(self) -> None:
-        for process in self.processes.values():
+        for process in (*self.processes.values(), self.lighthouse):
             process.kill()
 
 

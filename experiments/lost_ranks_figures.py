@@ -101,7 +101,9 @@ def figures(lives: dict[int, list[list[Row]]], events: list[Event], paces: list[
         "committed": f"{committed / (committed + failed):.1%}",
         "longest time between two batches of a present rank, s": f"{max(gaps):.1f}",
         "longest time without a step of any rank, s": f"{max(b - a for a, b in pairwise(times)):.1f}",
-        "throughput after the warm-up, of the speeds of the present ranks added": f"{counted / possible:.1%}",
+        "throughput after the warm-up, of the speeds of the present ranks added": f"{counted / possible:.1%}"
+        if possible
+        else "-",
     }
 
 
