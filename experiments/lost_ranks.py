@@ -222,8 +222,7 @@ def main() -> None:
         job.stop()
         with (given.folder / "events.csv").open("w") as file:
             csv.writer(file).writerows(job.events)
-    paces = [given.pace * (SLOWER if given.scenario == "slow" and rank == RANKS - 1 else 1.0) for rank in range(RANKS)]
-    report(given.folder, f"{SCENARIOS[given.scenario]}, seed {given.seed}", paces, SETTINGS["warmup_steps"])
+    report(given.folder, f"{SCENARIOS[given.scenario]}, seed {given.seed}", SETTINGS["warmup_steps"])
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import csv
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import matplotlib
@@ -59,8 +60,19 @@ def read(folder: Path) -> tuple[dict[int, list[list[Row]]], list[Event]]:
     return lives, events
 
 
-def figures(lives: dict[int, list[list[Row]]], events: list[Event], paces: list[float], warmup: int) -> dict[str, str]:
+def step_seconds(lives: dict[int, list[list[Row]]]) -> dict[int, float]:
+    """The median time of a step with no exchange after it, by rank: what a rank does that waits for nobody."""
+    found: dict[int, list[float]] = {rank: [] for rank in lives}
+    for rank, lives_of_rank in lives.items():
+        for before, row in (pair for rows in lives_of_rank for pair in pairwise(rows)):
+            if row.trained and (row.round, row.failed) == (before.round, before.failed):
+                found[rank].append(row.seconds - before.seconds)
+    return {rank: median(times) for rank, times in found.items() if times}
+
+
+def figures(lives: dict[int, list[list[Row]]], events: list[Event], warmup: int) -> dict[str, str]:
     """Name and value of each figure of the table."""
+    seconds = step_seconds(lives)
     away = {event.rank: event.seconds for event in events if event.what == "stop"}
     digests: dict[int, set[str]] = defaultdict(set)
     seen: dict[int, int] = defaultdict(int)
@@ -76,7 +88,7 @@ def figures(lives: dict[int, list[list[Row]]], events: list[Event], paces: list[
                 if not stopped:
                     gaps.append(row.seconds - before.seconds)
                 if row.step > warmup and not stopped:
-                    possible += (row.seconds - before.seconds) / paces[rank]
+                    possible += (row.seconds - before.seconds) / seconds[rank]
                     counted += row.trained
             committed += rows[-1].exchanges
             failed += rows[-1].failed
@@ -99,6 +111,7 @@ def figures(lives: dict[int, list[list[Row]]], events: list[Event], paces: list[
         "exchanges of a rank, committed": f"{committed:,}",
         "exchanges of a rank, failed": f"{failed:,}",
         "committed": f"{committed / (committed + failed):.1%}",
+        "median seconds of a step without exchange": ", ".join(f"{rank}: {time:.3f}" for rank, time in seconds.items()),
         "longest time between two batches of a present rank, s": f"{max(gaps):.1f}",
         "longest time without a step of any rank, s": f"{max(b - a for a, b in pairwise(times)):.1f}",
         "throughput after the warm-up, of the speeds of the present ranks added": f"{counted / possible:.1%}"
@@ -107,8 +120,9 @@ def figures(lives: dict[int, list[list[Row]]], events: list[Event], paces: list[
     }
 
 
-def plot(file: Path, lives: dict[int, list[list[Row]]], events: list[Event], paces: list[float], title: str) -> None:
+def plot(file: Path, lives: dict[int, list[list[Row]]], events: list[Event], title: str) -> None:
     """Draw throughput and loss over time; lines mark what has happened."""
+    seconds = step_seconds(lives)
     everything = [(rank, row) for rank, found in lives.items() for rows in found for row in rows]
     start, end = min(row.seconds for _, row in everything), max(row.seconds for _, row in everything)
     bins = range(int((end - start) / BIN_S) + 1)
@@ -125,7 +139,7 @@ def plot(file: Path, lives: dict[int, list[list[Row]]], events: list[Event], pac
                     max(rows[0].seconds - start, place * BIN_S),
                     min(rows[-1].seconds - start, (place + 1) * BIN_S),
                 )
-                speeds[place] += max(0.0, last - first) / BIN_S / paces[rank]
+                speeds[place] += max(0.0, last - first) / BIN_S / seconds[rank]
     middles = [(place + 0.5) * BIN_S for place in bins]
     figure, (above, below) = plt.subplots(2, 1, figsize=(10, 6), sharex=True)
     above.step(middles, speeds, where="mid", color="tab:gray", label="speeds of the present ranks, added")
@@ -154,17 +168,17 @@ def plot(file: Path, lives: dict[int, list[list[Row]]], events: list[Event], pac
     figure.savefig(file, dpi=110)
 
 
-def report(folder: Path, title: str, paces: list[float], warmup: int) -> None:
+def report(folder: Path, title: str, warmup: int) -> None:
     """Print the table of a run, and write it and the picture."""
     lives, events = read(folder)
-    found = figures(lives, events, paces, warmup)
+    found = figures(lives, events, warmup)
     ends = [path.read_text().split() for path in sorted(folder.glob("end-*.txt"))]
     found |= {
-        "ranks that have ended": f"{len(ends)} of {len(paces)}",
+        "ranks that have ended": f"{len(ends)} of {len(lives)}",
         "of these with equal weights": str(len({end[1] for end in ends}) == 1),
         "test loss": ends[0][2] if ends else "-",
     }
     with (folder / "table.csv").open("w") as file:
         csv.writer(file).writerows(found.items())
     print(f"\n{title}\n{plain_table([('figure', 'value'), *found.items()])}\n{folder}", flush=True)
-    plot(folder / "run.png", lives, events, paces, title)
+    plot(folder / "run.png", lives, events, title)
