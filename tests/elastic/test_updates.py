@@ -46,12 +46,14 @@ def rank_of(values: torch.Tensor, **settings: Any) -> tuple[ElasticUpdates, Pret
     return updates, present, parameter, optimizer
 
 
-def step(updates: ElasticUpdates, parameter: torch.nn.Parameter, optimizer: Any, gradient: torch.Tensor) -> None:
+def step(
+    updates: ElasticUpdates, parameter: torch.nn.Parameter, optimizer: Any, gradient: torch.Tensor, seconds: float = 0.1
+) -> None:
     updates.before_step(optimizer)
     parameter.grad = gradient.clone()
     optimizer.step()
     updates.after_step(optimizer)
-    updates.count(True, 0.1)
+    updates.count(True, seconds)
 
 
 @pytest.fixture
@@ -161,6 +163,22 @@ def test_a_slow_rank_trains_as_many_steps_as_the_others_wait_for(gradient: torch
         step(updates, parameter, optimizer, gradient)
     updates.exchange_updates()
     assert updates.train_until == 10  # a quarter of the eight steps to come
+
+
+def test_a_rank_that_was_stopped_once_is_not_a_slow_one(gradient: torch.Tensor) -> None:
+    updates, present, parameter, optimizer = rank_of(torch.zeros(400), density=0.25)
+    updates.plans.change(DCTConfig(local_steps=8, warmup_steps=0, kernel="torch", density=0.25))
+
+    def steady(sent: torch.Tensor) -> torch.Tensor:
+        if sent.dtype != torch.int64:
+            return sent
+        return torch.tensor(Header(*sent.tolist())._replace(nanoseconds=100_000_000))
+
+    present.others = [steady] * 3
+    for number in range(8):
+        step(updates, parameter, optimizer, gradient, 30.0 if number == 3 else 0.1)
+    updates.exchange_updates()
+    assert updates.train_until == 0  # it trains every step
 
 
 def test_after_every_step_the_mean_is_lengthened_as_by_dct(gradient: torch.Tensor) -> None:

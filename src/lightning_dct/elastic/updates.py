@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -36,9 +37,10 @@ from lightning_dct.sync.step_cosine import cosine_of_all
 from lightning_dct.sync.updates import UpdateSynchronizer
 from lightning_dct.traffic import all_gather_bytes
 
-# A rank as fast as this share of the median trains every step. Its time for a step is a mean, which varies by less.
+# A rank as fast as this share of the median trains every step. Its time for a step is the median of its last steps: one
+# in which it was stopped, or the first of a process, does not make it a slow rank.
 AS_FAST = 0.75
-NEW_TIMES = 0.1
+LAST_STEPS = 32
 # How often a rank tries to meet the others before it leaves.
 FAREWELLS = 3
 # Rounds of which a rank knows in which quorum they were: one that has missed more starts with nothing held back.
@@ -98,7 +100,8 @@ class ElasticUpdates(UpdateSynchronizer):
         self.due = False
         self.train_until = self.resume_at = 0
         self.passed_over = self.exchanges = self._trained = 0
-        self.seconds_met = self._seconds_trained = self._pace = 0.0
+        self.seconds_met = 0.0
+        self._times: deque[float] = deque(maxlen=LAST_STEPS)
         self.tallies: dict[int, Tally] = {}
         self._said: list[int] = []
         self._round = 0
@@ -130,7 +133,8 @@ class ElasticUpdates(UpdateSynchronizer):
     def count(self, trained: bool, seconds: float) -> None:
         """Count a step that was trained, in so many seconds, or was passed over."""
         self._trained += trained
-        self._seconds_trained += seconds
+        if trained:
+            self._times.append(seconds)
         self.passed_over += not trained
 
     def exchange_updates(self) -> None:
@@ -158,12 +162,8 @@ class ElasticUpdates(UpdateSynchronizer):
         buckets = self._plans(rounds)
         uncompressed = torch.cat([self._buffer_bytes(), self._sampled_step(rounds)])
         num_bytes = sum(plan.layout.num_bytes for _, plan in buckets) + uncompressed.numel()
-        if self._trained:
-            pace = self._seconds_trained / self._trained
-            self._pace = self._pace + NEW_TIMES * (pace - self._pace) if self._pace else pace
-        header = Header(
-            self._rank, rounds.steps, self._trained, num_bytes, int(1e9 * self._pace), cosine=rounds.cosine.value
-        )
+        nanoseconds = int(1e9 * median(self._times or (0.0,)))
+        header = Header(self._rank, rounds.steps, self._trained, num_bytes, nanoseconds, cosine=rounds.cosine.value)
         gathered = present.gather(torch.tensor(header, dtype=torch.int64))
         if gathered is None:
             present.agree()
@@ -207,7 +207,7 @@ class ElasticUpdates(UpdateSynchronizer):
         if own.step < step:
             self.resume_at = step
         self._note(headers, step)
-        self._trained, self._seconds_trained = 0, 0.0
+        self._trained = 0
 
     def _take(self, rounds: Rounds, buckets: list[tuple[list[str], BucketPlan]], rows: Tensor, own: int | None) -> None:
         """Add what the senders have sent, ``[senders, bytes]``; ``own`` is this rank's row."""
