@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dct import DCTConfig
-from lightning_dct.law import LADDER, SHORTEST, Given, RunSettings, expected_loss, steps_needed
+from lightning_dct.law import CHOICES, SHORTEST, Given, RunSettings, _bits, expected_loss, steps_needed
 
 RANKS = st.integers(2, 64)
 STEPS = st.integers(1, 10**7)
-RUNGS = st.sampled_from([DCTConfig(local_steps=steps, density=density) for steps, density in LADDER])
+RUNGS = st.sampled_from([DCTConfig(local_steps=steps, density=density) for steps, density in CHOICES])
 NOTHING = Given.of({})
 
 
@@ -22,9 +22,13 @@ def test_the_loss_by_hand() -> None:
     assert expected_loss(default, 2, 1000) == pytest.approx(1.294, abs=0.001)
     # Ten times the steps, a quarter of the loss: 10^0.61 is 4.07.
     assert expected_loss(default, 2, 10_000) == pytest.approx(1.294 / 4.074, abs=0.001)
-    # One step apart, no second term: 3 * 0.185 * 10^0.5 on four ranks or more.
-    assert expected_loss(DCTConfig(local_steps=1, density=0.1), 4, 1000) == pytest.approx(1.755, abs=0.001)
-    assert expected_loss(DCTConfig(local_steps=1, density=0.1), 64, 1000) == pytest.approx(1.755, abs=0.001)
+    # One step apart, with a mean as long as the steps: 0.1 * 3^2 * (10^0.5 - 1.5) on four ranks or more.
+    assert expected_loss(DCTConfig(local_steps=1, density=0.1), 4, 1000) == pytest.approx(1.496, abs=0.001)
+    assert expected_loss(DCTConfig(local_steps=1, density=0.1), 64, 1000) == pytest.approx(1.496, abs=0.001)
+    assert expected_loss(DCTConfig(local_steps=1, density=0.5), 2, 1000) == pytest.approx(0.01)
+    # With `by_node` the mean is not lengthened: 0.185 * 10^0.5.
+    by_node = DCTConfig(local_steps=1, density=0.1, exchange="by_node")
+    assert expected_loss(by_node, 2, 1000) == pytest.approx(0.585, abs=0.001)
 
 
 @given(RUNGS, RANKS, STEPS)
@@ -40,12 +44,22 @@ def test_a_run_loses_less_the_longer_it_is_and_more_the_more_ranks_it_has(
 
 @given(RANKS, STEPS)
 def test_the_choice_is_within_the_bound_and_nothing_with_fewer_bytes_is(ranks: int, steps: int) -> None:
-    chosen = NOTHING.for_run(ranks, steps)
-    places = [(config.local_steps, config.density) for config in NOTHING.rungs()]
-    assert places == list(LADDER)
-    place = places.index((chosen.local_steps, chosen.density))
-    assert place == 0 or steps_needed(chosen, ranks) <= steps
-    assert all(steps_needed(config, ranks) > steps for config in NOTHING.rungs()[place + 1 :])
+    rungs = NOTHING.rungs(ranks)
+    place = rungs.index(NOTHING.for_run(ranks, steps))
+    assert place == 0 or steps_needed(rungs[place], ranks) <= steps
+    assert all(steps_needed(config, ranks) > steps for config in rungs[place + 1 :])
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 64])
+def test_nothing_is_better_than_a_rung(ranks: int) -> None:
+    """Oracle: every rung loses more than the one before; whatever is none of them loses as much with more bytes."""
+    rungs = NOTHING.rungs(ranks)
+    losses = [expected_loss(one, ranks, 1000) for one in rungs]
+    assert losses == sorted(set(losses))
+    assert (rungs[0].local_steps, rungs[0].density) == CHOICES[0]
+    for config in (DCTConfig(local_steps=steps, density=density) for steps, density in CHOICES):
+        fewer = [one for one in rungs if _bits(one) <= _bits(config)]
+        assert any(expected_loss(one, ranks, 1000) <= expected_loss(config, ranks, 1000) for one in fewer)
 
 
 @pytest.mark.parametrize(

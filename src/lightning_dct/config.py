@@ -143,6 +143,12 @@ class DCTConfig:
         return self.round_length / self.density
 
     @property
+    def lengthens(self) -> bool:
+        """Whether the mean of updates is made as long as the ranks' steps; after several that overshoots."""
+        one_step = self.compress == "updates" and self.round_length == 1 and not self.delay
+        return one_step and self.density < 1.0 and self.exchange != "by_node"
+
+    @property
     def halves(self) -> bool:
         """Whether dense gradients are averaged in bfloat16, as with DDP's bf16 hook."""
         return self.compress == "gradients" and self.density == 1.0 and self.value_format == "bf16"

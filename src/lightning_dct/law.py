@@ -1,10 +1,12 @@
 """How much of the loss a run of updates gives up, and the settings that send the fewest bytes within a bound.
 
-    loss in % = (0.185 min(W - 1, 3) (H / d)^0.5  +  0.03 W^1.25 (H - 1)^0.8) / (S / 1000)^0.61
+    loss in % = (0.185 m (H / d)^0.5  +  0.03 W^1.25 (H - 1)^0.8) / (S / 1000)^0.61
+    loss in % =  0.1 m^2 ((1 / d)^0.5 - 1.5) / (S / 1000)^0.61    if the mean is made as long as the steps
 
-``W`` ranks exchange every ``H`` local steps at density ``d``, and make ``S`` optimizer steps. The first term is for
-entries that wait to be sent, the second for steps that ranks take apart. The longer a run, the less it loses. This is
-a fit to small language models under AdamW, and no more: ``docs/evidence/run_length.md``.
+``W`` ranks exchange every ``H`` local steps at density ``d``, and make ``S`` optimizer steps; ``m = min(W - 1, 3)``.
+The term with ``d`` is for entries that wait to be sent, the other one for steps that ranks take apart. The longer a
+run, the less it loses. This is a fit to small language models under AdamW, and no more:
+``docs/evidence/run_length.md``.
 """
 
 from __future__ import annotations
@@ -17,35 +19,29 @@ from typing import Any
 from lightning_dct.config import DCTConfig
 from lightning_dct.wire import BITS_PER_VALUE
 
-LADDER = (
-    (1, 0.3),
-    (1, 0.2),
-    (1, 0.1),
-    (2, 0.1),
-    (4, 0.15),
-    (8, 0.3),
-    (16, 0.3),
-    (32, 0.3),
-    (32, 0.1),
-    (64, 0.1),
+CHOICES = tuple((1, density) for density in (0.3, 0.2, 0.1, 0.05, 0.03, 0.01)) + tuple(
+    (steps, density) for steps in (2, 4, 8, 16, 32, 64) for density in (0.3, 0.1)
 )
-"""Local steps and densities, from the most bytes to the fewest."""
+"""Local steps and densities that a run chooses from."""
 BY_LENGTH = frozenset({"local_steps", "density"})
 """Settings that the length of a run chooses, if they are left out."""
 EXPONENT = 0.61
 BOUND = 1.0
 """The loss that a run may give up, in percent."""
 CAUTION = 2.0
-"""Of 63 runs, 60 lost at most so many times what the law says."""
+"""How many times as much as the law says a run may lose."""
 SHORTEST = 1000
 """A run of unknown length is taken to end after so many steps, or twice as many as it has made."""
 
 
 def expected_loss(config: DCTConfig, ranks: int, steps: float) -> float:
     """By how many percent a loss is expected to be above that of plain DDP, with updates."""
-    waiting = 0.185 * min(ranks - 1, 3) * config.steps_of_delay**0.5
-    apart = 0.03 * ranks**1.25 * (config.round_length - 1) ** 0.8
-    return (waiting + apart) / (steps / 1000) ** EXPONENT
+    others = min(ranks - 1, 3)
+    if config.lengthens:
+        lost = 0.1 * others**2 * max(config.density**-0.5 - 1.5, 0.1)
+    else:
+        lost = 0.185 * others * config.steps_of_delay**0.5 + 0.03 * ranks**1.25 * (config.round_length - 1) ** 0.8
+    return lost / (steps / 1000) ** EXPONENT
 
 
 def steps_needed(config: DCTConfig, ranks: int) -> int:
@@ -73,23 +69,30 @@ class Given:
             return Given(config)
         return Given(config, frozenset(name for name in BY_LENGTH if settings.get(name) is None))
 
-    def rungs(self, min_density: float = 0.0) -> list[DCTConfig]:
-        """The settings to choose from, from the most bytes to the fewest; ``min_density`` bounds what is chosen."""
+    def rungs(self, ranks: int, min_density: float = 0.0) -> list[DCTConfig]:
+        """The settings to choose from, from the most bytes to the fewest, each with more loss than the one before.
+
+        ``min_density`` bounds what is chosen.
+        """
         config, found = self.config, []
-        for local_steps, density in LADDER:
+        for local_steps, density in CHOICES:
             # An exchange has to arrive before the next one begins.
             steps = max(local_steps, config.delay) if "local_steps" in self.left_out else config.round_length
             density = max(density, min_density) if "density" in self.left_out else config.density
             one = replace(config, local_steps=steps, density=density)
             if one not in found:
                 found.append(one)
-        return sorted(found, key=_bits, reverse=True)
+        rungs: list[DCTConfig] = []
+        for one in sorted(found, key=_bits):
+            if not rungs or expected_loss(one, ranks, 1000) < expected_loss(rungs[-1], ranks, 1000):
+                rungs.append(one)
+        return rungs[::-1]
 
     def for_run(self, ranks: int, steps: float) -> DCTConfig:
         """The settings for a run: those with the fewest bytes within the bound, or else those that lose least."""
         if ranks == 1 or not self.left_out:
             return self.config
-        rungs = self.rungs()
+        rungs = self.rungs(ranks)
         return next((one for one in reversed(rungs) if steps_needed(one, ranks) <= steps), rungs[0])
 
 

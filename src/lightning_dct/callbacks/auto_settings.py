@@ -274,7 +274,7 @@ class AutoSettings(RunAdvice):
     def _choose(self, strategy: Any, measured: Measured, options: list[Option], longest: float, why: str) -> None:
         choice = choose(options, longest, self._steps) if options else None
         if choice is None or not choice.is_within:
-            configs = rungs(self.base, self.min_density)
+            configs = rungs(self.base, len(measured.layout.places), self.min_density)
             if not self._speeds:
                 everyone = strategy.synchronizer.exchange.everyone
                 self._speeds = measure_speeds(configs, self._workload, everyone.group, strategy.root_device)

@@ -243,7 +243,7 @@ def _on_updates(given: Given, ranks: int, steps: float, dense: str) -> list[str]
         return notes
     loss, needed = expected_loss(config, ranks, steps), steps_needed(config, ranks)
     if given.left_out:
-        longer = [more for one in given.rungs() if (more := steps_needed(one, ranks)) > max(steps, needed)]
+        longer = [more for one in given.rungs(ranks) if (more := steps_needed(one, ranks)) > max(steps, needed)]
         notes.append(
             f"{steps:,.0f} optimizer steps on {ranks} ranks: DCT takes {settings}, and expects the loss to be about"
             f" {_percent(loss)} above that of plain DDP."

@@ -106,7 +106,7 @@ def _print_measured(arguments: argparse.Namespace) -> None:
     group, device = dist.distributed_c10d._get_default_group(), torch.device("cpu")
     layout = find_layout((int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"])), group)
     measured = Measured(1e-3 * arguments.compute_ms, measure_link(group, device), layout, workload)
-    configs = rungs(base)
+    configs = rungs(base, len(layout.places))
     speeds = measure_speeds(configs, workload, group, device)
     options = [*predict_dense(measured, base), *predict_updates(measured, configs, speeds)]
     choice = choose(options, (1 + arguments.target_overhead) * measured.compute, arguments.steps)

@@ -1,6 +1,6 @@
 """Chooses settings for a run: the settings to choose from, the rule, and the predicted time of a step with each.
 
-    DDP in fp32, DDP in bf16, then updates at 1 bit, as :data:`~lightning_dct.law.LADDER` orders them
+    DDP in fp32, DDP in bf16, then updates at 1 bit, as :meth:`~lightning_dct.law.Given.rungs` orders them
 
 The order is from the least to the most lossy. Every rung sends less than the one before. A run takes none for which it
 is too short. Times follow the model of ``lightning-dct plan``.
@@ -108,9 +108,9 @@ def dense(base: DCTConfig, value_format: ValueFormat = "fp32") -> DCTConfig:
     return DCTConfig(compress="gradients", density=1.0, value_format=value_format, **shared)
 
 
-def rungs(base: DCTConfig, min_density: float = 0.0) -> list[DCTConfig]:
+def rungs(base: DCTConfig, ranks: int, min_density: float = 0.0) -> list[DCTConfig]:
     """Updates, from the least to the most lossy, with ``min_density`` or more."""
-    return Given(base, BY_LENGTH).rungs(min_density)
+    return Given(base, BY_LENGTH).rungs(ranks, min_density)
 
 
 def check_left_out(base: DCTConfig) -> None:

@@ -193,10 +193,8 @@ class UpdateSynchronizer(Synchronizer):
 
     @property
     def _lengthens(self) -> bool:
-        """Whether the mean is lengthened by the cosine: after several steps apart that overshoots."""
-        config = self.config
-        one_step = config.round_length == 1 and not config.delay and config.density < 1.0
-        return one_step and not self.exchange.sums_first and not self._alone
+        """Whether the mean is lengthened by the cosine."""
+        return self.config.lengthens and not self.exchange.sums_first and not self._alone
 
     def _own_of(self, rounds: Rounds) -> list[Tensor]:
         return [as_real(self.weights.own(name)) for name in rounds.names]
