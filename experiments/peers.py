@@ -84,7 +84,7 @@ def _methods() -> Iterator[Method]:
             yield Method(name, f"DeMo, rate {rate}", "pytorch_optimizer", own, module="rivals.demo")
     warm = ("strategy.warmup_steps=0",)
     yield Method("dct", "dct, defaults", "lightning-dct", "dct", timing=warm)
-    for steps, density in ((1, 0.2), (4, 0.15), (32, 0.2), (64, 0.1)):
+    for steps, density in ((1, 0.03), (4, 0.15), (16, 0.1), (64, 0.1)):
         own = f"dct strategy.local_steps={steps} strategy.density={density}"
         yield Method(f"dct-{steps}", "dct", "lightning-dct", own, steps, warm)
 

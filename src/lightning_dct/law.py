@@ -1,7 +1,7 @@
 """How much of the loss a run of updates gives up, and the settings that send the fewest bytes within a bound.
 
     loss in % = (0.185 m (H / d)^0.5  +  0.03 W^1.25 (H - 1)^0.8) / (S / 1000)^0.61
-    loss in % =  0.1 m^2 ((1 / d)^0.5 - 1.5) / (S / 1000)^0.61    if the mean is made as long as the steps
+    loss in % =  0.035 (m / d) / (S / 1000)^0.61                  if the mean is made as long as the steps
 
 ``W`` ranks exchange every ``H`` local steps at density ``d``, and make ``S`` optimizer steps; ``m = min(W - 1, 3)``.
 The term with ``d`` is for entries that wait to be sent, the other one for steps that ranks take apart. The longer a
@@ -38,7 +38,7 @@ def expected_loss(config: DCTConfig, ranks: int, steps: float) -> float:
     """By how many percent a loss is expected to be above that of plain DDP, with updates."""
     others = min(ranks - 1, 3)
     if config.lengthens:
-        lost = 0.1 * others**2 * max(config.density**-0.5 - 1.5, 0.1)
+        lost = 0.035 * others / config.density
     else:
         lost = 0.185 * others * config.steps_of_delay**0.5 + 0.03 * ranks**1.25 * (config.round_length - 1) ** 0.8
     return lost / (steps / 1000) ** EXPONENT

@@ -59,13 +59,13 @@ def test_a_run_that_leaves_settings_out_is_told_what_it_gets() -> None:
         " above that of plain DDP. A run of 9,651 steps would send less."
     )
     (told,) = notes(Given.of({}), 2, 9490)
-    assert "DCT takes local_steps=1, density=0.01," in told
+    assert "DCT takes local_steps=4, density=0.1," in told
     assert told.endswith("A run of 9,497 steps would send less.")
     (told,) = notes(Given.of({"density": 0.3}), 2, 4800)
     assert "DCT takes local_steps=8, density=0.3," in told
     (told,) = notes(Given.of({}), 2, math.inf)
     assert told == (
-        "The length of this run is not known: DCT takes local_steps=1, density=0.03, and fewer bytes as it goes on."
+        "The length of this run is not known: DCT takes local_steps=1, density=0.1, and fewer bytes as it goes on."
     )
     # The longest runs of all have nothing more to save.
     assert "would send less" not in notes(Given.of({}), 2, 10**7)[0]
@@ -73,16 +73,16 @@ def test_a_run_that_leaves_settings_out_is_told_what_it_gets() -> None:
 
 def test_a_run_too_short_for_any_setting_is_warned() -> None:
     told = notes(Given.of({}), 4, 300)
-    assert "DCT takes local_steps=1, density=0.3, and expects the loss to be about 0.6% above" in told[0]
+    assert "DCT takes local_steps=1, density=0.3, and expects the loss to be about 0.7% above" in told[0]
     assert told[1].startswith("This run is short for local_steps=1, density=0.3: the loss may be 1% above that of")
-    assert told[1].endswith("Train for 417 steps or more, or use strategy='ddp': any compression loses more.")
+    assert told[1].endswith("Train for 558 steps or more, or use strategy='ddp': any compression loses more.")
 
 
 def test_settings_that_do_not_fit_the_length_are_warned_of() -> None:
     (note,) = notes(UPDATES, 2, 2000)
     assert note == (
         "This run is short for local_steps=8, density=0.2: the loss may be 2% above that of plain DDP. Train for 6,112"
-        " steps or more, or leave out `local_steps` and `density`: local_steps=1, density=0.03 would fit."
+        " steps or more, or leave out `local_steps` and `density`: local_steps=1, density=0.05 would fit."
     )
     (note,) = notes(GRADIENTS, 2, 333)
     assert "1 / density = 34 of them" in note

@@ -45,7 +45,7 @@ def test_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        # The steps that four ranks need by the law: 6,030 for a step at 10%, 15,411 for two, 26,265 for eight at 30%.
+        # The steps that four ranks need by the law: 3,375 for a step at 10%, 15,411 for two, 26,265 for eight at 30%.
         (
             (),
             "A run of 10,000 optimizer steps: 1,000,000 parameters in 1 tensor, 10% of the entries, 1bit",
