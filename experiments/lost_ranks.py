@@ -150,6 +150,11 @@ class Job:
         """The furthest step of any rank."""
         return max((int(last_line(self.folder / f"steps-{r}.csv").split(",")[1] or 0) for r in range(RANKS)), default=0)
 
+    def has_trained(self, rank: int) -> bool:
+        """Whether a rank has trained since it was last started."""
+        started = max((when for when, what, other in self.events if other == rank and what == "start"), default=0.0)
+        return float(last_line(self.folder / f"steps-{rank}.csv").split(",")[0]) > started
+
     def run(self) -> None:
         """Disturb the ranks until all have ended."""
         scenario, steps, deadline = self.given.scenario, self.given.steps, time.monotonic() + self.given.limit
@@ -171,8 +176,10 @@ class Job:
                     self.events.append((time.time(), f"failed with {process.exitcode}", rank))
                     self.due[rank] = now + 1.0
             alive = [rank for rank, process in self.processes.items() if process.is_alive()]
-            if scenario in ("kills", "every15") and now >= next_kill and len(alive) > 1 and not ending:
-                rank = self.draw.choice(alive)
+            # Of those that train: one that is joining has nothing yet, and the weights must not die with the last.
+            training = [rank for rank in alive if self.has_trained(rank)]
+            if scenario in ("kills", "every15") and now >= next_kill and len(training) > 1 and not ending:
+                rank = self.draw.choice(training)
                 self.signal(rank, signal.SIGKILL, "kill")
                 self.due[rank] = now + (self.draw.uniform(1, 20) if scenario == "kills" else 1.0)
                 next_kill = now + (self.draw.uniform(4, 12) if scenario == "kills" else 15.0)
