@@ -4,14 +4,18 @@ A row of ``digests-RANK.txt`` is the number of the round, a checksum of the shar
 ranks present, the steps trained, and the time.
 """
 
+import contextlib
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 import warnings
 import zlib
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import lightning.pytorch as pl
 import torch
@@ -21,7 +25,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from distributed.harness import started
 from lightning_dct import DCTElasticStrategy
 from lightning_dct.elastic.present import LIGHTHOUSE
-from lightning_dct.elastic.supervisor import start_lighthouse
 
 SETTINGS: dict[str, Any] = {"local_steps": 4, "density": 0.3, "warmup_steps": 8}
 
@@ -103,7 +106,7 @@ def train(rank: int, ranks: int, lighthouse: str, folder: Path, steps: int, more
     updates: Any = trainer.strategy.updates
     with (folder / f"end-{rank}.txt").open("a") as file:
         print(trainer.global_step, f"{weights:08x}", float(trainer.callback_metrics["loss"]), updates.passed_over,
-              updates.present.lost, file=file)  # fmt: skip
+              updates.present.lost, updates.present.trouble, file=file)  # fmt: skip
     os._exit(0)
 
 
@@ -111,10 +114,26 @@ class Job:
     """Ranks that are started, killed, stopped and started again."""
 
     def __init__(self, ranks: int, folder: Path, steps: int, patience_s: float = 60.0, **more: Any) -> None:
-        # Longer than by default, because a busy machine lets a process wait for seconds.
-        self.lighthouse, self.address = start_lighthouse(int(1000 * patience_s), heartbeat_ms=5000)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.address = f"http://127.0.0.1:{free.getsockname()[1]}"
+        self.patience_s = patience_s
+        self.light()
         self.ranks, self.folder, self.steps, self.more = ranks, folder, steps, more
         self.processes: dict[int, Any] = {}
+
+    def light(self) -> None:
+        """Start the lighthouse, a process of its own, at the same address as before."""
+        command = [str(Path(sys.executable).with_name("torchft_lighthouse")), "--bind", urlsplit(self.address).netloc]
+        # Longer than by default, because a busy machine lets a process wait for seconds.
+        times = ["--join_timeout_ms", str(int(1000 * self.patience_s)), "--heartbeat_timeout_ms", "5000"]
+        command += ["--min_replicas", "1", "--quorum_tick_ms", "50", *times]
+        self.lighthouse = subprocess.Popen(command, env={**os.environ, "RUST_LOG": "error"})
+        where = urlsplit(self.address)
+        while True:
+            with contextlib.suppress(ConnectionRefusedError):
+                socket.create_connection((where.hostname, where.port)).close()
+                return
+            time.sleep(0.05)
 
     def start(self, rank: int, **more: Any) -> None:
         arguments = rank, self.ranks, self.address, self.folder, self.steps, {**self.more, **more}
@@ -149,7 +168,8 @@ class Job:
             if process.is_alive():
                 process.kill()
                 process.join()
-        self.lighthouse.shutdown()
+        self.lighthouse.kill()
+        self.lighthouse.wait()
 
     def log(self, rank: int) -> str:
         return (self.folder / f"log-{rank}.txt").read_text()[-3000:]

@@ -101,6 +101,30 @@ def test_a_stopped_rank_comes_back_and_keeps_what_it_has_moved(job: Callable[...
     assert int(ends[2][3]) >= 40  # steps that it has passed over
 
 
+def test_the_lighthouse_is_killed_and_comes_back(job: Callable[..., Job]) -> None:
+    run = job(3, 400, slow=0.1)
+    run.wait_for(0, 40)
+    run.lighthouse.kill()
+    run.lighthouse.wait()
+    rounds = int(run.rows(0)[-1][0])
+    time.sleep(3.0)
+    assert int(run.rows(0)[-1][0]) <= rounds + 1
+    run.light()
+    ends = run.end()
+    check_alike(run, ends, 400)
+    assert sum(row[3] == "3" and int(row[0]) > rounds + 1 for row in run.rows(0)) > 10
+
+
+def test_without_a_lighthouse_ranks_train_on_alone(job: Callable[..., Job]) -> None:
+    run = job(2, 120, slow=0.02)
+    run.wait_for(0, 40)
+    run.lighthouse.kill()
+    ends = run.end()
+    assert {int(end[0]) for end in ends.values()} == {120}
+    assert int(run.rows(0)[-1][2]) < 120
+    assert f"the lighthouse at {run.address} does not answer" in " ".join(ends[0])
+
+
 def test_a_slow_rank_passes_over_steps(job: Callable[..., Job]) -> None:
     steps = 240
     run = job(3, steps, only={1: {"slow": 0.5}}, slow=0.05, local_steps=8)

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -32,8 +35,9 @@ LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 HEARTBEAT_S = 2.0
 # How long a collective or a transfer may wait for a rank that has stopped since the quorum.
 TRANSFER_S = 8.0
-# How long a rank waits for the others' next exchange, which may be a validation away.
-MEETING_S = 3600.0
+# How long a rank waits for the others' next exchange, which may be a validation away; and how often it looks meanwhile
+# whether the lighthouse is there, because a manager whose lighthouse dies does not answer any more.
+MEETING_S, LOOK_S = 3600.0, 10.0
 
 
 def import_torchft() -> Any:
@@ -81,7 +85,7 @@ class PresentRanks:
         if not where.hostname or not where.port:
             raise ValueError(f"{LIGHTHOUSE} must be an address such as 'http://10.0.0.1:29510'; got {lighthouse!r}.")
         host = name_of_this_host(where.hostname)
-        self._lighthouse = lighthouse
+        self._lighthouse, self._is_lit = lighthouse, True
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._group = torchft.ProcessGroupGloo(timeout=timedelta(seconds=TRANSFER_S))
         self._manager = torchft.Manager(
@@ -91,7 +95,7 @@ class PresentRanks:
             min_replica_size=1,
             use_async_quorum=False,
             timeout=timedelta(seconds=TRANSFER_S),
-            quorum_timeout=timedelta(seconds=MEETING_S),
+            quorum_timeout=timedelta(seconds=LOOK_S),
             connect_timeout=timedelta(seconds=TRANSFER_S),
             rank=0,
             world_size=1,
@@ -104,6 +108,7 @@ class PresentRanks:
             checkpoint_transport=_transport(host),
             init_sync=False,
         )
+        _tell_quorums_apart(self._manager, self._group)
         self._size, self._rank = 1, 0
         self.lost = 0
         self.trouble = ""
@@ -128,14 +133,18 @@ class PresentRanks:
 
     def meet(self) -> bool:
         """Wait for the other ranks that are alive, and return whether there is a group with them."""
-        try:
-            self._manager.start_quorum()
-            self._size, self._rank = self._manager.num_participants(), self._manager.participating_rank()
-        except Exception as error:  # torchft's clients raise many kinds
-            self.trouble = f"the lighthouse at {self._lighthouse} does not answer ({_first_line(error)})"
-            self._warn()
-            return False
-        return self._manager.errored() is None or self.agree()
+        began = time.monotonic()
+        while self._answers() and time.monotonic() < began + MEETING_S:
+            try:
+                self._manager.start_quorum()
+                self._size, self._rank = self._manager.num_participants(), self._manager.participating_rank()
+            except Exception as error:  # torchft's clients raise many kinds
+                self.trouble = _first_line(error)
+                self._manager._quorum_future = None  # it would raise the same error at the next meeting
+                continue
+            return self._manager.errored() is None or self.agree()
+        self.lost += 1
+        return False
 
     def gather(self, sent: Tensor) -> Tensor | None:
         """What all ranks of the meeting have sent, by rank: shape ``[ranks, *sent.shape]``; None if that has failed."""
@@ -175,10 +184,33 @@ class PresentRanks:
         with suppress(Exception):
             self._manager.shutdown(wait=False)
 
-    def _warn(self) -> None:
-        self.lost += 1
-        if self.lost == 1:
-            rank_zero_warn(f"A round is lost: {self.trouble}. This rank trains on by itself until it meets the others.")
+    def _answers(self) -> bool:
+        """Whether the lighthouse is there."""
+        was_lit, where = self._is_lit, urlsplit(self._lighthouse)
+        try:
+            socket.create_connection((where.hostname, where.port), timeout=TRANSFER_S).close()
+            self._is_lit = True
+        except OSError as error:
+            self._is_lit, self.trouble = False, f"the lighthouse at {self._lighthouse} does not answer ({error})"
+        if was_lit and not self._is_lit:
+            rank_zero_warn(f"A round is lost: {self.trouble}. This rank trains on by itself until it is there again.")
+        return self._is_lit
+
+
+def _tell_quorums_apart(manager: Any, group: Any) -> None:
+    """Have a group look for its ranks by the round, too.
+
+    A lighthouse that was started again counts quorums anew, and a store still has the addresses of the earlier ones.
+    """
+    client, configure, latest = manager._client, group.configure, [0]
+
+    def ask(**asked: Any) -> Any:
+        found = client._quorum(**asked)
+        latest[0] = found.max_step
+        return found
+
+    manager._client = SimpleNamespace(_quorum=ask, should_commit=client.should_commit)
+    group.configure = lambda address, *rest: configure(f"{address}/{latest[0]}", *rest)
 
 
 def _transport(host: str) -> Any:
