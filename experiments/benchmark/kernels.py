@@ -1,9 +1,9 @@
 """Profiles an exchange of updates without a network: ``python experiments/benchmark/kernels.py``.
 
 One process plays a rank that exchanges with another: it compresses its own updates, reads both payloads and adds the
-mean to both sets of weights. Beside the whole are its parts, in ns an entry of the model, and the *roofline*: the bytes
-that an exchange must touch (it reads both sets of weights twice and writes them once, 24 bytes an entry in fp32) over
-the rate at which this machine copies. All take turns in each round.
+mean to both sets of weights. Beside the whole are its parts, in ns of CPU time an entry of the model, all threads
+together, and the *roofline*: the bytes that an exchange must touch (it reads both sets of weights twice and writes them
+once, 24 bytes an entry in fp32) over the rate at which this machine copies. All take turns in each round.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from time import perf_counter
+from time import process_time
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # experiments/, where `benchmark` is
 
@@ -43,7 +43,7 @@ WARM_UP_ROUNDS = 1
 
 @dataclass(frozen=True)
 class Timed:
-    """The nanoseconds an entry that one action took in each round."""
+    """The nanoseconds of CPU time an entry that one action took in each round."""
 
     name: str
     entries: int
@@ -134,15 +134,15 @@ class Rank:
 def time_in_turn(
     actions: dict[str, Callable[[], object]], rounds: int, reset: Callable[[], object]
 ) -> dict[str, list[float]]:
-    """Seconds of each action in each round, after some rounds of warm-up; ``reset`` comes before each, untimed."""
+    """CPU seconds of each action in each round, after rounds of warm-up; ``reset`` comes before each, untimed."""
     seconds: dict[str, list[float]] = {name: [] for name in actions}
     for round in range(WARM_UP_ROUNDS + rounds):
         for name, action in actions.items():
             reset()
-            started = perf_counter()
+            started = process_time()
             action()
             if round >= WARM_UP_ROUNDS:
-                seconds[name].append(perf_counter() - started)
+                seconds[name].append(process_time() - started)
     return seconds
 
 

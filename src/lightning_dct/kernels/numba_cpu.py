@@ -507,7 +507,7 @@ def _decode_levels(codes: Any, counts: Any, scales: Any, values: Any) -> None:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _encode_elias_fano(words: Any, message: Any, num_flags: int, low_bits: int, capacity: int) -> bool:
-    count, planes = 0, np.zeros(max(low_bits, 1), np.uint64)
+    count, low = 0, np.zeros(64, np.int64)
     for word in range(words.size):
         flags = words[word]
         while flags:
@@ -517,23 +517,30 @@ def _encode_elias_fano(words: Any, message: Any, num_flags: int, low_bits: int, 
                 return False
             place = (position >> low_bits) + count
             message[place >> 6] |= ONE << (np.uint64(place) & WORD)
-            for plane in range(low_bits):
-                planes[plane] |= np.uint64((position >> plane) & 1) << (np.uint64(count) & WORD)
+            low[count & 63] = position
             count += 1
             if not count & 63:
-                for plane in range(low_bits):
-                    _set_window(message, num_flags + plane * capacity + count - 64, planes[plane])
-                    planes[plane] = 0
-    if count & 63:
-        for plane in range(low_bits):
-            _set_window(message, num_flags + plane * capacity + (count & ~63), planes[plane])
+                _set_planes(message, low, num_flags + count - 64, low_bits, capacity)
+    low[count & 63 :] = 0
+    _set_planes(message, low, num_flags + (count & ~63), low_bits, capacity)
     return True
+
+
+@njit(nogil=True, cache=True, error_model="numpy", inline="always")
+def _set_planes(message: Any, low: Any, first: Any, low_bits: Any, capacity: Any) -> None:
+    """Write the low bits of 64 positions, plane by plane."""
+    for plane in range(low_bits):
+        bits = np.uint64(0)
+        for i in range(64):
+            bits |= np.uint64((low[i] >> plane) & 1) << np.uint64(i)
+        if bits:
+            _set_window(message, first + plane * capacity, bits)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _decode_elias_fano(message: Any, universe: int, num_flags: int, low_bits: int, capacity: int, words: Any) -> int:
     """The number of positions, or minus one if they are not ascending below ``universe``."""
-    count, last, planes = 0, np.int64(-1), np.zeros(max(low_bits, 1), np.uint64)
+    count, last, low = 0, np.int64(-1), np.zeros(64, np.int64)
     for start in range(0, num_flags, 64):
         flags = _window(message, start, num_flags - start)
         while flags:
@@ -542,11 +549,12 @@ def _decode_elias_fano(message: Any, universe: int, num_flags: int, low_bits: in
             if count == capacity:
                 return -1
             if not count & 63:
+                low[:] = 0
                 for plane in range(low_bits):
-                    planes[plane] = _window(message, num_flags + plane * capacity + count, capacity - count)
-            position = (place - count) << low_bits
-            for plane in range(low_bits):
-                position |= np.int64((planes[plane] >> (np.uint64(count) & WORD)) & ONE) << plane
+                    bits = _window(message, num_flags + plane * capacity + count, capacity - count)
+                    for i in range(64):
+                        low[i] |= np.int64((bits >> np.uint64(i)) & ONE) << plane
+            position = (place - count) << low_bits | low[count & 63]
             if position <= last or position >= universe:
                 return -1
             words[position >> 6] |= ONE << (np.uint64(position) & WORD)
