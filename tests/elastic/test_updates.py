@@ -138,6 +138,25 @@ def test_a_rank_that_has_not_trained_moves_as_the_others_do(gradient: torch.Tens
     assert torch.equal(parameter.data, 1.0 + updates.weights.shared("w"))
 
 
+def test_a_rank_that_has_stopped_in_the_warm_up_reads_what_is_sent_after_it(gradient: torch.Tensor) -> None:
+    """Others send more entries by then; it has no step of its own to send."""
+    config = DCTConfig(local_steps=8, warmup_steps=4, kernel="torch", density=0.25, value_format="fp32")
+    updates, present, parameter, optimizer = rank_of(torch.zeros(400), density=0.25, value_format="fp32")
+    other, _, theirs, their_optimizer = rank_of(torch.zeros(400), density=0.25, value_format="fp32")
+    updates.plans.change(config)
+    other.plans.change(config)
+    for _ in range(16):
+        step(other, theirs, their_optimizer, gradient)
+    other.exchange_updates()
+    answers = list(other.present.sent)  # type: ignore[attr-defined]
+    present.others = [lambda _: answers.pop(0)]
+    step(updates, parameter, optimizer, gradient)
+    updates.exchange_updates()
+    assert int((updates.weights.shared("w") != 0).sum()) == 100
+    assert torch.equal(updates.weights.shared("w"), other.weights.shared("w"))
+    assert updates.resume_at == 16
+
+
 def test_a_joiner_delays_what_the_others_send(gradient: torch.Tensor) -> None:
     updates, present, parameter, optimizer = rank_of(torch.zeros(400), density=0.25)
     present.others = [lambda sent: torch.tensor(Header(1, -1, 0, 0, 0))]

@@ -31,7 +31,7 @@ from lightning_dct.compress.plan import BucketPlan, real_dtype, real_numel
 from lightning_dct.elastic.present import PresentRanks
 from lightning_dct.exchange.collectives import Link
 from lightning_dct.exchange.compressed import AllGather
-from lightning_dct.sync.rounds import Rounds
+from lightning_dct.sync.rounds import Rounds, round_length
 from lightning_dct.sync.shared_weights import IN_PLACE
 from lightning_dct.sync.step_cosine import cosine_of_all
 from lightning_dct.sync.updates import UpdateSynchronizer
@@ -159,7 +159,7 @@ class ElasticUpdates(UpdateSynchronizer):
 
     def _exchange(self) -> None:
         rounds, present = self._the_rounds, self.present
-        buckets = self._plans(rounds)
+        buckets = self._plans(rounds, rounds.steps)
         uncompressed = torch.cat([self._buffer_bytes(), self._sampled_step(rounds)])
         num_bytes = sum(plan.layout.num_bytes for _, plan in buckets) + uncompressed.numel()
         nanoseconds = int(1e9 * median(self._times or (0.0,)))
@@ -183,6 +183,8 @@ class ElasticUpdates(UpdateSynchronizer):
                 + ", ".join(f"rank {h.rank}: {h.num_bytes} bytes" for h in headers)
                 + "). Use the same model, settings and version of lightning_dct on every rank."
             )
+        if own.step < step:  # a rank that has stopped in the warm-up reads what the others send after it
+            buckets = self._plans(rounds, step)
         sends = own.step == step and own.trained > 0
         self.memory.begin(1.0, refresh=False)
         if sends:
@@ -242,8 +244,10 @@ class ElasticUpdates(UpdateSynchronizer):
         assert bucket is not None  # others are refused
         return bucket
 
-    def _plans(self, rounds: Rounds) -> list[tuple[list[str], BucketPlan]]:
-        share = self._length(rounds) / self.config.round_length
+    def _plans(self, rounds: Rounds, step: int) -> list[tuple[list[str], BucketPlan]]:
+        """What is sent at a step, by bucket."""
+        whole = self.config.round_length
+        share = round_length(step, whole, self.config.warmup_steps) / whole
         found = []
         for names in rounds.buckets:
             parameters = [self.weights.parameters[name] for name in names]
