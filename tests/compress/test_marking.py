@@ -30,7 +30,7 @@ def assert_equals_loop(*payloads: Payload) -> Marked:
     senders = Senders(row, used, [every[index][1] for index in used], slots, DEVICE)
     zero = every[0][0].new_zeros(1).to(DEVICE)
     laid_out = senders.lay_out([every[index][0].to(DEVICE) for index in used], zero)
-    thresholds = torch.tensor([every[index][2] for index in used], dtype=laid_out.dtype).to(DEVICE)
+    thresholds = torch.tensor([every[index][2] for index in used], dtype=torch.float64).to(DEVICE)
     marked = senders.mark(laid_out, thresholds)
     means = senders.mean_magnitudes(marked).tolist()
     marks, slot_numbers = [False, *marked.marks.tolist()], marked.numbers.tolist()
@@ -62,10 +62,10 @@ def assert_equals_loop(*payloads: Payload) -> Marked:
             if target:
                 assert bool(marked.whole[sender]) != broken
                 assert int(marked.reached[sender]) == reached
-                assert float(marked.limits[sender]) == limit
+                assert broken or float(marked.limits[sender]) == limit
                 assert int(marked.kept[sender]) == len(found)
                 mean = np.abs(values[picks].astype(np.float64)).sum() / max(picks.size, 1)
-                assert means[sender] == pytest.approx(mean, rel=1e-13, nan_ok=True)
+                assert means[sender] == pytest.approx(float(np.float32(mean)), rel=1e-7, nan_ok=True)
                 sender += 1
             place += size
         counts.append(number - slot)

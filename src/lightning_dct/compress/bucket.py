@@ -19,10 +19,13 @@ class Bucket:
         news: Gradients, or this rank's own weights; ``[n]`` together.
         bases: Residuals, or the shared weights, of fp32 or fp64.
         scale: Factor on gradients: one over the loss scale of mixed-precision training. None for weights.
+        others_keep: Whether others keep what is not sent, so that it does not enter the residuals.
     """
 
-    def __init__(self, news: Sequence[Tensor], bases: Sequence[Tensor], scale: float | None) -> None:
-        self.news, self.bases, self.scale = news, bases, scale
+    def __init__(
+        self, news: Sequence[Tensor], bases: Sequence[Tensor], scale: float | None, others_keep: bool = False
+    ) -> None:
+        self.news, self.bases, self.scale, self.others_keep = news, bases, scale, others_keep
         self.starts = [0, *accumulate(map(Tensor.numel, bases))]
 
     def parts(self, tensors: Sequence[Tensor], bounds: Sequence[tuple[int, int]]) -> list[Tensor]:

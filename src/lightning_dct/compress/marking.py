@@ -20,6 +20,8 @@ from torch import Tensor
 
 from lightning_dct.compress.threshold import LIMIT_SAMPLE
 
+# Of floating-point numbers.
+BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 # Payloads begin with a byte of flags, so their rows begin at a multiple of eight entries, not counting the first.
 ALIGNED = 8
 
@@ -31,7 +33,7 @@ class Marked(NamedTuple):
     numbers: Tensor  # shape `[M]`, int64, ascending: of a marked entry the number of its slot, from one on
     magnitudes: Tensor  # shape `[M]`
     reached: Tensor  # shape `[U]`, int64: entries of each tensor that have reached its threshold
-    limits: Tensor  # shape `[U]`: a second threshold for those, 0 if all fit
+    limits: Tensor  # shape `[U]`: a second threshold for those, 0 if all fit; anything of a tensor that is not whole
     kept: Tensor  # shape `[U]`, int64: marked entries of each tensor
     whole: Tensor  # shape `[U]`, bool: whether all its entries are finite
     counts: Tensor  # shape `[payloads]`, int64: marked entries of each payload
@@ -89,11 +91,12 @@ class Senders:
         self._widths = [stop - start for start, stop in zip([0, *starts], [*starts, row.length], strict=True)]
         last = [self.bounds[0][0] - 1] * 2 + [stop - 1 for _, stop in self.bounds]
         self._last = torch.tensor(last).to(device)
-        wanted = [min(LIMIT_SAMPLE, stop - start) for start, stop in self.bounds]
-        self._sample = torch.arange(max(wanted)).to(device)
-        self._wanted = torch.tensor(wanted).unsqueeze(1).to(device)
-        self._targets = torch.tensor([0, *targets]).to(device)
-        self._divisors = self._targets.clamp(min=1)
+        wanted = torch.tensor([min(LIMIT_SAMPLE, stop - start) for start, stop in self.bounds]).unsqueeze(1)
+        sample, own_targets = torch.arange(int(wanted.max())), torch.tensor([0, *targets])
+        self._sample, self._wanted = sample.to(device), wanted.to(device)
+        self._is_sampled = (sample < wanted).to(device)
+        self._last_sampled = (wanted * own_targets[1:].unsqueeze(1) - 1).to(device)
+        self._targets = own_targets.to(device)
         # The first tensor of each payload, and of each tensor its payload; of one payload nobody asks.
         firsts = [sum(own < number for own in payload) for number in range(len(row.first) + 1)]
         self._firsts, self._payload = (torch.tensor(numbers).to(device) for numbers in (firsts, payload))
@@ -116,16 +119,20 @@ class Senders:
         return [row[begin - start : stop - start] for begin, stop in self.bounds]
 
     def mark(self, row: Tensor, thresholds: Tensor) -> Marked:
-        """Mark what is sent of a row; ``thresholds`` have shape ``[U]`` and its dtype."""
-        magnitudes = row.abs()
+        """Mark what is sent of a row; ``thresholds`` have shape ``[U]``, fp64."""
+        # Integers order the bits of magnitudes as numbers are ordered, and NaN above all of them.
+        bits = row.view(BITS[row.dtype])
+        bits = bits & torch.iinfo(bits.dtype).max
+        magnitudes, targets = bits.view(row.dtype), self._targets[1:]
         whole = torch.stack(torch._foreach_norm(self.parts(magnitudes), math.inf)) < math.inf
-        limits = self.spread(torch.where(whole, thresholds, math.inf))
-        # "Not below" instead of "at or above", because it is true for NaN.
-        ranks = (magnitudes < limits).logical_not_().cumsum(0)
+        # Over zero they are infinite, so that only infinite and NaN entries reach them.
+        limits = torch.div(thresholds, whole, out=row.new_empty(len(self.bounds)))
+        ranks = (bits >= self.spread(limits).view(bits.dtype)).cumsum(0)
         before = ranks[self._last]
         all_reached = before.diff()[1:]
-        second = torch.where(whole, self._limits(magnitudes, ranks, before[1:-1], all_reached), 0.0)
-        ranks = (magnitudes < torch.maximum(limits, self.spread(second))).logical_not_().cumsum(0)
+        second = self._limits(magnitudes, ranks, before[1:-1], all_reached)
+        # The larger of both, and the first if the second is NaN.
+        ranks = (bits >= self.spread(torch.fmax(limits, second)).view(bits.dtype)).cumsum(0)
         before = ranks[self._last]
         reached = before.diff()
         kept = torch.minimum(reached, self._targets)
@@ -135,8 +142,7 @@ class Senders:
             at = ends[self._firsts]
             counts, first = at.diff(), first + (self._slots - at[:-1])[self._payload]
         # Of `n` entries that have reached the threshold, number `i` stays marked where `i * target // n` grows.
-        shares = torch.maximum(reached, self._divisors)[1:]
-        targets = self._targets[1:]
+        shares = torch.maximum(reached[1:], targets)
         offsets = torch.addcmul(first * shares, before[1:-1], targets, value=-1)
         factors, offsets, shares = self.spread(torch.stack([targets, offsets, shares])).unbind()
         numbers = torch.addcmul(offsets, ranks, factors).floor_divide_(shares)
@@ -148,16 +154,17 @@ class Senders:
 
         ``ranks`` count the entries of the row that have reached their threshold, ``before`` those before each tensor.
         """
-        count, wanted = reached.clamp(min=1).unsqueeze(1), self._wanted
-        numbers = self._sample * count // wanted + before.unsqueeze(1)
+        targets = self._targets[1:]
+        count = torch.maximum(reached, targets).unsqueeze(1)
+        numbers = self._sample * count // self._wanted + before.unsqueeze(1)
         places = torch.searchsorted(ranks, numbers, right=True).clamp_(max=ranks.numel() - 1)
-        sampled = torch.where(self._sample < wanted, magnitudes[places], 0.0).sort(dim=1, descending=True).values
-        last = (wanted * self._targets[1:].unsqueeze(1) - 1) // count
-        limits = sampled.gather(1, last.clamp_(max=sampled.shape[1] - 1)).squeeze(1)
-        return torch.where(reached > self._targets[1:], limits, 0.0)
+        sampled = torch.where(self._is_sampled, magnitudes[places], 0.0).sort(dim=1, descending=True).values
+        limits = sampled.gather(1, self._last_sampled // count).squeeze(1)
+        return torch.where(reached > targets, limits, 0.0)
 
     def mean_magnitudes(self, marked: Marked) -> Tensor:
-        """The mean magnitude of each tensor's marked entries: shape ``[U]``, fp64, 0 of none."""
+        """The mean magnitude of each tensor's marked entries: shape ``[U]``, fp32, 0 of none."""
         magnitudes = torch.where(marked.marks, marked.magnitudes[1:], 0.0)
-        sums = torch._foreach_norm(self.parts(magnitudes, 1), 1, dtype=torch.float64)
-        return torch.stack(sums).div_(marked.kept.clamp(min=1))
+        sums = torch.stack(torch._foreach_norm(self.parts(magnitudes, 1), 1, dtype=torch.float64))
+        # Divided as fp64, and then rounded.
+        return torch.div(sums, marked.kept.clamp(min=1), out=sums.new_empty(len(sums), dtype=torch.float32))

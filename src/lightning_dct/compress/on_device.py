@@ -134,14 +134,13 @@ def send_selected(
         # Two operations, because a fused one would round once instead of twice.
         row = senders.lay_out(news, on_device.zero(news[0].dtype)).to(old.dtype).mul(bucket.scale).add_(old)
     taus = thresholds.on_device(names, dense.device)
-    marked = senders.mark(row, taus.to(row.dtype))
-    means = senders.mean_magnitudes(marked)
+    marked = senders.mark(row, taus)
     if guard:
         thresholds.follow(names, Reached(taus, marked.limits, marked.reached, marked.whole), aims)
     # An unused slot has an entry of the padding, which is zero.
     slots = torch.searchsorted(marked.numbers[:-1], numbers(sum(on_device.slots), dense.device), right=True)
     if value_format == "1bit":
-        scales = means.to(torch.float32)
+        scales = senders.mean_magnitudes(marked)
         data, scale_bytes = pack_marks((row > 0)[slots]), _of_every_tensor(scales, used, on_device)
     else:
         entries, tensor = row[slots], torch.bucketize(slots, on_device.row_ends, right=True)
@@ -158,7 +157,10 @@ def send_selected(
         # Infinite and NaN values do not change the residual.
         finite = torch.where(marked.magnitudes < math.inf, row, old)[1:]
         left = finite - sent
-        torch._foreach_copy_(bases, senders.parts(torch.where(left.abs() < math.inf, left, finite), 1))
+        left = torch.where(left.abs() < math.inf, left, finite)
+        if bucket.others_keep:
+            left = torch.where(sent != 0, left, old[1:])
+        torch._foreach_copy_(bases, senders.parts(left, 1))
     # What is in slots and of paddings is cut off.
     parts = zip(
         on_device.headers,

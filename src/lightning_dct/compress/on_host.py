@@ -86,6 +86,7 @@ def compress(
     news, bases = bucket.parts(bucket.news, bounds), bucket.parts(bucket.bases, bounds)
     taus = [thresholds.get(plan.names[index], plan.targets[index]) or 0.0 for index in used]
     flags = torch.zeros(flags_num_bytes(sum(plan.sizes)), dtype=torch.uint8)
+    before = [base.clone() for base in bases if bucket.others_keep]
     values, reached = cpu_kernel(kernel).select(news, bases, first, taus, bucket.scale, flags)
     kept = list(values.split(reached))
     broken = [] if _is_finite(values) else [number for number, part in enumerate(kept) if not _all_finite(part)]
@@ -112,6 +113,12 @@ def compress(
         as_read = Sent(flags[None], unpack_values(plan.layout, payload, counts, out), [values.numel()])
         if bucket.scale is not None:
             cpu_kernel(kernel).subtract(bases, first, as_read)
+            if before:
+                sent = [torch.zeros_like(old) for old in before]
+                ones = weights_by_senders(1, 1.0, False, plan.residual_dtype)
+                cpu_kernel(kernel).add_sums(sent, None, first, as_read, ones)
+                for base, old, one in zip(bases, before, sent, strict=True):
+                    base.copy_(torch.where(one != 0, base, old))
         else:
             cpu_kernel(kernel).decay(news, bases, first, as_read, lost)
     return Compressed(payload, values.numel(), dense_entries, selected)

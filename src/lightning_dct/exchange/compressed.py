@@ -35,11 +35,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
-from lightning_dct.compress.bucket import Bucket, Compressed, OwnPayload, Received
+from lightning_dct.compress.bucket import Bucket, OwnPayload, Received
 from lightning_dct.compress.memory import Memory
-from lightning_dct.compress.on_host import counting
 from lightning_dct.compress.plan import BucketPlan, OwnedPiece
 from lightning_dct.exchange.base import Exchange, Flow, count_entries, unused_tensors
 from lightning_dct.exchange.collectives import (
@@ -104,7 +102,9 @@ class Sharded(Exchange):
         sums = compressed.payload.new_zeros(sum(own.plan.sizes), dtype=plan.residual_dtype)
         memory.decompress(Received(received, own.packed, 1.0, own=None), sums)
         deferred = unused_tensors(sums, own.sums) if self._defer_unused else set()
-        sent = _compress_sum(memory, sums, memory.owned_of(own.packed, sums.device), 1.0, own.sums, deferred)
+        # Of updates, the ranks keep in their own weights what is not sent.
+        summed = Bucket([sums], [memory.owned_of(own.packed, sums.device)], 1.0, memory.of_updates)
+        sent = memory.compress(summed, own.sums, deferred)
         work, spread = spread_payload(sent.payload, [shard.sums.layout.num_bytes for shard in shards], self.everyone)
         yield work
 
@@ -154,7 +154,8 @@ class ByNode(Exchange):
         deferred = unused_tensors(gradient, own.packed) if self._defer_unused else set()
         residual = memory.owned_of(own.packed, buffer.device)
         # The sum over the node's ranks, from their mean.
-        compressed = _compress_sum(memory, gradient, residual, scale * self._inside.size, own.packed, deferred)
+        summed = Bucket([gradient], [residual], scale * self._inside.size, memory.of_updates)
+        compressed = memory.compress(summed, own.packed, deferred)
         count_entries(gradient.numel(), compressed, self.everyone, memory)
         work, gathered = all_gather_payload(compressed.payload, self._between)
         yield work
@@ -167,19 +168,3 @@ class ByNode(Exchange):
         by_shard = [payloads.view(nodes, -1) for payloads in spread]
         received = torch.cat(by_shard, dim=1)
         return Received(received, joined, 1.0 / (scale * self.everyone.size), own=self._between.rank)
-
-
-def _compress_sum(
-    memory: Memory, sums: Tensor, residual: Tensor, scale: float, plan: BucketPlan, deferred: set[int]
-) -> Compressed:
-    """Compress the sums that this rank owns, and change their residual.
-
-    Of updates, what is not sent leaves the residual as it was: the ranks keep it in their own weights.
-    """
-    if not memory.of_updates:
-        return memory.compress(Bucket([sums], [residual], scale), plan, deferred)
-    left = residual.clone()
-    sent = memory.compress(Bucket([sums], [left], scale), plan, deferred)
-    as_read = memory.decompress(Received(sent.payload.unsqueeze(0), plan, 1.0, own=None), torch.empty_like(residual))
-    residual.copy_(torch.where(counting(as_read, plan), left, residual))
-    return sent
