@@ -14,8 +14,7 @@ import emulated_ranks
 from emulated_ranks import EmulatedRanks, EmulatedWork
 from lightning_dct.compress import awaited
 from lightning_dct.sync import GradientSynchronizer
-from lightning_dct.wire import PayloadLayout, SideBySide, unpack_on_device
-from lightning_dct.wire.payloads_on_device import encode_positions
+from lightning_dct.wire import PayloadLayout, SideBySide
 from strategies_for_hypothesis import FORMATS
 
 # "b" and "e" are sent dense.
@@ -141,10 +140,10 @@ def test_the_bits_of_positions_take_no_more_room_than_the_positions() -> None:
     layout = PayloadLayout((1 << 20,), (1 << 10,), "1bit")
     assert layout.position_code.low_bits == 9
     side = SideBySide([layout], torch.device("cpu"))
-    in_use = side.number < layout.capacity
+    in_use = side.numbers < layout.capacity
     with Counting() as counting:
-        positions = encode_positions(side, side.spare, in_use)
+        positions = side.encode_positions(side.spare, in_use)
         payload = torch.zeros(layout.num_bytes, dtype=torch.uint8)
         payload[sum(layout.part_sizes[:2]) :][: positions.numel()] = positions
-        assert unpack_on_device(side, payload.unsqueeze(0)).in_use.sum() == layout.capacity
-    assert counting.largest <= 40 * side.number.numel()
+        assert side.unpack(payload.unsqueeze(0)).in_use.sum() == layout.capacity
+    assert counting.largest <= 40 * side.numbers.numel()

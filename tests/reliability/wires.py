@@ -26,7 +26,7 @@ from lightning_dct.embedding.ids import RequestCode
 from lightning_dct.kernels.bits import flags_num_bytes, unpack_bits
 from lightning_dct.pipeline.borders import as_bytes, as_floats
 from lightning_dct.wire import BITS_PER_VALUE, PayloadError, PayloadLayout, unpack
-from lightning_dct.wire.payloads_on_device import SideBySide, unpack_on_device
+from lightning_dct.wire.payloads_on_device import SideBySide
 from lightning_dct.wire.positions import PositionCode
 from strategies_for_hypothesis import pack_entries
 
@@ -95,7 +95,9 @@ def _gradients() -> list[Message]:
                 assert bool((around[-GUARD:] == UNTOUCHED).all())
 
             def decode_on_device(data: Tensor, layout: PayloadLayout = plan.layout) -> None:
-                arrived = unpack_on_device(SideBySide([layout], data.device), data.unsqueeze(0))
+                side = SideBySide([layout], data.device)
+                arrived = side.unpack(data.unsqueeze(0))
+                valid = side.are_valid(arrived.told.flatten().tolist())
                 places = arrived.positions[0]
                 # Whether they are sound or not, they are added before anybody looks.
                 assert int(places.min()) >= 0
@@ -103,9 +105,9 @@ def _gradients() -> list[Message]:
                 try:
                     read = unpack(layout, data)
                 except PayloadError:
-                    assert not arrived.valid
+                    assert valid == [False]
                     raise
-                assert arrived.valid
+                assert valid == [True]
                 assert torch.equal(places[: read.positions.numel()], read.positions)
 
             found.append(Message(f"gradients, {value_format}", _bytes(payload), decode))

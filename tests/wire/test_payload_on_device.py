@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dct.wire import Bitmaps, PayloadError, PayloadLayout, SideBySide, unpack, unpack_on_device
+from lightning_dct.wire import Bitmaps, PayloadError, PayloadLayout, SideBySide, unpack
 from lightning_dct.wire.payloads_on_device import slots_of
 from strategies_for_hypothesis import FORMATS, examples, filled_layouts, layouts, pack_entries
 
@@ -28,9 +28,11 @@ def assert_the_same(*filled: Filled) -> None:
     every = [layout for layout, *_ in filled]
     payload, whole = torch.cat([pack_entries(*one)[0] for one in filled]), torch.cat([part for *_, part in filled])
     senders = torch.stack([payload, payload.flip(0), payload])
-    arrived = unpack_on_device(SideBySide(every, CPU), senders)
-    assert arrived.valid[0].all()
-    assert arrived.valid[2].all()
+    side = SideBySide(every, CPU)
+    arrived = side.unpack(senders)
+    valid = side.are_valid(arrived.told.flatten().tolist())
+    assert all(valid[: len(every)])
+    assert all(valid[2 * len(every) :])
     begin = slot = 0
     expected = []
     for layout, positions, *_ in filled:
@@ -50,7 +52,7 @@ def assert_the_same(*filled: Filled) -> None:
     if reads_entries(every):
         bitmaps = Bitmaps(every, CPU)
         entries = bitmaps.unpack(senders)
-        assert bitmaps.are_valid(entries.told.flatten().tolist()) == arrived.valid.flatten().tolist()
+        assert bitmaps.are_valid(entries.told.flatten().tolist()) == valid
         assert torch.equal(entries.dense, arrived.dense)
         for sender in (0, 2):
             found = [entries.values[sender, start:stop] for start, stop in bitmaps.bounds]
@@ -118,20 +120,24 @@ def assert_same_verdict(layout: PayloadLayout, payload: Tensor) -> None:
     )[0]
     # What is wrong with one payload is not said of its neighbours.
     senders = torch.cat([genuine, payload, genuine]).unsqueeze(0)
-    arrived = unpack_on_device(SideBySide([layout] * 3, CPU), senders)
+    side = SideBySide([layout] * 3, CPU)
+    arrived = side.unpack(senders)
+    valid = side.are_valid(arrived.told.flatten().tolist())
+    alone = SideBySide([layout], CPU)
+    assert alone.are_valid(alone.unpack(payload.unsqueeze(0)).told.flatten().tolist()) == valid[1:2]
     assert bool(((arrived.positions >= 0) & (arrived.positions < max(3 * sum(layout.tensor_sizes), 1))).all())
     try:
         unpack(layout, payload)
     except PayloadError:
-        assert arrived.valid.tolist() == [[True, False, True]]
+        assert valid == [True, False, True]
     else:
-        assert arrived.valid.all()
+        assert all(valid)
     if reads_entries([layout]):
         bitmaps = Bitmaps([layout] * 3, CPU)
-        assert bitmaps.are_valid(bitmaps.unpack(senders).told.flatten().tolist()) == arrived.valid.flatten().tolist()
+        assert bitmaps.are_valid(bitmaps.unpack(senders).told.flatten().tolist()) == valid
 
 
 def test_a_payload_of_another_size_is_refused_at_once() -> None:
     layout = PayloadLayout((50,), (3,), "bf16")
     with pytest.raises(PayloadError, match="the payload has 5 bytes"):
-        unpack_on_device(SideBySide([layout], CPU), torch.zeros(1, 5, dtype=torch.uint8))
+        SideBySide([layout], CPU).unpack(torch.zeros(1, 5, dtype=torch.uint8))

@@ -29,9 +29,10 @@ from lightning_dct.compress.marking import Marked, Row, Senders
 from lightning_dct.compress.plan import BucketPlan
 from lightning_dct.compress.threshold import Aims, Reached, Thresholds
 from lightning_dct.kernels import weights_by_senders
-from lightning_dct.wire import Arrived, Bitmaps, SideBySide, decode_values, encode_values, unpack_on_device
-from lightning_dct.wire.bitmaps import ReadEntries, pack_marks
-from lightning_dct.wire.payloads_on_device import encode_positions, headers_of, numbers, slots_of
+from lightning_dct.kernels.bits import pack_marks
+from lightning_dct.wire import Arrived, Bitmaps, SideBySide, decode_values, encode_values
+from lightning_dct.wire.bitmaps import ReadEntries
+from lightning_dct.wire.payloads_on_device import headers_of, numbers, slots_of
 from lightning_dct.wire.values import values_num_bytes
 
 
@@ -188,9 +189,8 @@ def _positions(on_device: OnDevice, marked: Marked, slots: Tensor) -> Sequence[T
     """The positions of each payload, as bytes."""
     sizes = [layout.position_code.num_bytes for layout in on_device.layouts]
     if (side_by_side := on_device.side_by_side) is not None:
-        in_use = side_by_side.number < marked.counts[side_by_side.payload]
-        local = slots - on_device.row_first[side_by_side.payload]
-        return encode_positions(side_by_side, local, in_use).split(sizes)
+        local = slots - side_by_side.of_slots(on_device.row_first)
+        return side_by_side.encode_positions(local, side_by_side.in_use(marked.counts)).split(sizes)
     flags = pack_marks(marked.marks)
     return [flags[first // 8 : first // 8 + size] for first, size in zip(on_device.row.first, sizes, strict=True)]
 
@@ -200,8 +200,8 @@ class Sums(NamedTuple):
 
     means: list[Tensor]  # the weighted sums of what all senders have sent
     own: list[Tensor]  # what this rank has sent; empty where nobody asks
-    told: Tensor  # integers or bool, flattened
-    are_valid: Callable[[Sequence[int]], Sequence[int]]  # from these numbers: which payloads are valid, by sender
+    told: Tensor  # integers, flattened
+    are_valid: Callable[[Sequence[int]], list[bool]]  # from these numbers: which payloads are valid, by sender
 
 
 def add_payloads(payloads: Tensor, plan: BucketPlan, factor: float, by_senders: bool, own: int | None = None) -> Sums:
@@ -212,17 +212,14 @@ def add_payloads(payloads: Tensor, plan: BucketPlan, factor: float, by_senders: 
     senders, on_device, dtype = len(payloads), OnDevice.of(plan, payloads.device), plan.residual_dtype
     weighted, lengths = by_senders and senders > 1, on_device.lengths(senders)
     arrived: ReadEntries | Arrived
-    are_valid: Callable[[Sequence[int]], Sequence[int]]
     if on_device.bitmaps is not None:
         arrived, are_valid = on_device.bitmaps.unpack(payloads), on_device.bitmaps.are_valid
-        told = arrived.told
         values, bounds = arrived.values.to(dtype), on_device.bitmaps.bounds
         sums, mine = _add_in_order(values[:senders], lengths), None if own is None else values[own]
         counts = (values[:senders] != 0).sum(0) if weighted else None
     else:
         assert on_device.side_by_side is not None
-        arrived = unpack_on_device(on_device.side_by_side, payloads)
-        told, are_valid = arrived.valid, list
+        arrived, are_valid = on_device.side_by_side.unpack(payloads), on_device.side_by_side.are_valid
         values, bounds = arrived.values.to(dtype), on_device.bounds
         sums, indices = values.new_zeros(sum(plan.sizes)), arrived.positions[:senders].flatten()
         # In the order of the ranks, because this sorts on a GPU. "Unsafe" does not wait to check that indices lie
@@ -234,18 +231,24 @@ def add_payloads(payloads: Tensor, plan: BucketPlan, factor: float, by_senders: 
         if weighted:
             counts = torch.zeros_like(sums, dtype=torch.int32)
             counts.index_add_(0, indices, (values[:senders] != 0).int().flatten())
-    sums.mul_(factor if counts is None else on_device.weights(senders, factor, dtype)[counts])
+    if counts is not None or factor != 1.0:
+        sums.mul_(factor if counts is None else on_device.weights(senders, factor, dtype)[counts])
     means, owns = ([] if every is None else [every[start:stop] for start, stop in bounds] for every in (sums, mine))
     if plan.dense:
         dense, sizes = arrived.dense.view(plan.dtype).to(dtype), [plan.sizes[index] for index in plan.dense]
-        mean = _add_in_order(dense[:senders], lengths).mul_(factor)
+        mean = _add_in_order(dense[:senders], lengths)
+        mean = mean if factor == 1.0 else mean.mul_(factor)
         for every, row in ((means, mean), *([] if own is None else [(owns, dense[own])])):
             for index, part in zip(plan.dense, row.split(sizes), strict=True):
                 every[index] = part
-    return Sums(means, owns, told[:senders].flatten(), are_valid)
+    return Sums(means, owns, arrived.told[:senders].flatten(), are_valid)
 
 
 def _add_in_order(rows: Tensor, lengths: Tensor) -> Tensor:
     """The sum of rows (shape ``[n, width]``), one after the other as on a CPU; ``sum`` takes four at a time."""
     # "Unsafe" does not wait to check the lengths.
-    return torch.segment_reduce(rows, "sum", lengths=lengths, unsafe=True, initial=0).squeeze(0)
+    return (
+        rows[0]
+        if len(rows) == 1
+        else torch.segment_reduce(rows, "sum", lengths=lengths, unsafe=True, initial=0).squeeze(0)
+    )

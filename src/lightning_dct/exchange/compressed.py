@@ -95,11 +95,11 @@ class Sharded(Exchange):
         sizes = [shard.plan.layout.num_bytes for shard in shards]
         compressed = memory.compress(bucket, joined, cut.of(deferred), lost)
         count_entries(sum(plan.sizes), compressed, self.everyone, memory)
-        work, received = deliver_payloads(compressed.payload.split(sizes), self.everyone)
+        work, received = deliver_payloads(compressed.payload, sizes, self.everyone)
         yield work
 
         own = shards[self.everyone.rank]
-        sums = compressed.payload.new_zeros(sum(own.plan.sizes), dtype=plan.residual_dtype)
+        sums = compressed.payload.new_empty(sum(own.plan.sizes), dtype=plan.residual_dtype)
         memory.decompress(Received(received, own.packed, 1.0, own=None), sums)
         deferred = unused_tensors(sums, own.sums) if self._defer_unused else set()
         # Of updates, the ranks keep in their own weights what is not sent.
@@ -109,9 +109,8 @@ class Sharded(Exchange):
         yield work
 
         factor = 1.0 / ((bucket.scale or 1.0) * self.everyone.size)
-        return Received(
-            torch.cat(spread).unsqueeze(0), joined_sums, factor, OwnPayload(compressed.payload, joined), what="Sums"
-        )
+        mine = OwnPayload(compressed.payload, joined)
+        return Received(spread.unsqueeze(0), joined_sums, factor, mine, what="Sums")
 
 
 class ByNode(Exchange):
@@ -165,6 +164,6 @@ class ByNode(Exchange):
         work, spread = spread_payload(gathered.flatten(), sizes, self._inside)
         yield work
 
-        by_shard = [payloads.view(nodes, -1) for payloads in spread]
+        by_shard = [payloads.view(nodes, -1) for payloads in spread.split(sizes)]
         received = torch.cat(by_shard, dim=1)
         return Received(received, joined, 1.0 / (scale * self.everyone.size), own=self._between.rank)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 from torch import Tensor
+
+# Eight bytes of zero or one, times this, have their bits side by side in the last byte: the first in the lowest bit.
+GATHER_BITS = sum(1 << (56 - 7 * byte) for byte in range(8))
 
 
 def num_bytes(num_bits: int) -> int:
@@ -22,17 +27,25 @@ def pack_bits(flags: Tensor) -> Tensor:
     if flags.device.type == "cpu":
         return torch.from_numpy(np.packbits(flags.numpy(), bitorder="little"))
     spare = -flags.numel() % 8
-    padded = torch.nn.functional.pad(flags, (0, spare)) if spare else flags
-    shifts = torch.arange(8, dtype=torch.uint8, device=flags.device)
-    return (padded.view(torch.uint8).view(-1, 8) << shifts).sum(dim=1, dtype=torch.uint8)
+    return pack_marks(torch.nn.functional.pad(flags, (0, spare)) if spare else flags)
+
+
+def pack_marks(marks: Tensor) -> Tensor:
+    """The same of marks of shape ``[8 n]`` on any device, in one operation."""
+    return (marks.view(torch.int64) * GATHER_BITS).view(torch.uint8)[7::8]
+
+
+@lru_cache(maxsize=64)
+def places_in_byte(bits: int, device: torch.device) -> Tensor:
+    """Where codes of so many bits begin in a byte: uint8, read-only."""
+    return torch.arange(0, 8, bits, dtype=torch.uint8, device=device)
 
 
 def unpack_bits(packed: Tensor, num_bits: int) -> Tensor:
     """Undo :func:`pack_bits`: shape ``[num_bits]``, uint8 of zeros and ones."""
     if packed.device.type == "cpu":
         return torch.from_numpy(np.unpackbits(packed.numpy(), count=num_bits, bitorder="little"))
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return ((packed.unsqueeze(1) >> shifts) & 1).flatten()[:num_bits]
+    return ((packed.unsqueeze(1) >> places_in_byte(1, packed.device)) & 1).flatten()[:num_bits]
 
 
 def nonzero_indices(flags: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ dense tensors       their own bytes                        tensors too small to 
 
 from lightning_dct.wire.bitmaps import Bitmaps
 from lightning_dct.wire.payload import PayloadLayout, Unpacked, pack, read_scales, unpack, unpack_flags, unpack_values
-from lightning_dct.wire.payloads_on_device import Arrived, SideBySide, unpack_on_device
+from lightning_dct.wire.payloads_on_device import Arrived, SideBySide
 from lightning_dct.wire.positions import PayloadError, PositionCode
 from lightning_dct.wire.values import BITS_PER_VALUE, decode_values, encode_values
 
@@ -35,6 +35,5 @@ __all__ = [
     "read_scales",
     "unpack",
     "unpack_flags",
-    "unpack_on_device",
     "unpack_values",
 ]

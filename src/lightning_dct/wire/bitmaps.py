@@ -15,17 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_dct.wire.payload import PayloadLayout
-from lightning_dct.wire.payloads_on_device import headers_of
-from lightning_dct.wire.positions import PayloadError
+from lightning_dct.wire.payloads_on_device import Payloads
 from lightning_dct.wire.values import BITS_PER_VALUE, SCALED_FORMATS, decode_units
-
-# Eight bytes of zero or one, times this, have their bits side by side in the last byte: the first in the lowest bit.
-GATHER_BITS = sum(1 << (56 - 7 * byte) for byte in range(8))
-
-
-def pack_marks(marks: Tensor) -> Tensor:
-    """Pack marks (shape ``[8 n]``, bool) into ``[n]``, uint8, as :func:`~lightning_dct.kernels.bits.pack_bits` does."""
-    return (marks.view(torch.int64) * GATHER_BITS).view(torch.uint8)[7::8]
 
 
 class ReadEntries(NamedTuple):
@@ -33,23 +24,20 @@ class ReadEntries(NamedTuple):
 
     values: Tensor  # shape `[n, width]`, fp32: each tensor's entries at its `bounds`; zero where nothing is sent
     dense: Tensor  # shape `[n, dense bytes]`, uint8: the tensors sent dense, one after the other
-    told: Tensor  # shape `[n, 4 payloads]`, int64: from which :meth:`Bitmaps.are_valid` says whether payloads are valid
+    told: Tensor  # shape `[n, 4 payloads]`, int64: see :meth:`Payloads.are_valid`
 
 
-class Bitmaps:
+class Bitmaps(Payloads):
     """The layouts of ``S`` payloads, one after the other, with the same value format and bitmaps for positions.
 
     Rows are as long as the longest payload needs, so that several payloads of a sender are read as several senders.
 
     Attributes:
         bounds: Of each of the ``T`` tensors in a row of values.
-        num_bytes: Of all payloads together.
     """
 
     def __init__(self, layouts: Sequence[PayloadLayout], device: torch.device) -> None:
-        self.layouts = tuple(layouts)
-        self.value_format = layouts[0].value_format
-        self.num_bytes = sum(layout.num_bytes for layout in layouts)
+        super().__init__(layouts, device)
         self._bits = BITS_PER_VALUE[self.value_format]
         # At least as many bytes of flags as a value has, because values are read from one before the first on.
         flag_bytes, self._value_bytes = (max(layout.part_sizes[part] for layout in layouts) for part in (2, 3))
@@ -65,39 +53,27 @@ class Bitmaps:
                 self._stretches.append((column, size))
                 stop, column = stop + size, column + 1
             self._stretches.append((max(column - 1, 0), (number + 1) * width - stop))
-        self._headers = headers_of(layouts).view(torch.int32).tolist()
         # The last entry of each payload in a row of values; that of one payload is a view.
         self._end = sum(layouts[0].tensor_sizes)
         last = [number * width + max(sum(layout.tensor_sizes), 1) - 1 for number, layout in enumerate(layouts)]
         self._last = torch.tensor(last).to(device)
         self._signs = torch.tensor([-1.0, 1.0], dtype=torch.float32).to(device)
-        self._eight = torch.arange(8, dtype=torch.uint8).to(device)
-        self._zero = torch.zeros(1, 1, dtype=torch.uint8).to(device)
 
     def unpack(self, payloads: Tensor) -> ReadEntries:
-        """Read payloads, shape ``[n, num_bytes]``, uint8, one row a sender.
-
-        Raises:
-            PayloadError: They have another size.
-        """
-        senders, size = payloads.shape
-        if size != self.num_bytes:
-            raise PayloadError(f"the payload has {size} bytes, the layout says {self.num_bytes}")
-        parts = payloads.split([size for layout in self.layouts for size in layout.part_sizes], dim=1)
-        words = torch.cat([*parts[0::5], *parts[1::5]], dim=1).view(torch.int32)
-        scales = words[:, 3 * len(self.layouts) :].view(torch.float32)
-        rows, first = self._rows(payloads, parts, senders)
+        """Read payloads, shape ``[n, num_bytes]``, uint8, one row a sender; see :meth:`Payloads.split` for errors."""
+        senders, ((_, _, *parts, dense), words, scales) = len(payloads), self.split(payloads)
+        rows, first = self._rows(payloads, *parts)
         values_from = first + self._flag_bytes
         one_bit = self.value_format == "1bit"
         bits = rows[:, first : values_from + self._value_bytes * one_bit].unsqueeze(2)
-        bits = ((bits >> self._eight) & 1).flatten(1).view(torch.bool)
+        bits = ((bits >> self.eight) & 1).flatten(1).view(torch.bool)
         flags = bits[:, : 8 * self._flag_bytes]
         # Of a flag in its payload, from one on.
         numbers = flags.cumsum(1)
         raised = numbers.view(senders, -1)
         raised = raised[:, self._end - 1 : self._end] if len(self.layouts) == 1 else raised[:, self._last]
         # The host compares them once it knows them: that starts fewer operations.
-        told = torch.cat([words[:, : 3 * len(self.layouts)], raised], dim=1)
+        told = torch.cat([words, raised], dim=1)
         # The values of a row, after one that is nobody's: where no flag was set yet.
         if one_bit:
             values = torch.where(bits[:, 8 * self._flag_bytes - 1 :], self._signs[1], self._signs[0])
@@ -110,28 +86,17 @@ class Bitmaps:
         if self.value_format in SCALED_FORMATS:
             values.view(senders, -1).mul_(self._spread(scales))
         values = torch.where(flags, values, 0.0).view(senders, -1)
-        return ReadEntries(values, torch.cat(parts[4::5], dim=1), told)
+        return ReadEntries(values, torch.cat(list(dense), dim=1), told)
 
-    def are_valid(self, told: Sequence[int]) -> list[bool]:
-        """Whether each payload, sender by sender, is one of its layout, from what they have told."""
-        found, count = [], len(self.layouts)
-        for row in range(0, len(told), 4 * count):
-            words, raised = told[row : row + 3 * count], told[row + 3 * count : row + 4 * count]
-            for number, (layout, header, marks) in enumerate(zip(self.layouts, self._headers, raised, strict=True)):
-                # A count that needs all 32 bits is negative here, and is never the number of marks.
-                expected = [header[0], marks, header[2]]
-                found.append(words[3 * number : 3 * number + 3] == expected and marks <= layout.capacity)
-        return found
-
-    def _rows(self, payloads: Tensor, parts: Sequence[Tensor], senders: int) -> tuple[Tensor, int]:
+    def _rows(self, payloads: Tensor, every: Sequence[Tensor], sent: Sequence[Tensor]) -> tuple[Tensor, int]:
         """Flags and values of one payload in each row, and where the flags begin."""
         if len(self.layouts) == 1:
             return payloads, sum(self.layouts[0].part_sizes[:2])
         pieces = []
-        for flags, values in zip(parts[2::5], parts[3::5], strict=True):
+        for flags, values in zip(every, sent, strict=True):
             for part, width in ((flags, self._flag_bytes), (values, self._value_bytes)):
-                pieces += [part, self._zero.expand(senders, width - part.shape[1])]
-        return torch.cat(pieces, dim=1).view(senders * len(self.layouts), -1), 0
+                pieces += [part, self.zero.expand(len(payloads), width - part.shape[1])]
+        return torch.cat(pieces, dim=1).view(len(payloads) * len(self.layouts), -1), 0
 
     def _spread(self, scales: Tensor) -> Tensor:
         """Each entry's scale."""

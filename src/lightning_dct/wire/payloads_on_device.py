@@ -18,14 +18,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_dct.kernels.bits import num_bytes
+from lightning_dct.kernels.bits import pack_marks, places_in_byte
 from lightning_dct.wire.payload import FORMAT_CODES, MAGIC, PayloadLayout, write_header
 from lightning_dct.wire.positions import PayloadError
-from lightning_dct.wire.values import SCALED_FORMATS, decode_values, values_num_bytes
+from lightning_dct.wire.values import SCALED_FORMATS, decode_units, values_num_bytes
 
 # A payload has a multiple of eight slots, so that its values start with a byte in any format. Its last slot is never
 # used, so that each entry can be compared with the next slot.
 SLOTS = 8
+# More than any number of flags.
+INVALID = 1 << 40
 
 
 def slots_of(layout: PayloadLayout) -> int:
@@ -49,6 +51,53 @@ def numbers(count: int, device: torch.device) -> Tensor:
     return _counted(1 << count.bit_length(), device)[:count]
 
 
+class Payloads:
+    """The layouts of ``S`` payloads, one after the other, with the same value format.
+
+    Attributes:
+        num_bytes: Of all payloads together.
+        eight: Shape ``[8]``, uint8: 0 to 7.
+        zero: Shape ``[1, 1]``, uint8.
+    """
+
+    def __init__(self, layouts: Sequence[PayloadLayout], device: torch.device) -> None:
+        self.layouts, self.value_format = tuple(layouts), layouts[0].value_format
+        self.num_bytes = sum(layout.num_bytes for layout in layouts)
+        self.eight = places_in_byte(1, device)
+        self.zero = torch.zeros(1, 1, dtype=torch.uint8).to(device)
+        self._headers = headers_of(layouts).view(torch.int32).tolist()
+
+    def split(self, payloads: Tensor) -> tuple[list[Sequence[Tensor]], Tensor, Tensor]:
+        """The parts of payloads, shape ``[n, num_bytes]``, uint8, one row a sender.
+
+        Returns:
+            Of each kind the part of each payload, the words of all headers (shape ``[n, 3 S]``, int32) and all scales.
+
+        Raises:
+            PayloadError: They have another size.
+        """
+        if payloads.shape[1] != self.num_bytes:
+            raise PayloadError(f"the payload has {payloads.shape[1]} bytes, the layout says {self.num_bytes}")
+        every = payloads.split([size for layout in self.layouts for size in layout.part_sizes], dim=1)
+        words = torch.cat([*every[0::5], *every[1::5]], dim=1).view(torch.int32)
+        headers = 3 * len(self.layouts)
+        return [every[kind::5] for kind in range(5)], words[:, :headers], words[:, headers:].view(torch.float32)
+
+    def are_valid(self, told: Sequence[int]) -> list[bool]:
+        """Whether each payload, sender by sender, is one of its layout.
+
+        ``told`` are, of each sender, the words of all headers, and the number of flags in each payload.
+        """
+        found, count = [], len(self.layouts)
+        for row in range(0, len(told), 4 * count):
+            words, raised = told[row : row + 3 * count], told[row + 3 * count : row + 4 * count]
+            for number, (layout, header, marks) in enumerate(zip(self.layouts, self._headers, raised, strict=True)):
+                # A count that needs all 32 bits is negative here, and is never the number of marks.
+                expected = [header[0], marks, header[2]]
+                found.append(words[3 * number : 3 * number + 3] == expected and marks <= layout.capacity)
+        return found
+
+
 class Arrived(NamedTuple):
     """The contents of the payloads of ``n`` senders."""
 
@@ -56,181 +105,137 @@ class Arrived(NamedTuple):
     values: Tensor  # shape `[n, slots]`, fp32; zero in unused slots
     in_use: Tensor  # shape `[n, slots]`, bool
     dense: Tensor  # shape `[n, dense bytes]`, uint8: the tensors sent dense, one after the other
-    valid: Tensor  # shape `[n, payloads]`, bool: whether each payload is one of its layout
+    told: Tensor  # shape `[n, 4 payloads]`, int64: see :meth:`Payloads.are_valid`
 
 
-class SideBySide:
-    """The layouts of payloads one after the other, and their constants, copied to a device once.
-
-    ``S`` payloads of ``T`` tensors with ``K`` slots in all, with the same value format.
+class SideBySide(Payloads):
+    """Payloads of ``T`` tensors with ``K`` slots in all, and their constants, copied to a device once.
 
     Attributes:
-        num_bytes: Of all payloads together.
-        payload: The payload of each slot: shape ``[K]``, int64, or ``[1]`` if there is only one.
-        number: Shape ``[K]``, int64: each slot's number in its payload. Of one payload, all plans share them.
+        slots: Of each payload.
+        numbers: Shape ``[K]``, int64: 0 to below ``K``, which all plans share.
         spare: Shape ``[K]``, int64: an index for each unused slot, distinct if there are enough.
-        counted: Shape ``[S]``, int64: 0 for a bitmap, else 1: a flag's index is the high part and the slot's number.
-        tensor_ends: Shape ``[T]``, int64: the end of each tensor's indices.
-        table: Shape ``[S, 4]``, int64: each payload's first flag, low bits, first index and end of indices.
-        flag_edges: Shape ``[S + 1]``, int64: the first flag of each payload, and the end of the last.
-        pair_edges: Shape ``[S + 1]``, int64: the same for pairs of adjacent slots.
-        capacities: Shape ``[S]``, int64.
-        headers: Shape ``[S, 3]``, int32: without the number of entries.
-        eight: Shape ``[8]``, uint8: 0 to 7.
-        zero: Shape ``[1, 1]``, uint8.
+        offsets: Shape ``[K]`` or ``[1]``, int64: where each slot's flag is in a row that begins with a zero, less the
+            high part.
     """
 
     def __init__(self, layouts: Sequence[PayloadLayout], device: torch.device) -> None:
-        self.layouts = tuple(layouts)
-        self.value_format = layouts[0].value_format
-        self.num_bytes = sum(layout.num_bytes for layout in layouts)
-        self.num_tensors = sum(len(layout.tensor_sizes) for layout in layouts)
+        super().__init__(layouts, device)
         self.slots = [slots_of(layout) for layout in layouts]
-        codes = [layout.position_code for layout in layouts]
+        codes, sizes = ([layout.position_code for layout in layouts], [layout.tensor_sizes for layout in layouts])
         # Low bits are coded byte by byte.
-        self.low_bytes = num_bytes(max((code.low_bits for code in codes if code.capacity), default=0))
-        edges, num_slots = _edges(self.slots), sum(self.slots)
-        self.number = self.spare = numbers(num_slots, device)
-        self.payload = torch.zeros(1, dtype=torch.int64).to(device)
-        if len(layouts) > 1:
-            payload = torch.arange(len(layouts)).repeat_interleave(torch.tensor(self.slots))
-            self.payload, self.number = payload.to(device), (torch.arange(num_slots) - edges[payload]).to(device)
-        places = _edges([code.universe for code in codes])
-        flags = _edges([code.num_flags for code in codes])
-        sizes = list(chain.from_iterable(layout.tensor_sizes for layout in layouts))
+        dtypes = {code.low_dtype for code in codes if code.low_bits and code.capacity}
+        self.low_dtype = max(dtypes, key=lambda dtype: dtype.itemsize, default=None)
+        self.low_bytes = self.low_dtype.itemsize if self.low_dtype else 0
+        edges, places, flags = (
+            torch.tensor([0, *accumulate(counts)])
+            for counts in (self.slots, [code.universe for code in codes], [code.num_flags for code in codes])
+        )
+        self.num_flags, num_slots, size = int(flags[-1]), int(edges[-1]), int(places[-1])
+        self.numbers = self.spare = numbers(num_slots, device)
+        if num_slots > size:
+            self.spare = self.numbers.clamp(max=max(size - 1, 0))
+        if len(codes) == 1:
+            # Of a bitmap, a flag's index is the high part alone.
+            self.offsets = numbers(2 if codes[0].is_bitmap else num_slots + 1, device)[1:]
+        else:
+            payload, is_coded = (
+                torch.arange(len(codes)).repeat_interleave(edges.diff()),
+                [not c.is_bitmap for c in codes],
+            )
+            number = (torch.arange(num_slots) - edges[payload]) * torch.tensor(is_coded)[payload]
+            self._payload, self.offsets = payload.to(device), (number + flags[payload] + 1).to(device)
         low_bits = torch.tensor([code.low_bits for code in codes])
-        self.table = torch.stack([flags[:-1], low_bits, places[:-1], places[1:]], dim=1).to(device)
-        if num_slots > sum(sizes):
-            self.spare = self.spare.clamp(max=max(sum(sizes) - 1, 0))
-        self.counted = torch.tensor([not code.is_bitmap for code in codes]).to(device, torch.int64)
-        self.tensor_ends = _edges(sizes)[1:].to(device)
-        self.flag_edges = flags.to(device)
-        self.pair_edges = edges.clamp(max=max(num_slots - 1, 0)).to(device)
-        self.capacities = torch.tensor([layout.capacity for layout in layouts]).to(device)
-        self.headers = headers_of(layouts).view(torch.int32).to(device)
-        self.eight = torch.arange(8, dtype=torch.uint8).to(device)
-        self.zero = torch.zeros(1, 1, dtype=torch.uint8).to(device)
+        self._low_bits, self._first, self._ends = (part.to(device) for part in (low_bits, places[:-1], places[1:]))
+        self._starts, self._flag_edges = edges[:-1].to(device), flags.to(device)
+        self._pair_edges = edges.clamp(max=max(num_slots - 1, 0)).to(device)
+        self._tensor_ends = torch.tensor([*accumulate(chain.from_iterable(sizes))]).to(device)
 
-    def flags_before(self) -> Tensor:
-        """The index of each slot's flag less the high part."""
-        return self.number * self.counted[self.payload]
+    def of_slots(self, numbers: Tensor) -> Tensor:
+        """Numbers of each payload (shape ``[..., S]``) for each slot: ``[..., K]``, or as they are for one payload."""
+        return numbers if len(self.layouts) == 1 else numbers[..., self._payload]
 
-    def find(self, flags: Tensor, edges: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Find set flags (shape ``[n, flags]``, bool or uint8); each payload's flags begin at its edge.
+    def in_use(self, counts: Tensor) -> Tensor:
+        """Which slots are used (bool, ``[..., K]``) by so many entries of each payload (``[..., S]``)."""
+        return self.numbers < self.of_slots(counts if len(self.layouts) == 1 else counts + self._starts)
+
+    def unpack(self, payloads: Tensor) -> Arrived:
+        """Unpack payloads, shape ``[n, num_bytes]``, uint8, one row a sender; see :meth:`Payloads.split` for errors."""
+        (_, _, positions, values, dense), words, scales = self.split(payloads)
+        local, in_use, raised = self._decode_positions(positions)
+        # Unused slots have the end as position, so the position of a used slot must be below that of the next slot.
+        ends, one = self.of_slots(self._ends), len(self.layouts) == 1
+        places = torch.where(in_use, local if one else local + self.of_slots(self._first), ends)
+        wrong = (places + in_use)[:, :-1] > places[:, 1:]
+        if one:
+            wrong = wrong.sum(1, keepdim=True)
+        else:
+            before = torch.cat([self.zero.expand(len(payloads), 1), wrong], dim=1).cumsum(1, dtype=torch.int32)
+            wrong = before[:, self._pair_edges].diff(dim=1)
+        told = torch.cat([words, raised.sub(wrong, alpha=INVALID)], dim=1)
+        places = torch.where(places < ends, places, self.spare)
+        # Each payload's values, padded to the bytes of its slots.
+        padded = []
+        for part, slots in zip(values, self.slots, strict=True):
+            width = values_num_bytes(self.value_format, slots) - part.shape[1]
+            padded += [part, self.zero.expand(len(payloads), width)]
+        units = decode_units(torch.cat(padded, dim=1).flatten(), places.numel(), self.value_format).view_as(places)
+        if self.value_format in SCALED_FORMATS:
+            units.mul_(scales.gather(1, torch.searchsorted(self._tensor_ends, places, right=True)))
+        return Arrived(places, torch.where(in_use, units, 0.0), in_use, torch.cat(dense, dim=1), told)
+
+    def encode_positions(self, positions: Tensor, in_use: Tensor) -> Tensor:
+        """:meth:`PositionCode.encode`, payload by payload: uint8.
+
+        ``positions`` (``[K]``, int64) are each slot's in its payload, anything in unused slots.
+        """
+        codes, local = [layout.position_code for layout in self.layouts], torch.where(in_use, positions, 0)
+        # The first flag is for unused slots, and is not sent.
+        flag = torch.where(in_use, (local >> self.of_slots(self._low_bits)) + self.offsets, 0)
+        flags = torch.zeros(1 + self.num_flags, dtype=torch.uint8, device=local.device).scatter_(0, flag, 1)
+        flags_of = flags[1:].split([code.num_flags for code in codes])
+        # One byte a bit: the lowest bits in the first plane.
+        low = local.view(torch.uint8).view(-1, 8)[:, : self.low_bytes]
+        planes = ((low.unsqueeze(2) >> self.eight) & 1).flatten(1).t()
+        parts = []
+        for code, own_flags, own_planes in zip(codes, flags_of, planes.split(self.slots, dim=1), strict=True):
+            parts += [own_flags, *own_planes[: code.low_bits, : code.capacity].unbind()]
+            parts.append(self.zero.expand(1, 8 * code.num_bytes - code.num_bits).squeeze(0))
+        return pack_marks(torch.cat(parts))
+
+    def _decode_positions(self, messages: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Decode the positions of ``n`` senders, ``[n, bytes]`` in each payload.
 
         Returns:
-            For each slot the index of the set flag with its number (shape ``[n, K]``, int64; at most ``flags`` in
-            unused slots), which slots are used (``[n, K]``, bool), and each payload's number of set flags (``[n, S]``).
+            Indices into each payload (shape ``[n, K]``, int64, not negative; anything in unused slots), which slots are
+            used (``[n, K]``, bool), and the number of set flags (``[n, S]``).
         """
+        message = messages[0] if len(messages) == 1 else torch.cat(list(messages), dim=1)
+        bits = ((message.unsqueeze(2) >> self.eight) & 1).flatten(1)
+        senders, start = len(message), 0
+        flags = [self.zero.expand(senders, 1)]
+        # By plane, payload by payload, padded with zeros to the same number of planes and to all slots.
+        by_plane: list[list[Tensor]] = [[] for _ in range(8 * self.low_bytes)]
+        for layout, slots in zip(self.layouts, self.slots, strict=True):
+            code = layout.position_code
+            flags.append(bits[:, start : start + code.num_flags])
+            for number, plane in enumerate(by_plane):
+                width = code.capacity * (number < code.low_bits)
+                first = start + code.num_flags + number * code.capacity
+                plane += [bits[:, first : first + width], self.zero.expand(senders, slots - width)]
+            start += 8 * code.num_bytes
         # The number of set flags before each; integer sums are the same in any order.
-        zeros = self.zero.expand(flags.shape[0], 1)
-        before = torch.cat([zeros, flags.view(torch.uint8)], dim=1).cumsum(1)
-        at_edges = before[:, edges]
-        counts = at_edges.diff(dim=1)
-        found = torch.searchsorted(before, at_edges[:, self.payload] + self.number, right=True) - 1
-        return found, self.number < counts[:, self.payload], counts
-
-
-def unpack_on_device(layouts: SideBySide, payloads: Tensor) -> Arrived:
-    """Unpack payloads, shape ``[n, layouts.num_bytes]``, uint8, one row a sender.
-
-    Raises:
-        PayloadError: They have another size.
-    """
-    senders, size = payloads.shape
-    if size != layouts.num_bytes:
-        raise PayloadError(f"the payload has {size} bytes, the layout says {layouts.num_bytes}")
-    value_format, every = layouts.value_format, layouts.layouts
-    parts = payloads.split([size for layout in every for size in layout.part_sizes], dim=1)
-    table = layouts.table[layouts.payload]
-    headers = torch.cat(parts[0::5], dim=1).view(torch.int32).view(senders, -1, 3)
-    local, in_use, raised = _decode_positions(layouts, torch.cat(parts[2::5], dim=1), table)
-    # Unused slots have the end as position, so the position of a used slot must be below that of the next slot.
-    ends = table[:, 3]
-    positions = torch.where(in_use, local + table[:, 2], ends)
-    wrong = (positions + in_use)[:, :-1] > positions[:, 1:]
-    wrong = torch.cat([layouts.zero.expand(senders, 1), wrong], dim=1).cumsum(1, dtype=torch.int32)
-    # A count that needs all 32 bits is negative here, and does not equal the number of set flags.
-    valid = (
-        (headers[:, :, ::2] == layouts.headers[:, ::2]).all(2)
-        & (headers[:, :, 1] == raised)
-        & (raised <= layouts.capacities)
-        & (wrong[:, layouts.pair_edges].diff(dim=1) == 0)
-    )
-    positions = torch.where(positions < ends, positions, layouts.spare)
-    scales, tensor = torch.cat(parts[1::5], dim=1).flatten().view(torch.float32), positions
-    if value_format in SCALED_FORMATS:
-        rows = torch.arange(senders, device=payloads.device) * layouts.num_tensors
-        tensor = torch.searchsorted(layouts.tensor_ends, positions, right=True) + rows.unsqueeze(1)
-    # Each payload's values, padded to the bytes of its slots.
-    sizes = [
-        values_num_bytes(value_format, slots) - layout.part_sizes[3]
-        for slots, layout in zip(layouts.slots, every, strict=True)
-    ]
-    padding = [layouts.zero.expand(senders, size) for size in sizes]
-    data = torch.cat([*chain.from_iterable(zip(parts[3::5], padding, strict=True))], dim=1)
-    values = decode_values(data.flatten(), positions.numel(), tensor.flatten(), scales, value_format)
-    values = torch.where(in_use, values.view_as(positions), 0.0)
-    return Arrived(positions, values, in_use, torch.cat(parts[4::5], dim=1), valid)
-
-
-def encode_positions(layouts: SideBySide, positions: Tensor, in_use: Tensor) -> Tensor:
-    """:meth:`PositionCode.encode`, payload by payload: uint8.
-
-    ``positions`` (``[K]``, int64) are each slot's in its payload, anything in unused slots.
-    """
-    codes, table = [layout.position_code for layout in layouts.layouts], layouts.table[layouts.payload]
-    local = torch.where(in_use, positions, 0)
-    # The last flag is for unused slots, and is not sent.
-    num_flags = sum(code.num_flags for code in codes)
-    flag = torch.where(in_use, (local >> table[:, 1]) + table[:, 0] + layouts.flags_before(), num_flags)
-    flags = torch.zeros(num_flags + 1, dtype=torch.uint8, device=local.device).scatter_(0, flag, 1)
-    flags_of = flags[:-1].split([code.num_flags for code in codes])
-    # One byte a bit: the lowest bits in the first plane.
-    low = local.view(torch.uint8).view(-1, 8)[:, : layouts.low_bytes]
-    planes = ((low.unsqueeze(2) >> layouts.eight) & 1).flatten(1).t()
-    parts = []
-    for code, own_flags, own_planes in zip(codes, flags_of, planes.split(layouts.slots, dim=1), strict=True):
-        parts += [own_flags, *own_planes[: code.low_bits, : code.capacity].unbind()]
-        parts.append(layouts.zero.expand(1, 8 * code.num_bytes - code.num_bits).squeeze(0))
-    bits = torch.cat(parts).view(-1, 8)
-    return (bits << layouts.eight).sum(1, dtype=torch.uint8)
-
-
-def _decode_positions(layouts: SideBySide, message: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Decode the positions of ``n`` senders (shape ``[n, bytes]``).
-
-    Returns:
-        Indices into each payload (shape ``[n, K]``, int64, not negative; anything in unused slots), which slots are
-        used (``[n, K]``, bool), and the number of set flags (``[n, S]``).
-    """
-    codes, senders = [layout.position_code for layout in layouts.layouts], message.shape[0]
-    bits = ((message.unsqueeze(2) >> layouts.eight) & 1).flatten(1)
-    sizes = [
-        size
-        for code in codes
-        for size in (code.num_flags, *[code.capacity] * code.low_bits, 8 * code.num_bytes - code.num_bits)
-    ]
-    pieces, flags = iter(bits.split(sizes, dim=1)), []
-    # By plane, payload by payload, padded with zeros to the same number of planes and to all slots.
-    planes: list[list[Tensor]] = [[] for _ in range(8 * layouts.low_bytes)]
-    for code, slots in zip(codes, layouts.slots, strict=True):
-        flags.append(next(pieces))
-        own = [next(pieces) for _ in range(code.low_bits)]
-        for number, plane in enumerate(planes):
-            sent = own[number : number + 1]
-            plane += [*sent, layouts.zero.expand(senders, slots - code.capacity * len(sent))]
-        next(pieces)
-    raised, in_use, counts = layouts.find(torch.cat(flags, dim=1), layouts.flag_edges)
-    low = message.new_zeros(senders, raised.shape[1], 8)
-    if layouts.low_bytes:
-        shape = (senders, layouts.low_bytes, 8, raised.shape[1])
-        stacked = torch.cat([*chain.from_iterable(planes)], dim=1).view(shape)
-        low[:, :, : layouts.low_bytes].copy_((stacked << layouts.eight.view(8, 1)).sum(2, dtype=torch.uint8).mT)
-    high = raised - table[:, 0] - layouts.flags_before()
-    return (high << table[:, 1]) | low.view(torch.int64).squeeze(2), in_use, counts
-
-
-def _edges(sizes: Sequence[int]) -> Tensor:
-    """The start of each part and the end of the last: shape ``[parts + 1]``, int64."""
-    return torch.tensor([0, *accumulate(sizes)])
+        before = torch.cat(flags, dim=1).cumsum(1)
+        if len(self.layouts) == 1:
+            counts, wanted = before[:, -1:], before[:, :1] + self.numbers
+        else:
+            at_edges = before[:, self._flag_edges]
+            counts = at_edges.diff(dim=1)
+            wanted = self.of_slots(at_edges[:, :-1] - self._starts) + self.numbers
+        high = torch.searchsorted(before, wanted, right=True) - self.offsets
+        local = high << self.of_slots(self._low_bits)
+        if self.low_bytes:
+            stacked = torch.cat([*chain.from_iterable(by_plane)], dim=1).view(senders, self.low_bytes, 8, -1)
+            low = (stacked << self.eight.view(8, 1)).sum(2, dtype=torch.uint8).mT.contiguous()
+            local = local | low.view(self.low_dtype).squeeze(2)
+        return local, self.in_use(counts), counts

@@ -79,7 +79,7 @@ class PositionCode:
         return num_bytes(self.num_bits)
 
     @cached_property
-    def _low_dtype(self) -> torch.dtype:
+    def low_dtype(self) -> torch.dtype:
         """The narrowest dtype for the low bits, which are read once for each bit."""
         for dtype in (torch.uint8, torch.int16, torch.int32):
             if self.low_bits <= torch.iinfo(dtype).max.bit_length():
@@ -101,7 +101,7 @@ class PositionCode:
         if not self.low_bits:
             return bits
         planes = bits[self.num_flags :].view(self.low_bits, self.capacity)
-        low = (positions & ((1 << self.low_bits) - 1)).to(self._low_dtype)
+        low = (positions & ((1 << self.low_bits) - 1)).to(self.low_dtype)
         for number, plane in enumerate(planes):
             plane[:count] = (low >> number) & 1
         return bits
@@ -119,8 +119,8 @@ class PositionCode:
             )
         if self.is_bitmap:
             return flags
-        planes = bits[self.num_flags :].view(self.low_bits, self.capacity)[:, :count].to(self._low_dtype)
-        low = torch.zeros(count, dtype=self._low_dtype, device=bits.device)
+        planes = bits[self.num_flags :].view(self.low_bits, self.capacity)[:, :count].to(self.low_dtype)
+        low = torch.zeros(count, dtype=self.low_dtype, device=bits.device)
         for plane in range(self.low_bits):
             low |= planes[plane] << plane
         positions = ((flags - torch.arange(count, device=bits.device)) << self.low_bits) | low

@@ -26,10 +26,12 @@ import torch
 from torch import Tensor
 
 from lightning_dct.kernels import cpu_kernel, fastest_kernel
-from lightning_dct.kernels.bits import num_bytes, pack_bits, unpack_bits
+from lightning_dct.kernels.bits import num_bytes, pack_bits, places_in_byte, unpack_bits
 
 BITS_PER_VALUE: dict[str, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "2bit": 2, "1bit": 1}
 SCALED_FORMATS = ("int8", "int4", "2bit", "1bit")
+# As wide as the codes that share a byte, while each has one.
+INTEGERS = {4: torch.int16, 2: torch.int32}
 # int4: halvings of the scale from one level to the next, and the level of zero.
 LEVEL_HALVINGS = 0.5
 ZERO_LEVEL = 7
@@ -134,8 +136,9 @@ def _two_levels(
     products = totals + _sums(magnitudes * is_large, lengths)
     squares = counts + 3 * _sums(is_large.to(torch.float64), lengths)
     # The squared error of each is that of zeros less this. Twice the larger scale may be infinite, twice the mean not.
-    fits = (products * products / squares > totals * means) & (products / squares <= LARGEST_HALF)
-    scales = torch.where(fits, products / squares, means).to(torch.float32)
+    scales = products / squares
+    fits = (products * products / squares > totals * means) & (scales <= LARGEST_HALF)
+    scales = torch.where(fits, scales, means).to(torch.float32)
     codes = (is_large & fits.index_select(0, tensor_index)).to(torch.uint8) << 1 | (values > 0)
     return pack_codes(codes, 2), scales
 
@@ -162,24 +165,22 @@ def decode_units(data: Tensor, count: int, value_format: str) -> Tensor:
     if value_format == "2bit":
         codes = unpack_codes(data, 2)[:count].view(torch.int8)
         return torch.where(codes > 1, 2.0, 1.0).copysign_((codes & 1) - 0.5)
-    return unpack_bits(data[: num_bytes(count)], count).to(torch.float32).mul_(2).sub_(1)
+    return torch.where(unpack_bits(data[: num_bytes(count)], count).view(torch.bool), 1.0, -1.0)
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Pack codes of 2 or 4 bits (uint8), the first into the lowest bits; the last byte is padded with zeros."""
-    spare = -codes.numel() % (8 // bits)
-    packed = torch.nn.functional.pad(codes, (0, spare)) if spare else codes
-    # Both codes of a pair at once: the second one moves into the lower byte, and the cast drops the upper byte.
-    for width in (4,) if bits == 4 else (6, 4):
-        pairs = packed.view(torch.int16)
-        packed = (pairs | pairs >> width).to(torch.uint8)
-    return packed
+    together = 8 // bits
+    spare = -codes.numel() % together
+    padded = torch.nn.functional.pad(codes, (0, spare)) if spare else codes
+    # The product has the codes side by side in its last byte, the first in the lowest bits.
+    factor = sum(1 << (8 - bits) * place for place in range(1, together + 1))
+    return (padded.view(INTEGERS[bits]) * factor).view(torch.uint8)[together - 1 :: together]
 
 
 def unpack_codes(packed: Tensor, bits: int) -> Tensor:
     """Undo :func:`pack_codes`; zeros follow where the last byte was padded."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
-    return (packed.unsqueeze(1) >> shifts).bitwise_and_((1 << bits) - 1).flatten()
+    return (packed.unsqueeze(1) >> places_in_byte(bits, packed.device)).bitwise_and_((1 << bits) - 1).flatten()
 
 
 def _viewed(data: Tensor, dtype: torch.dtype) -> Tensor:
