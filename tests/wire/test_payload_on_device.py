@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dct.wire import Bitmaps, PayloadError, PayloadLayout, SideBySide, unpack
+from lightning_dct.wire import Bitmaps, PayloadError, PayloadLayout, SideBySide, bitmaps, unpack
 from lightning_dct.wire.payloads_on_device import slots_of
 from strategies_for_hypothesis import FORMATS, examples, filled_layouts, layouts, pack_entries
 
@@ -21,6 +22,21 @@ Filled = tuple[PayloadLayout, Tensor, Tensor, Tensor]
 def reads_entries(layouts: Sequence[PayloadLayout]) -> bool:
     """Whether these payloads are read entry by entry."""
     return all(layout.position_code.is_bitmap for layout in layouts) and any(any(o.tensor_sizes) for o in layouts)
+
+
+def read_bitmaps(layouts: Sequence[PayloadLayout], senders: Tensor) -> tuple[Tensor, Tensor, list[bool]]:
+    """The entries of each sender, the dense tensors and the verdict: the same however little is read at once."""
+    side, found = Bitmaps(layouts, CPU), []
+    for at_once in (1 << 22, 8 * 3 * len(layouts), 40 * 3 * len(layouts)):
+        pieces: list[Tensor] = []
+        with mock.patch.object(bitmaps, "AT_ONCE", at_once):
+            dense, told = side.unpack(senders, pieces.append)
+        values = torch.cat(pieces, dim=2).flatten(1)
+        found.append((values, dense, side.are_valid(told.flatten().tolist())))
+    for values, dense, valid in found[1:]:
+        torch.testing.assert_close(values, found[0][0], rtol=0, atol=0, equal_nan=True)
+        assert (dense.tolist(), valid) == (found[0][1].tolist(), found[0][2])
+    return found[0]
 
 
 def assert_the_same(*filled: Filled) -> None:
@@ -50,12 +66,11 @@ def assert_the_same(*filled: Filled) -> None:
         begin, slot = begin + size, slot + slots
     assert torch.equal(arrived.dense[0], whole)
     if reads_entries(every):
-        bitmaps = Bitmaps(every, CPU)
-        entries = bitmaps.unpack(senders)
-        assert bitmaps.are_valid(entries.told.flatten().tolist()) == valid
-        assert torch.equal(entries.dense, arrived.dense)
+        values, dense, found_valid = read_bitmaps(every, senders)
+        assert found_valid == valid
+        assert torch.equal(dense, arrived.dense)
         for sender in (0, 2):
-            found = [entries.values[sender, start:stop] for start, stop in bitmaps.bounds]
+            found = [values[sender, start:stop] for start, stop in Bitmaps(every, CPU).bounds]
             assert torch.equal(torch.cat([*found, torch.empty(0)]).nan_to_num(), torch.cat(expected).nan_to_num())
 
 
@@ -133,8 +148,7 @@ def assert_same_verdict(layout: PayloadLayout, payload: Tensor) -> None:
     else:
         assert all(valid)
     if reads_entries([layout]):
-        bitmaps = Bitmaps([layout] * 3, CPU)
-        assert bitmaps.are_valid(bitmaps.unpack(senders).told.flatten().tolist()) == valid
+        assert read_bitmaps([layout] * 3, senders)[2] == valid
 
 
 def test_a_payload_of_another_size_is_refused_at_once() -> None:

@@ -127,12 +127,14 @@ class Senders:
         whole = torch.stack(torch._foreach_norm(self.parts(magnitudes), math.inf)) < math.inf
         # Over zero they are infinite, so that only infinite and NaN entries reach them.
         limits = torch.div(thresholds, whole, out=row.new_empty(len(self.bounds)))
-        ranks = (bits >= self.spread(limits).view(bits.dtype)).cumsum(0)
+        # Half the memory of int64, as long as that many can be counted.
+        counting = torch.int32 if len(row) <= torch.iinfo(torch.int32).max else torch.int64
+        ranks = (bits >= self.spread(limits).view(bits.dtype)).cumsum(0, dtype=counting)
         before = ranks[self._last]
         all_reached = before.diff()[1:]
         second = self._limits(magnitudes, ranks, before[1:-1], all_reached)
         # The larger of both, and the first if the second is NaN.
-        ranks = (bits >= self.spread(torch.fmax(limits, second)).view(bits.dtype)).cumsum(0)
+        ranks = (bits >= self.spread(torch.fmax(limits, second)).view(bits.dtype)).cumsum(0, dtype=counting)
         before = ranks[self._last]
         reached = before.diff()
         kept = torch.minimum(reached, self._targets)
@@ -157,7 +159,7 @@ class Senders:
         targets = self._targets[1:]
         count = torch.maximum(reached, targets).unsqueeze(1)
         numbers = self._sample * count // self._wanted + before.unsqueeze(1)
-        places = torch.searchsorted(ranks, numbers, right=True).clamp_(max=ranks.numel() - 1)
+        places = torch.searchsorted(ranks, numbers.to(ranks.dtype), right=True).clamp_(max=ranks.numel() - 1)
         sampled = torch.where(self._is_sampled, magnitudes[places], 0.0).sort(dim=1, descending=True).values
         limits = sampled.gather(1, self._last_sampled // count).squeeze(1)
         return torch.where(reached > targets, limits, 0.0)

@@ -30,8 +30,7 @@ from lightning_dct.compress.plan import BucketPlan
 from lightning_dct.compress.threshold import Aims, Reached, Thresholds
 from lightning_dct.kernels import weights_by_senders
 from lightning_dct.kernels.bits import pack_marks
-from lightning_dct.wire import Arrived, Bitmaps, SideBySide, decode_values, encode_values
-from lightning_dct.wire.bitmaps import ReadEntries
+from lightning_dct.wire import Bitmaps, SideBySide, decode_values, encode_values
 from lightning_dct.wire.payloads_on_device import headers_of, numbers, slots_of
 from lightning_dct.wire.values import values_num_bytes
 
@@ -211,41 +210,55 @@ def add_payloads(payloads: Tensor, plan: BucketPlan, factor: float, by_senders: 
     """
     senders, on_device, dtype = len(payloads), OnDevice.of(plan, payloads.device), plan.residual_dtype
     weighted, lengths = by_senders and senders > 1, on_device.lengths(senders)
-    arrived: ReadEntries | Arrived
-    if on_device.bitmaps is not None:
-        arrived, are_valid = on_device.bitmaps.unpack(payloads), on_device.bitmaps.are_valid
-        values, bounds = arrived.values.to(dtype), on_device.bitmaps.bounds
-        sums, mine = _add_in_order(values[:senders], lengths), None if own is None else values[own]
-        counts = (values[:senders] != 0).sum(0) if weighted else None
+    if (bitmaps := on_device.bitmaps) is not None:
+        pieces: tuple[list[Tensor], list[Tensor]] = [], []
+
+        def take(values: Tensor) -> None:
+            values = values.to(dtype)
+            pieces[0].append(_add_in_order(values, lengths))
+            if weighted:
+                pieces[0][-1].mul_(on_device.weights(senders, factor, dtype)[(values != 0).sum(0)])
+            if own is not None:
+                # A copy of a piece, so that the values of the others are freed.
+                pieces[1].append(values[own] if values.shape[2] == bitmaps.width else values[own].clone())
+
+        dense, told = bitmaps.unpack(payloads, take)
+        are_valid, bounds = bitmaps.are_valid, bitmaps.bounds
+        sums, mine = _in_one(pieces[0]), None if own is None else _in_one(pieces[1])
     else:
         assert on_device.side_by_side is not None
         arrived, are_valid = on_device.side_by_side.unpack(payloads), on_device.side_by_side.are_valid
+        dense, told = arrived.dense, arrived.told
         values, bounds = arrived.values.to(dtype), on_device.bounds
-        sums, indices = values.new_zeros(sum(plan.sizes)), arrived.positions[:senders].flatten()
+        sums, indices = values.new_zeros(sum(plan.sizes)), arrived.positions.flatten()
         # In the order of the ranks, because this sorts on a GPU. "Unsafe" does not wait to check that indices lie
         # within bounds; they do.
-        torch._index_put_impl_(sums, [indices], values[:senders].flatten(), accumulate=True, unsafe=True)
+        torch._index_put_impl_(sums, [indices], values.flatten(), accumulate=True, unsafe=True)
         # At most one used slot of a sender has a given index.
         mine = None if own is None else torch.zeros_like(sums).index_add_(0, arrived.positions[own], values[own])
-        counts = None
         if weighted:
             counts = torch.zeros_like(sums, dtype=torch.int32)
-            counts.index_add_(0, indices, (values[:senders] != 0).int().flatten())
-    if counts is not None or factor != 1.0:
-        sums.mul_(factor if counts is None else on_device.weights(senders, factor, dtype)[counts])
+            counts.index_add_(0, indices, (values != 0).int().flatten())
+            sums.mul_(on_device.weights(senders, factor, dtype)[counts])
+    if not weighted and factor != 1.0:
+        sums.mul_(factor)
     means, owns = ([] if every is None else [every[start:stop] for start, stop in bounds] for every in (sums, mine))
     if plan.dense:
-        dense, sizes = arrived.dense.view(plan.dtype).to(dtype), [plan.sizes[index] for index in plan.dense]
-        mean = _add_in_order(dense[:senders], lengths)
+        rows, sizes = dense.view(plan.dtype).to(dtype), [plan.sizes[index] for index in plan.dense]
+        mean = _add_in_order(rows, lengths)
         mean = mean if factor == 1.0 else mean.mul_(factor)
-        for every, row in ((means, mean), *([] if own is None else [(owns, dense[own])])):
+        for every, row in ((means, mean), *([] if own is None else [(owns, rows[own])])):
             for index, part in zip(plan.dense, row.split(sizes), strict=True):
                 every[index] = part
-    return Sums(means, owns, arrived.told[:senders].flatten(), are_valid)
+    return Sums(means, owns, told.flatten(), are_valid)
+
+
+def _in_one(pieces: list[Tensor]) -> Tensor:
+    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)).flatten()
 
 
 def _add_in_order(rows: Tensor, lengths: Tensor) -> Tensor:
-    """The sum of rows (shape ``[n, width]``), one after the other as on a CPU; ``sum`` takes four at a time."""
+    """The sum of rows (shape ``[n, ...]``), one after the other as on a CPU; ``sum`` takes four at a time."""
     # "Unsafe" does not wait to check the lengths.
     return (
         rows[0]

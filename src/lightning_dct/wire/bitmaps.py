@@ -1,4 +1,4 @@
-"""Bitmaps of positions on a GPU, read and written for all entries at once: no position is ever computed.
+"""Bitmaps of positions on a GPU, read for many entries at once: no position is ever computed.
 
 A bitmap has a flag for each entry, so everything here is done to entries in their places: the number of flags before an
 entry says which of the payload's values is its own. Otherwise this is :mod:`lightning_dct.wire.payloads_on_device`:
@@ -8,8 +8,8 @@ the device has the size of the list of tensors, not of the tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -18,13 +18,8 @@ from lightning_dct.wire.payload import PayloadLayout
 from lightning_dct.wire.payloads_on_device import Payloads
 from lightning_dct.wire.values import BITS_PER_VALUE, SCALED_FORMATS, decode_units
 
-
-class ReadEntries(NamedTuple):
-    """What ``n`` senders have sent of ``T`` tensors, counted through all payloads."""
-
-    values: Tensor  # shape `[n, width]`, fp32: each tensor's entries at its `bounds`; zero where nothing is sent
-    dense: Tensor  # shape `[n, dense bytes]`, uint8: the tensors sent dense, one after the other
-    told: Tensor  # shape `[n, 4 payloads]`, int64: see :meth:`Payloads.are_valid`
+# Entries of all payloads together that are read at once; each takes about 30 bytes.
+AT_ONCE = 1 << 21
 
 
 class Bitmaps(Payloads):
@@ -33,7 +28,8 @@ class Bitmaps(Payloads):
     Rows are as long as the longest payload needs, so that several payloads of a sender are read as several senders.
 
     Attributes:
-        bounds: Of each of the ``T`` tensors in a row of values.
+        width: Entries of a row.
+        bounds: Of each of the ``T`` tensors in the rows of all payloads, one after the other.
     """
 
     def __init__(self, layouts: Sequence[PayloadLayout], device: torch.device) -> None:
@@ -42,51 +38,72 @@ class Bitmaps(Payloads):
         # At least as many bytes of flags as a value has, because values are read from one before the first on.
         flag_bytes, self._value_bytes = (max(layout.part_sizes[part] for layout in layouts) for part in (2, 3))
         self._flag_bytes = flag_bytes if len(layouts) == 1 else max(flag_bytes, 4)
-        width, column = 8 * self._flag_bytes, 0
+        self.width, column = 8 * self._flag_bytes, 0
         self.bounds: list[tuple[int, int]] = []
-        # Of each stretch of a row with one scale: the scale's column, and its entries, padding included.
-        self._stretches: list[tuple[int, int]] = []
-        for number, layout in enumerate(layouts):
-            stop = number * width
-            for size in layout.tensor_sizes:
-                self.bounds.append((stop, stop + size))
-                self._stretches.append((column, size))
-                stop, column = stop + size, column + 1
-            self._stretches.append((max(column - 1, 0), (number + 1) * width - stop))
-        # The last entry of each payload in a row of values; that of one payload is a view.
-        self._end = sum(layouts[0].tensor_sizes)
-        last = [number * width + max(sum(layout.tensor_sizes), 1) - 1 for number, layout in enumerate(layouts)]
-        self._last = torch.tensor(last).to(device)
+        # Of each stretch of a row with one scale: the scale's column, and its bounds, padding included.
+        self._stretches: list[list[tuple[int, int, int]]] = []
+        for row, layout in enumerate(layouts):
+            ends = [*accumulate(layout.tensor_sizes)]
+            self.bounds += [
+                (row * self.width + stop - size, row * self.width + stop)
+                for size, stop in zip(layout.tensor_sizes, ends, strict=True)
+            ]
+            edges = [0, *ends[:-1], self.width]
+            columns = range(column, column + len(ends)) if ends else [max(column - 1, 0)]
+            self._stretches.append(list(zip(columns, edges, edges[1:], strict=False)))
+            column += len(ends)
         self._signs = torch.tensor([-1.0, 1.0], dtype=torch.float32).to(device)
 
-    def unpack(self, payloads: Tensor) -> ReadEntries:
-        """Read payloads, shape ``[n, num_bytes]``, uint8, one row a sender; see :meth:`Payloads.split` for errors."""
+    def unpack(self, payloads: Tensor, take: Callable[[Tensor], None]) -> tuple[Tensor, Tensor]:
+        """Read payloads, shape ``[n, num_bytes]``, uint8, one row a sender; see :meth:`Payloads.split` for errors.
+
+        ``take`` gets the entries of all rows, piece by piece: shape ``[n, S, columns]``, fp32, zero where nothing is
+        sent.
+
+        Returns:
+            The tensors sent dense, one after the other (shape ``[n, dense bytes]``, uint8), and what payloads tell
+            (``[n, 4 S]``, int64): see :meth:`Payloads.are_valid`.
+        """
         senders, ((_, _, *parts, dense), words, scales) = len(payloads), self.split(payloads)
         rows, first = self._rows(payloads, *parts)
-        values_from = first + self._flag_bytes
-        one_bit = self.value_format == "1bit"
-        bits = rows[:, first : values_from + self._value_bytes * one_bit].unsqueeze(2)
-        bits = ((bits >> self.eight) & 1).flatten(1).view(torch.bool)
-        flags = bits[:, : 8 * self._flag_bytes]
-        # Of a flag in its payload, from one on.
-        numbers = flags.cumsum(1)
-        raised = numbers.view(senders, -1)
-        raised = raised[:, self._end - 1 : self._end] if len(self.layouts) == 1 else raised[:, self._last]
+        units, ends = self._units(rows, first + self._flag_bytes), [sum(o.tensor_sizes) for o in self.layouts]
+        raised, before = [words[:, :0]] * len(ends), None
+        step = max(AT_ONCE // (8 * len(rows)), 1) * 8
+        for start in range(0, self.width, step):
+            stop = min(start + step, self.width)
+            flags = self._as_bits(rows[:, first + start // 8 : first + stop // 8])
+            # Of a flag in its payload, from one on.
+            numbers = flags.cumsum(1) if before is None else flags.cumsum(1).add_(before)
+            before = numbers[:, -1:].clone() if stop < self.width else None
+            for row, end in enumerate(ends):
+                if start <= max(end - 1, 0) < stop:
+                    own = numbers.view(senders, len(ends), -1)[:, row, max(end - 1, 0) - start].unsqueeze(1)
+                    # A copy where more follows, so that these numbers are freed.
+                    raised[row] = own if before is None else own.clone()
+            values = units.gather(1, numbers.clamp(max=units.shape[1] - 1))
+            if self.value_format == "1bit":
+                values = torch.where(values, self._signs[1], self._signs[0])
+            if self.value_format in SCALED_FORMATS:
+                values.view(senders, -1).mul_(self._spread(scales, start, stop))
+            take(torch.where(flags, values, 0.0).view(senders, len(ends), -1))
         # The host compares them once it knows them: that starts fewer operations.
-        told = torch.cat([words, raised], dim=1)
-        # The values of a row, after one that is nobody's: where no flag was set yet.
-        if one_bit:
-            values = torch.where(bits[:, 8 * self._flag_bytes - 1 :], self._signs[1], self._signs[0])
+        return torch.cat(list(dense), dim=1), torch.cat([words, *raised], dim=1)
+
+    def _as_bits(self, data: Tensor) -> Tensor:
+        return ((data.unsqueeze(2) >> self.eight) & 1).flatten(1).view(torch.bool)
+
+    def _units(self, rows: Tensor, start: int) -> Tensor:
+        """The values of each row before they are scaled, after one that is nobody's: where no flag was set yet.
+
+        Those of one bit are bool.
+        """
+        before = max(1, self._bits // 8)
+        data = rows[:, start - before : start + self._value_bytes]
+        if self.value_format == "1bit":
+            every = self._as_bits(data)
         else:
-            before = max(1, self._bits // 8)
-            data = rows[:, values_from - before : values_from + self._value_bytes].flatten()
-            every = decode_units(data, 8 * data.numel() // self._bits, self.value_format).view(rows.shape[0], -1)
-            values = every[:, 8 * before // self._bits - 1 :]
-        values = values.gather(1, numbers.clamp_(max=values.shape[1] - 1))
-        if self.value_format in SCALED_FORMATS:
-            values.view(senders, -1).mul_(self._spread(scales))
-        values = torch.where(flags, values, 0.0).view(senders, -1)
-        return ReadEntries(values, torch.cat(list(dense), dim=1), told)
+            every = decode_units(data.flatten(), 8 * data.numel() // self._bits, self.value_format)
+        return every.view(len(rows), -1)[:, 8 * before // self._bits - 1 :]
 
     def _rows(self, payloads: Tensor, every: Sequence[Tensor], sent: Sequence[Tensor]) -> tuple[Tensor, int]:
         """Flags and values of one payload in each row, and where the flags begin."""
@@ -98,9 +115,10 @@ class Bitmaps(Payloads):
                 pieces += [part, self.zero.expand(len(payloads), width - part.shape[1])]
         return torch.cat(pieces, dim=1).view(len(payloads) * len(self.layouts), -1), 0
 
-    def _spread(self, scales: Tensor) -> Tensor:
-        """Each entry's scale."""
-        if len(self._stretches) <= 2:
-            return scales[:, :1]
-        spread = [scales[:, column : column + 1].expand(-1, width) for column, width in self._stretches]
-        return torch.cat(spread, dim=1)
+    def _spread(self, scales: Tensor, start: int, stop: int) -> Tensor:
+        """The scale of each entry in some columns of all rows: shape ``[n, S * columns]``."""
+        spread = []
+        for column, begin, end in chain.from_iterable(self._stretches):
+            if begin < stop and end > start:
+                spread.append(scales[:, column : column + 1].expand(-1, min(end, stop) - max(begin, start)))
+        return spread[0] if len(spread) == 1 else torch.cat(spread, dim=1)

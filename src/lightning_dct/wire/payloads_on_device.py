@@ -125,8 +125,8 @@ class SideBySide(Payloads):
         codes, sizes = ([layout.position_code for layout in layouts], [layout.tensor_sizes for layout in layouts])
         # Low bits are coded byte by byte.
         dtypes = {code.low_dtype for code in codes if code.low_bits and code.capacity}
-        self.low_dtype = max(dtypes, key=lambda dtype: dtype.itemsize, default=None)
-        self.low_bytes = self.low_dtype.itemsize if self.low_dtype else 0
+        self.low_dtype = max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.uint8)
+        self.low_bytes = self.low_dtype.itemsize if dtypes else 0
         edges, places, flags = (
             torch.tensor([0, *accumulate(counts)])
             for counts in (self.slots, [code.universe for code in codes], [code.num_flags for code in codes])
@@ -182,7 +182,7 @@ class SideBySide(Payloads):
         units = decode_units(torch.cat(padded, dim=1).flatten(), places.numel(), self.value_format).view_as(places)
         if self.value_format in SCALED_FORMATS:
             units.mul_(scales.gather(1, torch.searchsorted(self._tensor_ends, places, right=True)))
-        return Arrived(places, torch.where(in_use, units, 0.0), in_use, torch.cat(dense, dim=1), told)
+        return Arrived(places, torch.where(in_use, units, 0.0), in_use, torch.cat(list(dense), dim=1), told)
 
     def encode_positions(self, positions: Tensor, in_use: Tensor) -> Tensor:
         """:meth:`PositionCode.encode`, payload by payload: uint8.
