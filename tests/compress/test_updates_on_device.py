@@ -30,8 +30,8 @@ EXCHANGES = [(2, "all_gather", 1), (5, "all_gather", 1), (3, "sharded", 1), (4, 
 MOST = {
     ("all_gather", 0.3): (77, 20),
     ("all_gather", 0.05): (106, 20),
-    ("sharded", 0.3): (232, 17),
-    ("sharded", 0.05): (335, 17),
+    ("sharded", 0.3): (237, 17),
+    ("sharded", 0.05): (338, 17),
 }
 DENSITIES = [0.3, 0.05]
 

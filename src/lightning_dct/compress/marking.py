@@ -127,7 +127,6 @@ class Senders:
         whole = torch.stack(torch._foreach_norm(self.parts(magnitudes), math.inf)) < math.inf
         # Over zero they are infinite, so that only infinite and NaN entries reach them.
         limits = torch.div(thresholds, whole, out=row.new_empty(len(self.bounds)))
-        # Half the memory of int64, as long as that many can be counted.
         counting = torch.int32 if len(row) <= torch.iinfo(torch.int32).max else torch.int64
         ranks = (bits >= self.spread(limits).view(bits.dtype)).cumsum(0, dtype=counting)
         before = ranks[self._last]

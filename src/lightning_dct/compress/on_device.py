@@ -222,20 +222,18 @@ def add_payloads(payloads: Tensor, plan: BucketPlan, factor: float, by_senders: 
                 # A copy of a piece, so that the values of the others are freed.
                 pieces[1].append(values[own] if values.shape[2] == bitmaps.width else values[own].clone())
 
-        dense, told = bitmaps.unpack(payloads, take)
-        are_valid, bounds = bitmaps.are_valid, bitmaps.bounds
+        (dense, told), are_valid, bounds = bitmaps.unpack(payloads, take), bitmaps.are_valid, bitmaps.bounds
         sums, mine = _in_one(pieces[0]), None if own is None else _in_one(pieces[1])
     else:
         assert on_device.side_by_side is not None
-        arrived, are_valid = on_device.side_by_side.unpack(payloads), on_device.side_by_side.are_valid
-        dense, told = arrived.dense, arrived.told
-        values, bounds = arrived.values.to(dtype), on_device.bounds
-        sums, indices = values.new_zeros(sum(plan.sizes)), arrived.positions.flatten()
+        positions, values, _, dense, told = on_device.side_by_side.unpack(payloads)
+        are_valid, bounds, values = on_device.side_by_side.are_valid, on_device.bounds, values.to(dtype)
+        sums, indices = values.new_zeros(sum(plan.sizes)), positions.flatten()
         # In the order of the ranks, because this sorts on a GPU. "Unsafe" does not wait to check that indices lie
         # within bounds; they do.
         torch._index_put_impl_(sums, [indices], values.flatten(), accumulate=True, unsafe=True)
         # At most one used slot of a sender has a given index.
-        mine = None if own is None else torch.zeros_like(sums).index_add_(0, arrived.positions[own], values[own])
+        mine = None if own is None else torch.zeros_like(sums).index_add_(0, positions[own], values[own])
         if weighted:
             counts = torch.zeros_like(sums, dtype=torch.int32)
             counts.index_add_(0, indices, (values != 0).int().flatten())
@@ -260,8 +258,5 @@ def _in_one(pieces: list[Tensor]) -> Tensor:
 def _add_in_order(rows: Tensor, lengths: Tensor) -> Tensor:
     """The sum of rows (shape ``[n, ...]``), one after the other as on a CPU; ``sum`` takes four at a time."""
     # "Unsafe" does not wait to check the lengths.
-    return (
-        rows[0]
-        if len(rows) == 1
-        else torch.segment_reduce(rows, "sum", lengths=lengths, unsafe=True, initial=0).squeeze(0)
-    )
+    total = torch.segment_reduce(rows.flatten(1), "sum", lengths=lengths, unsafe=True, initial=0)
+    return total.view(rows.shape[1:])

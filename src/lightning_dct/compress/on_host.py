@@ -117,8 +117,8 @@ def compress(
                 counted = [torch.zeros_like(old) for old in before]
                 ones = weights_by_senders(1, 1.0, False, plan.residual_dtype)
                 cpu_kernel(kernel).add_sums(counted, None, first, as_read, ones)
-                for base, old, sent in zip(bases, before, counted, strict=True):
-                    base.copy_(torch.where(sent != 0, base, old))
+                for base, old, one in zip(bases, before, counted, strict=True):
+                    base.copy_(torch.where(one != 0, base, old))
         else:
             cpu_kernel(kernel).decay(news, bases, first, as_read, lost)
     return Compressed(payload, values.numel(), dense_entries, selected)

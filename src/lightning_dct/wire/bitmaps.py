@@ -9,7 +9,7 @@ the device has the size of the list of tensors, not of the tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -41,28 +41,22 @@ class Bitmaps(Payloads):
         self.width, column = 8 * self._flag_bytes, 0
         self.bounds: list[tuple[int, int]] = []
         # Of each stretch of a row with one scale: the scale's column, and its bounds, padding included.
-        self._stretches: list[list[tuple[int, int, int]]] = []
+        self._stretches: list[tuple[int, int, int]] = []
         for row, layout in enumerate(layouts):
-            ends = [*accumulate(layout.tensor_sizes)]
-            self.bounds += [
-                (row * self.width + stop - size, row * self.width + stop)
-                for size, stop in zip(layout.tensor_sizes, ends, strict=True)
-            ]
-            edges = [0, *ends[:-1], self.width]
-            columns = range(column, column + len(ends)) if ends else [max(column - 1, 0)]
-            self._stretches.append(list(zip(columns, edges, edges[1:], strict=False)))
-            column += len(ends)
+            edges, first = [0, *accumulate(layout.tensor_sizes)], row * self.width
+            self.bounds += [(first + start, first + stop) for start, stop in pairwise(edges)]
+            scales = range(column, column + len(edges) - 1) or [max(column - 1, 0)]
+            edges = [*edges[: len(scales)], self.width]
+            self._stretches += [(scale, *edge) for scale, edge in zip(scales, pairwise(edges), strict=True)]
+            column += len(layout.tensor_sizes)
         self._signs = torch.tensor([-1.0, 1.0], dtype=torch.float32).to(device)
 
     def unpack(self, payloads: Tensor, take: Callable[[Tensor], None]) -> tuple[Tensor, Tensor]:
-        """Read payloads, shape ``[n, num_bytes]``, uint8, one row a sender; see :meth:`Payloads.split` for errors.
+        """Read payloads, which :meth:`split` describes.
 
         ``take`` gets the entries of all rows, piece by piece: shape ``[n, S, columns]``, fp32, zero where nothing is
-        sent.
-
-        Returns:
-            The tensors sent dense, one after the other (shape ``[n, dense bytes]``, uint8), and what payloads tell
-            (``[n, 4 S]``, int64): see :meth:`Payloads.are_valid`.
+        sent. Returns the tensors sent dense (``[n, dense bytes]``, uint8), and what :meth:`are_valid` takes
+        (``[n, 4 S]``, int64).
         """
         senders, ((_, _, *parts, dense), words, scales) = len(payloads), self.split(payloads)
         rows, first = self._rows(payloads, *parts)
@@ -93,10 +87,7 @@ class Bitmaps(Payloads):
         return ((data.unsqueeze(2) >> self.eight) & 1).flatten(1).view(torch.bool)
 
     def _units(self, rows: Tensor, start: int) -> Tensor:
-        """The values of each row before they are scaled, after one that is nobody's: where no flag was set yet.
-
-        Those of one bit are bool.
-        """
+        """A row's values before they are scaled (of one bit: bool), after one for entries before the first flag."""
         before = max(1, self._bits // 8)
         data = rows[:, start - before : start + self._value_bytes]
         if self.value_format == "1bit":
@@ -118,7 +109,7 @@ class Bitmaps(Payloads):
     def _spread(self, scales: Tensor, start: int, stop: int) -> Tensor:
         """The scale of each entry in some columns of all rows: shape ``[n, S * columns]``."""
         spread = []
-        for column, begin, end in chain.from_iterable(self._stretches):
+        for column, begin, end in self._stretches:
             if begin < stop and end > start:
                 spread.append(scales[:, column : column + 1].expand(-1, min(end, stop) - max(begin, start)))
         return spread[0] if len(spread) == 1 else torch.cat(spread, dim=1)

@@ -68,13 +68,9 @@ class Payloads:
         self._headers = headers_of(layouts).view(torch.int32).tolist()
 
     def split(self, payloads: Tensor) -> tuple[list[Sequence[Tensor]], Tensor, Tensor]:
-        """The parts of payloads, shape ``[n, num_bytes]``, uint8, one row a sender.
+        """The parts of payloads, ``[n, num_bytes]``, uint8, one row a sender; a PayloadError if they have another size.
 
-        Returns:
-            Of each kind the part of each payload, the words of all headers (shape ``[n, 3 S]``, int32) and all scales.
-
-        Raises:
-            PayloadError: They have another size.
+        Of each kind the part of each payload, the words of all headers (shape ``[n, 3 S]``, int32), and all scales.
         """
         if payloads.shape[1] != self.num_bytes:
             raise PayloadError(f"the payload has {payloads.shape[1]} bytes, the layout says {self.num_bytes}")
@@ -84,10 +80,7 @@ class Payloads:
         return [every[kind::5] for kind in range(5)], words[:, :headers], words[:, headers:].view(torch.float32)
 
     def are_valid(self, told: Sequence[int]) -> list[bool]:
-        """Whether each payload, sender by sender, is one of its layout.
-
-        ``told`` are, of each sender, the words of all headers, and the number of flags in each payload.
-        """
+        """Whether payloads are of their layouts; each sender tells the words of all headers, then numbers of flags."""
         found, count = [], len(self.layouts)
         for row in range(0, len(told), 4 * count):
             words, raised = told[row : row + 3 * count], told[row + 3 * count : row + 4 * count]
@@ -122,7 +115,7 @@ class SideBySide(Payloads):
     def __init__(self, layouts: Sequence[PayloadLayout], device: torch.device) -> None:
         super().__init__(layouts, device)
         self.slots = [slots_of(layout) for layout in layouts]
-        codes, sizes = ([layout.position_code for layout in layouts], [layout.tensor_sizes for layout in layouts])
+        codes = [layout.position_code for layout in layouts]
         # Low bits are coded byte by byte.
         dtypes = {code.low_dtype for code in codes if code.low_bits and code.capacity}
         self.low_dtype = max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.uint8)
@@ -139,17 +132,16 @@ class SideBySide(Payloads):
             # Of a bitmap, a flag's index is the high part alone.
             self.offsets = numbers(2 if codes[0].is_bitmap else num_slots + 1, device)[1:]
         else:
-            payload, is_coded = (
-                torch.arange(len(codes)).repeat_interleave(edges.diff()),
-                [not c.is_bitmap for c in codes],
-            )
-            number = (torch.arange(num_slots) - edges[payload]) * torch.tensor(is_coded)[payload]
+            payload = torch.arange(len(codes)).repeat_interleave(edges.diff())
+            is_coded = torch.tensor([not code.is_bitmap for code in codes])
+            number = (torch.arange(num_slots) - edges[payload]) * is_coded[payload]
             self._payload, self.offsets = payload.to(device), (number + flags[payload] + 1).to(device)
         low_bits = torch.tensor([code.low_bits for code in codes])
         self._low_bits, self._first, self._ends = (part.to(device) for part in (low_bits, places[:-1], places[1:]))
         self._starts, self._flag_edges = edges[:-1].to(device), flags.to(device)
         self._pair_edges = edges.clamp(max=max(num_slots - 1, 0)).to(device)
-        self._tensor_ends = torch.tensor([*accumulate(chain.from_iterable(sizes))]).to(device)
+        sizes = chain.from_iterable(layout.tensor_sizes for layout in layouts)
+        self._tensor_ends = torch.tensor([*accumulate(sizes)]).to(device)
 
     def of_slots(self, numbers: Tensor) -> Tensor:
         """Numbers of each payload (shape ``[..., S]``) for each slot: ``[..., K]``, or as they are for one payload."""
@@ -160,7 +152,7 @@ class SideBySide(Payloads):
         return self.numbers < self.of_slots(counts if len(self.layouts) == 1 else counts + self._starts)
 
     def unpack(self, payloads: Tensor) -> Arrived:
-        """Unpack payloads, shape ``[n, num_bytes]``, uint8, one row a sender; see :meth:`Payloads.split` for errors."""
+        """Unpack payloads, which :meth:`split` describes."""
         (_, _, positions, values, dense), words, scales = self.split(payloads)
         local, in_use, raised = self._decode_positions(positions)
         # Unused slots have the end as position, so the position of a used slot must be below that of the next slot.
@@ -206,9 +198,8 @@ class SideBySide(Payloads):
     def _decode_positions(self, messages: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Decode the positions of ``n`` senders, ``[n, bytes]`` in each payload.
 
-        Returns:
-            Indices into each payload (shape ``[n, K]``, int64, not negative; anything in unused slots), which slots are
-            used (``[n, K]``, bool), and the number of set flags (``[n, S]``).
+        Returns indices into each payload (shape ``[n, K]``, int64, not negative; anything in unused slots), which slots
+        are used (``[n, K]``, bool), and the number of set flags (``[n, S]``).
         """
         message = messages[0] if len(messages) == 1 else torch.cat(list(messages), dim=1)
         bits = ((message.unsqueeze(2) >> self.eight) & 1).flatten(1)
