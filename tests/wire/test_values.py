@@ -168,3 +168,17 @@ def test_other_dtypes_are_written_like_fp32(value_format: str, dtype: torch.dtyp
     values, index = torch.tensor([1.5, -0.25, 3.0, -2.0, 0.125]), torch.tensor([0, 0, 1, 1, 2])
     ours, theirs = (round_trip(v, index, value_format)[0] for v in (values.to(dtype), values))
     assert ours.tolist() == pytest.approx(theirs.tolist(), rel=2.0**-7)
+
+
+@pytest.mark.parametrize("value_format", FORMATS)
+def test_the_reader_gets_fp32_whatever_is_the_default(value_format: str) -> None:
+    values, index = torch.tensor([0.75, -1.5, 3.0]), torch.zeros(3, dtype=torch.int32)
+    data, scales = encode_values(values, index, 1, value_format)
+    expected = decode_values(data, 3, index, scales, value_format)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = decode_values(data, 3, index, scales, value_format)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected)

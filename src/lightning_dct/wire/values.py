@@ -159,13 +159,13 @@ def decode_units(data: Tensor, count: int, value_format: str) -> Tensor:
         return data[:count].view(torch.int8).to(torch.float32)
     if value_format == "int4":
         codes = unpack_codes(data, 4)[:count]
-        table = torch.exp2(torch.arange(ZERO_LEVEL + 1, device=data.device) * -LEVEL_HALVINGS)
+        table = torch.exp2(torch.arange(ZERO_LEVEL + 1, dtype=torch.float32, device=data.device) * -LEVEL_HALVINGS)
         table[ZERO_LEVEL] = 0.0
         return torch.cat([table, -table]).index_select(0, codes.int())
     if value_format == "2bit":
         codes = unpack_codes(data, 2)[:count].view(torch.int8)
-        return torch.where(codes > 1, 2.0, 1.0).copysign_((codes & 1) - 0.5)
-    return torch.where(unpack_bits(data[: num_bytes(count)], count).view(torch.bool), 1.0, -1.0)
+        return torch.where(codes > 1, 2.0, 1.0).copysign_((codes & 1) - 0.5).to(torch.float32)
+    return torch.where(unpack_bits(data[: num_bytes(count)], count).view(torch.bool), 1.0, -1.0).to(torch.float32)
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
