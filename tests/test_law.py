@@ -25,6 +25,9 @@ def test_the_loss_by_hand() -> None:
     # One step apart, with a mean as long as the steps: 0.035 * 3 / 0.1 on four ranks or more.
     assert expected_loss(DCTConfig(local_steps=1, density=0.1), 4, 1000) == pytest.approx(1.05)
     assert expected_loss(DCTConfig(local_steps=1, density=0.1), 64, 1000) == pytest.approx(1.05)
+    # Fewer exchanges of the same density lose no less: 0.035 / 0.01 + 0.03 * 2^1.25.
+    rare = DCTConfig(local_steps=2, density=0.01)
+    assert expected_loss(rare, 2, 1000) == pytest.approx(3.571, abs=0.001)
     # With `by_node` the mean is not lengthened: 0.185 * 10^0.5.
     by_node = DCTConfig(local_steps=1, density=0.1, exchange="by_node")
     assert expected_loss(by_node, 2, 1000) == pytest.approx(0.585, abs=0.001)

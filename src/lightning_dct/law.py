@@ -37,10 +37,11 @@ SHORTEST = 1000
 def expected_loss(config: DCTConfig, ranks: int, steps: float) -> float:
     """By how many percent a loss is expected to be above that of plain DDP, with updates."""
     others = min(ranks - 1, 3)
-    if config.lengthens:
-        lost = 0.035 * others / config.density
-    else:
-        lost = 0.185 * others * config.steps_of_delay**0.5 + 0.03 * ranks**1.25 * (config.round_length - 1) ** 0.8
+    lost = 0.035 * others / config.density
+    if not config.lengthens:
+        apart = 0.03 * ranks**1.25 * (config.round_length - 1) ** 0.8
+        # Below 4% of the entries, waiting longer would be better by the fit to higher densities.
+        lost = max(lost, 0.185 * others * config.steps_of_delay**0.5) + apart
     return lost / (steps / 1000) ** EXPONENT
 
 
