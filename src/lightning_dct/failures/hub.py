@@ -80,6 +80,13 @@ class Hub:
             # Report a bug here as a bug, not as a death.
             over = f"{type(error).__name__}: {error}"
         self._send_all({"over": over})
+        for member in self._members.values():
+            # Closing with something unread takes back what was sent, and the rank would take that for a death.
+            with suppress(OSError):
+                member.connection.shutdown(socket.SHUT_WR)
+                member.connection.settimeout(SETTLE_S)
+                while member.connection.recv(1 << 16):
+                    pass
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
         self._selector.close()
