@@ -4,9 +4,9 @@
     loss in % =  0.035 (m / d) / (S / 1000)^0.61                  if the mean is made as long as the steps
 
 ``W`` ranks exchange every ``H`` local steps at density ``d``, and make ``S`` optimizer steps; ``m = min(W - 1, 3)``.
-The term with ``d`` is for entries that wait to be sent, the other one for steps that ranks take apart. The longer a
-run, the less it loses. This is a fit to small language models under AdamW, and no more:
-``docs/evidence/run_length.md``.
+The term with ``d`` is for entries that wait to be sent, and is never less than that of the second line; the other one
+is for steps that ranks take apart. The longer a run, the less it loses. This is a fit to small language models under
+AdamW, and no more: ``docs/evidence/run_length.md``.
 """
 
 from __future__ import annotations

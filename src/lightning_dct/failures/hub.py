@@ -54,10 +54,8 @@ class Hub:
         self._verdict: dict[str, Any] | None = None
         # For each signal: the number of stop points that each rank had passed when it received the question.
         self._passed: dict[int, dict[int, int]] = {}
-        # Places that ranks have asked about, with the ranks that do the same there, and the last on which all agree.
-        self._places: dict[tuple[tuple[int, ...], int], set[int]] = {}
-        # Who has been asked about such a place, and by what both share with each other.
-        self._questions: dict[tuple[tuple[int, ...], int], set[Any]] = {}
+        # Places that ranks have asked about and not agreed on, and the last on which all agree.
+        self._places: dict[tuple[tuple[int, ...], int], _Place] = {}
         self._agreed: dict[tuple[int, ...], int] = {}
         # Seconds of a step and of waiting in it, by rank.
         self.paces: dict[int, tuple[float, float]] = {}
@@ -196,23 +194,23 @@ class Hub:
         place = int(message["place"])
         if place <= self._agreed.get(peers, 0):
             return
-        self._places.setdefault((peers, place), set())
-        questions = self._questions.setdefault((peers, place), set())
+        asked = self._places.setdefault((peers, place), _Place()).asked
         groups = [frozenset(group) for group, _ in message["counts"]]
         for other in set(peers) - {rank}:
             question = other, frozenset(group for group in groups if {rank, other} <= group)
-            if question not in questions:
-                questions.add(question)
+            if question not in asked:
+                asked.add(question)
                 self._send(self._members[other], {"ask": message})
         self._settle_place(peers, place, rank)
 
     def _settle_place(self, peers: tuple[int, ...], place: int, rank: int) -> None:
         """Note that a rank does the same as one that asks, and tell all once all do."""
-        if place <= self._agreed.get(peers, 0):
+        if (peers, place) not in self._places:  # all have agreed, and this rank was asked by several
             return
-        self._places[peers, place].add(rank)
-        if self._places[peers, place] == set(peers):
-            del self._places[peers, place], self._questions[peers, place]
+        agreeing = self._places[peers, place].agreeing
+        agreeing.add(rank)
+        if agreeing == set(peers):
+            del self._places[peers, place]
             self._agreed[peers] = place
             for other in peers:
                 self._send(self._members[other], {"agreed": place, "peers": peers})
@@ -251,6 +249,19 @@ class Hub:
     def _send_all(self, message: dict[str, Any]) -> None:
         for member in self._members.values():
             self._send(member, message)
+
+
+@dataclass
+class _Place:
+    """A place that ranks have asked about.
+
+    Attributes:
+        agreeing: The ranks that do the same there.
+        asked: Who has been asked, and the groups that it shares with the rank that asks.
+    """
+
+    agreeing: set[int] = field(default_factory=set)
+    asked: set[tuple[int, frozenset[frozenset[int]]]] = field(default_factory=set)
 
 
 @dataclass(eq=False)
