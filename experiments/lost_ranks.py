@@ -14,7 +14,6 @@ import os
 import random
 import signal
 import time
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_dct import DCTElasticStrategy
+from lightning_dct.checksums import checksum_of
 from lightning_dct.elastic.present import HEARTBEAT_S, LIGHTHOUSE, import_torchft
 from lightning_dct.elastic.supervisor import RESTARTED, start_lighthouse
 from lost_ranks_figures import Row, report
@@ -79,7 +79,7 @@ class Records(pl.Callback):
 
 def digest(tensors: Any) -> str:
     """A checksum of tensors."""
-    return f"{zlib.crc32(b''.join(tensor.detach().numpy().tobytes() for tensor in tensors)):08x}"
+    return f"{checksum_of(torch.cat([tensor.detach().reshape(-1) for tensor in tensors])):08x}"
 
 
 def train(rank: int, folder: Path, lighthouse: str, given: argparse.Namespace, again: bool) -> None:
