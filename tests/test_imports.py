@@ -1,11 +1,17 @@
-"""What holds in a fresh interpreter: each test runs a script in one."""
+"""What can be imported: most tests run a script in a fresh interpreter."""
 
+import ast
+import importlib
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 import lightning_dct
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # transformers is none of ours; torchmetrics imports it where it is.
 OPTIONAL = ["hydra", "omegaconf", "wandb", "numba", "rich", "tokenizers", "matplotlib", "transformers", "torchft"]
@@ -154,3 +160,19 @@ def test_public_names() -> None:
 
 def test_the_package_says_that_it_is_typed() -> None:
     assert (Path(lightning_dct.__file__).parent / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("folder", ["experiments", "examples"])
+def test_scripts_import_what_the_package_has(folder: str) -> None:
+    """Few of these scripts run in tests, and a name that is gone shows only when one starts."""
+    files = sorted((ROOT / folder).rglob("*.py"))
+    imports = [(file, node) for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    named = [
+        (file, node.module, alias.name)
+        for file, node in imports
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "lightning_dct"
+        for alias in node.names
+    ]
+    assert named
+    gone = [place for place in named if not hasattr(importlib.import_module(place[1]), place[2])]
+    assert not gone

@@ -30,15 +30,14 @@ from benchmark.plots import plot_over_rates
 from benchmark.session import add_links
 from benchmark.tables import describe_machine, link_name, publish
 from benchmark.task import NextBytes, next_bytes_data
-from lightning_dct import DCTStrategy
-from lightning_dct.config import DCTConfig
-from lightning_dct.law import LADDER, steps_needed
+from lightning_dct import DCTConfig, DCTStrategy
+from lightning_dct.law import Given, steps_needed
 from network.hosts import Link, change_rate, some_hosts, why_not
 
 SMOOTHING, EVERY = 20, 10
 DDP, AUTO = "DDP", "target_overhead=0.05"
-FIXED = {f"{local_steps} steps, {100 * density:g}%": (local_steps, density) for local_steps, density in LADDER}
-"""Local steps and density of fixed settings, by their name."""
+FIXED = {f"{one.local_steps} steps, {100 * one.density:g}%": one for one in Given.of({}).rungs(2)}
+"""The settings that two ranks choose from, by their name."""
 SKIPPED = 5
 # Mbit/s, of the link that falls in the middle of a run.
 FALLS_FROM, FALLS_TO = 1000.0, 20.0
@@ -51,8 +50,7 @@ def strategy_of(name: str) -> DDPStrategy:
     """The strategy of a name."""
     if name not in FIXED:
         return DDPStrategy() if name == DDP else DCTStrategy(target_overhead=0.05)
-    local_steps, density = FIXED[name]
-    return DCTStrategy(local_steps=local_steps, density=density)
+    return DCTStrategy(local_steps=FIXED[name].local_steps, density=FIXED[name].density)
 
 
 class Watch(Callback):
@@ -165,7 +163,7 @@ def compare(options: argparse.Namespace) -> tuple[list[list[str]], dict[str, Any
         found = run(options, Link(), name=name, steps=most, loss=goal)
         needed[name] = found["steps"] if found["loss"] <= goal else None
     first, *others = FIXED
-    fits = {n: steps_needed(DCTConfig(local_steps=h, density=d), options.hosts) <= most for n, (h, d) in FIXED.items()}
+    fits = {name: steps_needed(config, options.hosts) <= most for name, config in FIXED.items()}
     allowed = [DDP, first, *(name for name in others if fits[name])]
     heads = ["link", "DDP, s", "for longer runs, s", "best fixed, s", "auto, s", "auto / best", "auto took last"]
     rows = [[*heads, "real step / predicted"]]

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_dct.config import DCTConfig
+from lightning_dct.exchange.factory import SHARDED_SAVES
 from lightning_dct.wire import BITS_PER_VALUE
 
 CHOICES = tuple((1, density) for density in (0.3, 0.2, 0.1, 0.05, 0.03, 0.01)) + tuple(
@@ -84,7 +85,7 @@ class Given:
             if one not in found:
                 found.append(one)
         rungs: list[DCTConfig] = []
-        for one in sorted(found, key=_bits):
+        for one in sorted(found, key=lambda one: bits_sent(one, ranks)):
             if not rungs or expected_loss(one, ranks, 1000) < expected_loss(rungs[-1], ranks, 1000):
                 rungs.append(one)
         return rungs[::-1]
@@ -118,7 +119,16 @@ class RunSettings:
         return self.given.for_run(self.ranks, expected)
 
 
-def _bits(config: DCTConfig) -> float:
-    """About the bits that a rank sends in a step for each entry."""
-    density = config.density
-    return density * (BITS_PER_VALUE[config.value_format] + 2 - math.log2(density)) / config.round_length
+def bits_sent(config: DCTConfig, ranks: int) -> float:
+    """About the bits that a rank sends in a step for each entry, if every rank is on a node of its own."""
+    bits = BITS_PER_VALUE[config.value_format]
+    payload = _payload_bits(config.density, bits)
+    sums = _payload_bits(max(config.density, min(3 * config.density, 0.75)), max(bits, 2))
+    all_gather, sharded = (ranks - 1) * payload, (ranks - 1) / ranks * (payload + sums)
+    is_sharded = config.exchange == "sharded" or (config.exchange == "auto" and SHARDED_SAVES * sharded <= all_gather)
+    return (sharded if is_sharded else all_gather) / config.round_length
+
+
+def _payload_bits(density: float, bits_per_value: int) -> float:
+    # The positions take a bit for each entry or, where that is less, two and some for each entry that is sent.
+    return density * bits_per_value + min(1.0, density * (2 - math.log2(density)))
