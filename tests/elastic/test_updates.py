@@ -16,6 +16,7 @@ class Pretended:
     def __init__(self) -> None:
         self.round, self.quorum, self.commits, self.sent = 0, 1, True, []
         self.others: list[Any] = []
+        self.forgotten = False
 
     def size(self) -> int:
         return 1 + len(self.others)
@@ -33,6 +34,9 @@ class Pretended:
     def agree(self) -> bool:
         self.round += self.commits
         return self.commits
+
+    def forget(self) -> None:
+        self.forgotten = True
 
 
 def rank_of(values: torch.Tensor, **settings: Any) -> tuple[ElasticUpdates, Pretended, torch.nn.Parameter, Any]:
@@ -79,7 +83,7 @@ def test_a_rank_that_is_behind_keeps_what_the_others_have_not_added(gradient: to
     updates.exchange_updates()
     sent = gradient.abs() >= gradient.abs()[parameter.data != 0].topk(100).values[-1]
     theirs = torch.randn(400)
-    given = {"step": 3, "commits": [(0, 1 if added else 9)], "buffers": {}}
+    given = {"step": 3, "commits": [(0, 1 if added else 9)], "history": 7, "buffers": {}}
     updates.catch_up(given, {"w": theirs})
     kept = torch.where(sent, 0.0, -gradient) if added else -gradient
     torch.testing.assert_close(parameter.data, theirs + kept)
@@ -97,7 +101,7 @@ def test_a_rank_that_has_missed_too_much_starts_with_nothing_held_back(gradient:
     step(updates, parameter, optimizer, gradient)
     updates.exchange_updates()
     theirs = torch.randn(400)
-    updates.catch_up({"step": 300, "commits": [(200, 5)], "buffers": {}}, {"w": theirs})
+    updates.catch_up({"step": 300, "commits": [(200, 5)], "history": 7, "buffers": {}}, {"w": theirs})
     assert torch.equal(parameter.data, theirs)
 
 
@@ -155,6 +159,20 @@ def test_a_rank_that_has_stopped_in_the_warm_up_reads_what_is_sent_after_it(grad
     assert int((updates.weights.shared("w") != 0).sum()) == 100
     assert torch.equal(updates.weights.shared("w"), other.weights.shared("w"))
     assert updates.resume_at == 16
+
+
+@pytest.mark.parametrize("others", [1, 2])
+def test_ranks_that_have_met_apart_take_the_weights_of_the_most(gradient: torch.Tensor, others: int) -> None:
+    updates, present, parameter, optimizer = rank_of(torch.zeros(400), density=0.25)
+    step(updates, parameter, optimizer, gradient)
+    updates.exchange_updates()  # alone
+    shared, sent = updates.weights.shared("w").clone(), len(present.sent)
+    present.others = [lambda header: torch.tensor(Header(*header.tolist())._replace(rank=1, history=5))] * others
+    step(updates, parameter, optimizer, gradient)
+    updates.exchange_updates()
+    assert len(present.sent) == sent + 1  # the header
+    assert torch.equal(updates.weights.shared("w"), shared)
+    assert present.forgotten == (others == 2)
 
 
 def test_a_joiner_delays_what_the_others_send(gradient: torch.Tensor) -> None:

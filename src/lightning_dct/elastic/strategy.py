@@ -281,7 +281,7 @@ class DCTElasticStrategy(DCTStrategy):
         """Begin to measure."""
         super().on_train_start()
         if self._given is not None:
-            self._elastic.note_peer(self._given)
+            self._elastic.start_from(self._given)
             self._given = None
         self.mark()
 

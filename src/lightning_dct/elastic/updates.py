@@ -16,9 +16,10 @@ training; a slow one does the same at the end of each round (skipped iterations:
 from __future__ import annotations
 
 import time
+import zlib
 from collections import deque
 from collections.abc import Mapping
-from statistics import median
+from statistics import median, mode
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +59,7 @@ class Header(NamedTuple):
         nanoseconds: Its time for a step.
         ready: Whether a joining rank starts with those that are there, or any other leaves.
         cosine: How alike it takes the ranks' steps to be; that of the first rank that is not behind counts.
+        history: A checksum of the rounds that its shared weights have taken, and of their quorums.
     """
 
     rank: int
@@ -67,6 +69,7 @@ class Header(NamedTuple):
     nanoseconds: int
     ready: int = 0
     cosine: int = 0
+    history: int = 0
 
 
 class Tally(NamedTuple):
@@ -107,6 +110,7 @@ class ElasticUpdates(UpdateSynchronizer):
         self._round = 0
         # By round: the quorum in which this rank has committed it. And what it has sent in one that has failed.
         self._commits: deque[tuple[int, int]] = deque(maxlen=REMEMBERED)
+        self._history = 0
         self._unsure: tuple[int, int, list[tuple[list[str], BucketPlan, Tensor]]] | None = None
         self._mean_buffers: dict[str, Tensor] = {}
 
@@ -163,17 +167,22 @@ class ElasticUpdates(UpdateSynchronizer):
         uncompressed = torch.cat([self._buffer_bytes(), self._sampled_step(rounds)])
         num_bytes = sum(plan.layout.num_bytes for _, plan in buckets) + uncompressed.numel()
         nanoseconds = int(1e9 * median(self._times or (0.0,)))
-        header = Header(self._rank, rounds.steps, self._trained, num_bytes, nanoseconds, cosine=rounds.cosine.value)
+        shared = {"cosine": rounds.cosine.value, "history": self._history}
+        header = Header(self._rank, rounds.steps, self._trained, num_bytes, nanoseconds, **shared)
         gathered = present.gather(torch.tensor(header, dtype=torch.int64))
         if gathered is None:
             present.agree()
             return
         headers = [Header(*row) for row in gathered.tolist()]
-        if any(header.step < 0 or header.ready for header in headers):
+        histories = [header.history for header in headers if header.step >= 0 and not header.ready]
+        if len(histories) < len(headers) or len(set(histories)) > 1:
             # A joiner has the weights from before this exchange, so all keep what they would send. A rank that leaves
-            # has none to send.
+            # has none to send. Ranks that have met others in rounds of the same number take the weights of the most.
+            apart = self._history != mode(histories)
             if present.agree():
-                self._commits.append((present.round - 1, present.quorum))
+                self._commit()
+                if apart:
+                    present.forget()
             return
         step, own = max(header.step for header in headers), headers[present.rank()]
         sizes = {header.num_bytes for header in headers if header.step == step}
@@ -201,7 +210,7 @@ class ElasticUpdates(UpdateSynchronizer):
             parts = [(names, plan, payload) for (names, plan), payload in zip(buckets, payloads, strict=bool(payloads))]
             self._unsure = (this_round, quorum, parts) if sends else None
             return
-        self._commits.append((this_round, quorum))
+        self._commit()
         senders = [place for place, header in enumerate(headers) if header.step == step and header.trained > 0]
         rounds.cosine.value = next(header.cosine for header in headers if header.step == step)
         if senders:
@@ -232,6 +241,12 @@ class ElasticUpdates(UpdateSynchronizer):
         self.memory.awaited.poll()
         self.exchanges += 1
 
+    def _commit(self) -> None:
+        """Remember the round that has ended."""
+        latest = self.present.round - 1, self.present.quorum
+        self._commits.append(latest)
+        self._history = zlib.crc32(repr(latest).encode(), self._history)
+
     def _compress(self, names: list[str], plan: BucketPlan) -> Tensor:
         with self.traffic.timed("compress"):
             compressed = self.memory.compress(self._in_place(names), plan, set())
@@ -259,7 +274,8 @@ class ElasticUpdates(UpdateSynchronizer):
 
     def give(self) -> dict[str, Any]:
         """What a rank that is behind or joins needs beside the checkpoint."""
-        return {"step": self.step, "commits": list(self._commits), "buffers": dict(self._mean_buffers)}
+        known = {"commits": list(self._commits), "history": self._history}
+        return {"step": self.step, "buffers": dict(self._mean_buffers), **known}
 
     def catch_up(self, given: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
         """Take a peer's shared weights, by name, and keep what this rank has moved and the peers have not added."""
@@ -279,13 +295,16 @@ class ElasticUpdates(UpdateSynchronizer):
             base, own = self.weights.shared(name), self.weights.own(name)
             own.add_(shared - base) if kept else own.copy_(shared)
             base.copy_(shared)
-        self._mean_buffers = {name: buffer.clone() for name, buffer in given["buffers"].items()}
         self.resume_at = max(self.resume_at, int(given["step"]))
-        self._commits = deque(given["commits"], maxlen=REMEMBERED)
+        self._note_peer(given)
 
-    def note_peer(self, given: Mapping[str, Any]) -> None:
+    def start_from(self, given: Mapping[str, Any]) -> None:
         """Start as a joiner from what a peer has given, once its checkpoint is loaded."""
-        self._commits = deque(given["commits"], maxlen=REMEMBERED)
+        self._note_peer(given)
+        self._commit()  # the round in which it has joined
+
+    def _note_peer(self, given: Mapping[str, Any]) -> None:
+        self._commits, self._history = deque(given["commits"], maxlen=REMEMBERED), given["history"]
         self._mean_buffers = {name: buffer.clone() for name, buffer in given["buffers"].items()}
 
     # Buffers: all ranks get the mean of an exchange; evaluations show it.
