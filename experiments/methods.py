@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dct.callbacks.requirements import require_dct
-from lightning_dct.compress.plan import real_dtype, real_numel
+from lightning_dct.compress.bucket_plan import real_dtype, real_numel
 from lightning_dct.config import check_density, check_integer
 from lightning_dct.exchange.collectives import all_reduce_mean
 from lightning_dct.sync.setup import parameter_names

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dct import DCTConfig
-from lightning_dct.law import CHOICES, SHORTEST, Given, RunSettings, bits_sent, expected_loss, steps_needed
+from lightning_dct.law import CANDIDATES, SHORTEST, Given, RunSettings, bits_sent, expected_loss, steps_needed
 
 RANKS = st.integers(2, 64)
 STEPS = st.integers(1, 10**7)
-RUNGS = st.sampled_from([DCTConfig(local_steps=steps, density=density) for steps, density in CHOICES])
+RUNGS = st.sampled_from([DCTConfig(local_steps=steps, density=density) for steps, density in CANDIDATES])
 NOTHING = Given.of({})
 
 
@@ -58,8 +58,8 @@ def test_nothing_is_better_than_a_rung(ranks: int) -> None:
     rungs = NOTHING.rungs(ranks)
     losses = [expected_loss(one, ranks, 1000) for one in rungs]
     assert losses == sorted(set(losses))
-    assert (rungs[0].local_steps, rungs[0].density) == CHOICES[0]
-    for config in (DCTConfig(local_steps=steps, density=density) for steps, density in CHOICES):
+    assert (rungs[0].local_steps, rungs[0].density) == CANDIDATES[0]
+    for config in (DCTConfig(local_steps=steps, density=density) for steps, density in CANDIDATES):
         fewer = [one for one in rungs if bits_sent(one, ranks) <= bits_sent(config, ranks)]
         assert any(expected_loss(one, ranks, 1000) <= expected_loss(config, ranks, 1000) for one in fewer)
 

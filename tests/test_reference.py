@@ -12,8 +12,8 @@ from torch import Tensor
 from lightning_dct import DCTConfig, reference
 from lightning_dct.compress.awaited import Awaited
 from lightning_dct.compress.bucket import Bucket, Received
+from lightning_dct.compress.bucket_plan import BucketPlan, plan_bucket
 from lightning_dct.compress.on_host import compress, decompress
-from lightning_dct.compress.plan import BucketPlan, plan_bucket
 from lightning_dct.compress.threshold import Thresholds
 from lightning_dct.config import VALUE_FORMATS
 from lightning_dct.kernels.bits import unpack_bits

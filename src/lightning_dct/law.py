@@ -20,7 +20,7 @@ from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.factory import SHARDED_SAVES
 from lightning_dct.wire import BITS_PER_VALUE
 
-CHOICES = tuple((1, density) for density in (0.3, 0.2, 0.1, 0.05, 0.03, 0.01)) + tuple(
+CANDIDATES = tuple((1, density) for density in (0.3, 0.2, 0.1, 0.05, 0.03, 0.01)) + tuple(
     (steps, density) for steps in (2, 4, 8, 16, 32, 64) for density in (0.3, 0.1)
 )
 """Local steps and densities that a run chooses from."""
@@ -77,7 +77,7 @@ class Given:
         ``min_density`` bounds what is chosen.
         """
         config, found = self.config, []
-        for local_steps, density in CHOICES:
+        for local_steps, density in CANDIDATES:
             # An exchange has to arrive before the next one begins.
             steps = max(local_steps, config.delay) if "local_steps" in self.left_out else config.round_length
             density = max(density, min_density) if "density" in self.left_out else config.density

@@ -38,7 +38,7 @@ from lightning_dct.checkpoint.reading import (
 )
 from lightning_dct.config import DCTConfig
 from lightning_dct.embedding import ShardedEmbeddingBags
-from lightning_dct.embedding.files import keeping_row_states, load_row_states, load_rows, save_rows, without_rows
+from lightning_dct.embedding.table_files import keeping_row_states, load_row_states, load_rows, save_rows, without_rows
 from lightning_dct.failures import Lifeline
 from lightning_dct.sync import Synchronizer, UpdateSynchronizer
 from lightning_dct.sync.setup import parameter_names

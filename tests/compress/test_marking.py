@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dct.compress.marking import Marked, Row, Senders
+from lightning_dct.compress.marking import Marked, RowLayout, Senders
 from lightning_dct.compress.threshold import LIMIT_SAMPLE
 from strategies_for_hypothesis import examples
 
@@ -24,7 +24,7 @@ Payload = Sequence[tuple[Tensor, int, float]]
 def assert_equals_loop(*payloads: Payload) -> Marked:
     """One entry at a time; on the GPU where there is one."""
     every = [tensor for payload in payloads for tensor in payload]
-    row = Row([[entries.numel() for entries, _, _ in payload] for payload in payloads])
+    row = RowLayout([[entries.numel() for entries, _, _ in payload] for payload in payloads])
     used = [index for index, (_, target, _) in enumerate(every) if target]
     slots = [sum(target for _, target, _ in payload) + 1 for payload in payloads]
     senders = Senders(row, used, [every[index][1] for index in used], slots, DEVICE)

@@ -18,8 +18,8 @@ from lightning_dct import DCTConfig
 from lightning_dct.activations import SplitPoint, decode_forward
 from lightning_dct.compress import awaited, on_host
 from lightning_dct.compress.awaited import Awaited
+from lightning_dct.compress.bucket_plan import BucketPlan
 from lightning_dct.compress.on_device import OnDevice
-from lightning_dct.compress.plan import BucketPlan
 from lightning_dct.exchange import base, collectives
 from lightning_dct.sync import SharedWeights, UpdateSynchronizer
 from lightning_dct.wire import PayloadError

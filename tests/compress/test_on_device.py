@@ -14,8 +14,8 @@ from emulated_ranks import EmulatedRanks
 from lightning_dct.compress import awaited
 from lightning_dct.compress.awaited import Awaited
 from lightning_dct.compress.bucket import Bucket, Received
+from lightning_dct.compress.bucket_plan import BucketPlan
 from lightning_dct.compress.on_host import compress, decompress
-from lightning_dct.compress.plan import BucketPlan
 from lightning_dct.compress.threshold import Thresholds
 from lightning_dct.wire import unpack
 from strategies_for_hypothesis import FORMATS, examples

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lightning_dct.compress.awaited import Awaited
 from lightning_dct.compress.bucket import Bucket, Received
+from lightning_dct.compress.bucket_plan import BucketPlan
 from lightning_dct.compress.on_host import compress, decompress
-from lightning_dct.compress.plan import BucketPlan
 from lightning_dct.compress.threshold import Thresholds
 from strategies_for_hypothesis import FORMATS
 

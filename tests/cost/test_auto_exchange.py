@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from emulated_ranks import EmulatedRanks
-from lightning_dct.compress.plan import BucketPlan, plan_bucket
+from lightning_dct.compress.bucket_plan import BucketPlan, plan_bucket
 from lightning_dct.exchange.factory import INSIDE_IS_FASTER, NodeLayout, choose, costs_of
 
 SIZES = {"a": 40_000, "b": 30, "c": 9_000}

@@ -7,7 +7,7 @@ from torch import nn
 from emulated_ranks import EmulatedRanks
 from lightning_dct import DCTConfig
 from lightning_dct.cost import Workload, one_tensor
-from lightning_dct.cost.bytes_sent import Sent, compressed_step, dense_step
+from lightning_dct.cost.bytes_sent import SentBytes, compressed_step, dense_step
 from lightning_dct.cost.forecast import layout_of, link_seconds
 from lightning_dct.exchange.factory import costs_of, plan_model
 
@@ -52,7 +52,7 @@ def test_bytes_and_residuals_are_those_of_synchronisers(
     )
     for rank, synchronizer in enumerate(ranks.synchronizers):
         counted = synchronizer.traffic.totals
-        assert step.sent[rank] == Sent(counted.bytes_sent, counted.bytes_inside_node)
+        assert step.sent[rank] == SentBytes(counted.bytes_sent, counted.bytes_inside_node)
         assert dense.sent[rank].between == counted.bytes_dense
         state = synchronizer.state_dict()
         held = [*state["residuals"].values(), *(piece for parts in state["owned"].values() for piece in parts.values())]

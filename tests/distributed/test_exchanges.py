@@ -26,7 +26,7 @@ from distributed.training import (
 )
 from lightning_dct import DCTConfig, DCTStrategy
 from lightning_dct.cost import workload_of
-from lightning_dct.cost.bytes_sent import Sent, compressed_step, dense_step
+from lightning_dct.cost.bytes_sent import SentBytes, compressed_step, dense_step
 from lightning_dct.cost.forecast import layout_of
 from lightning_dct.exchange import collectives, compressed
 from lightning_dct.sync import updates
@@ -114,7 +114,7 @@ def test_bytes_are_those_of_the_forecast(ranks: Any, exchange: str, nodes: int) 
         compressed_step(exchange, DCTConfig(compress="gradients"), workload, layout),
         dense_step(workload, layout),
     )
-    assert [Sent(counted.bytes_sent, counted.bytes_inside_node) for counted, _ in results] == list(step.sent)
+    assert [SentBytes(counted.bytes_sent, counted.bytes_inside_node) for counted, _ in results] == list(step.sent)
     assert [counted.bytes_dense for counted, _ in results] == [sent.between for sent in dense.sent]
     assert [held for _, held in results] == list(step.residual_bytes)
 

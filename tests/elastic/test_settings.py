@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from lightning_dct import DCTElasticStrategy
-from lightning_dct.elastic import strategy
 from lightning_dct.elastic.present import import_torchft
 
 
@@ -22,7 +21,7 @@ from lightning_dct.elastic.present import import_torchft
     ids=str,
 )
 def test_settings_that_take_all_ranks(setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strategy, "import_torchft", lambda: None)
+    monkeypatch.setattr("lightning_dct.elastic.elastic_strategy.import_torchft", lambda: None)
     with pytest.raises(ValueError, match=next(iter(setting))):
         DCTElasticStrategy(**setting)
 

@@ -14,7 +14,7 @@ from embedding.hybrid import EVERYTHING, TABLE_ROWS, assert_residuals_are_conser
 from embedding.test_hybrid import difference
 from embedding.test_sharded import SETTINGS
 from lightning_dct import CheckpointError, GrowingEmbeddingBags, RowWiseAdagrad, ShardedEmbeddingBags
-from lightning_dct.embedding.files import load_row_states, load_rows, save_rows
+from lightning_dct.embedding.table_files import load_row_states, load_rows, save_rows
 
 ROOMY = {**EVERYTHING, "max_rows": 2000, "admit_after": 2}
 # Rows and copies come and go all the time.

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dct.compress.plan import BucketPlan, plan_bucket
+from lightning_dct.compress.bucket_plan import BucketPlan, plan_bucket
 from lightning_dct.exchange.sharding import SMALLEST_PIECE, cut, owned_by, share_out
 from strategies_for_hypothesis import FORMATS, examples
 

@@ -15,7 +15,7 @@ from fsdp.training import Plain, fsdp, train
 from lightning_dct import DCTStrategy
 from lightning_dct.checkpoint import CheckpointError
 from lightning_dct.checkpoint.merging import put_together
-from lightning_dct.compress.plan import local_of
+from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.sync.setup import parameter_names
 
 UPDATES = {"local_steps": 4, "density": 0.1, "warmup_steps": 0}

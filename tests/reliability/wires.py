@@ -17,8 +17,8 @@ from lightning_dct.activations.codec import decode_backward, decode_forward, enc
 from lightning_dct.activations.split_point import ROW_FORMATS
 from lightning_dct.compress.awaited import Awaited
 from lightning_dct.compress.bucket import Received
+from lightning_dct.compress.bucket_plan import BucketPlan
 from lightning_dct.compress.on_host import decompress
-from lightning_dct.compress.plan import BucketPlan
 from lightning_dct.embedding.changes import Message as Changes
 from lightning_dct.embedding.changes import message_about
 from lightning_dct.embedding.collected import check_announced

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from lightning_dct.report.charts import MOST_POINTS, chart, lines_of, make_sections
+from lightning_dct.report.find_runs import read_all
 from lightning_dct.report.page import baseline_of, comparison_table, totals_table
 from lightning_dct.report.quality import find_quality, find_training_loss, higher_is_better
-from lightning_dct.report.reading import read_all
 from lightning_dct.report.run import Run, counter_at
 from made_up_runs import rows_of, write_csv
 

@@ -1,4 +1,4 @@
-from lightning_dct.report.reading import find_runs, read_all
+from lightning_dct.report.find_runs import find_runs, read_all
 from made_up_runs import rows_of, write_csv, write_train_run
 
 

@@ -3,8 +3,8 @@ import math
 
 import pytest
 
+from lightning_dct.report.find_runs import read_all
 from lightning_dct.report.logs import run_of_records
-from lightning_dct.report.reading import read_all
 
 wandb = pytest.importorskip("wandb")
 

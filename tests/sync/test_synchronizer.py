@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from emulated_ranks import EmulatedDist, EmulatedRanks, Meeting, assert_same_bits, heavy_tailed
-from lightning_dct.compress.plan import plan_bucket
+from lightning_dct.compress.bucket_plan import plan_bucket
 from lightning_dct.wire import PayloadError, unpack
 from lightning_dct.wire.payload import Unpacked
 from strategies_for_hypothesis import FORMATS, examples

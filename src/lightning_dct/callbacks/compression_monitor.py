@@ -22,7 +22,7 @@ from lightning_dct.callbacks.wandb_runs import (
     tensor_media,
     wandb_loggers,
 )
-from lightning_dct.compress.plan import local_of, real_numel
+from lightning_dct.compress.bucket_plan import local_of, real_numel
 from lightning_dct.config import check_integer
 from lightning_dct.lightning_private import is_logged, logged_step
 from lightning_dct.metrics import CompressionRatio

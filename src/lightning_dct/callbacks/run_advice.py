@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_dct.callbacks.requirements import InternalCallback, require_dct
 from lightning_dct.callbacks.slow_rank import SlowRank, slowest_rank
-from lightning_dct.compress.plan import real_numel
+from lightning_dct.compress.bucket_plan import real_numel
 from lightning_dct.config import DCTConfig
 from lightning_dct.cost.timing import MeasuredLink, measure_link
 from lightning_dct.failures import Lifeline

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dct import cost
-from lightning_dct.compress.plan import real_numel
+from lightning_dct.compress.bucket_plan import real_numel
 from lightning_dct.config import VALUE_FORMATS, DCTConfig
 from lightning_dct.cost.auto import Measured, choose, measure_speeds, predict_dense, predict_updates, rungs, table_of
 from lightning_dct.cost.forecast import layout_of

@@ -6,8 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from lightning_dct.report.find_runs import read_all
 from lightning_dct.report.quality import find_quality, logged_names
-from lightning_dct.report.reading import read_all
 
 _EPILOG = """\
 A RUN_DIR holds the metrics.csv of Lightning's CSVLogger or an offline W&B run, or several such folders. The page needs

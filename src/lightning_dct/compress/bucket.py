@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lightning_dct.compress.plan import BucketPlan
+from lightning_dct.compress.bucket_plan import BucketPlan
 
 
 class Bucket:

@@ -39,7 +39,7 @@ class Marked(NamedTuple):
     counts: Tensor  # shape `[payloads]`, int64: marked entries of each payload
 
 
-class Row:
+class RowLayout:
     """Where the tensors of some payloads lie in a row.
 
     Attributes:
@@ -75,7 +75,7 @@ class Senders:
     """
 
     def __init__(
-        self, row: Row, used: Sequence[int], targets: Sequence[int], slots: Sequence[int], device: torch.device
+        self, row: RowLayout, used: Sequence[int], targets: Sequence[int], slots: Sequence[int], device: torch.device
     ) -> None:
         """``used`` are the tensors, at least one; ``targets`` are theirs, ``slots`` those of each payload."""
         self.bounds = [(row.begins[index], row.begins[index] + row.sizes[index]) for index in used]

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from lightning_dct.compress.awaited import Awaited, read_together
 from lightning_dct.compress.bucket import Bucket, Compressed, Received
+from lightning_dct.compress.bucket_plan import BucketPlan, OwnedPiece
 from lightning_dct.compress.on_host import apply, compress, decompress, decompress_own
-from lightning_dct.compress.plan import BucketPlan, OwnedPiece
 from lightning_dct.compress.threshold import Thresholds
 
 

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from lightning_dct.compress.bucket import Bucket
-from lightning_dct.compress.marking import Marked, Row, Senders
-from lightning_dct.compress.plan import BucketPlan
+from lightning_dct.compress.bucket_plan import BucketPlan
+from lightning_dct.compress.marking import Marked, RowLayout, Senders
 from lightning_dct.compress.threshold import Aims, Reached, Thresholds
 from lightning_dct.kernels import weights_by_senders
 from lightning_dct.kernels.bits import pack_marks
@@ -48,7 +48,7 @@ class OnDevice:
     def __init__(self, plan: BucketPlan, device: torch.device) -> None:
         self._plan, self._device = plan, device
         self.layouts = [part.layout for part in plan.parts or (plan,)]
-        self.row = Row([layout.tensor_sizes for layout in self.layouts])
+        self.row = RowLayout([layout.tensor_sizes for layout in self.layouts])
         self.row_ends, self.row_first = (torch.tensor(places).to(device) for places in (self.row.ends, self.row.first))
         self.slots = [slots_of(layout) for layout in self.layouts]
         ends = list(accumulate(plan.sizes))

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from lightning_dct.compress.awaited import Awaited, must_not_wait
 from lightning_dct.compress.bucket import Bucket, Compressed, OwnPayload, Received
+from lightning_dct.compress.bucket_plan import BucketPlan
 from lightning_dct.compress.on_device import Sums, add_payloads, send_selected
-from lightning_dct.compress.plan import BucketPlan
 from lightning_dct.compress.threshold import (
     GUARD_RESELECT,
     Thresholds,

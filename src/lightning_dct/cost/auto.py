@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_dct.compress.plan import real_numel
+from lightning_dct.compress.bucket_plan import real_numel
 from lightning_dct.config import DCTConfig, ValueFormat
 from lightning_dct.cost.bytes_sent import dense_step
 from lightning_dct.cost.forecast import Forecast

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_dct.compress.plan import BucketPlan, Plans, real_dtype, real_numel
+from lightning_dct.compress.bucket_plan import BucketPlan, Plans, real_dtype, real_numel
 from lightning_dct.config import DCTConfig
 from lightning_dct.cost.workload import Workload
 from lightning_dct.exchange.compressed import link_traversals
@@ -23,7 +23,7 @@ COMPRESSED = ("all_gather", "sharded", "by_node")
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentBytes:
     """Bytes that one rank sends in a step.
 
     Attributes:
@@ -39,8 +39,8 @@ class Sent:
         """Both."""
         return self.between + self.inside
 
-    def __add__(self, other: Sent) -> Sent:
-        return Sent(self.between + other.between, self.inside + other.inside)
+    def __add__(self, other: SentBytes) -> SentBytes:
+        return SentBytes(self.between + other.between, self.inside + other.inside)
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Step:
         residual_bytes: Of each rank, for its own gradients and for the sums that it owns.
     """
 
-    sent: tuple[Sent, ...]
+    sent: tuple[SentBytes, ...]
     entries: int
     residual_bytes: tuple[int, ...]
 
@@ -66,7 +66,7 @@ def ranks_per_node(layout: NodeLayout) -> int:
 def dense_step(workload: Workload, layout: NodeLayout) -> Step:
     """The all-reduce of all gradients in fp32, the reference of ratios."""
     ranks = len(layout.places)
-    sent = Sent()
+    sent = SentBytes()
     for bucket in workload.buckets:
         entries = sum(real_numel(workload.parameters[name]) for name in bucket)
         sent += _ring(all_reduce_bytes(FP32_BYTES * entries, ranks), layout)
@@ -81,7 +81,7 @@ def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout
     cut = None
     if exchange in owners:
         cut = Cutter(share_model(config, workload.parameters, traversals, owners[exchange]), owners[exchange])
-    sent, residuals, entries = [Sent()] * world_size, [0] * world_size, 0
+    sent, residuals, entries = [SentBytes()] * world_size, [0] * world_size, 0
     for names in workload.buckets_under(config):
         tensors = [workload.parameters[name] for name in names]
         plan = plans.of(names, [*map(real_numel, tensors)], real_dtype(tensors[0]))
@@ -104,17 +104,17 @@ def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout
     return Step(tuple(sent), entries, tuple(residuals))
 
 
-def _ring(num_bytes: int, layout: NodeLayout) -> Sent:
+def _ring(num_bytes: int, layout: NodeLayout) -> SentBytes:
     between = bytes_between_nodes(num_bytes, len(layout.places), ranks_per_node(layout))
-    return Sent(between, num_bytes - between)
+    return SentBytes(between, num_bytes - between)
 
 
-def _dense_bucket(plan: BucketPlan, layout: NodeLayout, halves: bool) -> Sent:
+def _dense_bucket(plan: BucketPlan, layout: NodeLayout, halves: bool) -> SentBytes:
     itemsize = 2 if halves and plan.dtype == torch.float32 else plan.dtype.itemsize
     return _ring(all_reduce_bytes(sum(plan.sizes) * itemsize, len(layout.places)), layout)
 
 
-def _sharded(shards: Sequence[Shard], layout: NodeLayout) -> list[Sent]:
+def _sharded(shards: Sequence[Shard], layout: NodeLayout) -> list[SentBytes]:
     """Each rank sends each owner its part, and then all ranks the compressed sums that it owns."""
     ranks, local = len(shards), ranks_per_node(layout)
     owned = [shard.plan.layout.num_bytes for shard in shards]
@@ -123,16 +123,16 @@ def _sharded(shards: Sequence[Shard], layout: NodeLayout) -> list[Sent]:
     for rank, shard in enumerate(shards):
         sums, on_node = shard.sums.layout.num_bytes, owned_by_node[rank // local]
         inside = on_node - owned[rank] + (local - 1) * sums
-        sent.append(Sent(everything - on_node + (ranks - local) * sums, inside))
+        sent.append(SentBytes(everything - on_node + (ranks - local) * sums, inside))
     return sent
 
 
-def _by_node(plan: BucketPlan, own: Shard, layout: NodeLayout) -> Sent:
+def _by_node(plan: BucketPlan, own: Shard, layout: NodeLayout) -> SentBytes:
     """Dense inside the node, one shard's payload between nodes, then the payloads of all nodes inside."""
     nodes, local = len(layout.nodes), layout.ranks_per_node
     payload = own.packed.layout.num_bytes
     inside = all_reduce_bytes(sum(plan.sizes) * plan.dtype.itemsize, local) + all_gather_bytes(nodes * payload, local)
-    return Sent(all_gather_bytes(payload, nodes), inside)
+    return SentBytes(all_gather_bytes(payload, nodes), inside)
 
 
 def _residual_bytes(plan: BucketPlan) -> int:

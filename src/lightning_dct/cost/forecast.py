@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from lightning_dct.config import DCTConfig
-from lightning_dct.cost.bytes_sent import COMPRESSED, Sent, Step, compressed_step, dense_step, ranks_per_node
+from lightning_dct.cost.bytes_sent import COMPRESSED, SentBytes, Step, compressed_step, dense_step, ranks_per_node
 from lightning_dct.cost.replicas import Group, fsdp_bytes, groups_of, step_of_all
 from lightning_dct.cost.timing import Speed
 from lightning_dct.cost.workload import Workload
-from lightning_dct.exchange.factory import INSIDE_IS_FASTER, Choice, NodeLayout, choose_for_model
+from lightning_dct.exchange.factory import INSIDE_IS_FASTER, ExchangeChoice, NodeLayout, choose_for_model
 
 DENSE = "ddp"
 MOST_RANKS = 10_000
@@ -87,7 +87,7 @@ class Forecast:
         return groups_of(self.workload, self.layout, self.shards, by_unit=self.config.compress == "gradients")
 
     @cached_property
-    def choice(self) -> Choice:
+    def choice(self) -> ExchangeChoice:
         """That of ``exchange="auto"``."""
         largest, peers = self._groups[0]
         return choose_for_model(self.config, largest.parameters, peers)
@@ -96,7 +96,7 @@ class Forecast:
     def rows(self) -> tuple[Row, ...]:
         """The dense all-reduce, and each exchange that is possible."""
         config, layout, every, groups = self.config, self.layout, self.config.round_length, self._groups
-        fsdp = Sent() if self.shards is None else fsdp_bytes(self.workload, layout, self.shards)
+        fsdp = SentBytes() if self.shards is None else fsdp_bytes(self.workload, layout, self.shards)
         largest, peers = groups[0]
         world_size, local = len(peers.places), ranks_per_node(peers)
         dense = step_of_all(dense_step, groups, fsdp, 1)

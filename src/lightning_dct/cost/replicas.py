@@ -11,7 +11,7 @@ from itertools import chain
 
 from torch import Tensor, nn
 
-from lightning_dct.cost.bytes_sent import Sent, Step
+from lightning_dct.cost.bytes_sent import SentBytes, Step
 from lightning_dct.cost.workload import Workload
 from lightning_dct.exchange.factory import NodeLayout
 from lightning_dct.traffic import all_gather_bytes, bytes_between_nodes
@@ -50,16 +50,18 @@ def groups_of(workload: Workload, layout: NodeLayout, shards: int, by_unit: bool
     return groups
 
 
-def step_of_all(make: Callable[[Workload, NodeLayout], Step], groups: Sequence[Group], fsdp: Sent, steps: int) -> Step:
+def step_of_all(
+    make: Callable[[Workload, NodeLayout], Step], groups: Sequence[Group], fsdp: SentBytes, steps: int
+) -> Step:
     """An exchange of all ranks, in their order: those of each group, and the bytes of FSDP in so many steps."""
-    made, own = [make(*group) for group in groups], Sent(steps * fsdp.between, steps * fsdp.inside)
+    made, own = [make(*group) for group in groups], SentBytes(steps * fsdp.between, steps * fsdp.inside)
     # One of each group after the other, replica by replica.
     sent = tuple(one + own for replica in zip(*(step.sent for step in made), strict=True) for one in replica)
     residuals = tuple(chain.from_iterable(zip(*(step.residual_bytes for step in made), strict=True)))
     return Step(sent, max(step.entries for step in made), residuals)
 
 
-def fsdp_bytes(workload: Workload, layout: NodeLayout, shards: int) -> Sent:
+def fsdp_bytes(workload: Workload, layout: NodeLayout, shards: int) -> SentBytes:
     """Bytes that each rank sends for FSDP in a step, without mixed precision.
 
     Shards are gathered for forward and for backward, and gradients reduced, all padded to the largest shard.
@@ -70,7 +72,7 @@ def fsdp_bytes(workload: Workload, layout: NodeLayout, shards: int) -> Sent:
         times = 3 if parameter.requires_grad else 2
         num_bytes += times * all_gather_bytes(padded.numel() * padded.itemsize, shards)
     between = bytes_between_nodes(num_bytes, shards, layout.ranks_per_node)
-    return Sent(between, num_bytes - between)
+    return SentBytes(between, num_bytes - between)
 
 
 def _shard(parameter: Tensor, shards: int, place: int) -> Tensor:

@@ -18,7 +18,7 @@ from torch.nn.parallel import distributed as ddp
 from torch.nn.parameter import is_lazy
 
 from lightning_dct.activations import modules_of
-from lightning_dct.compress.plan import real_numel
+from lightning_dct.compress.bucket_plan import real_numel
 from lightning_dct.config import DCTConfig
 from lightning_dct.embedding import ShardedEmbeddingBags
 from lightning_dct.sync.rounds import buckets_of

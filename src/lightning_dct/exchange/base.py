@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_dct.compress.bucket import Bucket, Compressed, Received
+from lightning_dct.compress.bucket_plan import BucketPlan, OwnedPiece
 from lightning_dct.compress.memory import Memory
-from lightning_dct.compress.plan import BucketPlan, OwnedPiece
 from lightning_dct.exchange.collectives import Link, all_reduce_mean, all_reduce_mean_sparse
 from lightning_dct.traffic import Traffic
 
@@ -30,7 +30,7 @@ class Exchange(ABC):
 
     Attributes:
         everyone: All ranks, for what is not compressed.
-        link_traversals: See :func:`~lightning_dct.compress.plan.plan_bucket`.
+        link_traversals: See :func:`~lightning_dct.compress.bucket_plan.plan_bucket`.
         rounds: The number of collectives for a bucket.
         pieces: The pieces of the model that this rank owns, by label.
         sums_first: Whether buckets are summed before they are compressed, so a rank has no residual of its own.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_debug
 from torch import Tensor
 
-from lightning_dct.compress.plan import BucketPlan, OwnedPiece, Plans, real_dtype, real_numel
+from lightning_dct.compress.bucket_plan import BucketPlan, OwnedPiece, Plans, real_dtype, real_numel
 from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.base import Exchange
 from lightning_dct.exchange.collectives import Link
@@ -140,20 +140,20 @@ def share_model(
     return pieces
 
 
-def choose_for_model(config: DCTConfig, parameters: Mapping[str, Tensor], layout: NodeLayout) -> Choice:
+def choose_for_model(config: DCTConfig, parameters: Mapping[str, Tensor], layout: NodeLayout) -> ExchangeChoice:
     """The choice of ``exchange="auto"`` for a model's trained parameters, or for all if none is trained."""
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     return choose(partial(plan_model, config, trained or parameters), layout)
 
 
-class Choice(NamedTuple):
+class ExchangeChoice(NamedTuple):
     """The name of an exchange (``"all_gather"``, ``"sharded"`` or ``"by_node"``), and the reason, for a message."""
 
     name: str
     reason: str
 
 
-def choose(plan_for: Callable[[float], BucketPlan], layout: NodeLayout) -> Choice:
+def choose(plan_for: Callable[[float], BucketPlan], layout: NodeLayout) -> ExchangeChoice:
     """Choose an exchange for two or more ranks, the same on each; ``plan_for`` plans the model by link traversals."""
     costs = costs_of(plan_for, layout)
     name = "sharded" if SHARDED_SAVES * costs["sharded"] <= costs["all_gather"] else "all_gather"
@@ -166,7 +166,7 @@ def choose(plan_for: Callable[[float], BucketPlan], layout: NodeLayout) -> Choic
     elif len(layout.nodes) > 1:
         ranks += f", not by node: {layout.obstacle}"
     counted = ", ".join(f"{other} {cost / 1000:,.1f} kB" for other, cost in costs.items())
-    return Choice(name, f"{ranks}; {what} by a rank in an exchange: {counted}")
+    return ExchangeChoice(name, f"{ranks}; {what} by a rank in an exchange: {counted}")
 
 
 def costs_of(plan_for: Callable[[float], BucketPlan], layout: NodeLayout) -> dict[str, float]:

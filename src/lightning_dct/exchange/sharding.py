@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import chain, pairwise
 from typing import NamedTuple
 
-from lightning_dct.compress.plan import BucketPlan, OwnedPiece
+from lightning_dct.compress.bucket_plan import BucketPlan, OwnedPiece
 from lightning_dct.wire import BITS_PER_VALUE
 
 # Entries that a piece sends at least. Smaller pieces waste more by rounding up; larger ones spread less evenly.

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dct.callbacks.requirements import AVERAGING
-from lightning_dct.compress.plan import local_of
+from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.config import DCTConfig, check_integer, check_keywords
 from lightning_dct.exchange.collectives import Link
 from lightning_dct.failures.course import EXCHANGE, IN_FORWARD

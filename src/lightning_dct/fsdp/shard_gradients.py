@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from lightning_dct.compress.plan import local_of
+from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.base import Exchange, complete
 from lightning_dct.exchange.collectives import Link

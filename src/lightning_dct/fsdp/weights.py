@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_dct.compress.plan import local_of
+from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.sync import SharedWeights
 
 

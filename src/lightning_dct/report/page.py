@@ -15,8 +15,8 @@ from markupsafe import Markup, escape
 
 from lightning_dct.__about__ import __version__
 from lightning_dct.report.charts import COLOURS, DASHES, make_sections
+from lightning_dct.report.find_runs import Reading
 from lightning_dct.report.quality import find_training_loss, higher_is_better, words_of
-from lightning_dct.report.reading import Reading
 from lightning_dct.report.run import Run, Series
 from lightning_dct.tables import format_bytes
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from lightning_dct.compress.plan import BucketPlan, real_numel
+from lightning_dct.compress.bucket_plan import BucketPlan, real_numel
 from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.base import Exchange, Pending, complete, send_sparse, unused_tensors
 from lightning_dct.failures.course import EXCHANGE

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.compress.bucket import Bucket, Received
-from lightning_dct.compress.plan import real_dtype, real_numel
+from lightning_dct.compress.bucket_plan import real_dtype, real_numel
 from lightning_dct.exchange.base import Pending
 from lightning_dct.sync.step_cosine import WHOLE, StepCosine
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_dct.activations import module_settings, plain_name
 from lightning_dct.agreement import check_agreement
-from lightning_dct.compress.plan import local_of
+from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.base import Exchange
 from lightning_dct.exchange.collectives import Link

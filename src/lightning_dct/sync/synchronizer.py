@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_dct.compress.bucket import Bucket
+from lightning_dct.compress.bucket_plan import BucketPlan, Plans, real_dtype, real_numel
 from lightning_dct.compress.memory import Memory
-from lightning_dct.compress.plan import BucketPlan, Plans, real_dtype, real_numel
 from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.base import Exchange, Pending, send_dense
 from lightning_dct.failures import Lifeline

@@ -36,8 +36,8 @@ from torch.optim import Optimizer
 
 from lightning_dct.checksums import checksum_of
 from lightning_dct.compress.bucket import Bucket, Received
+from lightning_dct.compress.bucket_plan import BucketPlan, local_of, real_dtype, real_numel
 from lightning_dct.compress.on_host import counting
-from lightning_dct.compress.plan import BucketPlan, local_of, real_dtype, real_numel
 from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.base import Exchange, Pending, complete
 from lightning_dct.exchange.collectives import Link, all_reduce_mean

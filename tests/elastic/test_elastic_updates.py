@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_dct.config import DCTConfig
-from lightning_dct.elastic.updates import ElasticUpdates, Header, gathering
+from lightning_dct.elastic.elastic_updates import ElasticUpdates, Header, gathering
 from lightning_dct.traffic import Traffic
 
 

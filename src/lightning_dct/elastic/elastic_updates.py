@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dct.compress.bucket import Bucket, Received
-from lightning_dct.compress.plan import BucketPlan, real_dtype, real_numel
+from lightning_dct.compress.bucket_plan import BucketPlan, real_dtype, real_numel
 from lightning_dct.elastic.present import PresentRanks
 from lightning_dct.exchange.collectives import Link
 from lightning_dct.exchange.compressed import AllGather

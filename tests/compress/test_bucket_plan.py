@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dct.compress.plan import BucketPlan, plan_bucket
+from lightning_dct.compress.bucket_plan import BucketPlan, plan_bucket
 from lightning_dct.wire import BITS_PER_VALUE, PayloadLayout
 from strategies_for_hypothesis import FORMATS, examples
 

@@ -33,9 +33,9 @@ from lightning_dct.agreement import describe_parameters
 from lightning_dct.callbacks import EvaluationJoin, RunAdvice
 from lightning_dct.callbacks.requirements import InternalCallback
 from lightning_dct.checksums import checksum_of
+from lightning_dct.elastic.elastic_updates import ElasticUpdates, Header, gathering, refuse_dtypes
 from lightning_dct.elastic.launcher import RESTARTED, RestartingLauncher
 from lightning_dct.elastic.present import LIGHTHOUSE, PresentRanks, import_torchft
-from lightning_dct.elastic.updates import ElasticUpdates, Header, gathering, refuse_dtypes
 from lightning_dct.lightning_private import checkpoint_of, restore_from
 from lightning_dct.saving import STATE_KEY
 from lightning_dct.strategy import DCTStrategy
@@ -47,11 +47,12 @@ START_S = 300.0
 
 
 class DCTElasticStrategy(DCTStrategy):
-    """Data-parallel training in which ranks may die, stall, join and leave; see :mod:`lightning_dct.elastic.updates`.
+    """Data-parallel training in which ranks may die, stall, join and leave.
 
-    On one machine, ``devices=4`` starts four processes, and starts one again that has died. On several, start each
-    process by itself, with ``TORCHFT_LIGHTHOUSE`` and the ``NODE_RANK`` of its own, under something that starts it
-    again. ``trainer.world_size`` and samplers mean the ranks that were asked for.
+    :mod:`lightning_dct.elastic.elastic_updates` has the equations. On one machine, ``devices=4`` starts four processes,
+    and starts one again that has died. On several, start each process by itself, with ``TORCHFT_LIGHTHOUSE`` and the
+    ``NODE_RANK`` of its own, under something that starts it again. ``trainer.world_size`` and samplers mean the ranks
+    that were asked for.
 
     Example::
 
