@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from lightning_dct.compress.bucket import Bucket, Received
 from lightning_dct.compress.bucket_plan import BucketPlan, real_dtype, real_numel
+from lightning_dct.elastic.mean_buffers import MeanBuffers
 from lightning_dct.elastic.present import PresentRanks
 from lightning_dct.exchange.collectives import Link
 from lightning_dct.exchange.compressed import AllGather
@@ -112,7 +113,7 @@ class ElasticUpdates(UpdateSynchronizer):
         self._commits: deque[tuple[int, int]] = deque(maxlen=REMEMBERED)
         self._history = 0
         self._unsure: tuple[int, int, list[tuple[list[str], BucketPlan, Tensor]]] | None = None
-        self._mean_buffers: dict[str, Tensor] = {}
+        self.buffers: MeanBuffers = MeanBuffers(self.buffers.named)
 
     @property
     def step(self) -> int:
@@ -164,7 +165,7 @@ class ElasticUpdates(UpdateSynchronizer):
     def _exchange(self) -> None:
         rounds, present = self._the_rounds, self.present
         buckets = self._plans(rounds, rounds.steps)
-        uncompressed = torch.cat([self._buffer_bytes(), self._sampled_step(rounds)])
+        uncompressed = torch.cat([self.buffers.to_bytes(), self._sampled_step(rounds)])
         num_bytes = sum(plan.layout.num_bytes for _, plan in buckets) + uncompressed.numel()
         nanoseconds = int(1e9 * median(self._times or (0.0,)))
         shared = {"cosine": rounds.cosine.value, "history": self._history}
@@ -234,7 +235,7 @@ class ElasticUpdates(UpdateSynchronizer):
                 self.memory.apply(received, bucket)
                 if own is not None and decay < 1.0:
                     torch._foreach_lerp_(list(bucket.news), list(bucket.bases), 1.0 - decay)
-            rest = self._take_buffers(rows[:, start:])
+            rest = self.buffers.take(rows[:, start:])
             if rest.numel() and len(rows) > 1:
                 measured = cosine_of_all(rest.view(torch.float32))
                 rounds.cosine.value = (rounds.cosine.value + measured) // 2 if measured >= 0 else rounds.cosine.value
@@ -275,7 +276,7 @@ class ElasticUpdates(UpdateSynchronizer):
     def give(self) -> dict[str, Any]:
         """What a rank that is behind or joins needs beside the checkpoint."""
         known = {"commits": list(self._commits), "history": self._history}
-        return {"step": self.step, "buffers": dict(self._mean_buffers), **known}
+        return {"step": self.step, "buffers": dict(self.buffers.means), **known}
 
     def catch_up(self, given: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
         """Take a peer's shared weights, by name, and keep what this rank has moved and the peers have not added."""
@@ -305,36 +306,13 @@ class ElasticUpdates(UpdateSynchronizer):
 
     def _note_peer(self, given: Mapping[str, Any]) -> None:
         self._commits, self._history = deque(given["commits"], maxlen=REMEMBERED), given["history"]
-        self._mean_buffers = {name: buffer.clone() for name, buffer in given["buffers"].items()}
-
-    # Buffers: all ranks get the mean of an exchange; evaluations show it.
-
-    def _buffer_bytes(self) -> Tensor:
-        parts = [buffer.detach().cpu().reshape(-1).view(torch.uint8) for buffer in self._buffers().values()]
-        return torch.cat([torch.empty(0, dtype=torch.uint8), *parts])
+        self.buffers.means = {name: buffer.clone() for name, buffer in given["buffers"].items()}
 
     def _sampled_step(self, rounds: Rounds) -> Tensor:
         """A sample of this rank's last step, as bytes, if the cosine of the steps is measured in it."""
         if not rounds.cosine.has_begun(rounds.steps):
             return torch.empty(0, dtype=torch.uint8)
         return rounds.cosine.sampled(rounds.steps, self._own_of(rounds)).view(torch.uint8)
-
-    def _take_buffers(self, rows: Tensor) -> Tensor:
-        """Take the mean of the buffers, and return the bytes after them."""
-        start = 0
-        for name, buffer in self._buffers().items():
-            stop = start + buffer.numel() * buffer.element_size()
-            each = rows[:, start:stop].clone(memory_format=torch.contiguous_format).view(buffer.dtype)
-            start = stop
-            mean = each.to(torch.float64).mean(0).to(buffer.dtype).view(buffer.shape)
-            self._mean_buffers[name] = mean
-            buffer.copy_(mean)
-        return rows[:, start:].clone(memory_format=torch.contiguous_format)
-
-    def _average_buffers(self) -> None:
-        for name, buffer in self._buffers().items():
-            if name in self._mean_buffers:
-                buffer.copy_(self._mean_buffers[name])
 
     # What the ranks have done.
 

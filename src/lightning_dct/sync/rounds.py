@@ -12,6 +12,7 @@ from lightning_dct.compress.bucket import Bucket, Received
 from lightning_dct.compress.bucket_plan import real_dtype, real_numel
 from lightning_dct.exchange.base import Pending
 from lightning_dct.sync.step_cosine import WHOLE, StepCosine
+from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes
 
 # Entries. One bucket is compressed while others are in flight. Smaller buckets cost more calls. Larger ones take more
 # memory, and leave the link idle while the first is compressed and the last is decompressed.
@@ -71,6 +72,33 @@ class Rounds:
     sparse: list[Tensor] = field(default_factory=list)
     in_flight: list[InFlight] = field(default_factory=list)
     cosine: StepCosine = field(default_factory=StepCosine)
+
+    def due(self, length: int, takes_turns: bool) -> list[list[str]]:
+        """The buckets that are sent after this step, ``length`` steps after the last time.
+
+        Those that take turns are left out while they are in flight since a short first round.
+        """
+        if not takes_turns:
+            return self.buckets if is_due(self.steps, length) else []
+        in_flight = {name for item in self.in_flight for name in item.names}
+        return [
+            bucket
+            for place, bucket in enumerate(self.buckets)
+            if is_due(self.steps, length, place, len(self.buckets)) and in_flight.isdisjoint(bucket)
+        ]
+
+    def bytes_under_ddp(self, parameters: Mapping[str, Tensor], ranks: int) -> int:
+        """Bytes that DistributedDataParallel would have sent for this step, of all parameters by name."""
+        if not self.dense_bytes:
+            own = [parameters[name] for name in self.names]
+            self.sparse = [parameter for parameter in own if parameter.grad is not None and parameter.grad.is_sparse]
+            entries = sum(map(real_numel, own)) - sum(map(real_numel, self.sparse))
+            self.dense_bytes = all_reduce_bytes(FP32_BYTES * entries, ranks)
+        num_bytes = self.dense_bytes
+        for gradient in (parameter.grad for parameter in self.sparse if parameter.grad is not None):
+            parts = (gradient._indices(), gradient._values())
+            num_bytes += all_gather_bytes(sum(part.numel() * part.element_size() for part in parts), ranks)
+        return num_bytes
 
 
 def round_length(step: int, local_steps: int, warmup_steps: int) -> int:

@@ -40,15 +40,15 @@ from lightning_dct.compress.bucket_plan import BucketPlan, local_of, real_dtype,
 from lightning_dct.compress.on_host import counting
 from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.base import Exchange, Pending, complete
-from lightning_dct.exchange.collectives import Link, all_reduce_mean
+from lightning_dct.exchange.collectives import Link
 from lightning_dct.failures.course import EXCHANGE
 from lightning_dct.law import RunSettings
+from lightning_dct.sync.buffers import Buffers
 from lightning_dct.sync.rounds import (
     MOST_IN_FLIGHT,
     InFlight,
     Rounds,
     buckets_of,
-    is_due,
     load_rounds,
     round_length,
     save_rounds,
@@ -56,7 +56,6 @@ from lightning_dct.sync.rounds import (
 from lightning_dct.sync.shared_weights import SharedWeights, as_real
 from lightning_dct.sync.step_cosine import is_measured
 from lightning_dct.sync.synchronizer import Synchronizer
-from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes
 
 
 class UpdateSynchronizer(Synchronizer):
@@ -77,6 +76,7 @@ class UpdateSynchronizer(Synchronizer):
             exchange. The ranks of a sharded replica have buffers of their own.
 
     Attributes:
+        buffers: This rank's buffers.
         run_settings: Chooses settings as the run goes on; None if they stay.
     """
 
@@ -94,11 +94,7 @@ class UpdateSynchronizer(Synchronizer):
         super().__init__(config, parameter_names, exchange)
         self.memory.what, self.memory.of_updates = "Updates", True
         self.weights = weights or SharedWeights()
-        self._average_over = average_over or [exchange.everyone]
-        self._buffers = buffers
-        # During an evaluation: this rank's own buffers, and those it is shown.
-        self._own_buffers: dict[str, Tensor] = {}
-        self._shown_buffers: dict[str, Tensor] = {}
+        self.buffers = Buffers(buffers, average_over or [exchange.everyone])
         self._optimizers = optimizers
         self._parameters = parameters
         # Parameters that take part, or are known not to.
@@ -188,7 +184,7 @@ class UpdateSynchronizer(Synchronizer):
                 self._apply(rounds, rounds.in_flight)
             # Training does not use the running statistics of a BatchNorm, so warm-up does not average them more often.
             if number == min(self._rounds) and rounds.steps % self.config.round_length == 0:
-                self._average_buffers()
+                self.buffers.average()
         self.memory.awaited.poll()
 
     @property
@@ -216,34 +212,21 @@ class UpdateSynchronizer(Synchronizer):
 
     def average_buffers(self) -> None:
         """Give every rank the mean of the floating-point buffers; a collective call."""
-        if self._buffers():
+        if self.buffers.named():
             self.come_to("mean of buffers", f"the mean of its buffers after {self.synchronisations} optimizer steps")
-            self._average_buffers()
-
-    def _average_buffers(self) -> None:
-        buffers = list(self._buffers().values())
-        for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
-            some = [buffer for buffer in buffers if buffer.dtype == dtype]
-            together = torch.cat([buffer.reshape(-1) for buffer in some])
-            for link in self._average_over:
-                all_reduce_mean(together, link).wait()
-            for buffer, mean in zip(some, together.split([buffer.numel() for buffer in some]), strict=True):
-                buffer.copy_(mean.view(buffer.shape))
+            self.buffers.average()
 
     def begin_evaluation(self) -> None:
         """Put the shared weights and the mean of all ranks' buffers into the model; a collective call."""
-        self._own_buffers = {name: buffer.clone() for name, buffer in self._buffers().items()}
+        self.buffers.keep_own()
         self.average_buffers()
-        self._shown_buffers = {name: buffer.clone() for name, buffer in self._buffers().items()}
+        self.buffers.keep_shown()
         self.weights.show()
 
     def end_evaluation(self) -> None:
         """Continue with this rank's own weights and buffers, or with what was written into them meanwhile."""
         self.weights.hide()
-        for name, buffer in self._buffers().items():
-            if name in self._own_buffers and torch.equal(buffer, self._shown_buffers[name]):
-                buffer.copy_(self._own_buffers[name])
-        self._own_buffers, self._shown_buffers = {}, {}
+        self.buffers.give_back()
 
     def norms(self) -> dict[str, float]:
         """Euclidean norm of this rank's residual of each parameter, of its own updates and of sums."""
@@ -260,7 +243,7 @@ class UpdateSynchronizer(Synchronizer):
         state = super().state_dict()
         clocks, in_flight = save_rounds(self._rounds, self.weights.parameters, self._to_refresh, self._read)
         own = {name: self.weights.own(name) for name in self.weights.parameters}
-        own |= {**self._buffers(), **self._own_buffers}
+        own |= self.buffers.own()
         return {
             **state,
             "residuals": {},
@@ -280,7 +263,7 @@ class UpdateSynchronizer(Synchronizer):
             ValueError: A saved tensor has another size than the parameter of its name.
         """
         super().load_state_dict(state)
-        parameters, buffers = self._parameters_by_name(), self._buffers()
+        parameters, buffers = self._parameters_by_name(), self.buffers.named()
         edited = []
         for name, weights in state.get("weights", {}).items():
             if name in parameters and self._alone:
@@ -328,16 +311,7 @@ class UpdateSynchronizer(Synchronizer):
         return {name: parameter for parameter, name in self.parameter_names.items()}
 
     def _due(self, rounds: Rounds) -> list[list[str]]:
-        """The buckets that are sent after this step, except those still in flight since a short first round."""
-        length = self._length(rounds)
-        if not self.config.delay:
-            return rounds.buckets if is_due(rounds.steps, length) else []
-        in_flight = {name for item in rounds.in_flight for name in item.names}
-        return [
-            bucket
-            for place, bucket in enumerate(rounds.buckets)
-            if is_due(rounds.steps, length, place, len(rounds.buckets)) and in_flight.isdisjoint(bucket)
-        ]
+        return rounds.due(self._length(rounds), takes_turns=bool(self.config.delay))
 
     def _length(self, rounds: Rounds) -> int:
         config = self.config
@@ -433,17 +407,7 @@ class UpdateSynchronizer(Synchronizer):
     def _count_dense(self, rounds: Rounds) -> None:
         """Count the bytes that DistributedDataParallel would have sent for a step."""
         everyone = self.exchange.everyone
-        if not rounds.dense_bytes:
-            parameters = [self.weights.parameters[name] for name in rounds.names]
-            rounds.sparse = [p for p in parameters if p.grad is not None and p.grad.is_sparse]
-            rows = sum(real_numel(parameter) for parameter in rounds.sparse)
-            entries = sum(real_numel(parameter) for parameter in parameters) - rows
-            rounds.dense_bytes = all_reduce_bytes(FP32_BYTES * entries, everyone.size)
-        num_bytes = rounds.dense_bytes
-        for gradient in (parameter.grad for parameter in rounds.sparse if parameter.grad is not None):
-            parts = (gradient._indices(), gradient._values())
-            num_bytes += all_gather_bytes(sum(part.numel() * part.element_size() for part in parts), everyone.size)
-        everyone.count_dense(num_bytes)
+        everyone.count_dense(rounds.bytes_under_ddp(self.weights.parameters, everyone.size))
         self.traffic.add(steps=1)
 
 
