@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,36 @@ def test_slurm(tmp_path: Path) -> None:
     assert table["ranks"] == "2"
     assert table["steps"] == "64"
     assert len(list((folder / "checkpoints" / "last.ckpt.dct").iterdir())) == 2
+
+
+@pytest.mark.skipif(not find_spec("torchft"), reason="needs the extra `elastic`")
+def test_elastic(tmp_path: Path) -> None:
+    """A lighthouse and two ranks; the second fails at first. Oracles: it is started again; both end; one saves."""
+    folder, bin_folder = tmp_path / "examples" / "elastic", tmp_path / "bin"
+    shutil.copytree(EXAMPLES, tmp_path / "examples")
+    bin_folder.mkdir()
+    fails = 'if [ "$NODE_RANK" = 1 ] && mkdir failed 2>/dev/null; then exit 1; fi'
+    script(bin_folder / "python", f'{fails}; exec {sys.executable} "$@"')
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    path = f"{bin_folder}:{Path(sys.executable).parent}:/usr/bin:/bin"
+    variables = environment_of_users() | {"PATH": path, "PORT": port, "RANKS": "2", "EPOCHS": "2", "RUST_LOG": "error"}
+
+    def start(*words: str) -> subprocess.Popen[str]:
+        command = ["bash", "start.sh", *words]
+        return subprocess.Popen(command, cwd=folder, env=variables, stdout=-1, stderr=subprocess.STDOUT, text=True)
+
+    lighthouse = start("lighthouse")
+    try:
+        ranks = [start("rank", str(rank), "127.0.0.1") for rank in range(2)]
+        printed = [rank.communicate(timeout=TIMEOUT_S)[0] for rank in ranks]
+    finally:
+        lighthouse.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], printed
+    assert "Rank 1 has ended early, and starts again." in printed[1]
+    table = table_of(printed[0])
+    assert (table["ranks"], table["steps"]) == ("2", "128")
+    assert (folder / "checkpoints" / "last.ckpt.dct").is_dir()
 
 
 def script(path: Path, body: str) -> None:
