@@ -1,4 +1,4 @@
-"""Tensors of a plan may lie anywhere in the bucket: a payload, and what is made of it, are the same."""
+"""Tensors may lie anywhere in the bucket, and large ones are read in stretches, without any difference."""
 
 from dataclasses import replace
 
@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_dct.compress import on_host
 from lightning_dct.compress.awaited import Awaited
-from lightning_dct.compress.bucket import Bucket, Received
+from lightning_dct.compress.bucket import Bucket, OwnPayload, Received
 from lightning_dct.compress.bucket_plan import BucketPlan
-from lightning_dct.compress.on_host import compress, decompress
+from lightning_dct.compress.on_host import apply, compress, decompress
 from lightning_dct.compress.threshold import Thresholds
 from strategies_for_hypothesis import FORMATS
 
@@ -72,3 +73,34 @@ def test_a_plan_without_tensors_writes_nothing() -> None:
     buffer = torch.ones(5)
     sent = compress(Bucket([buffer], [torch.ones(5)], 1.0), plan, set(), Thresholds(), guard=False)
     assert decompress(Received(sent.payload[None], plan, 1.0, own=0), buffer, Awaited()).tolist() == [1.0] * 5
+
+
+@pytest.mark.parametrize("is_sum", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("value_format", FORMATS)
+def test_a_tensor_read_in_stretches_ends_the_same(
+    value_format: str, dtype: torch.dtype, is_sum: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values share bytes in some formats, and a stretch may begin within one."""
+    size = 1003
+    plan = BucketPlan(("a",), (size,), (317,), dtype, value_format)
+    noise = torch.Generator().manual_seed(2)
+    own, shared = (torch.randn(size, generator=noise, dtype=dtype) for _ in range(2))
+    payloads = []
+    for weights in (own, torch.randn(size, generator=noise, dtype=dtype)):
+        payloads.append(compress(Bucket([weights], [shared], None), plan, set(), Thresholds(), guard=False).payload)
+    mine = OwnPayload(payloads[0], plan) if is_sum else 0
+    received = Received(torch.stack(payloads), plan, 0.5, own=mine)
+
+    def applied(at_once: int) -> tuple[Tensor, Tensor]:
+        monkeypatch.setattr(on_host, "AT_ONCE", at_once)
+        bucket = Bucket([own.clone()], [shared.clone()], None)
+        apply(received, bucket, Awaited(), by_senders=True)
+        return bucket.news[0], bucket.bases[0]
+
+    whole = applied(size)
+    assert not torch.equal(whole[0], own)
+    assert not torch.equal(whole[1], shared)
+    for at_once in (1000, 200, 64, 8):
+        for found, expected in zip(applied(at_once), whole, strict=True):
+            assert torch.equal(found, expected)

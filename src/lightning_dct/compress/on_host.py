@@ -16,8 +16,9 @@ threshold for each tensor. :mod:`lightning_dct.compress.on_device` does the same
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -38,7 +39,18 @@ from lightning_dct.compress.threshold import (
 from lightning_dct.kernels import cpu_kernel, weights_by_senders
 from lightning_dct.kernels.bits import flags_num_bytes
 from lightning_dct.kernels.plain import Sent, keep_some
-from lightning_dct.wire import PayloadError, pack, read_scales, unpack_flags, unpack_values
+from lightning_dct.wire import (
+    PayloadError,
+    count_flags,
+    pack,
+    read_scales,
+    unpack_flags,
+    unpack_stretch,
+    unpack_values,
+)
+
+# Entries of a large tensor that are read at once: their values stay in the cache.
+AT_ONCE = 1 << 20
 
 
 def compress(
@@ -210,18 +222,15 @@ def apply(
             f" {sum(sizes)}: use the same model, settings and version of lightning_dct on every rank."
         )
     for index, (part, rows) in enumerate(zip(parts, payloads.split(sizes, dim=1), strict=True)):
-        sent, dense = _read(list(rows), part, senders[index :: len(parts)])
+        letters = [_Letter(row, part, sender) for row, sender in zip(rows, senders[index :: len(parts)], strict=True)]
         mine = own if bucket.news and isinstance(own, int) else -1
         if bucket.news and isinstance(own, OwnPayload):
             mine, own_part = len(rows), (own.plan.parts or (own.plan,))[index]
             first = sum(before.layout.num_bytes for before in own.plan.parts[:index])
             payload = own.payload[first : first + own_part.layout.num_bytes]
-            own_sent, own_dense = _read([payload], own_part, ["This rank's own payload"])
-            flags, values = torch.cat([sent.flags, own_sent.flags]), torch.cat([sent.values, own_sent.values])
-            sent = Sent(flags, values, sent.counts + own_sent.counts)
-            dense = torch.cat([dense, own_dense])
+            letters.append(_Letter(payload, own_part, "This rank's own payload"))
         weights = weights_by_senders(len(rows), factor, by_senders and len(rows) > 1, plan.residual_dtype)
-        _add(part, bucket, sent, dense, weights, mine, kernel)
+        _add(part, bucket, letters, weights, mine, kernel)
 
 
 def _decay_on_device(bucket: Bucket, plan: BucketPlan, payload: Tensor, lost: float) -> None:
@@ -248,46 +257,89 @@ def _add_on_device(received: Received, awaited: Awaited, what: str, by_senders: 
     return sums
 
 
-def _read(payloads: Sequence[Tensor], plan: BucketPlan, senders: Sequence[str]) -> tuple[Sent, Tensor]:
-    """What senders have sent: compressed entries, and the tensors sent dense (shape ``[senders, n]``)."""
-    layout, counts = plan.layout, []
-    flags = payloads[0].new_zeros(len(payloads), flags_num_bytes(sum(plan.sizes)))
-    for payload, row, sender in zip(payloads, flags, senders, strict=True):
-        try:
-            counts.append(unpack_flags(layout, payload, row))
-        except PayloadError as error:
-            raise PayloadError(f"{sender} of the process group: {error}.") from error
+class _Letter(NamedTuple):
+    """A payload, and whose it is; all of a bucket have the same tensors."""
+
+    payload: Tensor
+    plan: BucketPlan
+    sender: str
+
+
+def _add(plan: BucketPlan, bucket: Bucket, letters: Sequence[_Letter], weights: Tensor, mine: int, kernel: str) -> None:
+    """Add what senders have sent; ``mine`` is the number of this rank's own letter, or -1."""
+    flags = letters[0].payload.new_zeros(len(letters), flags_num_bytes(sum(plan.sizes)))
+    counts = [_read_flags(letter, row) for letter, row in zip(letters, flags, strict=True)]
+    add_sums = partial(cpu_kernel(kernel).add_sums, weights=weights, mine=mine)
+    if len(plan.sizes) == 1 and plan.sizes[0] > AT_ONCE:
+        ((begin, _),) = plan.bounds
+        for start, stop, sent in _stretches(plan.sizes[0], flags, letters):
+            bounds = [(begin + start, begin + stop)]
+            owns = bucket.parts(bucket.news, bounds) if bucket.news else None
+            add_sums(bucket.parts(bucket.bases, bounds), owns, [0], sent)
+        return
     sums = [sum(of_sender) for of_sender in counts]
     values = torch.empty(sum(sums))
-    # In memory of their own, because a view as another dtype has to be aligned.
-    dense = torch.cat([payload[layout.num_bytes - layout.dense_bytes :] for payload in payloads]).view(plan.dtype)
-    dense = dense.view(len(payloads), layout.dense_bytes // plan.dtype.itemsize)
-    for payload, own_counts, own, own_dense, sender in zip(
-        payloads, counts, values.split_with_sizes(sums), dense, senders, strict=True
-    ):
-        unpack_values(layout, payload, own_counts, own)
-        # One value that is infinite or NaN makes the scale so.
-        if not (_is_finite(read_scales(layout, payload) if layout.num_scales else own) and _is_finite(own_dense)):
-            name_broken_sender(sender)
-    return Sent(flags, values, sums), dense
-
-
-def _add(plan: BucketPlan, bucket: Bucket, sent: Sent, dense: Tensor, weights: Tensor, mine: int, kernel: str) -> None:
+    for letter, own_counts, own in zip(letters, counts, values.split_with_sizes(sums), strict=True):
+        unpack_values(letter.plan.layout, letter.payload, own_counts, own)
+        _check_finite(letter, own)
     bounds = [plan.bounds[index] for index in plan.compressed]
     first = [plan.starts_in_payload[index] for index in plan.compressed]
-    totals = bucket.parts(bucket.bases, bounds)
     owns = bucket.parts(bucket.news, bounds) if bucket.news else None
-    cpu_kernel(kernel).add_sums(totals, owns, first, sent, weights, mine)
-    if not plan.dense:
-        return
+    add_sums(bucket.parts(bucket.bases, bounds), owns, first, Sent(flags, values, sums))
+    if plan.dense:
+        _add_dense(plan, bucket, letters, weights, mine)
+
+
+def _read_flags(letter: _Letter, flags: Tensor) -> list[int]:
+    """Check a payload and read its flags; the entries of each tensor."""
+    try:
+        return unpack_flags(letter.plan.layout, letter.payload, flags)
+    except PayloadError as error:
+        raise PayloadError(f"{letter.sender} of the process group: {error}.") from error
+
+
+def _stretches(size: int, flags: Tensor, letters: Sequence[_Letter]) -> Iterator[tuple[int, int, Sent]]:
+    """What is sent of a large tensor, a stretch at a time: all values together would take more than the weights."""
+    cursors = [0] * len(letters)
+    for start in range(0, size, AT_ONCE):
+        stop = min(start + AT_ONCE, size)
+        some = flags.new_zeros(len(letters), flags_num_bytes(stop - start))
+        packed = flags[:, start // 8 : (stop + 7) // 8]
+        some[:, : packed.shape[1]] = packed
+        counts = [count_flags(row, [stop - start])[0] for row in some]
+        values = torch.empty(sum(counts))
+        parts = zip(letters, cursors, values.split_with_sizes(counts), strict=True)
+        for letter, cursor, own in parts:
+            own.copy_(unpack_stretch(letter.plan.layout, letter.payload, cursor, own.numel()))
+            _check_finite(letter, own)
+        cursors = [cursor + count for cursor, count in zip(cursors, counts, strict=True)]
+        yield start, stop, Sent(some, values, counts)
+
+
+def _check_finite(letter: _Letter, values: Tensor) -> None:
+    # One value that is infinite or NaN makes the scale so.
+    layout = letter.plan.layout
+    if not _is_finite(read_scales(layout, letter.payload) if layout.num_scales else values):
+        name_broken_sender(letter.sender)
+
+
+def _add_dense(plan: BucketPlan, bucket: Bucket, letters: Sequence[_Letter], weights: Tensor, mine: int) -> None:
+    """Add the tensors that are sent dense."""
+    sent = []
+    for letter in letters:
+        layout = letter.plan.layout
+        # In memory of its own, because a view as another dtype has to be aligned.
+        sent.append(letter.payload[layout.num_bytes - layout.dense_bytes :].clone().view(plan.dtype))
+        if not _is_finite(sent[-1]):
+            name_broken_sender(letter.sender)
     bounds, sizes = [plan.bounds[index] for index in plan.dense], [plan.sizes[index] for index in plan.dense]
-    summed = dense[: len(weights) - 1].to(plan.residual_dtype)
+    summed = [dense.to(plan.residual_dtype) for dense in sent[: len(weights) - 1]]
     mean = sum(summed[1:], start=summed[0]) * weights[-1]
     torch._foreach_add_(bucket.parts(bucket.bases, bounds), list(mean.split(sizes)))
     if bucket.news:
         owns = bucket.parts(bucket.news, bounds)
         if mine >= 0:
-            torch._foreach_sub_(owns, list(dense[mine].to(plan.residual_dtype).split(sizes)))
+            torch._foreach_sub_(owns, list(sent[mine].to(plan.residual_dtype).split(sizes)))
         torch._foreach_add_(owns, list(mean.split(sizes)))
 
 

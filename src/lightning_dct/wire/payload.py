@@ -31,7 +31,7 @@ from torch import Tensor
 
 from lightning_dct.kernels.bits import flags_num_bytes, nonzero_indices, unpack_bits
 from lightning_dct.wire.positions import PayloadError, PositionCode
-from lightning_dct.wire.values import SCALED_FORMATS, decode_tensors, encode_tensors, values_num_bytes
+from lightning_dct.wire.values import BITS_PER_VALUE, SCALED_FORMATS, decode_tensors, encode_tensors, values_num_bytes
 
 MAGIC = 0xDC
 VERSION = 2
@@ -135,6 +135,19 @@ def unpack_values(layout: PayloadLayout, payload: Tensor, counts: Sequence[int],
     data = payload.split_with_sizes(layout.part_sizes)[3]
     decode_tensors(data, counts, read_scales(layout, payload), layout.value_format, values)
     return values
+
+
+def unpack_stretch(layout: PayloadLayout, payload: Tensor, first: int, count: int) -> Tensor:
+    """``count`` entries from number ``first`` on, of a payload of one tensor: shape ``[count]``, fp32."""
+    bits = BITS_PER_VALUE[layout.value_format]
+    # Several values may share a byte, and the first is not always the byte's first.
+    before = first % max(1, 8 // bits)
+    begin = bits * (first - before) // 8
+    data = payload.split_with_sizes(layout.part_sizes)[3]
+    data = data[begin : begin + values_num_bytes(layout.value_format, before + count)]
+    values = payload.new_empty(before + count, dtype=torch.float32)
+    decode_tensors(data, [before + count], read_scales(layout, payload), layout.value_format, values)
+    return values[before:]
 
 
 def read_scales(layout: PayloadLayout, payload: Tensor) -> Tensor:
