@@ -28,7 +28,7 @@ from lightning_dct.compress.bucket import Bucket, Received
 from lightning_dct.compress.bucket_plan import plan_bucket
 from lightning_dct.compress.on_host import apply, compress
 from lightning_dct.compress.threshold import Thresholds
-from lightning_dct.kernels import available_kernels, codes_kernel, cpu_kernel
+from lightning_dct.kernels import available_kernels, cpu_kernel
 from lightning_dct.kernels.bits import flags_num_bytes
 from lightning_dct.kernels.plain import Sent
 from lightning_dct.sync.rounds import LARGEST_BUCKET
@@ -90,7 +90,7 @@ class Rank:
         sent = [unpack(self.plans[number].layout, self.payloads[number]) for number in numbers]
         codes = [plan.layout.position_code for plan in self.plans]
         counts = [[one.values.numel()] for one in sent]
-        kernel = codes_kernel()
+        kernel = cpu_kernel()
         found["  code signs"] = partial(self._each, lambda n: kernel.encode_signs(sent[n].values, counts[n]))
         found["  code positions"] = partial(self._each, lambda n: codes[n].encode_flags(sent[n].flags))
         found["read one payload"] = partial(self._each, lambda n: unpack(self.plans[n].layout, self.payloads[n]))

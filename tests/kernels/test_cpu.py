@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dct.kernels import codes_kernel, cpu_kernel, numba_codes, numba_cpu, plain
+from lightning_dct.kernels import cpu_kernel, numba_cpu, plain
 from lightning_dct.kernels.bits import flags_num_bytes
 from lightning_dct.kernels.plain import Sent, pack, unpack
 from lightning_dct.wire import decode_values, encode_values
@@ -224,7 +224,7 @@ def test_add_sums(data: st.DataObject, sizes: list[int], gap: int, dtype: torch.
 @examples(40)
 def test_signs(counts: list[int], seed: int, dtype: torch.dtype) -> None:
     values = torch.randn(sum(counts), generator=torch.Generator().manual_seed(seed), dtype=dtype)
-    kernel = codes_kernel(Kernel.name)
+    kernel = cpu_kernel(Kernel.name)
     signs, scales = kernel.encode_signs(values, counts)
     assert np.array_equal(signs.numpy(), np.packbits(values.numpy() > 0, bitorder="little"))
     means = [math.fsum(part.abs().tolist()) / max(len(part), 1) for part in values.split(counts)] if counts else []
@@ -246,12 +246,12 @@ def test_levels(counts: list[int], seed: int, dtype: torch.dtype, whole: bool) -
     if whole:
         values = (4 * values).round_().masked_fill_(values > 2.5, math.inf).masked_fill_(values < -2.5, math.nan)
     index = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
-    codes, scales = numba_codes.encode_levels(values, counts)
+    codes, scales = numba_cpu.encode_levels(values, counts)
     expected = encode_values(values, index, len(counts), "2bit")
     assert torch.equal(codes, expected[0])
     torch.testing.assert_close(scales, expected[1], rtol=0, atol=0, equal_nan=True)
     decoded = torch.empty(sum(counts))
-    numba_codes.decode_levels(codes, counts, scales, decoded)
+    numba_cpu.decode_levels(codes, counts, scales, decoded)
     as_torch = decode_values(codes, sum(counts), index, scales, "2bit")
     torch.testing.assert_close(decoded, as_torch, rtol=0, atol=0, equal_nan=True)
 
@@ -260,9 +260,7 @@ def test_levels(counts: list[int], seed: int, dtype: torch.dtype, whole: bool) -
 @examples(30)
 def test_count_flags(data: st.DataObject, sizes: list[int]) -> None:
     sent = data.draw(sent_of(sizes, 0))
-    assert codes_kernel(Kernel.name).count_flags(sent.flags[0], sizes) == [
-        int(m.sum()) for m in dense(sent, sizes, 0)[0]
-    ]
+    assert cpu_kernel(Kernel.name).count_flags(sent.flags[0], sizes) == [int(m.sum()) for m in dense(sent, sizes, 0)[0]]
 
 
 def test_a_million_entries() -> None:

@@ -49,8 +49,8 @@ from lightning_dct.wire import (
     unpack_values,
 )
 
-# Entries of a large tensor that are read at once: their values stay in the cache.
-AT_ONCE = 1 << 20
+# Entries of a large tensor that are read at once. Fewer cost more calls.
+AT_ONCE = 1 << 21
 
 
 def compress(
@@ -299,21 +299,27 @@ def _read_flags(letter: _Letter, flags: Tensor) -> list[int]:
 
 
 def _stretches(size: int, flags: Tensor, letters: Sequence[_Letter]) -> Iterator[tuple[int, int, Sent]]:
-    """What is sent of a large tensor, a stretch at a time: all values together would take more than the weights."""
+    """What is sent of a large tensor, a stretch at a time: all values together would take more than the weights.
+
+    Each is valid until the next is asked for.
+    """
     cursors = [0] * len(letters)
+    room = flags.new_zeros(len(letters), flags_num_bytes(AT_ONCE))
+    memory = torch.empty(8 + len(letters) * AT_ONCE)
     for start in range(0, size, AT_ONCE):
         stop = min(start + AT_ONCE, size)
-        some = flags.new_zeros(len(letters), flags_num_bytes(stop - start))
         packed = flags[:, start // 8 : (stop + 7) // 8]
-        some[:, : packed.shape[1]] = packed
-        counts = [count_flags(row, [stop - start])[0] for row in some]
-        values = torch.empty(sum(counts))
-        parts = zip(letters, cursors, values.split_with_sizes(counts), strict=True)
-        for letter, cursor, own in parts:
-            own.copy_(unpack_stretch(letter.plan.layout, letter.payload, cursor, own.numel()))
-            _check_finite(letter, own)
+        room[:, : packed.shape[1]] = packed
+        counts = [count_flags(row, [stop - start])[0] for row in room]
+        # The last first: an entry may write over the last ones before it.
+        place = 8 + sum(counts)
+        values = memory[8:place]
+        for letter, cursor, count in reversed([*zip(letters, cursors, counts, strict=True)]):
+            place -= count
+            unpack_stretch(letter.plan.layout, letter.payload, cursor, count, memory, place)
+            _check_finite(letter, memory[place : place + count])
         cursors = [cursor + count for cursor, count in zip(cursors, counts, strict=True)]
-        yield start, stop, Sent(some, values, counts)
+        yield start, stop, Sent(room, values, counts)
 
 
 def _check_finite(letter: _Letter, values: Tensor) -> None:

@@ -7,10 +7,9 @@ torch                  torch and numpy, in cache-sized chunks
 numba     numba        compiled loops at the speed of memory (``pip install '.[fast]'``)
 ========  ===========  ==================================================================
 
-:mod:`~lightning_dct.kernels.plain` says what each function does. Those of numba are in
-:mod:`~lightning_dct.kernels.numba_cpu` (entries) and :mod:`~lightning_dct.kernels.numba_codes` (bytes). Both kernels
-give the same bits, so ranks may use different ones. On a GPU :mod:`~lightning_dct.compress.marking` selects gradients
-and updates. :mod:`~lightning_dct.kernels.numba_rows` codes rows of activations as :mod:`lightning_dct.wire.rows` does.
+:mod:`~lightning_dct.kernels.plain` says what each function does. Both kernels give the same bits, so ranks may use
+different ones. On a GPU :mod:`~lightning_dct.compress.marking` selects gradients and updates.
+:mod:`~lightning_dct.kernels.numba_rows` codes rows of activations as :mod:`lightning_dct.wire.rows` does.
 """
 
 from __future__ import annotations
@@ -35,19 +34,9 @@ ALIASES = {"triton": "torch"}
 @cache
 def cpu_kernel(kernel: str = "auto") -> Any:
     """The module of a kernel; with ``"auto"`` the fastest that is installed. :func:`check_kernel` describes errors."""
-    return _module(kernel, "numba_cpu")
-
-
-@cache
-def codes_kernel(kernel: str = "auto") -> Any:
-    """The module of a kernel that codes values and positions."""
-    return _module(kernel, "numba_codes")
-
-
-def _module(kernel: str, of_numba: str) -> Any:
     name = fastest_kernel("cpu") if kernel == "auto" else kernel
     check_kernel(name, "cpu")
-    return import_module(f"lightning_dct.kernels.{of_numba if name == 'numba' else 'plain'}")
+    return import_module(f"lightning_dct.kernels.{'numba_cpu' if name == 'numba' else 'plain'}")
 
 
 def select(
@@ -78,7 +67,7 @@ def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:
     shape ``[k, dim]`` in the same dtype.
     """
     if fastest_kernel(total.device.type) == "numba":
-        import_module("lightning_dct.kernels.numba_rows").add_rows(total, indices, rows)
+        import_module("lightning_dct.kernels.numba_cpu").add_rows(total, indices, rows)
     else:
         total.index_add_(0, indices, rows)
 

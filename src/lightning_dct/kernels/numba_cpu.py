@@ -3,6 +3,8 @@
 Selecting reads the weights once, and adding the mean reads and writes them once. All else works on what is sent: flags,
 64 to a word, and values. A loop over the set flags of a word costs as little as the flags are few, and needs no
 temporary tensor.
+
+All of it is in one file, because numba keeps what it has compiled of a function until that function's own file changes.
 """
 
 from __future__ import annotations
@@ -17,19 +19,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.cpython.unsafe import numbers
+from numba.extending import intrinsic
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_dct.kernels.numba_words import (
-    ONE,
-    WORD,
-    flags_before,
-    prefetch,
-    set_window,
-    trailing_zeros,
-    window,
-    words_of,
-)
 from lightning_dct.kernels.plain import Selection, Sent
 
 # Entries that fit the first-level cache.
@@ -40,6 +37,10 @@ LINE = 64
 ENTRIES_PER_THREAD = 1 << 18
 # Multiplied with eight bytes of 0 or 1, this collects them in the highest byte.
 GATHER = np.uint64(0x0102040810204080)
+trailing_zeros: Any = numbers.trailing_zeros
+ONE, WORD = np.uint64(1), np.uint64(63)
+# The largest fp32 number of which twice is finite.
+LARGEST_HALF = torch.finfo(torch.float32).max / 2
 
 Result = TypeVar("Result")
 
@@ -62,7 +63,7 @@ def select(
     flags: Tensor,
 ) -> Selection:
     """See :func:`lightning_dct.kernels.plain.select`."""
-    words, nothing = words_of(flags), bases[0][:0] if bases else torch.empty(0)
+    words, nothing = _words(flags), bases[0][:0] if bases else torch.empty(0)
     dtype = nothing.numpy().dtype
     # numba does not support bfloat16.
     arrays = [(new.to(base.dtype).numpy(), base.numpy()) for new, base in zip(news, bases, strict=True)]
@@ -93,15 +94,15 @@ def select(
 def thin(flags: Tensor, begin: int, size: int, values: Tensor, target: int, limit: float) -> Tensor:
     """See :func:`lightning_dct.kernels.plain.thin`."""
     array = values.numpy()
-    return values[: _thin(words_of(flags), begin, size, array, target, array.dtype.type(limit))]
+    return values[: _thin(_words(flags), begin, size, array, target, array.dtype.type(limit))]
 
 
 def subtract(tensors: Sequence[Tensor], first: Sequence[int], sent: Sent) -> None:
     """See :func:`lightning_dct.kernels.plain.subtract`."""
-    words, values = words_of(sent.flags)[0], sent.values.numpy()
+    words, values = _words(sent.flags)[0], sent.values.numpy()
 
     def subtract_pieces(pieces: list[_Piece]) -> None:
-        cursor = flags_before(words, pieces[0].bit)
+        cursor = _flags_before(words, pieces[0].bit)
         for tensor, start, stop, bit in pieces:
             cursor = _subtract(tensors[tensor].numpy()[start:stop], words, bit, values, cursor)
 
@@ -110,10 +111,10 @@ def subtract(tensors: Sequence[Tensor], first: Sequence[int], sent: Sent) -> Non
 
 def decay(news: Sequence[Tensor], bases: Sequence[Tensor], first: Sequence[int], sent: Sent, lost: float) -> None:
     """See :func:`lightning_dct.kernels.plain.decay`."""
-    words, values = words_of(sent.flags)[0], sent.values.numpy()
+    words, values = _words(sent.flags)[0], sent.values.numpy()
 
     def decay_pieces(pieces: list[_Piece]) -> None:
-        cursor = flags_before(words, pieces[0].bit)
+        cursor = _flags_before(words, pieces[0].bit)
         for tensor, start, stop, bit in pieces:
             new, base = news[tensor].numpy()[start:stop], bases[tensor].numpy()[start:stop]
             cursor = _decay(new, base, new.dtype.type(lost), words, bit, values, cursor)
@@ -130,18 +131,77 @@ def add_sums(
     mine: int = -1,
 ) -> None:
     """See :func:`lightning_dct.kernels.plain.add_sums`."""
-    words, values = words_of(sent.flags), sent.values.numpy()
+    words, values = _words(sent.flags), sent.values.numpy()
     starts = np.array([*accumulate(sent.counts, initial=0)][:-1], np.int64)
     by_count, nothing = weights.numpy(), weights.numpy()[:0]
 
     def add_pieces(pieces: list[_Piece]) -> None:
-        cursors = starts + np.array([flags_before(row, pieces[0].bit) for row in words])
+        cursors = starts + np.array([_flags_before(row, pieces[0].bit) for row in words])
         for tensor, start, stop, bit in pieces:
             total = totals[tensor].numpy()[start:stop]
             own_weights = nothing if owns is None else owns[tensor].numpy()[start:stop]
             _add_sums(total, own_weights, words, bit, values, cursors, mine, by_count)
 
     _in_threads(add_pieces, _shares(totals, first))
+
+
+def encode_signs(values: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """See :func:`lightning_dct.kernels.plain.encode_signs`."""
+    signs, scales = np.zeros(values.numel() // 64 + 1, np.uint64), torch.empty(len(counts))
+    _encode_signs(values.numpy(), np.array(counts, np.int64), signs, scales.numpy())
+    return torch.from_numpy(signs.view(np.uint8)[: (values.numel() + 7) // 8]), scales
+
+
+def decode_signs(signs: Tensor, counts: Sequence[int], scales: Tensor, values: Tensor) -> None:
+    """See :func:`lightning_dct.kernels.plain.decode_signs`."""
+    words, size = np.zeros(values.numel() // 64 + 1, np.uint64), (values.numel() + 7) // 8
+    words.view(np.uint8)[:size] = signs.numpy()[:size]
+    _decode_signs(words, np.array(counts, np.int64), scales.numpy(), values.numpy())
+
+
+def encode_levels(values: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The codes and scales of ``2bit``, as in :func:`lightning_dct.wire.encode_values`."""
+    codes, scales = np.zeros((values.numel() + 3) // 4, np.uint8), torch.empty(len(counts))
+    _encode_levels(values.numpy(), np.array(counts, np.int64), codes, scales.numpy())
+    return torch.from_numpy(codes), scales
+
+
+def decode_levels(codes: Tensor, counts: Sequence[int], scales: Tensor, values: Tensor) -> None:
+    """Undo :func:`encode_levels`, into ``values``: shape ``[sum(counts)]``, fp32."""
+    _decode_levels(codes.numpy(), np.array(counts, np.int64), scales.numpy(), values.numpy())
+
+
+def count_flags(flags: Tensor, sizes: Sequence[int]) -> list[int]:
+    """See :func:`lightning_dct.kernels.plain.count_flags`."""
+    counts: list[int] = _count_flags(_words(flags), np.array(sizes, np.int64)).tolist()
+    return counts
+
+
+def encode_elias_fano(flags: Tensor, num_bits: int, num_flags: int, low_bits: int, capacity: int) -> Tensor:
+    """See :func:`lightning_dct.kernels.plain.encode_elias_fano`."""
+    message = np.zeros(num_bits // 64 + 2, np.uint64)
+    if not _encode_elias_fano(_words(flags), message, num_flags, low_bits, capacity):
+        raise ValueError(f"More than {capacity} positions do not fit.")
+    return torch.from_numpy(message.view(np.uint8)[: (num_bits + 7) // 8])
+
+
+def decode_elias_fano(
+    message: Tensor, universe: int, num_flags: int, low_bits: int, capacity: int, flags: Tensor
+) -> int:
+    """See :func:`lightning_dct.kernels.plain.decode_elias_fano`."""
+    words = np.zeros(message.numel() // 8 + 3, np.uint64)
+    words.view(np.uint8)[: message.numel()] = message.numpy()
+    return int(_decode_elias_fano(words, universe, num_flags, low_bits, capacity, _words(flags)))
+
+
+def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:
+    """See :func:`lightning_dct.kernels.add_rows`."""
+    _add_rows(total.numpy(), indices.numpy(), rows.contiguous().numpy())
+
+
+def _words(flags: Tensor) -> NDArray[np.uint64]:
+    words: NDArray[np.uint64] = flags.numpy().view(np.uint64)
+    return words
 
 
 _scratch_tensors = threading.local()
@@ -157,6 +217,77 @@ def _scratch(count: int, dtype: torch.dtype) -> Tensor:
 
 
 @njit(nogil=True, cache=True, error_model="numpy", inline="always")
+def _window(words: Any, bit: Any, length: Any) -> Any:
+    """Up to 64 flags from a bit on, the first in the lowest bit; those beyond ``length`` are zero."""
+    word, shift = bit >> 6, np.uint64(bit) & WORD
+    flags = words[word] >> shift
+    if shift:
+        flags |= words[word + 1] << (np.uint64(64) - shift)
+    if length < 64:
+        flags &= (ONE << np.uint64(length)) - ONE
+    return flags
+
+
+@njit(nogil=True, cache=True, error_model="numpy", inline="always")
+def _set_window(words: Any, bit: Any, flags: Any) -> None:
+    word, shift = bit >> 6, np.uint64(bit) & WORD
+    words[word] |= flags << shift
+    # Only if it changes: the next word may be another thread's.
+    if shift and flags >> (np.uint64(64) - shift):
+        words[word + 1] |= flags >> (np.uint64(64) - shift)
+
+
+@njit(nogil=True, cache=True, error_model="numpy", inline="always")
+def _ones(word: Any) -> Any:
+    """The number of set flags. Compilers know this formula, and use the processor's instruction."""
+    word = word - ((word >> ONE) & np.uint64(0x5555555555555555))
+    word = (word & np.uint64(0x3333333333333333)) + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333))
+    word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _flags_before(words: Any, bit: int, start: int = 0) -> int:
+    """The number of set flags from number ``start`` on, before number ``bit``."""
+    first = min(bit, start + (-start & 63))
+    count = _ones(_window(words, start, first - start)) if start < first else 0
+    for word in range(first >> 6, bit >> 6):
+        count += _ones(words[word])
+    first = max(first, bit & ~63)
+    return count + (_ones(_window(words, first, bit - first)) if first < bit else 0)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _count_flags(words: Any, sizes: Any) -> Any:
+    counts, start = np.zeros(sizes.size, np.int64), 0
+    for number in range(sizes.size):
+        counts[number] = _flags_before(words, start + sizes[number], start)
+        start += sizes[number]
+    return counts
+
+
+@intrinsic
+def _prefetch_entry(context: Any, array: Any, index: Any) -> Any:
+    """Have the processor fetch the cache line of an array's entry, which may lie beyond its end."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(ir.VoidType(), [byte, number, number, number]), "llvm.prefetch.p0i8"
+        )
+        # To be written, into the first-level cache, as data.
+        kind = [ir.Constant(number, value) for value in (1, 3, 1)]
+        builder.call(function, [builder.bitcast(builder.gep(data, [arguments[1]]), byte), *kind])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate
+
+
+_prefetch: Any = _prefetch_entry
+
+
+@njit(nogil=True, cache=True, error_model="numpy", inline="always")
 def _collect(reached: Any, block: Any, length: int, words: Any, bit: int, values: Any, count: int) -> int:
     """Set the flags of a block, given as bytes of 0 or 1, and append its flagged entries to the values."""
     eights = reached.view(np.uint64)
@@ -166,7 +297,7 @@ def _collect(reached: Any, block: Any, length: int, words: Any, bit: int, values
         for byte in range(8):
             flags |= ((eights[start // 8 + byte] * GATHER) >> np.uint64(56)) << np.uint64(8 * byte)
         if flags:
-            set_window(words, bit + start, flags)
+            _set_window(words, bit + start, flags)
         while flags:
             values[count] = block[start + trailing_zeros(flags)]
             flags &= flags - ONE
@@ -217,7 +348,7 @@ def _thin(words: Any, begin: int, size: int, values: Any, target: int, limit: An
     # Of `large` entries number n is left if n * wanted // large is another number than for the one before it.
     cursor, count, remainder, wanted = 0, 0, 0, min(target, large)
     for bit in range(begin, begin + size, 64):
-        flags = window(words, bit, begin + size - bit)
+        flags = _window(words, bit, begin + size - bit)
         while flags:
             lowest = flags & (~flags + ONE)
             flags ^= lowest
@@ -238,7 +369,7 @@ def _thin(words: Any, begin: int, size: int, values: Any, target: int, limit: An
 def _subtract(tensor: Any, words: Any, bit: int, values: Any, cursor: int) -> int:
     for start in range(0, tensor.size, 64):
         part = tensor[start : start + 64]
-        flags = window(words, bit + start, part.size)
+        flags = _window(words, bit + start, part.size)
         while flags:
             i = trailing_zeros(flags)
             flags &= flags - ONE
@@ -254,7 +385,7 @@ def _decay(new: Any, base: Any, lost: Any, words: Any, bit: int, values: Any, cu
     left = np.empty(64, new.dtype)
     for start in range(0, new.size, 64):
         ours, theirs = new[start : start + 64], base[start : start + 64]
-        flags = window(words, bit + start, ours.size)
+        flags = _window(words, bit + start, ours.size)
         for i in range(ours.size):
             left[i] = ours[i] - theirs[i]
         while flags:
@@ -274,11 +405,11 @@ def _add_sums(total: Any, own: Any, words: Any, bit: int, values: Any, cursors: 
         union = np.uint64(0)
         # With few flags the processor does not see that lines follow one another, and would wait for each.
         for entry in range(start + BLOCK, start + BLOCK + 64, LINE // total.itemsize):
-            prefetch(total, entry)
+            _prefetch(total, entry)
             if own.size:
-                prefetch(own, entry)
+                _prefetch(own, entry)
         for sender in range(words.shape[0]):
-            flags, cursor = window(words[sender], bit + start, part.size), cursors[sender]
+            flags, cursor = _window(words[sender], bit + start, part.size), cursors[sender]
             if sender < summed:
                 union |= flags
             while flags:
@@ -300,6 +431,145 @@ def _add_sums(total: Any, own: Any, words: Any, bit: int, values: Any, cursors: 
             if ours.size:
                 ours[i] += mean
             sums[i], senders[i] = 0, 0
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _encode_signs(values: Any, counts: Any, signs: Any, scales: Any) -> None:
+    for start in range(0, values.size, 64):
+        part, flags = values[start : start + 64], np.uint64(0)
+        for i in range(part.size):
+            flags |= np.uint64(part[i] > 0) << np.uint64(i)
+        signs[start // 64] = flags
+    start = 0
+    for tensor in range(counts.size):
+        part = values[start : start + counts[tensor]]
+        start += counts[tensor]
+        # Sums that do not wait for one another.
+        one, two, three, four = 0.0, 0.0, 0.0, 0.0
+        for i in range(0, part.size - 3, 4):
+            one += abs(np.float64(part[i]))
+            two += abs(np.float64(part[i + 1]))
+            three += abs(np.float64(part[i + 2]))
+            four += abs(np.float64(part[i + 3]))
+        for i in range(part.size & ~3, part.size):
+            one += abs(np.float64(part[i]))
+        scales[tensor] = (one + two + three + four) / max(part.size, 1)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _decode_signs(signs: Any, counts: Any, scales: Any, values: Any) -> None:
+    plus, minus = np.float32(1), np.float32(-1)
+    for start in range(0, values.size, 64):
+        part, flags = values[start : start + 64], signs[start >> 6]
+        for i in range(part.size):
+            part[i] = plus if (flags >> np.uint64(i)) & ONE else minus
+    start = 0
+    for tensor in range(counts.size):
+        part, scale = values[start : start + counts[tensor]], scales[tensor]
+        for i in range(part.size):
+            part[i] *= scale
+        start += part.size
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _encode_levels(values: Any, counts: Any, codes: Any, scales: Any) -> None:
+    start = 0
+    for tensor in range(counts.size):
+        part, count = values[start : start + counts[tensor]], max(counts[tensor], 1)
+        # In the order of torch, because every sum is rounded.
+        total, larger, number = 0.0, 0.0, 0
+        for i in range(part.size):
+            total += abs(np.float64(part[i]))
+        mean = total / count
+        for i in range(part.size):
+            magnitude = abs(np.float64(part[i]))
+            larger += magnitude if magnitude >= mean else 0.0
+            number += magnitude >= mean
+        product, square = total + larger, np.float64(count + 3 * number)
+        fits = product * product / square > total * mean and product / square <= LARGEST_HALF
+        scales[tensor] = product / square if fits else mean
+        for i in range(part.size):
+            code = 2 * (fits and abs(np.float64(part[i])) >= mean) + (part[i] > 0)
+            codes[(start + i) >> 2] |= code << (2 * ((start + i) & 3))
+        start += part.size
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _decode_levels(codes: Any, counts: Any, scales: Any, values: Any) -> None:
+    start = 0
+    for tensor in range(counts.size):
+        part, scale = values[start : start + counts[tensor]], scales[tensor]
+        for i in range(part.size):
+            code = codes[(start + i) >> 2] >> (2 * ((start + i) & 3))
+            level = scale + scale if code & 2 else scale
+            part[i] = level if code & 1 else -level
+        start += part.size
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _encode_elias_fano(words: Any, message: Any, num_flags: int, low_bits: int, capacity: int) -> bool:
+    count, low = 0, np.zeros(64, np.int64)
+    for word in range(words.size):
+        flags = words[word]
+        while flags:
+            position = 64 * word + np.int64(trailing_zeros(flags))
+            flags &= flags - ONE
+            if count == capacity:
+                return False
+            place = (position >> low_bits) + count
+            message[place >> 6] |= ONE << (np.uint64(place) & WORD)
+            low[count & 63] = position
+            count += 1
+            if not count & 63:
+                _set_planes(message, low, num_flags + count - 64, low_bits, capacity)
+    low[count & 63 :] = 0
+    _set_planes(message, low, num_flags + (count & ~63), low_bits, capacity)
+    return True
+
+
+@njit(nogil=True, cache=True, error_model="numpy", inline="always")
+def _set_planes(message: Any, low: Any, first: Any, low_bits: Any, capacity: Any) -> None:
+    """Write the low bits of 64 positions, plane by plane."""
+    for plane in range(low_bits):
+        bits = np.uint64(0)
+        for i in range(64):
+            bits |= np.uint64((low[i] >> plane) & 1) << np.uint64(i)
+        if bits:
+            _set_window(message, first + plane * capacity, bits)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _decode_elias_fano(message: Any, universe: int, num_flags: int, low_bits: int, capacity: int, words: Any) -> int:
+    """The number of positions, or minus one if they are not ascending below ``universe``."""
+    count, last, low = 0, np.int64(-1), np.zeros(64, np.int64)
+    for start in range(0, num_flags, 64):
+        flags = _window(message, start, num_flags - start)
+        while flags:
+            place = start + np.int64(trailing_zeros(flags))
+            flags &= flags - ONE
+            if count == capacity:
+                return -1
+            if not count & 63:
+                low[:] = 0
+                for plane in range(low_bits):
+                    bits = _window(message, num_flags + plane * capacity + count, capacity - count)
+                    for i in range(64):
+                        low[i] |= np.int64((bits >> np.uint64(i)) & ONE) << plane
+            position = (place - count) << low_bits | low[count & 63]
+            if position <= last or position >= universe:
+                return -1
+            words[position >> 6] |= ONE << (np.uint64(position) & WORD)
+            last = position
+            count += 1
+    return count
+
+
+@njit(nogil=True, cache=True)
+def _add_rows(total: Any, indices: Any, rows: Any) -> None:
+    for i in range(indices.size):
+        sums, addends = total[indices[i]], rows[i]
+        for j in range(sums.size):
+            sums[j] += addends[j]
 
 
 def _shares(tensors: Sequence[Tensor], first: Sequence[int]) -> list[list[_Piece]]:

@@ -148,16 +148,3 @@ def _decode(rows: Any, written: Any, bytewise: bool, shares: Any) -> None:
                 place = before + j
                 code = data[place >> 1] >> (4 * (place & 1)) & 15
                 row[j] = np.float32(np.int32(code) - 8) * scale
-
-
-def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:
-    """See :func:`lightning_dct.kernels.add_rows`."""
-    _add_rows(total.numpy(), indices.numpy(), rows.contiguous().numpy())
-
-
-@njit(nogil=True, cache=True)
-def _add_rows(total: Any, indices: Any, rows: Any) -> None:
-    for i in range(indices.size):
-        sums, addends = total[indices[i]], rows[i]
-        for j in range(sums.size):
-            sums[j] += addends[j]

@@ -137,17 +137,19 @@ def unpack_values(layout: PayloadLayout, payload: Tensor, counts: Sequence[int],
     return values
 
 
-def unpack_stretch(layout: PayloadLayout, payload: Tensor, first: int, count: int) -> Tensor:
-    """``count`` entries from number ``first`` on, of a payload of one tensor: shape ``[count]``, fp32."""
+def unpack_stretch(layout: PayloadLayout, payload: Tensor, first: int, count: int, out: Tensor, place: int) -> None:
+    """Write ``count`` entries from number ``first`` on, of a payload of one tensor, to ``out`` (fp32) at a place.
+
+    Several values may share a byte, and ``first`` is not always the first of them. So up to seven entries of ``out``
+    before the place are overwritten, too.
+    """
     bits = BITS_PER_VALUE[layout.value_format]
-    # Several values may share a byte, and the first is not always the byte's first.
     before = first % max(1, 8 // bits)
     begin = bits * (first - before) // 8
     data = payload.split_with_sizes(layout.part_sizes)[3]
     data = data[begin : begin + values_num_bytes(layout.value_format, before + count)]
-    values = payload.new_empty(before + count, dtype=torch.float32)
+    values = out[place - before : place + count]
     decode_tensors(data, [before + count], read_scales(layout, payload), layout.value_format, values)
-    return values[before:]
 
 
 def read_scales(layout: PayloadLayout, payload: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightning_dct.kernels import codes_kernel
+from lightning_dct.kernels import cpu_kernel
 from lightning_dct.kernels.bits import nonzero_indices, num_bytes, pack_bits, pack_flags, unpack_bits
 
 
@@ -144,7 +144,7 @@ class PositionCode:
             return flags[: self.num_bytes]
         if flags.device.type != "cpu":
             return self.encode(nonzero_indices(unpack_bits(flags, self.universe)))
-        return codes_kernel().encode_elias_fano(flags, self.num_bits, self.num_flags, self.low_bits, self.capacity)
+        return cpu_kernel().encode_elias_fano(flags, self.num_bits, self.num_flags, self.low_bits, self.capacity)
 
     def decode_flags(self, message: Tensor, count: int, flags: Tensor, sizes: Sequence[int]) -> list[int]:
         """Read a message, shape ``[num_bytes]``, uint8, into flags, which are zero before.
@@ -161,7 +161,7 @@ class PositionCode:
             flags.copy_(pack_flags(message.new_zeros(self.universe).index_fill_(0, self.decode(message, count), 1)))
         else:
             lengths = self.universe, self.num_flags, self.low_bits, self.capacity
-            if codes_kernel().decode_elias_fano(message, *lengths, flags) < 0:
+            if cpu_kernel().decode_elias_fano(message, *lengths, flags) < 0:
                 raise PayloadError(f"the positions are corrupt: they are not ascending below {self.universe}")
         counts = count_flags(flags, sizes)
         if sum(counts) != count:
@@ -174,6 +174,6 @@ class PositionCode:
 def count_flags(flags: Tensor, sizes: Sequence[int]) -> list[int]:
     """How many of packed flags are set in each of the tensors of these sizes, one after the other."""
     if flags.device.type == "cpu":
-        return codes_kernel().count_flags(flags, sizes)
+        return cpu_kernel().count_flags(flags, sizes)
     marks = unpack_bits(flags, sum(sizes))
     return torch.stack([part.sum() for part in marks.split(list(sizes))]).tolist() if sizes else []

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dct.kernels import codes_kernel, fastest_kernel
+from lightning_dct.kernels import cpu_kernel, fastest_kernel
 from lightning_dct.kernels.bits import num_bytes, pack_bits, places_in_byte, unpack_bits
 
 BITS_PER_VALUE: dict[str, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "2bit": 2, "1bit": 1}
@@ -47,10 +47,10 @@ def values_num_bytes(value_format: str, capacity: int) -> int:
 def encode_tensors(values: Tensor, counts: Sequence[int], value_format: str) -> tuple[Tensor, Tensor]:
     """:func:`encode_values` of ``counts`` values of each tensor."""
     if value_format == "1bit" and values.device.type == "cpu":
-        data, scales = codes_kernel().encode_signs(values, counts)
+        data, scales = cpu_kernel().encode_signs(values, counts)
         return data, scales
     if value_format == "2bit" and fastest_kernel(values.device.type) == "numba":
-        data, scales = codes_kernel().encode_levels(values, counts)
+        data, scales = cpu_kernel().encode_levels(values, counts)
         return data, scales
     return encode_values(values, _tensor_index(counts, values.device), len(counts), value_format)
 
@@ -58,9 +58,9 @@ def encode_tensors(values: Tensor, counts: Sequence[int], value_format: str) -> 
 def decode_tensors(data: Tensor, counts: Sequence[int], scales: Tensor, value_format: str, values: Tensor) -> None:
     """Decode the bytes of :func:`encode_tensors` into ``values``: shape ``[sum(counts)]``, fp32."""
     if value_format == "1bit" and data.device.type == "cpu":
-        codes_kernel().decode_signs(data, counts, scales, values)
+        cpu_kernel().decode_signs(data, counts, scales, values)
     elif value_format == "2bit" and fastest_kernel(data.device.type) == "numba":
-        codes_kernel().decode_levels(data, counts, scales, values)
+        cpu_kernel().decode_levels(data, counts, scales, values)
     else:
         index = _tensor_index(counts, data.device)
         values.copy_(decode_values(data, values.numel(), index, scales, value_format))
