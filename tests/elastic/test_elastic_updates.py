@@ -175,6 +175,48 @@ def test_ranks_that_have_met_apart_take_the_weights_of_the_most(gradient: torch.
     assert present.forgotten == (others == 2)
 
 
+def other_rank(ready: int, row: torch.Tensor, history: int, step: int = 1) -> Any:
+    """Another rank, which sends a header and then, if ranks hand over, this row."""
+    header = torch.tensor(Header(1, step, 1, 0, 0, ready=ready, history=history))
+    return lambda sent: header if sent.dtype == torch.int64 else row
+
+
+def test_a_rank_that_leaves_hands_over_what_it_has_not_sent(gradient: torch.Tensor) -> None:
+    updates, present, parameter, optimizer = rank_of(torch.zeros(400), density=0.25)
+    step(updates, parameter, optimizer, gradient)
+    updates.exchange_updates()  # alone
+    shared, left = updates.weights.shared("w").clone(), (parameter.data - updates.weights.shared("w")).clone()
+    assert left.abs().sum() > 0
+    present.others = [other_rank(0, torch.zeros(400), updates._history)]
+    updates.hand_over()
+    torch.testing.assert_close(updates.weights.shared("w"), shared + left / 2)
+    assert [len(sent) for sent in present.sent[-2:]] == [len(Header._fields), 400]
+
+
+def test_the_others_take_what_a_rank_hands_over_and_send_nothing_then(gradient: torch.Tensor) -> None:
+    updates, present, parameter, optimizer = rank_of(torch.zeros(400), density=0.25)
+    step(updates, parameter, optimizer, gradient)
+    updates.exchange_updates()
+    step(updates, parameter, optimizer, gradient)
+    shared, own, row = updates.weights.shared("w").clone(), parameter.data.clone(), torch.randn(400)
+    present.others = [other_rank(2, row, updates._history)]
+    updates.exchange_updates()
+    torch.testing.assert_close(updates.weights.shared("w"), shared + row / 2)
+    torch.testing.assert_close(parameter.data, own + row / 2)
+    assert torch.equal(present.sent[-1], torch.zeros(400))
+
+
+def test_nothing_is_handed_over_while_a_rank_joins(gradient: torch.Tensor) -> None:
+    updates, present, parameter, optimizer = rank_of(torch.zeros(400), density=0.25)
+    step(updates, parameter, optimizer, gradient)
+    updates.exchange_updates()
+    shared, sent = updates.weights.shared("w").clone(), len(present.sent)
+    present.others = [other_rank(0, torch.zeros(400), updates._history, step=-1)]
+    updates.hand_over()
+    assert torch.equal(updates.weights.shared("w"), shared)
+    assert len(present.sent) == sent + 3  # it tries three times
+
+
 def test_a_joiner_delays_what_the_others_send(gradient: torch.Tensor) -> None:
     updates, present, parameter, optimizer = rank_of(torch.zeros(400), density=0.25)
     present.others = [lambda sent: torch.tensor(Header(1, -1, 0, 0, 0))]

@@ -101,6 +101,17 @@ def test_a_stopped_rank_comes_back_and_keeps_what_it_has_moved(job: Callable[...
     assert int(ends[2][3]) >= 40  # steps that it has passed over
 
 
+def test_a_rank_that_is_asked_to_end_hands_over_what_it_has_not_sent(job: Callable[..., Job]) -> None:
+    run = job(3, 400)
+    run.wait_for(2, 100)
+    run.kill(2, signal.SIGTERM)
+    gone = run.processes.pop(2)
+    gone.join(60)
+    assert gone.exitcode == 0  # as Lightning ends on that signal
+    assert "rank 2 hands over what it has not sent, and leaves" in run.log(2)
+    check_alike(run, run.end(), 400)
+
+
 def test_the_lighthouse_is_killed_and_comes_back(job: Callable[..., Job]) -> None:
     run = job(3, 400, slow=0.1)
     run.wait_for(0, 40)

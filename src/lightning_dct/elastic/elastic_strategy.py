@@ -24,6 +24,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only as utils_rank_ze
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
@@ -303,6 +304,13 @@ class DCTElasticStrategy(DCTStrategy):
             f" {updates.present.lost} more have failed:\n" + plain_table(rows)
         )
         self.present.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Hand over to the others what this rank has not sent, if its machine asks it to end."""
+        if isinstance(exception, SIGTERMException) and self.is_fitting and self._elastic.step:
+            print(f"lightning_dct: rank {self.global_rank} hands over what it has not sent, and leaves.", flush=True)
+            self._elastic.hand_over()
+        super().on_exception(exception)
 
     def teardown(self) -> None:
         """Leave the others."""

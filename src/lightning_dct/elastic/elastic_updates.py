@@ -58,7 +58,8 @@ class Header(NamedTuple):
         trained: Of these, how many it has trained since its last exchange.
         num_bytes: What it would send.
         nanoseconds: Its time for a step.
-        ready: Whether a joining rank starts with those that are there, or any other leaves.
+        ready: 1 if a joining rank starts with those that are there, or any other leaves; 2 if it hands over what it has
+            not sent.
         cosine: How alike it takes the ranks' steps to be; that of the first rank that is not behind counts.
         history: A checksum of the rounds that its shared weights have taken, and of their quorums.
     """
@@ -155,12 +156,45 @@ class ElasticUpdates(UpdateSynchronizer):
 
     def apply_all(self) -> None:
         """Meet the others once more before leaving: a rank that has missed the last exchange takes it from them."""
+        self._leave(ready=1)
+
+    def hand_over(self) -> None:
+        """Give the others what this rank has moved and not sent, before it leaves a run that goes on."""
+        self._leave(ready=2)
+
+    def _leave(self, ready: int) -> None:
         self.weights.hide()
         self._round = self.present.round
-        header = torch.tensor(Header(self._rank, self.step, 0, 0, 0, ready=1), dtype=torch.int64)
+        header = Header(self._rank, self.step, 0, 0, 0, ready=ready, history=self._history)
         for _ in range(FAREWELLS):
-            if self.present.meet() and self.present.gather(header) is not None and self.present.agree():
+            if not self.present.meet():
+                continue
+            gathered = self.present.gather(torch.tensor(header, dtype=torch.int64))
+            if gathered is not None and self._say_farewell([Header(*row) for row in gathered.tolist()], ready):
                 return
+
+    def _say_farewell(self, headers: list[Header], ready: int) -> bool:
+        """End a meeting in which nobody sends updates; whether its end, and what ranks hand over, is taken.
+
+        A joiner has the weights from before the meeting, so nothing changes if there is one. Then a rank tries again.
+        """
+        present = self.present
+        givers = [place for place, header in enumerate(headers) if header.ready == 2]
+        takes = givers and min(header.step for header in headers) >= 0 and len({one.history for one in headers}) == 1
+        rows = None
+        if takes:
+            names = self._the_rounds.names
+            left = self.weights.movement(names, torch.float32)
+            rows = present.gather(left if ready == 2 else left.zero_())
+            self.exchange.everyone.count(all_gather_bytes(4 * left.numel(), present.size()))
+        if not present.agree():
+            return False
+        if rows is not None:
+            for row in rows[givers]:
+                # As the mean of all ranks, of which only this one has moved.
+                mean = row.nan_to_num_(0.0, 0.0, 0.0).div_(len(headers))
+                self.weights.move(names, mean, torch.zeros_like(mean))
+        return rows is not None or ready < 2
 
     def _exchange(self) -> None:
         rounds, present = self._the_rounds, self.present
@@ -180,7 +214,7 @@ class ElasticUpdates(UpdateSynchronizer):
             # A joiner has the weights from before this exchange, so all keep what they would send. A rank that leaves
             # has none to send. Ranks that have met others in rounds of the same number take the weights of the most.
             apart = self._history != mode(histories)
-            if present.agree():
+            if self._say_farewell(headers, ready=0):
                 self._commit()
                 if apart:
                     present.forget()
