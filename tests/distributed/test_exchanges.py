@@ -29,7 +29,7 @@ from lightning_dct.cost import workload_of
 from lightning_dct.cost.bytes_sent import SentBytes, compressed_step, dense_step
 from lightning_dct.cost.forecast import layout_of
 from lightning_dct.exchange import collectives, compressed
-from lightning_dct.sync import updates
+from lightning_dct.sync import buffers
 from lightning_dct.traffic import TrafficTotals
 
 
@@ -190,7 +190,7 @@ def groups_in_use(settings: dict[str, Any]) -> list[set[bool]]:
 
     with (
         mock.patch.object(compressed, "all_gather_payload", noted(collectives.all_gather_payload, used[0])),
-        mock.patch.object(updates, "all_reduce_mean", noted(collectives.all_reduce_mean, used[1])),
+        mock.patch.object(buffers, "all_reduce_mean", noted(collectives.all_reduce_mean, used[1])),
     ):
         fit(DCTStrategy(density=0.2, min_tensor_size=0, local_steps=2, **settings), WithStatistics(), 6)
     return used
