@@ -91,7 +91,7 @@ def as_read(values: Tensor, value_format: str) -> Tensor:
         levels = torch.where(magnitudes >= mean, 2.0, 1.0).double()
         product, square = (magnitudes * levels).sum(), levels.square().sum()
         scale = product / square
-        if not (product * scale > magnitudes.sum() * mean and scale <= torch.finfo(torch.float32).max / 2):
+        if not (product * product / square > magnitudes.sum() * mean and scale <= torch.finfo(torch.float32).max / 2):
             scale, levels = mean, torch.ones_like(levels)
         return torch.where(values > 0, levels, -levels).float() * scale.float()
     if value_format == "int4":  # sign(v) * max |v| * 2^(-level / 2), the nearest level in ratio; level 7 is zero
