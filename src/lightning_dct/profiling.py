@@ -8,16 +8,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from torch.profiler import record_function
 
 
 def recorded(work: str) -> AbstractContextManager[Any]:
-    """A span of ``torch.profiler``, which takes 5 microseconds while nothing profiles."""
-    return record_function(_name(work))
+    """A span of ``torch.profiler``; none while nothing profiles, when it would take 6 microseconds."""
+    # torch tells its own optimizers by this flag.
+    profiles = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+    return record_function(_name(work)) if profiles else nullcontext()
 
 
 def shown_by(trainer: Any) -> Callable[[str], AbstractContextManager[Any]]:
