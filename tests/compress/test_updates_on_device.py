@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 import emulated_ranks
 from emulated_ranks import EmulatedDist, EmulatedRanks, assert_same_bits
 from lightning_dct import DCTConfig
-from lightning_dct.compress import awaited
+from lightning_dct.compress import awaited, bucket_plan
 from lightning_dct.exchange import collectives
 from lightning_dct.sync import UpdateSynchronizer, rounds, updates
 from lightning_dct.wire import bitmaps
@@ -193,3 +193,41 @@ def test_memory_for_a_large_tensor_does_not_grow_with_the_ranks(
         watch = PeakMemory()
         watched(watch, 1, world_size, 0.3, monkeypatch, exchange, {"a": 1 << 17})
         assert watch.most <= most * (1 << 17)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("density", DENSITIES)
+def test_a_large_tensor_is_sent_as_its_pieces_would_be(
+    way: str, density: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: a model that has the pieces as parameters."""
+    monkeypatch.setattr(awaited, "WITHOUT_WAITING", WAYS[way])
+    monkeypatch.setattr(bucket_plan, "MOST_AT_ONCE", 400)
+    pieces = {f"a{number}": 400 for number in range(3)}
+    runs = [
+        UpdatingRanks(3, "all_gather", 1, sizes, density=density, warmup_steps=2) for sizes in ({"a": 1200}, pieces)
+    ]
+    for optimizer in runs[1].optimizers:
+        parts = torch.linspace(-1, 1, 1200).split(400)
+        for parameter, part in zip(optimizer.param_groups[0]["params"], parts, strict=True):
+            parameter.data.copy_(part)
+    for _ in range(5):
+        for ranks in runs:
+            ranks.step()
+    for whole, parts in zip(*(ranks.state_dicts() for ranks in runs), strict=True):
+        for kind in ("weights", "shared"):
+            assert torch.equal(whole[kind]["a"], torch.cat([parts[kind][name] for name in pieces]))
+    assert sorted(runs[0].synchronizers[0].thresholds.by_label()) == ["a[0:400]", "a[400:800]", "a[800:1200]"]
+
+
+@pytest.mark.parametrize("density", DENSITIES)
+def test_memory_for_a_tensor_sent_in_pieces_is_that_of_a_piece(density: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside it, payloads, which the emulated network keeps, too."""
+    monkeypatch.setattr(bucket_plan, "MOST_AT_ONCE", 1 << 12)
+    found = []
+    for pieces in (4, 12):
+        watch = PeakMemory()
+        watched(watch, 1, 2, density, monkeypatch, tensors={"a": pieces << 12})
+        found.append(watch.most)
+    assert found[1] - found[0] <= 1.1 * (8 << 12)
+    assert found[0] <= 100 * (1 << 12)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,9 @@ from torch.distributed.tensor import DTensor
 from lightning_dct.compress.threshold import entries_at
 from lightning_dct.config import DCTConfig
 from lightning_dct.wire import BITS_PER_VALUE, PayloadLayout
+
+# Entries that a device marks at once, which takes it some 24 bytes each. A larger tensor is sent in pieces.
+MOST_AT_ONCE = 1 << 24
 
 
 class OwnedPiece(NamedTuple):
@@ -49,6 +52,7 @@ class BucketPlan:
         starts: First entry of each in the flattened bucket, ascending in each payload; None if there are no gaps.
             Positions in a payload do not count gaps.
         parts: The plans of several payloads that this one joins; empty for a plan of one payload.
+        is_cut: Whether the parts are pieces of one tensor, which one rank sends; else each is another rank's.
     """
 
     names: tuple[str, ...]
@@ -58,6 +62,7 @@ class BucketPlan:
     value_format: str
     starts: tuple[int, ...] | None = None
     parts: tuple[BucketPlan, ...] = ()
+    is_cut: bool = False
 
     @staticmethod
     def joined(parts: Sequence[BucketPlan]) -> BucketPlan:
@@ -67,6 +72,47 @@ class BucketPlan:
         )
         starts = tuple(start for part in parts for start, _ in part.bounds)
         return replace(parts[0], names=names, sizes=sizes, targets=targets, starts=starts, parts=tuple(parts))
+
+    @cached_property
+    def in_pieces(self) -> BucketPlan:
+        """The same, or the pieces of a large tensor, a payload for each. A piece is sent like a tensor."""
+        if len(self.sizes) != 1 or self.sizes[0] <= MOST_AT_ONCE or self.is_dense or self.parts:
+            return self
+        ((name,), (size,), (target,)), ((begin, _),) = (self.names, self.sizes, self.targets), self.bounds
+        count = -(-size // MOST_AT_ONCE)
+        edges = [size * number // count for number in range(count + 1)]
+        pieces = [
+            replace(
+                self,
+                names=(f"{name}[{start}:{stop}]",),
+                sizes=(stop - start,),
+                targets=(-(-target * (stop - start) // size),),
+                starts=(begin + start,),
+            )
+            for start, stop in pairwise(edges)
+        ]
+        return replace(BucketPlan.joined(pieces), is_cut=True)
+
+    @cached_property
+    def groups(self) -> tuple[BucketPlan, ...]:
+        """Itself, or what a device handles one after the other: as many parts as have few enough entries together."""
+        if sum(self.sizes) <= MOST_AT_ONCE or len(self.parts) < 2:
+            return (self,)
+        groups: list[list[BucketPlan]] = []
+        filled = 0
+        for part in self.parts:
+            entries = sum(part.sizes)
+            if not groups or filled + entries > MOST_AT_ONCE:
+                groups.append([])
+                filled = 0
+            groups[-1].append(part)
+            filled += entries
+        return tuple(BucketPlan.joined(group) for group in groups)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bytes of the payload, or of those of all parts."""
+        return sum(part.layout.num_bytes for part in self.parts or (self,))
 
     @cached_property
     def is_dense(self) -> bool:

@@ -78,13 +78,15 @@ def compress(
         lost: Share of what is not sent that own weights lose.
     """
     on_device = must_not_wait(bucket.bases[0].device)
-    if plan.parts and not on_device:
+    parts = plan.groups if on_device else plan.parts or (plan,)
+    if parts != (plan,):
         sent, settings = [], (thresholds, guard, kernel, lost)
-        for part in plan.parts:
+        for part in parts:
             sent.append(compress(bucket, part, deferred, *settings))
             deferred = {index - len(part.names) for index in deferred}
         payloads, entries, dense_of, selected_any = zip(*sent, strict=True)
-        return Compressed(torch.cat(payloads), sum(entries), sum(dense_of), any(selected_any))
+        counts = torch.cat(entries) if on_device else sum(entries)
+        return Compressed(torch.cat(payloads), counts, sum(dense_of), any(selected_any))
     used = tuple(index for index in plan.compressed if index not in deferred)
     selected = _select_missing(bucket, plan, used, thresholds)
     dense = _take_dense(bucket, plan, deferred)
@@ -163,9 +165,9 @@ def decompress(
     plan = received.plan
     total = buffer if buffer.dtype == plan.residual_dtype else buffer.to(plan.residual_dtype)
     if must_not_wait(buffer.device):
-        means = _add_on_device(received._replace(own=None), awaited, what, by_senders).means
-        if means:
-            torch._foreach_copy_([total[start:stop] for start, stop in plan.bounds], means)
+        for group, sums in _add_on_device(received._replace(own=None), awaited, what, by_senders):
+            if sums.means:
+                torch._foreach_copy_([total[start:stop] for start, stop in group.bounds], sums.means)
     else:
         for start, stop in plan.bounds:
             total[start:stop].zero_()
@@ -206,15 +208,15 @@ def apply(
     """
     payloads, plan, factor, own, _ = received
     if must_not_wait(payloads.device):
-        sums = _add_on_device(received, awaited, what, by_senders)
-        news, bases = (bucket.parts(tensors, plan.bounds) for tensors in (bucket.news, bucket.bases))
-        torch._foreach_add_(bases, sums.means)
-        if sums.own:
-            torch._foreach_sub_(news, sums.own)
-        torch._foreach_add_(news, sums.means)
+        for group, sums in _add_on_device(received, awaited, what, by_senders):
+            news, bases = (bucket.parts(tensors, group.bounds) for tensors in (bucket.news, bucket.bases))
+            torch._foreach_add_(bases, sums.means)
+            if sums.own:
+                torch._foreach_sub_(news, sums.own)
+            torch._foreach_add_(news, sums.means)
         return
     parts = plan.parts or (plan,)
-    senders = [f"{received.what or what} from rank {rank}" for rank in range(payloads.shape[0] * len(parts))]
+    senders = _senders(received, what)
     sizes = [part.layout.num_bytes for part in parts]
     if payloads.shape[1] != sum(sizes):
         raise PayloadError(
@@ -244,17 +246,35 @@ def _decay_on_device(bucket: Bucket, plan: BucketPlan, payload: Tensor, lost: fl
     torch._foreach_sub_(news, left)
 
 
-def _add_on_device(received: Received, awaited: Awaited, what: str, by_senders: bool) -> Sums:
+def _add_on_device(
+    received: Received, awaited: Awaited, what: str, by_senders: bool
+) -> Iterator[tuple[BucketPlan, Sums]]:
+    """What payloads bring of the tensors that a device handles at once, group by group."""
     payloads, plan, factor, own, _ = received
-    sums = add_payloads(payloads, plan, factor, by_senders, own if isinstance(own, int) else None)
-    if isinstance(own, OwnPayload):
-        mine = add_payloads(own.payload.unsqueeze(0), own.plan, 1.0, by_senders=False).means
-        marks = torch._foreach_abs(torch._foreach_sign([sums.means[index] for index in plan.compressed]))
-        torch._foreach_mul_([mine[index] for index in plan.compressed], marks)
-        sums = sums._replace(own=mine)
-    senders = [f"{received.what or what} from rank {rank}" for rank in range(len(payloads) * max(len(plan.parts), 1))]
-    awaited.when_known(sums.told, partial(_check_valid, senders, sums.are_valid))
-    return sums
+    senders, parts = _senders(received, what), len(plan.parts) or 1
+    owns = own.plan.groups if isinstance(own, OwnPayload) else ()
+    place, begin, own_begin = 0, 0, 0
+    for number, group in enumerate(plan.groups):
+        some = payloads if group is plan else payloads[:, begin : begin + group.num_bytes].contiguous()
+        sums = add_payloads(some, group, factor, by_senders, own if isinstance(own, int) else None)
+        if isinstance(own, OwnPayload):
+            payload = own.payload[own_begin : own_begin + owns[number].num_bytes]
+            mine = add_payloads(payload.unsqueeze(0), owns[number], 1.0, by_senders=False).means
+            marks = torch._foreach_abs(torch._foreach_sign([sums.means[index] for index in group.compressed]))
+            torch._foreach_mul_([mine[index] for index in group.compressed], marks)
+            sums, own_begin = sums._replace(own=mine), own_begin + owns[number].num_bytes
+        here = range(place, place + (len(group.parts) or 1))
+        named = [senders[row * parts + part] for row in range(len(payloads)) for part in here]
+        awaited.when_known(sums.told, partial(_check_valid, named, sums.are_valid))
+        place, begin = here.stop, begin + group.num_bytes
+        yield group, sums
+
+
+def _senders(received: Received, what: str) -> list[str]:
+    """Whose the payloads are: of one row after the other, part by part."""
+    parts, said = len(received.plan.parts) or 1, received.what or what
+    numbers = range(len(received.payloads) * parts)
+    return [f"{said} from rank {number // parts if received.plan.is_cut else number}" for number in numbers]
 
 
 class _Letter(NamedTuple):

@@ -92,7 +92,7 @@ def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout
             if plan.is_dense:
                 sent[rank] += _dense_bucket(plan, layout, config.halves)
             elif exchange == "all_gather":
-                sent[rank] += _ring(all_gather_bytes(plan.layout.num_bytes, world_size), layout)
+                sent[rank] += _ring(all_gather_bytes(plan.in_pieces.num_bytes, world_size), layout)
                 residuals[rank] += _residual_bytes(plan)
             elif exchange == "sharded":
                 sent[rank] += to_owners[rank]

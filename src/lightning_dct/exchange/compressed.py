@@ -69,6 +69,8 @@ class AllGather(Exchange):
 
     def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], memory: Memory, lost: float = 0.0) -> Flow:
         """See :meth:`Exchange.send`."""
+        plan = plan.in_pieces
+        deferred = set(range(len(plan.sizes))) if deferred and plan.is_cut else deferred
         compressed = memory.compress(bucket, plan, deferred, lost)
         count_entries(sum(plan.sizes), compressed, self.everyone, memory)
         work, payloads = all_gather_payload(compressed.payload, self.everyone)
