@@ -231,3 +231,12 @@ def test_memory_for_a_tensor_sent_in_pieces_is_that_of_a_piece(density: float, m
         found.append(watch.most)
     assert found[1] - found[0] <= 1.1 * (8 << 12)
     assert found[0] <= 100 * (1 << 12)
+
+
+def test_memory_for_the_pieces_of_owners_is_that_of_one_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank sends to eight owners is handled owner by owner."""
+    monkeypatch.setattr(bucket_plan, "MOST_AT_ONCE", 1 << 12)
+    monkeypatch.setattr(bitmaps, "AT_ONCE", 1 << 12)
+    watch = PeakMemory()
+    watched(watch, 1, 8, 0.3, monkeypatch, "sharded", {"a": 1 << 16})
+    assert watch.most <= 9 * (1 << 16)
