@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_dct.compress import on_host
+from lightning_dct.compress import adding
 from lightning_dct.compress.awaited import Awaited
 from lightning_dct.compress.bucket import Bucket, OwnPayload, Received
 from lightning_dct.compress.bucket_plan import BucketPlan
@@ -93,7 +93,7 @@ def test_a_tensor_read_in_stretches_ends_the_same(
     received = Received(torch.stack(payloads), plan, 0.5, own=mine)
 
     def applied(at_once: int) -> tuple[Tensor, Tensor]:
-        monkeypatch.setattr(on_host, "AT_ONCE", at_once)
+        monkeypatch.setattr(adding, "AT_ONCE", at_once)
         bucket = Bucket([own.clone()], [shared.clone()], None)
         apply(received, bucket, Awaited(), by_senders=True)
         return bucket.news[0], bucket.bases[0]

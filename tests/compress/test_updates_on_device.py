@@ -220,23 +220,32 @@ def test_a_large_tensor_is_sent_as_its_pieces_would_be(
     assert sorted(runs[0].synchronizers[0].thresholds.by_label()) == ["a[0:400]", "a[400:800]", "a[800:1200]"]
 
 
-@pytest.mark.parametrize("density", DENSITIES)
-def test_memory_for_a_tensor_sent_in_pieces_is_that_of_a_piece(density: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside it, payloads, which the emulated network keeps, too."""
-    monkeypatch.setattr(bucket_plan, "MOST_AT_ONCE", 1 << 12)
-    found = []
-    for pieces in (4, 12):
-        watch = PeakMemory()
-        watched(watch, 1, 2, density, monkeypatch, tensors={"a": pieces << 12})
-        found.append(watch.most)
-    assert found[1] - found[0] <= 1.1 * (8 << 12)
-    assert found[0] <= 100 * (1 << 12)
-
-
-def test_memory_for_the_pieces_of_owners_is_that_of_one_owner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a rank sends to eight owners is handled owner by owner."""
+@pytest.mark.parametrize(("exchange", "world_size", "most"), [("all_gather", 2, 0.55), ("sharded", 8, 1.1)])
+def test_memory_for_a_tensor_sent_in_pieces_is_that_of_a_piece(
+    exchange: str, world_size: int, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside it, payloads, which the emulated network keeps, too, and an owner's sum."""
     monkeypatch.setattr(bucket_plan, "MOST_AT_ONCE", 1 << 12)
     monkeypatch.setattr(bitmaps, "AT_ONCE", 1 << 12)
-    watch = PeakMemory()
-    watched(watch, 1, 8, 0.3, monkeypatch, "sharded", {"a": 1 << 16})
-    assert watch.most <= 9 * (1 << 16)
+    found = []
+    for pieces in (16, 32):
+        watch = PeakMemory()
+        watched(watch, 1, world_size, 0.3, monkeypatch, exchange, {"a": pieces << 12})
+        found.append(watch.most)
+    assert found[1] - found[0] <= most * (16 << 12)
+    assert found[0] <= (16 * most + 60) * (1 << 12)
+
+
+@pytest.mark.parametrize(("world_size", "exchange", "ranks_per_node"), EXCHANGES)
+def test_pieces_on_a_device_end_as_on_a_cpu(
+    world_size: int, exchange: str, ranks_per_node: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several pieces of an owner in several groups, and tensors that fit together in one."""
+    monkeypatch.setattr(bucket_plan, "MOST_AT_ONCE", 200)
+    settings = {"density": 0.3, "warmup_steps": 2}
+    runs = {way: UpdatingRanks(world_size, exchange, ranks_per_node, SIZES, **settings) for way in WAYS}
+    for _ in range(4):
+        for way, ranks in runs.items():
+            monkeypatch.setattr(awaited, "WITHOUT_WAITING", WAYS[way])
+            ranks.step()
+        assert_same_bits(*(ranks.state_dicts() for ranks in runs.values()))

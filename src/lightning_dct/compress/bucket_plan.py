@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ class BucketPlan:
         starts: First entry of each in the flattened bucket, ascending in each payload; None if there are no gaps.
             Positions in a payload do not count gaps.
         parts: The plans of several payloads that this one joins; empty for a plan of one payload.
-        is_cut: Whether the parts are pieces of one tensor, which one rank sends; else each is another rank's.
+        whose: Of each part the rank that sends it, counted from the first one whose payload a row of payloads has.
     """
 
     names: tuple[str, ...]
@@ -62,16 +62,24 @@ class BucketPlan:
     value_format: str
     starts: tuple[int, ...] | None = None
     parts: tuple[BucketPlan, ...] = ()
-    is_cut: bool = False
+    whose: tuple[int, ...] = ()
 
     @staticmethod
-    def joined(parts: Sequence[BucketPlan]) -> BucketPlan:
-        """The plan of several payloads of one bucket, one after the other."""
+    def joined(plans: Sequence[BucketPlan], of_one: bool = False) -> BucketPlan:
+        """The plan of several payloads of one bucket, one after the other, ``of_one`` rank or of one rank each."""
+        parts = [part for plan in plans for part in plan.parts or (plan,)]
+        whose = tuple(0 if of_one else rank for rank, plan in enumerate(plans) for _ in plan.parts or (plan,))
         names, sizes, targets = (
             sum((getattr(part, field) for part in parts), ()) for field in ("names", "sizes", "targets")
         )
         starts = tuple(start for part in parts for start, _ in part.bounds)
-        return replace(parts[0], names=names, sizes=sizes, targets=targets, starts=starts, parts=tuple(parts))
+        return replace(
+            parts[0], names=names, sizes=sizes, targets=targets, starts=starts, parts=tuple(parts), whose=whose
+        )
+
+    def by_part(self, change: Callable[[BucketPlan], BucketPlan]) -> BucketPlan:
+        """This plan after a change, or that of the same parts after it, all of one rank."""
+        return BucketPlan.joined([change(part) for part in self.parts], of_one=True) if self.parts else change(self)
 
     @cached_property
     def in_pieces(self) -> BucketPlan:
@@ -91,23 +99,14 @@ class BucketPlan:
             )
             for start, stop in pairwise(edges)
         ]
-        return replace(BucketPlan.joined(pieces), is_cut=True)
+        return BucketPlan.joined(pieces, of_one=True)
 
     @cached_property
     def groups(self) -> tuple[BucketPlan, ...]:
         """Itself, or what a device handles one after the other: as many parts as have few enough entries together."""
         if sum(self.sizes) <= MOST_AT_ONCE or len(self.parts) < 2:
             return (self,)
-        groups: list[list[BucketPlan]] = []
-        filled = 0
-        for part in self.parts:
-            entries = sum(part.sizes)
-            if not groups or filled + entries > MOST_AT_ONCE:
-                groups.append([])
-                filled = 0
-            groups[-1].append(part)
-            filled += entries
-        return tuple(BucketPlan.joined(group) for group in groups)
+        return tuple(BucketPlan.joined(group) for group in few_at_once(self.parts, lambda part: sum(part.sizes)))
 
     @cached_property
     def num_bytes(self) -> int:
@@ -155,6 +154,23 @@ class BucketPlan:
     def residual_dtype(self) -> torch.dtype:
         """At least fp32, because residuals are summed over many steps."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+
+Item = TypeVar("Item")
+
+
+def few_at_once(items: Sequence[Item], entries_of: Callable[[Item], int]) -> list[list[Item]]:
+    """Items in their order, in lists of one or of so many that they have at most ``MOST_AT_ONCE`` entries together."""
+    lists: list[list[Item]] = [[]]
+    filled = 0
+    for item in items:
+        entries = entries_of(item)
+        if lists[-1] and filled + entries > MOST_AT_ONCE:
+            lists.append([])
+            filled = 0
+        lists[-1].append(item)
+        filled += entries
+    return lists
 
 
 def plan_bucket(

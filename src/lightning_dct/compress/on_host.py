@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
-from typing import NamedTuple
+from functools import partial
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_dct.compress.adding import SentPayload, add_to_bucket, is_finite
 from lightning_dct.compress.awaited import Awaited, must_not_wait
 from lightning_dct.compress.bucket import Bucket, Compressed, OwnPayload, Received
 from lightning_dct.compress.bucket_plan import BucketPlan
@@ -41,16 +40,9 @@ from lightning_dct.kernels.bits import flags_num_bytes
 from lightning_dct.kernels.plain import Sent, keep_some
 from lightning_dct.wire import (
     PayloadError,
-    count_flags,
     pack,
-    read_scales,
-    unpack_flags,
-    unpack_stretch,
     unpack_values,
 )
-
-# Entries of a large tensor that are read at once. Fewer cost more calls.
-AT_ONCE = 1 << 21
 
 
 def compress(
@@ -93,7 +85,7 @@ def compress(
     dense_entries = sum(plan.sizes[index] for index in plan.dense)
     if on_device:
         payload, sent_by_part = send_selected(bucket, plan, used, dense, thresholds, guard=guard)
-        if lost:
+        if lost and plan.compressed:
             _decay_on_device(bucket, plan, payload, lost)
         return Compressed(payload, sent_by_part, dense_entries, selected)
     bounds, first = [plan.bounds[index] for index in used], [plan.starts_in_payload[index] for index in used]
@@ -103,7 +95,7 @@ def compress(
     before = [base.clone() for base in bases if bucket.others_keep]
     values, reached = cpu_kernel(kernel).select(news, bases, first, taus, bucket.scale, flags)
     kept = list(values.split(reached))
-    broken = [] if _is_finite(values) else [number for number, part in enumerate(kept) if not _all_finite(part)]
+    broken = [] if is_finite(values) else [number for number, part in enumerate(kept) if not _all_finite(part)]
     counts = [0] * len(plan.sizes)
     for number, (index, tau, count) in enumerate(zip(used, taus, reached, strict=True)):
         target, where = plan.targets[index], (flags, first[number], plan.sizes[index])
@@ -224,15 +216,17 @@ def apply(
             f" {sum(sizes)}: use the same model, settings and version of lightning_dct on every rank."
         )
     for index, (part, rows) in enumerate(zip(parts, payloads.split(sizes, dim=1), strict=True)):
-        letters = [_Letter(row, part, sender) for row, sender in zip(rows, senders[index :: len(parts)], strict=True)]
+        arrived = [
+            SentPayload(row, part, sender) for row, sender in zip(rows, senders[index :: len(parts)], strict=True)
+        ]
         mine = own if bucket.news and isinstance(own, int) else -1
         if bucket.news and isinstance(own, OwnPayload):
             mine, own_part = len(rows), (own.plan.parts or (own.plan,))[index]
             first = sum(before.layout.num_bytes for before in own.plan.parts[:index])
             payload = own.payload[first : first + own_part.layout.num_bytes]
-            letters.append(_Letter(payload, own_part, "This rank's own payload"))
+            arrived.append(SentPayload(payload, own_part, "This rank's own payload"))
         weights = weights_by_senders(len(rows), factor, by_senders and len(rows) > 1, plan.residual_dtype)
-        _add(part, bucket, letters, weights, mine, kernel)
+        add_to_bucket(part, bucket, arrived, weights, mine, kernel)
 
 
 def _decay_on_device(bucket: Bucket, plan: BucketPlan, payload: Tensor, lost: float) -> None:
@@ -260,8 +254,9 @@ def _add_on_device(
         if isinstance(own, OwnPayload):
             payload = own.payload[own_begin : own_begin + owns[number].num_bytes]
             mine = add_payloads(payload.unsqueeze(0), owns[number], 1.0, by_senders=False).means
-            marks = torch._foreach_abs(torch._foreach_sign([sums.means[index] for index in group.compressed]))
-            torch._foreach_mul_([mine[index] for index in group.compressed], marks)
+            if group.compressed:
+                marks = torch._foreach_abs(torch._foreach_sign([sums.means[index] for index in group.compressed]))
+                torch._foreach_mul_([mine[index] for index in group.compressed], marks)
             sums, own_begin = sums._replace(own=mine), own_begin + owns[number].num_bytes
         here = range(place, place + (len(group.parts) or 1))
         named = [senders[row * parts + part] for row in range(len(payloads)) for part in here]
@@ -272,110 +267,9 @@ def _add_on_device(
 
 def _senders(received: Received, what: str) -> list[str]:
     """Whose the payloads are: of one row after the other, part by part."""
-    parts, said = len(received.plan.parts) or 1, received.what or what
-    numbers = range(len(received.payloads) * parts)
-    return [f"{said} from rank {number // parts if received.plan.is_cut else number}" for number in numbers]
-
-
-class _Letter(NamedTuple):
-    """A payload, and whose it is; all of a bucket have the same tensors."""
-
-    payload: Tensor
-    plan: BucketPlan
-    sender: str
-
-
-def _add(plan: BucketPlan, bucket: Bucket, letters: Sequence[_Letter], weights: Tensor, mine: int, kernel: str) -> None:
-    """Add what senders have sent; ``mine`` is the number of this rank's own letter, or -1."""
-    flags = letters[0].payload.new_zeros(len(letters), flags_num_bytes(sum(plan.sizes)))
-    counts = [_read_flags(letter, row) for letter, row in zip(letters, flags, strict=True)]
-    add_sums = partial(cpu_kernel(kernel).add_sums, weights=weights, mine=mine)
-    if len(plan.sizes) == 1 and plan.sizes[0] > AT_ONCE:
-        ((begin, _),) = plan.bounds
-        for start, stop, sent in _stretches(plan.sizes[0], flags, letters):
-            bounds = [(begin + start, begin + stop)]
-            owns = bucket.parts(bucket.news, bounds) if bucket.news else None
-            add_sums(bucket.parts(bucket.bases, bounds), owns, [0], sent)
-        return
-    sums = [sum(of_sender) for of_sender in counts]
-    values = torch.empty(sum(sums))
-    for letter, own_counts, own in zip(letters, counts, values.split_with_sizes(sums), strict=True):
-        unpack_values(letter.plan.layout, letter.payload, own_counts, own)
-        _check_finite(letter, own)
-    bounds = [plan.bounds[index] for index in plan.compressed]
-    first = [plan.starts_in_payload[index] for index in plan.compressed]
-    owns = bucket.parts(bucket.news, bounds) if bucket.news else None
-    add_sums(bucket.parts(bucket.bases, bounds), owns, first, Sent(flags, values, sums))
-    if plan.dense:
-        _add_dense(plan, bucket, letters, weights, mine)
-
-
-def _read_flags(letter: _Letter, flags: Tensor) -> list[int]:
-    """Check a payload and read its flags; the entries of each tensor."""
-    try:
-        return unpack_flags(letter.plan.layout, letter.payload, flags)
-    except PayloadError as error:
-        raise PayloadError(f"{letter.sender} of the process group: {error}.") from error
-
-
-def _stretches(size: int, flags: Tensor, letters: Sequence[_Letter]) -> Iterator[tuple[int, int, Sent]]:
-    """What is sent of a large tensor, a stretch at a time: all values together would take more than the weights.
-
-    Each is valid until the next is asked for.
-    """
-    cursors = [0] * len(letters)
-    room = flags.new_zeros(len(letters), flags_num_bytes(AT_ONCE))
-    memory = torch.empty(8 + len(letters) * AT_ONCE)
-    for start in range(0, size, AT_ONCE):
-        stop = min(start + AT_ONCE, size)
-        packed = flags[:, start // 8 : (stop + 7) // 8]
-        room[:, : packed.shape[1]] = packed
-        counts = [count_flags(row, [stop - start])[0] for row in room]
-        # The last first: an entry may write over the last ones before it.
-        place = 8 + sum(counts)
-        values = memory[8:place]
-        for letter, cursor, count in reversed([*zip(letters, cursors, counts, strict=True)]):
-            place -= count
-            unpack_stretch(letter.plan.layout, letter.payload, cursor, count, memory, place)
-            _check_finite(letter, memory[place : place + count])
-        cursors = [cursor + count for cursor, count in zip(cursors, counts, strict=True)]
-        yield start, stop, Sent(room, values, counts)
-
-
-def _check_finite(letter: _Letter, values: Tensor) -> None:
-    # One value that is infinite or NaN makes the scale so.
-    layout = letter.plan.layout
-    if not _is_finite(read_scales(layout, letter.payload) if layout.num_scales else values):
-        name_broken_sender(letter.sender)
-
-
-def _add_dense(plan: BucketPlan, bucket: Bucket, letters: Sequence[_Letter], weights: Tensor, mine: int) -> None:
-    """Add the tensors that are sent dense."""
-    sent = []
-    for letter in letters:
-        layout = letter.plan.layout
-        # In memory of its own, because a view as another dtype has to be aligned.
-        sent.append(letter.payload[layout.num_bytes - layout.dense_bytes :].clone().view(plan.dtype))
-        if not _is_finite(sent[-1]):
-            name_broken_sender(letter.sender)
-    bounds, sizes = [plan.bounds[index] for index in plan.dense], [plan.sizes[index] for index in plan.dense]
-    summed = [dense.to(plan.residual_dtype) for dense in sent[: len(weights) - 1]]
-    mean = sum(summed[1:], start=summed[0]) * weights[-1]
-    torch._foreach_add_(bucket.parts(bucket.bases, bounds), list(mean.split(sizes)))
-    if bucket.news:
-        owns = bucket.parts(bucket.news, bounds)
-        if mine >= 0:
-            torch._foreach_sub_(owns, list(sent[mine].to(plan.residual_dtype).split(sizes)))
-        torch._foreach_add_(owns, list(mean.split(sizes)))
-
-
-@lru_cache(maxsize=256)
-def name_broken_sender(sender: str) -> None:
-    """Warn once, on rank 0, that a rank has sent infinite or NaN numbers."""
-    rank_zero_warn(
-        f"{sender} of the process group are infinite or NaN, and so are the weights of all ranks from now on. Look at"
-        " the loss and the data of that rank. A loss scaler skips such a step by itself."
-    )
+    whose, said = received.plan.whose or (0,), received.what or what
+    ranks = [row * (max(whose) + 1) + rank for row in range(len(received.payloads)) for rank in whose]
+    return [f"{said} from rank {rank}" for rank in ranks]
 
 
 def _check_valid(senders: list[str], are_valid: Callable[[Sequence[int]], Sequence[int]], told: list[int]) -> None:
@@ -396,11 +290,6 @@ def _select_missing(bucket: Bucket, plan: BucketPlan, used: tuple[int, ...], thr
         sampled = bucket.entries(plan.bounds[index], sample_of(size, target))
         thresholds.set(plan.names[index], target, threshold_from(sampled, size, target))
     return bool(missing)
-
-
-def _is_finite(values: Tensor) -> bool:
-    """Whether all values and their sum are finite: the cheapest check."""
-    return not values.numel() or math.isfinite(float(values.sum()))
 
 
 def _all_finite(values: Tensor) -> bool:

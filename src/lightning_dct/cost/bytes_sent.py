@@ -117,11 +117,11 @@ def _dense_bucket(plan: BucketPlan, layout: NodeLayout, halves: bool) -> SentByt
 def _sharded(shards: Sequence[Shard], layout: NodeLayout) -> list[SentBytes]:
     """Each rank sends each owner its part, and then all ranks the compressed sums that it owns."""
     ranks, local = len(shards), ranks_per_node(layout)
-    owned = [shard.plan.layout.num_bytes for shard in shards]
+    owned = [shard.plan.num_bytes for shard in shards]
     owned_by_node = [sum(owned[first : first + local]) for first in range(0, ranks, local)]
     everything, sent = sum(owned), []
     for rank, shard in enumerate(shards):
-        sums, on_node = shard.sums.layout.num_bytes, owned_by_node[rank // local]
+        sums, on_node = shard.sums.num_bytes, owned_by_node[rank // local]
         inside = on_node - owned[rank] + (local - 1) * sums
         sent.append(SentBytes(everything - on_node + (ranks - local) * sums, inside))
     return sent
@@ -130,7 +130,7 @@ def _sharded(shards: Sequence[Shard], layout: NodeLayout) -> list[SentBytes]:
 def _by_node(plan: BucketPlan, own: Shard, layout: NodeLayout) -> SentBytes:
     """Dense inside the node, one shard's payload between nodes, then the payloads of all nodes inside."""
     nodes, local = len(layout.nodes), layout.ranks_per_node
-    payload = own.packed.layout.num_bytes
+    payload = own.packed.num_bytes
     inside = all_reduce_bytes(sum(plan.sizes) * plan.dtype.itemsize, local) + all_gather_bytes(nodes * payload, local)
     return SentBytes(all_gather_bytes(payload, nodes), inside)
 

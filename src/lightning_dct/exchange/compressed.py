@@ -69,8 +69,9 @@ class AllGather(Exchange):
 
     def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], memory: Memory, lost: float = 0.0) -> Flow:
         """See :meth:`Exchange.send`."""
-        plan = plan.in_pieces
-        deferred = set(range(len(plan.sizes))) if deferred and plan.is_cut else deferred
+        if plan.in_pieces is not plan:
+            plan = plan.in_pieces
+            deferred = set(range(len(plan.sizes))) if deferred else deferred
         compressed = memory.compress(bucket, plan, deferred, lost)
         count_entries(sum(plan.sizes), compressed, self.everyone, memory)
         work, payloads = all_gather_payload(compressed.payload, self.everyone)
@@ -94,7 +95,7 @@ class Sharded(Exchange):
     def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], memory: Memory, lost: float = 0.0) -> Flow:
         """See :meth:`Exchange.send`."""
         shards, joined, joined_sums = cut = self._cut(plan)
-        sizes = [shard.plan.layout.num_bytes for shard in shards]
+        sizes = [shard.plan.num_bytes for shard in shards]
         compressed = memory.compress(bucket, joined, cut.of(deferred), lost)
         count_entries(sum(plan.sizes), compressed, self.everyone, memory)
         work, received = deliver_payloads(compressed.payload, sizes, self.everyone)
@@ -107,7 +108,7 @@ class Sharded(Exchange):
         # Of updates, the ranks keep in their own weights what is not sent.
         summed = Bucket([sums], [memory.owned_of(own.packed, sums.device)], 1.0, memory.of_updates)
         sent = memory.compress(summed, own.sums, deferred)
-        work, spread = spread_payload(sent.payload, [shard.sums.layout.num_bytes for shard in shards], self.everyone)
+        work, spread = spread_payload(sent.payload, [shard.sums.num_bytes for shard in shards], self.everyone)
         yield work
 
         factor = 1.0 / ((bucket.scale or 1.0) * self.everyone.size)
@@ -162,7 +163,7 @@ class ByNode(Exchange):
         yield work
 
         nodes = self._between.size
-        sizes = [nodes * shard.plan.layout.num_bytes for shard in shards]
+        sizes = [nodes * shard.plan.num_bytes for shard in shards]
         work, spread = spread_payload(gathered.flatten(), sizes, self._inside)
         yield work
 

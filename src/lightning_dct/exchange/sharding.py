@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
-from lightning_dct.compress.bucket_plan import BucketPlan, OwnedPiece
+from lightning_dct.compress import bucket_plan
+from lightning_dct.compress.bucket_plan import BucketPlan, OwnedPiece, few_at_once
 from lightning_dct.wire import BITS_PER_VALUE
 
 # Entries that a piece sends at least. Smaller pieces waste more by rounding up; larger ones spread less evenly.
@@ -34,12 +35,17 @@ class Shard:
     @cached_property
     def packed(self) -> BucketPlan:
         """The same pieces without gaps."""
-        return replace(self.plan, starts=None)
+        if not self.plan.parts:
+            return replace(self.plan, starts=None)
+        starts = iter(accumulate(self.plan.sizes, initial=0))
+        return self.plan.by_part(lambda part: replace(part, starts=tuple(next(starts) for _ in part.sizes)))
 
     @cached_property
     def sums(self) -> BucketPlan:
         """The same for the owner's sums, which have thresholds of their own."""
-        return sums_of(replace(self.packed, names=tuple(f"sum of {name}" for name in self.plan.names)))
+        return self.packed.by_part(
+            lambda part: sums_of(replace(part, names=tuple(f"sum of {name}" for name in part.names)))
+        )
 
 
 def sums_of(plan: BucketPlan) -> BucketPlan:
@@ -64,14 +70,16 @@ def share_out(model: BucketPlan, owners: int) -> dict[str, tuple[OwnedPiece, ...
     # The heaviest first; its pieces go to the owners with the smallest load.
     for index in sorted(range(len(weights)), key=lambda index: (-weights[index], index)):
         name, size = model.names[index], model.sizes[index]
-        count = max(1, min(owners, (model.targets[index] or size) // SMALLEST_PIECE))
+        evenly = min(owners, (model.targets[index] or size) // SMALLEST_PIECE)
+        count = max(1, evenly, -(-size // bucket_plan.MOST_AT_ONCE))
         edges = [size * part // count for part in range(count + 1)]
         takers = sorted(sorted(range(owners), key=lambda owner: (loads[owner], owner))[:count])
+        owned_by = [takers[len(takers) * part // count] for part in range(count)]
         pieces[name] = tuple(
             OwnedPiece(name if count == 1 else f"{name}[{start}:{stop}]", name, start, stop, owner)
-            for owner, (start, stop) in zip(takers, pairwise(edges), strict=True)
+            for owner, (start, stop) in zip(owned_by, pairwise(edges), strict=True)
         )
-        for owner in takers:
+        for owner in owned_by:
             loads[owner] += weights[index] // count
     return pieces
 
@@ -110,10 +118,14 @@ def cut(bucket: BucketPlan, pieces: Mapping[str, tuple[OwnedPiece, ...]], owners
             rows[piece.owner].append((piece.label, entries, part, bucket.bounds[tensor][0] + piece.start, tensor))
     shards = []
     for own in rows:
-        labels, sizes, targets, starts, tensors = zip(*own, strict=True) if own else ((),) * 5
-        shards.append(Shard(replace(bucket, names=labels, sizes=sizes, targets=targets, starts=starts), tensors))
+        plans = []
+        for some in few_at_once(own, lambda piece: piece[1]):
+            labels, sizes, targets, starts, _ = zip(*some, strict=True) if some else ((),) * 5
+            plans.append(replace(bucket, names=labels, sizes=sizes, targets=targets, starts=starts))
+        plan = plans[0] if len(plans) == 1 else BucketPlan.joined(plans, of_one=True)
+        shards.append(Shard(plan, tuple(piece[4] for piece in own)))
     plans = [shard.plan for shard in shards]
-    return Cut(tuple(shards), BucketPlan.joined(plans), BucketPlan.joined([sums_of(plan) for plan in plans]))
+    return Cut(tuple(shards), BucketPlan.joined(plans), BucketPlan.joined([plan.by_part(sums_of) for plan in plans]))
 
 
 class Cutter:
