@@ -226,7 +226,8 @@ def exchange(
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """Exchange one tensor of all ranks. Returns the mean, what each rank has sent, and what of that counts.
 
-    If several ranks sum, each owns some pieces of the tensor. A piece is sent like a tensor.
+    If several ranks sum, each owns some pieces of the tensor. A piece is sent like a tensor. (So is a piece of a tensor
+    that is too large to be handled at once, which this file leaves out.)
     """
     size, ranks, per_node = tensors[0].numel(), len(tensors), settings.ranks_per_node
     target, usual = (target_of(tensors[0], ranks, settings, part) for part in (share, 1.0))

@@ -1,7 +1,8 @@
 """The three compressed exchanges: all-gather, sharded, and by node.
 
 ``all_gather``: every rank sends its payload to all others. Bytes grow with the number of ranks ``W``, because a rank
-sends ``W - 1`` payloads. There is only one threshold, so residuals are smaller than in the other exchanges.
+sends ``W - 1`` payloads. There is only one threshold, so residuals are smaller than in the other exchanges. A very
+large tensor is sent in pieces, which take less memory at a time.
 
     rank r              compress -> payload_r                         all-gather
     every rank          sum of all payloads / W
