@@ -52,7 +52,7 @@ class BucketPlan:
         starts: First entry of each in the flattened bucket, ascending in each payload; None if there are no gaps.
             Positions in a payload do not count gaps.
         parts: The plans of several payloads that this one joins; empty for a plan of one payload.
-        whose: Of each part the rank that sends it, counted from the first one whose payload a row of payloads has.
+        whose: The sender of each part, counted within a row of payloads.
     """
 
     names: tuple[str, ...]
