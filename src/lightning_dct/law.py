@@ -18,6 +18,7 @@ from typing import Any
 
 from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.factory import SHARDED_SAVES
+from lightning_dct.exchange.sharding import SUM_FORMATS, SUM_MOST, SUM_TIMES
 from lightning_dct.wire import BITS_PER_VALUE
 
 CANDIDATES = tuple((1, density) for density in (0.3, 0.2, 0.1, 0.05, 0.03, 0.01)) + tuple(
@@ -121,14 +122,14 @@ class RunSettings:
 
 def bits_sent(config: DCTConfig, ranks: int) -> float:
     """About the bits that a rank sends in a step for each entry, if every rank is on a node of its own."""
-    bits = BITS_PER_VALUE[config.value_format]
-    payload = _payload_bits(config.density, bits)
-    sums = _payload_bits(max(config.density, min(3 * config.density, 0.75)), max(bits, 2))
+    density, value_format = config.density, config.value_format
+    payload = _payload_bits(density, value_format)
+    sums = _payload_bits(max(density, min(SUM_TIMES * density, SUM_MOST)), SUM_FORMATS.get(value_format, value_format))
     all_gather, sharded = (ranks - 1) * payload, (ranks - 1) / ranks * (payload + sums)
     is_sharded = config.exchange == "sharded" or (config.exchange == "auto" and SHARDED_SAVES * sharded <= all_gather)
     return (sharded if is_sharded else all_gather) / config.round_length
 
 
-def _payload_bits(density: float, bits_per_value: int) -> float:
+def _payload_bits(density: float, value_format: str) -> float:
     # The positions take a bit for each entry or, where that is less, two and some for each entry that is sent.
-    return density * bits_per_value + min(1.0, density * (2 - math.log2(density)))
+    return density * BITS_PER_VALUE[value_format] + min(1.0, density * (2 - math.log2(density)))

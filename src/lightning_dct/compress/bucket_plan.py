@@ -87,17 +87,15 @@ class BucketPlan:
         if len(self.sizes) != 1 or self.sizes[0] <= MOST_AT_ONCE or self.is_dense or self.parts:
             return self
         ((name,), (size,), (target,)), ((begin, _),) = (self.names, self.sizes, self.targets), self.bounds
-        count = -(-size // MOST_AT_ONCE)
-        edges = [size * number // count for number in range(count + 1)]
         pieces = [
             replace(
                 self,
-                names=(f"{name}[{start}:{stop}]",),
+                names=(label,),
                 sizes=(stop - start,),
-                targets=(-(-target * (stop - start) // size),),
+                targets=(share_of(target, stop - start, size),),
                 starts=(begin + start,),
             )
-            for start, stop in pairwise(edges)
+            for label, start, stop in cut_evenly(name, size)
         ]
         return BucketPlan.joined(pieces, of_one=True)
 
@@ -157,6 +155,18 @@ class BucketPlan:
 
 
 Item = TypeVar("Item")
+
+
+def cut_evenly(name: str, size: int, pieces: int = 1) -> list[tuple[str, int, int]]:
+    """Label, first entry and end of each of ``pieces`` of a tensor, or of more that are small enough to be handled."""
+    count = max(pieces, -(-size // MOST_AT_ONCE), 1)
+    edges = [size * number // count for number in range(count + 1)]
+    return [(name if count == 1 else f"{name}[{start}:{stop}]", start, stop) for start, stop in pairwise(edges)]
+
+
+def share_of(target: int, entries: int, size: int) -> int:
+    """The part of a tensor's target for a piece of it, rounded up. With FSDP a rank's shard may be empty."""
+    return -(-target * entries // max(size, 1))
 
 
 def few_at_once(items: Sequence[Item], entries_of: Callable[[Item], int]) -> list[list[Item]]:

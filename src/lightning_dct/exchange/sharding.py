@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 from typing import NamedTuple
 
-from lightning_dct.compress import bucket_plan
-from lightning_dct.compress.bucket_plan import BucketPlan, OwnedPiece, few_at_once
+from lightning_dct.compress.bucket_plan import BucketPlan, OwnedPiece, cut_evenly, few_at_once, share_of
 from lightning_dct.wire import BITS_PER_VALUE
 
+# An owner sends so many times as many entries of a sum as a rank, but at most a share of it, in a wider format.
+SUM_TIMES, SUM_MOST = 3, 0.75
+SUM_FORMATS = {"1bit": "2bit"}
 # Entries that a piece sends at least. Smaller pieces waste more by rounding up; larger ones spread less evenly.
 SMALLEST_PIECE = 32
 
@@ -53,8 +55,9 @@ def sums_of(plan: BucketPlan) -> BucketPlan:
 
     Ranks send different entries, and a sum is the larger the more of them have sent it: ``docs/evidence/sums.md``.
     """
-    targets = (max(t, min(3 * t, 3 * size // 4)) if t else 0 for size, t in zip(plan.sizes, plan.targets, strict=True))
-    value_format = {"1bit": "2bit"}.get(plan.value_format, plan.value_format)
+    pairs = zip(plan.sizes, plan.targets, strict=True)
+    targets = (max(t, min(SUM_TIMES * t, int(SUM_MOST * size))) if t else 0 for size, t in pairs)
+    value_format = SUM_FORMATS.get(plan.value_format, plan.value_format)
     return replace(plan, targets=tuple(targets), value_format=value_format)
 
 
@@ -70,17 +73,15 @@ def share_out(model: BucketPlan, owners: int) -> dict[str, tuple[OwnedPiece, ...
     # The heaviest first; its pieces go to the owners with the smallest load.
     for index in sorted(range(len(weights)), key=lambda index: (-weights[index], index)):
         name, size = model.names[index], model.sizes[index]
-        evenly = min(owners, (model.targets[index] or size) // SMALLEST_PIECE)
-        count = max(1, evenly, -(-size // bucket_plan.MOST_AT_ONCE))
-        edges = [size * part // count for part in range(count + 1)]
+        parts = cut_evenly(name, size, min(owners, (model.targets[index] or size) // SMALLEST_PIECE))
+        count = len(parts)
         takers = sorted(sorted(range(owners), key=lambda owner: (loads[owner], owner))[:count])
-        owned_by = [takers[len(takers) * part // count] for part in range(count)]
         pieces[name] = tuple(
-            OwnedPiece(name if count == 1 else f"{name}[{start}:{stop}]", name, start, stop, owner)
-            for owner, (start, stop) in zip(owned_by, pairwise(edges), strict=True)
+            OwnedPiece(label, name, start, stop, takers[len(takers) * part // count])
+            for part, (label, start, stop) in enumerate(parts)
         )
-        for owner in owned_by:
-            loads[owner] += weights[index] // count
+        for piece in pieces[name]:
+            loads[piece.owner] += weights[index] // count
     return pieces
 
 
@@ -113,8 +114,7 @@ def cut(bucket: BucketPlan, pieces: Mapping[str, tuple[OwnedPiece, ...]], owners
     for tensor, (name, size, target) in enumerate(zip(bucket.names, bucket.sizes, bucket.targets, strict=True)):
         for piece in pieces[name]:
             entries = piece.stop - piece.start
-            # The piece's part of the target, rounded up. With FSDP a rank's shard may be empty.
-            part = -(-target * entries // max(size, 1))
+            part = share_of(target, entries, size)
             rows[piece.owner].append((piece.label, entries, part, bucket.bounds[tensor][0] + piece.start, tensor))
     shards = []
     for own in rows:
