@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -203,24 +204,12 @@ def apply(
                 torch._foreach_sub_(news, sums.own)
             torch._foreach_add_(news, sums.means)
         return
-    parts = plan.parts or (plan,)
-    senders = _senders(received, what)
-    sizes = [part.layout.num_bytes for part in parts]
-    if payloads.shape[1] != sum(sizes):
-        raise PayloadError(
-            f"{senders[0]} of the process group: a payload has {payloads.shape[1]} bytes where its layout has"
-            f" {sum(sizes)}: use the same model, settings and version of lightning_dct on every rank."
-        )
-    for index, (part, rows) in enumerate(zip(parts, payloads.split(sizes, dim=1), strict=True)):
-        arrived = [
-            SentPayload(row, part, sender) for row, sender in zip(rows, senders[index :: len(parts)], strict=True)
-        ]
+    for part, rows, senders, own_part in _parts_of(received, what, lambda plan: plan.parts or (plan,)):
+        arrived = [SentPayload(row, part, sender) for row, sender in zip(rows, senders, strict=True)]
         mine = own if bucket.news and isinstance(own, int) else -1
-        if bucket.news and isinstance(own, OwnPayload):
-            mine, own_part = len(rows), (own.plan.parts or (own.plan,))[index]
-            first = sum(before.layout.num_bytes for before in own.plan.parts[:index])
-            payload = own.payload[first : first + own_part.layout.num_bytes]
-            arrived.append(SentPayload(payload, own_part, "This rank's own payload"))
+        if bucket.news and own_part is not None:
+            mine = len(rows)
+            arrived.append(own_part)
         weights = weights_by_senders(len(rows), factor, by_senders and len(rows) > 1, plan.residual_dtype)
         add_to_bucket(part, bucket, arrived, weights, mine, kernel)
 
@@ -240,32 +229,53 @@ def _add_on_device(
     received: Received, awaited: Awaited, what: str, by_senders: bool
 ) -> Iterator[tuple[BucketPlan, Sums]]:
     """What payloads bring of the tensors that a device handles at once, group by group."""
-    payloads, plan, factor, own, _ = received
-    senders, parts = _senders(received, what), len(plan.parts) or 1
-    owns = own.plan.groups if isinstance(own, OwnPayload) else ()
-    place, begin, own_begin = 0, 0, 0
-    for number, group in enumerate(plan.groups):
-        some = payloads if group is plan else payloads[:, begin : begin + group.num_bytes].contiguous()
-        sums = add_payloads(some, group, factor, by_senders, own if isinstance(own, int) else None)
-        if isinstance(own, OwnPayload):
-            payload = own.payload[own_begin : own_begin + owns[number].num_bytes]
-            mine = add_payloads(payload.unsqueeze(0), owns[number], 1.0, by_senders=False).means
+    factor, own = received.factor, received.own
+    for group, payloads, senders, own_part in _parts_of(received, what, lambda plan: plan.groups):
+        sums = add_payloads(payloads.contiguous(), group, factor, by_senders, own if isinstance(own, int) else None)
+        if own_part is not None:
+            mine = add_payloads(own_part.payload.unsqueeze(0), own_part.plan, 1.0, by_senders=False).means
             if group.compressed:
                 marks = torch._foreach_abs(torch._foreach_sign([sums.means[index] for index in group.compressed]))
                 torch._foreach_mul_([mine[index] for index in group.compressed], marks)
-            sums, own_begin = sums._replace(own=mine), own_begin + owns[number].num_bytes
-        here = range(place, place + (len(group.parts) or 1))
-        named = [senders[row * parts + part] for row in range(len(payloads)) for part in here]
-        awaited.when_known(sums.told, partial(_check_valid, named, sums.are_valid))
-        place, begin = here.stop, begin + group.num_bytes
+            sums = sums._replace(own=mine)
+        awaited.when_known(sums.told, partial(_check_valid, senders, sums.are_valid))
         yield group, sums
 
 
-def _senders(received: Received, what: str) -> list[str]:
-    """Whose the payloads are: of one row after the other, part by part."""
-    whose, said = received.plan.whose or (0,), received.what or what
-    ranks = [row * (max(whose) + 1) + rank for row in range(len(received.payloads)) for rank in whose]
-    return [f"{said} from rank {rank}" for rank in ranks]
+class _Part(NamedTuple):
+    """What has been received of a part of a bucket."""
+
+    plan: BucketPlan
+    payloads: Tensor  # shape `[rows, plan.num_bytes]`, uint8
+    senders: list[str]  # of one row after the other, payload by payload
+    own: SentPayload | None  # what this rank has sent, if that is not among them
+
+
+def _parts_of(received: Received, what: str, split: Callable[[BucketPlan], Sequence[BucketPlan]]) -> Iterator[_Part]:
+    """What has been received of each of the plans that ``split`` makes of the whole one.
+
+    Raises:
+        PayloadError: The payloads have another size than the plan.
+    """
+    payloads, plan, _, own, _ = received
+    whose, said, plans = plan.whose or (0,), received.what or what, split(plan)
+    if payloads.shape[1] != plan.num_bytes:
+        raise PayloadError(
+            f"{said} from rank 0 of the process group: a payload has {payloads.shape[1]} bytes where its layout has"
+            f" {plan.num_bytes}: use the same model, settings and version of lightning_dct on every rank."
+        )
+    owns: list[SentPayload | None] = [None] * len(plans)
+    if isinstance(own, OwnPayload):
+        own_plans = split(own.plan)
+        sent = own.payload.split([part.num_bytes for part in own_plans])
+        owns = [SentPayload(*both, "This rank's own payload") for both in zip(sent, own_plans, strict=True)]
+    first = 0
+    columns = payloads.split([part.num_bytes for part in plans], dim=1)
+    for part, rows, own_part in zip(plans, columns, owns, strict=True):
+        here = whose[first : first + (len(part.parts) or 1)]
+        first += len(here)
+        ranks = [row * (max(whose) + 1) + rank for row in range(len(rows)) for rank in here]
+        yield _Part(part, rows, [f"{said} from rank {rank}" for rank in ranks], own_part)
 
 
 def _check_valid(senders: list[str], are_valid: Callable[[Sequence[int]], Sequence[int]], told: list[int]) -> None:
