@@ -113,9 +113,7 @@ def test_notebook(tmp_path: Path) -> None:
 
 def test_slurm(tmp_path: Path) -> None:
     """``train.sbatch`` with an ``srun`` that starts its two tasks here, as two nodes. Oracles: one table; two files."""
-    folder, bin_folder = tmp_path / "examples" / "slurm", tmp_path / "bin"
-    shutil.copytree(EXAMPLES, tmp_path / "examples")
-    bin_folder.mkdir()
+    folder, bin_folder = copied("slurm", tmp_path)
     task = 'SLURM_PROCID=$task SLURM_NODEID=$task SLURM_LOCALID=0 "$@" & tasks+=($!)'
     script(bin_folder / "srun", f'for task in 0 1; do {task}; done; for task in "${{tasks[@]}}"; do wait $task; done')
     script(bin_folder / "python", f'exec {sys.executable} "$@"')
@@ -130,9 +128,7 @@ def test_slurm(tmp_path: Path) -> None:
 @pytest.mark.skipif(not find_spec("torchft"), reason="needs the extra `elastic`")
 def test_elastic(tmp_path: Path) -> None:
     """A lighthouse and two ranks; the second fails at first. Oracles: it is started again; both end; one saves."""
-    folder, bin_folder = tmp_path / "examples" / "elastic", tmp_path / "bin"
-    shutil.copytree(EXAMPLES, tmp_path / "examples")
-    bin_folder.mkdir()
+    folder, bin_folder = copied("elastic", tmp_path)
     fails = 'if [ "$NODE_RANK" = 1 ] && mkdir failed 2>/dev/null; then exit 1; fi'
     script(bin_folder / "python", f'{fails}; exec {sys.executable} "$@"')
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -155,6 +151,13 @@ def test_elastic(tmp_path: Path) -> None:
     table = table_of(printed[0])
     assert (table["ranks"], table["steps"]) == ("2", "128")
     assert (folder / "checkpoints" / "last.ckpt.dct").is_dir()
+
+
+def copied(name: str, folder: Path) -> tuple[Path, Path]:
+    """Copy the examples to a folder: that of one example, and one for commands that take the place of others."""
+    shutil.copytree(EXAMPLES, folder / "examples")
+    (folder / "bin").mkdir()
+    return folder / "examples" / name, folder / "bin"
 
 
 def script(path: Path, body: str) -> None:

@@ -45,6 +45,8 @@ AS_FAST = 0.75
 LAST_STEPS = 32
 # How often a rank tries to meet the others before it leaves.
 FAREWELLS = 3
+# In a header.
+HANDS_OVER = 2
 # Rounds of which a rank knows in which quorum they were: one that has missed more starts with nothing held back.
 REMEMBERED = 100
 
@@ -58,8 +60,8 @@ class Header(NamedTuple):
         trained: Of these, how many it has trained since its last exchange.
         num_bytes: What it would send.
         nanoseconds: Its time for a step.
-        ready: 1 if a joining rank starts with those that are there, or any other leaves; 2 if it hands over what it has
-            not sent.
+        ready: 1 if a joining rank starts with those that are there, or any other leaves; ``HANDS_OVER`` if it gives the
+            others what it has not sent.
         cosine: How alike it takes the ranks' steps to be; that of the first rank that is not behind counts.
         history: A checksum of the rounds that its shared weights have taken, and of their quorums.
     """
@@ -160,7 +162,7 @@ class ElasticUpdates(UpdateSynchronizer):
 
     def hand_over(self) -> None:
         """Give the others what this rank has moved and not sent, before it leaves a run that goes on."""
-        self._leave(ready=2)
+        self._leave(ready=HANDS_OVER)
 
     def _leave(self, ready: int) -> None:
         self.weights.hide()
@@ -179,13 +181,14 @@ class ElasticUpdates(UpdateSynchronizer):
         A joiner has the weights from before the meeting, so nothing changes if there is one. Then a rank tries again.
         """
         present = self.present
-        givers = [place for place, header in enumerate(headers) if header.ready == 2]
+        givers = [place for place, header in enumerate(headers) if header.ready == HANDS_OVER]
         takes = givers and min(header.step for header in headers) >= 0 and len({one.history for one in headers}) == 1
         rows = None
         if takes:
             names = self._the_rounds.names
-            left = self.weights.movement(names, torch.float32)
-            rows = present.gather(left if ready == 2 else left.zero_())
+            nothing = torch.zeros(sum(self.weights.sizes[name] for name in names))
+            left = self.weights.movement(names, torch.float32) if ready == HANDS_OVER else nothing
+            rows = present.gather(left)
             self.exchange.everyone.count(all_gather_bytes(4 * left.numel(), present.size()))
         if not present.agree():
             return False
@@ -193,7 +196,7 @@ class ElasticUpdates(UpdateSynchronizer):
             for row in rows[givers]:
                 # As the mean of all ranks, of which only this one has moved.
                 mean = row.nan_to_num_(0.0, 0.0, 0.0).div_(len(headers))
-                self.weights.move(names, mean, torch.zeros_like(mean))
+                self.weights.move(names, mean, nothing)
         return rows is not None or ready < 2
 
     def _exchange(self) -> None:
