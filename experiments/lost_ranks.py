@@ -25,6 +25,7 @@ from lightning_dct.checksums import checksum_of
 from lightning_dct.elastic.present import HEARTBEAT_S, LIGHTHOUSE, import_torchft
 from lightning_dct.elastic.supervisor import RESTARTED, start_lighthouse
 from lost_ranks_figures import Row, report
+from network.hosts import Host, Link, some_hosts
 from nlp.data import TextData
 from nlp.module import LanguageModule
 
@@ -32,7 +33,6 @@ RANKS = 4
 SETTINGS: dict[str, Any] = {"local_steps": 8, "density": 0.3, "warmup_steps": 100}
 PATIENCE_S = 10.0
 SLOWER = 4.0
-STOPPED_S = 30.0
 # Nobody is killed after this part of the steps, so that all ranks are there at the end.
 LAST_KILL = 0.9
 SCENARIOS = {
@@ -40,9 +40,12 @@ SCENARIOS = {
     "kills": "SIGKILL to a random rank every 4 to 12 s, started again after 1 to 20 s",
     "every15": "SIGKILL to a random rank every 15 s, started again after 1 s",
     "slow": "the last rank is 4 times slower",
-    "stop": "SIGSTOP to the last rank for 30 s",
+    "stop": "SIGSTOP to the last rank for --away seconds",
+    "cut": "the link of the last rank, in a network namespace, is cut for --away seconds (as root)",
     "lighthouse": "the lighthouse ends for good after a third of the steps",
 }
+# What sends a rank away, and brings it back.
+AWAY = {"stop": ("stop", "continue"), "cut": ("cut", "plug")}
 
 
 class Paced(LanguageModule):
@@ -82,8 +85,10 @@ def digest(tensors: Any) -> str:
     return f"{checksum_of(torch.cat([tensor.detach().reshape(-1) for tensor in tensors])):08x}"
 
 
-def train(rank: int, folder: Path, lighthouse: str, given: argparse.Namespace, again: bool) -> None:
+def train(rank: int, host: Host, lighthouse: str, given: argparse.Namespace, again: bool) -> None:
     """Train as one rank, and write what it ends with."""
+    host.enter()
+    folder = given.folder
     log = (folder / f"log-{rank}.txt").open("a")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
@@ -107,23 +112,24 @@ def train(rank: int, folder: Path, lighthouse: str, given: argparse.Namespace, a
     os._exit(0)
 
 
-def light(answer: Any) -> None:
+def light(answer: Any, host: Host) -> None:
     """Be the lighthouse until it is killed."""
-    server, address = start_lighthouse(int(1000 * PATIENCE_S), int(1000 * HEARTBEAT_S))
+    host.enter()
+    server, address = start_lighthouse(int(1000 * PATIENCE_S), int(1000 * HEARTBEAT_S), host.address)
     answer.send(address)
     signal.pause()
     del server
 
 
 class Job:
-    """The ranks, and what happens to them: ``events`` has a time, what, and the rank."""
+    """The ranks and the lighthouse, each on a host, and what happens to them: a time, what, and the rank."""
 
-    def __init__(self, given: argparse.Namespace) -> None:
-        self.given, self.folder = given, given.folder
+    def __init__(self, given: argparse.Namespace, hosts: list[Host]) -> None:
+        self.given, self.folder, self.hosts = given, given.folder, hosts
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["lightning_dct.elastic.present", "nlp.module", "nlp.data"])
         ours, theirs = self.context.Pipe(duplex=False)
-        self.lighthouse = self.context.Process(target=light, args=(theirs,), daemon=True)
+        self.lighthouse = self.context.Process(target=light, args=(theirs, hosts[RANKS]), daemon=True)
         self.lighthouse.start()
         self.address = ours.recv()
         self.processes: dict[int, Any] = {}
@@ -134,17 +140,24 @@ class Job:
             self.start(rank)
 
     def start(self, rank: int, again: bool = False) -> None:
-        arguments = rank, self.folder, self.address, self.given, again
+        arguments = rank, self.hosts[rank], self.address, self.given, again
         self.processes[rank] = self.context.Process(target=train, args=arguments, daemon=True)
         self.processes[rank].start()
         if again:
             self.events.append((time.time(), "start", rank))
 
-    def signal(self, rank: int, number: signal.Signals, what: str) -> None:
-        os.kill(self.processes[rank].pid, number)
+    def kill(self, rank: int) -> None:
+        self.processes[rank].kill()
+        self.events.append((time.time(), "kill", rank))
+        self.processes[rank].join()
+
+    def send_away(self, rank: int, what: str) -> None:
+        """Stop a rank or cut its link, or end that."""
+        if what in ("cut", "plug"):
+            self.hosts[rank].plug(what == "plug")
+        else:
+            os.kill(self.processes[rank].pid, signal.SIGSTOP if what == "stop" else signal.SIGCONT)
         self.events.append((time.time(), what, rank))
-        if number == signal.SIGKILL:
-            self.processes[rank].join()
 
     def step(self) -> int:
         """The furthest step of any rank."""
@@ -180,14 +193,14 @@ class Job:
             training = [rank for rank in alive if self.has_trained(rank)]
             if scenario in ("kills", "every15") and now >= next_kill and len(training) > 1 and not ending:
                 rank = self.draw.choice(training)
-                self.signal(rank, signal.SIGKILL, "kill")
+                self.kill(rank)
                 self.due[rank] = now + (self.draw.uniform(1, 20) if scenario == "kills" else 1.0)
                 next_kill = now + (self.draw.uniform(4, 12) if scenario == "kills" else 15.0)
             happened = {what for _, what, _ in self.events}
-            if scenario == "stop" and "stop" not in happened and self.step() > steps / 4:
-                self.signal(RANKS - 1, signal.SIGSTOP, "stop")
-            if "stop" in happened and "continue" not in happened and time.time() > self.events[-1][0] + STOPPED_S:
-                self.signal(RANKS - 1, signal.SIGCONT, "continue")
+            if scenario in AWAY and not happened and self.step() > steps / 4:
+                self.send_away(RANKS - 1, AWAY[scenario][0])
+            if scenario in AWAY and len(happened) == 1 and time.time() > self.events[0][0] + self.given.away:
+                self.send_away(RANKS - 1, AWAY[scenario][1])
             if scenario == "lighthouse" and not happened and self.step() > steps / 3:
                 self.lighthouse.kill()
                 self.events.append((time.time(), "lighthouse", -1))
@@ -216,19 +229,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--pace", type=float, default=0.08, help="seconds of a step")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--away", type=float, default=30.0, help="seconds for which a rank is stopped or cut off")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds after which all are killed")
     parser.add_argument("--folder", type=Path, help="outputs/lost_ranks/SCENARIO by default")
     given = parser.parse_args()
     given.folder = (given.folder or Path("outputs/lost_ranks") / f"{given.scenario}-{given.seed}").absolute()
     given.folder.mkdir(parents=True, exist_ok=False)
     import_torchft()
-    job = Job(given)
-    try:
-        job.run()
-    finally:
-        job.stop()
-        with (given.folder / "events.csv").open("w") as file:
-            csv.writer(file).writerows(job.events)
+    with some_hosts(RANKS + 1, Link(), given.scenario == "cut") as hosts:
+        job = Job(given, hosts)
+        try:
+            job.run()
+        finally:
+            job.stop()
+            with (given.folder / "events.csv").open("w") as file:
+                csv.writer(file).writerows(job.events)
     report(given.folder, f"{SCENARIOS[given.scenario]}, seed {given.seed}", SETTINGS["warmup_steps"])
 
 

@@ -16,6 +16,8 @@ import matplotlib.pyplot as plt
 
 from lightning_dct.tables import plain_table
 
+# Events between which a rank is away.
+LEAVES, RETURNS = ("stop", "cut"), ("continue", "plug")
 # Seconds of a point of the picture.
 BIN_S = 5.0
 
@@ -73,7 +75,7 @@ def step_seconds(lives: dict[int, list[list[Row]]]) -> dict[int, float]:
 def figures(lives: dict[int, list[list[Row]]], events: list[Event], warmup: int) -> dict[str, str]:
     """Name and value of each figure of the table."""
     seconds = step_seconds(lives)
-    away = {event.rank: event.seconds for event in events if event.what == "stop"}
+    away, back = absences(lives, events)
     digests: dict[int, set[str]] = defaultdict(set)
     seen: dict[int, int] = defaultdict(int)
     committed = failed = trained = passed = 0
@@ -84,10 +86,10 @@ def figures(lives: dict[int, list[list[Row]]], events: list[Event], warmup: int)
                 if row.exchanges > before.exchanges:
                     digests[row.round].add(row.digest)
                     seen[row.round] += 1
-                stopped = rank in away and before.seconds <= away[rank] + 1.0 <= row.seconds + 1.0
-                if not stopped:
+                is_away = rank in away and away[rank][0] <= row.seconds and before.seconds <= away[rank][1]
+                if not is_away:
                     gaps.append(row.seconds - before.seconds)
-                if row.step > warmup and not stopped:
+                if row.step > warmup and not is_away:
                     possible += (row.seconds - before.seconds) / seconds[rank]
                     counted += row.trained
             committed += rows[-1].exchanges
@@ -117,7 +119,26 @@ def figures(lives: dict[int, list[list[Row]]], events: list[Event], warmup: int)
         "throughput after the warm-up, of the speeds of the present ranks added": f"{counted / possible:.1%}"
         if possible
         else "-",
-    }
+    } | back
+
+
+def absences(
+    lives: dict[int, list[list[Row]]], events: list[Event]
+) -> tuple[dict[int, tuple[float, float]], dict[str, str]]:
+    """When each rank was stopped or cut off, and what it did then and after it."""
+    away = {event.rank: event.seconds for event in events if event.what in LEAVES}
+    ends = {event.rank: event.seconds for event in events if event.what in RETURNS}
+    found = {}
+    for rank, end in ends.items():
+        pairs = [pair for rows in lives[rank] for pair in pairwise(rows)]
+        alone = sum(row.trained for _, row in pairs if away[rank] < row.seconds < end)
+        met = [row for before, row in pairs if row.exchanges > before.exchanges and row.ranks_present > 1]
+        waited = min((row.seconds - end for row in met if row.seconds > end), default=float("nan"))
+        found |= {
+            f"steps that rank {rank} trained while it was away": f"{alone:,}",
+            f"seconds until rank {rank} exchanged with the others again": f"{waited:.1f}",
+        }
+    return {rank: (start, ends.get(rank, float("inf"))) for rank, start in away.items()}, found
 
 
 def plot(file: Path, lives: dict[int, list[list[Row]]], events: list[Event], title: str) -> None:
@@ -149,13 +170,8 @@ def plot(file: Path, lives: dict[int, list[list[Row]]], events: list[Event], tit
     below.plot(middles, [sum(found) / len(found) if found else float("nan") for found in losses], color="tab:orange")
     below.set_ylabel("training loss")
     below.set_xlabel("seconds")
-    colours = {
-        "kill": "tab:red",
-        "stop": "tab:red",
-        "lighthouse": "tab:red",
-        "start": "tab:green",
-        "continue": "tab:green",
-    }
+    colours = dict.fromkeys((*LEAVES, "kill", "lighthouse"), "tab:red")
+    colours |= dict.fromkeys((*RETURNS, "start"), "tab:green")
     labelled = set()
     for event in events:
         for axis in (above, below):

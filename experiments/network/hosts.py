@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import pwd
 import secrets
@@ -31,6 +32,8 @@ _LARGEST_PACKET = 65536
 _QUEUE_SECONDS = 0.05
 # torchrun needs a moment to end its workers.
 _PATIENCE_SECONDS = 30
+# Of <sched.h>: what a thread enters is a network namespace.
+_CLONE_NEWNET = 0x40000000
 
 
 class Link(NamedTuple):
@@ -78,6 +81,21 @@ class Host:
             stderr=subprocess.STDOUT,
             text=True,
         )
+
+    def enter(self) -> None:
+        """Put this process on this host; call it before the process has started a thread or made a socket."""
+        if self.namespace is None:
+            return
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+        with open(f"/run/netns/{self.namespace}") as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"Cannot enter the network namespace {self.namespace}")
+
+    def plug(self, plugged: bool) -> None:
+        """Put the cable of this host into the bridge, or pull it out there; its interface does not see that."""
+        assert self.namespace is not None
+        where = ("master", self.namespace.partition("-")[0]) if plugged else ("nomaster",)
+        _ip("link", "set", self.namespace.replace("-", "p"), *where)
 
     def end(self, process: subprocess.Popen[str]) -> None:
         """End what :meth:`start` has started; in a namespace kill all processes, whatever their session."""

@@ -20,19 +20,19 @@ RESTART_AFTER_S = 1.0
 POLL_S = 0.1
 
 
-def start_lighthouse(patience_ms: int, heartbeat_ms: int) -> tuple[Any, str]:
-    """A lighthouse for this machine alone, and its address."""
+def start_lighthouse(patience_ms: int, heartbeat_ms: int, host: str = "127.0.0.1") -> tuple[Any, str]:
+    """A lighthouse, by default for this machine alone, and its address."""
     os.environ.setdefault("RUST_LOG", "error")
     from torchft.coordination import LighthouseServer
 
     server = LighthouseServer(
-        bind="127.0.0.1:0",
+        bind=f"{host}:0",
         min_replicas=1,
         join_timeout_ms=patience_ms,
         quorum_tick_ms=50,
         heartbeat_timeout_ms=heartbeat_ms,
     )
-    return server, f"http://127.0.0.1:{server.address().rpartition(':')[2]}"
+    return server, f"http://{host}:{server.address().rpartition(':')[2]}"
 
 
 class Ranks:
