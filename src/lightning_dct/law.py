@@ -14,12 +14,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
+import torch
+
+from lightning_dct.compress.bucket_plan import plan_bucket
 from lightning_dct.config import DCTConfig
-from lightning_dct.exchange.factory import SHARDED_SAVES
-from lightning_dct.exchange.sharding import SUM_FORMATS, SUM_MOST, SUM_TIMES
-from lightning_dct.wire import BITS_PER_VALUE
+from lightning_dct.exchange.factory import NodeLayout, choose, costs_of
 
 CANDIDATES = tuple((1, density) for density in (0.3, 0.2, 0.1, 0.05, 0.03, 0.01)) + tuple(
     (steps, density) for steps in (2, 4, 8, 16, 32, 64) for density in (0.3, 0.1)
@@ -32,6 +34,8 @@ BOUND = 1.0
 """The loss that a run may give up, in percent."""
 CAUTION = 2.0
 """How many times as much as the law says a run may lose."""
+ENTRIES = 1 << 20
+"""Of a tensor whose bytes settings are compared by."""
 SHORTEST = 1000
 """A run of unknown length is taken to end after so many steps, or twice as many as it has made."""
 
@@ -86,7 +90,7 @@ class Given:
             if one not in found:
                 found.append(one)
         rungs: list[DCTConfig] = []
-        for one in sorted(found, key=lambda one: bits_sent(one, ranks)):
+        for one in sorted(found, key=lambda one: bytes_sent(one, ranks)):
             if not rungs or expected_loss(one, ranks, 1000) < expected_loss(rungs[-1], ranks, 1000):
                 rungs.append(one)
         return rungs[::-1]
@@ -120,16 +124,15 @@ class RunSettings:
         return self.given.for_run(self.ranks, expected)
 
 
-def bits_sent(config: DCTConfig, ranks: int) -> float:
-    """About the bits that a rank sends in a step for each entry, if every rank is on a node of its own."""
-    density, value_format = config.density, config.value_format
-    payload = _payload_bits(density, value_format)
-    sums = _payload_bits(max(density, min(SUM_TIMES * density, SUM_MOST)), SUM_FORMATS.get(value_format, value_format))
-    all_gather, sharded = (ranks - 1) * payload, (ranks - 1) / ranks * (payload + sums)
-    is_sharded = config.exchange == "sharded" or (config.exchange == "auto" and SHARDED_SAVES * sharded <= all_gather)
-    return (sharded if is_sharded else all_gather) / config.round_length
+def bytes_sent(config: DCTConfig, ranks: int) -> float:
+    """The bytes that a rank sends in a step for a tensor of ``ENTRIES``, if every rank is on a node of its own."""
+    return _bytes_of_exchange(config.exchange, config.density, config.value_format, ranks) / config.round_length
 
 
-def _payload_bits(density: float, value_format: str) -> float:
-    # The positions take a bit for each entry or, where that is less, two and some for each entry that is sent.
-    return density * BITS_PER_VALUE[value_format] + min(1.0, density * (2 - math.log2(density)))
+@lru_cache(maxsize=1024)
+def _bytes_of_exchange(exchange: str, density: float, value_format: str, ranks: int) -> float:
+    plan_for = partial(plan_bucket, ("tensor",), (ENTRIES,), (density,), torch.float32, value_format, 0)
+    layout = NodeLayout(tuple((rank, 0) for rank in range(ranks)))
+    name = choose(plan_for, layout).name if exchange == "auto" else exchange
+    costs = costs_of(plan_for, layout)
+    return costs.get(name, costs["all_gather"])  # by node, which needs several ranks on each: between nodes
