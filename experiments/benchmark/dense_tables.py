@@ -105,16 +105,20 @@ class DenseLookup:
 
 
 class TorchRecTables(nn.Module):
-    """TorchRec's sharded tables, each whole on one rank, with row-wise Adagrad fused into their backward."""
+    """TorchRec's sharded tables, each whole on one rank, with row-wise Adagrad fused into their backward.
 
-    def __init__(self, table_rows: list[int], embedding_dim: int) -> None:
+    ``row_format`` is that of its codecs for rows and gradients, such as ``"fp32"``, ``"fp16"`` or ``"int8"``.
+    """
+
+    def __init__(self, table_rows: list[int], embedding_dim: int, row_format: str) -> None:
         super().__init__()
-        self._table_rows, self._dim = table_rows, embedding_dim
+        self._table_rows, self._dim, self._row_format = table_rows, embedding_dim, row_format
 
     def materialize(self) -> None:
         """Make this rank's tables."""
         from fbgemm_gpu.split_embedding_configs import EmbOptimType
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+        from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
         from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
         from torchrec.distributed.types import ShardingEnv
         from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -129,7 +133,11 @@ class TorchRecTables(nn.Module):
         ]
         whole = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
         fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.03}
-        sharder = EmbeddingBagCollectionSharder(fused_params=fused)
+        precision = CommType(self._row_format)
+        codecs = get_qcomm_codecs_registry(QCommsConfig(forward_precision=precision, backward_precision=precision))
+        sharder = EmbeddingBagCollectionSharder(
+            fused_params=fused, qcomm_codecs_registry=None if self._row_format == "fp32" else codecs
+        )
         world_size = dist.get_world_size()
         owners = place_tables(self._table_rows, world_size).first_rank
         plan = construct_module_sharding_plan(

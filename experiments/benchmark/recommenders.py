@@ -53,7 +53,14 @@ RECOMMENDERS: dict[str, Recommender] = {
     "all-to-all, fp16 rows": _peer(partial(DenseTables, row_format="fp16")),
     "all-to-all, int8 rows": _peer(partial(DenseTables, row_format="int8")),
     "all-to-all, 4-bit rows": _peer(partial(DenseTables, row_format="int4")),
-    **({"TorchRec, fp32 rows": _peer(TorchRecTables)} if find_spec("torchrec") else {}),
+    **(
+        {
+            f"TorchRec, {name} rows": _peer(partial(TorchRecTables, row_format=name))
+            for name in ("fp32", "fp16", "bf16", "int8")
+        }
+        if find_spec("torchrec")
+        else {}
+    ),
     "changes, 5%, 1 bit": _ours(_GRADIENTS),
     "changes, 1%, 1 bit": _ours(_GRADIENTS, density=0.01),
 }
