@@ -1,13 +1,16 @@
 """Experiments on hosts made of network namespaces: skipped where these cannot be made."""
 
 import json
+import multiprocessing
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +50,44 @@ def test_a_host_that_fails_is_named_and_the_others_are_stopped(hosts: list[Host]
     assert lines == ["first\n"]
     while any(processes_on(host) for host in hosts):  # Killed, but a busy machine has not got to it: see test_jobs.py.
         time.sleep(0.05)
+
+
+def listen(host: Host, port: Any) -> None:
+    host.enter()
+    with socket.create_server((host.address, 0)) as server:
+        port.send(server.getsockname()[1])
+        while True:
+            server.accept()
+
+
+def call(host: Host, address: tuple[str, int], answer: Any) -> None:
+    host.enter()
+    try:
+        socket.create_connection(address, timeout=2.0)
+        answer.send("connected")
+    except TimeoutError:
+        answer.send("nobody answers")
+
+
+def test_a_process_enters_a_host_whose_cable_can_be_pulled_out(hosts: list[Host]) -> None:
+    context = multiprocessing.get_context("spawn")
+    received, sent = context.Pipe(duplex=False)
+    server = context.Process(target=listen, args=(hosts[0], sent), daemon=True)
+    server.start()
+    address = hosts[0].address, received.recv()
+
+    def reaches() -> str:
+        context.Process(target=call, args=(hosts[1], address, sent), daemon=True).start()
+        return str(received.recv())
+
+    try:
+        assert reaches() == "connected"
+        hosts[1].plug(False)
+        assert reaches() == "nobody answers"
+        hosts[1].plug(True)
+        assert reaches() == "connected"
+    finally:
+        server.kill()
 
 
 def test_under_sudo_commands_are_the_users_own(hosts: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
