@@ -4,12 +4,7 @@ Importing this package registers the strategy names ``dct``, ``dct_spawn``, ``dc
 ``dct_auto`` and ``dct_find_unused_parameters_true``, ``dct_pipeline`` with three of these endings, ``dct_fsdp`` and
 ``dct_elastic``, with ``lightning.pytorch.Trainer``.
 
-    config      the settings                           wire        how entries become bytes
-    threshold   selection and the guard between        gradients   residual, hook, exchange
-    kernels     the hot path over memory               traffic     bytes and time, counted
-    strategy    Lightning's side of it                 callbacks   refresh and monitoring
-    pipeline    stages of a model on several ranks     fsdp        replicas that FSDP2 shards
-    elastic     ranks that come and go
+CONTRIBUTING.md has a map of the modules.
 """
 
 import sys

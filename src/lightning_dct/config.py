@@ -169,13 +169,19 @@ class DCTConfig:
         return next((density for pattern, density in patterns if fnmatchcase(parameter_name, pattern)), self.density)
 
 
+# Arguments of constructors that strategies set themselves.
+SET_BY_STRATEGIES = {"self", "config", "given", "module", "device_ids"} | {
+    "data_parallel_size", "tensor_parallel_size", "wrap_unit", "shard_settings",
+}  # fmt: skip
+
+
 def check_keywords(kind: type, given: Iterable[str], *more: type) -> None:
     """Refuse unknown keyword arguments of a class and suggest the nearest names (TypeError).
 
     Args:
         kind: The class; it forwards keyword arguments to its base classes.
         given: The names of its keyword arguments.
-        *more: Further classes to which it forwards them.
+        *more: The classes whose settings it takes, for the message; also those that are none of its bases.
     """
     taken = {
         name
@@ -183,14 +189,13 @@ def check_keywords(kind: type, given: Iterable[str], *more: type) -> None:
         if (constructor := vars(cls).get("__init__")) is not None
         for name, parameter in signature(constructor).parameters.items()
         if parameter.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    } - {"self", "config", "module", "device_ids"}  # which strategies set themselves
+    } - SET_BY_STRATEGIES
     for name in sorted(set(given) - taken):
         nearest = get_close_matches(name, sorted(taken), n=3)
         meant = f" Did you mean {' or '.join(f'`{other}`' for other in nearest)}?" if nearest else ""
-        raise TypeError(
-            f"`{kind.__name__}` has no setting `{name}`.{meant} It takes those of `DCTConfig`, `DDPStrategy` and"
-            " `DistributedDataParallel`."
-        )
+        *first, last = (f"`{cls.__name__}`" for cls in more)
+        those = f"{', '.join(first)} and {last}" if first else last
+        raise TypeError(f"`{kind.__name__}` has no setting `{name}`.{meant} It takes its own and those of {those}.")
 
 
 def check_density(

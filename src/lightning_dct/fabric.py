@@ -72,7 +72,7 @@ class DCTStrategy(DDPStrategy):
     def __init__(self, accelerator: Accelerator | None = None, **kwargs: Any) -> None:
         self._lifelines = kwargs.pop("lifelines", True)
         check_lifelines(self._lifelines)
-        check_keywords(type(self), kwargs, DCTConfig, DistributedDataParallel)
+        check_keywords(type(self), kwargs, DCTConfig, DDPStrategy, DistributedDataParallel)
         names = {field.name for field in fields(DCTConfig)} & kwargs.keys()
         self.given = Given.of({name: kwargs.pop(name) for name in names})
         self.config = self.given.config

@@ -111,7 +111,7 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
         gradient_as_bucket_view: bool = True,
         **kwargs: Any,
     ) -> None:
-        check_keywords(type(self), kwargs, DistributedDataParallel)
+        check_keywords(type(self), kwargs, DCTConfig, DDPStrategy, DistributedDataParallel)
         for setting in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period"):
             if kwargs.get(setting) is not None:
                 raise ValueError(

@@ -149,7 +149,27 @@ class Attention(Wide):
         return self.encoder(self.model(inputs)[:, None])[:, 0]
 
 
-KINDS = {"manual": TwoOptimizers, "tied": Tied, "compiled": Compiled, "attention": Attention, "wide": Wide}
+class Head(Wide):
+    """Trains one row and one number, which lie on the first shard of each replica: the other has nothing to send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.requires_grad_(False)
+        self.head = nn.Linear(8, 1)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.model(inputs)).expand(-1, 8)
+
+
+KINDS = {
+    "head": Head,
+    "manual": TwoOptimizers,
+    "tied": Tied,
+    "compiled": Compiled,
+    "attention": Attention,
+    "wide": Wide,
+}
 
 
 def learn(kind: str, compress: str, strategy: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any]:
@@ -177,6 +197,14 @@ def test_learns(ranks: Any, compress: str, kind: str, strategy: dict[str, Any], 
         for name, weights in run["weights"].items():
             if "model.2" not in name or compress == "updates":
                 assert torch.equal(weights, runs[0]["weights"][name]), name
+
+
+@pytest.mark.parametrize("compress", ["updates", "gradients"])
+def test_a_rank_may_have_nothing_to_train(ranks: Any, compress: str) -> None:
+    runs = ranks(4).run(learn, "head", compress, {}, {})
+    for run in runs:
+        assert run["weights"]["head.weight"].all()
+        assert torch.equal(run["weights"]["head.weight"], runs[0]["weights"]["head.weight"])
 
 
 class HalfSharded(Plain):
@@ -219,7 +247,9 @@ def refused(kind: str, settings: dict[str, Any]) -> None:
     ("settings", "words"),
     [
         ({"tensor_parallel_size": 2}, "does not do tensor parallelism"),
-        ({"replica": 2}, "Did you mean `replicas`"),
+        ({"replica": 2}, "Did you mean `replicas`.* It takes its own and those of `DCTConfig`"),
+        ({"data_parallel_size": 2}, "has no setting `data_parallel_size`"),
+        ({"wrap_unit": 2}, "has no setting `wrap_unit`"),
         ({"replicas": 0}, "`replicas` must be at least 1"),
         ({"density": 2.0}, "`density`"),
     ],

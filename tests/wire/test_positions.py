@@ -148,6 +148,14 @@ def test_flags_give_the_same_message(kernel: str, data: st.DataObject, universe:
                 code.decode_flags(message, count, torch.zeros_like(flags), [universe])
 
 
+def test_a_bitmap_has_nothing_behind_its_end() -> None:
+    code = PositionCode(13, 13)
+    message = code.encode(torch.tensor([2, 9]))
+    message[1] ^= 0b1000_0010  # instead of 9 the flag of 15
+    with pytest.raises(PayloadError, match="1 positions are marked, but the header says 2"):
+        code.decode_flags(message, 2, torch.zeros(8, dtype=torch.uint8), [13])
+
+
 @pytest.mark.parametrize("kernel", ["torch", "numba"])
 @given(data=st.data(), universe=st.integers(1, 400), capacity=st.integers(0, 100))
 @examples(100)

@@ -95,8 +95,10 @@ def _print_forecast(arguments: argparse.Namespace) -> None:
 
 def _print_measured(arguments: argparse.Namespace) -> None:
     """Measure between the ranks, and print from the first what a run of theirs would choose."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        raise ValueError("`--measure` is for ranks: torchrun --nproc-per-node 2 -m lightning_dct plan --measure")
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["WORLD_SIZE"] == "1":
+        raise ValueError(
+            "`--measure` is for two ranks or more: torchrun --nproc-per-node 2 -m lightning_dct plan --measure"
+        )
     if arguments.compute_ms is None or not 0 < arguments.compute_ms < math.inf:
         raise ValueError("`--measure` needs `--compute-ms`: what a step takes on one rank alone, as 120")
     if arguments.shards is not None:

@@ -92,7 +92,8 @@ def sample_of(weights: Sequence[Tensor], step: int) -> Tensor:
     parts = [tensor.detach().reshape(-1) for tensor in weights if tensor.numel()]
     first = 7919 * (step + step // EVERY)
     parts = [part[first % min(stride, part.numel()) :: stride].float() for part in parts]
-    return torch.cat(parts)
+    # A rank whose shards are all empty has no sample, and takes part.
+    return torch.cat(parts) if parts else torch.empty(0, device=weights[0].device)
 
 
 def cosine_of(step: Tensor, everyone: Link) -> Tensor:

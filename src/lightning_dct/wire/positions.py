@@ -157,6 +157,8 @@ class PositionCode:
         """
         if self.is_bitmap:
             flags[: self.num_bytes] = message
+            if self.universe % 8:  # what stands behind the end is no position
+                flags[self.num_bytes - 1] &= (1 << self.universe % 8) - 1
         elif message.device.type != "cpu":
             flags.copy_(pack_flags(message.new_zeros(self.universe).index_fill_(0, self.decode(message, count), 1)))
         else:
