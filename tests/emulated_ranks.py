@@ -15,7 +15,7 @@ from lightning_dct.exchange.base import Exchange
 from lightning_dct.exchange.collectives import Link
 from lightning_dct.exchange.compressed import AllGather, ByNode, Sharded
 from lightning_dct.exchange.factory import share_model
-from lightning_dct.sync import GradientSynchronizer
+from lightning_dct.sync.gradients import GradientSynchronizer
 from lightning_dct.traffic import Traffic
 
 TIMEOUT = 240.0

@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_dct.kernels.bits import pack_flags
-from lightning_dct.wire import BITS_PER_VALUE, PayloadLayout, pack, unpack_values
+from lightning_dct.wire.payload import PayloadLayout, pack, unpack_values
 from lightning_dct.wire.positions import count_flags
+from lightning_dct.wire.values import BITS_PER_VALUE
 
 FORMATS = sorted(BITS_PER_VALUE)
 

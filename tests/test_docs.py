@@ -17,8 +17,8 @@ from wandb.cli.cli import cli as wandb_cli
 
 import lightning_dct
 from distributed.scripts import run_here
-from lightning_dct import commands, cost
-from lightning_dct.cost import Speed
+from lightning_dct import commands
+from lightning_dct.cost.timing import Speed
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "CONTRIBUTING.md"])
@@ -96,7 +96,8 @@ COMMANDS = {" ".join(words): words for page in PAGES for words in commands_in(pa
 def test_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     match words:
         case ["lightning-dct", "plan", *rest]:
-            monkeypatch.setattr(cost, "measure_speed", lambda *_: Speed(1e-9, 1e-10, 1e-11, "made up"))
+            speed = Speed(1e-9, 1e-10, 1e-11, "made up")
+            monkeypatch.setattr("lightning_dct.commands.plan.measure_speed", lambda *_: speed)
             assert commands.main(["plan", *rest]) == 0
         case ["lightning-dct", command, *_]:
             # Its arguments are checked as it checks them; it does not start.

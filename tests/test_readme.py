@@ -22,9 +22,9 @@ import comparison.runs
 import peers
 from compare import main
 from distributed.scripts import TRAIN, run_here
-from lightning_dct import cost
 from lightning_dct.commands import main as command_line
-from lightning_dct.cost import Speed
+from lightning_dct.commands import plan
+from lightning_dct.cost.timing import Speed
 from made_up_results import run_in_no_time
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,7 +75,7 @@ def test_the_plan_is_what_the_command_prints(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All but the rows that are measured."""
-    monkeypatch.setattr(cost, "measure_speed", lambda *_: SPEED)
+    monkeypatch.setattr(plan, "measure_speed", lambda *_: SPEED)
     (shown,) = blocks("text")
     (words,) = [words for words in commands() if "plan" in words]
     assert command_line(words[words.index("plan") :]) == 0
@@ -117,7 +117,7 @@ def test_command(words, tmp_path, ranks, monkeypatch):
         case ["cd", folder]:
             assert folder == REPOSITORY.rpartition("/")[2]
         case ["python", "-m", "lightning_dct", "plan", *rest]:
-            monkeypatch.setattr(cost, "measure_speed", lambda *_: SPEED)
+            monkeypatch.setattr(plan, "measure_speed", lambda *_: SPEED)
             assert command_line(["plan", *rest]) == 0
         case ["pip", "install", requirement]:
             extras = re.findall(r"\[(.*)\]", requirement)

@@ -18,7 +18,8 @@ from lightning_dct.compress.threshold import Thresholds
 from lightning_dct.config import VALUE_FORMATS
 from lightning_dct.kernels.bits import unpack_bits
 from lightning_dct.reference import Settings, State
-from lightning_dct.wire import PositionCode, decode_values, encode_values
+from lightning_dct.wire.positions import PositionCode
+from lightning_dct.wire.values import decode_values, encode_values
 from strategies_for_hypothesis import examples
 
 SHARED = set(vars(Settings())) - {"ranks_per_node", "exchange", "local_steps"}

@@ -32,7 +32,7 @@ from lightning_dct.kernels import available_kernels, cpu_kernel
 from lightning_dct.kernels.bits import flags_num_bytes
 from lightning_dct.kernels.plain import Sent
 from lightning_dct.sync.rounds import LARGEST_BUCKET
-from lightning_dct.wire import unpack
+from lightning_dct.wire.payload import unpack
 
 ROOFLINE = "roofline: 24 bytes an entry"
 EXCHANGE = "exchange: {}"

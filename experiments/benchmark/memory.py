@@ -29,7 +29,7 @@ from benchmark.session import at_least
 from benchmark.tables import describe_machine, publish
 from hsdp import HSDPStrategy
 from lightning_dct import DCTConfig, DCTFSDPStrategy, DCTStrategy
-from lightning_dct.cost import measure_speed
+from lightning_dct.cost.timing import measure_speed
 from network.hosts import Host
 
 NODES, RANKS_PER_NODE, STEPS, ROWS = 2, 2, 10, 8

@@ -12,15 +12,19 @@ import sys
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_dct.__about__ import __version__
-from lightning_dct.activations import SplitPoint, subspace
+from lightning_dct.activations.split_point import SplitPoint
+from lightning_dct.activations.subspace import subspace
 from lightning_dct.callbacks import CompressionMonitor, EmbeddingPruning, ThresholdRefresh
-from lightning_dct.checkpoint import CheckpointError
+from lightning_dct.checksums import CheckpointError
 from lightning_dct.config import DCTConfig
-from lightning_dct.elastic import DCTElasticStrategy
-from lightning_dct.embedding import GrowingEmbeddingBags, RowWiseAdagrad, ShardedEmbeddingBags
-from lightning_dct.fsdp import DCTFSDPStrategy
+from lightning_dct.elastic.elastic_strategy import DCTElasticStrategy
+from lightning_dct.embedding.growing import GrowingEmbeddingBags
+from lightning_dct.embedding.optimizers import RowWiseAdagrad
+from lightning_dct.embedding.sharded import ShardedEmbeddingBags
+from lightning_dct.fsdp.fsdp_strategy import DCTFSDPStrategy
 from lightning_dct.metrics import CompressionRatio
-from lightning_dct.pipeline import DCTPipelineStrategy, SplitSequential
+from lightning_dct.pipeline.pipeline_strategy import DCTPipelineStrategy
+from lightning_dct.pipeline.sequential import SplitSequential
 from lightning_dct.strategy import DCTStrategy
 
 __all__ = [

@@ -32,18 +32,20 @@ from lightning_dct.checkpoint.reading import (
 )
 from lightning_dct.compress.awaited import clock_of
 from lightning_dct.config import DCTConfig, check_keywords
-from lightning_dct.failures import check_lifelines, group_is_made
+from lightning_dct.failures.lifeline import check_lifelines
+from lightning_dct.failures.process_group import group_is_made
 from lightning_dct.law import Given, RunSettings
 from lightning_dct.lightning_private import BackwardSyncControl, StrategyRegistry
 from lightning_dct.profiling import recorded
 from lightning_dct.strategy import DCTStrategy as TrainerStrategy
-from lightning_dct.sync import Synchronizer, UpdateSynchronizer
 from lightning_dct.sync.setup import (
     check_optimizers,
     check_settings,
     make_gradient_synchronizer,
     make_update_synchronizer,
 )
+from lightning_dct.sync.synchronizer import Synchronizer
+from lightning_dct.sync.updates import UpdateSynchronizer
 from lightning_dct.traffic import Traffic
 
 

@@ -16,7 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dct.activations import CompressedModule, modules_of
+from lightning_dct.activations.module import CompressedModule, modules_of
 from lightning_dct.agreement import gather_objects
 from lightning_dct.checkpoint import format as saved
 from lightning_dct.checkpoint.files import (
@@ -37,11 +37,12 @@ from lightning_dct.checkpoint.reading import (
     unreadable,
 )
 from lightning_dct.config import DCTConfig
-from lightning_dct.embedding import ShardedEmbeddingBags
+from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 from lightning_dct.embedding.table_files import keeping_row_states, load_row_states, load_rows, save_rows, without_rows
-from lightning_dct.failures import Lifeline
-from lightning_dct.sync import Synchronizer, UpdateSynchronizer
+from lightning_dct.failures.lifeline import Lifeline
 from lightning_dct.sync.setup import parameter_names
+from lightning_dct.sync.synchronizer import Synchronizer
+from lightning_dct.sync.updates import UpdateSynchronizer
 from lightning_dct.traffic import Traffic
 
 # In a checkpoint that was loaded: this rank's state, and the folder of the rows of sharded tables.

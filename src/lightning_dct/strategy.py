@@ -19,13 +19,14 @@ from lightning_dct.config import Compress, DCTConfig, ExchangeName, MissingState
 from lightning_dct.failures.course import EXCHANGE
 from lightning_dct.kernels import KernelName
 from lightning_dct.law import Given
-from lightning_dct.sync import GradientSynchronizer, UpdateSynchronizer
+from lightning_dct.sync.gradients import GradientSynchronizer
 from lightning_dct.sync.setup import (
     check_optimizers,
     check_settings,
     make_gradient_synchronizer,
     make_update_synchronizer,
 )
+from lightning_dct.sync.updates import UpdateSynchronizer
 from lightning_dct.thresholded import ThresholdedStrategy
 
 

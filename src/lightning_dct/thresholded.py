@@ -17,7 +17,8 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_dct.activations import SplitPoint, module_settings
+from lightning_dct.activations.module import module_settings
+from lightning_dct.activations.split_point import SplitPoint
 from lightning_dct.agreement import check_agreement
 from lightning_dct.callbacks import (
     CompressionMonitor,
@@ -30,8 +31,9 @@ from lightning_dct.callbacks import (
 )
 from lightning_dct.clipping import install_clipping, remove_clipping
 from lightning_dct.compress.awaited import clock_of
-from lightning_dct.failures import Lifeline, check_lifelines, group_is_made
 from lightning_dct.failures.course import EXCHANGE, IN_FORWARD
+from lightning_dct.failures.lifeline import Lifeline, check_lifelines
+from lightning_dct.failures.process_group import group_is_made
 from lightning_dct.law import Given, RunSettings
 from lightning_dct.lightning_private import StrategyRegistry
 from lightning_dct.profiling import shown_by

@@ -59,7 +59,7 @@ class TrafficTotals:
         bytes_sent: Bytes this rank handed to collectives, headers and padding included.
         bytes_dense: Bytes that the dense fp32 exchange of the same tensors would have sent.
         entries_sent: Tensor entries in the bytes sent. A GPU reports them late: the number is complete after
-            :meth:`~lightning_dct.sync.GradientSynchronizer.flush`, which logging and saving call.
+            :meth:`~lightning_dct.sync.gradients.GradientSynchronizer.flush`, which logging and saving call.
         entries: Tensor entries that were due.
         seconds: Time of compression and decompression, without the network. A GPU reports times late, too.
         refreshes: How often the thresholds were selected anew.

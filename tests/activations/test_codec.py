@@ -7,17 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_dct.activations import (
+from lightning_dct.activations import codec
+from lightning_dct.activations.codec import (
     ActivationLayout,
-    SplitPoint,
-    codec,
     decode_backward,
     decode_forward,
     encode_backward,
     encode_forward,
 )
-from lightning_dct.activations.split_point import ROW_FORMATS
-from lightning_dct.wire import PayloadError
+from lightning_dct.activations.split_point import ROW_FORMATS, SplitPoint
+from lightning_dct.wire.positions import PayloadError
 from lightning_dct.wire.rows import LEVELS
 from rows_by_loop import scales_by_loop
 from strategies_for_hypothesis import examples

@@ -13,13 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lightning_dct.activations
-from lightning_dct.activations import (
-    SplitPoint,
-    decode_backward,
-    decode_forward,
-    encode_backward,
-)
-from lightning_dct.activations.split_point import ROW_FORMATS
+from lightning_dct.activations.codec import decode_backward, decode_forward, encode_backward
+from lightning_dct.activations.split_point import ROW_FORMATS, SplitPoint
 from lightning_dct.compress.threshold import entries_at
 from strategies_for_hypothesis import examples
 

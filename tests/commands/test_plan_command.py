@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.demos import LightningTransformer
 
-from lightning_dct import DCTConfig, cost
+from lightning_dct import DCTConfig
 from lightning_dct.commands import main
-from lightning_dct.cost import Speed, measure_speed
+from lightning_dct.cost.timing import Speed, measure_speed
 
 SPEED = Speed(compress=1e-9, clear=1e-10, add=1e-11, how="made up")
 ASKED = ["--world-size", "4", "--link", "1Gbit", "--parameters", "1M"]
@@ -17,7 +17,7 @@ ASKED = ["--world-size", "4", "--link", "1Gbit", "--parameters", "1M"]
 
 @pytest.fixture(autouse=True)
 def made_up_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "measure_speed", lambda *_: SPEED)
+    monkeypatch.setattr("lightning_dct.commands.plan.measure_speed", lambda *_: SPEED)
 
 
 def plan(capsys: pytest.CaptureFixture[str], *words: str) -> str:

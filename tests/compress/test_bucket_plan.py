@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dct.compress.bucket_plan import BucketPlan, plan_bucket
-from lightning_dct.wire import BITS_PER_VALUE, PayloadLayout
+from lightning_dct.wire.payload import PayloadLayout
+from lightning_dct.wire.values import BITS_PER_VALUE
 from strategies_for_hypothesis import FORMATS, examples
 
 

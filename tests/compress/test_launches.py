@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import emulated_ranks
 from emulated_ranks import EmulatedRanks, EmulatedWork
 from lightning_dct.compress import awaited
-from lightning_dct.sync import GradientSynchronizer
-from lightning_dct.wire import PayloadLayout, SideBySide
+from lightning_dct.sync.gradients import GradientSynchronizer
+from lightning_dct.wire.payload import PayloadLayout
+from lightning_dct.wire.payloads_on_device import SideBySide
 from strategies_for_hypothesis import FORMATS
 
 # "b" and "e" are sent dense.

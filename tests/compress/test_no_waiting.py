@@ -15,14 +15,16 @@ from torch.utils._pytree import tree_leaves
 
 from emulated_ranks import EmulatedRanks, FakeBucket, Meeting
 from lightning_dct import DCTConfig
-from lightning_dct.activations import SplitPoint, decode_forward
+from lightning_dct.activations.codec import decode_forward
+from lightning_dct.activations.split_point import SplitPoint
 from lightning_dct.compress import awaited, on_host
 from lightning_dct.compress.awaited import Awaited
 from lightning_dct.compress.bucket_plan import BucketPlan
 from lightning_dct.compress.on_device import OnDevice
 from lightning_dct.exchange import base, collectives
-from lightning_dct.sync import SharedWeights, UpdateSynchronizer
-from lightning_dct.wire import PayloadError
+from lightning_dct.sync.shared_weights import SharedWeights
+from lightning_dct.sync.updates import UpdateSynchronizer
+from lightning_dct.wire.positions import PayloadError
 from strategies_for_hypothesis import FORMATS
 
 # "a" is cut for two owners and "b" is sent dense.

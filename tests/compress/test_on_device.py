@@ -17,7 +17,7 @@ from lightning_dct.compress.bucket import Bucket, Received
 from lightning_dct.compress.bucket_plan import BucketPlan
 from lightning_dct.compress.on_host import compress, decompress
 from lightning_dct.compress.threshold import Thresholds
-from lightning_dct.wire import unpack
+from lightning_dct.wire.payload import unpack
 from strategies_for_hypothesis import FORMATS, examples
 
 WAYS = {"ordinary": set(), "on the device": {"cpu"}}

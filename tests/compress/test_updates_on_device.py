@@ -20,7 +20,8 @@ from emulated_ranks import EmulatedDist, EmulatedRanks, assert_same_bits
 from lightning_dct import DCTConfig
 from lightning_dct.compress import awaited, bucket_plan
 from lightning_dct.exchange import collectives
-from lightning_dct.sync import UpdateSynchronizer, rounds, updates
+from lightning_dct.sync import rounds, updates
+from lightning_dct.sync.updates import UpdateSynchronizer
 from lightning_dct.wire import bitmaps
 
 # "b" and "e" are sent dense.

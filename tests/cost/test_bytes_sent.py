@@ -6,9 +6,9 @@ from torch import nn
 
 from emulated_ranks import EmulatedRanks
 from lightning_dct import DCTConfig
-from lightning_dct.cost import Workload, one_tensor
 from lightning_dct.cost.bytes_sent import SentBytes, compressed_step, dense_step
 from lightning_dct.cost.forecast import layout_of, link_seconds
+from lightning_dct.cost.workload import Workload, one_tensor
 from lightning_dct.exchange.factory import costs_of, plan_model
 
 # a is cut for several owners, b is sent dense, c and d are cut for few; a DDP of small buckets would part them.

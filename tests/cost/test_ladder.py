@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dct import DCTConfig, DCTStrategy
-from lightning_dct.cost import Speed, one_tensor
 from lightning_dct.cost.auto import (
     ALIKE,
     Measured,
@@ -22,7 +21,8 @@ from lightning_dct.cost.auto import (
     table_of,
 )
 from lightning_dct.cost.forecast import layout_of
-from lightning_dct.cost.timing import MeasuredLink
+from lightning_dct.cost.timing import MeasuredLink, Speed
+from lightning_dct.cost.workload import one_tensor
 from lightning_dct.exchange.factory import NodeLayout
 from lightning_dct.law import steps_needed
 
@@ -147,7 +147,7 @@ def test_misuse_is_refused_by_name(settings: dict[str, Any], error: type[Excepti
 
 
 def test_speed_of_many_tensors_is_measured_with_the_small_ones_whole() -> None:
-    from lightning_dct.cost import measure_speed
+    from lightning_dct.cost.timing import measure_speed
 
     speed = measure_speed(DCTConfig(density=0.2, min_tensor_size=128), [300, 10, 5000], 0.0, torch.device("cpu"))
     assert min(speed.compress, speed.move) > 0

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dct import ShardedEmbeddingBags
-from lightning_dct.cost import load_module, one_tensor, workload_of
+from lightning_dct.cost.workload import load_module, one_tensor, workload_of
 
 
 @pytest.fixture

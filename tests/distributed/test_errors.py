@@ -165,7 +165,7 @@ def test_processes_that_disagree_end(tmp_path: Path) -> None:
 def refuse_corrupt_payload() -> str:
     """Rank 1's payload says that it was made for another layout."""
     from lightning_dct.compress import on_host
-    from lightning_dct.wire import pack
+    from lightning_dct.wire.payload import pack
 
     def damaged(*arguments: Any) -> Any:
         payload = pack(*arguments)

@@ -25,9 +25,9 @@ from distributed.training import (
     trainer_for,
 )
 from lightning_dct import DCTConfig, DCTStrategy
-from lightning_dct.cost import workload_of
 from lightning_dct.cost.bytes_sent import SentBytes, compressed_step, dense_step
 from lightning_dct.cost.forecast import layout_of
+from lightning_dct.cost.workload import workload_of
 from lightning_dct.exchange import collectives, compressed
 from lightning_dct.sync import buffers
 from lightning_dct.traffic import TrafficTotals

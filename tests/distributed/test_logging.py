@@ -15,7 +15,7 @@ from distributed.training import Module, Run, fit, rank
 from lightning_dct import CompressionMonitor, DCTStrategy
 from lightning_dct.report.logs import read_run
 from lightning_dct.traffic import all_gather_bytes, all_reduce_bytes
-from lightning_dct.wire import PayloadLayout
+from lightning_dct.wire.payload import PayloadLayout
 from offline_runs import OfflineRun
 
 KEYS = {

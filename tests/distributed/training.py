@@ -17,7 +17,7 @@ from torch.futures import Future
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dct import DCTStrategy
-from lightning_dct.sync import GradientSynchronizer
+from lightning_dct.sync.gradients import GradientSynchronizer
 
 State = dict[str, Tensor]
 

@@ -18,7 +18,8 @@ from lightning_dct.embedding.changes import (
     message_about,
 )
 from lightning_dct.reference import Settings, send_rows
-from lightning_dct.wire import PayloadError, unpack
+from lightning_dct.wire.payload import unpack
+from lightning_dct.wire.positions import PayloadError
 from strategies_for_hypothesis import FORMATS, examples
 
 NUM_TABLES = 4

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lightning_dct.embedding.copies import RememberedRows
 from lightning_dct.embedding.ids import HALVE_EVERY, REGROUP_EVERY, RequestCode
 from lightning_dct.kernels.bits import pack_bits, unpack_bits
-from lightning_dct.wire import PayloadError, PositionCode
+from lightning_dct.wire.positions import PayloadError, PositionCode
 from strategies_for_hypothesis import examples
 
 UNIVERSE = 300

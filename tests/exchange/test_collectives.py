@@ -16,7 +16,7 @@ from lightning_dct.exchange.collectives import (
     spread_payload,
 )
 from lightning_dct.exchange.compressed import AllGather
-from lightning_dct.sync import GradientSynchronizer
+from lightning_dct.sync.gradients import GradientSynchronizer
 from lightning_dct.traffic import Traffic
 
 

@@ -18,9 +18,9 @@ from lightning.pytorch import Callback
 from distributed.harness import free_port
 from distributed.training import Module, hash_of, loader, rank, trainer_for
 from lightning_dct import DCTStrategy
-from lightning_dct.failures import Lifeline, sockets
+from lightning_dct.failures import sockets
 from lightning_dct.failures.hub import STRANGERS, Hub
-from lightning_dct.failures.lifeline import check_lifelines
+from lightning_dct.failures.lifeline import Lifeline, check_lifelines
 
 ROUNDS = 12
 

@@ -10,8 +10,9 @@ from torch import nn
 from distributed.training import Module, on_two_nodes
 from fsdp.training import train
 from lightning_dct import DCTConfig, DCTFSDPStrategy
-from lightning_dct.cost import Forecast, Speed, workload_of
-from lightning_dct.cost.forecast import layout_of
+from lightning_dct.cost.forecast import Forecast, layout_of
+from lightning_dct.cost.timing import Speed
+from lightning_dct.cost.workload import workload_of
 from lightning_dct.fsdp.wrapping import units_of
 from lightning_dct.sync.setup import parameter_names
 from lightning_dct.traffic import TrafficTotals

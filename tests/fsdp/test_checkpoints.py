@@ -13,8 +13,8 @@ from distributed.test_resume import twice_ten_batches
 from distributed.training import assert_weights_close, assert_weights_equal
 from fsdp.training import Plain, fsdp, train
 from lightning_dct import DCTStrategy
-from lightning_dct.checkpoint import CheckpointError
 from lightning_dct.checkpoint.merging import put_together
+from lightning_dct.checksums import CheckpointError
 from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.sync.setup import parameter_names
 

@@ -10,8 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dct.activations import ActivationLayout, codec, decode_backward, encode_backward, encode_forward, noise
-from lightning_dct.activations.codec import decode_forward
+from lightning_dct.activations import codec, noise
+from lightning_dct.activations.codec import (
+    ActivationLayout,
+    decode_backward,
+    decode_forward,
+    encode_backward,
+    encode_forward,
+)
 from lightning_dct.kernels import numba_rows, rows_kernel
 from lightning_dct.wire.rows import LEVELS
 from strategies_for_hypothesis import examples

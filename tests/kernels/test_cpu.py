@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_dct.kernels import cpu_kernel, numba_cpu, plain
 from lightning_dct.kernels.bits import flags_num_bytes
 from lightning_dct.kernels.plain import Sent, pack, unpack
-from lightning_dct.wire import decode_values, encode_values
+from lightning_dct.wire.values import decode_values, encode_values
 from strategies_for_hypothesis import examples
 
 numbers = st.sampled_from([0.0, 0.5, -0.5, 1e-40, 3e38, -3e38, math.nan, math.inf, -math.inf])

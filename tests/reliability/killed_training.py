@@ -22,7 +22,7 @@ from embedding.hybrid import Batches, Hybrid
 from embedding.pruned import Pruned
 from fsdp.training import Plain
 from lightning_dct import DCTFSDPStrategy, DCTPipelineStrategy, DCTStrategy, EmbeddingPruning
-from lightning_dct.failures import Lifeline
+from lightning_dct.failures.lifeline import Lifeline
 from lightning_dct.fsdp.weights import plain
 from pipeline.split_models import SplitModule, replica
 

@@ -1,8 +1,8 @@
 """Every kind of bytes that ranks send each other, with a decoder that checks what it has decoded.
 
-A decoder either raises :class:`~lightning_dct.wire.PayloadError` with a message or returns; then what it has read lies
-within what the layout promises, or it raises :class:`AssertionError`. A value whose bits have been flipped is another
-valid value: it is a right answer in this sense.
+A decoder either raises :class:`~lightning_dct.wire.positions.PayloadError` with a message or returns; then what it has
+read lies within what the layout promises, or it raises :class:`AssertionError`. A value whose bits have been flipped is
+another valid value: it is a right answer in this sense.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dct.activations import ActivationLayout, SplitPoint
-from lightning_dct.activations.codec import decode_backward, decode_forward, encode_backward, encode_forward
-from lightning_dct.activations.split_point import ROW_FORMATS
+from lightning_dct.activations.codec import (
+    ActivationLayout,
+    decode_backward,
+    decode_forward,
+    encode_backward,
+    encode_forward,
+)
+from lightning_dct.activations.split_point import ROW_FORMATS, SplitPoint
 from lightning_dct.compress.awaited import Awaited
 from lightning_dct.compress.bucket import Received
 from lightning_dct.compress.bucket_plan import BucketPlan
@@ -25,9 +30,10 @@ from lightning_dct.embedding.collected import check_announced
 from lightning_dct.embedding.ids import RequestCode
 from lightning_dct.kernels.bits import flags_num_bytes, unpack_bits
 from lightning_dct.pipeline.borders import as_bytes, as_floats
-from lightning_dct.wire import BITS_PER_VALUE, PayloadError, PayloadLayout, unpack
+from lightning_dct.wire.payload import PayloadLayout, unpack
 from lightning_dct.wire.payloads_on_device import SideBySide
-from lightning_dct.wire.positions import PositionCode
+from lightning_dct.wire.positions import PayloadError, PositionCode
+from lightning_dct.wire.values import BITS_PER_VALUE
 from strategies_for_hypothesis import pack_entries
 
 # Memory around what is decoded into, to see whether anything is written there.

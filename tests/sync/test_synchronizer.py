@@ -10,8 +10,8 @@ from torch import Tensor
 
 from emulated_ranks import EmulatedDist, EmulatedRanks, Meeting, assert_same_bits, heavy_tailed
 from lightning_dct.compress.bucket_plan import plan_bucket
-from lightning_dct.wire import PayloadError, unpack
-from lightning_dct.wire.payload import Unpacked
+from lightning_dct.wire.payload import Unpacked, unpack
+from lightning_dct.wire.positions import PayloadError
 from strategies_for_hypothesis import FORMATS, examples
 
 SIZES = {"a": 300, "b": 50, "c": 200}

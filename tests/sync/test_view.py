@@ -22,7 +22,7 @@ from distributed.training import (
     weights_of,
 )
 from lightning_dct import DCTStrategy
-from lightning_dct.sync import SharedWeights
+from lightning_dct.sync.shared_weights import SharedWeights
 
 SETTINGS: dict[str, Any] = {"density": 0.2, "local_steps": 4, "warmup_steps": 3}
 

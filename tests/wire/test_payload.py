@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dct.wire import PayloadError, PayloadLayout, decode_values, encode_values, unpack
+from lightning_dct.wire.payload import PayloadLayout, unpack
+from lightning_dct.wire.positions import PayloadError
+from lightning_dct.wire.values import decode_values, encode_values
 from strategies_for_hypothesis import FORMATS, examples, filled_layouts, pack_entries
 
 Filled = tuple[PayloadLayout, Tensor, Tensor, Tensor]

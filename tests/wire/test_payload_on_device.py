@@ -11,8 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dct.wire import Bitmaps, PayloadError, PayloadLayout, SideBySide, bitmaps, unpack
-from lightning_dct.wire.payloads_on_device import slots_of
+from lightning_dct.wire import bitmaps
+from lightning_dct.wire.bitmaps import Bitmaps
+from lightning_dct.wire.payload import PayloadLayout, unpack
+from lightning_dct.wire.payloads_on_device import SideBySide, slots_of
+from lightning_dct.wire.positions import PayloadError
 from strategies_for_hypothesis import FORMATS, examples, filled_layouts, layouts, pack_entries
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from lightning_dct.kernels import cpu_kernel
 from lightning_dct.kernels.bits import flags_num_bytes, num_bytes, pack_flags, unpack_bits
-from lightning_dct.wire import PayloadError, PositionCode
 from lightning_dct.wire import positions as positions_module
+from lightning_dct.wire.positions import PayloadError, PositionCode
 from strategies_for_hypothesis import examples
 
 

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dct.wire import decode_values, encode_values
-from lightning_dct.wire.values import BITS_PER_VALUE, values_num_bytes
+from lightning_dct.wire.values import BITS_PER_VALUE, decode_values, encode_values, values_num_bytes
 from strategies_for_hypothesis import FORMATS, examples, floats
 
 LARGEST = torch.finfo(torch.float32).max

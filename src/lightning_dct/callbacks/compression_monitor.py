@@ -12,7 +12,8 @@ from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_dct.activations import CompressedModule, SplitPoint
+from lightning_dct.activations.module import CompressedModule
+from lightning_dct.activations.split_point import SplitPoint
 from lightning_dct.callbacks.run_advice import RunAdvice
 from lightning_dct.callbacks.wandb_runs import (
     CONFIG_KEY,

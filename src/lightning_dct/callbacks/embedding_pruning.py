@@ -9,12 +9,13 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_dct.activations import modules_of
+from lightning_dct.activations.module import modules_of
 from lightning_dct.callbacks.requirements import require_dct
 from lightning_dct.config import check_density, check_integer
-from lightning_dct.embedding import GrowingEmbeddingBags, ShardedEmbeddingBags
+from lightning_dct.embedding.growing import GrowingEmbeddingBags
 from lightning_dct.embedding.kept_pieces import INDEX_BYTES_A_ROW, PIECES
 from lightning_dct.embedding.pruning import prune
+from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 
 
 class EmbeddingPruning(pl.Callback):

@@ -6,9 +6,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_dct.activations import modules_of
+from lightning_dct.activations.module import modules_of
 from lightning_dct.callbacks.requirements import InternalCallback
-from lightning_dct.embedding import ShardedEmbeddingBags
+from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 from lightning_dct.lightning_private import is_last_of_evaluation
 
 

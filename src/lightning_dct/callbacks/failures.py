@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_dct.callbacks.requirements import InternalCallback
-from lightning_dct.failures import Lifeline
+from lightning_dct.failures.lifeline import Lifeline
 from lightning_dct.lightning_private import (
     act_on_slurm_signal,
     drop_agreement_on_signals,

@@ -15,7 +15,7 @@ from lightning_dct.callbacks.slow_rank import SlowRank, slowest_rank
 from lightning_dct.compress.bucket_plan import real_numel
 from lightning_dct.config import DCTConfig
 from lightning_dct.cost.timing import MeasuredLink, measure_link
-from lightning_dct.failures import Lifeline
+from lightning_dct.failures.lifeline import Lifeline
 from lightning_dct.kernels import faster_kernel_missing
 from lightning_dct.law import BY_LENGTH, CAUTION, Given, RunSettings, expected_loss, steps_needed
 from lightning_dct.tables import rate_text

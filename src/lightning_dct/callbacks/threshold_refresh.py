@@ -6,10 +6,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_dct.activations import CompressedModule, modules_of
+from lightning_dct.activations.module import CompressedModule, modules_of
 from lightning_dct.callbacks.requirements import require_dct
 from lightning_dct.config import check_integer
-from lightning_dct.sync import Synchronizer
+from lightning_dct.sync.synchronizer import Synchronizer
 
 
 class ThresholdRefresh(pl.Callback):

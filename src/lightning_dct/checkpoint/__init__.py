@@ -8,7 +8,3 @@
 
 Strategies save and load with these in :mod:`lightning_dct.saving`; each part of the package gives its own state.
 """
-
-from lightning_dct.checksums import CheckpointError
-
-__all__ = ["CheckpointError"]

@@ -26,7 +26,7 @@ from lightning_dct.checkpoint.format import (
 )
 from lightning_dct.checkpoint.merging import merge_states, put_together
 from lightning_dct.checksums import CheckpointError, checksum_of
-from lightning_dct.sync import Synchronizer
+from lightning_dct.sync.synchronizer import Synchronizer
 
 # The errors after which `missing_state="reset"` continues.
 RESETTABLE = (FileNotFoundError, ValueError)

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_dct import cost
 from lightning_dct.compress.bucket_plan import real_numel
 from lightning_dct.config import VALUE_FORMATS, DCTConfig
 from lightning_dct.cost.auto import Measured, choose, measure_speeds, predict_dense, predict_updates, rungs, table_of
-from lightning_dct.cost.forecast import layout_of
+from lightning_dct.cost.forecast import Forecast, layout_of
 from lightning_dct.cost.replicas import check_shards
 from lightning_dct.cost.text import describe
-from lightning_dct.cost.timing import measure_link
+from lightning_dct.cost.timing import measure_link, measure_speed
+from lightning_dct.cost.workload import Workload, load_module, one_tensor, workload_of
 from lightning_dct.exchange.factory import find_layout
 from lightning_dct.fsdp.wrapping import units_of
 from lightning_dct.law import Given
@@ -88,9 +88,9 @@ def _print_forecast(arguments: argparse.Namespace) -> None:
     given, workload = Given.of({name: getattr(arguments, name) for name in names}), _workload(arguments)
     config = given.for_run(world_size // (shards or 1), arguments.steps)
     sizes = [real_numel(workload.parameters[name]) for bucket in workload.buckets for name in bucket]
-    speed = cost.measure_speed(config, sizes)
+    speed = measure_speed(config, sizes)
     print(f"A run of {arguments.steps:,} optimizer steps:")
-    print(describe(cost.Forecast(config, workload, layout, arguments.link, speed, shards=shards)))
+    print(describe(Forecast(config, workload, layout, arguments.link, speed, shards=shards)))
 
 
 def _print_measured(arguments: argparse.Namespace) -> None:
@@ -119,18 +119,18 @@ def _print_measured(arguments: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def _workload(arguments: argparse.Namespace) -> cost.Workload:
+def _workload(arguments: argparse.Namespace) -> Workload:
     if arguments.module is None:
         if arguments.arguments:
             raise ValueError("`--arguments` are for the constructor of a `--module`; `--parameters` has none")
-        return cost.one_tensor(arguments.parameters)
+        return one_tensor(arguments.parameters)
     if os.getcwd() not in sys.path:
         # As for `python script.py`.
         sys.path.insert(0, os.getcwd())
-    module = cost.load_module(arguments.module, parse_arguments(arguments.arguments))
+    module = load_module(arguments.module, parse_arguments(arguments.arguments))
     names = parameter_names(module)
     units = [[names[parameter] for parameter in own] for own in units_of(module).values()]
-    return replace(cost.workload_of(module), units=units)
+    return replace(workload_of(module), units=units)
 
 
 def parse_arguments(words: list[str]) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from lightning_dct.compress.bucket_plan import BucketPlan
 from lightning_dct.kernels import cpu_kernel
 from lightning_dct.kernels.bits import flags_num_bytes
 from lightning_dct.kernels.plain import Sent
-from lightning_dct.wire import PayloadError, count_flags, read_scales, unpack_flags, unpack_stretch, unpack_values
+from lightning_dct.wire.payload import read_scales, unpack_flags, unpack_stretch, unpack_values
+from lightning_dct.wire.positions import PayloadError, count_flags
 
 # Entries of a large tensor that are read at once. Fewer cost more calls.
 AT_ONCE = 1 << 21

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dct.compress.threshold import entries_at
 from lightning_dct.config import DCTConfig
-from lightning_dct.wire import BITS_PER_VALUE, PayloadLayout
+from lightning_dct.wire.payload import PayloadLayout
+from lightning_dct.wire.values import BITS_PER_VALUE
 
 # Entries that a device marks at once, which takes it some 24 bytes each. A larger tensor is sent in pieces.
 MOST_AT_ONCE = 1 << 24

@@ -39,7 +39,8 @@ from lightning_dct.compress.threshold import (
 from lightning_dct.kernels import cpu_kernel, weights_by_senders
 from lightning_dct.kernels.bits import flags_num_bytes
 from lightning_dct.kernels.plain import Sent, keep_some
-from lightning_dct.wire import PayloadError, pack, unpack_values
+from lightning_dct.wire.payload import pack, unpack_values
+from lightning_dct.wire.positions import PayloadError
 
 
 def compress(

@@ -8,17 +8,3 @@
 
 Sizes come from the plans, the shards and the traffic formulas of a run. Tests compare them with the counters of runs.
 """
-
-from lightning_dct.cost.forecast import Forecast
-from lightning_dct.cost.timing import Speed, measure_speed
-from lightning_dct.cost.workload import Workload, load_module, one_tensor, workload_of
-
-__all__ = [
-    "Forecast",
-    "Speed",
-    "Workload",
-    "load_module",
-    "measure_speed",
-    "one_tensor",
-    "workload_of",
-]

@@ -17,10 +17,10 @@ from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES, _compute_buc
 from torch.nn.parallel import distributed as ddp
 from torch.nn.parameter import is_lazy
 
-from lightning_dct.activations import modules_of
+from lightning_dct.activations.module import modules_of
 from lightning_dct.compress.bucket_plan import real_numel
 from lightning_dct.config import DCTConfig
-from lightning_dct.embedding import ShardedEmbeddingBags
+from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 from lightning_dct.sync.rounds import buckets_of
 from lightning_dct.sync.setup import parameter_names
 

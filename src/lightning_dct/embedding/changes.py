@@ -1,8 +1,8 @@
 """Messages of changed entries: those that exceed their table's threshold, as bytes. No communication.
 
-The receiver reads a message with :func:`~lightning_dct.wire.unpack`. Both ends know its rows and their order. The size
-follows from the number of rows: for each table, ``density`` times its entries among them. So no rank announces a size.
-The sender keeps the entries that do not fit::
+The receiver reads a message with :func:`~lightning_dct.wire.payload.unpack`. Both ends know its rows and their order.
+The size follows from the number of rows: for each table, ``density`` times its entries among them. So no rank announces
+a size. The sender keeps the entries that do not fit::
 
     rows [k, d]            to be sent: rows + addend
     sent                   the entries with |a| >= tau(table), the largest of them if there are too many
@@ -34,7 +34,7 @@ from lightning_dct.compress.threshold import (
 from lightning_dct.embedding.owners import Int64Array
 from lightning_dct.kernels import select
 from lightning_dct.kernels.bits import flags_num_bytes, nonzero_indices, pack_flags, unpack_bits
-from lightning_dct.wire import PayloadLayout, pack, unpack_values
+from lightning_dct.wire.payload import PayloadLayout, pack, unpack_values
 from lightning_dct.wire.rows import decode_rows, encode_rows, row_scales_num_bytes
 from lightning_dct.wire.values import values_num_bytes
 

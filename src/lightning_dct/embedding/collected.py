@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_dct.agreement import gather_objects
 from lightning_dct.embedding.owners import Int64Array
 from lightning_dct.traffic import Traffic
-from lightning_dct.wire import PayloadError
+from lightning_dct.wire.positions import PayloadError
 
 # A rank whose batch is wrong announces this instead of each number.
 FAULT = -(2**31)

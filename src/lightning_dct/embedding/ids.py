@@ -1,9 +1,9 @@
 """The code of a request's ids, in little more than their entropy: rows are grouped by how often they were requested.
 
 Look-ups are uneven: some rows are in every batch, most in hardly any. Among rows with the same number of requests, a
-request is a uniform choice. :class:`~lightning_dct.wire.PositionCode` (or its bitmap, if the request takes most of a
-group) needs almost the fewest bits for it. So rows are grouped by the power of two below their count. Both ends count
-the same requests, so they know the same groups.
+request is a uniform choice. :class:`~lightning_dct.wire.positions.PositionCode` (or its bitmap, if the request takes
+most of a group) needs almost the fewest bits for it. So rows are grouped by the power of two below their count. Both
+ends count the same requests, so they know the same groups.
 
 ==============  ===================================================================================
 part            bits
@@ -24,8 +24,7 @@ from torch import Tensor
 
 from lightning_dct.embedding.owners import Int64Array
 from lightning_dct.kernels.bits import num_bytes, pack_bits, unpack_bits
-from lightning_dct.wire import PayloadError
-from lightning_dct.wire.positions import PositionCode
+from lightning_dct.wire.positions import PayloadError, PositionCode
 
 # Requests between two groupings; in the beginning, rows are also grouped whenever the number of requests has doubled.
 REGROUP_EVERY = 64

@@ -37,7 +37,8 @@ from lightning_dct.embedding.row_gradients import deliver, when_backward_ends
 from lightning_dct.embedding.state import TableState
 from lightning_dct.kernels import add_rows
 from lightning_dct.traffic import FP32_BYTES, ID_BYTES
-from lightning_dct.wire import PayloadError, unpack
+from lightning_dct.wire.payload import unpack
+from lightning_dct.wire.positions import PayloadError
 
 
 class DistinctRows:

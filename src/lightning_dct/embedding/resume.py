@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dct.checkpoint import CheckpointError
+from lightning_dct.checksums import CheckpointError
 from lightning_dct.embedding.cache import CACHE_ARRAYS
 from lightning_dct.embedding.owners import RowOwners
 from lightning_dct.embedding.row_gradients import CollectedGradients

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from lightning_dct.activations import CompressedModule
+from lightning_dct.activations.module import CompressedModule
 from lightning_dct.embedding.collected import RowCollectives
 from lightning_dct.embedding.copies import RememberedRows
 from lightning_dct.embedding.initial import initial_rows

@@ -80,7 +80,7 @@ def make_exchange(
 
     ``parameters`` are all that are synchronised, now or after unfreezing, by name in the model's order. ``place`` is
     this rank's node and its number on that node, as the launcher gives them. ``timeout`` is that of groups that are
-    made here. :class:`~lightning_dct.sync.GradientSynchronizer` explains ``defer_unused``.
+    made here. :class:`~lightning_dct.sync.gradients.GradientSynchronizer` explains ``defer_unused``.
 
     Raises:
         ValueError: ``exchange="by_node"`` does not work with these ranks.

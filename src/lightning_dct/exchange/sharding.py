@@ -13,7 +13,7 @@ from itertools import accumulate, chain
 from typing import NamedTuple
 
 from lightning_dct.compress.bucket_plan import BucketPlan, OwnedPiece, cut_evenly, few_at_once, share_of
-from lightning_dct.wire import BITS_PER_VALUE
+from lightning_dct.wire.values import BITS_PER_VALUE
 
 # An owner sends so many times as many entries of a sum as a rank, but at most a share of it, in a wider format.
 SUM_TIMES, SUM_MOST = 3, 0.75

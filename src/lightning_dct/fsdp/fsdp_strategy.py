@@ -29,7 +29,6 @@ from lightning_dct.fsdp.shard_gradients import ShardGradientSynchronizer, count_
 from lightning_dct.fsdp.weights import ShardWeights, plain, take_over, with_local
 from lightning_dct.fsdp.wrapping import UNIT, Unit, check_sharded, shard_of, sharded_modules
 from lightning_dct.law import Given
-from lightning_dct.sync import Synchronizer
 from lightning_dct.sync.setup import (
     check_settings,
     compare_places,
@@ -38,6 +37,7 @@ from lightning_dct.sync.setup import (
     parameter_names,
     start_alike,
 )
+from lightning_dct.sync.synchronizer import Synchronizer
 from lightning_dct.thresholded import ThresholdedStrategy
 
 OLDEST_TORCH = (2, 13)

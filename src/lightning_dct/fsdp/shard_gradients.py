@@ -15,7 +15,7 @@ from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.base import Exchange, complete
 from lightning_dct.exchange.collectives import Link
-from lightning_dct.sync import GradientSynchronizer
+from lightning_dct.sync.gradients import GradientSynchronizer
 from lightning_dct.traffic import Clock, all_gather_bytes
 
 

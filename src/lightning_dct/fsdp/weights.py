@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_dct.compress.bucket_plan import local_of
-from lightning_dct.sync import SharedWeights
+from lightning_dct.sync.shared_weights import SharedWeights
 
 
 class ShardWeights(SharedWeights):

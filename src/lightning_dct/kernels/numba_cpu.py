@@ -160,7 +160,7 @@ def decode_signs(signs: Tensor, counts: Sequence[int], scales: Tensor, values: T
 
 
 def encode_levels(values: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The codes and scales of ``2bit``, as in :func:`lightning_dct.wire.encode_values`."""
+    """The codes and scales of ``2bit``, as in :func:`lightning_dct.wire.values.encode_values`."""
     codes, scales = np.zeros((values.numel() + 3) // 4, np.uint8), torch.empty(len(counts))
     _encode_levels(values.numpy(), np.array(counts, np.int64), codes, scales.numpy())
     return torch.from_numpy(codes), scales

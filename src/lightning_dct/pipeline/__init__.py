@@ -6,8 +6,3 @@ borders      sends activations and gradients   sequential  a network with keywor
 steps        the user's steps and logs         checks      of settings and models
 runner       the steps over the pipeline, and the schedule's gradients for DDP
 """
-
-from lightning_dct.pipeline.pipeline_strategy import DCTPipelineStrategy
-from lightning_dct.pipeline.sequential import SplitSequential
-
-__all__ = ["DCTPipelineStrategy", "SplitSequential"]

@@ -21,7 +21,8 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_map
 
-from lightning_dct.activations import ActivationLayout, SplitPoint, decode_backward, decode_forward, encode_backward
+from lightning_dct.activations.codec import ActivationLayout, decode_backward, decode_forward, encode_backward
+from lightning_dct.activations.split_point import SplitPoint
 from lightning_dct.pipeline.placement import Piece
 from lightning_dct.pipeline.sequential import NetworkCall, context_of
 

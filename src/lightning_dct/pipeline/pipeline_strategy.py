@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_dct.activations import module_settings
+from lightning_dct.activations.module import module_settings
 from lightning_dct.agreement import check_agreement, gather_objects
 from lightning_dct.clipping import install_clipping
 from lightning_dct.config import check_choice, check_integer
@@ -37,7 +37,7 @@ from lightning_dct.pipeline.runner import Runner, deliver, set_aside
 from lightning_dct.pipeline.schedule import SCHEDULES, Pipeline, ScheduleName
 from lightning_dct.pipeline.steps import exchanged
 from lightning_dct.strategy import DCTStrategy
-from lightning_dct.sync import Synchronizer
+from lightning_dct.sync.synchronizer import Synchronizer
 
 
 class DCTPipelineStrategy(DCTStrategy):

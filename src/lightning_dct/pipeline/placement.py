@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dct.activations import SplitPoint
+from lightning_dct.activations.split_point import SplitPoint
 from lightning_dct.pipeline.mesh import PipelineMesh
 from lightning_dct.pipeline.sequential import SplitSequential
 from lightning_dct.sync.setup import start_alike

@@ -17,7 +17,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_dct.activations import module_settings, plain_name
+from lightning_dct.activations.module import module_settings, plain_name
 from lightning_dct.agreement import check_agreement
 from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.config import DCTConfig
@@ -25,10 +25,10 @@ from lightning_dct.exchange.base import Exchange
 from lightning_dct.exchange.collectives import Link
 from lightning_dct.exchange.factory import make_exchange
 from lightning_dct.kernels import check_kernel
-from lightning_dct.sync import SharedWeights, UpdateSynchronizer
 from lightning_dct.sync.gradients import GradientSynchronizer
-from lightning_dct.sync.shared_weights import as_real
+from lightning_dct.sync.shared_weights import SharedWeights, as_real
 from lightning_dct.sync.synchronizer import Synchronizer
+from lightning_dct.sync.updates import UpdateSynchronizer
 
 
 def parameter_names(module: Module) -> dict[Tensor, str]:
@@ -95,7 +95,7 @@ def make_update_synchronizer(
     """The synchronizer of a model that is not wrapped; all ranks call this together, and get the first one's weights.
 
     ``average_buffers`` averages floating-point buffers. ``are_alike`` says that all ranks have the same weights
-    already. The other arguments are those of :class:`~lightning_dct.sync.UpdateSynchronizer`.
+    already. The other arguments are those of :class:`~lightning_dct.sync.updates.UpdateSynchronizer`.
 
     Raises:
         ValueError: The exchange or the kernel does not work here.

@@ -17,7 +17,7 @@ from lightning_dct.compress.bucket_plan import BucketPlan, Plans, real_dtype, re
 from lightning_dct.compress.memory import Memory
 from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.base import Exchange, Pending, send_dense
-from lightning_dct.failures import Lifeline
+from lightning_dct.failures.lifeline import Lifeline
 
 
 class TensorFigures(NamedTuple):
@@ -42,8 +42,8 @@ class TensorFigures(NamedTuple):
 class Synchronizer:
     """Exchanges compressed tensors of one rank with the other ranks.
 
-    :class:`~lightning_dct.sync.GradientSynchronizer` exchanges gradients in every backward, and
-    :class:`~lightning_dct.sync.UpdateSynchronizer` the updates of weights after every ``local_steps`` optimizer
+    :class:`~lightning_dct.sync.gradients.GradientSynchronizer` exchanges gradients in every backward, and
+    :class:`~lightning_dct.sync.updates.UpdateSynchronizer` the updates of weights after every ``local_steps`` optimizer
     steps. All state is kept by parameter name.
 
     Args:
@@ -78,7 +78,7 @@ class Synchronizer:
         self.peers: Sequence[int] = ()
 
     def come_to(self, what: str, said: str, patience_s: float | None = None) -> None:
-        """Come to a place where all ranks do the same; see :meth:`lightning_dct.failures.Lifeline.come_to`.
+        """Come to a place where all ranks do the same; see :meth:`lightning_dct.failures.lifeline.Lifeline.come_to`.
 
         Raises:
             RuntimeError: They do not, which the message explains.

@@ -13,38 +13,3 @@ values              ``4 K`` (fp32) to ``K / 8`` (1bit)     see :mod:`lightning_d
 dense tensors       their own bytes                        tensors too small to compress, in their own dtype
 ==================  =====================================  ====================================================
 """
-
-from lightning_dct.wire.bitmaps import Bitmaps
-from lightning_dct.wire.payload import (
-    PayloadLayout,
-    Unpacked,
-    pack,
-    read_scales,
-    unpack,
-    unpack_flags,
-    unpack_stretch,
-    unpack_values,
-)
-from lightning_dct.wire.payloads_on_device import Arrived, SideBySide
-from lightning_dct.wire.positions import PayloadError, PositionCode, count_flags
-from lightning_dct.wire.values import BITS_PER_VALUE, decode_values, encode_values
-
-__all__ = [
-    "BITS_PER_VALUE",
-    "Arrived",
-    "Bitmaps",
-    "PayloadError",
-    "PayloadLayout",
-    "PositionCode",
-    "SideBySide",
-    "Unpacked",
-    "count_flags",
-    "decode_values",
-    "encode_values",
-    "pack",
-    "read_scales",
-    "unpack",
-    "unpack_flags",
-    "unpack_stretch",
-    "unpack_values",
-]
