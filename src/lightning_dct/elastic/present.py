@@ -35,6 +35,8 @@ LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 HEARTBEAT_S = 2.0
 # How long a collective or a transfer may wait for a rank that has stopped since the quorum.
 TRANSFER_S = 8.0
+# A lighthouse that has not answered gets less time, because each exchange asks it again.
+UNLIT_S = 2.0
 # How long a rank waits for the others' next exchange, which may be a validation away; and how often it looks meanwhile
 # whether the lighthouse is there, because a manager whose lighthouse dies does not answer any more.
 MEETING_S, LOOK_S = 3600.0, 10.0
@@ -187,8 +189,9 @@ class PresentRanks:
     def _answers(self) -> bool:
         """Whether the lighthouse is there."""
         was_lit, where = self._is_lit, urlsplit(self._lighthouse)
+        patience_s = TRANSFER_S if was_lit else UNLIT_S
         try:
-            socket.create_connection((where.hostname, where.port), timeout=TRANSFER_S).close()
+            socket.create_connection((where.hostname, where.port), timeout=patience_s).close()
             self._is_lit = True
         except OSError as error:
             self._is_lit, self.trouble = False, f"the lighthouse at {self._lighthouse} does not answer ({error})"
