@@ -123,7 +123,7 @@ def test_a_link_faster_than_compressing(capsys: pytest.CaptureFixture[str]) -> N
         (["--arguments", "a=1"], "`--arguments` are for the constructor of a `--module`"),
         (["--min-tensor-size", "-1"], "`min_tensor_size` must be at least 0"),
         (["--module", "nosuch:A"], "not allowed with argument --parameters"),
-        (["--measure"], "`--measure` is for ranks: torchrun "),
+        (["--measure"], "`--measure` needs several ranks: torchrun "),
     ],
 )
 def test_misuse(capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
