@@ -200,10 +200,10 @@ def check_pieces(pieces: Sequence[Piece], stages: int, interleaved: bool) -> Non
             if interleaved
             else f"as many pieces as stages ({stages - 1} split points)"
         )
-        schedule = "'interleaved_1f1b'" if interleaved else "'gpipe' and '1f1b'"
+        takes = "schedule 'interleaved_1f1b' takes" if interleaved else "schedules 'gpipe' and '1f1b' take"
         raise ValueError(
-            f"The SplitPoint modules of the model cut it into {count} pieces, and `stages={stages}`. The schedule"
-            f" {schedule} takes {needed}. Change the split points, `stages` or `schedule`."
+            f"The SplitPoint modules of the model cut it into {count} pieces, and `stages={stages}`. The"
+            f" {takes} {needed}. Change the split points, `stages` or `schedule`."
         )
 
 

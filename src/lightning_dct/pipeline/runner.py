@@ -29,7 +29,7 @@ from lightning_dct.pipeline.sequential import NetworkCall
 # The errors for ranks of one pipeline with different data, by what differs.
 _DIFFERENT = {
     "batches": (
-        "read different batches for `{step}`, but they must all read the same batches. Begin the script with"
+        "read different batches for `{step}`, and all of them must read the same. Begin the script with"
         " `seed_everything(0, workers=True)`, so that all ranks make, shuffle and augment data alike. If the script"
         " splits data itself, use `trainer.distributed_sampler_kwargs` (`num_replicas`: pipelines, `rank`: this one)"
         " instead of `trainer.world_size` and `trainer.global_rank`."
