@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     names = logged_names(logged)
     if arguments.metric is not None and arguments.metric not in names:
         print(
-            f"--metric {arguments.metric}: no run logged it; the runs logged {', '.join(sorted(names))}",
+            f"--metric {arguments.metric}: choose one of the logged values: {', '.join(sorted(names))}",
             file=sys.stderr,
         )
         return 1
