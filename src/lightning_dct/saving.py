@@ -150,7 +150,7 @@ class CheckpointedStrategy(ParallelStrategy):
             RuntimeError: A rank has died or failed. Callbacks that save on an exception may see this.
         """
         if self.lifeline is not None and self.lifeline.verdict:
-            raise RuntimeError(f"No checkpoint is saved, because it takes all ranks. {self.lifeline.verdict}.")
+            raise RuntimeError(f"No checkpoint is saved, because a save needs all ranks. {self.lifeline.verdict}.")
         if self.synchronizer is not None:
             # This raises if a corrupt payload has arrived: such a step is not saved.
             self.synchronizer.flush()
@@ -326,6 +326,6 @@ def warn_of_uploads(loggers: Iterable[Logger]) -> None:
                 f"`{name}(log_model=...)` uploads each checkpoint `x.ckpt` as one file, without the folder `x.ckpt.dct`"
                 " beside it. Upload the folder as well before the machine is gone, for W&B with"
                 " `artifact.add_dir('x.ckpt.dct', name='model.ckpt.dct')`, and put it beside the checkpoint to resume."
-                " Without it a run continues only with `missing_state='reset'`, which loses the ranks' residuals, and"
-                " the rows of sharded tables are lost."
+                " Without the folder, a run continues only with `missing_state='reset'`, which loses the ranks'"
+                " residuals. The rows of sharded tables are lost too."
             )

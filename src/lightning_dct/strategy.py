@@ -175,7 +175,7 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
             what = f"{EXCHANGE} of {zlib.crc32(repr(names).encode()):x}"
             assert self.synchronizer is not None
             self.synchronizer.come_to(what, f"{len(names)} trainable parameters, more than before")
-            rank_zero_info("Parameters have become trainable: DCTStrategy wraps the model anew to synchronise them.")
+            rank_zero_info("Parameters have become trainable: DCTStrategy wraps the model again to synchronise them.")
             self.model._remove_autograd_hooks()
             self.model = self._setup_model(self._module)
             self._register_ddp_hooks()

@@ -116,7 +116,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
         self._has_tables = bool(tables)
         if tables and getattr(self.precision_plugin, "scaler", None) is not None:
             raise MisconfigurationException(
-                "Sharded embedding tables do not work with a loss scaler: their residuals would be scaled anew in every"
+                "Sharded embedding tables do not work with a loss scaler: their residuals would be rescaled in every"
                 " step. Use `precision='bf16-mixed'` instead of `'16-mixed'`."
             )
         if tables:

@@ -123,7 +123,7 @@ def test_a_link_faster_than_compressing(capsys: pytest.CaptureFixture[str]) -> N
         (["--arguments", "a=1"], "`--arguments` are for the constructor of a `--module`"),
         (["--min-tensor-size", "-1"], "`min_tensor_size` must be at least 0"),
         (["--module", "nosuch:A"], "not allowed with argument --parameters"),
-        (["--measure"], "`--measure` is for two ranks or more: torchrun "),
+        (["--measure"], "`--measure` needs several ranks: torchrun "),
     ],
 )
 def test_misuse(capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
@@ -161,9 +161,7 @@ def test_misuse_of_modules(
 def test_one_rank_has_no_link(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert "`--measure` is for two ranks or more" in misuse(
-        capsys, "--measure", "--compute-ms", "9", "--parameters", "9"
-    )
+    assert "`--measure` needs several ranks" in misuse(capsys, "--measure", "--compute-ms", "9", "--parameters", "9")
 
 
 def test_misuse_of_what_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,7 +96,7 @@ class ReadsValues(nn.Module):
 FAULTS = {
     "manual": "works with automatic optimisation only",
     "outside": "'extra.weight' lies outside the Sequential",
-    "none": "here none has. Build the network",
+    "none": "but none has any. Build the network",
     "two": "'network', 'other' have",
     "empty": "a `SplitPoint` must stand between two modules",
     "tied": "stages on different ranks cannot share a parameter",

@@ -250,14 +250,14 @@ def _on_device(header: bytes, device: torch.device) -> Tensor:
 def _check_header(valid: list[int]) -> None:
     if not all(valid):
         raise PayloadError(
-            "an activations' payload of an earlier step is corrupt, or was made for another layout: use the same shape"
-            " and settings on both ranks; a run on CPUs says more about what differs"
+            "an activation payload of an earlier step is corrupt, or was made for another layout: use the same shape"
+            " and settings on both ranks. A run on CPUs reports in more detail what differs"
         )
 
 
 def _check_size(payload: Tensor, num_bytes: int) -> None:
     if payload.numel() != num_bytes:
         raise PayloadError(
-            f"the activations' payload has {payload.numel()} bytes, the layout says {num_bytes}: use the same"
+            f"the activation payload has {payload.numel()} bytes, but its layout needs {num_bytes}: use the same"
             " shape and settings on both ranks"
         )

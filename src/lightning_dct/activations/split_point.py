@@ -197,7 +197,8 @@ class SplitPoint(CompressedModule):
         if "threshold" not in state:
             raise CheckpointError(
                 f"{self.name}: the checkpoint was saved by a version of lightning_dct whose split points had other"
-                " settings. Train anew, or load the weights alone with `strict=False`, without the split points' keys."
+                " settings. Train again from the start, or load only the weights: pass `strict=False` and leave out the"
+                " split points' keys."
             )
         super().set_extra_state(state)
         self.threshold = self._next = state["threshold"]

@@ -73,8 +73,8 @@ class EmbeddingPruning(pl.Callback):
                 continue
             if _completed_steps(trainer) >= self.at_step:
                 raise MisconfigurationException(
-                    f"`EmbeddingPruning(at_step={self.at_step})` cannot choose: this run is at step"
-                    f" {_completed_steps(trainer)} already, and no requests have been counted. Raise `at_step`."
+                    f"`EmbeddingPruning(at_step={self.at_step})` cannot choose what to keep, because this run is at"
+                    f" step {_completed_steps(trainer)} already and has counted no requests. Raise `at_step`."
                 )
             module.row_requests = torch.zeros(module.capacity(), dtype=torch.int32)
 

@@ -90,7 +90,7 @@ def lock(path: str) -> None:
             file.seek(0)
             owner = file.read() or "Another process"
             if owner != last:
-                rank_zero_warn(f"{owner} is saving {path!r}, too. {_REMEDY}")
+                rank_zero_warn(f"{owner} is saving {path!r} too. {_REMEDY}")
             last = owner
         except OSError:
             file.close()
@@ -119,7 +119,7 @@ def unlock(path: str) -> None:
 
 def warn_of_another_run(path: str) -> None:
     """Warn that another run has saved the same checkpoint since this one did."""
-    rank_zero_warn(f"Another run saves {path!r}, too, and each replaces the checkpoint of the other. {_REMEDY}")
+    rank_zero_warn(f"Another run saves {path!r} too, and each run replaces the other's checkpoint. {_REMEDY}")
 
 
 _REMEDY = "Give each run a folder of its own: `default_root_dir`, or `dirpath` of `ModelCheckpoint`."

@@ -99,7 +99,9 @@ def agreed_notes(notes: Any, path: str, fingerprints: Sequence[str] = ()) -> lis
 
     def read() -> dict[str, Any]:
         if not isinstance(notes, list):
-            raise CheckpointError(f"The field {CHECKPOINT_KEY} of {path!r} is not a list. Resume with what saved it.")
+            raise CheckpointError(
+                f"The field {CHECKPOINT_KEY} of {path!r} is not a list. Resume with the code that saved it."
+            )
         for note in notes:
             check_note(note, path)
         names = [CHECKPOINT_KEY, *(f"{CHECKPOINT_KEY} of module {number}" for number in range(1, len(notes)))]
@@ -178,7 +180,7 @@ def restore_state(strategy: Any, path: str, note: Mapping[str, Any]) -> dict[str
             raise
         rank_zero_warn(
             f"{error} This setting is given, so training continues from step {note['synchronisations']} with an empty"
-            " residual on every rank. What had not been sent yet is lost."
+            " residual on every rank. Changes that were not sent before the save are lost."
         )
         return empty_state(note)
     return state

@@ -96,11 +96,9 @@ def _print_forecast(arguments: argparse.Namespace) -> None:
 def _print_measured(arguments: argparse.Namespace) -> None:
     """Measure between the ranks, and print from the first what a run of theirs would choose."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["WORLD_SIZE"] == "1":
-        raise ValueError(
-            "`--measure` is for two ranks or more: torchrun --nproc-per-node 2 -m lightning_dct plan --measure"
-        )
+        raise ValueError("`--measure` needs several ranks: torchrun --nproc-per-node 2 -m lightning_dct plan --measure")
     if arguments.compute_ms is None or not 0 < arguments.compute_ms < math.inf:
-        raise ValueError("`--measure` needs `--compute-ms`: what a step takes on one rank alone, as 120")
+        raise ValueError("`--measure` needs `--compute-ms`: the milliseconds of a step on one rank alone, such as 120")
     if arguments.shards is not None:
         raise ValueError("`--shards` needs `--world-size` and `--link` instead of `--measure`")
     base, workload = DCTConfig(min_tensor_size=arguments.min_tensor_size), _workload(arguments)

@@ -46,7 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
     logged = [run.series for run in reading.runs]
     names = logged_names(logged)
     if arguments.metric is not None and arguments.metric not in names:
-        print(f"--metric {arguments.metric}: logged were {', '.join(sorted(names))}", file=sys.stderr)
+        print(
+            f"--metric {arguments.metric}: choose one of the logged values: {', '.join(sorted(names))}",
+            file=sys.stderr,
+        )
         return 1
     quality = arguments.metric or find_quality(logged)
     try:

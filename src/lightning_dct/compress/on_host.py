@@ -284,8 +284,8 @@ def _check_valid(senders: list[str], are_valid: Callable[[Sequence[int]], Sequen
     if wrong:
         raise PayloadError(
             f"{', '.join(wrong)} of the process group: the payload is corrupt, or was made for another model or other"
-            " settings. Use the same model, settings and version of lightning_dct on every rank; a run on CPUs says"
-            " more about what differs."
+            " settings. Use the same model, settings and version of lightning_dct on every rank. A run on CPUs"
+            " reports in more detail what differs."
         )
 
 

@@ -119,8 +119,8 @@ def check_left_out(base: DCTConfig) -> None:
     given = [f"{name}={getattr(base, name)!r}" for name in CHOSEN if getattr(base, name) != defaults[name]]
     if given:
         raise ValueError(
-            f"`target_overhead` chooses the settings that were given as {', '.join(given)}. Leave these out, or"
-            " leave out `target_overhead`. `min_density` is a lower bound on the density that it may choose."
+            f"`target_overhead` chooses these settings itself, but they were given as {', '.join(given)}. Leave these"
+            " out, or leave out `target_overhead`. `min_density` is a lower bound on the density that it may choose."
         )
 
 

@@ -136,8 +136,8 @@ def layout_of(world_size: int, nodes: int) -> NodeLayout:
     if nodes < 1 or world_size % nodes:
         possible = [str(count) for count in range(1, world_size + 1) if world_size % count == 0]
         raise ValueError(
-            f"`--nodes {nodes}` does not divide `--world-size {world_size}`: every node must have as many ranks."
-            f" Give {', '.join(possible[:-1])} or {possible[-1]}"
+            f"`--nodes {nodes}` does not divide `--world-size {world_size}`: every node must have the same number of"
+            f" ranks. Give {', '.join(possible[:-1])} or {possible[-1]}"
         )
     return NodeLayout(tuple(divmod(rank, world_size // nodes) for rank in range(world_size)))
 

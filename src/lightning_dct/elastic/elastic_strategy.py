@@ -156,7 +156,10 @@ class DCTElasticStrategy(DCTStrategy):
         if not module.automatic_optimization:
             raise ValueError("`strategy='dct_elastic'` needs automatic optimization. Use `strategy='dct'`.")
         if self.sharded_tables():
-            raise ValueError("`strategy='dct_elastic'` cannot shard tables: rows would die with a rank. Use `'dct'`.")
+            raise ValueError(
+                "`strategy='dct_elastic'` cannot shard tables, because rows would be lost with a rank that dies. Use"
+                " `strategy='dct'`."
+            )
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             # Before the view of the shared weights, too.
@@ -218,8 +221,8 @@ class DCTElasticStrategy(DCTStrategy):
             time.sleep(0.2)
         if self._given is not None and self._given["settings"] != self._settings():
             raise ValueError(
-                f"The run that this rank joins has other settings: {self._given['settings']}, and here"
-                f" {self._settings()}."
+                f"The settings of this rank differ from the settings of the run that it joins. The run has"
+                f" {self._given['settings']}, and this rank has {self._settings()}. Use the same on all ranks."
             )
         said = "has joined a run" if self._given is not None else "starts"
         print(f"lightning_dct: rank {self.global_rank} {said}, {present.size()} ranks are present.", flush=True)
@@ -300,8 +303,8 @@ class DCTElasticStrategy(DCTStrategy):
         rows = [["rank", "steps trained", "exchanges"]]
         rows += [[str(rank), f"{tally.trained:,}", f"{tally.exchanges:,}"] for rank, tally in tallies]
         rank_zero_info(
-            f"Ranks that this one has met in {updates.exchanges} exchanges, in {updates.seconds_met:.1f} s;"
-            f" {updates.present.lost} more have failed:\n" + plain_table(rows)
+            f"Ranks that this rank has met in {updates.exchanges} exchanges ({updates.seconds_met:.1f} s);"
+            f" {updates.present.lost} more exchanges have failed:\n" + plain_table(rows)
         )
         self.present.close()
 

@@ -196,7 +196,9 @@ class PresentRanks:
         except OSError as error:
             self._is_lit, self.trouble = False, f"the lighthouse at {self._lighthouse} does not answer ({error})"
         if was_lit and not self._is_lit:
-            rank_zero_warn(f"A round is lost: {self.trouble}. This rank trains on by itself until it is there again.")
+            rank_zero_warn(
+                f"An exchange is lost: {self.trouble}. This rank trains on by itself until the lighthouse is back."
+            )
         return self._is_lit
 
 

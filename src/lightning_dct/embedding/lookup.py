@@ -227,8 +227,8 @@ class ChangesLookup:
         held, slots = self._module.held[owner], self._slots[owner]
         if (held.cache.row_at[slots.cpu().numpy()] != self._rows.wanted[owner]).any():
             raise RuntimeError(
-                "Rows were evicted between a request and its backward: with several requests before a backward,"
-                f" `cache_rows` ({self._module.cache_rows}) must hold the rows of all of them. Raise it."
+                "Rows were evicted between a request and its backward. If there are several requests before a backward,"
+                f" `cache_rows` ({self._module.cache_rows}) must hold the rows of all requests. Raise it."
             )
         return held, slots
 

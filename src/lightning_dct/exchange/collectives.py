@@ -103,7 +103,7 @@ def all_reduce_mean_sparse(gradient: Tensor, link: Link) -> dist.Work:
     if "nccl" in dist.get_backend(link.group):
         raise ValueError(
             "NCCL cannot average sparse gradients, such as those of `Embedding(sparse=True)`. Use `compress='updates'`,"
-            " with which they stay on their rank, or `sparse=False`, or `process_group_backend='gloo'`."
+            " which keeps these gradients on their rank, or `sparse=False`, or `process_group_backend='gloo'`."
         )
     indices, values = gradient._indices(), gradient._values()
     num_bytes = indices.numel() * indices.element_size() + values.numel() * values.element_size()

@@ -92,8 +92,8 @@ class Lifeline:
             lifeline.close()
         if any(answers):
             warnings.warn(
-                "A rank that dies may be noticed late, after the process group's timeout at worst, because"
-                f" {'; '.join(problems)}. `DCTStrategy(lifelines=...)` takes False, or a port that is open.",
+                "If a rank dies, the others may notice it late (at worst after the process group's timeout), because"
+                f" {'; '.join(problems)}. Set `DCTStrategy(lifelines=...)` to False, or to a port that is open.",
                 stacklevel=2,
             )
         return None

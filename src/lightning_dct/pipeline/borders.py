@@ -75,15 +75,15 @@ def trace_borders(
                 value = functional_call(modules, state, (value,), context_of(modules, context))
             except Exception as error:
                 raise RuntimeError(
-                    f"Piece {piece.index} of the pipeline cannot be run on fake tensors, with which"
-                    " `DCTPipelineStrategy` finds the shapes of what stages send. Its forward must not read"
-                    f" values of tensors (`.item()`, `.numpy()`). The error was: {error}"
+                    f"Piece {piece.index} of the pipeline cannot be run on fake tensors. `DCTPipelineStrategy` needs"
+                    " this to find the shapes of what stages send. The piece's forward must not read values of tensors"
+                    f" (`.item()`, `.numpy()`). The error was: {error}"
                 ) from error
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 found = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
                 raise ValueError(
-                    f"Piece {piece.index} of the pipeline returns {found}; what a SplitPoint sends must be one tensor"
-                    " of real numbers. Stack what the next piece needs into one tensor."
+                    f"Piece {piece.index} of the pipeline returns {found}; a SplitPoint must send one tensor of"
+                    " real numbers. Stack what the next piece needs into one tensor."
                 )
             assert piece.split is not None
             borders.append(Border(piece.split, tuple(value.shape), value.dtype))

@@ -44,8 +44,8 @@ def check_schedule(schedule: str, stages: int, micro_batches: int) -> None:
     """Refuse numbers of micro-batches that a schedule cannot run (ValueError)."""
     if schedule == "1f1b" and micro_batches < stages:
         raise ValueError(
-            f"`micro_batches={micro_batches}`: the schedule '1f1b' needs at least one a stage (`stages={stages}`)."
-            f" Use {stages} or more, or schedule='gpipe'."
+            f"`micro_batches={micro_batches}`: the schedule '1f1b' needs at least one micro-batch per stage"
+            f" (`stages={stages}`). Use {stages} or more, or schedule='gpipe'."
         )
     if schedule == "interleaved_1f1b" and micro_batches % max(1, micro_batches // stages):
         raise ValueError(

@@ -163,10 +163,10 @@ def find_pipeline(module: nn.Module) -> tuple[str, nn.Sequential]:
         if isinstance(child, nn.Sequential) and any(isinstance(part, SplitPoint) for part in child)
     ]
     if len(found) != 1:
-        have = "none has" if not found else f"{', '.join(repr(name) for name, _ in found)} have"
+        have = "none has any" if not found else f"{', '.join(repr(name) for name, _ in found)} have them"
         raise ValueError(
-            "`DCTPipelineStrategy` cuts the one `torch.nn.Sequential` of the model that has `SplitPoint` modules among"
-            f" its children; here {have}. Build the network as one Sequential with a SplitPoint between every two"
+            "`DCTPipelineStrategy` needs exactly one `torch.nn.Sequential` in the model with `SplitPoint` modules among"
+            f" its children, but {have}. Build the network as one Sequential with a SplitPoint between every two"
             " stages."
         )
     return found[0]
@@ -200,10 +200,10 @@ def check_pieces(pieces: Sequence[Piece], stages: int, interleaved: bool) -> Non
             if interleaved
             else f"as many pieces as stages ({stages - 1} split points)"
         )
-        schedule = "'interleaved_1f1b'" if interleaved else "'gpipe' and '1f1b'"
+        takes = "schedule 'interleaved_1f1b' takes" if interleaved else "schedules 'gpipe' and '1f1b' take"
         raise ValueError(
-            f"The model's SplitPoint modules cut it into {count} pieces, and `stages={stages}`: the schedule"
-            f" {schedule} takes {needed}. Change the split points, `stages` or `schedule`."
+            f"The SplitPoint modules of the model cut it into {count} pieces, and `stages={stages}`. The"
+            f" {takes} {needed}. Change the split points, `stages` or `schedule`."
         )
 
 

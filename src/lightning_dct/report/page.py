@@ -63,10 +63,12 @@ def check_page(file: Path) -> None:
     """
     if file.exists():
         if not file.is_file():
-            raise ValueError(f"{'a folder' if file.is_dir() else 'no file that can be replaced'}; name a file")
+            raise ValueError(f"{'this is a folder' if file.is_dir() else 'this cannot be replaced'}; name a file")
         with file.open("rb") as content:
             if content.read(len(_DOCTYPE)).lower() not in (b"", _DOCTYPE):
-                raise ValueError("there already, and no HTML page; it would be lost. Name another file, or remove it")
+                raise ValueError(
+                    "this file is not an HTML page, and its content would be lost. Name another file, or remove it"
+                )
 
 
 def write_page(file: Path, page: str) -> None:

@@ -292,8 +292,9 @@ class UpdateSynchronizer(Synchronizer):
                 self.weights.add_own(item.names, item.own, 1.0)  # type: ignore[arg-type]
         if edited:
             rank_zero_warn(
-                f"The checkpoint's weights of {', '.join(map(repr, edited))[:300]} are others than those that were"
-                " saved. Every rank continues from them, and what had not been sent of these parameters is lost."
+                f"The checkpoint's weights of {', '.join(map(repr, edited))[:300]} differ from the weights that were"
+                " saved. Every rank continues from the checkpoint's weights. Unsent changes of these parameters are"
+                " lost."
             )
         self._settled = self._excluded()
 
@@ -331,8 +332,8 @@ class UpdateSynchronizer(Synchronizer):
             if known is optimizer:
                 return number
         raise ValueError(
-            f"An optimizer ({type(optimizer).__name__}) has stepped that `configure_optimizers` did not return. Return"
-            " it there too, so that all ranks know when it steps."
+            f"An optimizer ({type(optimizer).__name__}) has made a step, but `configure_optimizers` did not return it."
+            " Return it there too, so that all ranks know when it steps."
         )
 
     def _send(self, names: Sequence[str], rounds: Rounds) -> InFlight:
