@@ -18,7 +18,8 @@ R. Fano, *On the number of bits required to implement an associative memory*, MI
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -31,6 +32,15 @@ from lightning_dct.kernels.bits import nonzero_indices, num_bytes, pack_bits, pa
 
 class PayloadError(ValueError):
     """A payload that is corrupt, or was made for another layout."""
+
+
+@contextmanager
+def reading(source: str) -> Iterator[None]:
+    """Name the source in every PayloadError that is raised inside."""
+    try:
+        yield
+    except PayloadError as error:
+        raise PayloadError(f"{source}: {error}.") from error
 
 
 @dataclass(frozen=True)
