@@ -173,8 +173,7 @@ def decode_levels(codes: Tensor, counts: Sequence[int], scales: Tensor, values: 
 
 def count_flags(flags: Tensor, sizes: Sequence[int]) -> list[int]:
     """See :func:`lightning_dct.kernels.plain.count_flags`."""
-    counts: list[int] = _count_flags(_words(flags), np.array(sizes, np.int64)).tolist()
-    return counts
+    return _count_flags(_words(flags), np.array(sizes, np.int64)).tolist()
 
 
 def encode_elias_fano(flags: Tensor, num_bits: int, num_flags: int, low_bits: int, capacity: int) -> Tensor:
@@ -200,8 +199,7 @@ def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:
 
 
 def _words(flags: Tensor) -> NDArray[np.uint64]:
-    words: NDArray[np.uint64] = flags.numpy().view(np.uint64)
-    return words
+    return flags.numpy().view(np.uint64)
 
 
 _scratch_tensors = threading.local()

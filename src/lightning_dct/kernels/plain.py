@@ -239,8 +239,7 @@ def pack(marks: NDArray[np.bool_]) -> Tensor:
 
 def unpack(flags: Tensor) -> NDArray[np.bool_]:
     """Flags as marks, one bool an entry."""
-    marks: NDArray[np.bool_] = np.unpackbits(flags.numpy(), bitorder="little").view(np.bool_)
-    return marks
+    return np.unpackbits(flags.numpy(), bitorder="little").view(np.bool_)
 
 
 def _by_tensor(tensors: Sequence[Tensor], first: Sequence[int], sent: Sent) -> list[list[tuple[Tensor, Tensor]]]:
