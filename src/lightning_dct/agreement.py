@@ -24,8 +24,12 @@ def check_agreement(settings: Mapping[str, Any], model: Module, group: dist.Proc
     """
     parameters = describe_parameters(model)
     checksum = zlib.crc32(repr(parameters).encode())
-    checksums = _compare_settings(settings, group, checksum)
-    if any(theirs != checksum for theirs in checksums):
+    mine = {"version of lightning_dct": __version__, "version of torch": torch.__version__, **settings}
+    # Ranks with another version of lightning_dct must be able to read this.
+    everyone = gather_objects({"mine": mine, "checksum": checksum}, group)
+    for setting in dict.fromkeys(setting for theirs in everyone for setting in theirs["mine"]):
+        _compare(setting, [theirs["mine"].get(setting) for theirs in everyone])
+    if any(theirs["checksum"] != checksum for theirs in everyone):
         # The descriptions are sent only if they differ. Every rank has the same checksums and does the same.
         descriptions = gather_objects(parameters, group)
         for name in dict.fromkeys(name for description in descriptions for name in description):
@@ -41,16 +45,6 @@ def describe_parameters(model: Module) -> dict[str, str]:
         for name, p in model.named_parameters()
         if name not in ignored
     }
-
-
-def _compare_settings(settings: Mapping[str, Any], group: dist.ProcessGroup | None, checksum: int) -> list[int]:
-    """Compare settings and versions, and return each rank's checksum."""
-    mine = {"version of lightning_dct": __version__, "version of torch": torch.__version__, **settings}
-    # Ranks with another version of lightning_dct must be able to read this.
-    everyone = gather_objects({"mine": mine, "checksum": checksum}, group)
-    for setting in dict.fromkeys(setting for theirs in everyone for setting in theirs["mine"]):
-        _compare(setting, [theirs["mine"].get(setting) for theirs in everyone])
-    return [theirs["checksum"] for theirs in everyone]
 
 
 def gather_objects(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

@@ -62,7 +62,9 @@ def clip_grad_norm(
     # A collective needs the same kind of device on all ranks, including ranks without gradients. Parameters of other
     # pipeline stages are on the meta device.
     devices = (parameter.device for parameter in own + shared)
-    device = next((device for device in devices if device.type != "meta"), _device_of(group))
+    supported = [torch.device("cpu")] if group is None else group._device_types
+    some_device = min(supported, key=lambda device: device.type != "cpu")
+    device = next((device for device in devices if device.type != "meta"), some_device)
     # In fp64, so that the sum hardly depends on the distribution of parameters over ranks.
     squares = _sum_of_squares(own_gradients, device)
     if group is not None:
@@ -73,12 +75,6 @@ def clip_grad_norm(
     for gradient in own_gradients + shared_gradients:
         gradient.mul_(factor.to(gradient.device, gradient.dtype))
     return norm
-
-
-def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """A device that a group's collectives support, preferably the CPU."""
-    devices = [torch.device("cpu")] if group is None else group._device_types
-    return min(devices, key=lambda device: device.type != "cpu")
 
 
 def _gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -20,11 +20,11 @@ from lightning_dct.activations.module import CompressedModule, modules_of
 from lightning_dct.agreement import gather_objects
 from lightning_dct.checkpoint import format as saved
 from lightning_dct.checkpoint.files import (
+    OWN_FOLDERS,
     AtomicCheckpointIO,
     finish_writing,
     lock,
     unlock,
-    warn_of_another_run,
     write_at_once,
 )
 from lightning_dct.checkpoint.reading import (
@@ -183,7 +183,9 @@ class CheckpointedStrategy(ParallelStrategy):
         lock(path)
         save, outdated = secrets.token_hex(4), saved.files_beside(path)
         if path in self._saves and not all(saved.save_of(file) in self._saves for file in outdated):
-            warn_of_another_run(path)
+            rank_zero_warn(
+                f"Another run saves {path!r} too, and each run replaces the other's checkpoint. {OWN_FOLDERS}"
+            )
         self._saves |= {path, save}
         # A save that fails removes nothing: the checkpoint still points at these files.
         self._unfinished[path], self._outdated = [], outdated

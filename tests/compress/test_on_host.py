@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_dct.compress import adding
 from lightning_dct.compress.awaited import Awaited
-from lightning_dct.compress.bucket import Bucket, OwnPayload, Received
+from lightning_dct.compress.bucket import Bucket, Received, SentPayload
 from lightning_dct.compress.bucket_plan import BucketPlan
 from lightning_dct.compress.on_host import apply, compress, decompress
 from lightning_dct.compress.threshold import Thresholds
@@ -89,7 +89,7 @@ def test_a_tensor_read_in_stretches_ends_the_same(
     payloads = []
     for weights in (own, torch.randn(size, generator=noise, dtype=dtype)):
         payloads.append(compress(Bucket([weights], [shared], None), plan, set(), Thresholds(), guard=False).payload)
-    mine = OwnPayload(payloads[0], plan) if is_sum else 0
+    mine = SentPayload(payloads[0], plan) if is_sum else 0
     received = Received(torch.stack(payloads), plan, 0.5, own=mine)
 
     def applied(at_once: int) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,12 +127,12 @@ def test_ranks_decide_alike(
 def slow_at_first() -> Any:
     """A run under DDP whose first ten steps wait for four fifths of their time, and no later one at all."""
 
-    def agreed(self: Any, strategy: Any) -> tuple[StepCosts, float, float]:
+    def agree(self: Any, strategy: Any) -> Callable[[], tuple[StepCosts, float, float]]:
         steps = strategy.traffic.totals.steps
         waiting = 0.04 if steps <= 11 else 0.0
-        return StepCosts(0.01 + waiting, 0.0, waiting), 0.01, steps * waiting
+        return lambda: (StepCosts(0.01 + waiting, 0.0, waiting), 0.01, steps * waiting)
 
-    with patch.object(auto_settings.AutoSettings, "_agreed", agreed):
+    with patch.object(auto_settings.AutoSettings, "_agree", agree):
         return decisions([FAST], {"target_overhead": 0.05})
 
 

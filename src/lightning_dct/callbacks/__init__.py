@@ -3,10 +3,9 @@
 from lightning_dct.callbacks.auto_settings import AutoSettings
 from lightning_dct.callbacks.compression_monitor import CompressionMonitor
 from lightning_dct.callbacks.embedding_pruning import EmbeddingPruning
-from lightning_dct.callbacks.evaluation_join import EvaluationJoin
+from lightning_dct.callbacks.evaluations import EvaluationJoin, SharedWeightsView
 from lightning_dct.callbacks.failures import FailureNotice, SignalsAfterStep
 from lightning_dct.callbacks.run_advice import RunAdvice
-from lightning_dct.callbacks.shared_weights_view import SharedWeightsView
 from lightning_dct.callbacks.threshold_refresh import ThresholdRefresh
 
 __all__ = [

@@ -137,7 +137,7 @@ class AutoSettings(RunAdvice):
             self._agreed_later = self._agree(strategy)
             self._window.restart()
             return
-        costs, compute, spent = self._agreed(strategy)
+        costs, compute, spent = self._agree(strategy)()
         if self.chosen is None:
             is_slow = costs.total > (1 + self.target_overhead) * compute
             if steps < WINDOW:
@@ -207,12 +207,8 @@ class AutoSettings(RunAdvice):
         assert self._link is not None
         return Measured(compute, self._link, self._layout, self._workload)
 
-    def _agreed(self, strategy: Any) -> tuple[StepCosts, float, float]:
-        """The costs of a step, its compute, and how long the run has waited, on the slowest rank."""
-        return self._agree(strategy)()
-
     def _agree(self, strategy: Any) -> Callable[[], tuple[StepCosts, float, float]]:
-        """Start to find them, and return a function that waits for them."""
+        """Start to find the slowest rank's costs of a step, compute and waits; the result waits for them."""
         own = self._window.costs
         assert own is not None
         waited = (strategy.traffic.totals - self._before).seconds_waiting

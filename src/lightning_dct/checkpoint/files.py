@@ -27,6 +27,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 LONGEST_WAIT_S = 60.0
+OWN_FOLDERS = "Give each run a folder of its own: `default_root_dir`, or `dirpath` of `ModelCheckpoint`."
 # The lock files that this process holds, by checkpoint.
 _locks: dict[str, IO[str]] = {}
 
@@ -90,7 +91,7 @@ def lock(path: str) -> None:
             file.seek(0)
             owner = file.read() or "Another process"
             if owner != last:
-                rank_zero_warn(f"{owner} is saving {path!r} too. {_REMEDY}")
+                rank_zero_warn(f"{owner} is saving {path!r} too. {OWN_FOLDERS}")
             last = owner
         except OSError:
             file.close()
@@ -98,7 +99,7 @@ def lock(path: str) -> None:
         file.close()
         if time.monotonic() > start + LONGEST_WAIT_S:
             raise RuntimeError(
-                f"{last} has been saving {path!r} for {LONGEST_WAIT_S:.0f} seconds. {_REMEDY} If that run is gone,"
+                f"{last} has been saving {path!r} for {LONGEST_WAIT_S:.0f} seconds. {OWN_FOLDERS} If that run is gone,"
                 f" remove {name!r}."
             )
         time.sleep(0.02)
@@ -115,14 +116,6 @@ def unlock(path: str) -> None:
         with contextlib.suppress(OSError):
             os.remove(file.name)
         file.close()
-
-
-def warn_of_another_run(path: str) -> None:
-    """Warn that another run has saved the same checkpoint since this one did."""
-    rank_zero_warn(f"Another run saves {path!r} too, and each run replaces the other's checkpoint. {_REMEDY}")
-
-
-_REMEDY = "Give each run a folder of its own: `default_root_dir`, or `dirpath` of `ModelCheckpoint`."
 
 
 def beside(path: str, suffix: str) -> str:

@@ -117,5 +117,4 @@ def _joined(pieces: Sequence[Mapping[str, Any]], part: str, name: str) -> Tensor
         piece[part][name].reshape(-1) if name in piece[part] else there.new_zeros(math.prod(piece["shards"][name]))
         for piece in pieces
     ]
-    is_flat = part == "residuals"
-    return torch.cat(flat) if is_flat else torch.cat(flat).view(-1, *there.shape[1:])
+    return torch.cat(flat) if part == "residuals" else torch.cat(flat).view(-1, *there.shape[1:])  # residuals are flat

@@ -5,30 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
-from typing import NamedTuple
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_dct.compress.bucket import Bucket
+from lightning_dct.compress.bucket import Bucket, SentPayload
 from lightning_dct.compress.bucket_plan import BucketPlan
 from lightning_dct.kernels import cpu_kernel
 from lightning_dct.kernels.bits import flags_num_bytes
 from lightning_dct.kernels.plain import Sent
 from lightning_dct.wire.payload import read_scales, unpack_flags, unpack_stretch, unpack_values
-from lightning_dct.wire.positions import PayloadError, count_flags
+from lightning_dct.wire.positions import count_flags, reading
 
 # Entries of a large tensor that are read at once. Fewer cost more calls.
 AT_ONCE = 1 << 21
-
-
-class SentPayload(NamedTuple):
-    """A payload, and whose it is; all of a bucket have the same tensors."""
-
-    payload: Tensor
-    plan: BucketPlan
-    sender: str
 
 
 def add_to_bucket(
@@ -36,7 +27,10 @@ def add_to_bucket(
 ) -> None:
     """Add what senders have sent; ``mine`` is the number of this rank's own one, or -1."""
     flags = arrived[0].payload.new_zeros(len(arrived), flags_num_bytes(sum(plan.sizes)))
-    counts = [_read_flags(one, row) for one, row in zip(arrived, flags, strict=True)]
+    counts = []
+    for one, row in zip(arrived, flags, strict=True):
+        with reading(f"{one.sender} of the process group"):
+            counts.append(unpack_flags(one.plan.layout, one.payload, row))
     add_sums = partial(cpu_kernel(kernel).add_sums, weights=weights, mine=mine)
     if len(plan.sizes) == 1 and plan.sizes[0] > AT_ONCE:
         ((begin, _),) = plan.bounds
@@ -56,14 +50,6 @@ def add_to_bucket(
     add_sums(bucket.parts(bucket.bases, bounds), owns, first, Sent(flags, values, sums))
     if plan.dense:
         _add_dense(plan, bucket, arrived, weights, mine)
-
-
-def _read_flags(one: SentPayload, flags: Tensor) -> list[int]:
-    """Check a payload and read its flags; the entries of each tensor."""
-    try:
-        return unpack_flags(one.plan.layout, one.payload, flags)
-    except PayloadError as error:
-        raise PayloadError(f"{one.sender} of the process group: {error}.") from error
 
 
 def _stretches(size: int, flags: Tensor, arrived: Sequence[SentPayload]) -> Iterator[tuple[int, int, Sent]]:

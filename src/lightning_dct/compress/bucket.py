@@ -62,11 +62,12 @@ class Compressed(NamedTuple):
     selected: bool
 
 
-class OwnPayload(NamedTuple):
-    """What a rank has sent to the owners of sums, and how."""
+class SentPayload(NamedTuple):
+    """A payload, how it was sent, and whose it is; all of a bucket have the same tensors."""
 
     payload: Tensor
     plan: BucketPlan
+    sender: str = "This rank's own payload"
 
 
 class Received(NamedTuple):
@@ -85,5 +86,5 @@ class Received(NamedTuple):
     payloads: Tensor
     plan: BucketPlan
     factor: float
-    own: int | OwnPayload | None
+    own: int | SentPayload | None
     what: str | None = None

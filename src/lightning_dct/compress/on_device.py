@@ -78,8 +78,7 @@ class OnDevice:
         """The constants of a plan, which keeps them."""
         if device not in plan.on_devices:
             plan.on_devices[device] = OnDevice(plan, device)
-        known: OnDevice = plan.on_devices[device]
-        return known
+        return plan.on_devices[device]
 
     def weights(self, ranks: int, factor: float, dtype: torch.dtype) -> Tensor:
         """:func:`~lightning_dct.kernels.weights_by_senders`, copied once."""

@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_dct.compress.adding import SentPayload, add_to_bucket, is_finite
+from lightning_dct.compress.adding import add_to_bucket, is_finite
 from lightning_dct.compress.awaited import Awaited, must_not_wait
-from lightning_dct.compress.bucket import Bucket, Compressed, OwnPayload, Received
+from lightning_dct.compress.bucket import Bucket, Compressed, Received, SentPayload
 from lightning_dct.compress.bucket_plan import BucketPlan
 from lightning_dct.compress.on_device import Sums, add_payloads, send_selected
 from lightning_dct.compress.threshold import (
@@ -93,7 +93,7 @@ def compress(
     before = [base.clone() for base in bases if bucket.others_keep]
     values, reached = cpu_kernel(kernel).select(news, bases, first, taus, bucket.scale, flags)
     kept = list(values.split(reached))
-    broken = [] if is_finite(values) else [number for number, part in enumerate(kept) if not _all_finite(part)]
+    broken = [] if is_finite(values) else [number for number, part in enumerate(kept) if not part.isfinite().all()]
     counts = [0] * len(plan.sizes)
     for number, (index, tau, count) in enumerate(zip(used, taus, reached, strict=True)):
         target, where = plan.targets[index], (flags, first[number], plan.sizes[index])
@@ -169,10 +169,10 @@ def decompress_own(received: Received, mean: Tensor, awaited: Awaited, kernel: s
     """What this rank has sent of a bucket, as far as it counts: shape ``[n]``, like the ``mean``."""
     own = received.own
     assert own is not None
-    payload, plan = own if isinstance(own, OwnPayload) else (received.payloads[own], received.plan)
+    payload, plan, _ = own if isinstance(own, SentPayload) else SentPayload(received.payloads[own], received.plan)
     alone = received._replace(payloads=payload.unsqueeze(0), plan=plan, factor=1.0, own=None)
     sent = decompress(alone, torch.empty_like(mean), awaited, kernel, "This rank's own updates")
-    return torch.where(counting(mean, plan), sent, 0.0) if isinstance(own, OwnPayload) else sent
+    return torch.where(counting(mean, plan), sent, 0.0) if isinstance(own, SentPayload) else sent
 
 
 def counting(sums: Tensor, plan: BucketPlan) -> Tensor:
@@ -266,10 +266,10 @@ def _parts_of(received: Received, what: str, split: Callable[[BucketPlan], Seque
             f" {plan.num_bytes}: use the same model, settings and version of lightning_dct on every rank."
         )
     owns: list[SentPayload | None] = [None] * len(plans)
-    if isinstance(own, OwnPayload):
+    if isinstance(own, SentPayload):
         own_plans = split(own.plan)
         sent = own.payload.split([part.num_bytes for part in own_plans])
-        owns = [SentPayload(*both, "This rank's own payload") for both in zip(sent, own_plans, strict=True)]
+        owns = [own._replace(payload=payload, plan=part) for payload, part in zip(sent, own_plans, strict=True)]
     first = 0
     columns = payloads.split([part.num_bytes for part in plans], dim=1)
     for part, rows, own_part in zip(plans, columns, owns, strict=True):
@@ -297,10 +297,6 @@ def _select_missing(bucket: Bucket, plan: BucketPlan, used: tuple[int, ...], thr
         sampled = bucket.entries(plan.bounds[index], sample_of(size, target))
         thresholds.set(plan.names[index], target, threshold_from(sampled, size, target))
     return bool(missing)
-
-
-def _all_finite(values: Tensor) -> bool:
-    return bool(values.isfinite().all())
 
 
 def _take_dense(bucket: Bucket, plan: BucketPlan, deferred: set[int]) -> Tensor:

@@ -162,15 +162,6 @@ class Reached(NamedTuple):
     whole: Tensor  # bool: whether all entries are finite; if not, a threshold stays as it is
 
 
-def follow_all(reached: Reached, aims: Aims) -> Tensor:
-    """The guard for many thresholds, without waiting for a GPU: shape ``[n]``, fp64."""
-    thresholds, counts = reached.thresholds, reached.counts.to(torch.float64)
-    factors = ((counts + 0.5) / (aims.aims + 0.5)) ** aims.exponents
-    nudged = factors.clamp_(1 / GUARD_LARGEST_FACTOR, GUARD_LARGEST_FACTOR).mul_(thresholds)
-    followed = torch.where(counts > aims.most, reached.limits.to(torch.float64), nudged).clamp_(SMALLEST_THRESHOLD)
-    return torch.where(reached.whole, followed, thresholds)
-
-
 class Thresholds:
     """One rank's thresholds, by parameter name or by label of a piece.
 
@@ -223,14 +214,19 @@ class Thresholds:
         self._to_follow[names] = reached, aims
 
     def _follow(self) -> None:
+        """The guard for many thresholds, as :func:`nudge` is for one, without waiting for a GPU."""
         pending, self._to_follow = self._to_follow, {}
         for device in {reached.counts.device for reached, _ in pending.values()}:
             some = {names: both for names, both in pending.items() if both[0].counts.device == device}
-            reached, aims = (
+            (thresholds, limits, counts, whole), (exponents, aims, most) = (
                 [torch.cat(columns) if len(some) > 1 else columns[0] for columns in zip(*parts, strict=True)]
                 for parts in zip(*some.values(), strict=True)
             )
-            followed = follow_all(Reached(*reached), Aims(*aims))
+            counts = counts.to(torch.float64)
+            factors = ((counts + 0.5) / (aims + 0.5)) ** exponents
+            nudged = factors.clamp_(1 / GUARD_LARGEST_FACTOR, GUARD_LARGEST_FACTOR).mul_(thresholds)
+            followed = torch.where(counts > most, limits.to(torch.float64), nudged).clamp_(SMALLEST_THRESHOLD)
+            followed = torch.where(whole, followed, thresholds)
             for names, part in zip(some, followed.split([len(names) for names in some]), strict=True):
                 self.replace(names, part)
 

@@ -19,8 +19,6 @@ from lightning_dct.exchange.factory import NodeLayout, share_model
 from lightning_dct.exchange.sharding import Cutter, Shard
 from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes, bytes_between_nodes
 
-COMPRESSED = ("all_gather", "sharded", "by_node")
-
 
 @dataclass(frozen=True)
 class SentBytes:
@@ -58,11 +56,6 @@ class Step:
     residual_bytes: tuple[int, ...]
 
 
-def ranks_per_node(layout: NodeLayout) -> int:
-    """Ranks on a node if bytes inside nodes have a count of their own, else 1."""
-    return layout.ranks_per_node if layout.obstacle is None else 1
-
-
 def dense_step(workload: Workload, layout: NodeLayout) -> Step:
     """The all-reduce of all gradients in fp32, the reference of ratios."""
     ranks = len(layout.places)
@@ -75,7 +68,7 @@ def dense_step(workload: Workload, layout: NodeLayout) -> Step:
 
 def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout: NodeLayout) -> Step:
     """One of the compressed exchanges of two or more ranks; ``"by_node"`` needs a layout without an obstacle."""
-    world_size, local = len(layout.places), ranks_per_node(layout)
+    world_size, local = len(layout.places), layout.ranks_per_node
     traversals, owners = link_traversals(exchange, world_size, local), {"sharded": world_size, "by_node": local}
     plans = Plans(config, traversals)
     cut = None
@@ -105,7 +98,7 @@ def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout
 
 
 def _ring(num_bytes: int, layout: NodeLayout) -> SentBytes:
-    between = bytes_between_nodes(num_bytes, len(layout.places), ranks_per_node(layout))
+    between = bytes_between_nodes(num_bytes, len(layout.places), layout.ranks_per_node)
     return SentBytes(between, num_bytes - between)
 
 
@@ -116,7 +109,7 @@ def _dense_bucket(plan: BucketPlan, layout: NodeLayout, halves: bool) -> SentByt
 
 def _sharded(shards: Sequence[Shard], layout: NodeLayout) -> list[SentBytes]:
     """Each rank sends each owner its part, and then all ranks the compressed sums that it owns."""
-    ranks, local = len(shards), ranks_per_node(layout)
+    ranks, local = len(shards), layout.ranks_per_node
     owned = [shard.plan.num_bytes for shard in shards]
     owned_by_node = [sum(owned[first : first + local]) for first in range(0, ranks, local)]
     everything, sent = sum(owned), []

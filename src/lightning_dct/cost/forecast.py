@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from lightning_dct.config import DCTConfig
-from lightning_dct.cost.bytes_sent import COMPRESSED, SentBytes, Step, compressed_step, dense_step, ranks_per_node
+from lightning_dct.cost.bytes_sent import SentBytes, Step, compressed_step, dense_step
 from lightning_dct.cost.replicas import Group, fsdp_bytes, groups_of, step_of_all
 from lightning_dct.cost.timing import Speed
 from lightning_dct.cost.workload import Workload
@@ -98,10 +98,10 @@ class Forecast:
         config, layout, every, groups = self.config, self.layout, self.config.round_length, self._groups
         fsdp = SentBytes() if self.shards is None else fsdp_bytes(self.workload, layout, self.shards)
         largest, peers = groups[0]
-        world_size, local = len(peers.places), ranks_per_node(peers)
+        world_size, local = len(peers.places), peers.ranks_per_node
         dense = step_of_all(dense_step, groups, fsdp, 1)
         rows = [Row(DENSE, dense, 1, 1.0, link_seconds(dense, layout, self.link), 0.0)]
-        for name in COMPRESSED:
+        for name, collectives in COLLECTIVES.items():
             if name == "by_node" and any(ranks.obstacle is not None for _, ranks in groups):
                 continue
             step = step_of_all(partial(compressed_step, name, config), groups, fsdp, every)
@@ -110,7 +110,7 @@ class Forecast:
                 ratio = (max(sent.between for sent in dense.sent) - fsdp.between) / most
             else:
                 ratio = dense.sent[0].total / max(sent.total for sent in step.sent)
-            waits = COLLECTIVES[name] * len(largest.buckets_under(config)) * self.latency / 2
+            waits = collectives * len(largest.buckets_under(config)) * self.latency / 2
             busy = link_seconds(step, layout, self.link)
             compressing = self.speed.seconds(name, step.entries, world_size, local)
             if config.compress == "updates":
@@ -147,7 +147,7 @@ def link_seconds(step: Step, layout: NodeLayout, link: float) -> float:
 
     The ranks of a node share its link. Like ``exchange="auto"``, this assumes that bytes inside a node move faster.
     """
-    local = ranks_per_node(layout)
+    local = layout.ranks_per_node
     nodes = [step.sent[first : first + local] for first in range(0, len(step.sent), local)]
     busiest = max(sum(sent.between + sent.inside / INSIDE_IS_FASTER for sent in node) for node in nodes)
     return 8 * busiest / link

@@ -71,7 +71,7 @@ def fsdp_bytes(workload: Workload, layout: NodeLayout, shards: int) -> SentBytes
         padded = _shard(parameter, shards, 0)
         times = 3 if parameter.requires_grad else 2
         num_bytes += times * all_gather_bytes(padded.numel() * padded.itemsize, shards)
-    between = bytes_between_nodes(num_bytes, shards, layout.ranks_per_node)
+    between = bytes_between_nodes(num_bytes, shards, len(layout.nodes[0]))
     return SentBytes(between, num_bytes - between)
 
 

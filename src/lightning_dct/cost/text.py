@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from lightning_dct.cost.bytes_sent import ranks_per_node
 from lightning_dct.cost.forecast import DENSE, Forecast
 from lightning_dct.exchange.factory import INSIDE_IS_FASTER
 from lightning_dct.kernels import faster_kernel_missing
@@ -45,7 +44,7 @@ def _table(forecast: Forecast) -> list[list[str]]:
         ["ms together", *(f"{1e3 * row.seconds:,.1f}" for row in columns)],
         ["residuals on a rank", *(format_bytes(max(row.step.residual_bytes)) for row in columns)],
     ]
-    if ranks_per_node(forecast.layout) > 1 or forecast.shards is not None:
+    if forecast.layout.ranks_per_node > 1 or forecast.shards is not None:
         where = "to other nodes" if len(forecast.layout.nodes) > 1 else "between replicas"
         rows.insert(2, [f"of them {where}", *(f"{row.most_between:,}" for row in columns)])
     return rows
@@ -73,7 +72,7 @@ def _notes(forecast: Forecast) -> list[str]:
             "Sizes are those that a run counts, of the rank that sends most: shards may differ. The ratio leaves out"
             " FSDP's own bytes: two gatherings of the weights and one reduction of the gradients in fp32."
         )
-    elif ranks_per_node(forecast.layout) > 1:
+    elif forecast.layout.ranks_per_node > 1:
         notes.append(
             "The ranks of a node share its link. Like `auto`, this assumes that bytes inside a node move"
             f" {INSIDE_IS_FASTER} times as fast as a rank's share of it. Only with 'by_node' does a run"

@@ -199,8 +199,7 @@ def find_slowest(numbers: Sequence[float], group: dist.ProcessGroup, device: tor
     def result() -> list[float]:
         if work is not None:
             work.wait()
-        numbers_of_the_slowest: list[float] = largest.tolist()
-        return numbers_of_the_slowest
+        return largest.tolist()
 
     return result
 

@@ -35,8 +35,9 @@ from lightning_dct.callbacks import EvaluationJoin, RunAdvice
 from lightning_dct.callbacks.requirements import InternalCallback
 from lightning_dct.checksums import checksum_of
 from lightning_dct.elastic.elastic_updates import ElasticUpdates, Header, gathering, refuse_dtypes
-from lightning_dct.elastic.launcher import RESTARTED, RestartingLauncher
+from lightning_dct.elastic.launcher import RestartingLauncher
 from lightning_dct.elastic.present import LIGHTHOUSE, PresentRanks, import_torchft
+from lightning_dct.elastic.supervisor import RESTARTED
 from lightning_dct.lightning_private import checkpoint_of, restore_from
 from lightning_dct.saving import STATE_KEY
 from lightning_dct.strategy import DCTStrategy

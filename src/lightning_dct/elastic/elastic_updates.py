@@ -28,12 +28,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dct.compress.bucket import Bucket, Received
-from lightning_dct.compress.bucket_plan import BucketPlan, real_dtype, real_numel
-from lightning_dct.elastic.mean_buffers import MeanBuffers
+from lightning_dct.compress.bucket_plan import BucketPlan
 from lightning_dct.elastic.present import PresentRanks
 from lightning_dct.exchange.collectives import Link
 from lightning_dct.exchange.compressed import AllGather
-from lightning_dct.sync.rounds import Rounds, round_length
+from lightning_dct.sync.buffers import MeanBuffers
+from lightning_dct.sync.rounds import Rounds
 from lightning_dct.sync.shared_weights import IN_PLACE
 from lightning_dct.sync.step_cosine import cosine_of_all
 from lightning_dct.sync.updates import UpdateSynchronizer
@@ -299,14 +299,7 @@ class ElasticUpdates(UpdateSynchronizer):
 
     def _plans(self, rounds: Rounds, step: int) -> list[tuple[list[str], BucketPlan]]:
         """What is sent at a step, by bucket."""
-        whole = self.config.round_length
-        share = round_length(step, whole, self.config.warmup_steps) / whole
-        found = []
-        for names in rounds.buckets:
-            parameters = [self.weights.parameters[name] for name in names]
-            sizes = [real_numel(parameter) for parameter in parameters]
-            found.append((names, self._plan_of(parameters, sizes, real_dtype(parameters[0]), share)))
-        return found
+        return [(names, self._plan(names, step)) for names in rounds.buckets]
 
     # A joiner, and a rank that is behind.
 

@@ -27,9 +27,6 @@ from lightning_dct.lightning_private import (
     set_num_threads_if_needed,
 )
 
-# Set in a process that was started again.
-RESTARTED = supervisor.RESTARTED
-
 
 class RestartingLauncher(ScriptLauncher):
     """Lightning's launcher of scripts, with a supervisor for its processes.

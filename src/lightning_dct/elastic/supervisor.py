@@ -15,7 +15,7 @@ import sys
 import time
 from typing import Any
 
-RESTARTED = "LIGHTNING_DCT_RESTARTED"
+RESTARTED = "LIGHTNING_DCT_RESTARTED"  # set in a process that was started again
 RESTART_AFTER_S = 1.0
 POLL_S = 0.1
 

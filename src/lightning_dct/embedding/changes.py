@@ -32,7 +32,7 @@ from lightning_dct.compress.threshold import (
     nudge,
 )
 from lightning_dct.embedding.owners import Int64Array
-from lightning_dct.kernels import select
+from lightning_dct.kernels import cpu_kernel
 from lightning_dct.kernels.bits import flags_num_bytes, nonzero_indices, pack_flags, unpack_bits
 from lightning_dct.wire.payload import PayloadLayout, pack, unpack_values
 from lightning_dct.wire.rows import decode_rows, encode_rows, row_scales_num_bytes
@@ -96,7 +96,8 @@ def compress_changes(
     limits = np.maximum(thresholds[message.tables], SMALLEST_THRESHOLD)
     flags = torch.zeros(flags_num_bytes(flat.numel()), dtype=torch.uint8, device=flat.device)
     news, bases = (tensor.split(layout.tensor_sizes) for tensor in (added, flat))
-    values, reached = select(news, bases, edges[:-1], limits.tolist(), scale, flags)
+    kernel = cpu_kernel("auto" if flat.is_cpu else "torch")  # that of torch works on any device
+    values, reached = kernel.select(news, bases, edges[:-1], limits.tolist(), scale, flags)
     counts, positions = reached, nonzero_indices(unpack_bits(flags, flat.numel()))
     finite = np.ones(len(segments), dtype=np.bool_)
     broken = values.isfinite().logical_not_()

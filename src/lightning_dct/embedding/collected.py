@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -53,7 +53,7 @@ class RowCollectives:
             return cls(None, device)
         group = cast(dist.ProcessGroup, dist.new_group())
         # Without this barrier, a rank that destroys the group at once would cut off others that still connect.
-        dist.all_gather_object([None] * group.size(), None, group=group)
+        gather_objects(None, group)
         exchange = cls(group, device)
         # torch.distributed keeps a group, with its threads and connections, until it is destroyed.
         weakref.finalize(exchange, _destroy, group).atexit = False
@@ -108,15 +108,6 @@ def check_announced(announced: Int64Array, least: int) -> None:
     for rank, numbers in enumerate(announced):
         if (numbers < least).any():
             raise PayloadError(f"Rank {rank} of the process group announces {numbers.min()} of something.")
-
-
-@contextmanager
-def reading(source: str) -> Iterator[None]:
-    """Name the source in every PayloadError that is raised inside."""
-    try:
-        yield
-    except PayloadError as error:
-        raise PayloadError(f"{source}: {error}.") from error
 
 
 def _destroy(group: dist.ProcessGroup) -> None:

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from lightning_dct.embedding.bags import Bags
-from lightning_dct.embedding.collected import reading
 from lightning_dct.embedding.lookup import DistinctRows
 from lightning_dct.embedding.owners import Int64Array
 from lightning_dct.embedding.state import TableState
 from lightning_dct.traffic import FP32_BYTES, ID_BYTES
-from lightning_dct.wire.positions import PayloadError, PositionCode
+from lightning_dct.wire.positions import PayloadError, PositionCode, reading
 
 FINISHED = -1
 # The number of integers that a round announces to each rank: the module's index, and the number of rows.

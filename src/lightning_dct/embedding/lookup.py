@@ -30,7 +30,6 @@ from lightning_dct.embedding.changes import (
     evicted_num_bytes,
     message_about,
 )
-from lightning_dct.embedding.collected import reading
 from lightning_dct.embedding.copies import RememberedRows, add_entries
 from lightning_dct.embedding.owners import Int64Array
 from lightning_dct.embedding.row_gradients import deliver, when_backward_ends
@@ -38,7 +37,7 @@ from lightning_dct.embedding.state import TableState
 from lightning_dct.kernels import add_rows
 from lightning_dct.traffic import FP32_BYTES, ID_BYTES
 from lightning_dct.wire.payload import unpack
-from lightning_dct.wire.positions import PayloadError
+from lightning_dct.wire.positions import PayloadError, reading
 
 
 class DistinctRows:

@@ -37,7 +37,7 @@ from collections.abc import Mapping
 
 import torch
 
-from lightning_dct.compress.bucket import Bucket, OwnPayload, Received
+from lightning_dct.compress.bucket import Bucket, Received, SentPayload
 from lightning_dct.compress.bucket_plan import BucketPlan, OwnedPiece
 from lightning_dct.compress.memory import Memory
 from lightning_dct.exchange.base import Exchange, Flow, count_entries, unused_tensors
@@ -113,7 +113,7 @@ class Sharded(Exchange):
         yield work
 
         factor = 1.0 / ((bucket.scale or 1.0) * self.everyone.size)
-        mine = OwnPayload(compressed.payload, joined)
+        mine = SentPayload(compressed.payload, joined)
         return Received(spread.unsqueeze(0), joined_sums, factor, mine, what="Sums")
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_debug
 from torch import Tensor
 
+from lightning_dct.agreement import gather_objects
 from lightning_dct.compress.bucket_plan import BucketPlan, OwnedPiece, Plans, real_dtype, real_numel
 from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.base import Exchange
@@ -41,8 +42,8 @@ class NodeLayout:
 
     @cached_property
     def ranks_per_node(self) -> int:
-        """Ranks on each node; only valid without an obstacle."""
-        return len(self.nodes[0])
+        """Ranks on each node if they can exchange by node, else 1."""
+        return len(self.nodes[0]) if self.obstacle is None else 1
 
     @cached_property
     def obstacle(self) -> str | None:
@@ -59,9 +60,7 @@ class NodeLayout:
 
 def find_layout(place: tuple[int, int], group: dist.ProcessGroup) -> NodeLayout:
     """Gather the places of all ranks of a group; a collective call."""
-    places: list[tuple[int, int]] = [(0, 0)] * group.size()
-    dist.all_gather_object(places, place, group=group)
-    return NodeLayout(tuple(places))
+    return NodeLayout(tuple(gather_objects(place, group)))
 
 
 def make_exchange(
@@ -172,8 +171,7 @@ def choose(plan_for: Callable[[float], BucketPlan], layout: NodeLayout) -> Excha
 def costs_of(plan_for: Callable[[float], BucketPlan], layout: NodeLayout) -> dict[str, float]:
     """Bytes a rank sends in an exchange, by exchange; bytes inside a node count 1 / ``INSIDE_IS_FASTER``."""
     world_size = len(layout.places)
-    by_node = layout.obstacle is None
-    nodes, per_node = (len(layout.nodes), layout.ranks_per_node) if by_node else (world_size, 1)
+    nodes, per_node = len(layout.nodes), layout.ranks_per_node
 
     def ring(num_bytes: float) -> float:
         # Ranks are in the order of the nodes, so one rank of a node sends to another node.
@@ -190,7 +188,7 @@ def costs_of(plan_for: Callable[[float], BucketPlan], layout: NodeLayout) -> dic
         "all_gather": cost(gathered, ring(all_gather_bytes(gathered.layout.num_bytes, world_size))),
         "sharded": cost(sharded, _cost((world_size - per_node) * payload, (per_node - 1) * payload)),
     }
-    if by_node:
+    if layout.obstacle is None:
         plan = plan_for(link_traversals("by_node", world_size, per_node))
         payload = plan.layout.num_bytes / per_node
         inside = all_reduce_bytes(sum(plan.sizes) * plan.dtype.itemsize, per_node) + (per_node - 1) * nodes * payload
@@ -213,11 +211,9 @@ def make_groups(
     to_make = list(wanted)
     if group.size() < dist.get_world_size():
         # Every rank of the job takes part in making every group.
-        everyone: list[list[tuple[int, ...]]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, to_make)
-        to_make = sorted({ranks for theirs in everyone for ranks in theirs})
+        to_make = sorted({ranks for theirs in gather_objects(to_make) for ranks in theirs})
     backend = dist.get_backend(group)
     made = {ranks: dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in to_make}
     # A rank that destroys a group at once, as after a fit of no steps, would disconnect others that still connect.
-    dist.all_gather_object([None] * group.size(), None, group=group)
+    gather_objects(None, group)
     return [made[ranks] for ranks in wanted if dist.get_rank() in ranks]

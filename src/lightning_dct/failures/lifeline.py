@@ -30,6 +30,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_dct.agreement import gather_objects
 from lightning_dct.failures.course import Course
 from lightning_dct.failures.hub import Hub
 from lightning_dct.failures.sockets import address_towards, enter, read_lines, write_line
@@ -76,7 +77,7 @@ class Lifeline:
             return None
         rank = dist.get_rank()
         hub, mine = _start_hub(wanted) if rank == 0 and wanted else (None, wanted)
-        answers = _gather(mine)
+        answers = gather_objects(mine)
         lifeline = cls(0, hub.own, _who(0), hub) if hub else None
         problems = [f"rank {other} has `lifelines=False`" for other, answer in enumerate(answers) if not answer]
         if isinstance(answers[0], str):
@@ -85,7 +86,7 @@ class Lifeline:
             problem = ""
             if rank > 0:
                 lifeline, problem = cls._connect(rank, *answers[0])
-            problems = [problem for problem in _gather(problem) if problem]
+            problems = [problem for problem in gather_objects(problem) if problem]
         if not problems:
             return lifeline
         if lifeline is not None:
@@ -283,12 +284,6 @@ def _start_hub(wanted: bool | int) -> tuple[Hub | None, Any]:
     except OSError as error:
         return None, f"rank 0 cannot listen: {error}"
     return hub, (addresses, hub.port, hub.token, _who(0))
-
-
-def _gather(mine: Any) -> list[Any]:
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, mine)
-    return answers
 
 
 def _who(rank: int) -> str:

@@ -112,8 +112,7 @@ class _Counted(AllGather, ReduceScatter):
         self.collective, self._link, self._num_bytes = collective, link, num_bytes
 
     def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
-        memory: Tensor = self.collective.allocate(*args, **kwargs)
-        return memory
+        return self.collective.allocate(*args, **kwargs)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         size = input_tensor.numel() * input_tensor.element_size()

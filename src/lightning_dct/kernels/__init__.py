@@ -14,17 +14,13 @@ different ones. On a GPU :mod:`~lightning_dct.compress.marking` selects gradient
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from lightning_dct.kernels.plain import Selection
 
 KernelName = Literal["auto", "torch", "numba", "triton"]
 # What "triton" has become; `DCTConfig` says so.
@@ -37,20 +33,6 @@ def cpu_kernel(kernel: str = "auto") -> Any:
     name = fastest_kernel("cpu") if kernel == "auto" else kernel
     check_kernel(name, "cpu")
     return import_module(f"lightning_dct.kernels.{'numba_cpu' if name == 'numba' else 'plain'}")
-
-
-def select(
-    news: Sequence[Tensor],
-    bases: Sequence[Tensor],
-    first: Sequence[int],
-    thresholds: Sequence[float],
-    scale: float | None,
-    flags: Tensor,
-) -> Selection:
-    """:func:`lightning_dct.kernels.plain.select` on any device, by the fastest kernel."""
-    kernel = cpu_kernel() if flags.device.type == "cpu" else import_module("lightning_dct.kernels.plain")
-    selection: Selection = kernel.select(news, bases, first, thresholds, scale, flags)
-    return selection
 
 
 @lru_cache(maxsize=64)

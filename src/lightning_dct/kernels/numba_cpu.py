@@ -173,12 +173,11 @@ def decode_levels(codes: Tensor, counts: Sequence[int], scales: Tensor, values: 
 
 def count_flags(flags: Tensor, sizes: Sequence[int]) -> list[int]:
     """See :func:`lightning_dct.kernels.plain.count_flags`."""
-    counts: list[int] = _count_flags(_words(flags), np.array(sizes, np.int64)).tolist()
-    return counts
+    return _count_flags(_words(flags), np.array(sizes, np.int64)).tolist()
 
 
 def encode_elias_fano(flags: Tensor, num_bits: int, num_flags: int, low_bits: int, capacity: int) -> Tensor:
-    """See :func:`lightning_dct.kernels.plain.encode_elias_fano`."""
+    """The positions of set flags in the code of :mod:`lightning_dct.wire.positions`: uint8, ``num_bits`` bits."""
     message = np.zeros(num_bits // 64 + 2, np.uint64)
     if not _encode_elias_fano(_words(flags), message, num_flags, low_bits, capacity):
         raise ValueError(f"More than {capacity} positions do not fit.")
@@ -188,7 +187,11 @@ def encode_elias_fano(flags: Tensor, num_bits: int, num_flags: int, low_bits: in
 def decode_elias_fano(
     message: Tensor, universe: int, num_flags: int, low_bits: int, capacity: int, flags: Tensor
 ) -> int:
-    """See :func:`lightning_dct.kernels.plain.decode_elias_fano`."""
+    """Undo :func:`encode_elias_fano`, into ``flags``, which are zero before.
+
+    Returns:
+        The number of positions, or -1 if they are not ascending, not below ``universe``, or more than ``capacity``.
+    """
     words = np.zeros(message.numel() // 8 + 3, np.uint64)
     words.view(np.uint8)[: message.numel()] = message.numpy()
     return int(_decode_elias_fano(words, universe, num_flags, low_bits, capacity, _words(flags)))
@@ -200,8 +203,7 @@ def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:
 
 
 def _words(flags: Tensor) -> NDArray[np.uint64]:
-    words: NDArray[np.uint64] = flags.numpy().view(np.uint64)
-    return words
+    return flags.numpy().view(np.uint64)
 
 
 _scratch_tensors = threading.local()
@@ -540,7 +542,6 @@ def _set_planes(message: Any, low: Any, first: Any, low_bits: Any, capacity: Any
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def _decode_elias_fano(message: Any, universe: int, num_flags: int, low_bits: int, capacity: int, words: Any) -> int:
-    """The number of positions, or minus one if they are not ascending below ``universe``."""
     count, last, low = 0, np.int64(-1), np.zeros(64, np.int64)
     for start in range(0, num_flags, 64):
         flags = _window(message, start, num_flags - start)

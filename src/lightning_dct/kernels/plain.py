@@ -199,39 +199,6 @@ def count_flags(flags: Tensor, sizes: Sequence[int]) -> list[int]:
     return [int(marks[stop - size : stop].sum()) for size, stop in zip(sizes, np.cumsum(sizes), strict=True)]
 
 
-def encode_elias_fano(flags: Tensor, num_bits: int, num_flags: int, low_bits: int, capacity: int) -> Tensor:
-    """The positions of set flags in the code of :mod:`lightning_dct.wire.positions`: uint8, ``num_bits`` bits."""
-    positions, bits = np.flatnonzero(unpack(flags)), np.zeros(num_bits, np.bool_)
-    bits[(positions >> low_bits) + np.arange(positions.size)] = True
-    for number, plane in enumerate(bits[num_flags:].reshape(low_bits, capacity)):
-        plane[: positions.size] = (positions >> number) & 1
-    return pack(bits)
-
-
-def decode_elias_fano(
-    message: Tensor, universe: int, num_flags: int, low_bits: int, capacity: int, flags: Tensor
-) -> int:
-    """Undo :func:`encode_elias_fano`, into ``flags``, which are zero before.
-
-    Returns:
-        The number of positions, or -1 if they are not ascending, not below ``universe``, or more than ``capacity``.
-    """
-    bits = unpack(message)
-    raised = np.flatnonzero(bits[:num_flags])
-    if raised.size > capacity:
-        return -1
-    positions = (raised - np.arange(raised.size)) << low_bits
-    planes = bits[num_flags : num_flags + low_bits * capacity].reshape(low_bits, capacity)[:, : raised.size]
-    for number, plane in enumerate(planes.astype(np.int64)):
-        positions |= plane << number
-    if raised.size and (positions[-1] >= universe or (np.diff(positions) <= 0).any()):
-        return -1
-    marks = np.zeros(8 * flags.numel(), np.bool_)
-    marks[positions] = True
-    flags.copy_(pack(marks))
-    return int(raised.size)
-
-
 def pack(marks: NDArray[np.bool_]) -> Tensor:
     """Marks as flags."""
     return torch.from_numpy(np.packbits(marks, bitorder="little"))
@@ -239,8 +206,7 @@ def pack(marks: NDArray[np.bool_]) -> Tensor:
 
 def unpack(flags: Tensor) -> NDArray[np.bool_]:
     """Flags as marks, one bool an entry."""
-    marks: NDArray[np.bool_] = np.unpackbits(flags.numpy(), bitorder="little").view(np.bool_)
-    return marks
+    return np.unpackbits(flags.numpy(), bitorder="little").view(np.bool_)
 
 
 def _by_tensor(tensors: Sequence[Tensor], first: Sequence[int], sent: Sent) -> list[list[tuple[Tensor, Tensor]]]:

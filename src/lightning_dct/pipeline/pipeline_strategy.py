@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import lightning.pytorch as pl
@@ -221,23 +220,16 @@ class DCTPipelineStrategy(DCTStrategy):
             output: Tensor = self.model()
         return output
 
-    def validation_step(self, *arguments: Any) -> Any:
+    def _evaluate(self, step: str, context: str, *arguments: Any) -> Any:
         """Run a batch through the stages, and the step on the last."""
-        return self._evaluate("validation_step", self.precision_plugin.val_step_context(), arguments)
-
-    def test_step(self, *arguments: Any) -> Any:
-        """Run a batch through the stages, and the step on the last."""
-        return self._evaluate("test_step", self.precision_plugin.test_step_context(), arguments)
-
-    def predict_step(self, *arguments: Any) -> Any:
-        """Run a batch through the stages, and the step on the last."""
-        return self._evaluate("predict_step", self.precision_plugin.predict_step_context(), arguments)
-
-    def _evaluate(self, step: str, precision: AbstractContextManager[Any], arguments: tuple[Any, ...]) -> Any:
         assert self._runner is not None
         self._come_to_stages(step)
-        with precision:
+        with getattr(self.precision_plugin, context)():
             return self._runner.evaluate(step, *arguments)
+
+    validation_step = partialmethod(_evaluate, "validation_step", "val_step_context")
+    test_step = partialmethod(_evaluate, "test_step", "test_step_context")
+    predict_step = partialmethod(_evaluate, "predict_step", "predict_step_context")
 
     def _come_to_stages(self, step: str) -> None:
         """Come to where the ranks of a pipeline send activations to each other."""

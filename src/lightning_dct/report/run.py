@@ -100,8 +100,7 @@ def counter_at(counter: Series, steps: Sequence[int]) -> list[float]:
     known, values = [-1, *counter], [0.0, *counter.values()]
     known.append(2 * known[-1] - known[-2])
     values.append(2 * values[-1] - values[-2])
-    found: list[float] = np.interp(steps, known, values, right=np.nan).tolist()
-    return found
+    return np.interp(steps, known, values, right=np.nan).tolist()
 
 
 def _unwrapped(counter: Series) -> Series:

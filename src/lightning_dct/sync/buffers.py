@@ -40,13 +40,11 @@ class Buffers:
         """This rank's own, also while an evaluation is shown others."""
         return {**self.named(), **self._own}
 
-    def keep_own(self) -> None:
-        """Keep this rank's own for :meth:`give_back`, before an evaluation is shown others."""
-        self._own = self._copies()
-
-    def keep_shown(self) -> None:
-        """Keep those that an evaluation is shown, so that :meth:`give_back` knows what has been written meanwhile."""
-        self._shown = self._copies()
+    def show(self, average: Callable[[], None]) -> None:
+        """Show an evaluation what ``average`` makes of this rank's own, until :meth:`give_back`."""
+        self._own = {name: buffer.clone() for name, buffer in self.named().items()}
+        average()
+        self._shown = {name: buffer.clone() for name, buffer in self.named().items()}
 
     def give_back(self) -> None:
         """Continue with this rank's own, or with what was written into them meanwhile."""
@@ -55,5 +53,37 @@ class Buffers:
                 buffer.copy_(self._own[name])
         self._own, self._shown = {}, {}
 
-    def _copies(self) -> dict[str, Tensor]:
-        return {name: buffer.clone() for name, buffer in self.named().items()}
+
+class MeanBuffers(Buffers):
+    """The buffers of a rank that sends them with its updates: evaluations show the mean of the last exchange.
+
+    Attributes:
+        means: By name; empty before the first exchange.
+    """
+
+    def __init__(self, named: Callable[[], Mapping[str, Tensor]]) -> None:
+        super().__init__(named, ())
+        self.means: dict[str, Tensor] = {}
+
+    def average(self) -> None:
+        """Take the mean of the last exchange. It is no collective call: ranks that are not present would be missed."""
+        for name, buffer in self.named().items():
+            if name in self.means:
+                buffer.copy_(self.means[name])
+
+    def to_bytes(self) -> Tensor:
+        """All buffers, one after the other: shape ``[bytes]``, uint8."""
+        parts = [buffer.detach().cpu().reshape(-1).view(torch.uint8) for buffer in self.named().values()]
+        return torch.cat([torch.empty(0, dtype=torch.uint8), *parts])
+
+    def take(self, rows: Tensor) -> Tensor:
+        """Take the mean of what ranks have sent, shape ``[ranks, bytes]``, and return the bytes behind the buffers."""
+        start = 0
+        for name, buffer in self.named().items():
+            stop = start + buffer.numel() * buffer.element_size()
+            each = rows[:, start:stop].clone(memory_format=torch.contiguous_format).view(buffer.dtype)
+            start = stop
+            mean = each.to(torch.float64).mean(0).to(buffer.dtype).view(buffer.shape)
+            self.means[name] = mean
+            buffer.copy_(mean)
+        return rows[:, start:].clone(memory_format=torch.contiguous_format)

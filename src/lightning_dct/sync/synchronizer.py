@@ -175,12 +175,10 @@ class Synchronizer:
         """The part of the state that all ranks of the exchange have alike, by name: numbers and tensors."""
         return {"synchronisations": self.synchronisations, "steps_since_refresh": self.steps_since_refresh}
 
-    def _plan_of(
-        self, tensors: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype, share: float = 1.0
-    ) -> BucketPlan:
-        """The plan of some parameters with these sizes (in real numbers), at a share of their densities."""
+    def _plan_of(self, tensors: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> BucketPlan:
+        """The plan of some parameters with these sizes (in real numbers)."""
         self._refuse([tensor for tensor in tensors if tensor not in self.parameter_names])
-        return self.plans.of([self.parameter_names[tensor] for tensor in tensors], sizes, dtype, share)
+        return self.plans.of([self.parameter_names[tensor] for tensor in tensors], sizes, dtype)
 
     def _refuse(self, unknown: Sequence[Tensor]) -> None:
         if unknown:

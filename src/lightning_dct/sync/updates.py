@@ -218,9 +218,7 @@ class UpdateSynchronizer(Synchronizer):
 
     def begin_evaluation(self) -> None:
         """Put the shared weights and the mean of all ranks' buffers into the model; a collective call."""
-        self.buffers.keep_own()
-        self.average_buffers()
-        self.buffers.keep_shown()
+        self.buffers.show(self.average_buffers)
         self.weights.show()
 
     def end_evaluation(self) -> None:
@@ -312,11 +310,15 @@ class UpdateSynchronizer(Synchronizer):
         return {name: parameter for parameter, name in self.parameter_names.items()}
 
     def _due(self, rounds: Rounds) -> list[list[str]]:
-        return rounds.due(self._length(rounds), takes_turns=bool(self.config.delay))
+        return rounds.due(self._length(rounds.steps), takes_turns=bool(self.config.delay))
 
-    def _length(self, rounds: Rounds) -> int:
-        config = self.config
-        return round_length(rounds.steps, config.round_length, config.warmup_steps)
+    def _length(self, steps: int) -> int:
+        return round_length(steps, self.config.round_length, self.config.warmup_steps)
+
+    def _plan(self, names: Sequence[str], steps: int) -> BucketPlan:
+        """What is sent of some parameters after so many steps."""
+        sizes, dtype = [self.weights.sizes[name] for name in names], real_dtype(self.weights.parameters[names[0]])
+        return self.plans.of(names, sizes, dtype, self._length(steps) / self.config.round_length)
 
     def _forget_thresholds(self, buckets: Iterable[Sequence[str]]) -> None:
         """Delete the thresholds of buckets about to be sent, if a refresh was requested since they were last sent."""
@@ -339,29 +341,25 @@ class UpdateSynchronizer(Synchronizer):
     def _send(self, names: Sequence[str], rounds: Rounds) -> InFlight:
         """Start sending the updates of some parameters."""
         with self.traffic.timed("compress"):
-            config, length = self.config, self._length(rounds)
-            sizes, dtype = [self.weights.sizes[name] for name in names], real_dtype(self.weights.parameters[names[0]])
-            plan = self.plans.of(names, sizes, dtype, length / config.round_length)
+            config, plan = self.config, self._plan(names, rounds.steps)
             lost = 1.0 - config.residual_decay if rounds.steps <= config.warmup_steps else 0.0
             own, bucket = None, self.weights.bucket(names)
             if plan.is_dense or self.exchange.sums_first:
                 moved = self.weights.movement(names, plan.residual_dtype)
-                own, pending = moved.clone(), self._start_sum(moved, plan)
+                own = moved.clone()
+                if plan.is_dense:
+                    pending = self._start(moved, plan, set())
+                else:
+                    flow = self.exchange.send(Bucket([moved], [], 1.0), plan, set(), self.memory)
+                    pending = Pending(flow, self.exchange.rounds, moved.device)
             elif bucket is not None:
                 flow = self.exchange.send(bucket, plan, set(), self.memory, lost)
                 pending = Pending(flow, self.exchange.rounds, bucket.bases[0].device)
             else:
                 pending = self._send_movement(names, plan, lost)
-            due = rounds.steps + min(config.delay, length)
+            due = rounds.steps + min(config.delay, self._length(rounds.steps))
             # While training goes on the weights may come to lie elsewhere.
-            return InFlight(names, sum(sizes), due, pending, None, own, None if config.delay else bucket)
-
-    def _start_sum(self, moved: Tensor, plan: BucketPlan) -> Pending:
-        """Start sending updates that are summed before they are compressed, if they are."""
-        if plan.is_dense:
-            return self._start(moved, plan, set())
-        flow = self.exchange.send(Bucket([moved], [], 1.0), plan, set(), self.memory)
-        return Pending(flow, self.exchange.rounds, moved.device)
+            return InFlight(names, sum(plan.sizes), due, pending, None, own, None if config.delay else bucket)
 
     def _send_movement(self, names: Sequence[str], plan: BucketPlan, lost: float) -> Pending:
         """Start sending updates that are not read from the weights in place."""

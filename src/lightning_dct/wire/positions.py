@@ -18,19 +18,29 @@ R. Fano, *On the number of bits required to implement an associative memory*, MI
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from lightning_dct.kernels import cpu_kernel
+from lightning_dct.kernels import cpu_kernel, fastest_kernel
 from lightning_dct.kernels.bits import nonzero_indices, num_bytes, pack_bits, pack_flags, unpack_bits
 
 
 class PayloadError(ValueError):
     """A payload that is corrupt, or was made for another layout."""
+
+
+@contextmanager
+def reading(source: str) -> Iterator[None]:
+    """Name the source in every PayloadError that is raised inside."""
+    try:
+        yield
+    except PayloadError as error:
+        raise PayloadError(f"{source}: {error}.") from error
 
 
 @dataclass(frozen=True)
@@ -142,9 +152,9 @@ class PositionCode:
         """The message, shape ``[num_bytes]``, uint8, of the positions whose flags (packed) are set."""
         if self.is_bitmap:
             return flags[: self.num_bytes]
-        if flags.device.type != "cpu":
-            return self.encode(nonzero_indices(unpack_bits(flags, self.universe)))
-        return cpu_kernel().encode_elias_fano(flags, self.num_bits, self.num_flags, self.low_bits, self.capacity)
+        if fastest_kernel(flags.device.type) == "numba":
+            return cpu_kernel().encode_elias_fano(flags, self.num_bits, self.num_flags, self.low_bits, self.capacity)
+        return self.encode(nonzero_indices(unpack_bits(flags, self.universe)))
 
     def decode_flags(self, message: Tensor, count: int, flags: Tensor, sizes: Sequence[int]) -> list[int]:
         """Read a message, shape ``[num_bytes]``, uint8, into flags, which are zero before.
@@ -159,12 +169,12 @@ class PositionCode:
             flags[: self.num_bytes] = message
             if self.universe % 8:  # what stands behind the end is no position
                 flags[self.num_bytes - 1] &= (1 << self.universe % 8) - 1
-        elif message.device.type != "cpu":
-            flags.copy_(pack_flags(message.new_zeros(self.universe).index_fill_(0, self.decode(message, count), 1)))
-        else:
+        elif fastest_kernel(message.device.type) == "numba":
             lengths = self.universe, self.num_flags, self.low_bits, self.capacity
             if cpu_kernel().decode_elias_fano(message, *lengths, flags) < 0:
                 raise PayloadError(f"the positions are corrupt: they are not ascending below {self.universe}")
+        else:
+            flags.copy_(pack_flags(message.new_zeros(self.universe).index_fill_(0, self.decode(message, count), 1)))
         counts = count_flags(flags, sizes)
         if sum(counts) != count:
             raise PayloadError(

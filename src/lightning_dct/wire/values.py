@@ -47,11 +47,9 @@ def values_num_bytes(value_format: str, capacity: int) -> int:
 def encode_tensors(values: Tensor, counts: Sequence[int], value_format: str) -> tuple[Tensor, Tensor]:
     """:func:`encode_values` of ``counts`` values of each tensor."""
     if value_format == "1bit" and values.device.type == "cpu":
-        data, scales = cpu_kernel().encode_signs(values, counts)
-        return data, scales
+        return cpu_kernel().encode_signs(values, counts)
     if value_format == "2bit" and fastest_kernel(values.device.type) == "numba":
-        data, scales = cpu_kernel().encode_levels(values, counts)
-        return data, scales
+        return cpu_kernel().encode_levels(values, counts)
     return encode_values(values, _tensor_index(counts, values.device), len(counts), value_format)
 
 
