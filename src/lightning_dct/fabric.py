@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields
@@ -14,6 +15,7 @@ from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy
+from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -44,6 +46,7 @@ from lightning_dct.sync.setup import (
     make_gradient_synchronizer,
     make_update_synchronizer,
 )
+from lightning_dct.sync.step_guard import StepGuard
 from lightning_dct.sync.synchronizer import Synchronizer
 from lightning_dct.sync.updates import UpdateSynchronizer
 from lightning_dct.traffic import Traffic
@@ -84,6 +87,7 @@ class DCTStrategy(DDPStrategy):
         # One for each module, in the order of setup.
         self.synchronizers: list[Synchronizer] = []
         self.optimizers: list[Optimizer] = []
+        self._step_guard = StepGuard()
         if self.config.compress == "updates":
             self._backward_sync_control = _NoBackwardSync()
 
@@ -108,6 +112,11 @@ class DCTStrategy(DDPStrategy):
             average_buffers = self._ddp_kwargs.get("broadcast_buffers", True)
             synchronizer = updates = make_update_synchronizer(self, module, group, average_buffers)
             updates.run_settings = self._run_settings
+            ours = weakref.ref(self)  # the guard may outlive a Fabric that nobody tears down
+            self._step_guard.watch(
+                lambda: {} if (one := ours()) is None else one._names(),
+                lambda parameter: (one := ours()) is None or any(u.takes_part(parameter) for u in one._updates),
+            )
         # The synchronizer itself requests refreshes: if a strategy overrides `backward`, Fabric forbids
         # `loss.backward()`.
         synchronizer.refresh_every = self.config.refresh_every
@@ -126,7 +135,8 @@ class DCTStrategy(DDPStrategy):
         updates = [update for update in self._updates if not stepped.isdisjoint(update.parameter_names)]
         for synchronizer in updates:
             synchronizer.before_step(optimizer)
-        output = super().optimizer_step(optimizer, **kwargs)
+        with self._step_guard.seen(optimizer):
+            output = super().optimizer_step(optimizer, **kwargs)
         for synchronizer in updates:
             synchronizer.after_step(optimizer)
         return output
@@ -210,6 +220,9 @@ class DCTStrategy(DDPStrategy):
         for optimizer, state in zip(self.optimizers, own.get("optimizers", []), strict=False):
             optimizer.load_state_dict(state)
         return digest_of(synchronizer)
+
+    def _names(self) -> dict[Tensor, str]:
+        return {parameter: name for update in self._updates for parameter, name in update.parameter_names.items()}
 
     @property
     def _updates(self) -> list[UpdateSynchronizer]:

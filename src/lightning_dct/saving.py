@@ -74,6 +74,7 @@ class CheckpointedStrategy(ParallelStrategy):
         self._unfinished: dict[str, list[str]] = {}
         self._outdated: list[str] = []
         self._saves: set[str] = set()
+        self._is_shown_to_save = False
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -122,9 +123,11 @@ class CheckpointedStrategy(ParallelStrategy):
         self.is_accumulating = True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model's state with the shared weights."""
-        with nullcontext() if self.updates is None else self.updates.weights.in_model():
-            return super().lightning_module_state_dict()
+        """The model's state with the shared weights, which ``on_save_checkpoint`` sees, too, until the save ends."""
+        if self.updates is not None and not self.updates.weights.shown:
+            self._is_shown_to_save = True
+            self.updates.weights.show()
+        return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state without that of sharded rows, which is saved with the rows."""
@@ -149,6 +152,14 @@ class CheckpointedStrategy(ParallelStrategy):
         Raises:
             RuntimeError: A rank has died or failed. Callbacks that save on an exception may see this.
         """
+        try:
+            self._save(checkpoint, filepath, storage_options)
+        finally:
+            if self._is_shown_to_save and self.updates is not None:
+                self.updates.weights.hide()
+            self._is_shown_to_save = False
+
+    def _save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
         if self.lifeline is not None and self.lifeline.verdict:
             raise RuntimeError(f"No checkpoint is saved, because a save needs all ranks. {self.lifeline.verdict}.")
         if self.synchronizer is not None:

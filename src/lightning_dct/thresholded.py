@@ -29,6 +29,7 @@ from lightning_dct.callbacks import (
     SignalsAfterStep,
     ThresholdRefresh,
 )
+from lightning_dct.callbacks.requirements import expected_steps
 from lightning_dct.clipping import install_clipping, remove_clipping
 from lightning_dct.compress.awaited import clock_of
 from lightning_dct.failures.course import EXCHANGE, IN_FORWARD
@@ -39,6 +40,7 @@ from lightning_dct.lightning_private import StrategyRegistry
 from lightning_dct.profiling import shown_by
 from lightning_dct.saving import CheckpointedStrategy
 from lightning_dct.sync.setup import check_optimizers
+from lightning_dct.sync.step_guard import StepGuard
 from lightning_dct.traffic import Traffic
 
 
@@ -62,6 +64,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
         check_lifelines(lifelines)
         self._lifelines = lifelines
         self._in_step = self._has_tables = False
+        self._step_guard = StepGuard()
         self.given = given
         super().__init__(given.config, **kwargs)
 
@@ -134,10 +137,16 @@ class ThresholdedStrategy(CheckpointedStrategy):
         super().on_train_start()
         if self.updates is not None and self.given.left_out:
             # Of the first rank, because others may have more data or less.
-            steps = self.broadcast(float(self._module.trainer.estimated_stepping_batches))
+            steps = self.broadcast(expected_steps(self._module.trainer))
             self.updates.run_settings = RunSettings(self.given, self.world_size // self.stages, steps)
             self.config = self.updates.run_settings.at(0)
             self.updates.plans.change(self.config)
+        if self.updates is not None:
+            self.updates.register_all()
+            self._step_guard.watch(
+                lambda: {} if self.updates is None else self.updates.parameter_names,
+                lambda parameter: self.updates is None or self.updates.takes_part(parameter),
+            )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Continue with this rank's own weights, or with what hooks have written into the shared ones."""
@@ -208,12 +217,22 @@ class ThresholdedStrategy(CheckpointedStrategy):
         **kwargs: Any,
     ) -> Any:
         """Step, and exchange updates when they are due."""
-        if self.updates is not None:
-            self.updates.before_step(optimizer)
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        updates = self.updates
+        if updates is None:
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+            self.is_accumulating = False
+            return output
+        updates.before_step(optimizer)
+
+        def forward_and_backward() -> Any:
+            output = closure()
+            updates.register(optimizer)  # what has been unfrozen within
+            return output
+
+        with self._step_guard.seen(optimizer):
+            output = super().optimizer_step(optimizer, forward_and_backward, model, **kwargs)
         self.is_accumulating = False
-        if self.updates is not None:
-            self.updates.after_step(optimizer)
+        updates.after_step(optimizer)
         return output
 
     def on_validation_end(self) -> None:
@@ -234,6 +253,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
 
     def teardown(self) -> None:
         """Close the exchange, and put the shared weights into the model."""
+        self._step_guard.stop()
         if self.synchronizer is not None:
             self.synchronizer.exchange.close()
         if self.updates is not None:

@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_dct.callbacks.requirements import expected_steps
 from lightning_dct.callbacks.run_advice import RunAdvice, StepClock, StepCosts
 from lightning_dct.config import DCTConfig, check_density, check_positive
 from lightning_dct.cost.auto import (
@@ -109,7 +110,7 @@ class AutoSettings(RunAdvice):
         place = strategy.node_rank, strategy.local_rank
         self._layout: NodeLayout = find_layout(place, strategy.synchronizer.exchange.everyone.group)
         self._workload: Workload = workload_of(pl_module)
-        self._steps = float(trainer.estimated_stepping_batches)
+        self._steps = expected_steps(trainer)
         self._is_settled &= self._world_size == trainer.world_size
         self._world_size = trainer.world_size
         # DDP's first step is not timed, so a decision about it takes two.

@@ -1,7 +1,8 @@
-"""The common part of this package's callbacks: the strategies they accept, and hooks that take no time."""
+"""The common part of this package's callbacks: strategies they accept, the run's length, hooks that take no time."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import lightning.pytorch as pl
@@ -36,6 +37,12 @@ class InternalCallback(pl.Callback):
         for hook in _STEP_HOOKS:
             if getattr(cls, hook) is getattr(pl.Callback, hook):
                 setattr(cls, hook, None)
+
+
+def expected_steps(trainer: pl.Trainer) -> float:
+    """Optimizer steps of a fit; infinite if it is not known, for which Lightning says -1 (data without a length)."""
+    steps = float(trainer.estimated_stepping_batches)
+    return math.inf if steps < 0 else steps
 
 
 def require_dct(trainer: pl.Trainer, callback: pl.Callback, gradients: bool = False) -> None:

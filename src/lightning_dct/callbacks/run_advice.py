@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_dct.callbacks.requirements import InternalCallback, require_dct
+from lightning_dct.callbacks.requirements import InternalCallback, expected_steps, require_dct
 from lightning_dct.callbacks.slow_rank import SlowRank, slowest_rank
 from lightning_dct.compress.bucket_plan import real_numel
 from lightning_dct.config import DCTConfig
@@ -129,7 +129,7 @@ class RunAdvice(InternalCallback):
         device = strategy.root_device
         # A run that sets itself minds its length itself.
         is_set = getattr(strategy, "auto", None) is None
-        steps = float(trainer.estimated_stepping_batches) if is_set else math.inf
+        steps = expected_steps(trainer) if is_set else math.inf
         everyone = strategy.synchronizer.exchange.everyone
         alone, dense = strategy.when_alone, dense_setting(strategy)
         for note in notes_at_start(strategy.given, everyone.size, steps, device.type, alone, dense):

@@ -241,7 +241,8 @@ class DCTElasticStrategy(DCTStrategy):
         weights = self._elastic.weights
         shared = {name: weights.shared(name) for name in weights.parameters}
         state |= {"weights": {}, "shared": {}}
-        checkpoint = checkpoint_of(self._module.trainer)
+        with weights.in_model():
+            checkpoint = checkpoint_of(self._module.trainer)
         checkpoint[STATE_KEY] = state
         return {**self._elastic.give(), "settings": self._settings(), "checkpoint": checkpoint, "shared": shared}
 

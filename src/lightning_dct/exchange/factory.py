@@ -85,7 +85,7 @@ def make_exchange(
         ValueError: ``exchange="by_node"`` does not work with these ranks.
     """
     everyone = Link(group, traffic)
-    if everyone.size == 1:
+    if everyone.size == 1 or not parameters:
         return AllGather(everyone)
     name: str = config.exchange
     members = dist.get_process_group_ranks(group)

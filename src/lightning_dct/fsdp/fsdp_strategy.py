@@ -224,11 +224,9 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's state, with the weights that all replicas share."""
         self.come_to("a checkpoint")
-        if self.updates is None:
-            return super().lightning_module_state_dict()
-        with self.updates.weights.in_model():
-            # Copies, because FSDP's tensors change with the weights.
-            return apply_to_collection(super().lightning_module_state_dict(), Tensor, Tensor.clone)
+        state = super().lightning_module_state_dict()
+        # Copies, because FSDP's tensors change with the weights.
+        return state if self.updates is None else apply_to_collection(state, Tensor, Tensor.clone)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load this rank's own state, for which Lightning has no call after this one."""

@@ -28,9 +28,10 @@ class Buffers:
     def average(self) -> None:
         """Give every rank the mean; a collective call."""
         buffers = list(self.named().values())
-        for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
-            some = [buffer for buffer in buffers if buffer.dtype == dtype]
-            together = torch.cat([buffer.reshape(-1) for buffer in some])
+        # A mean in half precision would change a number that all ranks have alike, and may be infinite.
+        for dtype in dict.fromkeys(_summed_in(buffer) for buffer in buffers):
+            some = [buffer for buffer in buffers if _summed_in(buffer) == dtype]
+            together = torch.cat([buffer.reshape(-1).to(dtype) for buffer in some])
             for link in self._average_over:
                 all_reduce_mean(together, link).wait()
             for buffer, mean in zip(some, together.split([buffer.numel() for buffer in some]), strict=True):
@@ -52,6 +53,10 @@ class Buffers:
             if name in self._own and torch.equal(buffer, self._shown[name]):
                 buffer.copy_(self._own[name])
         self._own, self._shown = {}, {}
+
+
+def _summed_in(buffer: Tensor) -> torch.dtype:
+    return torch.promote_types(buffer.dtype, torch.float32)
 
 
 class MeanBuffers(Buffers):

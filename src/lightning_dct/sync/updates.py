@@ -112,23 +112,30 @@ class UpdateSynchronizer(Synchronizer):
         if chosen is not None and chosen.reached(steps) != self._reached:
             self._reached = chosen.reached(steps)
             self._change(chosen.at(steps))
-        number = self._number_of(optimizer)
-        rounds = self._rounds[number] = self._rounds.get(number) or Rounds()
-        self._register(optimizer, rounds)
+        self.weights.hide()  # a checkpoint that was made and not saved has left the shared ones in the model
+        rounds = self.register(optimizer)
         if self._lengthens and rounds.names and is_measured(rounds.steps + 1):
             rounds.cosine.begin(rounds.steps + 1, self._own_of(rounds))
 
-    def _register(self, optimizer: Optimizer, rounds: Rounds) -> None:
+    def register_all(self) -> None:
+        """Register what is trainable now: what a forward writes into it before the first step is sent, too."""
+        for optimizer in self._optimizers():
+            self.register(optimizer)
+
+    def register(self, optimizer: Optimizer) -> Rounds:
+        """Have the trainable parameters of an optimizer take part, and return its rounds."""
+        number = self._number_of(optimizer)
+        rounds = self._rounds[number] = self._rounds.get(number) or Rounds()
         unsettled = {p for group in optimizer.param_groups for p in group["params"] if p not in self._settled}
         if not unsettled:
-            return
+            return rounds
         unknown = unsettled - self.parameter_names.keys()
         # Parameters outside the model are not synchronised, as under DistributedDataParallel.
         self._refuse([parameter for parameter in self._parameters() if parameter in unknown])
         new = {parameter for parameter in unsettled - unknown if parameter.requires_grad}
         self._settled |= unknown | new
         if not new or self._alone:
-            return
+            return rounds
         known, parameters = set(rounds.names), self._parameters_by_name()
         # In the model's order, which is the same on every rank.
         rounds.names = [name for name, parameter in parameters.items() if name in known or parameter in new]
@@ -141,9 +148,14 @@ class UpdateSynchronizer(Synchronizer):
         shapes = [
             [(name, str(parameters[name].dtype), real_numel(parameters[name])) for name in b] for b in rounds.buckets
         ]
-        rounds.what = f"{EXCHANGE} {self._number_of(optimizer)} {zlib.crc32(repr(shapes).encode()):x}"
+        rounds.what = f"{EXCHANGE} {number} {zlib.crc32(repr(shapes).encode()):x}"
         added = ", ".join(repr(name) for name in rounds.names if name not in known) if known else ""
         rounds.said = f"an exchange of {len(rounds.names)} parameters" + (f", {added[:200]} added" if added else "")
+        return rounds
+
+    def takes_part(self, parameter: Tensor) -> bool:
+        """Whether a parameter is registered, or known not to be exchanged."""
+        return parameter in self._settled
 
     def _change(self, config: DCTConfig) -> None:
         """Take settings for a longer run, between two exchanges."""
@@ -183,7 +195,8 @@ class UpdateSynchronizer(Synchronizer):
             if not self.config.delay:
                 self._apply(rounds, rounds.in_flight)
             # Training does not use the running statistics of a BatchNorm, so warm-up does not average them more often.
-            if number == min(self._rounds) and rounds.steps % self.config.round_length == 0:
+            first = min(number for number, other in self._rounds.items() if other.names)
+            if number == first and rounds.steps % self.config.round_length == 0:
                 self.buffers.average()
         self.memory.awaited.poll()
 

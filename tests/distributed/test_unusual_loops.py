@@ -1,0 +1,228 @@
+"""Loops and models that are allowed and rare: all ranks end with the same weights, or are told why they cannot."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from distributed.harness import RankFailure
+from distributed.training import Module, loader, perceptron, rank, trainer_for
+from lightning_dct import DCTStrategy
+from lightning_dct.fabric import DCTStrategy as FabricStrategy
+
+SETTINGS = {"density": 0.3, "local_steps": 2, "warmup_steps": 0}
+
+
+def train(module: Module, batches: Any = 12, **trainer: Any) -> list[str]:
+    """Train, and return the names of tensors in which this rank differs from the mean of all ranks."""
+    strategy = DCTStrategy(**trainer.pop("settings", SETTINGS))
+    trainer_for(strategy, **trainer).fit(module, loader(batches, 40, 8) if isinstance(batches, int) else batches)
+    return apart(module)
+
+
+def apart(module: nn.Module) -> list[str]:
+    found = []
+    for name, tensor in module.state_dict().items():
+        total = tensor.double().clone()
+        dist.all_reduce(total)
+        if not torch.equal(total / dist.get_world_size(), tensor.double()):
+            found.append(name)
+    return found
+
+
+class Stream(IterableDataset):
+    """Batches without a length."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter([loader(6, 40, 8).dataset[index] for index in range(6)])
+
+
+@pytest.mark.parametrize("settings", [{}, {"local_steps": 2}, {"compress": "gradients"}, {"target_overhead": 0.1}])
+def test_data_without_a_length(ranks: Any, settings: dict[str, Any]) -> None:
+    assert ranks(2).run(stream, settings) == [[], []]
+
+
+def stream(settings: dict[str, Any]) -> list[str]:
+    return train(Module(), DataLoader(Stream(), batch_size=None), settings=settings, max_epochs=2)
+
+
+class Raw(Module):
+    """Steps the bare optimizer, as Lightning allows."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+class OwnOptimizer(Module):
+    """Keeps an optimizer to itself."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 3:
+            own = torch.optim.SGD([self.model.gain], 0.1)
+            self.model.gain.grad = torch.ones_like(self.model.gain)
+            own.step()
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*self.model.first.parameters(), *self.model.second.parameters()], 0.1)
+
+
+class Inner(Module):
+    """Steps what is inside Lightning's wrapper."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        optimizer.optimizer.step()
+
+
+STEPPERS = {"raw": Raw, "own": OwnOptimizer, "inner": Inner}
+
+
+@pytest.mark.parametrize("kind", STEPPERS)
+def test_steps_that_the_strategy_does_not_see_are_refused(ranks: Any, kind: str) -> None:
+    """With gradients they do no harm."""
+    with pytest.raises(RankFailure, match=r"`SGD` has stepped 'model.*Step what `self.optimizers\(\)`"):
+        ranks(2).run(step, kind, SETTINGS)
+    assert ranks(2).run(step, kind, {"compress": "gradients"}) == [[], []]
+
+
+def step(kind: str, settings: dict[str, Any]) -> list[str]:
+    return train(STEPPERS[kind](), settings=settings)
+
+
+def test_fabric_refuses_them_too(ranks: Any) -> None:
+    with pytest.raises(RankFailure, match="`SGD` has stepped 'gain'"):
+        ranks(2).run(step_in_fabric)
+
+
+def step_in_fabric() -> None:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricStrategy(**SETTINGS))
+    fabric.launch()
+    bare = perceptron()
+    optimizer = torch.optim.SGD(bare.parameters(), 0.1)
+    model, _ = fabric.setup(bare, optimizer)
+    fabric.backward(model(torch.ones(4, 40)).sum())
+    optimizer.step()
+
+
+class Unfreezing(Module):
+    """A layer becomes trainable within a training step."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.model.first.requires_grad_(False)
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.model.first.requires_grad_(batch_idx >= 6)
+        return super().training_step(batch, batch_idx)
+
+
+class Initialising(Module):
+    """The first forward sets weights by its data, which differ between ranks."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 0:
+            self.model.gain.data.fill_(1.0 + rank())
+        return super().training_step(batch, batch_idx)
+
+
+class Constants(Module):
+    """Buffers that no rank changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.full((3,), torch.finfo(torch.float16).min, dtype=torch.float16))
+        self.register_buffer("ones", torch.ones(3, dtype=torch.bfloat16))
+
+
+class Normalised(Module):
+    """Running statistics, and a first optimizer that has nothing to train."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Linear(40, 8), nn.BatchNorm1d(8)))
+        self.model[0].requires_grad_(False)
+        self.apart: list[int] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        if any("running_mean" in name for name in apart(self.model)):
+            self.apart.append(batch_idx)
+        optimizers: Any = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), 0.1) for part in self.model]
+
+
+KINDS = {"unfreezing": Unfreezing, "initialising": Initialising, "constants": Constants, "normalised": Normalised}
+
+
+@pytest.mark.parametrize(
+    ("kind", "trainer"),
+    [("unfreezing", {}), ("initialising", {}), ("initialising", {"accumulate_grad_batches": 2})],
+)
+def test_ranks_end_alike(ranks: Any, kind: str, trainer: dict[str, Any]) -> None:
+    assert ranks(2).run(learn, kind, trainer) == [[], []]
+
+
+def learn(kind: str, trainer: dict[str, Any]) -> list[str]:
+    return train(KINDS[kind](), **trainer)
+
+
+def test_constants_stay_as_they_are(ranks: Any) -> None:
+    for mask, ones in ranks(3).run(keep_constants):
+        assert mask == [torch.finfo(torch.float16).min] * 3
+        assert ones == [1.0] * 3
+
+
+def keep_constants() -> tuple[list[float], list[float]]:
+    module = Constants()
+    train(module)
+    return module.mask.tolist(), module.ones.tolist()
+
+
+def test_running_statistics_are_averaged_if_the_first_optimizer_has_nothing_to_train(ranks: Any) -> None:
+    """Oracle: ranks exchange after every second step, so they are alike at the start of every second batch."""
+    assert ranks(2).run(normalise) == [[1, 3, 5, 7, 9, 11]] * 2
+
+
+def normalise() -> list[int]:
+    module = Normalised()
+    train(module)
+    return module.apart
+
+
+class Remembering(Module):
+    """Puts a part of its weights into the checkpoint."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["gain"] = self.model.gain.detach().clone()
+
+
+def test_a_checkpoint_hook_sees_the_weights_of_the_checkpoint(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(remember, str(tmp_path))
+    for step in (3, 6, 9):
+        checkpoint = torch.load(tmp_path / f"step={step}.ckpt", weights_only=False)
+        assert torch.equal(checkpoint["gain"], checkpoint["state_dict"]["model.gain"])
+
+
+def remember(folder: str) -> None:
+    saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
+    settings = {"density": 0.3, "local_steps": 4, "warmup_steps": 0}
+    train(Remembering(), settings=settings, callbacks=[saving], enable_checkpointing=True)
