@@ -73,3 +73,17 @@ def test_settings_that_cannot_be_shown_are_left_out_and_named(tmp_path, settings
     run = read(folder)
     assert run.settings == {}
     assert run.problems[0].startswith(f"{folder / 'hparams.yaml'}: left out, ")
+
+
+def test_values_of_counters_that_are_not_finite_are_left_out_and_counted(tmp_path):
+    file = tmp_path / "metrics.csv"
+    file.write_text("step,dct/seconds,dct/dp/bytes_sent,loss\n0,1.0,inf,1\n1,nan,nan,nan\n2,inf,inf,inf\n3,4.0,nan,1\n")
+    run = read(tmp_path)
+    assert run.series["dct/seconds"] == {0: 1.0, 3: 4.0}
+    assert run.milliseconds == 1000
+    assert run.counted_bytes("bytes_sent") is None
+    assert len(run.series["loss"]) == 4
+    assert run.problems == (
+        f"{file}: dct/dp/bytes_sent: values that are not finite, left out: 4",
+        f"{file}: dct/seconds: values that are not finite, left out: 2",
+    )

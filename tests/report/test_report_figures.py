@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -149,3 +150,12 @@ def test_the_quality_metric_is_found():
     assert [higher_is_better(name) for name in ("val/auc", "val/loss", "val/bits_per_byte", "val/reward")] == [
         True, False, False, None,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf])
+def test_a_time_that_is_not_finite_is_unknown(tmp_path, seconds):
+    run = of(tmp_path, val__loss={9: 2.0}, dct__seconds={9: seconds})
+    for one in (run, replace(run, seconds=seconds)):
+        (row,) = cells(totals_table([one], "val/loss"))
+        assert row["val/loss, best"] == "2 at 9"
+        assert "time, min:s" not in row

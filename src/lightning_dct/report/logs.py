@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -21,6 +22,8 @@ CSV_FILE = "metrics.csv"
 HYDRA_CONFIG = Path(".hydra") / "config.yaml"
 STEP_KEYS = ("trainer/global_step", "_step")
 """The axis of a W&B row: the optimizer step that ``WandbLogger`` adds, else W&B's own count of rows."""
+COUNTERS = {"dct/seconds", *(f"dct/{part}/bytes_{kind}" for part in ("dp", "mp") for kind in ("sent", "dense"))}
+"""Names of values that add up while a run trains."""
 MOST_CHARACTERS = 200_000
 """The longest file of settings that is read; a page could not show more."""
 
@@ -36,7 +39,7 @@ def read_run(home: Path, log: Path) -> Run:
         ValueError: The log holds no values.
         ModuleNotFoundError: It is a W&B log, and W&B is not installed.
     """
-    run = _read_wandb(log) if log.suffix == ".wandb" else _read_csv(log)
+    run = _with_finite_counters(_read_wandb(log) if log.suffix == ".wandb" else _read_csv(log))
     if not run.series:
         raise ValueError(f"{log}: no values in it")
     problems = list(run.problems)
@@ -62,6 +65,18 @@ def read_run(home: Path, log: Path) -> Run:
 def _series(points: Points) -> dict[str, Series]:
     """Sort points by step, and keep the last one of a step: a resumed run logs some steps again."""
     return {name: dict(sorted(dict(found).items())) for name, found in points.items() if found}
+
+
+def _with_finite_counters(run: Run) -> Run:
+    """Leave out values of counters that are not finite: no sum or difference with them is known."""
+    series, problems = dict(run.series), list(run.problems)
+    for name in sorted(COUNTERS & series.keys()):
+        finite = {step: value for step, value in series[name].items() if math.isfinite(value)}
+        if left_out := len(series[name]) - len(finite):
+            problems.append(f"{run.source}: {name}: values that are not finite, left out: {left_out:,}")
+            del series[name]
+            series |= {name: finite} if finite else {}
+    return replace(run, series=series, problems=tuple(problems))
 
 
 def _read_csv(file: Path) -> Run:

@@ -68,7 +68,8 @@ def write_page(file: Path, page: str) -> None:
     """Write the complete page or nothing; make its folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f".{file.name}.part")
-    unfinished.write_text(page, encoding="utf-8")
+    # Names of folders may hold bytes that are not UTF-8.
+    unfinished.write_text(page, encoding="utf-8", errors="replace")
     unfinished.replace(file)
 
 
@@ -148,7 +149,7 @@ def _size(num_bytes: float | None) -> str:
 
 
 def _minutes(seconds: float | None) -> str:
-    return UNKNOWN if seconds is None else "{}:{:02d}".format(*divmod(round(seconds), 60))
+    return UNKNOWN if seconds is None or not math.isfinite(seconds) else "{}:{:02d}".format(*divmod(round(seconds), 60))
 
 
 def _number(value: float | None) -> str:
