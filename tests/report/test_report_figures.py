@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from html import escape
 
 import numpy as np
 import pytest
@@ -159,3 +160,23 @@ def test_a_time_that_is_not_finite_is_unknown(tmp_path, seconds):
         (row,) = cells(totals_table([one], "val/loss"))
         assert row["val/loss, best"] == "2 at 9"
         assert "time, min:s" not in row
+
+
+def test_values_too_large_for_an_axis_are_not_drawn(tmp_path):
+    huge = {9: 1e308, 19: -1e308, 29: 1.0, 39: 1e300, 49: -1e300}
+    ((x, y),) = lines_of([huge]).values()
+    assert x.tolist() == [*huge]
+    np.testing.assert_array_equal(y, [np.nan, np.nan, 1.0, 1e300, -1e300])
+    assert not lines_of([{9: 1e308}])
+    assert list(lines_of([{0: 1.0, 10**305: 1.0}])[0][0]) == [0]
+    for unit in ("number", "amount", "bytes", "ratio", "share"):
+        assert "<svg" in chart("title", "loss", unit, [of(tmp_path, loss=huge)], [huge])
+
+
+def test_names_of_metrics_are_text_and_no_formulas(tmp_path):
+    for name in (r"val/loss_$_{a$", r"val/loss $\frac{$", r"a $x$ \1 \g<0>"):
+        series = {9: 2.0, 19: 1.0}
+        drawn = chart(f"{name} against steps", name, "number", [of(tmp_path, loss=series)], [series])
+        # The caption, the name for those who do not see the chart, and the axis.
+        assert drawn.count(escape(name)) >= 3
+        assert f'aria-label="{escape(name)} against steps"' in drawn
