@@ -49,7 +49,7 @@ def read_run(home: Path, log: Path) -> Run:
         (log.with_name("hparams.yaml"), "settings", _read_settings),
         # Hydra's configuration contains the hyperparameters that a logger keeps.
         (home / HYDRA_CONFIG, "settings", _read_settings),
-        (home / ".hydra" / "overrides.yaml", "overrides", _read_yaml),
+        (home / ".hydra" / "overrides.yaml", "overrides", _read_overrides),
     ):
         try:
             if file.exists():
@@ -57,7 +57,6 @@ def read_run(home: Path, log: Path) -> Run:
                 described |= found[name] if name == "settings" else {}
         except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
             problems.append(f"{file}: left out, {' '.join(str(error).split())}")
-    found["overrides"] = tuple(found.get("overrides") or ())
     strategy, ranks = (described.get(f"{CONFIG_KEY}.{name}") for name in ("strategy", "ranks"))
     return replace(run, **found, strategy=strategy, ranks=ranks, problems=tuple(problems))
 
@@ -179,6 +178,13 @@ def _read_settings(file: Path) -> dict[str, str]:
     if not isinstance(content, Mapping):
         raise ValueError("it holds no names")
     return flattened(content)
+
+
+def _read_overrides(file: Path) -> tuple[str, ...]:
+    content = _read_yaml(file) or []
+    if not isinstance(content, list) or not all(isinstance(word, str) for word in content):
+        raise ValueError("it is no list of words")
+    return tuple(content)
 
 
 def flattened(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, str]:
