@@ -168,10 +168,10 @@ def test_the_settings_that_are_chosen_from_are_those_of_the_code() -> None:
     told = re.search(r"updates at 1 bit: (.*?) every step, and (.*?) every (.*?) steps\.", page)
     assert told is not None
     once, apart, every = ([int(number) for number in re.findall(r"\d+", group)] for group in told.groups())
-    assert CANDIDATES == (
+    assert (
         *((1, percent / 100) for percent in once),
         *((steps, percent / 100) for steps in every for percent in apart),
-    )
+    ) == CANDIDATES
 
 
 def test_every_public_name_is_in_the_reference() -> None:
