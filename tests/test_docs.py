@@ -19,6 +19,7 @@ import lightning_dct
 from distributed.scripts import run_here
 from lightning_dct import commands
 from lightning_dct.cost.timing import Speed
+from lightning_dct.law import CANDIDATES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "CONTRIBUTING.md"])
@@ -160,6 +161,17 @@ def test_files_that_are_named_exist(page: Path) -> None:
     for link in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text):
         generated = page.parent.name == "docs" and link in ("contributing.md", "changelog.md")
         assert generated or (page.parent / link).exists(), link
+
+
+def test_the_settings_that_are_chosen_from_are_those_of_the_code() -> None:
+    page = " ".join(text_of(ROOT / "docs" / "planning.md").split())
+    told = re.search(r"updates at 1 bit: (.*?) every step, and (.*?) every (.*?) steps\.", page)
+    assert told is not None
+    once, apart, every = ([int(number) for number in re.findall(r"\d+", group)] for group in told.groups())
+    assert (
+        *((1, percent / 100) for percent in once),
+        *((steps, percent / 100) for steps in every for percent in apart),
+    ) == CANDIDATES
 
 
 def test_every_public_name_is_in_the_reference() -> None:

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
@@ -168,6 +169,29 @@ def test_table_at_the_end_covers_this_fit_only(capsys: pytest.CaptureFixture[str
     trainer.is_global_zero = False
     monitor.on_fit_end(trainer, MODULE)  # type: ignore[arg-type]
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("weight", "norm", "told"),
+    [
+        (3.0, 0.06, "; 2% of the weights' norm is not sent yet"),
+        (math.nan, 0.06, ""),
+        (math.inf, 0.06, ""),
+        (0.0, 0.06, ""),
+        (3.0, math.nan, ""),
+        (3.0, math.inf, ""),
+    ],
+)
+def test_what_is_not_sent_yet_is_told_where_it_is_known(
+    capsys: pytest.CaptureFixture[str], weight: float, norm: float, told: str
+) -> None:
+    names = {torch.nn.Parameter(torch.tensor([weight])): "weight"}
+    updates = SimpleNamespace(parameter_names=names, norm=lambda: torch.tensor(norm))
+    monitor, trainer = CompressionMonitor(), FakeTrainer(Traffic(), updates=updates)
+    monitor.on_train_start(trainer, MODULE)  # type: ignore[arg-type]
+    trainer.batch(monitor, steps=3, bytes_sent=10, bytes_dense=1000, entries=100, entries_sent=5)
+    monitor.on_fit_end(trainer, MODULE)  # type: ignore[arg-type]
+    assert f"5% of 100 due{told}\n" in capsys.readouterr().out
 
 
 def test_warns_once_where_nothing_is_counted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -140,6 +140,26 @@ def test_output_needs_no_network_and_no_login(
     assert capsys.readouterr().out == f"{one}\n{other}\n"
 
 
+def test_a_dashboard_replaces_a_dashboard_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: one line that names the argument, and what was there is there still."""
+    checkpoint, settings, empty, own = (tmp_path / name for name in ("x.ckpt", "settings.json", "empty", "own.json"))
+    kept = {checkpoint: b"PK\x03\x04 weights", settings: b'{\n  "density": 0.03\n}\n'}
+    for file, content in kept.items():
+        file.write_bytes(content)
+    for output in (*kept, tmp_path, tmp_path / "nowhere" / "own.json", checkpoint / "own.json"):
+        assert main(["dashboard", "--project", "runs", "--output", str(output)]) == 1
+        told = capsys.readouterr().err
+        assert told.startswith(f"lightning-dct dashboard: --output {output}: ")
+        assert told.count("\n") == 1
+    assert {file: file.read_bytes() for file in kept} == kept
+    empty.touch()
+    for output in (empty, own, own):
+        assert main(["dashboard", "--project", "runs", "--output", str(output)]) == 0
+    own.write_text(json.dumps(json.loads(own.read_text())))  # as a formatter may leave it
+    assert main(["dashboard", "--project", "runs", "--output", str(own)]) == 0
+    assert own.read_text() == empty.read_text()
+
+
 def test_unknown_project(logged_in: Server, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dashboard", "--project", "ruins"]) == 1
     told = capsys.readouterr().err

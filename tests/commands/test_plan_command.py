@@ -123,6 +123,9 @@ def test_a_link_faster_than_compressing(capsys: pytest.CaptureFixture[str]) -> N
         (["--arguments", "a=1"], "`--arguments` are for the constructor of a `--module`"),
         (["--min-tensor-size", "-1"], "`min_tensor_size` must be at least 0"),
         (["--module", "nosuch:A"], "not allowed with argument --parameters"),
+        (["--steps", "0"], "`--steps 0`: .* Give 1 or more"),
+        (["--steps", "-5"], "`--steps -5`: .* Give 1 or more"),
+        (["--steps", "0", "--measure"], "`--steps 0`: .* Give 1 or more"),
         (["--measure"], "`--measure` needs several ranks: torchrun "),
     ],
 )
@@ -140,6 +143,7 @@ def test_misuse(capsys: pytest.CaptureFixture[str], words: list[str], told: str)
         (["torch.nn:LazyLinear", "--arguments", "out_features=3"], "size of parameter 'weight' is not known"),
         (["distributed.training:Perceptron", "--shards", "2"], "`--shards`: FSDP2 .* give 'gain' the shape \\[1\\]"),
         (["torch.nn:ReLU"], "ReLU has no parameter whose gradient is synchronised"),
+        (["made_up_modules:Empty"], "Empty has no parameter whose gradient is synchronised"),
         (["made_up_modules:nothing"], "`--module made_up_modules:nothing` gives a list, not a torch.nn.Module"),
         *(
             ([path, "--arguments", f"{first}=touch called"], "neither a class of torch.nn.Module nor a function in a")
@@ -151,7 +155,11 @@ def test_misuse(capsys: pytest.CaptureFixture[str], words: list[str], told: str)
 def test_misuse_of_modules(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], told: str
 ) -> None:
-    (tmp_path / "made_up_modules.py").write_text("def nothing():\n    return []\n")
+    (tmp_path / "made_up_modules.py").write_text(
+        "from torch import nn, zeros\n\ndef nothing():\n    return []\n\nclass Empty(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.a = nn.Parameter(zeros(0))\n"
+        "        self.frozen = nn.Parameter(zeros(9), requires_grad=False)\n"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
     assert re.search(told, misuse(capsys, *ASKED[:-2], "--module", *words))

@@ -2,8 +2,9 @@ import math
 
 import pytest
 
+from lightning_dct.report.find_runs import read_all
 from lightning_dct.report.logs import read_run
-from made_up_runs import rows_of, write_csv
+from made_up_runs import rows_of, write_csv, write_train_run
 
 
 def read(folder):
@@ -73,3 +74,29 @@ def test_settings_that_cannot_be_shown_are_left_out_and_named(tmp_path, settings
     run = read(folder)
     assert run.settings == {}
     assert run.problems[0].startswith(f"{folder / 'hparams.yaml'}: left out, ")
+
+
+def test_values_of_counters_that_are_not_finite_are_left_out_and_counted(tmp_path):
+    file = tmp_path / "metrics.csv"
+    file.write_text("step,dct/seconds,dct/dp/bytes_sent,loss\n0,1.0,inf,1\n1,nan,nan,nan\n2,inf,inf,inf\n3,4.0,nan,1\n")
+    run = read(tmp_path)
+    assert run.series["dct/seconds"] == {0: 1.0, 3: 4.0}
+    assert run.milliseconds == 1000
+    assert run.counted_bytes("bytes_sent") is None
+    assert len(run.series["loss"]) == 4
+    assert run.problems == (
+        f"{file}: dct/dp/bytes_sent: values that are not finite, left out: 4",
+        f"{file}: dct/seconds: values that are not finite, left out: 2",
+    )
+
+
+@pytest.mark.parametrize("overrides", ["[[a], [b]]", "- {a: 1}\n- b", "a: 1", "'text'"])
+def test_damaged_overrides_are_left_out_and_named(tmp_path, overrides):
+    for name in ("2026-01-01", "2026-01-02"):  # dates, for which the overrides would be the name
+        home = write_train_run(tmp_path / name, rows_of(None), ["seed=0"])
+        (home / ".hydra" / "overrides.yaml").write_text(overrides)
+    reading = read_all([str(tmp_path)])
+    assert [run.overrides for run in reading.runs] == [(), ()]
+    assert f"{home / '.hydra' / 'overrides.yaml'}: left out, it is no list of words" in reading.problems
+    (home / ".hydra" / "overrides.yaml").write_text("")
+    assert not read_all([str(home)]).problems

@@ -2,6 +2,8 @@
 
 import math
 import re
+from dataclasses import replace
+from html import escape
 
 import numpy as np
 import pytest
@@ -149,3 +151,32 @@ def test_the_quality_metric_is_found():
     assert [higher_is_better(name) for name in ("val/auc", "val/loss", "val/bits_per_byte", "val/reward")] == [
         True, False, False, None,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf])
+def test_a_time_that_is_not_finite_is_unknown(tmp_path, seconds):
+    run = of(tmp_path, val__loss={9: 2.0}, dct__seconds={9: seconds})
+    for one in (run, replace(run, seconds=seconds)):
+        (row,) = cells(totals_table([one], "val/loss"))
+        assert row["val/loss, best"] == "2 at 9"
+        assert "time, min:s" not in row
+
+
+def test_values_too_large_for_an_axis_are_not_drawn(tmp_path):
+    huge = {9: 1e308, 19: -1e308, 29: 1.0, 39: 1e300, 49: -1e300}
+    ((x, y),) = lines_of([huge]).values()
+    assert x.tolist() == [*huge]
+    np.testing.assert_array_equal(y, [np.nan, np.nan, 1.0, 1e300, -1e300])
+    assert not lines_of([{9: 1e308}])
+    assert list(lines_of([{0: 1.0, 10**305: 1.0}])[0][0]) == [0]
+    for unit in ("number", "amount", "bytes", "ratio", "share"):
+        assert "<svg" in chart("title", "loss", unit, [of(tmp_path, loss=huge)], [huge])
+
+
+def test_names_of_metrics_are_text_and_no_formulas(tmp_path):
+    for name in (r"val/loss_$_{a$", r"val/loss $\frac{$", r"a $x$ \1 \g<0>"):
+        series = {9: 2.0, 19: 1.0}
+        drawn = chart(f"{name} against steps", name, "number", [of(tmp_path, loss=series)], [series])
+        # The caption, the name for those who do not see the chart, and the axis.
+        assert drawn.count(escape(name)) >= 3
+        assert f'aria-label="{escape(name)} against steps"' in drawn

@@ -1,9 +1,11 @@
 """The page and the command: all runs are in it, its HTML is sound, and it needs nothing beside it."""
 
+import os
 import re
 import sys
 from html.parser import HTMLParser
 from importlib import resources
+from pathlib import Path
 
 import pytest
 
@@ -170,3 +172,24 @@ def test_long_names_break_where_a_reader_would(tmp_path):
     assert main(["report", f"{name}={tmp_path / 'run'}", "--output", str(output)]) == 0
     assert "strategy.<wbr>density=<wbr>0.013 data/<wbr>long_<wbr>folder" in output.read_text()
     assert "strategy.<wbr>warmup_<wbr>steps" in output.read_text()
+
+
+@pytest.mark.parametrize("last", ["nan", "inf"])
+def test_a_time_that_is_not_finite_leaves_the_page_of_all_runs(tmp_path, capsys, last):
+    good = write_csv(tmp_path / "good", rows_of(8.0))
+    bad = write_csv(tmp_path / "bad", [*rows_of(8.0)[:-1], {"step": 60, "val/loss": 2.0, "dct/seconds": last}])
+    output = tmp_path / "report.html"
+    assert main(["report", str(good), str(bad), "--output", str(output)]) == 0
+    assert f"{bad / 'metrics.csv'}: dct/seconds: values that are not finite, left out: 1" in capsys.readouterr().err
+    assert Page(output.read_text()).texts.count("0:30") == 4  # of both runs in both tables
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="its file names are UTF-8")
+def test_bytes_that_are_not_utf8_are_replaced(tmp_path, capsys):
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/bad\xff")
+    write_csv(Path(folder), rows_of(8.0))
+    output = tmp_path / "report.html"
+    assert main(["report", folder, "--output", str(output), "--title", "Ours\udcff"]) == 0
+    page = Page(output.read_text(encoding="utf-8"))
+    assert page.texts.count("Ours?") == 2
+    assert [text for text in page.texts if text.endswith("bad?/metrics.csv")]

@@ -249,12 +249,16 @@ def summary_rows(totals: TrafficTotals, not_sent: float | None = None) -> list[t
 
 
 def _not_sent(trainer: pl.Trainer) -> float | None:
-    """The norm of what this rank has not sent over that of its weights; None where residuals are not of weights."""
+    """The norm of what this rank has not sent over that of its weights.
+
+    None where residuals are not of weights, where all weights are zero, and where one of the two is not finite.
+    """
     updates = getattr(trainer.strategy, "updates", None)
     if updates is None:
         return None
     weights = math.hypot(*(float(local_of(p.detach()).norm()) for p in updates.parameter_names if p.requires_grad))
-    return float(updates.norm()) / weights if weights else None
+    share = float(updates.norm()) / weights if 0 < weights < math.inf else math.nan
+    return share if math.isfinite(share) else None
 
 
 def _modules_of(trainer: pl.Trainer) -> list[CompressedModule]:

@@ -7,7 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from lightning_dct.report.workspace import QUALITY, make_workspace, push, to_json
+from lightning_dct.report.output import check_output
+from lightning_dct.report.workspace import BEGINNING, QUALITY, make_workspace, push, to_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
         if output is None:
             print(push(entity, project, arguments.name, arguments.quality))
         else:
-            output.write_text(to_json(make_workspace(entity or "", project, arguments.name, arguments.quality)))
+            _write(output, to_json(make_workspace(entity or "", project, arguments.name, arguments.quality)))
             print(output)
     except ModuleNotFoundError as error:
         reason = f"the package {error.name!r} is missing: pip install '.[experiments]' in a clone of lightning_dct"
@@ -41,3 +42,11 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     print(f"lightning-dct dashboard: {reason}", file=sys.stderr)
     return 1
+
+
+def _write(output: Path, text: str) -> None:
+    try:
+        check_output(output, BEGINNING, "the JSON of a dashboard")
+        output.write_text(text)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--output {output}: {error.strerror if isinstance(error, OSError) else error}") from error

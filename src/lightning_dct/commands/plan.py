@@ -69,6 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Compute and print the forecast, or, with ``--measure``, the choice of a run."""
     try:
+        if arguments.steps < 1:
+            raise ValueError(f"`--steps {arguments.steps}`: a run makes at least one optimizer step. Give 1 or more")
         (_print_measured if arguments.measure else _print_forecast)(arguments)
     except ValueError as error:
         print(f"lightning-dct plan: error: {error}", file=sys.stderr)

@@ -105,7 +105,7 @@ def workload_of(module: nn.Module) -> Workload:
             not_counted[reason] = not_counted.get(reason, 0) + parameter.numel()
         else:
             parameters[name] = parameter
-    if not any(parameter.requires_grad for parameter in parameters.values()):
+    if not any(parameter.requires_grad and parameter.numel() for parameter in parameters.values()):
         raise ValueError(
             f"`--module`: {type(module).__name__} has no parameter whose gradient is synchronised. Name a module that"
             " makes its parameters when it is constructed or in `configure_model`, and that trains some of them."

@@ -32,6 +32,8 @@ from lightning_dct.report.run import Run, Series, counter_at
 
 MOST_POINTS = 150
 """The most points of a line; more are averaged."""
+LARGEST = 1e300
+"""The largest magnitude of a value in a line; from about 1e308 on the length of an axis is infinite."""
 COLOURS = 8
 """How many runs have a colour of their own; further ones also have dashes."""
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.5, 1.5), (6, 2, 1.5, 2))
@@ -138,8 +140,8 @@ def lines_of(found: Sequence[Series | None], counters: Sequence[Series | None] |
         if series is None or (counters is not None and counters[index] is None):
             continue
         counter = None if counters is None else counters[index]
-        across = np.array([*series] if counter is None else counter_at(counter, [*series]), dtype=float)
-        upwards = np.array([*series.values()], dtype=float)
+        across = _drawable([*series] if counter is None else counter_at(counter, [*series]))
+        upwards = _drawable([*series.values()])
         known = np.isfinite(across) & (across > 0 if counter is not None else True)
         if not known.any():
             continue
@@ -148,6 +150,12 @@ def lines_of(found: Sequence[Series | None], counters: Sequence[Series | None] |
         if np.isfinite(y).any():
             lines[index] = x, y
     return lines
+
+
+def _drawable(values: Sequence[float]) -> np.ndarray:
+    """Values as an array, with NaN for all that no axis can show."""
+    found = np.array(values, dtype=float)
+    return np.where(np.abs(found) <= LARGEST, found, np.nan)
 
 
 def draw(title: str, y_label: str, unit: str, lines: dict[int, Line], x_unit: str) -> str:
@@ -171,7 +179,7 @@ def draw(title: str, y_label: str, unit: str, lines: dict[int, Line], x_unit: st
                 gid=f"run-{run}",
             )
         axes.set_xlabel("bytes sent by rank 0" if x_unit == "bytes" else "optimizer steps")
-        axes.set_ylabel(y_label)
+        axes.set_ylabel(y_label, parse_math=False)
         axes.grid(True)
         _set_axis(axes, "x", x_unit, [x[-1:] for x, _ in lines.values()], x_unit == "bytes")
         _set_axis(axes, "y", unit, [y for _, y in lines.values()], unit != "number")
@@ -183,8 +191,11 @@ def draw(title: str, y_label: str, unit: str, lines: dict[int, Line], x_unit: st
     svg = re.sub(r'(?<= id=")|(?<=href="#)|(?<=url\(#)', f"{key}-", svg)
     svg = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", svg)
     svg = re.sub("|".join(_ROLES), lambda colour: _ROLES[colour[0]], svg)
-    return re.sub(r'<svg.*?(viewBox="[^"]*").*?>', rf'<svg \1 role="img" aria-label="{escape(title)}">', svg, count=1,
-                  flags=re.DOTALL)  # fmt: skip
+    # A function, because a title may contain backslashes.
+    return re.sub(
+        r'<svg.*?(viewBox="[^"]*").*?>', lambda tag: f'<svg {tag[1]} role="img" aria-label="{escape(title)}">', svg,
+        count=1, flags=re.DOTALL,
+    )  # fmt: skip
 
 
 def _set_axis(axes: Axes, which: str, unit: str, values: Sequence[np.ndarray], may_be_logarithmic: bool) -> None:

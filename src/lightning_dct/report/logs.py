@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -21,6 +22,8 @@ CSV_FILE = "metrics.csv"
 HYDRA_CONFIG = Path(".hydra") / "config.yaml"
 STEP_KEYS = ("trainer/global_step", "_step")
 """The axis of a W&B row: the optimizer step that ``WandbLogger`` adds, else W&B's own count of rows."""
+COUNTERS = {"dct/seconds", *(f"dct/{part}/bytes_{kind}" for part in ("dp", "mp") for kind in ("sent", "dense"))}
+"""Names of values that add up while a run trains."""
 MOST_CHARACTERS = 200_000
 """The longest file of settings that is read; a page could not show more."""
 
@@ -36,7 +39,7 @@ def read_run(home: Path, log: Path) -> Run:
         ValueError: The log holds no values.
         ModuleNotFoundError: It is a W&B log, and W&B is not installed.
     """
-    run = _read_wandb(log) if log.suffix == ".wandb" else _read_csv(log)
+    run = _with_finite_counters(_read_wandb(log) if log.suffix == ".wandb" else _read_csv(log))
     if not run.series:
         raise ValueError(f"{log}: no values in it")
     problems = list(run.problems)
@@ -46,7 +49,7 @@ def read_run(home: Path, log: Path) -> Run:
         (log.with_name("hparams.yaml"), "settings", _read_settings),
         # Hydra's configuration contains the hyperparameters that a logger keeps.
         (home / HYDRA_CONFIG, "settings", _read_settings),
-        (home / ".hydra" / "overrides.yaml", "overrides", _read_yaml),
+        (home / ".hydra" / "overrides.yaml", "overrides", _read_overrides),
     ):
         try:
             if file.exists():
@@ -54,7 +57,6 @@ def read_run(home: Path, log: Path) -> Run:
                 described |= found[name] if name == "settings" else {}
         except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
             problems.append(f"{file}: left out, {' '.join(str(error).split())}")
-    found["overrides"] = tuple(found.get("overrides") or ())
     strategy, ranks = (described.get(f"{CONFIG_KEY}.{name}") for name in ("strategy", "ranks"))
     return replace(run, **found, strategy=strategy, ranks=ranks, problems=tuple(problems))
 
@@ -62,6 +64,18 @@ def read_run(home: Path, log: Path) -> Run:
 def _series(points: Points) -> dict[str, Series]:
     """Sort points by step, and keep the last one of a step: a resumed run logs some steps again."""
     return {name: dict(sorted(dict(found).items())) for name, found in points.items() if found}
+
+
+def _with_finite_counters(run: Run) -> Run:
+    """Leave out values of counters that are not finite: no sum or difference with them is known."""
+    series, problems = dict(run.series), list(run.problems)
+    for name in sorted(COUNTERS & series.keys()):
+        finite = {step: value for step, value in series[name].items() if math.isfinite(value)}
+        if left_out := len(series[name]) - len(finite):
+            problems.append(f"{run.source}: {name}: values that are not finite, left out: {left_out:,}")
+            del series[name]
+            series |= {name: finite} if finite else {}
+    return replace(run, series=series, problems=tuple(problems))
 
 
 def _read_csv(file: Path) -> Run:
@@ -164,6 +178,13 @@ def _read_settings(file: Path) -> dict[str, str]:
     if not isinstance(content, Mapping):
         raise ValueError("it holds no names")
     return flattened(content)
+
+
+def _read_overrides(file: Path) -> tuple[str, ...]:
+    content = _read_yaml(file) or []
+    if not isinstance(content, list) or not all(isinstance(word, str) for word in content):
+        raise ValueError("it is no list of words")
+    return tuple(content)
 
 
 def flattened(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, str]:

@@ -16,6 +16,7 @@ from markupsafe import Markup, escape
 from lightning_dct.__about__ import __version__
 from lightning_dct.report.charts import COLOURS, DASHES, make_sections
 from lightning_dct.report.find_runs import Reading
+from lightning_dct.report.output import check_output
 from lightning_dct.report.quality import find_training_loss, higher_is_better, words_of
 from lightning_dct.report.run import Run, Series
 from lightning_dct.tables import format_bytes
@@ -26,7 +27,6 @@ DENSE = ("ddp", "DDPStrategy")
 """Names of plain DDP as a strategy."""
 Table = tuple[list[str], list[list[str]]]
 """The heads of the columns, and the cells of each row."""
-_DOCTYPE = b"<!doctype html"
 
 
 def make_page(reading: Reading, quality: str | None, title: str) -> str:
@@ -61,21 +61,15 @@ def check_page(file: Path) -> None:
         ValueError: Something else is there.
         OSError: The file cannot be read.
     """
-    if file.exists():
-        if not file.is_file():
-            raise ValueError(f"{'this is a folder' if file.is_dir() else 'this cannot be replaced'}; name a file")
-        with file.open("rb") as content:
-            if content.read(len(_DOCTYPE)).lower() not in (b"", _DOCTYPE):
-                raise ValueError(
-                    "this file is not an HTML page, and its content would be lost. Name another file, or remove it"
-                )
+    check_output(file, b"<!doctypehtml", "an HTML page")
 
 
 def write_page(file: Path, page: str) -> None:
     """Write the complete page or nothing; make its folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f".{file.name}.part")
-    unfinished.write_text(page, encoding="utf-8")
+    # Names of folders may hold bytes that are not UTF-8.
+    unfinished.write_text(page, encoding="utf-8", errors="replace")
     unfinished.replace(file)
 
 
@@ -155,7 +149,7 @@ def _size(num_bytes: float | None) -> str:
 
 
 def _minutes(seconds: float | None) -> str:
-    return UNKNOWN if seconds is None else "{}:{:02d}".format(*divmod(round(seconds), 60))
+    return UNKNOWN if seconds is None or not math.isfinite(seconds) else "{}:{:02d}".format(*divmod(round(seconds), 60))
 
 
 def _number(value: float | None) -> str:
