@@ -9,12 +9,15 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from lightning.fabric.plugins.environments import LightningEnvironment
 
 from distributed.harness import TESTS
 from lightning_dct.elastic import supervisor
+from lightning_dct.elastic.launcher import RestartingLauncher
 from lightning_dct.elastic.present import LIGHTHOUSE
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "NODE_RANK", LIGHTHOUSE)}
@@ -171,3 +174,21 @@ def test_the_first_rank_leaves_and_the_others_go_on(
     (tmp_path / "go").touch()
     wait_for(lambda: "11 " in (tmp_path / "started").read_text())
     assert "01 " not in (tmp_path / "started").read_text()
+
+
+@pytest.mark.skipif(find_spec("torchft") is None, reason="torchft has wheels for some platforms only")
+def test_an_empty_address_is_none_and_a_failed_start_ends_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: int) -> None:
+        raise RuntimeError("no threads")
+
+    for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "0")  # it is restored afterwards
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(LIGHTHOUSE, "")
+    monkeypatch.setattr("lightning_dct.elastic.launcher.set_num_threads_if_needed", fail)
+    monkeypatch.setattr(RestartingLauncher, "_supervisor", None)
+    with pytest.raises(RuntimeError, match="no threads"):
+        RestartingLauncher(LightningEnvironment(), 1, 1, 10.0, 3).launch(str)
+    assert os.environ[LIGHTHOUSE].startswith("http://127.0.0.1:")
+    assert RestartingLauncher._supervisor is not None
+    assert RestartingLauncher._supervisor.wait(60) == 0

@@ -51,7 +51,7 @@ class RestartingLauncher(ScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         try:
             if not self.cluster_environment.creates_processes_externally and (
-                self.num_processes > 1 or (LIGHTHOUSE not in os.environ and self.num_nodes == 1)
+                self.num_processes > 1 or (not os.environ.get(LIGHTHOUSE) and self.num_nodes == 1)
             ):
                 self._start_supervisor()
             set_num_threads_if_needed(num_processes=self.num_processes)
@@ -76,7 +76,7 @@ class RestartingLauncher(ScriptLauncher):
         os.environ["WORLD_SIZE"] = str(self.num_processes * self.num_nodes)
         task = {
             "commands": [_command(rank) for rank in range(self.num_processes)],
-            "lighthouse": None if LIGHTHOUSE in os.environ else [int(1000 * self._patience), int(1000 * HEARTBEAT_S)],
+            "lighthouse": None if os.environ.get(LIGHTHOUSE) else [int(1000 * self._patience), int(1000 * HEARTBEAT_S)],
             "restarts": self._restarts,
         }
         reads, writes = os.pipe()
