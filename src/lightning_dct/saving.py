@@ -342,3 +342,16 @@ def warn_of_uploads(loggers: Iterable[Logger]) -> None:
                 " Without the folder, a run continues only with `missing_state='reset'`, which loses the ranks'"
                 " residuals. The rows of sharded tables are lost too."
             )
+
+
+def checkpoint_folders(trainer: pl.Trainer) -> list[str | None]:
+    """Where each checkpoint callback writes; a rank by itself may find another version of a logger's folder."""
+    found = [getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks]
+    return [None if path is None else str(path) for path in found]
+
+
+def use_checkpoint_folders(trainer: pl.Trainer, folders: list[str | None]) -> None:
+    """Have the checkpoint callbacks write where those of another rank do."""
+    for one, path in zip(trainer.checkpoint_callbacks, folders, strict=True):
+        if path is not None:
+            one.dirpath = path  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 from distributed.harness import started
@@ -59,6 +60,10 @@ class Digests(pl.Callback):
     def __init__(self, folder: Path) -> None:
         self.folder, self.exchanges = folder, 0
 
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        with (self.folder / f"folders-{trainer.global_rank}.txt").open("a") as file:
+            print(*(one.dirpath for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)), file=file)
+
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         updates: Any = trainer.strategy.updates
         if updates.exchanges != self.exchanges:
@@ -82,7 +87,7 @@ def examples(number: int, seed: int) -> TensorDataset:
 
 
 def train(rank: int, ranks: int, lighthouse: str, folder: Path, steps: int, more: dict[str, Any]) -> None:
-    """Train as one rank; ``more`` has settings of the strategy, and ``slow``, ``ckpt_path`` and ``every``."""
+    """Train as one rank; ``more`` has settings of the strategy, and what is taken out of it below."""
     log = (folder / f"log-{rank}.txt").open("a")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
@@ -94,11 +99,15 @@ def train(rank: int, ranks: int, lighthouse: str, folder: Path, steps: int, more
     more = dict(more)
     torch.manual_seed(rank)  # the first rank's weights are spread
     net, path = Net(more.pop("slow", 0.0)), more.pop("ckpt_path", None)
-    saving = ModelCheckpoint(folder, every_n_train_steps=more.pop("every", 10**6), save_last=True)
+    accumulate, DCTElasticStrategy.fits = more.pop("accumulate", 1), more.pop("fits_before", 0)
+    # Each rank finds a folder of its own, as with the versions of Lightning's default logger.
+    logger = CSVLogger(folder, version=f"of-{rank}") if more.pop("finds_folder", False) else None
+    saving = ModelCheckpoint(None if logger else folder, every_n_train_steps=more.pop("every", 10**6), save_last=True)
     trainer = pl.Trainer(
         strategy=DCTElasticStrategy(**{**SETTINGS, **more}), accelerator="cpu", devices=1, num_nodes=ranks,
         max_steps=steps, callbacks=[Digests(folder), saving], val_check_interval=50, check_val_every_n_epoch=None,
-        logger=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+        logger=logger or False, accumulate_grad_batches=accumulate,
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
     )  # fmt: skip
     loader = DataLoader(examples(4000, 1), batch_size=16, shuffle=True)
     trainer.fit(net, loader, DataLoader(examples(500, 2), batch_size=100), ckpt_path=path)

@@ -145,6 +145,35 @@ def test_a_slow_rank_passes_over_steps(job: Callable[..., Job]) -> None:
     assert min(int(ends[0][3]), int(ends[2][3])) < steps / 4
 
 
+def test_batches_without_an_optimizer_step_are_not_steps_passed_over(job: Callable[..., Job]) -> None:
+    ends = job(1, 50, accumulate=2).end()
+    assert ends[0][0] == "50"
+    assert ends[0][3] == "0"
+
+
+def test_all_ranks_write_where_the_first_one_does(job: Callable[..., Job], tmp_path: Path) -> None:
+    run = job(2, 200, slow=0.02, finds_folder=True)
+    run.wait_for(1, 20)
+    run.kill(1)
+    run.start(1)
+    run.end()
+    rows = [(tmp_path / f"folders-{rank}.txt").read_text().split() for rank in range(2)]
+    assert rows[0] == [str(tmp_path / "lightning_logs" / "of-0" / "checkpoints")]
+    assert rows[1] == 2 * rows[0]  # at a common start, and as a joiner
+
+
+def test_a_rank_does_not_join_another_fit(job: Callable[..., Job]) -> None:
+    run = job(2, 200, slow=0.02)
+    run.wait_for(1, 20)
+    run.kill(1)
+    run.start(1, fits_before=1)
+    other = run.processes.pop(1)
+    other.join(120)
+    assert other.exitcode == 1
+    assert "This rank is in fit 2 of its process, and the run that it would join is in fit 1." in run.log(1)
+    run.end()
+
+
 def test_all_ranks_resume_from_a_checkpoint(job: Callable[..., Job], tmp_path: Path) -> None:
     run = job(2, 60, every=20)
     check_alike(run, run.end(), 60)

@@ -9,6 +9,7 @@ and a reduction of logged values wait for nobody. So every rank evaluates all th
 
 from __future__ import annotations
 
+import json
 import os
 import time
 import zlib
@@ -39,7 +40,7 @@ from lightning_dct.elastic.launcher import RestartingLauncher
 from lightning_dct.elastic.present import LIGHTHOUSE, PresentRanks, import_torchft
 from lightning_dct.elastic.supervisor import RESTARTED
 from lightning_dct.lightning_private import checkpoint_of, restore_from
-from lightning_dct.saving import STATE_KEY
+from lightning_dct.saving import STATE_KEY, checkpoint_folders, use_checkpoint_folders
 from lightning_dct.strategy import DCTStrategy
 from lightning_dct.sync.setup import floating_buffers, parameter_names
 from lightning_dct.tables import plain_table
@@ -74,6 +75,7 @@ class DCTElasticStrategy(DCTStrategy):
     strategy_name = "dct_elastic"
     registered_names: ClassVar[dict[str, dict[str, Any]]] = {"dct_elastic": {}}
     restore_checkpoint_after_setup = True
+    fits: ClassVar[int] = 0  # of this process
 
     def __init__(self, accelerator: Any = None, *, patience: float = 10.0, restarts: int = 10, **kwargs: Any) -> None:
         import_torchft()
@@ -87,7 +89,8 @@ class DCTElasticStrategy(DCTStrategy):
         self.patience, self.restarts = patience, restarts
         self._pretends = False
         self._given: Mapping[str, Any] | None = None
-        self._marked, self._trained = 0.0, False
+        self._marked = self._seconds = 0.0  # since the last optimizer step, without what is not training
+        self._trained: bool | None = None  # whether the step of this batch was; None if it has none
         self._loss = torch.zeros(())
 
     # Ranks, and what they do together.
@@ -145,9 +148,8 @@ class DCTElasticStrategy(DCTStrategy):
         super().connect(model)
         trainer: Any = getattr(model, "_trainer", None)
         if trainer is not None:
-            ours = (
-                [] if any(isinstance(one, ExchangeAfterBatch) for one in trainer.callbacks) else [ExchangeAfterBatch()]
-            )
+            has_ours = any(isinstance(one, ExchangeAfterBatch) for one in trainer.callbacks)
+            ours = [] if has_ours else [ExchangeAfterBatch()]
             rest = [one for one in trainer.callbacks if not isinstance(one, RunAdvice | EvaluationJoin)]
             trainer.callbacks[:] = [*ours, *rest]
 
@@ -165,15 +167,14 @@ class DCTElasticStrategy(DCTStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             # Before the view of the shared weights, too.
             trainer.callbacks.sort(key=lambda one: not isinstance(one, ExchangeAfterBatch))  # type: ignore[attr-defined]
+            DCTElasticStrategy.fits += 1
             self._join()
-            if self._given is not None:
-                restore_from(trainer, dict(self._given["checkpoint"]))
 
     def _make_updates(self, are_alike: bool = False) -> ElasticUpdates:
         names = parameter_names(self._module)
         refuse_dtypes(names)
         lighthouse = os.environ.get(LIGHTHOUSE)
-        if lighthouse is None:
+        if not lighthouse:
             raise ValueError(
                 f"`strategy='dct_elastic'` with several machines needs the address of a lighthouse in {LIGHTHOUSE}."
             )
@@ -191,7 +192,7 @@ class DCTElasticStrategy(DCTStrategy):
 
     def _join(self) -> None:
         """Take the state of a peer if the run has begun; else wait for the other ranks and start alike."""
-        present, began = self.present, time.monotonic()
+        present, began, trainer = self.present, time.monotonic(), self._module.trainer
         settings = zlib.crc32(repr(self._settings()).encode())
         restarted = os.environ.get(RESTARTED) == "1"
         while True:
@@ -207,31 +208,44 @@ class DCTElasticStrategy(DCTStrategy):
                     break
             elif len({one.num_bytes for one in headers}) > 1:
                 raise ValueError(
-                    f"The ranks have different settings, or models. Those of rank {self.global_rank}: "
-                    f"{self._settings()}"
+                    "The ranks have different settings or models, or are in different fits of their scripts. Those of"
+                    f" rank {self.global_rank}: {self._settings()}"
                 )
             elif len(headers) >= self.world_size or any(one.ready for one in headers):
                 for tensor in (*self._module.parameters(), *self._module.buffers()):
                     same = tensor.detach().contiguous()
                     present.spread(same)
                     tensor.detach().copy_(same)
+                folders = present.spread_text(json.dumps(checkpoint_folders(trainer)))
                 if present.agree():
+                    use_checkpoint_folders(trainer, json.loads(folders))
                     break
             elif late and restarted:
                 raise RuntimeError("This rank was started again, and the others have finished or are gone.")
             time.sleep(0.2)
-        if self._given is not None and self._given["settings"] != self._settings():
-            raise ValueError(
-                f"The settings of this rank differ from the settings of the run that it joins. The run has"
-                f" {self._given['settings']}, and this rank has {self._settings()}. Use the same on all ranks."
-            )
+        if self._given is not None:
+            theirs, own = self._given["settings"], self._settings()
+            if theirs["fit"] != own["fit"]:
+                raise ValueError(
+                    f"This rank is in fit {own['fit']} of its process, and the run that it would join is in fit"
+                    f" {theirs['fit']}. Use a script for each fit, or let all ranks end each fit at the same step."
+                    " A rank that is started again can join the first fit only."
+                )
+            if theirs != own:
+                raise ValueError(
+                    f"The settings of this rank differ from the settings of the run that it joins. The run has"
+                    f" {theirs}, and this rank has {own}. Use the same on all ranks."
+                )
+            use_checkpoint_folders(trainer, self._given["folders"])
+            restore_from(trainer, dict(self._given["checkpoint"]))
         said = "has joined a run" if self._given is not None else "starts"
         print(f"lightning_dct: rank {self.global_rank} {said}, {present.size()} ranks are present.", flush=True)
 
     def _settings(self) -> dict[str, str]:
         parameters = zlib.crc32(repr(describe_parameters(self._module)).encode())
         chosen = {name: repr(value) for name, value in vars(self.given.config).items() if name != "kernel"}
-        return {**chosen, "lightning_dct": __version__, "torch": torch.__version__, "parameters": f"{parameters:x}"}
+        versions = {"lightning_dct": __version__, "torch": torch.__version__}
+        return {**chosen, **versions, "parameters": f"{parameters:x}", "fit": str(self.fits)}
 
     def _give(self) -> dict[str, Any]:
         """This rank's state for a peer, at a meeting: nothing in it changes before the meeting ends."""
@@ -244,7 +258,8 @@ class DCTElasticStrategy(DCTStrategy):
         with weights.in_model():
             checkpoint = checkpoint_of(self._module.trainer)
         checkpoint[STATE_KEY] = state
-        return {**self._elastic.give(), "settings": self._settings(), "checkpoint": checkpoint, "shared": shared}
+        said = {"settings": self._settings(), "folders": checkpoint_folders(self._module.trainer)}
+        return {**self._elastic.give(), **said, "checkpoint": checkpoint, "shared": shared}
 
     def _take(self, given: Mapping[str, Any]) -> None:
         if not given:
@@ -267,22 +282,23 @@ class DCTElasticStrategy(DCTStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step, and count it."""
-        trains = self._elastic.trains
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._trained = trains
-        return output
+        self._trained = self._elastic.trains
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def after_batch(self) -> None:
         """Exchange updates if that is due; Lightning has counted the batch."""
         updates, now = self._elastic, time.monotonic()
-        updates.count(self._trained, now - self._marked)
+        self._seconds += now - self._marked
+        if self._trained is not None:
+            updates.count(self._trained, self._seconds)
+            self._seconds, self._trained = 0.0, None
         if updates.due:
             updates.exchange_updates()
         self.mark()
 
     def mark(self) -> None:
-        """Begin to measure the time of a step."""
-        self._marked, self._trained = time.monotonic(), False
+        """Begin to measure the time of a batch."""
+        self._marked = time.monotonic()
 
     def on_train_start(self) -> None:
         """Begin to measure."""
@@ -290,6 +306,7 @@ class DCTElasticStrategy(DCTStrategy):
         if self._given is not None:
             self._elastic.start_from(self._given)
             self._given = None
+        self._seconds, self._trained = 0.0, None
         self.mark()
 
     def on_validation_end(self) -> None:

@@ -4,19 +4,24 @@
                                            +--- rank 2
                                            +--- lighthouse, unless TORCHFT_LIGHTHOUSE names another
 
-If this process dies, the others go on. If it fails with an exception or is interrupted, all end. With
+If this process dies, or leaves on SIGTERM, the others go on. If it fails with an exception or is interrupted, all end.
+One supervisor serves all trainers of this process, and hears from it once more: when it ends or fails. With
 ``LOCAL_RANK`` or another launcher's environment, as with one process for each machine, nothing is started.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_dct.elastic import supervisor
 from lightning_dct.elastic.present import HEARTBEAT_S, LIGHTHOUSE
@@ -34,30 +39,34 @@ class RestartingLauncher(ScriptLauncher):
     ``patience`` is that of the strategy, and ``restarts`` how many times processes are started again, together.
     """
 
+    # Of the process, because a second trainer finds the ranks started.
+    _supervisor: ClassVar[subprocess.Popen[str] | None] = None
+
     def __init__(self, environment: Any, processes: int, nodes: int, patience: float, restarts: int) -> None:
         super().__init__(environment, processes, nodes)
         self._patience, self._restarts = patience, restarts
-        self._supervisor: subprocess.Popen[str] | None = None
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the other ranks if nobody else does, and call the function as rank 0 of this machine."""
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        if not self.cluster_environment.creates_processes_externally and (
-            self.num_processes > 1 or (LIGHTHOUSE not in os.environ and self.num_nodes == 1)
-        ):
-            self._start_supervisor()
-        set_num_threads_if_needed(num_processes=self.num_processes)
         try:
-            result = function(*args, **kwargs)
-        except BaseException:
-            self._tell("stop")
+            if not self.cluster_environment.creates_processes_externally and (
+                self.num_processes > 1 or (not os.environ.get(LIGHTHOUSE) and self.num_nodes == 1)
+            ):
+                self._start_supervisor()
+            set_num_threads_if_needed(num_processes=self.num_processes)
+            return function(*args, **kwargs)
+        except SIGTERMException:
+            _tell("left")
             raise
-        self._tell("done")
-        return result
+        except BaseException:
+            _tell("stop")
+            raise
 
     def kill(self, signum: Any) -> None:
-        """End the other ranks."""
-        self._tell("stop")
+        """End the other ranks, unless Lightning only passes on the SIGTERM with which this rank leaves them."""
+        if signum != signal.SIGTERM:
+            _tell("stop")
 
     def _start_supervisor(self) -> None:
         self._check_can_spawn_children()
@@ -67,31 +76,35 @@ class RestartingLauncher(ScriptLauncher):
         os.environ["WORLD_SIZE"] = str(self.num_processes * self.num_nodes)
         task = {
             "commands": [_command(rank) for rank in range(self.num_processes)],
-            "lighthouse": None if LIGHTHOUSE in os.environ else [int(1000 * self._patience), int(1000 * HEARTBEAT_S)],
+            "lighthouse": None if os.environ.get(LIGHTHOUSE) else [int(1000 * self._patience), int(1000 * HEARTBEAT_S)],
             "restarts": self._restarts,
         }
         reads, writes = os.pipe()
-        self._supervisor = subprocess.Popen(
+        RestartingLauncher._supervisor = subprocess.Popen(
             [sys.executable, str(Path(supervisor.__file__)), str(writes)],
             stdin=subprocess.PIPE,
             text=True,
             pass_fds=(writes,),
         )
         os.close(writes)
-        self._tell(json.dumps(task))
+        _tell(json.dumps(task))
         with os.fdopen(reads) as answer:
             address = answer.readline().strip()
         if not address:
             raise RuntimeError("The supervisor of the ranks has not started. Its error is above.")
         os.environ[LIGHTHOUSE] = address
+        # Not after a trainer function, because another may follow, with the same ranks.
+        atexit.register(_tell, "done")
 
-    def _tell(self, line: str) -> None:
-        if self._supervisor is not None and self._supervisor.stdin is not None:
-            try:
-                self._supervisor.stdin.write(line + "\n")
-                self._supervisor.stdin.flush()
-            except OSError:  # it has ended, as it does when it is interrupted
-                self._supervisor = None
+
+def _tell(line: str) -> None:
+    told = RestartingLauncher._supervisor
+    if told is not None and told.stdin is not None:
+        try:
+            told.stdin.write(line + "\n")
+            told.stdin.flush()
+        except OSError:  # it has ended, as it does when it is interrupted
+            RestartingLauncher._supervisor = None
 
 
 def _command(rank: int) -> tuple[list[str], str | None]:

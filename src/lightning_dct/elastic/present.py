@@ -165,6 +165,17 @@ class PresentRanks:
         except Exception as error:
             self._manager.report_error(error)
 
+    def spread_text(self, text: str) -> str:
+        """The text of the first rank of the meeting; any text if that fails."""
+        own = text.encode()
+        lengths = self.gather(torch.tensor([len(own)]))
+        if lengths is None:
+            return text
+        length = int(lengths[0])
+        spread = torch.tensor(list(own[:length].ljust(length)), dtype=torch.uint8)
+        self.spread(spread)
+        return bytes(spread.tolist()).decode(errors="replace")
+
     def agree(self) -> bool:
         """End a meeting, and return whether this rank takes what it has brought; if not, it is behind."""
         failed = self._manager.errored()

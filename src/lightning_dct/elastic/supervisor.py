@@ -1,7 +1,8 @@
 """Runs the ranks of one machine beside the first one, and starts one again that has died; a program of its own.
 
-The first line of its input is the task, and each later one what rank 0 says: ``done`` or ``stop``. If the input ends
-without that, rank 0 has died, and is started again too. It imports nothing of this package, to start fast.
+The first line of its input is the task. The second is the last word of rank 0: ``done`` when its process ends, ``left``
+if that rank alone ends, ``stop`` if all shall end. If the input ends without that, rank 0 has died, and is started
+again too. It imports nothing of this package, to start fast.
 """
 
 from __future__ import annotations
@@ -62,9 +63,7 @@ class Ranks:
             if status is None:
                 continue
             del self._running[rank]
-            if status == 0:
-                self.finished = True
-            else:
+            if status != 0:  # a rank that has left, or stopped early, ends nobody else's run
                 self.restart(rank, f"has died of signal {-status}" if status < 0 else f"has failed (status {status})")
         for rank, when in list(self._due.items()):
             if self.finished:
@@ -73,6 +72,15 @@ class Ranks:
                 del self._due[rank]
                 self._running[rank] = self._start(rank, again=True)
         return bool(self._running or self._due)
+
+    def hear(self, said: str) -> None:
+        """Act on the last word of rank 0."""
+        if said == "stop":
+            self.end()
+        elif said == "done":
+            self.finished = True
+        elif said != "left":
+            self.restart(0, "has died")
 
     def end(self) -> None:
         """End all."""
@@ -88,7 +96,9 @@ class Ranks:
 
 def main() -> None:
     """Run until all ranks have ended."""
-    task = json.loads(sys.stdin.readline())
+    # Without a buffer, so that select() knows of every line.
+    first = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115
+    task = json.loads(first.readline())
     lighthouse, address = None, os.environ.get("TORCHFT_LIGHTHOUSE", "")
     if task["lighthouse"]:
         lighthouse, address = start_lighthouse(*task["lighthouse"])
@@ -106,16 +116,8 @@ def main() -> None:
         signal.signal(number, end)
     first_runs = True
     while ranks.look() or first_runs:
-        if not first_runs:
-            time.sleep(POLL_S)
-        elif select.select([sys.stdin], [], [], POLL_S)[0]:
-            said = sys.stdin.readline().strip()
-            if said == "stop":
-                ranks.end()
-            elif said == "done":
-                ranks.finished = True
-            else:
-                ranks.restart(0, "has died")
+        if select.select([first] if first_runs else [], [], [], POLL_S)[0]:
+            ranks.hear(first.readline().decode().strip())
             first_runs = False
     del lighthouse
 
