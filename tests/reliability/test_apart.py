@@ -26,7 +26,7 @@ SAYS = {
     ],
     "gathering": ["rank 0 to an exchange of gathered values after 4 steps and rank 1 to an exchange of 6 parameters"],
     "more parameters": [
-        "an exchange of 8 parameters, 'extra.weight', 'extra.bias' added, in optimizer step 6",
+        "an exchange of 8 parameters, 'extra.weight', 'extra.bias' added, in optimizer step 5",
         "`param_groups`",
     ],
     "unfreeze": ["rank 0 to 8 trainable parameters", "to an exchange in forward after 5 steps", "`requires_grad`"],
