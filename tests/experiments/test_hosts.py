@@ -1,16 +1,13 @@
 """Experiments on hosts made of network namespaces: skipped where these cannot be made."""
 
 import json
-import multiprocessing
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -52,41 +49,44 @@ def test_a_host_that_fails_is_named_and_the_others_are_stopped(hosts: list[Host]
         time.sleep(0.05)
 
 
-def listen(host: Host, port: Any) -> None:
-    host.enter()
-    with socket.create_server((host.address, 0)) as server:
-        port.send(server.getsockname()[1])
-        while True:
-            server.accept()
+LISTENS = """
+host.enter()
+with socket.create_server((host.address, 0)) as server:
+    print(server.getsockname()[1], flush=True)
+    while True:
+        server.accept()
+"""
+CALLS = """
+host.enter()
+try:
+    socket.create_connection((sys.argv[3], int(sys.argv[4])), timeout=2.0)
+    print("connected")
+except TimeoutError:
+    print("nobody answers")
+"""
 
 
-def call(host: Host, address: tuple[str, int], answer: Any) -> None:
-    host.enter()
-    try:
-        socket.create_connection(address, timeout=2.0)
-        answer.send("connected")
-    except TimeoutError:
-        answer.send("nobody answers")
+def program(script: str, host: Host, *words: str) -> subprocess.Popen[str]:
+    """A process, which knows a host."""
+    script = f"import socket, sys; from network.hosts import Host; host = Host(*sys.argv[1:3])\n{script}"
+    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])}
+    command = [sys.executable, "-c", script, str(host.namespace), host.address, *words]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
 
 def test_a_process_enters_a_host_whose_cable_can_be_pulled_out(hosts: list[Host]) -> None:
-    context = multiprocessing.get_context("spawn")
-    received, sent = context.Pipe(duplex=False)
-    server = context.Process(target=listen, args=(hosts[0], sent), daemon=True)
-    server.start()
-    address = hosts[0].address, received.recv()
+    with program(LISTENS, hosts[0]) as server:
+        assert server.stdout is not None
+        port = server.stdout.readline().strip()
 
-    def reaches() -> str:
-        context.Process(target=call, args=(hosts[1], address, sent), daemon=True).start()
-        return str(received.recv())
+        def reaches() -> str:
+            return program(CALLS, hosts[1], hosts[0].address, port).communicate()[0].strip()
 
-    try:
         assert reaches() == "connected"
         hosts[1].plug(False)
         assert reaches() == "nobody answers"
         hosts[1].plug(True)
         assert reaches() == "connected"
-    finally:
         server.kill()
 
 
