@@ -24,7 +24,7 @@ from lightning_dct import DCTElasticStrategy
 from lightning_dct.checksums import checksum_of
 from lightning_dct.elastic.present import HEARTBEAT_S, LIGHTHOUSE, import_torchft
 from lightning_dct.elastic.supervisor import RESTARTED, start_lighthouse
-from lost_ranks_figures import Row, report
+from lost_ranks_figures import AWAY, Row, report
 from network.hosts import Host, Link, some_hosts
 from nlp.data import TextData
 from nlp.module import LanguageModule
@@ -44,8 +44,6 @@ SCENARIOS = {
     "cut": "the link of the last rank, in a network namespace, is cut for --away seconds (as root)",
     "lighthouse": "the lighthouse ends for good after a third of the steps",
 }
-# What sends a rank away, and brings it back.
-AWAY = {"stop": ("stop", "continue"), "cut": ("cut", "plug")}
 
 
 class Paced(LanguageModule):

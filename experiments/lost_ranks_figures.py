@@ -16,8 +16,9 @@ import matplotlib.pyplot as plt
 
 from lightning_dct.tables import plain_table
 
-# Events between which a rank is away.
-LEAVES, RETURNS = ("stop", "cut"), ("continue", "plug")
+# What sends a rank away, and brings it back, by scenario.
+AWAY = {"stop": ("stop", "continue"), "cut": ("cut", "plug")}
+LEAVES, RETURNS = zip(*AWAY.values(), strict=True)
 # Seconds of a point of the picture.
 BIN_S = 5.0
 

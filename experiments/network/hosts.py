@@ -69,6 +69,12 @@ class Host:
     namespace: str | None = None
     address: str = "127.0.0.1"
 
+    @property
+    def outside(self) -> str:
+        """The other end of its interface, on the bridge."""
+        assert self.namespace is not None
+        return self.namespace.replace("-", "p")
+
     def start(self, command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
         """Start a command on this host, and collect its output as text, errors included."""
         if self.namespace is not None:
@@ -93,9 +99,8 @@ class Host:
 
     def plug(self, plugged: bool) -> None:
         """Put the cable of this host into the bridge, or pull it out there; its interface does not see that."""
-        assert self.namespace is not None
-        where = ("master", self.namespace.partition("-")[0]) if plugged else ("nomaster",)
-        _ip("link", "set", self.namespace.replace("-", "p"), *where)
+        where = ("master", self.outside.rpartition("p")[0]) if plugged else ("nomaster",)
+        _ip("link", "set", self.outside, *where)
 
     def end(self, process: subprocess.Popen[str]) -> None:
         """End what :meth:`start` has started; in a namespace kill all processes, whatever their session."""
@@ -157,7 +162,7 @@ def make_hosts(count: int, megabits: float | None = None, delay: float = 0.0) ->
     # A new name, because the system takes a while to remove deleted interfaces.
     bridge = f"dct{secrets.token_hex(3)}"
     hosts = [Host(f"{bridge}-{index}", f"{SUBNET}.{index + 1}") for index in range(count)]
-    outsides = [f"{bridge}p{index}" for index in range(count)]
+    outsides = [host.outside for host in hosts]
     wire = DelayedWire(outsides, delay) if delay else None
     try:
         if wire is None:
@@ -201,7 +206,7 @@ def change_rate(hosts: Sequence[Host], megabits: float) -> None:
     """Change the rate of the links of hosts without a delay, also during traffic."""
     for host in hosts:
         limit_rate(["-netns", host.namespace], INTERFACE, megabits)
-        limit_rate([], host.namespace.replace("-", "p"), megabits)
+        limit_rate([], host.outside, megabits)
 
 
 def give_to_invoking_user(path: Path) -> None:

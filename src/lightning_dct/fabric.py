@@ -15,7 +15,6 @@ from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy
-from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -113,10 +112,7 @@ class DCTStrategy(DDPStrategy):
             synchronizer = updates = make_update_synchronizer(self, module, group, average_buffers)
             updates.run_settings = self._run_settings
             ours = weakref.ref(self)  # the guard may outlive a Fabric that nobody tears down
-            self._step_guard.watch(
-                lambda: {} if (one := ours()) is None else one._names(),
-                lambda parameter: (one := ours()) is None or any(u.takes_part(parameter) for u in one._updates),
-            )
+            self._step_guard.watch(lambda: () if (one := ours()) is None else one._updates)
         # The synchronizer itself requests refreshes: if a strategy overrides `backward`, Fabric forbids
         # `loss.backward()`.
         synchronizer.refresh_every = self.config.refresh_every
@@ -220,9 +216,6 @@ class DCTStrategy(DDPStrategy):
         for optimizer, state in zip(self.optimizers, own.get("optimizers", []), strict=False):
             optimizer.load_state_dict(state)
         return digest_of(synchronizer)
-
-    def _names(self) -> dict[Tensor, str]:
-        return {parameter: name for update in self._updates for parameter, name in update.parameter_names.items()}
 
     @property
     def _updates(self) -> list[UpdateSynchronizer]:

@@ -143,10 +143,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
             self.updates.plans.change(self.config)
         if self.updates is not None:
             self.updates.register_all()
-            self._step_guard.watch(
-                lambda: {} if self.updates is None else self.updates.parameter_names,
-                lambda parameter: self.updates is None or self.updates.takes_part(parameter),
-            )
+            self._step_guard.watch(lambda: () if self.updates is None else (self.updates,))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Continue with this rank's own weights, or with what hooks have written into the shared ones."""
@@ -217,22 +214,20 @@ class ThresholdedStrategy(CheckpointedStrategy):
         **kwargs: Any,
     ) -> Any:
         """Step, and exchange updates when they are due."""
-        updates = self.updates
-        if updates is None:
-            output = super().optimizer_step(optimizer, closure, model, **kwargs)
-            self.is_accumulating = False
-            return output
-        updates.before_step(optimizer)
+        if self.updates is not None:
+            self.updates.before_step(optimizer)
 
         def forward_and_backward() -> Any:
             output = closure()
-            updates.register(optimizer)  # what has been unfrozen within
+            if self.updates is not None:
+                self.updates.register(optimizer)  # what has been unfrozen within
             return output
 
         with self._step_guard.seen(optimizer):
             output = super().optimizer_step(optimizer, forward_and_backward, model, **kwargs)
         self.is_accumulating = False
-        updates.after_step(optimizer)
+        if self.updates is not None:
+            self.updates.after_step(optimizer)
         return output
 
     def on_validation_end(self) -> None:

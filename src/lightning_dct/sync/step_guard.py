@@ -6,14 +6,16 @@ keeps to itself, passes it by: under ``ddp`` that does no harm, because gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
+
+from lightning_dct.sync.updates import UpdateSynchronizer
 
 
 class StepGuard:
@@ -21,19 +23,13 @@ class StepGuard:
 
     def __init__(self) -> None:
         self._stepping: Optimizer | None = None
-        self._names: Callable[[], Mapping[Tensor, str]] = dict
-        self._takes_part: Callable[[Tensor], bool] = bool
+        self._synchronizers: Callable[[], Sequence[UpdateSynchronizer]] = tuple
         self._handle: RemovableHandle | None = None
 
-    def watch(self, names: Callable[[], Mapping[Tensor, str]], takes_part: Callable[[Tensor], bool]) -> None:
-        """Begin.
-
-        Args:
-            names: Gives the names of the parameters that may be exchanged.
-            takes_part: Whether a parameter is exchanged already, so that others may step it, too, during a step.
-        """
+    def watch(self, synchronizers: Callable[[], Sequence[UpdateSynchronizer]]) -> None:
+        """Begin; ``synchronizers`` gives those that must see the steps of their parameters."""
         self.stop()
-        self._names, self._takes_part = names, takes_part
+        self._synchronizers = synchronizers
         self._handle = register_optimizer_step_post_hook(self._check)
 
     def stop(self) -> None:
@@ -54,12 +50,14 @@ class StepGuard:
     def _check(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer is self._stepping:
             return
-        names = self._names()
-        for parameter in (one for group in optimizer.param_groups for one in group["params"]):
-            is_seen = self._stepping is not None and self._takes_part(parameter)
-            if parameter in names and parameter.grad is not None and not is_seen:
+        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for updates, parameter in product(self._synchronizers(), stepped):
+            # Within a step that is seen others may step, too, what is exchanged already.
+            is_seen = self._stepping is not None and updates.takes_part(parameter)
+            name = updates.parameter_names.get(parameter)
+            if name is not None and parameter.grad is not None and not is_seen:
                 raise RuntimeError(
-                    f"`{type(optimizer).__name__}` has stepped {names[parameter]!r}, and the strategy has not seen that"
-                    " step, so no rank would exchange it. Step what `self.optimizers()` or `fabric.setup` returns, and"
-                    " return every optimizer from `configure_optimizers`. Or use `compress='gradients'`."
+                    f"`{type(optimizer).__name__}` has stepped {name!r}, and the strategy has not seen that step, so no"
+                    " rank would exchange it. Step what `self.optimizers()` or `fabric.setup` returns, and return every"
+                    " optimizer from `configure_optimizers`. Or use `compress='gradients'`."
                 )
