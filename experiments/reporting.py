@@ -33,6 +33,8 @@ class StepTimer(Callback):
         skip: First steps to leave out of the mean: they compile and allocate.
     """
 
+    reads_weights = False
+
     def __init__(self, skip: int = 20) -> None:
         if skip < 0:
             raise ValueError(f"callbacks.step_timer.skip={skip}: must not be negative")

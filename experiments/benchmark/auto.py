@@ -56,6 +56,8 @@ def strategy_of(name: str) -> DDPStrategy:
 class Watch(Callback):
     """Ends a run at a loss, after a time or after all steps, the same on every rank."""
 
+    reads_weights = False
+
     def __init__(self, loss: float | None, seconds: float | None) -> None:
         self._goal, self._longest = loss, seconds
         self.started = 0.0

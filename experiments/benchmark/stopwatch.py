@@ -34,6 +34,8 @@ class Stopwatch(Callback):
     The clock starts when all ranks have come to the first of these steps, and stops when all have done the last.
     """
 
+    reads_weights = False
+
     def __init__(self, job: Job) -> None:
         self._job = job
         self._losses: list[float] = []

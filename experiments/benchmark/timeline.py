@@ -35,6 +35,8 @@ All hosts on a machine share its clock.
 class Timeline(Callback):
     """Keeps the spans of every step of training; a span takes microseconds to keep."""
 
+    reads_weights = False
+
     def __init__(self) -> None:
         self.steps: list[list[Span]] = []
         self._watching = ExitStack()

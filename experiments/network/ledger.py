@@ -49,6 +49,8 @@ class Ledger(Callback):
     rest: validation, checkpoints, means over the ranks at the end of an epoch, the scoring after training.
     """
 
+    reads_weights = False
+
     def __init__(self, folder: str, skip: int = 5) -> None:
         self._folder = Path(folder)
         self._skip = skip

@@ -242,6 +242,50 @@ def test_entries_that_nobody_writes_keep_what_was_not_sent(way: str) -> None:
         assert weights.shared("one").tolist() == torch.tensor([0.5, -1.0, 0.1]).tolist()
 
 
+@pytest.mark.parametrize("way", ["data", "in place", "other memory", "negative zero", "not a number"])
+def test_every_way_of_writing_is_seen(way: str) -> None:
+    weights, parameter = SharedWeights(), nn.Parameter(torch.tensor([[0.5, -2.0], [0.0, 0.1]]).t())
+    weights.adopt("one", parameter)
+    weights.own("one").add_(1.0)
+    entry = -0.0 if way == "negative zero" else float("nan") if way == "not a number" else 7.0
+    with weights.in_model(), torch.no_grad():
+        if way == "other memory":
+            parameter.data = parameter.data.clone().contiguous()
+        (parameter if way == "in place" else parameter.data)[0, 1] = entry
+    # A zero of the other sign is the same number.
+    expected = torch.tensor([[1.5, 1.0 if way == "negative zero" else entry], [-1.0, 1.1]])
+    torch.testing.assert_close(parameter.detach(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+class Timer(Callback):
+    """Keeps hashes of the weights that its hook finds."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self.seen.append(hash_of(pl_module))
+
+
+class TimerOnly(Timer):
+    reads_weights = False
+
+
+def watch(kind: type[Timer]) -> Timer:
+    callback = kind()
+    module = Module(None, torch.optim.SGD, lr=0.05)
+    trainer_for(DCTStrategy(**SETTINGS), callbacks=[callback]).fit(module, loader(10, 40, 8))
+    return callback
+
+
+def test_hooks_see_the_shared_weights_unless_they_need_none(ranks: Any) -> None:
+    """Oracle: the shared weights are alike on all ranks, and own weights are not."""
+    one, other = ranks(2).run(watch, Timer)
+    assert one.seen == other.seen
+    one, other = ranks(2).run(watch, TimerOnly)
+    assert not set(one.seen) & set(other.seen)
+
+
 def cut_short() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     class Stop(Callback):
         def on_train_batch_start(

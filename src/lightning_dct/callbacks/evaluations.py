@@ -25,7 +25,7 @@ class SharedWeightsView(InternalCallback):
     """
 
     def __init__(self) -> None:
-        # Set only if a hook may read weights then, because opening the view takes time in every step.
+        # Set only if a hook may read weights then, because a view copies and compares all weights.
         self.on_train_batch_start: Any = None
         self.on_train_batch_end: Any = None
 
@@ -59,6 +59,8 @@ class SharedWeightsView(InternalCallback):
 def _reads_weights(callback: Callback) -> bool:
     if isinstance(callback, AVERAGING):
         return True
+    if not getattr(callback, "reads_weights", True):
+        return False
     known = type(callback).__module__.startswith(("lightning.pytorch.", "lightning_dct."))
     return not known and any(getattr(type(callback), hook) is not getattr(Callback, hook) for hook in _BATCH_HOOKS)
 

@@ -8,6 +8,7 @@ Either set can be in the model. Exchanging them exchanges pointers and copies no
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -20,6 +21,8 @@ from lightning_dct.compress.bucket_plan import local_of, real_numel
 
 # What kernels can read and write in place.
 IN_PLACE = {torch.float32, torch.float64}
+_compare_memory = ctypes.CDLL(None).memcmp
+_compare_memory.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 class SharedWeights:
@@ -74,7 +77,7 @@ class SharedWeights:
         """
         for name, before in self._before.items():
             shown, own = local_of(self.parameters[name]).data, self._own[name]
-            if not must_not_wait(shown.device) and torch.equal(shown, before):
+            if not must_not_wait(shown.device) and are_same_bits(shown, before):
                 continue
             own.copy_(torch.where(shown != before, shown, own))
             self._shared[name].copy_(shown)
@@ -162,6 +165,17 @@ class SharedWeights:
         """Euclidean norm of this rank's residual of each parameter."""
         moved = ((name, self.movement([name], torch.float32)) for name in self.parameters)
         return read_together({name: entries.norm(dtype=torch.float64) for name, entries in moved})
+
+
+def are_same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors on one device are equal; if both lie flat in the host's memory, bit for bit.
+
+    ``torch.equal`` takes five times as long.
+    """
+    alike = one.dtype == other.dtype and one.shape == other.shape
+    if alike and one.is_cpu and one.is_contiguous() and other.is_contiguous():
+        return _compare_memory(one.data_ptr(), other.data_ptr(), one.nbytes) == 0
+    return torch.equal(one, other)
 
 
 def as_real(tensor: Tensor) -> Tensor:
