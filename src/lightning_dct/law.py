@@ -1,6 +1,6 @@
 """How much of the loss a run of updates gives up, and the settings that send the fewest bytes within a bound.
 
-    loss in % = (0.185 m (H / d)^0.5  +  0.03 W^1.25 (H - 1)^0.8) / (S / 1000)^0.61
+    loss in % = (0.3 m (H / d)^0.5  +  0.05 W^1.25 (H - 1)^0.8) / (S / 1000)^0.61
     loss in % =  0.035 (m / d) / (S / 1000)^0.61                  if the mean is made as long as the steps
 
 ``W`` ranks exchange every ``H`` local steps at density ``d``, and make ``S`` optimizer steps; ``m = min(W - 1, 3)``.
@@ -45,9 +45,9 @@ def expected_loss(config: DCTConfig, ranks: int, steps: float) -> float:
     others = min(ranks - 1, 3)
     lost = 0.035 * others / config.density
     if not config.lengthens:
-        apart = 0.03 * ranks**1.25 * (config.round_length - 1) ** 0.8
-        # Below 4% of the entries, waiting longer would be better by the fit to higher densities.
-        lost = max(lost, 0.185 * others * config.steps_of_delay**0.5) + apart
+        apart = 0.05 * ranks**1.25 * (config.round_length - 1) ** 0.8
+        # Below 1% of the entries, waiting longer would be better by the fit to higher densities.
+        lost = max(lost, 0.3 * others * config.steps_of_delay**0.5) + apart
     return lost / (steps / 1000) ** EXPONENT
 
 
