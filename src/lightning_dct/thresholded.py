@@ -214,20 +214,21 @@ class ThresholdedStrategy(CheckpointedStrategy):
         **kwargs: Any,
     ) -> Any:
         """Step, and exchange updates when they are due."""
-        if self.updates is not None:
-            self.updates.before_step(optimizer)
+        updates = self.updates
+        if updates is not None:
+            updates.before_step(optimizer)
 
         def forward_and_backward() -> Any:
             output = closure()
-            if self.updates is not None:
-                self.updates.register(optimizer)  # what has been unfrozen within
+            if updates is not None:
+                updates.register(optimizer)  # what has been unfrozen within
             return output
 
         with self._step_guard.seen(optimizer):
             output = super().optimizer_step(optimizer, forward_and_backward, model, **kwargs)
         self.is_accumulating = False
-        if self.updates is not None:
-            self.updates.after_step(optimizer)
+        if updates is not None:
+            updates.after_step(optimizer)
         return output
 
     def on_validation_end(self) -> None:

@@ -98,9 +98,8 @@ class TrafficTotals:
 class Clock:
     """Wall time of the host. :class:`~lightning_dct.compress.awaited.StreamClock` is that of a GPU."""
 
-    def mark(self) -> Any:
-        """This moment."""
-        return perf_counter()
+    # Of a moment.
+    mark: Callable[[], Any] = staticmethod(perf_counter)
 
     def has_passed(self, mark: Any) -> bool:
         """Whether a marked moment has come; a GPU runs behind its host."""
@@ -155,18 +154,20 @@ class Traffic:
                 yield
         finally:
             self._timed.append((total, clock, start, clock.mark()))
-            while self._timed and self._timed[0][1].has_passed(self._timed[0][3]):
-                self._read_oldest()
+            self._read_times(wait=False)
 
     def settle(self) -> TrafficTotals:
         """The totals of the moment, with all times up to it; waits for a GPU."""
-        while self._timed:
-            self._read_oldest()
+        self._read_times(wait=True)
         return self.totals
 
-    def _read_oldest(self) -> None:
-        total, clock, start, stop = self._timed.popleft()
-        self.add(**{total: clock.seconds(start, stop)})
+    def _read_times(self, wait: bool) -> None:
+        while self._timed:
+            total, clock, start, stop = self._timed[0]
+            if not (wait or clock.has_passed(stop)):
+                return
+            self._counts[total] += clock.seconds(start, stop)
+            self._timed.popleft()
 
     def state_dict(self) -> dict[str, int | float]:
         """The totals as plain numbers."""

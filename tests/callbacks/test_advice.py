@@ -183,7 +183,7 @@ def test_a_link_whose_rate_does_not_show_has_none() -> None:
 
 def test_steps_are_timed_without_what_lies_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
     now = SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr("lightning_dct.traffic.perf_counter", lambda: now.seconds)
+    monkeypatch.setattr("lightning_dct.traffic.Clock.mark", lambda _: now.seconds)
     clock, traffic = StepClock(), Traffic()
     for step in range(SKIPPED + FEWEST + 1):
         assert clock.costs is None

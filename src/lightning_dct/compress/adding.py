@@ -26,7 +26,7 @@ def add_to_bucket(
     plan: BucketPlan, bucket: Bucket, arrived: Sequence[SentPayload], weights: Tensor, mine: int, kernel: str
 ) -> None:
     """Add what senders have sent; ``mine`` is the number of this rank's own one, or -1."""
-    flags = arrived[0].payload.new_zeros(len(arrived), flags_num_bytes(sum(plan.sizes)))
+    flags = arrived[0].payload.new_zeros(len(arrived), plan.layout.flags_num_bytes)
     counts = []
     for one, row in zip(arrived, flags, strict=True):
         with reading(f"{one.sender} of the process group"):

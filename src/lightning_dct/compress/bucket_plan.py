@@ -149,7 +149,7 @@ class BucketPlan:
         """The first index of each tensor in a payload."""
         return (0, *accumulate(self.sizes[:-1]))[: len(self.sizes)]
 
-    @property
+    @cached_property
     def residual_dtype(self) -> torch.dtype:
         """At least fp32, because residuals are summed over many steps."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32

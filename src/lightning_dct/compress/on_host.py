@@ -37,7 +37,6 @@ from lightning_dct.compress.threshold import (
     threshold_from,
 )
 from lightning_dct.kernels import cpu_kernel, weights_by_senders
-from lightning_dct.kernels.bits import flags_num_bytes
 from lightning_dct.kernels.plain import Sent, keep_some
 from lightning_dct.wire.payload import pack, unpack_values
 from lightning_dct.wire.positions import PayloadError
@@ -77,10 +76,10 @@ def compress(
         payloads, entries, dense_of, selected_any = zip(*sent, strict=True)
         counts = torch.cat(entries) if on_device else sum(entries)
         return Compressed(torch.cat(payloads), counts, sum(dense_of), any(selected_any))
-    used = tuple(index for index in plan.compressed if index not in deferred)
+    used = tuple([index for index in plan.compressed if index not in deferred]) if deferred else plan.compressed
     selected = _select_missing(bucket, plan, used, thresholds)
     dense = _take_dense(bucket, plan, deferred)
-    dense_entries = sum(plan.sizes[index] for index in plan.dense)
+    dense_entries = dense.numel() // plan.dtype.itemsize
     if on_device:
         payload, sent_by_part = send_selected(bucket, plan, used, dense, thresholds, guard=guard)
         if lost and plan.compressed:
@@ -89,7 +88,7 @@ def compress(
     bounds, first = [plan.bounds[index] for index in used], [plan.starts_in_payload[index] for index in used]
     news, bases = bucket.parts(bucket.news, bounds), bucket.parts(bucket.bases, bounds)
     taus = [thresholds.get(plan.names[index], plan.targets[index]) or 0.0 for index in used]
-    flags = torch.zeros(flags_num_bytes(sum(plan.sizes)), dtype=torch.uint8)
+    flags = torch.zeros(plan.layout.flags_num_bytes, dtype=torch.uint8)
     before = [base.clone() for base in bases if bucket.others_keep]
     values, reached = cpu_kernel(kernel).select(news, bases, first, taus, bucket.scale, flags)
     kept = list(values.split(reached))

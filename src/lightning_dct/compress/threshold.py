@@ -244,8 +244,6 @@ class Thresholds:
 
     def forget_those_of(self, parameters: Collection[str]) -> None:
         """Delete the thresholds of some parameters, of their pieces and of the pieces' sums."""
-        if not parameters:
-            return
         self._follow()
         for label in list(self._targets):
             whole = label.removeprefix("sum of ")

@@ -130,13 +130,9 @@ class ElasticUpdates(UpdateSynchronizer):
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Count a step; the exchange comes when the batch ends, where a checkpoint can be made for a joiner."""
-        rounds = self._rounds[self._number_of(optimizer)]
-        self.request_refresh_when_due()
-        rounds.steps += 1
-        self.synchronisations += 1
-        self.steps_since_refresh += 1
-        self._count_dense(rounds)
-        self.due = rounds.steps > self.resume_at and bool(self._due(rounds))
+        rounds = self._count_step(optimizer)
+        is_due = bool(rounds.due(self._length(rounds.steps), takes_turns=False))
+        self.due = rounds.steps > self.resume_at and is_due
 
     def count(self, trained: bool, seconds: float) -> None:
         """Count a step that was trained, in so many seconds, or was passed over."""
@@ -299,7 +295,8 @@ class ElasticUpdates(UpdateSynchronizer):
 
     def _plans(self, rounds: Rounds, step: int) -> list[tuple[list[str], BucketPlan]]:
         """What is sent at a step, by bucket."""
-        return [(names, self._plan(names, step)) for names in rounds.buckets]
+        length = self._length(step)
+        return [(names, self._plan(names, length)) for names in rounds.buckets]
 
     # A joiner, and a rank that is behind.
 

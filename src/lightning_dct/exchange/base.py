@@ -126,12 +126,12 @@ def send_dense(
 
 def count_entries(due: int, sent: Compressed, link: Link, memory: Memory) -> None:
     """Count the due and the sent entries of a bucket; a number on a GPU is counted once it is known."""
-    link.traffic.add(entries=due)
-    dense = sent.num_dense  # and not all that is sent, which a GPU would keep until the number is known
-    if isinstance(sent.num_entries, Tensor):
-        memory.awaited.when_known(sent.num_entries, lambda counts: link.traffic.add(entries_sent=sum(counts) + dense))
+    entries, dense = sent.num_entries, sent.num_dense
+    if isinstance(entries, Tensor):  # the callback must not keep all that is sent until the number is known
+        link.traffic.add(entries=due)
+        memory.awaited.when_known(entries, lambda counts: link.traffic.add(entries_sent=sum(counts) + dense))
     else:
-        link.traffic.add(entries_sent=sent.num_entries + dense)
+        link.traffic.add(entries=due, entries_sent=entries + dense)
 
 
 def unused_tensors(gradients: Tensor, plan: BucketPlan) -> set[int]:

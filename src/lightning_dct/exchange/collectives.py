@@ -52,12 +52,13 @@ def all_gather_payload(payload: Tensor, link: Link) -> tuple[dist.Work, Tensor]:
 
     Return the work to wait for, and the payloads by rank: shape ``[ranks, size]``, uint8.
     """
-    link.count(all_gather_bytes(payload.numel(), link.size))
-    gathered = torch.empty(link.size * payload.numel(), dtype=torch.uint8, device=payload.device)
+    ranks = link.size
+    link.count(all_gather_bytes(payload.numel(), ranks))
+    gathered = torch.empty(ranks * payload.numel(), dtype=torch.uint8, device=payload.device)
     # Older versions of torch have only the second name, and newer ones deprecate it.
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     work = getattr(dist, name)(gathered, payload, group=link.group, async_op=True)
-    return work, gathered.view(link.size, -1)
+    return work, gathered.view(ranks, -1)
 
 
 def deliver_payloads(payloads: Tensor, sizes: Sequence[int], link: Link) -> tuple[dist.Work, Tensor]:

@@ -95,9 +95,9 @@ class Rounds:
             entries = sum(map(real_numel, own)) - sum(map(real_numel, self.sparse))
             self.dense_bytes = all_reduce_bytes(FP32_BYTES * entries, ranks)
         num_bytes = self.dense_bytes
-        for gradient in (parameter.grad for parameter in self.sparse if parameter.grad is not None):
-            parts = (gradient._indices(), gradient._values())
-            num_bytes += all_gather_bytes(sum(part.numel() * part.element_size() for part in parts), ranks)
+        for parameter in self.sparse:
+            if (gradient := parameter.grad) is not None:
+                num_bytes += all_gather_bytes(gradient._indices().nbytes + gradient._values().nbytes, ranks)
         return num_bytes
 
 

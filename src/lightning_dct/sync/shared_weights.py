@@ -85,6 +85,8 @@ class SharedWeights:
 
     def hide(self) -> None:
         """Put this rank's own weights into the model again."""
+        if not self._own:
+            return
         self.settle()
         own, self._own, self._before = self._own, {}, {}
         for name, weights in own.items():

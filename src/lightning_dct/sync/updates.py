@@ -114,7 +114,7 @@ class UpdateSynchronizer(Synchronizer):
             self._change(chosen.at(steps))
         self.weights.hide()  # a checkpoint that was made and not saved has left the shared ones in the model
         rounds = self.register(optimizer)
-        if self._lengthens and rounds.names and is_measured(rounds.steps + 1):
+        if rounds.names and is_measured(rounds.steps + 1) and self._lengthens:
             rounds.cosine.begin(rounds.steps + 1, self._own_of(rounds))
 
     def register_all(self) -> None:
@@ -168,37 +168,44 @@ class UpdateSynchronizer(Synchronizer):
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Count a step, apply updates that are due, and send the buckets that are due; a collective call."""
-        number = self._number_of(optimizer)
-        rounds = self._rounds[number]
-        self.request_refresh_when_due()
-        rounds.steps += 1
-        self.synchronisations += 1
-        self.steps_since_refresh += 1
-        self._count_dense(rounds)
+        rounds, config = self._count_step(optimizer), self.config
         if arrived := [item for item in rounds.in_flight if item.due <= rounds.steps]:
             if self.exchange.rounds > 1:  # the last of its collectives takes all ranks
                 self.come_to(
                     f"{EXCHANGE} that ends", f"the arrival of updates in optimizer step {self.synchronisations}"
                 )
             self._apply(rounds, arrived)
-        if sending := self._due(rounds):
+        length = self._length(rounds.steps)
+        if sending := rounds.due(length, takes_turns=bool(config.delay)):
             self.come_to(rounds.what, f"{rounds.said}, in optimizer step {self.synchronisations}")
             self._measure(rounds)
             self._forget_thresholds(sending)
             self.memory.begin(1.0, refresh=False)
             for bucket in sending:
-                rounds.in_flight.append(self._send(bucket, rounds))
-                behind = 0 if self.config.delay else sum([item.entries for item in rounds.in_flight[1:]])
+                rounds.in_flight.append(self._send(bucket, rounds, length))
+                behind = 0 if config.delay else sum([item.entries for item in rounds.in_flight[1:]])
                 if behind >= MOST_IN_FLIGHT:
                     self._apply(rounds, rounds.in_flight[:1])
             self.traffic.add(refreshes=int(self.memory.selected))
-            if not self.config.delay:
+            if not config.delay:
                 self._apply(rounds, rounds.in_flight)
             # Training does not use the running statistics of a BatchNorm, so warm-up does not average them more often.
-            first = min(number for number, other in self._rounds.items() if other.names)
-            if number == first and rounds.steps % self.config.round_length == 0:
-                self.buffers.average()
+            if rounds.steps % config.round_length == 0:
+                first = min([number for number, other in self._rounds.items() if other.names])
+                if rounds is self._rounds[first]:
+                    self.buffers.average()
         self.memory.awaited.poll()
+
+    def _count_step(self, optimizer: Optimizer) -> Rounds:
+        """Count a step of an optimizer, and the bytes that DistributedDataParallel would have sent for it."""
+        rounds, everyone = self._rounds[self._number_of(optimizer)], self.exchange.everyone
+        self.request_refresh_when_due()
+        rounds.steps += 1
+        self.synchronisations += 1
+        self.steps_since_refresh += 1
+        everyone.count_dense(rounds.bytes_under_ddp(self.weights.parameters, everyone.size))
+        self.traffic.add(steps=1)
+        return rounds
 
     @property
     def _lengthens(self) -> bool:
@@ -322,25 +329,25 @@ class UpdateSynchronizer(Synchronizer):
     def _parameters_by_name(self) -> dict[str, Tensor]:
         return {name: parameter for parameter, name in self.parameter_names.items()}
 
-    def _due(self, rounds: Rounds) -> list[list[str]]:
-        return rounds.due(self._length(rounds.steps), takes_turns=bool(self.config.delay))
-
     def _length(self, steps: int) -> int:
-        return round_length(steps, self.config.round_length, self.config.warmup_steps)
+        """Optimizer steps from one exchange to the next, after so many steps."""
+        config = self.config
+        return round_length(steps, config.round_length, config.warmup_steps)
 
-    def _plan(self, names: Sequence[str], steps: int) -> BucketPlan:
-        """What is sent of some parameters after so many steps."""
+    def _plan(self, names: Sequence[str], length: int) -> BucketPlan:
+        """What is sent of some parameters, so many steps after the last time."""
         sizes, dtype = [self.weights.sizes[name] for name in names], real_dtype(self.weights.parameters[names[0]])
-        return self.plans.of(names, sizes, dtype, self._length(steps) / self.config.round_length)
+        return self.plans.of(names, sizes, dtype, length / self.config.round_length)
 
     def _forget_thresholds(self, buckets: Iterable[Sequence[str]]) -> None:
         """Delete the thresholds of buckets about to be sent, if a refresh was requested since they were last sent."""
         if self.refresh_requested:
             self._to_refresh = {name for rounds in self._rounds.values() for name in rounds.names}
             self.refresh_requested, self.steps_since_refresh = False, 1
-        names = self._to_refresh & {name for bucket in buckets for name in bucket}
-        self.thresholds.forget_those_of(names)
-        self._to_refresh -= names
+        if self._to_refresh:
+            names = self._to_refresh & {name for bucket in buckets for name in bucket}
+            self.thresholds.forget_those_of(names)
+            self._to_refresh -= names
 
     def _number_of(self, optimizer: Optimizer) -> int:
         for number, known in enumerate(self._optimizers()):
@@ -351,10 +358,10 @@ class UpdateSynchronizer(Synchronizer):
             " Return it there too, so that all ranks know when it steps."
         )
 
-    def _send(self, names: Sequence[str], rounds: Rounds) -> InFlight:
+    def _send(self, names: Sequence[str], rounds: Rounds, length: int) -> InFlight:
         """Start sending the updates of some parameters."""
         with self.traffic.timed("compress"):
-            config, plan = self.config, self._plan(names, rounds.steps)
+            config, plan = self.config, self._plan(names, length)
             lost = 1.0 - config.residual_decay if rounds.steps <= config.warmup_steps else 0.0
             own, bucket = None, self.weights.bucket(names)
             if plan.is_dense or self.exchange.sums_first:
@@ -370,7 +377,7 @@ class UpdateSynchronizer(Synchronizer):
                 pending = Pending(flow, self.exchange.rounds, bucket.bases[0].device)
             else:
                 pending = self._send_movement(names, plan, lost)
-            due = rounds.steps + min(config.delay, self._length(rounds.steps))
+            due = rounds.steps + min(config.delay, length)
             # While training goes on the weights may come to lie elsewhere.
             return InFlight(names, sum(plan.sizes), due, pending, None, own, None if config.delay else bucket)
 
@@ -415,12 +422,6 @@ class UpdateSynchronizer(Synchronizer):
         self.memory.commit()
         for item, exchange in pending:
             item.arrived, item.pending = exchange.future.wait(), None
-
-    def _count_dense(self, rounds: Rounds) -> None:
-        """Count the bytes that DistributedDataParallel would have sent for a step."""
-        everyone = self.exchange.everyone
-        everyone.count_dense(rounds.bytes_under_ddp(self.weights.parameters, everyone.size))
-        self.traffic.add(steps=1)
 
 
 def _is_edited(name: str, shared: Tensor, state: Mapping[str, Any]) -> bool:

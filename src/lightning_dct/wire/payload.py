@@ -79,6 +79,11 @@ class PayloadLayout:
         """Size of every payload, in bytes."""
         return sum(self.part_sizes)
 
+    @cached_property
+    def flags_num_bytes(self) -> int:
+        """Bytes of the flags of all tensors while they are not coded."""
+        return flags_num_bytes(sum(self.tensor_sizes))
+
 
 class Unpacked(NamedTuple):
     """The contents of one payload."""
@@ -108,7 +113,7 @@ def pack(layout: PayloadLayout, flags: Tensor, values: Tensor, counts: Sequence[
 
 def unpack(layout: PayloadLayout, payload: Tensor) -> Unpacked:
     """Check and unpack one payload (uint8, shape ``[layout.num_bytes]``); :func:`unpack_flags` describes errors."""
-    flags = payload.new_zeros(flags_num_bytes(sum(layout.tensor_sizes)))
+    flags = payload.new_zeros(layout.flags_num_bytes)
     counts = unpack_flags(layout, payload, flags)
     return Unpacked(flags, unpack_values(layout, payload, counts), payload[layout.num_bytes - layout.dense_bytes :])
 
