@@ -33,8 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_dct import DCTConfig
 from lightning_dct.compress import on_host
 from lightning_dct.compress.awaited import WITHOUT_WAITING, Awaited
-from lightning_dct.compress.bucket import Bucket, Received
-from lightning_dct.compress.bucket_plan import plan_bucket
+from lightning_dct.compress.bucket_plan import Bucket, Received, plan_bucket
 from lightning_dct.compress.threshold import Thresholds
 from lightning_dct.cost.timing import wait_for
 from lightning_dct.sync.setup import make_gradient_synchronizer, make_update_synchronizer

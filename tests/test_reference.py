@@ -11,8 +11,7 @@ from torch import Tensor
 
 from lightning_dct import DCTConfig, reference
 from lightning_dct.compress.awaited import Awaited
-from lightning_dct.compress.bucket import Bucket, Received
-from lightning_dct.compress.bucket_plan import BucketPlan, plan_bucket
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received, plan_bucket
 from lightning_dct.compress.on_host import compress, decompress
 from lightning_dct.compress.threshold import Thresholds
 from lightning_dct.config import VALUE_FORMATS

@@ -24,8 +24,7 @@ import torch
 from benchmark.session import at_least
 from benchmark.tables import describe_machine, publish
 from lightning_dct.compress.awaited import Awaited
-from lightning_dct.compress.bucket import Bucket, Received
-from lightning_dct.compress.bucket_plan import plan_bucket
+from lightning_dct.compress.bucket_plan import Bucket, Received, plan_bucket
 from lightning_dct.compress.on_host import apply, compress
 from lightning_dct.compress.threshold import Thresholds
 from lightning_dct.kernels import available_kernels, cpu_kernel

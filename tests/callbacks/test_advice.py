@@ -11,13 +11,14 @@ from lightning_dct import DCTConfig, DCTPipelineStrategy
 from lightning_dct.callbacks.run_advice import (
     FEWEST,
     SKIPPED,
+    SlowRank,
     StepClock,
     StepCosts,
     notes_at_start,
+    slowest_rank,
     time_of_step,
     verdict,
 )
-from lightning_dct.callbacks.slow_rank import SlowRank, slowest_rank
 from lightning_dct.compress.awaited import clock_of
 from lightning_dct.cost.timing import MeasuredLink
 from lightning_dct.exchange.base import Flow, Pending

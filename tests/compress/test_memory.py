@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_dct.compress.bucket import Bucket, Compressed
-from lightning_dct.compress.bucket_plan import BucketPlan, OwnedPiece
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Compressed, OwnedPiece
 from lightning_dct.compress.memory import Memory, add_pieces, pieces_extent
 from lightning_dct.kernels import cpu_kernel
 

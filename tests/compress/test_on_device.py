@@ -13,8 +13,7 @@ from torch import Tensor
 from emulated_ranks import EmulatedRanks
 from lightning_dct.compress import awaited
 from lightning_dct.compress.awaited import Awaited
-from lightning_dct.compress.bucket import Bucket, Received
-from lightning_dct.compress.bucket_plan import BucketPlan
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received
 from lightning_dct.compress.on_host import compress, decompress
 from lightning_dct.compress.threshold import Thresholds
 from lightning_dct.wire.payload import unpack

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from lightning_dct.compress import adding
 from lightning_dct.compress.awaited import Awaited
-from lightning_dct.compress.bucket import Bucket, Received, SentPayload
-from lightning_dct.compress.bucket_plan import BucketPlan
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received, SentPayload
 from lightning_dct.compress.on_host import apply, compress, decompress
 from lightning_dct.compress.threshold import Thresholds
 from strategies_for_hypothesis import FORMATS

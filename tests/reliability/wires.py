@@ -21,8 +21,7 @@ from lightning_dct.activations.codec import (
 )
 from lightning_dct.activations.split_point import ROW_FORMATS, SplitPoint
 from lightning_dct.compress.awaited import Awaited
-from lightning_dct.compress.bucket import Received
-from lightning_dct.compress.bucket_plan import BucketPlan
+from lightning_dct.compress.bucket_plan import BucketPlan, Received
 from lightning_dct.compress.on_host import decompress
 from lightning_dct.embedding.changes import Message as Changes
 from lightning_dct.embedding.changes import message_about

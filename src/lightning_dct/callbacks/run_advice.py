@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_dct.callbacks.requirements import InternalCallback, expected_steps, require_dct
-from lightning_dct.callbacks.slow_rank import SlowRank, slowest_rank
 from lightning_dct.compress.bucket_plan import real_numel
 from lightning_dct.config import DCTConfig
 from lightning_dct.cost.timing import MeasuredLink, measure_link
@@ -103,6 +103,35 @@ class StepClock:
         new = self._traffic.clock.seconds(start, stop), spent.seconds, spent.seconds_waiting
         total, compressing, waiting = (old + more for old, more in zip(self._sums, new, strict=True))
         self._sums, self._since = (total, compressing, waiting), (stop, after)
+
+
+class SlowRank(NamedTuple):
+    """The slowest rank.
+
+    Attributes:
+        rank: Its number.
+        share_of_step: The part of a step in which the others wait for it alone, from 0 to 1.
+        share_of_waiting: The same as a part of all the time that the others wait.
+    """
+
+    rank: int
+    share_of_step: float
+    share_of_waiting: float
+
+
+def slowest_rank(paces: Mapping[int, tuple[float, float]]) -> SlowRank | None:
+    """The slowest rank; None if fewer than two ranks have reported or nobody waits.
+
+    ``paces`` are seconds of a step and those of them that the rank waits, by rank. A rank waits for the network and for
+    slower ranks, so the slowest waits the least. What the next one waits longer would be saved without it.
+    """
+    by_waiting = sorted((waiting, rank) for rank, (_, waiting) in paces.items())
+    if len(by_waiting) < 2 or by_waiting[-1][0] <= 0.0:
+        return None
+    (least, rank), *others = by_waiting
+    lost = others[0][0] - least
+    step = sum(total for total, _ in paces.values()) / len(paces)
+    return SlowRank(rank, lost / step, lost * len(others) / sum(waiting for waiting, _ in others))
 
 
 class RunAdvice(InternalCallback):

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from lightning_dct.report.output import check_output
+from lightning_dct.commands import check_output
 from lightning_dct.report.workspace import BEGINNING, QUALITY, make_workspace, push, to_json
 
 

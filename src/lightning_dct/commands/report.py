@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from lightning_dct.commands import check_output
 from lightning_dct.report.find_runs import read_all
 from lightning_dct.report.quality import find_quality, logged_names
 
@@ -29,12 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Read the runs and write the page."""
     try:
-        from lightning_dct.report.page import check_page, make_page, write_page
+        from lightning_dct.report.page import make_page, write_page
     except ModuleNotFoundError as error:
         print(f"charts take {error.name}: pip install '.[experiments]' in a clone of lightning_dct", file=sys.stderr)
         return 1
     try:
-        check_page(arguments.output)
+        check_output(arguments.output, b"<!doctypehtml", "an HTML page")
     except (OSError, ValueError) as error:
         return _refuse(arguments.output, error)
     reading = read_all(arguments.runs)

@@ -10,8 +10,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_dct.compress.bucket import Bucket, SentPayload
-from lightning_dct.compress.bucket_plan import BucketPlan
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, SentPayload
 from lightning_dct.kernels import cpu_kernel
 from lightning_dct.kernels.bits import flags_num_bytes
 from lightning_dct.kernels.plain import Sent

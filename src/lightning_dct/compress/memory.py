@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.compress.awaited import Awaited, read_together
-from lightning_dct.compress.bucket import Bucket, Compressed, Received
-from lightning_dct.compress.bucket_plan import BucketPlan, OwnedPiece
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Compressed, OwnedPiece, Received
 from lightning_dct.compress.on_host import apply, compress, decompress, decompress_own
 from lightning_dct.compress.threshold import Thresholds
 

@@ -24,8 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_dct.compress.bucket import Bucket
-from lightning_dct.compress.bucket_plan import BucketPlan
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan
 from lightning_dct.compress.marking import Marked, RowLayout, Senders
 from lightning_dct.compress.threshold import Aims, Reached, Thresholds
 from lightning_dct.kernels import weights_by_senders

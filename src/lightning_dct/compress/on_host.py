@@ -25,8 +25,7 @@ from torch import Tensor
 
 from lightning_dct.compress.adding import add_to_bucket, is_finite
 from lightning_dct.compress.awaited import Awaited, must_not_wait
-from lightning_dct.compress.bucket import Bucket, Compressed, Received, SentPayload
-from lightning_dct.compress.bucket_plan import BucketPlan
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Compressed, Received, SentPayload
 from lightning_dct.compress.on_device import Sums, add_payloads, send_selected
 from lightning_dct.compress.threshold import (
     GUARD_RESELECT,

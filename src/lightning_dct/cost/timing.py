@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dct.compress.awaited import Awaited
-from lightning_dct.compress.bucket import Bucket, Received
-from lightning_dct.compress.bucket_plan import plan_bucket
+from lightning_dct.compress.bucket_plan import Bucket, Received, plan_bucket
 from lightning_dct.compress.on_host import compress, decompress
 from lightning_dct.compress.threshold import Thresholds
 from lightning_dct.config import DCTConfig

@@ -27,8 +27,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dct.compress.bucket import Bucket, Received
-from lightning_dct.compress.bucket_plan import BucketPlan
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received
 from lightning_dct.elastic.present import PresentRanks
 from lightning_dct.exchange.collectives import Link
 from lightning_dct.exchange.compressed import AllGather

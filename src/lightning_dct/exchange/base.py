@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_dct.compress.bucket import Bucket, Compressed, Received
-from lightning_dct.compress.bucket_plan import BucketPlan, OwnedPiece
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Compressed, OwnedPiece, Received
 from lightning_dct.compress.memory import Memory
 from lightning_dct.exchange.collectives import Link, all_reduce_mean, all_reduce_mean_sparse
 from lightning_dct.traffic import Traffic

@@ -37,8 +37,7 @@ from collections.abc import Mapping
 
 import torch
 
-from lightning_dct.compress.bucket import Bucket, Received, SentPayload
-from lightning_dct.compress.bucket_plan import BucketPlan, OwnedPiece
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, OwnedPiece, Received, SentPayload
 from lightning_dct.compress.memory import Memory
 from lightning_dct.exchange.base import Exchange, Flow, count_entries, unused_tensors
 from lightning_dct.exchange.collectives import (

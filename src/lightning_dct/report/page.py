@@ -16,7 +16,6 @@ from markupsafe import Markup, escape
 from lightning_dct.__about__ import __version__
 from lightning_dct.report.charts import COLOURS, DASHES, make_sections
 from lightning_dct.report.find_runs import Reading
-from lightning_dct.report.output import check_output
 from lightning_dct.report.quality import find_training_loss, higher_is_better, words_of
 from lightning_dct.report.run import Run, Series
 from lightning_dct.tables import format_bytes
@@ -52,16 +51,6 @@ def make_page(reading: Reading, quality: str | None, title: str) -> str:
         dashes=DASHES,
         version=__version__,
     )
-
-
-def check_page(file: Path) -> None:
-    """Refuse to overwrite anything but a page: a log, a checkpoint, a folder.
-
-    Raises:
-        ValueError: Something else is there.
-        OSError: The file cannot be read.
-    """
-    check_output(file, b"<!doctypehtml", "an HTML page")
 
 
 def write_page(file: Path, page: str) -> None:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_dct.compress.bucket import Bucket, Received
-from lightning_dct.compress.bucket_plan import real_dtype, real_numel
+from lightning_dct.compress.bucket_plan import Bucket, Received, real_dtype, real_numel
 from lightning_dct.exchange.base import Pending
 from lightning_dct.sync.step_cosine import WHOLE, StepCosine
 from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.compress.awaited import must_not_wait, read_together
-from lightning_dct.compress.bucket import Bucket
-from lightning_dct.compress.bucket_plan import local_of, real_numel
+from lightning_dct.compress.bucket_plan import Bucket, local_of, real_numel
 
 # What kernels can read and write in place.
 IN_PLACE = {torch.float32, torch.float64}

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_dct.compress.bucket import Bucket
-from lightning_dct.compress.bucket_plan import BucketPlan, Plans, real_dtype, real_numel
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Plans, real_dtype, real_numel
 from lightning_dct.compress.memory import Memory
 from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.base import Exchange, Pending, send_dense

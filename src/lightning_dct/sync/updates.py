@@ -35,8 +35,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dct.checksums import checksum_of
-from lightning_dct.compress.bucket import Bucket, Received
-from lightning_dct.compress.bucket_plan import BucketPlan, local_of, real_dtype, real_numel
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received, local_of, real_dtype, real_numel
 from lightning_dct.compress.on_host import counting
 from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.base import Exchange, Pending, complete
