@@ -141,7 +141,8 @@ class ThresholdedStrategy(CheckpointedStrategy):
             self.config = self.updates.run_settings.at(0)
             self.updates.plans.change(self.config)
         if self.updates is not None:
-            self.updates.register_all()
+            for optimizer in self.optimizers:
+                self.updates.register(optimizer)  # what a forward writes before the first step is sent, too
             self._step_guard.watch(lambda: () if self.updates is None else (self.updates,))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

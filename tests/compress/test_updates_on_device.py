@@ -22,7 +22,7 @@ from lightning_dct.compress import awaited, bucket_plan
 from lightning_dct.exchange import collectives
 from lightning_dct.sync import rounds, updates
 from lightning_dct.sync.updates import UpdateSynchronizer
-from lightning_dct.wire import bitmaps
+from lightning_dct.wire import payloads_on_device
 
 # "b" and "e" are sent dense.
 SIZES = {"a": 1400, "b": 50, "c": 700, "d": 120, "e": 16}
@@ -189,7 +189,7 @@ def test_memory_for_a_large_tensor_does_not_grow_with_the_ranks(
     exchange: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bytes an entry, of which many times as many are read as at once."""
-    monkeypatch.setattr(bitmaps, "AT_ONCE", 1 << 12)
+    monkeypatch.setattr(payloads_on_device, "AT_ONCE", 1 << 12)
     for world_size in (2, 8):
         watch = PeakMemory()
         watched(watch, 1, world_size, 0.3, monkeypatch, exchange, {"a": 1 << 17})
@@ -227,7 +227,7 @@ def test_memory_for_a_tensor_sent_in_pieces_is_that_of_a_piece(
 ) -> None:
     """Beside it, payloads, which the emulated network keeps, too, and an owner's sum."""
     monkeypatch.setattr(bucket_plan, "MOST_AT_ONCE", 1 << 12)
-    monkeypatch.setattr(bitmaps, "AT_ONCE", 1 << 12)
+    monkeypatch.setattr(payloads_on_device, "AT_ONCE", 1 << 12)
     found = []
     for pieces in (16, 32):
         watch = PeakMemory()

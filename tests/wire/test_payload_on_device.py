@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dct.wire import bitmaps
-from lightning_dct.wire.bitmaps import Bitmaps
+from lightning_dct.wire import payloads_on_device
 from lightning_dct.wire.payload import PayloadLayout, unpack
-from lightning_dct.wire.payloads_on_device import SideBySide, slots_of
+from lightning_dct.wire.payloads_on_device import Bitmaps, SideBySide, slots_of
 from lightning_dct.wire.positions import PayloadError
 from strategies_for_hypothesis import FORMATS, examples, filled_layouts, layouts, pack_entries
 
@@ -32,7 +31,7 @@ def read_bitmaps(layouts: Sequence[PayloadLayout], senders: Tensor) -> tuple[Ten
     side, found = Bitmaps(layouts, CPU), []
     for at_once in (1 << 22, 8 * 3 * len(layouts), 40 * 3 * len(layouts)):
         pieces: list[Tensor] = []
-        with mock.patch.object(bitmaps, "AT_ONCE", at_once):
+        with mock.patch.object(payloads_on_device, "AT_ONCE", at_once):
             dense, told = side.unpack(senders, pieces.append)
         values = torch.cat(pieces, dim=2).flatten(1)
         found.append((values, dense, side.are_valid(told.flatten().tolist())))

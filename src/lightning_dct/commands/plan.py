@@ -20,8 +20,8 @@ import torch.distributed as dist
 from lightning_dct.compress.bucket_plan import real_numel
 from lightning_dct.config import VALUE_FORMATS, DCTConfig
 from lightning_dct.cost.auto import Measured, choose, measure_speeds, predict_dense, predict_updates, rungs, table_of
+from lightning_dct.cost.bytes_sent import check_shards
 from lightning_dct.cost.forecast import Forecast, layout_of
-from lightning_dct.cost.replicas import check_shards
 from lightning_dct.cost.text import describe
 from lightning_dct.cost.timing import measure_link, measure_speed
 from lightning_dct.cost.workload import Workload, load_module, one_tensor, workload_of

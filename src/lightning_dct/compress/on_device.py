@@ -29,8 +29,7 @@ from lightning_dct.compress.marking import Marked, RowLayout, Senders
 from lightning_dct.compress.threshold import Aims, Reached, Thresholds
 from lightning_dct.kernels import weights_by_senders
 from lightning_dct.kernels.bits import pack_marks
-from lightning_dct.wire.bitmaps import Bitmaps
-from lightning_dct.wire.payloads_on_device import SideBySide, headers_of, numbers, slots_of
+from lightning_dct.wire.payloads_on_device import Bitmaps, SideBySide, headers_of, numbers, slots_of
 from lightning_dct.wire.values import decode_values, encode_values, values_num_bytes
 
 

@@ -289,7 +289,7 @@ def _check_valid(senders: list[str], are_valid: Callable[[Sequence[int]], Sequen
 
 def _select_missing(bucket: Bucket, plan: BucketPlan, used: tuple[int, ...], thresholds: Thresholds) -> bool:
     """Select missing thresholds, and return whether there were any. This waits for a GPU."""
-    missing = [index for index in used if not thresholds.has(plan.names[index], plan.targets[index])]
+    missing = [index for index in used if thresholds.targets.get(plan.names[index]) != plan.targets[index]]
     for index in missing:
         size, target = plan.sizes[index], plan.targets[index]
         sampled = bucket.entries(plan.bounds[index], sample_of(size, target))

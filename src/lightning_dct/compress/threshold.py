@@ -168,29 +168,28 @@ class Thresholds:
     A threshold is valid only for the target (number of entries) it was selected for. When the density changes, the
     threshold counts as missing. On a GPU thresholds are fp64 scalars, because reading a number waits for the GPU, and
     the guard moves those of all buckets together, when the first of them is next needed.
+
+    Attributes:
+        targets: The target of each threshold.
     """
 
     def __init__(self) -> None:
+        self.targets: dict[str, int] = {}
         self._values: dict[str, float | Tensor] = {}
-        self._targets: dict[str, int] = {}
         self._stacked: dict[tuple[str, ...], Tensor] = {}
         self._to_follow: dict[tuple[str, ...], tuple[Reached, Aims]] = {}
-
-    def has(self, name: str, target: int) -> bool:
-        """Whether there is a threshold for this target."""
-        return self._targets.get(name) == target
 
     def get(self, name: str, target: int) -> float | None:
         """The threshold for this target, or None."""
         if self._to_follow:
             self._follow()
-        return float(self._values[name]) if self._targets.get(name) == target else None
+        return float(self._values[name]) if self.targets.get(name) == target else None
 
     def set(self, name: str, target: int, threshold: float) -> None:
         """Store a threshold and its target."""
         if self._to_follow:
             self._follow()
-        self._values[name], self._targets[name] = threshold, target
+        self._values[name], self.targets[name] = threshold, target
         if self._stacked:
             self._stacked = {names: stacked for names, stacked in self._stacked.items() if name not in names}
 
@@ -240,15 +239,15 @@ class Thresholds:
 
     def forget(self) -> None:
         """Delete all thresholds."""
-        self._values, self._targets, self._stacked, self._to_follow = {}, {}, {}, {}
+        self._values, self.targets, self._stacked, self._to_follow = {}, {}, {}, {}
 
     def forget_those_of(self, parameters: Collection[str]) -> None:
         """Delete the thresholds of some parameters, of their pieces and of the pieces' sums."""
         self._follow()
-        for label in list(self._targets):
+        for label in list(self.targets):
             whole = label.removeprefix("sum of ")
             if whole in parameters or whole.rpartition("[")[0] in parameters:
-                del self._targets[label], self._values[label]
+                del self.targets[label], self._values[label]
         self._stacked = {}
 
     def values(self) -> list[float]:
@@ -263,15 +262,15 @@ class Thresholds:
     def take_over(self, other: Thresholds) -> None:
         """Copy another object's thresholds without waiting for a GPU."""
         other._follow()
-        self._values, self._targets, self._stacked = dict(other._values), dict(other._targets), dict(other._stacked)
+        self._values, self.targets, self._stacked = dict(other._values), dict(other.targets), dict(other._stacked)
         self._to_follow = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Thresholds and targets as plain numbers."""
-        return {"values": self.by_label(), "targets": dict(self._targets)}
+        return {"values": self.by_label(), "targets": dict(self.targets)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with saved thresholds."""
         self.forget()
         self._values = {str(name): float(value) for name, value in state["values"].items()}
-        self._targets = {str(name): int(target) for name, target in state["targets"].items()}
+        self.targets = {str(name): int(target) for name, target in state["targets"].items()}

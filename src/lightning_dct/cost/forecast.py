@@ -6,8 +6,16 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from lightning_dct.config import DCTConfig
-from lightning_dct.cost.bytes_sent import SentBytes, Step, compressed_step, dense_step
-from lightning_dct.cost.replicas import Group, fsdp_bytes, groups_of, step_of_all
+from lightning_dct.cost.bytes_sent import (
+    Group,
+    SentBytes,
+    Step,
+    compressed_step,
+    dense_step,
+    fsdp_bytes,
+    groups_of,
+    step_of_all,
+)
 from lightning_dct.cost.timing import Speed
 from lightning_dct.cost.workload import Workload
 from lightning_dct.exchange.factory import INSIDE_IS_FASTER, ExchangeChoice, NodeLayout, choose_for_model

@@ -116,11 +116,6 @@ class UpdateSynchronizer(Synchronizer):
         if rounds.names and is_measured(rounds.steps + 1) and self._lengthens:
             rounds.cosine.begin(rounds.steps + 1, self._own_of(rounds))
 
-    def register_all(self) -> None:
-        """Register what is trainable now: what a forward writes into it before the first step is sent, too."""
-        for optimizer in self._optimizers():
-            self.register(optimizer)
-
     def register(self, optimizer: Optimizer) -> Rounds:
         """Have the trainable parameters of an optimizer take part, and return its rounds."""
         number = self._number_of(optimizer)
