@@ -222,7 +222,6 @@ def _prefix(note: Mapping[str, Any]) -> str:
 
 
 def _path(checkpoint_path: str, name: str, writing: bool) -> str:
-    """The path of a file of a checkpoint, to read it or to write it."""
     folder, unfinished = state_folder(checkpoint_path), unfinished_folder(checkpoint_path)
     if folder != unfinished and not writing:
         # A save was killed before it had renamed the folder, or this is another node's disk.

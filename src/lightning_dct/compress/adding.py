@@ -83,7 +83,6 @@ def _check_finite(one: SentPayload, values: Tensor) -> None:
 
 
 def _add_dense(plan: BucketPlan, bucket: Bucket, arrived: Sequence[SentPayload], weights: Tensor, mine: int) -> None:
-    """Add the tensors that are sent dense."""
     sent = []
     for one in arrived:
         layout = one.plan.layout

@@ -293,7 +293,6 @@ class ElasticUpdates(UpdateSynchronizer):
         return bucket
 
     def _plans(self, rounds: Rounds, step: int) -> list[tuple[list[str], BucketPlan]]:
-        """What is sent at a step, by bucket."""
         length = self._length(step)
         return [(names, self._plan(names, length)) for names in rounds.buckets]
 

@@ -203,7 +203,6 @@ class UpdateSynchronizer(Synchronizer):
 
     @property
     def _lengthens(self) -> bool:
-        """Whether the mean is lengthened by the cosine."""
         return self.config.lengthens and not self.exchange.sums_first and not self._alone
 
     def _own_of(self, rounds: Rounds) -> list[Tensor]:
