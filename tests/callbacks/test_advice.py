@@ -56,8 +56,8 @@ def test_a_run_that_leaves_settings_out_is_told_what_it_gets() -> None:
     """By the law: 3.23% at 1,000 steps, so 1,000 * (2 * 3.229)^(1 / 0.61) = 21,280 for 16 steps at 30%."""
     (told,) = notes(Given.of({}), 2, 21_300)
     assert told == (
-        "21,300 optimizer steps on 2 ranks: DCT takes local_steps=16, density=0.3, and expects the loss to be about 0.5%"
-        " above that of plain DDP. A run of 21,482 steps would send less."
+        "21,300 optimizer steps on 2 ranks: DCT takes local_steps=16, density=0.3, and expects the loss to be about"
+        " 0.5% above that of plain DDP. A run of 21,482 steps would send less."
     )
     (told,) = notes(Given.of({}), 2, 21_200)
     assert "DCT takes local_steps=4, density=0.1," in told
