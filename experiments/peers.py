@@ -71,7 +71,7 @@ def _methods() -> Iterator[Method]:
     for steps in (32, 152, 1000):
         own = f"diloco strategy.method.sync_every={steps} strategy.method.fragments=4 strategy.method.delay=1"
         yield Method(f"streaming-{steps}", "Streaming DiLoCo", settings=own, period=steps, **torchft)
-    for steps, kind in ((15, "fp16"), (38, "8bit"), (250, "8bit")):
+    for steps, kind in ((15, "fp16"), (75, "fp16")):
         own = f"hivemind strategy.method.sync_every={steps} strategy.method.compression={kind}"
         yield Method(f"hivemind-{steps}", "hivemind", "hivemind", own, steps, module="rivals.with_hivemind")
     for steps, top_k in ((1, 300), (2, 128), (15, 128), (30, 64)):
