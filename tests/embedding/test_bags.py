@@ -88,7 +88,7 @@ def test_one_row_of_each_table_a_sample(sizes: list[int], data: st.DataObject, p
     for sample, chosen in enumerate(drawn):
         for table, row in enumerate(chosen):
             assert torch.equal(pooled[sample, table], tables[table][row])
-    assert torch.equal(bags.spread(pooled), rows)
+    assert torch.equal(bags.spread(pooled).view_as(rows), rows)
     # As bags of one row each.
     flat, offsets = laid_flat([[[chosen[table]] for chosen in drawn] for table in range(len(sizes))])
     same = read_bags(flat, offsets, sizes, pooling)

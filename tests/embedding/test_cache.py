@@ -1,4 +1,5 @@
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embedding.plain_directory import PlainCache
+from lightning_dct.embedding import cache as cache_module
 from lightning_dct.embedding.cache import RowCache
 from strategies_for_hypothesis import examples
 
@@ -66,6 +68,17 @@ def test_a_resumed_cache_goes_on_as_the_other_end_does(capacity: int, history: l
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     if cut < len(history):
         assert all(torch.equal(saved[name], value) for name, value in frozen.items()), "a saved state must not change"
+
+
+@given(capacity=capacities, history=requests)
+@examples(40)
+def test_with_and_without_numba_slots_are_the_same(capacity: int, history: list[list[int]]) -> None:
+    caches = RowCache(capacity), RowCache(capacity)
+    for wanted in history:
+        ours = caches[0].admit(asked(wanted))
+        with mock.patch.object(cache_module, "slots_kernel", return_value=None):
+            theirs = caches[1].admit(asked(wanted))
+        assert [part.tolist() for part in ours] == [part.tolist() for part in theirs]
 
 
 def test_counts_are_halved_and_start_anew_after_an_eviction() -> None:

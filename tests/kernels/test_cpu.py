@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dct.kernels import cpu_kernel, numba_cpu, plain
+from lightning_dct.kernels import add_rows, cpu_kernel, numba_cpu, plain, positions_of
 from lightning_dct.kernels.bits import flags_num_bytes
 from lightning_dct.kernels.plain import Sent, pack, unpack
 from lightning_dct.wire.values import decode_values, encode_values
@@ -134,6 +134,30 @@ def test_select_a_sum(data: st.DataObject, sizes: list[int], gap: int, dtype: to
     assert counts == [part.size for part in expected]
     for residual, one in zip(residuals, left, strict=True):
         same(residual, one)
+
+
+@given(data=st.data(), shape=st.tuples(*[st.integers(0, 5)] * 3), dtype=dtypes)
+@examples(40)
+def test_add_rows_where_they_lie(data: st.DataObject, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """In any memory layout, with two or three dimensions."""
+    samples, tables, dim = shape
+    whole = torch.randn(samples, tables + 2, dim + 1).to(dtype)
+    layouts = [whole[:, 1:-1, 1:], whole.mT.contiguous().mT[:, :-2, :-1], whole[:1, 1:, :-1].flatten(0, 1)]
+    rows = data.draw(st.sampled_from(layouts))
+    indices = torch.randint(0, 4, (rows.shape[:-1].numel(),))
+    total, expected = torch.ones(4, dim, dtype=dtype), torch.ones(4, dim, dtype=dtype)
+    add_rows(total, indices, rows)
+    for index, row in zip(indices.tolist(), rows.reshape(len(indices), dim), strict=True):
+        expected[index] += row
+    assert torch.equal(total, expected)
+
+
+@given(data=st.data(), sizes=sizes_of_tensors)
+@examples(40)
+def test_positions_of_flags(data: st.DataObject, sizes: list[int]) -> None:
+    sent = data.draw(sent_of(sizes, 0))
+    expected = np.flatnonzero(unpack(sent.flags[0]))
+    same(positions_of(sent.flags[0], expected.size), expected)
 
 
 @given(data=st.data(), sizes=sizes_of_tensors, gap=st.integers(0, 70))

@@ -36,11 +36,14 @@ class Bags:
         return pooled.view(self.num_samples, self.num_tables, rows.shape[1])
 
     def spread(self, gradient: Tensor) -> Tensor:
-        """Map the gradient of bags (``[samples, tables, dim]``) to that of look-ups (``[lookups, dim]``)."""
+        """Map the gradient of bags (``[samples, tables, dim]``) to that of look-ups (``[lookups, dim]``).
+
+        If each bag has one look-up, the gradient of bags is that of look-ups already.
+        """
+        if self.bags is None:
+            return gradient
         flat = gradient.reshape(self.num_samples * self.num_tables, gradient.shape[2])
-        if self.divisors is not None:
-            flat = flat / self.divisors
-        return flat if self.bags is None else flat.index_select(0, self.bags)
+        return (flat if self.divisors is None else flat / self.divisors).index_select(0, self.bags)
 
 
 def read_bags(ids: Tensor, offsets: Tensor | None, table_rows: Sequence[int], pooling: str) -> Bags:

@@ -32,8 +32,8 @@ from lightning_dct.compress.threshold import (
     nudge,
 )
 from lightning_dct.embedding.owners import Int64Array
-from lightning_dct.kernels import cpu_kernel
-from lightning_dct.kernels.bits import flags_num_bytes, nonzero_indices, pack_flags, unpack_bits
+from lightning_dct.kernels import cpu_kernel, positions_of
+from lightning_dct.kernels.bits import flags_num_bytes, nonzero_indices
 from lightning_dct.wire.payload import PayloadLayout, pack, unpack_values
 from lightning_dct.wire.rows import decode_rows, encode_rows, row_scales_num_bytes
 from lightning_dct.wire.values import values_num_bytes
@@ -98,7 +98,7 @@ def compress_changes(
     news, bases = (tensor.split(layout.tensor_sizes) for tensor in (added, flat))
     kernel = cpu_kernel("auto" if flat.is_cpu else "torch")  # that of torch works on any device
     values, reached = kernel.select(news, bases, edges[:-1], limits.tolist(), scale, flags)
-    counts, positions = reached, nonzero_indices(unpack_bits(flags, flat.numel()))
+    counts, positions = reached, positions_of(flags, len(values))
     finite = np.ones(len(segments), dtype=np.bool_)
     broken = values.isfinite().logical_not_()
     some_broken = bool(broken.any())
@@ -118,9 +118,7 @@ def compress_changes(
         positions, values, table_of = (one.index_select(0, kept) for one in (positions, values, table_of))
     if len(values) < sum(counts):
         counts = torch.bincount(table_of, minlength=len(segments)).tolist()
-        flags = pack_flags(
-            torch.zeros(flat.numel(), dtype=torch.uint8, device=flat.device).index_fill_(0, positions, 1)
-        )
+        flags = torch.zeros_like(flags).index_add_(0, positions >> 3, (1 << (positions & 7)).to(torch.uint8))
     _guard(message, thresholds, reached, finite, flat)
     payload = pack(layout, flags, values, counts, flat.new_empty(0, dtype=torch.uint8))
     received = unpack_values(layout, payload, counts)

@@ -56,8 +56,9 @@ class RememberedRows:
             self.residual = torch.cat([self.residual, self.residual.new_zeros(more, self.residual.shape[1])])
         fresh = admission.slots[admission.new]
         if fresh.size:
-            self.copies[fresh] = self._initial(wanted[admission.new]).to(self.copies)
-            self.residual[fresh] = 0
+            at = torch.from_numpy(fresh).to(self.copies.device)
+            self.copies.index_copy_(0, at, self._initial(wanted[admission.new]).to(self.copies))
+            self.residual.index_fill_(0, at, 0)
         requests = self.cache.requests
         if requests % REGROUP_EVERY == 0 or requests & (requests - 1) == 0:
             places, slots = self.cache.contents()

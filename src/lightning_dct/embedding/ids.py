@@ -56,7 +56,7 @@ class RequestCode:
         known[inside] = self._rows[found[inside]] == places[inside]
         found = found[known]
         groups, ranks = self._groups[found], self._ranks[found]
-        parts = [np.sort(ranks[groups == group]) for group in range(len(self._members))]
+        parts = [ranks[groups == group] for group in range(len(self._members))]
         parts.append(places[~known])
         bits = [
             torch.tensor([part.size >> place & 1 for place in range(size.bit_length())], dtype=torch.uint8)

@@ -111,16 +111,16 @@ class ChangesLookup:
         module, rows = self._module, self._rows
         answers = self._incoming.wait()
         with module.traffic.timed():
-            parts: list[Tensor] = []
-            for rank, places in enumerate(rows.wanted):
+            sizes = [wanted.size for wanted in rows.wanted]
+            found = module.weight.new_empty(sum(sizes), module.embedding_dim, dtype=module.remembered_dtype)
+            for rank, part in enumerate(found.split(sizes)):
                 if rank == self._rank:
-                    parts.append(module.own_rows(places))
+                    part.copy_(module.own_rows(rows.wanted[rank]))
                     continue
                 held, slots = self._held(rank)
-                positions, values = self._read(rank, answers[rank], self._with_owner[rank])
-                add_entries(held.copies, slots, positions, values)
-                parts.append(held.copies.index_select(0, slots))
-            pooled = rows.bags.pool(torch.cat(parts).to(module.weight.dtype).index_select(0, rows.inverse))
+                add_entries(held.copies, slots, *self._read(rank, answers[rank], self._with_owner[rank]))
+                torch.index_select(held.copies, 0, slots, out=part)
+            pooled = rows.bags.pool(found.to(module.weight.dtype).index_select(0, rows.inverse))
         return deliver(module.weight, pooled, self.send_gradient)
 
     def send_gradient(self, pooled_gradient: Tensor) -> None:

@@ -86,6 +86,8 @@ class RowOwners:
     def locate(self, tables: Int64Array, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
         """The owners and the places there of rows of tables; all shape ``[n]``."""
         sizes, first = self._blocks
+        if self.block_rows == self.table_rows:  # no table is cut
+            return first[tables], self._bases[first, np.arange(first.size)][tables] + rows
         block, within = np.divmod(rows, sizes[tables])
         owner = (first[tables] + block) % self.world_size
         place = self._bases[owner, tables] + block // self.world_size * sizes[tables] + within

@@ -22,6 +22,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_dct.kernels.bits import nonzero_indices, unpack_bits
+
 KernelName = Literal["auto", "torch", "numba", "triton"]
 # What "triton" has become; `DCTConfig` says so.
 ALIASES = {"triton": "torch"}
@@ -46,18 +48,31 @@ def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:
     """``total.index_add_(0, indices, rows)``, one row after the other; faster with numba.
 
     ``total`` has shape ``[n, dim]`` and is contiguous, ``indices`` shape ``[k]``, int64, with repetitions, and ``rows``
-    shape ``[k, dim]`` in the same dtype.
+    shape ``[k, dim]`` or ``[i, k / i, dim]`` in the same dtype.
     """
     if fastest_kernel(total.device.type) == "numba":
         import_module("lightning_dct.kernels.numba_cpu").add_rows(total, indices, rows)
     else:
-        total.index_add_(0, indices, rows)
+        total.index_add_(0, indices, rows.reshape(-1, rows.shape[-1]))
+
+
+def positions_of(flags: Tensor, count: int) -> Tensor:
+    """The numbers of the ``count`` flags that are set: shape ``[count]``, int64, ascending."""
+    if fastest_kernel(flags.device.type) == "numba":
+        return cpu_kernel("numba").positions_of(flags, count)
+    return nonzero_indices(unpack_bits(flags, 8 * flags.numel()))
 
 
 @cache
 def rows_kernel(device_type: str) -> Any:
     """:mod:`~lightning_dct.kernels.numba_rows`, or None without numba."""
     return import_module("lightning_dct.kernels.numba_rows") if fastest_kernel(device_type) == "numba" else None
+
+
+@cache
+def slots_kernel() -> Any:
+    """:mod:`~lightning_dct.kernels.numba_slots`, or None without numba."""
+    return import_module("lightning_dct.kernels.numba_slots") if fastest_kernel("cpu") == "numba" else None
 
 
 def available_kernels(device_type: str) -> list[str]:

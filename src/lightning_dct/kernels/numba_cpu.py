@@ -176,6 +176,13 @@ def count_flags(flags: Tensor, sizes: Sequence[int]) -> list[int]:
     return _count_flags(_words(flags), np.array(sizes, np.int64)).tolist()
 
 
+def positions_of(flags: Tensor, count: int) -> Tensor:
+    """See :func:`lightning_dct.kernels.positions_of`."""
+    positions = torch.empty(count, dtype=torch.int64)
+    _write_positions(_words(flags), positions.numpy())
+    return positions
+
+
 def encode_elias_fano(flags: Tensor, num_bits: int, num_flags: int, low_bits: int, capacity: int) -> Tensor:
     """The positions of set flags in the code of :mod:`lightning_dct.wire.positions`: uint8, ``num_bits`` bits."""
     message = np.zeros(num_bits // 64 + 2, np.uint64)
@@ -199,7 +206,12 @@ def decode_elias_fano(
 
 def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:
     """See :func:`lightning_dct.kernels.add_rows`."""
-    _add_rows(total.numpy(), indices.numpy(), rows.contiguous().numpy())
+    # Read where they lie: the gradient of a part of a concatenation is no contiguous tensor.
+    groups = rows if rows.ndim == 3 else rows.unsqueeze(0)
+    groups = groups if groups.stride(2) == 1 else groups.contiguous()
+    entries = groups.untyped_storage().nbytes() // groups.itemsize - groups.storage_offset()
+    memory = groups.as_strided((max(entries, 0),), (1,))
+    _add_rows(total.numpy(), indices.numpy(), memory.numpy(), *groups.shape[:2], *groups.stride()[:2])
 
 
 def _words(flags: Tensor) -> NDArray[np.uint64]:
@@ -266,6 +278,17 @@ def _count_flags(words: Any, sizes: Any) -> Any:
         counts[number] = _flags_before(words, start + sizes[number], start)
         start += sizes[number]
     return counts
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _write_positions(words: Any, positions: Any) -> None:
+    count = 0
+    for word in range(words.size):
+        flags = words[word]
+        while flags:
+            positions[count] = 64 * word + np.int64(trailing_zeros(flags))
+            flags &= flags - ONE
+            count += 1
 
 
 @intrinsic
@@ -566,11 +589,13 @@ def _decode_elias_fano(message: Any, universe: int, num_flags: int, low_bits: in
 
 
 @njit(nogil=True, cache=True)
-def _add_rows(total: Any, indices: Any, rows: Any) -> None:
-    for i in range(indices.size):
-        sums, addends = total[indices[i]], rows[i]
-        for j in range(sums.size):
-            sums[j] += addends[j]
+def _add_rows(total: Any, indices: Any, rows: Any, num_groups: int, size: int, to_group: int, to_row: int) -> None:
+    for i in range(num_groups):
+        for k in range(size):
+            start = i * to_group + k * to_row
+            sums, addends = total[indices[i * size + k]], rows[start : start + total.shape[1]]
+            for j in range(sums.size):
+                sums[j] += addends[j]
 
 
 def _shares(tensors: Sequence[Tensor], first: Sequence[int]) -> list[list[_Piece]]:

@@ -29,7 +29,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_dct.kernels.bits import flags_num_bytes, nonzero_indices, unpack_bits
+from lightning_dct.kernels import positions_of
+from lightning_dct.kernels.bits import flags_num_bytes
 from lightning_dct.wire.positions import PayloadError, PositionCode
 from lightning_dct.wire.values import BITS_PER_VALUE, SCALED_FORMATS, decode_tensors, encode_tensors, values_num_bytes
 
@@ -95,7 +96,7 @@ class Unpacked(NamedTuple):
     @property
     def positions(self) -> Tensor:
         """Indices of the sent entries in the flattened bucket: shape ``[count]``, int64, ascending."""
-        return nonzero_indices(unpack_bits(self.flags, 8 * self.flags.numel()))
+        return positions_of(self.flags, self.values.numel())
 
 
 def pack(layout: PayloadLayout, flags: Tensor, values: Tensor, counts: Sequence[int], dense: Tensor) -> Tensor:
