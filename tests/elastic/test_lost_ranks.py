@@ -2,11 +2,9 @@
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 from distributed.harness import TESTS, Ranks
-from elastic.jobs import Job, Net, examples
+from distributed.scripts import Script
+from elastic.jobs import HURRY, Job, Net, examples
 
 # Without importing it here, because it prints what it does unless it is told before.
 pytestmark = pytest.mark.skipif(find_spec("torchft") is None, reason="torchft has wheels for some platforms only")
@@ -77,8 +76,11 @@ def test_ranks_are_killed_and_join_again(
     run.wait_for(1, reached + 20)
     assert int(run.rows(1)[before][2]) >= reached  # it has joined where the others were
     run.kill(0)  # the first one, too
-    run.wait_for(2, int(run.rows(2)[-1][2]) + 20)
+    reached = int(run.rows(2)[-1][2])
+    run.wait_for(2, reached + 20)
     run.start(0)
+    run.wait_for(0, reached + 20)
+    run.hurry()
     ends = run.end()
     check_alike(run, ends, steps)
     for strategy in ("dct", "ddp"):
@@ -96,6 +98,7 @@ def test_a_stopped_rank_comes_back_and_keeps_what_it_has_moved(job: Callable[...
     run.wait_for(0, reached + 40)
     run.kill(2, signal.SIGCONT)
     run.wait_for(2, reached + 40)
+    run.hurry()
     ends = run.end()
     check_alike(run, ends, steps)
     assert int(ends[2][3]) >= 40  # steps that it has passed over
@@ -114,13 +117,15 @@ def test_a_rank_that_is_asked_to_end_hands_over_what_it_has_not_sent(job: Callab
 
 def test_the_lighthouse_is_killed_and_comes_back(job: Callable[..., Job]) -> None:
     run = job(3, 400, slow=0.1)
-    run.wait_for(0, 40)
+    run.wait_for(0, 20)
     run.lighthouse.kill()
     run.lighthouse.wait()
-    rounds = int(run.rows(0)[-1][0])
+    reached, rounds = int(run.rows(0)[-1][2]), int(run.rows(0)[-1][0])
     time.sleep(3.0)
     assert int(run.rows(0)[-1][0]) <= rounds + 1
     run.light()
+    run.wait_for(0, reached + 8)  # beyond the round that may have been under way
+    run.hurry()
     ends = run.end()
     check_alike(run, ends, 400)
     assert sum(row[3] == "3" and int(row[0]) > rounds + 1 for row in run.rows(0)) > 10
@@ -137,7 +142,7 @@ def test_without_a_lighthouse_ranks_train_on_alone(job: Callable[..., Job]) -> N
 
 
 def test_a_slow_rank_passes_over_steps(job: Callable[..., Job]) -> None:
-    steps = 240
+    steps = 160
     run = job(3, steps, only={1: {"slow": 0.5}}, slow=0.05, local_steps=8)
     ends = run.end()
     check_alike(run, ends, steps)
@@ -155,7 +160,10 @@ def test_all_ranks_write_where_the_first_one_does(job: Callable[..., Job], tmp_p
     run = job(2, 200, slow=0.02, finds_folder=True)
     run.wait_for(1, 20)
     run.kill(1)
+    reached = int(run.rows(1)[-1][2])
     run.start(1)
+    run.wait_for(1, reached + 1)
+    run.hurry()
     run.end()
     rows = [(tmp_path / f"folders-{rank}.txt").read_text().split() for rank in range(2)]
     assert rows[0] == [str(tmp_path / "lightning_logs" / "of-0" / "checkpoints")]
@@ -171,6 +179,7 @@ def test_a_rank_does_not_join_another_fit(job: Callable[..., Job]) -> None:
     other.join(120)
     assert other.exitcode == 1
     assert "This rank is in fit 2 of its process, and the run that it would join is in fit 1." in run.log(1)
+    run.hurry()
     run.end()
 
 
@@ -184,54 +193,63 @@ def test_all_ranks_resume_from_a_checkpoint(job: Callable[..., Job], tmp_path: P
     assert int(again.rows(0)[0][2]) > 60
 
 
-def test_the_first_process_is_killed_and_the_others_go_on(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        textwrap.dedent(f"""
-        import os, sys, warnings, zlib
-        from pathlib import Path
-        sys.path.insert(0, {str(TESTS)!r})
-        warnings.simplefilter("ignore")
-        import lightning.pytorch as pl, torch
-        from torch.utils.data import DataLoader
-        from elastic.jobs import SETTINGS, Digests, Net, examples
-        import lightning_dct
+SCRIPT = f"""
+import os, sys, warnings, zlib
+from pathlib import Path
+sys.path.insert(0, {str(TESTS)!r})
+warnings.simplefilter("ignore")
+import lightning.pytorch as pl, torch
+from torch.utils.data import DataLoader
+from elastic.jobs import HURRY, SETTINGS, Digests, Net, examples
+import lightning_dct
 
-        torch.set_num_threads(1)
-        folder = Path({str(tmp_path)!r})
-        trainer = pl.Trainer(
-            strategy=lightning_dct.DCTElasticStrategy(**SETTINGS), accelerator="cpu", devices=2, max_steps=300,
-            callbacks=[Digests(folder)], logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        net = Net(slow=0.05)
-        trainer.fit(net, DataLoader(examples(4000, 1), batch_size=16))
-        weights = zlib.crc32(b"".join(p.detach().numpy().tobytes() for p in net.parameters()))
-        with (folder / "ends.txt").open("a") as file:
-            print(trainer.global_rank, trainer.global_step, f"{{weights:08x}}", os.getpid(), file=file)
-        """)
-    )
-    environment = {**os.environ, "PYTHONPATH": f"{TESTS.parent / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    environment = {name: value for name, value in environment.items() if name not in ("LOCAL_RANK", "NODE_RANK")}
-    with (tmp_path / "log.txt").open("w") as log:
-        first = subprocess.Popen(
-            [sys.executable, str(script)], env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL
-        )
-        deadline = time.monotonic() + 600
+torch.set_num_threads(1)
+folder = Path.cwd()
+trainer = pl.Trainer(
+    strategy=lightning_dct.DCTElasticStrategy(**SETTINGS), accelerator="cpu", devices=2, max_steps=300,
+    callbacks=[Digests(folder)], logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    enable_model_summary=False,
+)
+net = Net(slow=0.2, hurry=folder / HURRY)  # slow until the one that was killed is back
+trainer.fit(net, DataLoader(examples(4000, 1), batch_size=16))
+weights = zlib.crc32(b"".join(p.detach().numpy().tobytes() for p in net.parameters()))
+with (folder / "ends.txt").open("a") as file:
+    print(trainer.global_rank, trainer.global_step, f"{{weights:08x}}", os.getpid(), file=file)
+"""
 
-        def wait_for(found: Callable[[], bool]) -> None:
-            while not found():
-                assert time.monotonic() < deadline, (tmp_path / "log.txt").read_text()[-3000:]
-                time.sleep(0.1)
 
-        rows = tmp_path / "digests-1.txt"
-        wait_for(lambda: rows.exists() and len(rows.read_text().splitlines()) > 5)
-        first.kill()
-        first.wait()
-        ends = tmp_path / "ends.txt"
-        wait_for(lambda: ends.exists() and len(ends.read_text().splitlines()) == 2)
+@pytest.fixture
+def first(tmp_path: Path) -> Iterator[Script]:
+    """The first process of ``SCRIPT``, which starts the second one and a supervisor."""
+    path = f"{TESTS.parent / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    made = Script(tmp_path, SCRIPT, PYTHONPATH=path)
+    yield made
+    with suppress(ProcessLookupError):
+        os.killpg(made.pid, signal.SIGKILL)  # what it has started, too
+
+
+def test_the_first_process_is_killed_and_the_others_go_on(first: Script, tmp_path: Path) -> None:
+    deadline = time.monotonic() + 600
+    ends = tmp_path / "ends.txt"
+
+    def rows(rank: int) -> list[str]:
+        path = tmp_path / f"digests-{rank}.txt"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def wait_for(found: Callable[[], bool]) -> None:
+        while not found():
+            assert time.monotonic() < deadline, (rows(0), rows(1))
+            time.sleep(0.1)
+
+    wait_for(lambda: len(rows(1)) > 5)
+    first.send_signal(signal.SIGKILL)
+    wait_for(lambda: not first.is_running())
+    before = len(rows(0))
+    wait_for(lambda: len(rows(0)) > before)  # it is started again, and has joined
+    (tmp_path / HURRY).touch()
+    printed = first.end()[1]
     found = [line.split() for line in ends.read_text().splitlines()]
-    assert {row[0] for row in found} == {"0", "1"}
+    assert {row[0] for row in found} == {"0", "1"}, printed
     assert {row[1] for row in found} == {"300"}
     assert len({row[2] for row in found}) == 1
     assert str(first.pid) not in {row[3] for row in found}
