@@ -21,10 +21,12 @@ settings.load_profile("tests")
 
 # Files that take longest come first: begun last, one of them would leave all workers but one with nothing to do.
 LONGEST = {
+    "test_lost_ranks.py",
     "test_readme.py",
     "test_examples.py",
     "test_restarts.py",
     "test_launchers.py",
+    "test_supervisor.py",
     "test_refusals.py",
     "test_hosts.py",
     "test_jobs.py",
