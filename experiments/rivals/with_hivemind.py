@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_dct.traffic import FP32_BYTES, all_reduce_bytes
 from rivals.apart import Method, Replica, own_address
 
-# Its 8 bits fail with NumPy 2.4 and later: `int()` of an array with one number.
+# Its 8 bits fail with NumPy 2.4: `int()` of an array with one number.
 _BITS = {"fp32": (32, NoCompression), "fp16": (16, Float16Compression)}
 _PATIENCE_S = 120.0
 
