@@ -76,7 +76,7 @@ def test_with_and_without_numba_slots_are_the_same(capacity: int, history: list[
     caches = RowCache(capacity), RowCache(capacity)
     for wanted in history:
         ours = caches[0].admit(asked(wanted))
-        with mock.patch.object(cache_module, "slots_kernel", return_value=None):
+        with mock.patch.object(cache_module, "rows_kernel", return_value=None):
             theirs = caches[1].admit(asked(wanted))
         assert [part.tolist() for part in ours] == [part.tolist() for part in theirs]
 

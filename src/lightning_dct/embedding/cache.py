@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from lightning_dct.embedding.owners import Int64Array
-from lightning_dct.kernels import slots_kernel
+from lightning_dct.kernels import rows_kernel
 
 
 class Admission(NamedTuple):
@@ -152,8 +152,8 @@ class SlotIndex:
         slots = np.full(rows.size, -1, dtype=np.int64)
         if not row_at.size:
             return slots
-        if (kernel := slots_kernel()) is not None:
-            kernel.find(self._table, 64 - self._bits, rows, row_at, slots)
+        if (kernel := rows_kernel("cpu")) is not None:
+            kernel.find_slots(self._table, 64 - self._bits, rows, row_at, slots)
             return slots
         places, sought = self._homes(rows), np.arange(rows.size)
         while sought.size:
@@ -181,8 +181,8 @@ class SlotIndex:
 
     def _put(self, rows: Int64Array, slots: Int64Array) -> None:
         self._entries += rows.size
-        if (kernel := slots_kernel()) is not None:
-            kernel.put(self._table, 64 - self._bits, rows, slots)
+        if (kernel := rows_kernel("cpu")) is not None:
+            kernel.put_slots(self._table, 64 - self._bits, rows, slots)
             return
         places = self._homes(rows)
         while slots.size:

@@ -69,12 +69,6 @@ def rows_kernel(device_type: str) -> Any:
     return import_module("lightning_dct.kernels.numba_rows") if fastest_kernel(device_type) == "numba" else None
 
 
-@cache
-def slots_kernel() -> Any:
-    """:mod:`~lightning_dct.kernels.numba_slots`, or None without numba."""
-    return import_module("lightning_dct.kernels.numba_slots") if fastest_kernel("cpu") == "numba" else None
-
-
 def available_kernels(device_type: str) -> list[str]:
     """The installed kernels for a device, the slowest first."""
     return ["torch", "numba"] if device_type == "cpu" and _is_installed("numba") else ["torch"]
