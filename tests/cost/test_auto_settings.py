@@ -296,7 +296,7 @@ def test_a_plan_measures_and_prints_what_a_run_would_choose(ranks: Any) -> None:
     assert rows["plain DDP"][2:4] == ["41,001.0", "4,000,000"]
     assert rows["DDP in bf16"][3:5] == ["21,001.0", "2,000,000"]
     assert rows["updates every step, 10%"][-1] == "taken"
-    assert printed.count("this run is too short") == 11
+    assert printed.count("this run is too short") == 9  # the rows below it for two ranks in docs/settings.md
     for lacking in ([], ["--compute-ms", "0"]):
         assert ranks(2).run(measure_and_plan, "--parameters", "1M", *lacking) == [(2, "")] * 2
 
