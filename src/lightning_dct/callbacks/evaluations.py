@@ -22,6 +22,7 @@ class SharedWeightsView(InternalCallback):
     ``DCTStrategy`` adds it before all other callbacks. It opens the view when a batch, an epoch or training ends and
     when an epoch or a batch starts, for the hooks of callbacks and of the LightningModule. The strategy closes the view
     just before ``training_step``. The model holds the rank's own weights from there to the end of the optimizer step.
+    A callback whose hooks of a batch leave weights alone says so with ``reads_weights = False`` in its class.
     """
 
     def __init__(self) -> None:

@@ -285,7 +285,7 @@ def _write_positions(words: Any, positions: Any) -> None:
     count = 0
     for word in range(words.size):
         flags = words[word]
-        while flags:
+        while flags and count < positions.size:
             positions[count] = 64 * word + np.int64(trailing_zeros(flags))
             flags &= flags - ONE
             count += 1
