@@ -37,13 +37,13 @@ from lightning_dct.failures.lifeline import check_lifelines
 from lightning_dct.failures.process_group import group_is_made
 from lightning_dct.law import Given, RunSettings
 from lightning_dct.lightning_private import BackwardSyncControl, StrategyRegistry
+from lightning_dct.profiling import recorded
 from lightning_dct.strategy import DCTStrategy as TrainerStrategy
 from lightning_dct.sync.setup import (
     check_optimizers,
     check_settings,
     make_gradient_synchronizer,
     make_update_synchronizer,
-    recorded,
 )
 from lightning_dct.sync.step_guard import StepGuard
 from lightning_dct.sync.synchronizer import Synchronizer

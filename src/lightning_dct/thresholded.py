@@ -37,8 +37,9 @@ from lightning_dct.failures.lifeline import Lifeline, check_lifelines
 from lightning_dct.failures.process_group import group_is_made
 from lightning_dct.law import Given, RunSettings
 from lightning_dct.lightning_private import StrategyRegistry
+from lightning_dct.profiling import shown_by
 from lightning_dct.saving import CheckpointedStrategy
-from lightning_dct.sync.setup import check_optimizers, shown_by
+from lightning_dct.sync.setup import check_optimizers
 from lightning_dct.sync.step_guard import StepGuard
 from lightning_dct.traffic import Traffic
 

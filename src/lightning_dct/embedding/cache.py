@@ -152,10 +152,11 @@ class SlotIndex:
         slots = np.full(rows.size, -1, dtype=np.int64)
         if not row_at.size:
             return slots
+        places = self._homes(rows)
         if (kernel := rows_kernel("cpu")) is not None:
-            kernel.find_slots(self._table, 64 - self._bits, rows, row_at, slots)
+            kernel.find_slots(self._table, places, rows, row_at, slots)
             return slots
-        places, sought = self._homes(rows), np.arange(rows.size)
+        sought = np.arange(rows.size)
         while sought.size:
             found = self._table[places]
             used = found >= 0
@@ -181,10 +182,10 @@ class SlotIndex:
 
     def _put(self, rows: Int64Array, slots: Int64Array) -> None:
         self._entries += rows.size
-        if (kernel := rows_kernel("cpu")) is not None:
-            kernel.put_slots(self._table, 64 - self._bits, rows, slots)
-            return
         places = self._homes(rows)
+        if (kernel := rows_kernel("cpu")) is not None:
+            kernel.put_slots(self._table, places, slots)
+            return
         while slots.size:
             free = self._table[places] < 0
             self._table[places[free]] = slots[free]

@@ -33,7 +33,7 @@ from lightning_dct.compress.threshold import (
 )
 from lightning_dct.embedding.owners import Int64Array
 from lightning_dct.kernels import cpu_kernel, positions_of
-from lightning_dct.kernels.bits import flags_num_bytes, nonzero_indices
+from lightning_dct.kernels.bits import nonzero_indices
 from lightning_dct.wire.payload import PayloadLayout, pack, unpack_values
 from lightning_dct.wire.rows import decode_rows, encode_rows, row_scales_num_bytes
 from lightning_dct.wire.values import values_num_bytes
@@ -94,7 +94,7 @@ def compress_changes(
         elif thresholds[table] == 0:
             thresholds[table] = kth_magnitude(flat[start:stop] + scale * added[start:stop], target)
     limits = np.maximum(thresholds[message.tables], SMALLEST_THRESHOLD)
-    flags = torch.zeros(flags_num_bytes(flat.numel()), dtype=torch.uint8, device=flat.device)
+    flags = torch.zeros(layout.flags_num_bytes, dtype=torch.uint8, device=flat.device)
     news, bases = (tensor.split(layout.tensor_sizes) for tensor in (added, flat))
     kernel = cpu_kernel("auto" if flat.is_cpu else "torch")  # that of torch works on any device
     values, reached = kernel.select(news, bases, edges[:-1], limits.tolist(), scale, flags)

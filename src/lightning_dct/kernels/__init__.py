@@ -51,7 +51,7 @@ def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:
     shape ``[k, dim]`` or ``[i, k / i, dim]`` in the same dtype.
     """
     if fastest_kernel(total.device.type) == "numba":
-        import_module("lightning_dct.kernels.numba_cpu").add_rows(total, indices, rows)
+        cpu_kernel("numba").add_rows(total, indices, rows)
     else:
         total.index_add_(0, indices, rows.reshape(-1, rows.shape[-1]))
 

@@ -20,7 +20,7 @@ NO_SIGN = 0x7FFFFFFF
 LARGEST = np.float32(np.finfo(np.float32).max)
 ONE, ZERO = np.float32(1), np.float32(0)
 UNIT, PART = np.float32(2.0**-24), np.float32(2.0**-23)
-# Of SplitMix64; the first one also spreads rows over the table of their slots.
+# Of SplitMix64.
 GOLDEN, FIRST, SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 A_LITTLE_LESS = np.float32(1 - 2**-23)
 
@@ -52,23 +52,23 @@ def decode(written: Tensor, count: int, num_rows: int, levels: int, shares: NDAr
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def find_slots(table: Any, shift: int, rows: Any, row_at: Any, slots: Any) -> None:
+def find_slots(table: Any, homes: Any, rows: Any, row_at: Any, slots: Any) -> None:
     """Write the slots of rows to ``slots``, -1 for missing rows; see :class:`lightning_dct.embedding.cache.SlotIndex`.
 
-    ``table``, of ``2 ** (64 - shift)`` entries, has slots, or -1 where it is free. The search begins at a row's home.
+    ``table``, of a power of two of entries, has slots, or -1 where it is free. The search begins at a row's home.
     """
     for i in range(rows.size):
-        place = np.int64((np.uint64(rows[i]) * GOLDEN) >> np.uint64(shift))
+        place = homes[i]
         while table[place] >= 0 and row_at[table[place]] != rows[i]:
             place = (place + 1) & (table.size - 1)
         slots[i] = table[place]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def put_slots(table: Any, shift: int, rows: Any, slots: Any) -> None:
-    """Insert new rows in these slots."""
-    for i in range(rows.size):
-        place = np.int64((np.uint64(rows[i]) * GOLDEN) >> np.uint64(shift))
+def put_slots(table: Any, homes: Any, slots: Any) -> None:
+    """Insert the slots of new rows."""
+    for i in range(slots.size):
+        place = homes[i]
         while table[place] >= 0:
             place = (place + 1) & (table.size - 1)
         table[place] = slots[i]

@@ -6,20 +6,16 @@ and its number on that node, and the timeout of process groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.profiler import record_function
 
 from lightning_dct.activations.module import module_settings, plain_name
 from lightning_dct.agreement import check_agreement
@@ -166,28 +162,3 @@ def _synchronised_names(module: Module, ignored: Iterable[str]) -> dict[Tensor, 
     # Parameters that DistributedDataParallel ignores differ between ranks.
     excluded = {plain_name(name) for name in ignored}
     return {parameter: name for parameter, name in parameter_names(module).items() if name not in excluded}
-
-
-def recorded(work: str) -> AbstractContextManager[Any]:
-    """A span of ``torch.profiler``; none while nothing profiles, when it would take 6 microseconds."""
-    # torch tells its own optimizers by this flag.
-    profiles = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
-    return record_function(_name(work)) if profiles else nullcontext()
-
-
-def shown_by(trainer: Any) -> Callable[[str], AbstractContextManager[Any]]:
-    """Spans of a Trainer's profiler; if it has none, of ``torch.profiler``, which a callback may run."""
-    profiler: Profiler = trainer.profiler
-    if isinstance(profiler, PassThroughProfiler):
-        return recorded
-    return lambda work: profiler.profile(_name(work))
-
-
-def _name(work: str) -> str:
-    """The name of a piece of work in the profilers of Lightning and torch.
-
-    [Strategy]DCTStrategy.compress      add the residual, select, pack; start sending
-    [Strategy]DCTStrategy.exchange      wait for bytes that have not arrived yet
-    [Strategy]DCTStrategy.decompress    read the payloads (``exchange="sharded"``: and send their sum, compressed)
-    """
-    return f"[Strategy]DCTStrategy.{work}"
