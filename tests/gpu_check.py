@@ -235,10 +235,13 @@ def exchanged(config: DCTConfig, device: torch.device, rank: int) -> dict[str, s
             optimizer.zero_grad()
             wrapped(numbers).backward()
             optimizer.step()
-    state = synchronizer.state_dict()
-    if config.compress == "updates":
-        synchronizer.weights.show()
     synchronizer.exchange.close()
+    if config.compress == "updates":
+        # As at the end of fit, after which a checkpoint may be saved.
+        synchronizer.weights.show()
+        module.cpu()
+        synchronizer.weights.follow_parameters()
+    state = synchronizer.state_dict()
     kept = {**state["residuals"], **state.get("weights", {})}
     return {"shared": hashed(*(parameter.detach() for parameter in module)), "kept": hashed(*kept.values())}
 

@@ -87,12 +87,11 @@ def test_works_without_any_optional_package(tmp_path: Path) -> None:
 
 
 def test_names_where_newer_ones_are_missing(tmp_path: Path) -> None:
-    """Without what torch 2.8 and Lightning 2.5 do not have; the errors of `strategy="dct"` before processes start."""
+    """Without what torch 2.8 does not have; the errors of `strategy="dct"` before processes start."""
     script = """
     import importlib
     import pkgutil
 
-    import lightning.pytorch.callbacks
     import pytorch_lightning
     import torch.distributed
     import torch.nn.parallel.distributed as ddp
@@ -108,7 +107,6 @@ def test_names_where_newer_ones_are_missing(tmp_path: Path) -> None:
 
     assert "invalid strategy name: `strategy='dct'`" in refusal(Trainer, "dct")
 
-    del lightning.pytorch.callbacks.WeightAveraging
     del torch.distributed.all_gather_single
     bucket_size = vars(ddp).pop("_DEFAULT_BUCKET_CAP_MB")
 

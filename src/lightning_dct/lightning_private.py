@@ -1,6 +1,6 @@
-"""All that this package uses of Lightning's private parts (2.5 and 2.6), with the reason for each.
+"""All that this package uses of Lightning's private parts (2.6) from outside, with the reason for each.
 
-A new version of Lightning can break this file, and no other.
+A strategy also inherits private attributes and overrides private methods, which its own file shows.
 
 =================================  ==================================================================================
 private part                       no public hook lies there

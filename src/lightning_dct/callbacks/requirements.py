@@ -7,12 +7,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 
-# Lightning before 2.6 has only the first of them.
-AVERAGING = tuple(
-    getattr(callbacks, name) for name in ("StochasticWeightAveraging", "WeightAveraging") if hasattr(callbacks, name)
-)
+AVERAGING = (StochasticWeightAveraging, WeightAveraging)
 
 # Hooks that Lightning calls in every training step.
 _STEP_HOOKS = (
