@@ -185,8 +185,8 @@ def assert_feature(name: str, run: Run, left: Any, epochs: list[State], folder: 
     assert run.synchronisations == steps
 
 
-def find_rate_and_fit(folder: Path, search: bool) -> tuple[Run, Any]:
-    strategy, watch, module = DCTStrategy(compress="gradients", density=0.1, refresh_every=4), Watch(), Module()
+def find_rate_and_fit(folder: Path, settings: dict[str, Any], search: bool) -> tuple[Run, Any]:
+    strategy, watch, module = DCTStrategy(refresh_every=4, **settings), Watch(), Module()
     module.lr = 0.1
     trainer = trainer_for(strategy, callbacks=[watch], default_root_dir=folder, max_epochs=2)
     found = None
@@ -201,10 +201,13 @@ def find_rate_and_fit(folder: Path, search: bool) -> tuple[Run, Any]:
     return summary(strategy, module, watch), found
 
 
-def test_search_for_a_learning_rate_leaves_nothing_behind(ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [{"compress": "gradients", "density": 0.1}, {"local_steps": 2, "density": 0.1}])
+def test_search_for_a_learning_rate_leaves_nothing_behind(
+    ranks: Any, tmp_path: Path, settings: dict[str, Any]
+) -> None:
     """Oracle: the same fit without ``Tuner.lr_find`` before it, bitwise: weights, residuals, thresholds, traffic."""
-    plain = ranks(2).run(find_rate_and_fit, tmp_path, False)
-    tuned = ranks(2).run(find_rate_and_fit, tmp_path, True)
+    plain = ranks(2).run(find_rate_and_fit, tmp_path, settings, False)
+    tuned = ranks(2).run(find_rate_and_fit, tmp_path, settings, True)
     for (expected, _), (run, tried) in zip(plain, tuned, strict=True):
         assert tried >= 5
         assert run.hashes == expected.hashes

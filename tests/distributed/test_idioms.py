@@ -464,17 +464,18 @@ def test_sync_batchnorm_is_applied_as_by_ddp(ranks: Any) -> None:
     assert ours[0].startswith("SyncBatchNorm")
 
 
-def train_and_find(folder: Path, find: bool) -> Run:
+def train_and_find(folder: Path, settings: dict[str, Any], find: bool) -> Run:
     module = Module()
     module.lr = 0.1
     finder = LearningRateFinder(num_training_steps=10, max_lr=0.1, attr_name="lr")
-    strategy = DCTStrategy(compress="gradients", density=0.1, refresh_every=4)
+    strategy = DCTStrategy(refresh_every=4, **settings)
     return fit(strategy, module, 12, callbacks=[finder] * find, default_root_dir=str(folder))
 
 
-def test_learning_rate_finder_leaves_no_trace(ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [{"compress": "gradients", "density": 0.1}, {"local_steps": 2, "density": 0.1}, {}])
+def test_learning_rate_finder_leaves_no_trace(ranks: Any, tmp_path: Path, settings: dict[str, Any]) -> None:
     """Oracle: the same run without the finder, bitwise; its trial steps are restored from a checkpoint."""
-    plain, found = (ranks(2).run(train_and_find, tmp_path, find) for find in (False, True))
+    plain, found = (ranks(2).run(train_and_find, tmp_path, settings, find) for find in (False, True))
     for expected, run in zip(plain, found, strict=True):
         assert run.synchronisations == 12
         assert run.hashes[-12:] == expected.hashes

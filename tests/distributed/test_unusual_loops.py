@@ -18,6 +18,7 @@ from lightning_dct import DCTStrategy
 from lightning_dct.fabric import DCTStrategy as FabricStrategy
 
 SETTINGS = {"density": 0.3, "local_steps": 2, "warmup_steps": 0}
+EVERY_STEP = {"density": 0.3, "local_steps": 1, "warmup_steps": 0}
 
 
 def train(module: Module, batches: Any = 12, **trainer: Any) -> list[str]:
@@ -125,7 +126,7 @@ class Unfreezing(Module):
         return torch.optim.SGD(self.parameters(), 0.1)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        self.model.first.requires_grad_(batch_idx >= 6)
+        self.model.first.requires_grad_(batch_idx >= 7)  # the cosine of steps is measured in step 8
         return super().training_step(batch, batch_idx)
 
 
@@ -175,7 +176,7 @@ KINDS = {"unfreezing": Unfreezing, "initialising": Initialising, "constants": Co
 
 @pytest.mark.parametrize(
     ("kind", "trainer"),
-    [("unfreezing", {}), ("initialising", {}), ("initialising", {"accumulate_grad_batches": 2})],
+    [("unfreezing", {}), ("unfreezing", {"settings": EVERY_STEP}), ("initialising", {}), ("initialising", {"accumulate_grad_batches": 2})],
 )
 def test_ranks_end_alike(ranks: Any, kind: str, trainer: dict[str, Any]) -> None:
     assert ranks(2).run(learn, kind, trainer) == [[], []]

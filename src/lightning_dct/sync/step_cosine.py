@@ -59,6 +59,10 @@ class StepCosine:
         """Sample this rank's weights before an optimizer step (from 1 on) in which the cosine is measured."""
         self._begun, self._before = step, sample_of(weights, step)
 
+    def skip(self) -> None:
+        """Leave a step that has begun unmeasured, because other weights take part now."""
+        self._begun = 0
+
     def measure(self, step: int, weights: Sequence[Tensor], everyone: Link, awaited: Awaited) -> None:
         """Measure after a step that has begun; a collective call."""
         if self._is_awaited:

@@ -139,6 +139,7 @@ class UpdateSynchronizer(Synchronizer):
             [(name, parameters[name]) for name in rounds.names], self.config.round_length if self.config.delay else 1
         )
         rounds.dense_bytes = 0
+        rounds.cosine.skip()
         shapes = [
             [(name, str(parameters[name].dtype), real_numel(parameters[name])) for name in b] for b in rounds.buckets
         ]
@@ -288,6 +289,9 @@ class UpdateSynchronizer(Synchronizer):
                 self.weights.set_own(name, shared if name in edited else weights)
             elif name in buffers:
                 buffers[name].copy_(weights)
+        # Parameters that took no part yet when the state was saved, as before the trials of a search for a rate.
+        for name in self.weights.parameters.keys() - state.get("weights", {}).keys():
+            self.weights.set_own(name, self.weights.shared(name))
         # Residuals of sums, from another exchange or another number of ranks.
         residuals = self.residuals.state_dict()
         self.residuals.load_state_dict({})
