@@ -25,11 +25,12 @@ def test_clipping_is_lightnings_own_again_after_teardown() -> None:
     assert not {"clip_grad_by_norm", "clip_grad_by_value"} & vars(precision).keys()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
 @pytest.mark.parametrize("max_norm", [0.1, 100.0])
-def test_clipping_equals_torchs(max_norm: float) -> None:
+def test_clipping_equals_torchs(max_norm: float, dtype: torch.dtype) -> None:
     """Oracle: torch.nn.utils.clip_grad_norm_, for dense gradients on one rank."""
     torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(40, 24), nn.Tanh(), nn.Linear(24, 8))
+    layers = nn.Sequential(nn.Linear(40, 24), nn.Tanh(), nn.Linear(24, 8)).to(dtype)
     twin = copy.deepcopy(layers)
     for one, other in zip(layers.parameters(), twin.parameters(), strict=True):
         one.grad = torch.randn_like(one)
@@ -37,7 +38,7 @@ def test_clipping_equals_torchs(max_norm: float) -> None:
     first, *rest = layers.parameters()
     norm = clip_grad_norm([first], max_norm, None, shared=rest)
     expected = nn.utils.clip_grad_norm_(twin.parameters(), max_norm)
-    torch.testing.assert_close(norm, expected)
+    torch.testing.assert_close(norm, expected, check_dtype=False)
     for one, other in zip(layers.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
 

@@ -86,5 +86,7 @@ def _sum_of_squares(gradients: Iterable[Tensor], device: torch.device) -> Tensor
     for gradient in gradients:
         # A sparse gradient may contain a row twice; only their sum has the right norm.
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
-        total += torch.linalg.vector_norm(values, dtype=torch.float32).to(device, torch.float64).square()
+        values = torch.view_as_real(values) if values.is_complex() else values
+        dtype = torch.promote_types(values.dtype, torch.float32)
+        total += torch.linalg.vector_norm(values, dtype=dtype).to(device, torch.float64).square()
     return total

@@ -202,9 +202,7 @@ def find_rate_and_fit(folder: Path, settings: dict[str, Any], search: bool) -> t
 
 
 @pytest.mark.parametrize("settings", [{"compress": "gradients", "density": 0.1}, {"local_steps": 2, "density": 0.1}])
-def test_search_for_a_learning_rate_leaves_nothing_behind(
-    ranks: Any, tmp_path: Path, settings: dict[str, Any]
-) -> None:
+def test_search_for_a_learning_rate_leaves_nothing_behind(ranks: Any, tmp_path: Path, settings: dict[str, Any]) -> None:
     """Oracle: the same fit without ``Tuner.lr_find`` before it, bitwise: weights, residuals, thresholds, traffic."""
     plain = ranks(2).run(find_rate_and_fit, tmp_path, settings, False)
     tuned = ranks(2).run(find_rate_and_fit, tmp_path, settings, True)

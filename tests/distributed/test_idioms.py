@@ -472,7 +472,9 @@ def train_and_find(folder: Path, settings: dict[str, Any], find: bool) -> Run:
     return fit(strategy, module, 12, callbacks=[finder] * find, default_root_dir=str(folder))
 
 
-@pytest.mark.parametrize("settings", [{"compress": "gradients", "density": 0.1}, {"local_steps": 2, "density": 0.1}, {}])
+@pytest.mark.parametrize(
+    "settings", [{"compress": "gradients", "density": 0.1}, {"local_steps": 2, "density": 0.1}, {}]
+)
 def test_learning_rate_finder_leaves_no_trace(ranks: Any, tmp_path: Path, settings: dict[str, Any]) -> None:
     """Oracle: the same run without the finder, bitwise; its trial steps are restored from a checkpoint."""
     plain, found = (ranks(2).run(train_and_find, tmp_path, settings, find) for find in (False, True))

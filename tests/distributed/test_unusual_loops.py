@@ -176,7 +176,12 @@ KINDS = {"unfreezing": Unfreezing, "initialising": Initialising, "constants": Co
 
 @pytest.mark.parametrize(
     ("kind", "trainer"),
-    [("unfreezing", {}), ("unfreezing", {"settings": EVERY_STEP}), ("initialising", {}), ("initialising", {"accumulate_grad_batches": 2})],
+    [
+        ("unfreezing", {}),
+        ("unfreezing", {"settings": EVERY_STEP}),
+        ("initialising", {}),
+        ("initialising", {"accumulate_grad_batches": 2}),
+    ],
 )
 def test_ranks_end_alike(ranks: Any, kind: str, trainer: dict[str, Any]) -> None:
     assert ranks(2).run(learn, kind, trainer) == [[], []]

@@ -25,6 +25,8 @@ class SharedWeightsView(InternalCallback):
     A callback whose hooks of a batch leave weights alone says so with ``reads_weights = False`` in its class.
     """
 
+    reads_weights = False
+
     def __init__(self) -> None:
         # Set only if a hook may read weights then, because a view copies and compares all weights.
         self.on_train_batch_start: Any = None
@@ -62,6 +64,8 @@ def _reads_weights(callback: Callback) -> bool:
         return True
     if not getattr(callback, "reads_weights", True):
         return False
+    if any(callable(vars(callback).get(hook)) for hook in _BATCH_HOOKS):  # as `LambdaCallback` sets them
+        return True
     known = type(callback).__module__.startswith(("lightning.pytorch.", "lightning_dct."))
     return not known and any(getattr(type(callback), hook) is not getattr(Callback, hook) for hook in _BATCH_HOOKS)
 
