@@ -186,7 +186,9 @@ class DCTStrategy(DDPStrategy):
             saved.finish(self.checkpoint_io, part, outdated[part])
         unlock(path)
 
-    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Load Fabric's checkpoint and, with a dict of objects to restore, this rank's own state.
 
         Raises:
@@ -197,7 +199,7 @@ class DCTStrategy(DDPStrategy):
         fingerprints = fingerprints_of(file)
         try:
             with self._shared_weights():
-                remainder = super().load_checkpoint(path, state, *args, **kwargs)
+                remainder = super().load_checkpoint(path, state, strict, weights_only)
         except Exception as error:
             if all(fingerprints):
                 raise
@@ -206,7 +208,7 @@ class DCTStrategy(DDPStrategy):
         notes = remainder.pop(saved.CHECKPOINT_KEY, []) if isinstance(state, dict) and state else []
         notes = agreed_notes(notes, file, fingerprints)
         for index, (synchronizer, note) in enumerate(zip(self.synchronizers, notes, strict=False)):
-            own = restore_state(self, _part(file, index), note)
+            own = restore_state(self, _part(file, index), note, weights_only)
             check_replicas(on_all_ranks(partial(self._continue, synchronizer, own), file), file)
         return remainder
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -12,6 +13,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -167,7 +169,8 @@ class CheckpointedStrategy(ParallelStrategy):
             self.synchronizer.flush()
         self._finish_saving()
         # Under SLURM every rank looks for a free name, and they may find different ones.
-        path, save = self.broadcast(self._begin_saving(str(filepath)) if self.is_global_zero else ("", ""))
+        begun = self._begin_saving(str(filepath)) if self.is_global_zero else ("", "")
+        path, save, groups = self.broadcast((*begun, checksum_of_groups(checkpoint)))
         tables, note = self.sharded_tables(), None
         # Checkpoints of weights alone have no optimizer states.
         has_state = self.synchronizer is not None and "optimizer_states" in checkpoint
@@ -176,7 +179,7 @@ class CheckpointedStrategy(ParallelStrategy):
             note = saved.make_note(self.world_size, steps, save, has_state, bool(tables), self.stages)
             written = ""
             if has_state:
-                io, state = write_at_once(self.checkpoint_io), self._state()
+                io, state = write_at_once(self.checkpoint_io), {**self._state(), "groups": groups}
                 written = saved.write_state(io, path, note, self.global_rank, state)
             if tables:
                 save_rows(saved.rows_path(path, note, writing=True), tables, self.optimizers if has_state else [])
@@ -237,7 +240,7 @@ class CheckpointedStrategy(ParallelStrategy):
         trainer = getattr(self.lightning_module, "_trainer", None)
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             if note.get("has_state"):
-                checkpoint[STATE_KEY] = restore_state(self, path, note)
+                checkpoint[STATE_KEY] = restore_state(self, path, note, weights_only)
             else:
                 rank_zero_info(f"{checkpoint_path} holds no state of DCTStrategy: residuals start at zero.")
         return checkpoint
@@ -280,6 +283,12 @@ class CheckpointedStrategy(ParallelStrategy):
 
     def _load_optimizer_states(self, checkpoint: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> None:
         """Load this rank's own states of the optimizers if there are any, and otherwise those of the checkpoint."""
+        if own and checkpoint[STATE_KEY].get("groups") not in (None, checksum_of_groups(checkpoint)):
+            rank_zero_warn(
+                "The checkpoint's optimizers have other hyperparameters, such as the learning rate, than were saved."
+                " Every rank continues with those of the checkpoint."
+            )
+            own = with_groups_of(checkpoint["optimizer_states"], own)
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": list(own)} if own else checkpoint)
 
     def _state(self) -> dict[str, Any]:
@@ -342,6 +351,27 @@ def warn_of_uploads(loggers: Iterable[Logger]) -> None:
                 " Without the folder, a run continues only with `missing_state='reset'`, which loses the ranks'"
                 " residuals. The rows of sharded tables are lost too."
             )
+
+
+def checksum_of_groups(checkpoint: Mapping[str, Any]) -> int:
+    """A checksum of the hyperparameters in a checkpoint's optimizer states, to see whether somebody edits them."""
+    plain = (int, float, str, list, tuple, Tensor)  # of others `repr` may have an address
+    groups = [group for state in checkpoint.get("optimizer_states", []) for group in state.get("param_groups", [])]
+    kept = [
+        {key: value for key, value in group.items() if isinstance(value, plain) and key != "params"} for group in groups
+    ]
+    listed = apply_to_collection(kept, Tensor, Tensor.tolist)
+    return zlib.crc32(repr(listed).encode())
+
+
+def with_groups_of(theirs: Iterable[Mapping[str, Any]], own: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A rank's own states of the optimizers, with the hyperparameters of others."""
+    states = []
+    for their, mine in zip(theirs, own, strict=True):
+        pairs = zip(their["param_groups"], mine["param_groups"], strict=True)
+        groups = [{**group, "params": my_group["params"]} for group, my_group in pairs]
+        states.append({**mine, "param_groups": groups})
+    return states
 
 
 def checkpoint_folders(trainer: pl.Trainer) -> list[str | None]:

@@ -254,6 +254,43 @@ def resume_without_moving(path: Path, kind: type[Module]) -> tuple[State, list[s
     ]
 
 
+class EditsTheRate(Module):
+    """Continues at another learning rate than the one that was saved."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["optimizer_states"][0]["param_groups"][0]["lr"] = 0.125
+
+
+class Resumed(Callback):
+    """Notes the learning rate and the moments that a run resumes with."""
+
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
+        (optimizer,) = trainer.optimizers
+        self.rate = optimizer.param_groups[0]["lr"]
+        self.moments = [float(state["exp_avg"].sum()) for state in optimizer.state.values()]
+
+
+def resume_optimizer(path: Path, kind: type[Module]) -> tuple[float, list[float], list[str]]:
+    resumed = Resumed()
+    strategy = DCTStrategy(density=0.2, local_steps=5, warmup_steps=0, delay=4)
+    trainer = trainer_for(strategy, callbacks=[resumed], max_epochs=3)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trainer.fit(kind(None, torch.optim.Adam, lr=0.01), twice_ten_batches(), ckpt_path=path)
+    return resumed.rate, resumed.moments, [str(w.message) for w in warned if "hyperparameters" in str(w.message)]
+
+
+def test_an_edited_learning_rate_stays(ranks: Any, whole: Path) -> None:
+    """Oracle: without the edit, the same moments, which differ between ranks, and no warning."""
+    plain, edited = (ranks(2).run(resume_optimizer, whole, kind) for kind in (Module, EditsTheRate))
+    assert [rate for rate, *_ in plain] == [0.01] * 2
+    assert [rate for rate, *_ in edited] == [0.125] * 2
+    assert [moments for _, moments, _ in plain] == [moments for _, moments, _ in edited]
+    assert plain[0][1] != plain[1][1]
+    assert plain[0][2] == []
+    assert len(edited[0][2]) == 1
+
+
 @pytest.mark.parametrize("kind", [Module, EditsOnLoading])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_edited_weights_stay(ranks: Any, whole: Path, tmp_path: Path, world_size: int, kind: type[Module]) -> None:

@@ -112,6 +112,8 @@ _OPTIONAL: dict[str, Rule] = {
     # Checksums of the shared weights.
     "shared": (_NAME, _COUNT),
     "optimizers": ("a list", lambda value: isinstance(value, list)),
+    # A checksum of the hyperparameters in Lightning's file.
+    "groups": _COUNT,
     "exchange_clocks": (_NAME, _COUNT),
     "in_flight": (_NAME, ("a list of floating-point numbers", _is_list)),
     # With a Trainer.
@@ -259,10 +261,15 @@ def write_state(checkpoint_io: CheckpointIO, path: str, note: Mapping[str, Any],
 
 
 def read_checked(
-    checkpoint_io: CheckpointIO, file: str, identity: Mapping[str, int | str], fingerprint: str = ""
+    checkpoint_io: CheckpointIO,
+    file: str,
+    identity: Mapping[str, int | str],
+    fingerprint: str = "",
+    weights_only: bool | None = None,
 ) -> dict[str, Any]:
-    """Read a rank's compression state, from a file of this identity. Only tensors and plain data are unpickled.
+    """Read a rank's compression state, from a file of this identity.
 
+    Only tensors and plain data are unpickled, unless the user loads with ``weights_only=False``.
     ``fingerprint`` is what :func:`fingerprint_of` returned when the file was written; empty if nothing is known.
 
     Raises:
@@ -271,7 +278,7 @@ def read_checked(
     """
     try:
         found = fingerprint_of(file, compare=True)
-        state = checkpoint_io.load_checkpoint(file, weights_only=True)
+        state = checkpoint_io.load_checkpoint(file, weights_only=weights_only is not False)
         check_state(state)
     except (FileNotFoundError, PermissionError):
         raise

@@ -147,11 +147,14 @@ def check_alike(everyone: Mapping[int, Mapping[str, Any]], path: str) -> None:
             )
 
 
-def restore_state(strategy: Any, path: str, note: Mapping[str, Any]) -> dict[str, Any]:
+def restore_state(
+    strategy: Any, path: str, note: Mapping[str, Any], weights_only: bool | None = None
+) -> dict[str, Any]:
     """The state that this rank starts from; a collective call.
 
-    ``strategy`` is any of this package's, and ``note`` has been checked. If any rank's file is missing or was saved
-    with another ``compress``, ``config.missing_state`` chooses: an error, or all ranks start without residuals.
+    ``strategy`` is any of this package's, ``note`` has been checked, and ``weights_only`` is the user's. If any rank's
+    file is missing or was saved with another ``compress``, ``config.missing_state`` chooses: an error, or all ranks
+    start without residuals.
 
     Raises:
         FileNotFoundError: The state of some rank is missing. Raised on every rank.
@@ -163,7 +166,7 @@ def restore_state(strategy: Any, path: str, note: Mapping[str, Any]) -> dict[str
 
     def read() -> None:
         layout = strategy.global_rank, strategy.world_size, strategy.stages
-        state.update(read_state(strategy.checkpoint_io, path, note, *layout))
+        state.update(read_state(strategy.checkpoint_io, path, note, *layout, weights_only))
         # Ranks save weights of their own only if updates are exchanged.
         if ("weights" in state) != (config.compress == "updates"):
             other = "gradients" if config.compress == "updates" else "updates"
@@ -187,7 +190,13 @@ def restore_state(strategy: Any, path: str, note: Mapping[str, Any]) -> dict[str
 
 
 def read_state(
-    checkpoint_io: CheckpointIO, path: str, note: Mapping[str, Any], rank: int, world_size: int, stages: int = 1
+    checkpoint_io: CheckpointIO,
+    path: str,
+    note: Mapping[str, Any],
+    rank: int,
+    world_size: int,
+    stages: int = 1,
+    weights_only: bool | None = None,
 ) -> dict[str, Any]:
     """Read the state a rank starts from: its own, or the merged states of all ranks if the layout has changed.
 
@@ -202,9 +211,9 @@ def read_state(
     same_layout = (world_size, stages) == (note["world_size"], saved_stages)
     fingerprints = note["fingerprints"] or [""] * note["world_size"]
     for saved_rank in [rank] if same_layout else range(note["world_size"]):
-        file = state_path(path, note, saved_rank)
+        file, known = state_path(path, note, saved_rank), fingerprints[saved_rank]
         try:
-            states.append(read_checked(checkpoint_io, file, identity(note, saved_rank), fingerprints[saved_rank]))
+            states.append(read_checked(checkpoint_io, file, identity(note, saved_rank), known, weights_only))
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"The checkpoint {path!r} was saved with compression state, but {file!r} is not there. Put the folder"
