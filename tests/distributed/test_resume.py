@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -202,6 +203,31 @@ def test_files_load_with_weights_only(ranks: Any, tmp_path: Path) -> None:
     for state in states_in(tmp_path / "step=20.ckpt.dct", 2):
         assert state["synchronisations"] == 20
         assert set(state["residuals"]) == {f"model.{parameter}" for parameter, _ in perceptron().named_parameters()}
+
+
+class NumpyRate(Module):
+    """Its learning rate is a scalar of numpy, which is neither a tensor nor plain data."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: np.float64(0.5**epoch))
+        return [optimizer], [schedule]
+
+
+def train_by_numpy(folder: Path, epochs: int, loading: dict[str, Any]) -> list[str]:
+    watch, saving = Watch(), ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    strategy = DCTStrategy(density=0.2, local_steps=3, warmup_steps=0)
+    trainer = trainer_for(strategy, callbacks=[watch, saving], max_epochs=epochs, enable_checkpointing=True)
+    trainer.fit(NumpyRate(), twice_ten_batches(), **loading)
+    return watch.hashes[-20:]
+
+
+def test_other_objects_load_if_the_user_says_so(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: the run without a stop, bitwise. Plain DDP takes ``weights_only=False`` for such a checkpoint, too."""
+    whole = ranks(2).run(train_by_numpy, tmp_path / "whole", 2, {})
+    ranks(2).run(train_by_numpy, tmp_path / "half", 1, {})
+    loading = {"ckpt_path": tmp_path / "half" / "epoch=0.ckpt", "weights_only": False}
+    assert ranks(2).run(train_by_numpy, tmp_path / "half", 2, loading) == whole
 
 
 def load_only(path: Path) -> Run:
