@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_dct.agreement import gather_objects
 from lightning_dct.checkpoint import format as saved
-from lightning_dct.checkpoint.files import AtomicCheckpointIO, lock, unlock
+from lightning_dct.checkpoint.files import AtomicCheckpointIO, cleans_own_disk, lock, unlock
 from lightning_dct.checkpoint.reading import (
     agreed_notes,
     check_replicas,
@@ -167,7 +167,7 @@ class DCTStrategy(DDPStrategy):
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save Fabric's checkpoint from rank 0, and beside it the state of each rank."""
         path, save = self.broadcast((str(path), secrets.token_hex(4)))
-        parts = [_part(path, index) for index in range(len(self.synchronizers))] if self.is_global_zero else []
+        parts = [_part(path, index) for index in range(len(self.synchronizers))]
         if self.is_global_zero:
             lock(path)
         outdated = {part: saved.files_beside(part) for part in parts}
@@ -182,8 +182,10 @@ class DCTStrategy(DDPStrategy):
             written = saved.write_state(self.checkpoint_io, _part(path, index), note, self.global_rank, own)
             notes.append(saved.seal(note, gather_objects(written)))
         super().save_checkpoint(path, {**state, saved.CHECKPOINT_KEY: notes}, *args, **kwargs)
-        for part in parts:
-            saved.finish(self.checkpoint_io, part, outdated[part])
+        self.barrier()
+        if self.is_global_zero or cleans_own_disk(self, path):
+            for part in parts:
+                saved.finish(self.checkpoint_io, part, outdated[part])
         unlock(path)
 
     def load_checkpoint(

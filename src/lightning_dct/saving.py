@@ -24,6 +24,7 @@ from lightning_dct.checkpoint import format as saved
 from lightning_dct.checkpoint.files import (
     OWN_FOLDERS,
     AtomicCheckpointIO,
+    cleans_own_disk,
     finish_writing,
     lock,
     unlock,
@@ -72,7 +73,8 @@ class CheckpointedStrategy(ParallelStrategy):
         # Whether gradients of earlier micro-batches wait for their step, and those of a checkpoint, by parameter.
         self.is_accumulating = False
         self._accumulated: dict[str, Tensor] = {}
-        # Checkpoints that may be being written, with what then is outdated; and the names of all saves.
+        # On rank 0, checkpoints that may be being written, with what then is outdated; and the names of all saves. On
+        # a disk that rank 0 does not see, what is outdated when the last save is complete.
         self._unfinished: dict[str, list[str]] = {}
         self._outdated: list[str] = []
         self._saves: set[str] = set()
@@ -171,6 +173,10 @@ class CheckpointedStrategy(ParallelStrategy):
         # Under SLURM every rank looks for a free name, and they may find different ones.
         begun = self._begin_saving(str(filepath)) if self.is_global_zero else ("", "")
         path, save, groups = self.broadcast((*begun, checksum_of_groups(checkpoint)))
+        if cleans_own_disk(self, path):
+            # Rank 0 has finished all earlier saves.
+            saved.remove(self.checkpoint_io, self._outdated)
+            self._outdated = [file for file in saved.files_beside(path) if saved.save_of(file) != save]
         tables, note = self.sharded_tables(), None
         # Checkpoints of weights alone have no optimizer states.
         has_state = self.synchronizer is not None and "optimizer_states" in checkpoint
@@ -206,8 +212,13 @@ class CheckpointedStrategy(ParallelStrategy):
         return path, save
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint and its folder, once the checkpoint that replaces it is written."""
+        """Remove a checkpoint and its folder, once the checkpoint that replaces it is written.
+
+        Files on disks that rank 0 does not see go with the next save.
+        """
         self._finish_saving()
+        if cleans_own_disk(self, str(filepath)):
+            self._outdated += saved.files_beside(str(filepath))
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             for folder in {saved.state_folder(str(filepath)), saved.unfinished_folder(str(filepath))}:

@@ -295,3 +295,49 @@ def test_tables_go_on_without_what_was_held_back_but_not_without_rows(ranks: Any
     shutil.rmtree(tmp_path / "a.ckpt.dct")
     with pytest.raises(RankFailure, match="embedding rows should be in"):
         ranks(2).run(resume_tables, tmp_path / "a.ckpt")
+
+
+class OnNodesOfTheirOwn(DCTStrategy):
+    """Each rank takes itself for the only one of its node."""
+
+    local_rank = 0
+
+    @property
+    def node_rank(self) -> int:
+        return self.global_rank
+
+
+class SavesOften(Callback):
+    """Saves one checkpoint again and again, and another once, which it removes."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.save_checkpoint("last.ckpt")
+        if batch_idx == 2:
+            trainer.save_checkpoint("old.ckpt")
+        if batch_idx == 3:
+            trainer.strategy.remove_checkpoint("old.ckpt")
+
+
+def save_often(folder: Path, has_own_disk: bool) -> list[str]:
+    disk, before = folder / str(rank() if has_own_disk else 0), os.getcwd()
+    disk.mkdir(exist_ok=True)
+    os.chdir(disk)
+    try:
+        kind = OnNodesOfTheirOwn(density=0.2, local_steps=2)
+        trainer_for(kind, callbacks=[SavesOften()]).fit(Module(), loader(6, 40, 8))
+    finally:
+        os.chdir(before)
+    return sorted(str(file.relative_to(disk)) for file in disk.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize("has_own_disk", [True, False])
+def test_no_node_keeps_what_is_outdated(ranks: Any, tmp_path: Path, has_own_disk: bool) -> None:
+    """The file of a rank of another node goes one save later, because there is no other moment that it knows of."""
+    first, second = ranks(2).run(save_often, tmp_path, has_own_disk)
+    saved = [Path(file).name for file in second if "rank-1-of-2" in file]
+    assert "last.ckpt" in first
+    assert not any(file.startswith("old.ckpt") for file in first + second)
+    assert sorted({name.partition("-")[0] for name in saved}) == [
+        f"{step:012d}" for step in ([5, 6] if has_own_disk else [6])
+    ]
+    assert len(first) == (2 if has_own_disk else 3)

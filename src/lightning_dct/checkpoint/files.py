@@ -118,6 +118,12 @@ def unlock(path: str) -> None:
         file.close()
 
 
+def cleans_own_disk(strategy: Any, path: str) -> bool:
+    """Whether this is the first rank of a node that has a disk of its own: without the checkpoint that rank 0 wrote."""
+    files, place = url_to_fs(path)
+    return strategy.local_rank == 0 and strategy.node_rank > 0 and not files.exists(place)
+
+
 def beside(path: str, suffix: str) -> str:
     """A hidden file beside a checkpoint."""
     folder, name = os.path.split(path)

@@ -360,10 +360,15 @@ def files_beside(path: str) -> list[str]:
     return found
 
 
-def finish(checkpoint_io: CheckpointIO, path: str, outdated: Iterable[str]) -> None:
-    """Remove the files of earlier saves once Lightning's file points at newer ones, and give the folder its name."""
+def remove(checkpoint_io: CheckpointIO, outdated: Iterable[str]) -> None:
+    """Remove files of earlier saves."""
     for name in outdated:
         checkpoint_io.remove_checkpoint(name)
+
+
+def finish(checkpoint_io: CheckpointIO, path: str, outdated: Iterable[str]) -> None:
+    """Remove the files of earlier saves once Lightning's file points at newer ones, and give the folder its name."""
+    remove(checkpoint_io, outdated)
     folder, unfinished = state_folder(path), unfinished_folder(path)
     files, place = url_to_fs(folder)
     if unfinished != folder:
