@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from lightning.fabric.accelerators.accelerator import Accelerator
-from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy
 from torch.nn import Module
@@ -81,6 +80,7 @@ class DCTStrategy(DDPStrategy):
         self.given = Given.of({name: kwargs.pop(name) for name in names})
         self.config = self.given.config
         kwargs.setdefault("gradient_as_bucket_view", True)  # as the Trainer's strategy does
+        kwargs["checkpoint_io"] = kwargs.get("checkpoint_io") or AtomicCheckpointIO()
         super().__init__(accelerator=accelerator, **kwargs)
         self.traffic = Traffic(recorded)
         # One for each module, in the order of setup.
@@ -152,17 +152,6 @@ class DCTStrategy(DDPStrategy):
         """The state of a module, with the weights that all ranks share."""
         with self._shared_weights():
             return super().get_module_state_dict(module)
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """Reads and writes files; the default replaces files atomically."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = AtomicCheckpointIO()
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Save Fabric's checkpoint from rank 0, and beside it the state of each rank."""

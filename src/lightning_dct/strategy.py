@@ -11,7 +11,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_dct.callbacks import AutoSettings, ThresholdRefresh
@@ -177,27 +176,25 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
             self.synchronizer.come_to(what, f"{len(names)} trainable parameters, more than before")
             rank_zero_info("Parameters have become trainable: DCTStrategy wraps the model again to synchronise them.")
             self.model._remove_autograd_hooks()
-            self.model = self._setup_model(self._module)
-            self._register_ddp_hooks()
+            self.model = self._module
+            self.configure_ddp()
 
-    def _setup_model(self, model: Module) -> Any:
-        """Wrap the model if gradients are exchanged; with updates it trains as in a single process."""
+    def configure_ddp(self) -> None:
+        """Wrap the model and register the hook if gradients are exchanged; with updates it trains by itself."""
         trainer: Any = self._module.trainer
         refresh = [callback.every_n_steps for callback in trainer.callbacks if isinstance(callback, ThresholdRefresh)]
         # Before DistributedDataParallel's own collectives, which may hang if models differ.
-        check_settings(self.config, model, self._ddp_kwargs, {"ThresholdRefresh(every_n_steps)": refresh})
-        return super()._setup_model(model) if self.config.compress == "gradients" else model
-
-    def _register_ddp_hooks(self) -> None:
-        # DDPStrategy registers hooks on CUDA only.
+        check_settings(self.config, self._module, self._ddp_kwargs, {"ThresholdRefresh(every_n_steps)": refresh})
         self.is_fitting = True
-        if isinstance(self.model, DistributedDataParallel):
-            if not isinstance(self.synchronizer, GradientSynchronizer):
-                self.synchronizer = make_gradient_synchronizer(self, self.model, self.precision_plugin)
-            self._synchronised = self._trainable()
-            self.model.register_comm_hook(None, self.synchronizer.hook)
+        if self.config.compress == "updates":
+            self.synchronizer = self._make_updates()
             return
-        self.synchronizer = self._make_updates()
+        super().configure_ddp()
+        assert isinstance(self.model, DistributedDataParallel)
+        if not isinstance(self.synchronizer, GradientSynchronizer):
+            self.synchronizer = make_gradient_synchronizer(self, self.model, self.precision_plugin)
+        self._synchronised = self._trainable()
+        self.model.register_comm_hook(None, self.synchronizer.hook)
 
     def _make_updates(self, are_alike: bool = False) -> UpdateSynchronizer:
         assert self.model is not None

@@ -110,7 +110,8 @@ class AutoSettings(RunAdvice):
         place = strategy.node_rank, strategy.local_rank
         self._layout: NodeLayout = find_layout(place, strategy.synchronizer.exchange.everyone.group)
         self._workload: Workload = workload_of(pl_module)
-        self._steps = expected_steps(trainer)
+        # Others may have more data or less.
+        self._steps = strategy.broadcast(expected_steps(trainer))
         self._is_settled &= self._world_size == trainer.world_size
         self._world_size = trainer.world_size
         # DDP's first step is not timed, so a decision about it takes two.

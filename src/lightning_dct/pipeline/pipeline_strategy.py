@@ -181,12 +181,13 @@ class DCTPipelineStrategy(DCTStrategy):
             for parameter in [parameter for parameter in optimizer.state if parameter.is_meta]:
                 del optimizer.state[parameter]
 
-    def _setup_model(self, model: nn.Module) -> Any:
+    def configure_ddp(self) -> None:
+        """Have data parallelism leave other stages' parameters alone."""
         assert self._placement is not None
-        model._ddp_params_and_buffers_to_ignore = self._placement.not_synchronised  # type: ignore[assignment]
+        self._module._ddp_params_and_buffers_to_ignore = self._placement.not_synchronised  # type: ignore[assignment]
         self._own_parameters = self._placement.own_parameters
         self._ddp_kwargs["process_group"] = self._placed.data_parallel
-        return super()._setup_model(model)
+        super().configure_ddp()
 
     def teardown(self) -> None:
         """Undo the wrapping, and give every rank the whole model unless fit has failed."""
