@@ -120,10 +120,10 @@ class DCTConfig:
         given = {name: getattr(self, name) for name in OF_UPDATES}
         left_out = {one.name: one.default for one in fields(self) if one.name in OF_UPDATES} | {"local_steps": 1}
         if not updates and given != left_out:
+            changed = ", ".join(f"{name}={value}" for name, value in given.items() if value != left_out[name])
             raise ValueError(
-                "`compress='gradients'` exchanges gradients in every step and keeps all residuals; got"
-                f" {', '.join(f'{name}={value}' for name, value in given.items())}. Leave these settings out, or use"
-                " `compress='updates'`."
+                f"`compress='gradients'` exchanges gradients in every step and keeps all residuals; got {changed}."
+                " Leave that out, or use `compress='updates'`."
             )
         if self.delay > self.local_steps:  # type: ignore[operator]
             raise ValueError(

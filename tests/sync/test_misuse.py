@@ -25,7 +25,11 @@ from methods import ErrorAveraging
         ({"delay": -1}, ValueError, "`delay` must be at least 0"),
         ({"local_steps": 4, "delay": 5}, ValueError, "Lower `delay` or raise `local_steps`"),
         *(
-            ({"compress": "gradients", **one}, ValueError, "Leave these settings out, or use `compress='updates'`")
+            (
+                {"compress": "gradients", **one},
+                ValueError,
+                r"residuals; got [a-z_]+=[0-9.]+\. Leave that out, or use `compress='updates'`",
+            )
             for one in (
                 {"local_steps": 4},
                 {"delay": 1},

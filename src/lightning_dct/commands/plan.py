@@ -11,6 +11,7 @@ import math
 import os
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,9 @@ from lightning_dct.tables import plain_table
 
 MOST_PARAMETERS = 10**15
 """More than any model has; beyond it sizes in bytes overflow the int64 of tensors."""
+# What has no effect with `--measure`, with the defaults.
+_OF_FORECASTS = dict.fromkeys(("world_size", "nodes", "shards", "link", "local_steps", "density"))
+_OF_FORECASTS |= {name: getattr(DCTConfig(), name) for name in ("compress", "value_format")}
 _FACTORS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
 
@@ -51,11 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     values = "arguments of the module's constructor, with values in JSON where possible"
     add("--arguments", nargs="+", default=[], metavar="KEY=VALUE", help=values)
     add("--compress", choices=("updates", "gradients"), default=defaults.compress, help="(default: %(default)s)")
-    allowed = "(default: as --steps allow)"
+    allowed = "(default: as --steps allow; of gradients 30%% in every step)"
     add("--local-steps", type=int, help=f"steps from one exchange of updates to the next {allowed}")
     add("--density", type=float, help=f"share of entries sent {allowed}")
     steps = "optimizer steps of the run: a longer one needs fewer bytes (default: %(default)s)"
-    add("--steps", type=int, default=10_000, help=steps)
+    add("--steps", type=parse_count, default=10_000, help=steps)
     add("--value-format", choices=VALUE_FORMATS, default=defaults.value_format, help="(default: %(default)s)")
     smaller = "smaller tensors are sent dense (default: %(default)s)"
     add("--min-tensor-size", type=int, default=defaults.min_tensor_size, help=smaller)
@@ -69,8 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Compute and print the forecast, or, with ``--measure``, the choice of a run."""
     try:
-        if arguments.steps < 1:
-            raise ValueError(f"`--steps {arguments.steps}`: a run makes at least one optimizer step. Give 1 or more")
         (_print_measured if arguments.measure else _print_forecast)(arguments)
     except ValueError as error:
         print(f"lightning-dct plan: error: {error}", file=sys.stderr)
@@ -81,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _print_forecast(arguments: argparse.Namespace) -> None:
     if arguments.world_size is None or arguments.link is None:
         raise ValueError("give `--world-size` and `--link`, or `--measure` under torchrun")
+    _refuse_changed(arguments, {"compute_ms": None, "target_overhead": 0.05}, "it belongs to `--measure`")
     world_size, nodes, shards = arguments.world_size, arguments.nodes, arguments.shards
     layout = layout_of(world_size, world_size if nodes is None else nodes)
     if shards is not None:
@@ -101,8 +104,7 @@ def _print_measured(arguments: argparse.Namespace) -> None:
         raise ValueError("`--measure` needs several ranks: torchrun --nproc-per-node 2 -m lightning_dct plan --measure")
     if arguments.compute_ms is None or not 0 < arguments.compute_ms < math.inf:
         raise ValueError("`--measure` needs `--compute-ms`: the milliseconds of a step on one rank alone, such as 120")
-    if arguments.shards is not None:
-        raise ValueError("`--shards` needs `--world-size` and `--link` instead of `--measure`")
+    _refuse_changed(arguments, _OF_FORECASTS, "`--measure` measures the link and chooses such settings itself")
     base, workload = DCTConfig(min_tensor_size=arguments.min_tensor_size), _workload(arguments)
     dist.init_process_group("gloo")
     group, device = dist.distributed_c10d._get_default_group(), torch.device("cpu")
@@ -117,6 +119,12 @@ def _print_measured(arguments: argparse.Namespace) -> None:
         print(plain_table(table_of(options, choice.option.config, arguments.steps)))
         print("These times assume that backward hides nothing of DDP's all-reduce; a run measures how much it hides.")
     dist.destroy_process_group()
+
+
+def _refuse_changed(arguments: argparse.Namespace, defaults: Mapping[str, Any], reason: str) -> None:
+    for name, default in defaults.items():
+        if getattr(arguments, name) != default:
+            raise ValueError(f"`--{name.replace('_', '-')}` would have no effect here, because {reason}. Leave it out")
 
 
 def _workload(arguments: argparse.Namespace) -> Workload:
@@ -167,7 +175,7 @@ def parse_rate(text: str) -> float:
 
 
 def parse_count(text: str) -> int:
-    """A number of parameters.
+    """A large number.
 
     Example:
         >>> parse_count("1.3B"), parse_count("25_000_000")
@@ -177,6 +185,6 @@ def parse_count(text: str) -> int:
     number = float(match[1]) * _FACTORS[match[2]] if match else 0.0
     if not 1 <= number <= MOST_PARAMETERS:
         raise argparse.ArgumentTypeError(
-            f"{text!r}: write a number of parameters as 25000000, 100M or 1.3B, {MOST_PARAMETERS:.0e} at most"
+            f"{text!r}: write a number from 1 on, as 25000000, 100M or 1.3B, {MOST_PARAMETERS:.0e} at most"
         )
     return round(number)

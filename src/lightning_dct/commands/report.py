@@ -57,8 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
         write_page(arguments.output, make_page(reading, quality, arguments.title))
     except OSError as error:
         return _refuse(arguments.output, error)
+    unknown = "none of the usual names (give --metric: " + ", ".join(sorted(names)[:9]) + ")" if names else "not logged"
     problems = f", problems: {len(reading.problems)}" if reading.problems else ""
-    print(f"{arguments.output}: runs: {len(reading.runs)}, quality: {quality or 'not logged'}{problems}")
+    print(f"{arguments.output}: runs: {len(reading.runs)}, quality: {quality or unknown}{problems}")
     return 1 if reading.unreadable else 0
 
 

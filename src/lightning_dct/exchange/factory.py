@@ -165,6 +165,8 @@ def choose(plan_for: Callable[[float], BucketPlan], layout: NodeLayout) -> Excha
     elif len(layout.nodes) > 1:
         ranks += f", not by node: {layout.obstacle}"
     counted = ", ".join(f"{other} {cost / 1000:,.1f} kB" for other, cost in costs.items())
+    if costs[name] > costs["sharded"]:
+        counted += " ('sharded' must save a third)"
     return ExchangeChoice(name, f"{ranks}; {what} by a rank in an exchange: {counted}")
 
 
