@@ -80,7 +80,6 @@ class DCTStrategy(DDPStrategy):
         self.given = Given.of({name: kwargs.pop(name) for name in names})
         self.config = self.given.config
         kwargs.setdefault("gradient_as_bucket_view", True)  # as the Trainer's strategy does
-        kwargs["checkpoint_io"] = kwargs.get("checkpoint_io") or AtomicCheckpointIO()
         super().__init__(accelerator=accelerator, **kwargs)
         self.traffic = Traffic(recorded)
         # One for each module, in the order of setup.
@@ -95,6 +94,8 @@ class DCTStrategy(DDPStrategy):
         with group_is_made(self._lifelines, self._timeout):
             super().setup_environment()
         self.traffic.clock = clock_of(self.root_device)
+        if self._checkpoint_io is None:
+            self._checkpoint_io = AtomicCheckpointIO()
         # Fabric does not know how long a run is, so its settings follow the steps that it has made.
         self._run_settings = RunSettings(self.given, self.world_size, math.inf)
         self.config = self._run_settings.at(0)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 
 from distributed.harness import RankFailure
@@ -140,3 +141,9 @@ def train_in_own_group() -> tuple[bool, int]:
 
 def test_own_process_group(ranks: Any) -> None:
     assert ranks(2).run(train_in_own_group) == [(True, 4)] * 2
+
+
+def test_a_plugin_may_read_and_write_files() -> None:
+    io = TorchCheckpointIO()
+    fabric = Fabric(accelerator="cpu", strategy=FabricDCTStrategy(), plugins=[io])
+    assert fabric.strategy.checkpoint_io is io
