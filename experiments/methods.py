@@ -6,6 +6,7 @@ Both need ``DCTStrategy(compress="gradients")``. They build on its synchronizer:
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class AccordionSchedule(Callback):
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         """Refuse strategies without gradients of the whole model."""
-        require_dct(trainer, self, gradients=True)
+        _require_gradients(trainer, self)
         if getattr(trainer.strategy, "stages", 1) > 1:
             raise MisconfigurationException(
                 "`AccordionSchedule` needs the gradients of the whole model, and each rank of a pipeline has a part of"
@@ -73,7 +74,7 @@ class AccordionSchedule(Callback):
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Set the density of the current interval."""
-        trainer.strategy.synchronizer.set_density(self.density)
+        _set_density(trainer, self.density)
         self._begun = min(self._begun, self._now(trainer))
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_index: int) -> None:
@@ -85,7 +86,7 @@ class AccordionSchedule(Callback):
             if now - self._begun < (self.every_n_steps or 1):
                 return
             self._decide(rates)
-            trainer.strategy.synchronizer.set_density(self.density)
+            _set_density(trainer, self.density)
         self._begun, self._rates = now, rates
 
     def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
@@ -153,7 +154,7 @@ class ErrorAveraging(Callback):
 
     def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         """Refuse strategies that exchange no gradients, and nodes that send as one."""
-        require_dct(trainer, self, gradients=True)
+        _require_gradients(trainer, self)
         if trainer.strategy.config.exchange == "by_node":
             raise MisconfigurationException("`ErrorAveraging` needs residuals of ranks: use `exchange='all_gather'`.")
 
@@ -174,3 +175,18 @@ class ErrorAveraging(Callback):
                 if residual is None:
                     residual = synchronizer.residuals.flat((name,), plan.sizes, plan.residual_dtype, parameter.device)
                 all_reduce_mean(residual, everyone).wait()
+
+
+def _require_gradients(trainer: Trainer, callback: Callback) -> None:
+    require_dct(trainer, callback)
+    if trainer.strategy.config.compress != "gradients":
+        raise MisconfigurationException(
+            f"`{type(callback).__name__}` acts on the residuals of gradients, and this strategy exchanges updates. Use"
+            " `DCTStrategy(compress='gradients')`, or remove the callback."
+        )
+
+
+def _set_density(trainer: Trainer, density: float) -> None:
+    """Change the density from the next exchange on, on all ranks between the same two exchanges."""
+    synchronizer = trainer.strategy.synchronizer
+    synchronizer.plans.change(replace(synchronizer.config, density=density))

@@ -14,7 +14,9 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_dct.__about__ import __version__
 from lightning_dct.activations.split_point import SplitPoint
 from lightning_dct.activations.subspace import subspace
-from lightning_dct.callbacks import CompressionMonitor, EmbeddingPruning, ThresholdRefresh
+from lightning_dct.callbacks.compression_monitor import CompressionMonitor
+from lightning_dct.callbacks.embedding_pruning import EmbeddingPruning
+from lightning_dct.callbacks.threshold_refresh import ThresholdRefresh
 from lightning_dct.checksums import CheckpointError
 from lightning_dct.config import DCTConfig
 from lightning_dct.elastic.elastic_strategy import DCTElasticStrategy

@@ -32,10 +32,14 @@ def without_checksum(data: bytes, what: str) -> bytes:
     return text
 
 
+def bytes_of(tensor: Tensor) -> Any:
+    """A tensor's bytes, a numpy array; without a copy if they lie flat in the host's memory."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
 def checksum_of(tensor: Tensor) -> int:
     """The checksum of a tensor's bytes."""
-    array: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return zlib.crc32(array)
+    return zlib.crc32(bytes_of(tensor))
 
 
 def write_sums(folder: Path, sums: Mapping[str, int]) -> None:

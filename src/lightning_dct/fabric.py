@@ -24,11 +24,10 @@ from lightning_dct.checkpoint.files import AtomicCheckpointIO, cleans_own_disk, 
 from lightning_dct.checkpoint.reading import (
     agreed_notes,
     check_replicas,
+    compared,
     digest_of,
-    fingerprints_of,
     on_all_ranks,
     restore_state,
-    unreadable,
 )
 from lightning_dct.compress.awaited import clock_of
 from lightning_dct.config import DCTConfig, check_keywords
@@ -188,15 +187,8 @@ class DCTStrategy(DDPStrategy):
             CheckpointError: A file is damaged, was changed or belongs to another checkpoint.
         """
         file = saved.resolve_symlink(str(path))
-        fingerprints = fingerprints_of(file)
-        try:
-            with self._shared_weights():
-                remainder = super().load_checkpoint(path, state, strict, weights_only)
-        except Exception as error:
-            if all(fingerprints):
-                raise
-            # It is no file of `torch.save`, and may raise anything.
-            raise unreadable(file, error) from error
+        with compared(file) as fingerprints, self._shared_weights():
+            remainder = super().load_checkpoint(path, state, strict, weights_only)
         notes = remainder.pop(saved.CHECKPOINT_KEY, []) if isinstance(state, dict) and state else []
         notes = agreed_notes(notes, file, fingerprints)
         for index, (synchronizer, note) in enumerate(zip(self.synchronizers, notes, strict=False)):

@@ -6,7 +6,7 @@ import secrets
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO
@@ -33,11 +33,10 @@ from lightning_dct.checkpoint.files import (
 from lightning_dct.checkpoint.reading import (
     agreed_notes,
     check_replicas,
+    compared,
     digest_of,
-    fingerprints_of,
     on_all_ranks,
     restore_state,
-    unreadable,
 )
 from lightning_dct.config import DCTConfig
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
@@ -58,6 +57,8 @@ class CheckpointedStrategy(ParallelStrategy):
 
     # Number of ranks that together hold one replica of the parameters.
     stages = 1
+    # What a user is told to do without sharded tables; empty if the strategy can hold them.
+    without_tables: ClassVar[str] = ""
 
     def __init__(self, config: DCTConfig, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -98,6 +99,11 @@ class CheckpointedStrategy(ParallelStrategy):
         """The embedding tables that are sharded over the ranks, by name, materialized."""
         model: Any = self.lightning_module
         tables = modules_of(model, ShardedEmbeddingBags)
+        if tables and self.without_tables:
+            raise ValueError(
+                f"`{type(self).__name__}` cannot hold `ShardedEmbeddingBags` ({', '.join(map(repr, tables))}), which"
+                f" are spread over all ranks. {self.without_tables}"
+            )
         for module in tables.values():
             module.materialize()
             module.saved_in_shards = True
@@ -188,7 +194,7 @@ class CheckpointedStrategy(ParallelStrategy):
                 io, state = write_at_once(self.checkpoint_io), {**self._state(), "groups": groups}
                 written = saved.write_state(io, path, note, self.global_rank, state)
             if tables:
-                save_rows(saved.rows_path(path, note, writing=True), tables, self.optimizers if has_state else [])
+                save_rows(saved.rows_path(path, note), tables, self.optimizers if has_state else [])
             # Lightning's file comes last and points at files that all ranks have completed.
             note = saved.seal(note, gather_objects(written))
             checkpoint[saved.CHECKPOINT_KEY] = note
@@ -221,8 +227,7 @@ class CheckpointedStrategy(ParallelStrategy):
             self._outdated += saved.files_beside(str(filepath))
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
-            for folder in {saved.state_folder(str(filepath)), saved.unfinished_folder(str(filepath))}:
-                self.checkpoint_io.remove_checkpoint(folder)
+            self.checkpoint_io.remove_checkpoint(saved.state_folder(str(filepath)))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load Lightning's checkpoint and, when fitting, this rank's compression state beside it.
@@ -232,16 +237,9 @@ class CheckpointedStrategy(ParallelStrategy):
             CheckpointError: A file is damaged, was changed or belongs to another checkpoint.
         """
         path = saved.resolve_symlink(str(checkpoint_path))
-        fingerprints = fingerprints_of(path)
-        try:
-            with nullcontext() if self.updates is None else self.updates.weights.in_model():
-                # ModelParallelStrategy loads into the model here.
-                checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        except Exception as error:
-            if all(fingerprints):
-                raise
-            # It is no file of `torch.save`, and may raise anything.
-            raise unreadable(path, error) from error
+        with compared(path) as fingerprints, nullcontext() if self.updates is None else self.updates.weights.in_model():
+            # ModelParallelStrategy loads into the model here.
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         found = [checkpoint[saved.CHECKPOINT_KEY]] if saved.CHECKPOINT_KEY in checkpoint else []
         note = next(iter(agreed_notes(found, path, fingerprints)), {})
         self._take_settings(checkpoint)

@@ -13,7 +13,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dct.callbacks import AutoSettings, ThresholdRefresh
+from lightning_dct.callbacks.auto_settings import AutoSettings
+from lightning_dct.callbacks.threshold_refresh import ThresholdRefresh
 from lightning_dct.config import Compress, DCTConfig, ExchangeName, MissingState, ValueFormat, check_keywords
 from lightning_dct.failures.course import EXCHANGE
 from lightning_dct.kernels import KernelName
@@ -64,7 +65,7 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
             signalled: see ``docs/reliability.md``. A number is the port at which rank 0 listens, by default a free one.
         target_overhead: Choose the settings in the first steps, and again if their times change for long: the least
             lossy ones that make a step longer by at most this share, starting with plain DDP. See
-            :class:`~lightning_dct.callbacks.AutoSettings`.
+            :class:`~lightning_dct.callbacks.auto_settings.AutoSettings`.
         min_density: A lower bound on the chosen density.
         gradient_as_bucket_view: As for DistributedDataParallel: gradients are views of the buckets, without copies.
         **kwargs: Everything DDPStrategy and DistributedDataParallel take, by keyword. ``process_group`` may also be a

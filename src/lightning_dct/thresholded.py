@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Checkpoint
@@ -20,16 +21,12 @@ from torch.optim import Optimizer
 from lightning_dct.activations.module import module_settings
 from lightning_dct.activations.split_point import SplitPoint
 from lightning_dct.agreement import check_agreement
-from lightning_dct.callbacks import (
-    CompressionMonitor,
-    EvaluationJoin,
-    FailureNotice,
-    RunAdvice,
-    SharedWeightsView,
-    SignalsAfterStep,
-    ThresholdRefresh,
-)
-from lightning_dct.callbacks.requirements import expected_steps
+from lightning_dct.callbacks.compression_monitor import CompressionMonitor
+from lightning_dct.callbacks.evaluations import EvaluationJoin, SharedWeightsView
+from lightning_dct.callbacks.failures import FailureNotice, SignalsAfterStep
+from lightning_dct.callbacks.requirements import AVERAGING, expected_steps
+from lightning_dct.callbacks.run_advice import RunAdvice
+from lightning_dct.callbacks.threshold_refresh import ThresholdRefresh
 from lightning_dct.clipping import install_clipping, remove_clipping
 from lightning_dct.compress.awaited import clock_of
 from lightning_dct.failures.course import EXCHANGE, IN_FORWARD
@@ -58,6 +55,8 @@ class ThresholdedStrategy(CheckpointedStrategy):
     when_alone: ClassVar[str] = (
         "One process (`devices=1`) has nobody to send to: nothing is compressed. Give `devices=2` or more."
     )
+    # Why a callback cannot copy the model; empty if it can.
+    not_copied_because: ClassVar[str] = ""
     _timeout: timedelta | None
 
     def __init__(self, given: Given, lifelines: bool | int, **kwargs: Any) -> None:
@@ -79,6 +78,12 @@ class ThresholdedStrategy(CheckpointedStrategy):
         trainer: Any = getattr(model, "_trainer", None)
         if trainer is None:
             return
+        for callback in trainer.callbacks if self.not_copied_because else ():
+            if isinstance(callback, AVERAGING):
+                raise ValueError(
+                    f"`{type(callback).__name__}` does not work with `{type(self).__name__}`: it copies the model,"
+                    f" {self.not_copied_because}. Average checkpoints after training."
+                )
 
         def missing(*callbacks: pl.Callback) -> list[pl.Callback]:
             return [one for one in callbacks if not any(isinstance(given, type(one)) for given in trainer.callbacks)]
@@ -277,6 +282,15 @@ class ThresholdedStrategy(CheckpointedStrategy):
             strategy_registry.register(
                 name, cls, description=f"{cls.__name__} with {described}", override=True, **settings
             )
+
+
+def check_torch(kind: type) -> None:
+    """Refuse versions of torch that are too old for pipelines and sharded models (RuntimeError)."""
+    if torch.__version__ < "2.13":
+        raise RuntimeError(
+            f"`{kind.__name__}` needs torch 2.13 or later, and this is torch {torch.__version__}. Install a later one,"
+            " or use `DCTStrategy`."
+        )
 
 
 def _place_of(callback: pl.Callback) -> int:

@@ -27,6 +27,6 @@ def test_settings_that_take_all_ranks(setting: dict[str, Any], monkeypatch: pyte
 
 
 def test_another_version_of_torchft(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "2026.1.1")
+    monkeypatch.setattr("lightning_dct.elastic.present.version", lambda name: "2026.1.1")
     with pytest.raises(ImportError, match=r"install '\.\[elastic\]'"):
         import_torchft()

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from itertools import pairwise
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_dct.kernels import add_rows, cpu_kernel, numba_cpu, plain, positions_of
-from lightning_dct.kernels.bits import flags_num_bytes
-from lightning_dct.kernels.plain import Sent, pack, unpack
+from lightning_dct.kernels.bits import flags_num_bytes, pack_bits
+from lightning_dct.kernels.plain import Sent
+from lightning_dct.wire import positions
 from lightning_dct.wire.values import decode_values, encode_values
 from strategies_for_hypothesis import examples
 
@@ -37,6 +39,11 @@ def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     torch.set_num_threads(2 if threads else 1)
     yield
     torch.set_num_threads(before)
+
+
+def marks_of(flags: Tensor) -> np.ndarray:
+    """Flags as marks, one bool an entry."""
+    return np.unpackbits(flags.numpy(), bitorder="little").view(np.bool_)
 
 
 @st.composite
@@ -72,12 +79,12 @@ def sent_of(draw: st.DrawFn, sizes: list[int], gap: int) -> Sent:
     values = generator.standard_normal(int(marks.sum())).astype(np.float32)
     if values.size and draw(st.booleans()):
         values[generator.integers(values.size)] = draw(st.sampled_from([0.0, 1e-40, math.inf, math.nan]))
-    return Sent(pack(marks)[None], torch.from_numpy(values), [values.size])
+    return Sent(pack_bits(torch.from_numpy(marks))[None], torch.from_numpy(values), [values.size])
 
 
 def dense(sent: Sent, sizes: list[int], gap: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Marks and values (fp32, zero where nothing is sent) of each tensor."""
-    marks = unpack(sent.flags[0])
+    marks = marks_of(sent.flags[0])
     values = np.zeros(marks.size, np.float32)
     values[marks] = sent.values.numpy()
     edges = np.cumsum([gap, *sizes])
@@ -103,7 +110,7 @@ def test_select_a_difference(data: st.DataObject, sizes: list[int], gap: int, dt
             reached = ~(np.abs(a) < a.dtype.type(threshold))
             marks[begin : begin + a.size] = reached
             expected.append(a[reached])
-    np.testing.assert_array_equal(unpack(flags), marks)
+    np.testing.assert_array_equal(marks_of(flags), marks)
     same(values, np.concatenate(expected))
     assert (values.dtype, counts) == (dtype, [part.size for part in expected])
     for tensor, old in zip([*news, *bases], before, strict=True):
@@ -129,7 +136,7 @@ def test_select_a_sum(data: st.DataObject, sizes: list[int], gap: int, dtype: to
             expected.append(a[reached])
             left.append(np.where(np.isfinite(a), a, residual.numpy()))
     values, counts = cpu_kernel(Kernel.name).select(gradients, residuals, first, [0.8] * len(sizes), scale, flags)
-    np.testing.assert_array_equal(unpack(flags), marks)
+    np.testing.assert_array_equal(marks_of(flags), marks)
     same(values, np.concatenate(expected))
     assert counts == [part.size for part in expected]
     for residual, one in zip(residuals, left, strict=True):
@@ -156,7 +163,7 @@ def test_add_rows_where_they_lie(data: st.DataObject, shape: tuple[int, int, int
 @examples(40)
 def test_positions_of_flags(data: st.DataObject, sizes: list[int]) -> None:
     sent = data.draw(sent_of(sizes, 0))
-    expected = np.flatnonzero(unpack(sent.flags[0]))
+    expected = np.flatnonzero(marks_of(sent.flags[0]))
     same(positions_of(sent.flags[0], expected.size), expected)
 
 
@@ -176,13 +183,13 @@ def test_thin(data: st.DataObject, sizes: list[int], gap: int) -> None:
     share = min(target, len(large))
     left = large[[n for n in range(len(large)) if (n + 1) * share // len(large) > n * share // len(large)]]
     flags = sent.flags[0]
-    expected = unpack(flags).copy()
+    expected = marks_of(flags).copy()
     expected[first[number] + places] = False
     expected[first[number] + left] = True
     kernel = cpu_kernel(Kernel.name)
     of_tensor = torch.from_numpy(values[places])
     same(kernel.thin(flags, first[number], sizes[number], of_tensor, target, float(limit)), values[left])
-    np.testing.assert_array_equal(unpack(flags), expected)
+    np.testing.assert_array_equal(marks_of(flags), expected)
     assert len(left) == share
 
 
@@ -248,15 +255,19 @@ def test_add_sums(data: st.DataObject, sizes: list[int], gap: int, dtype: torch.
 @examples(40)
 def test_signs(counts: list[int], seed: int, dtype: torch.dtype) -> None:
     values = torch.randn(sum(counts), generator=torch.Generator().manual_seed(seed), dtype=dtype)
-    kernel = cpu_kernel(Kernel.name)
-    signs, scales = kernel.encode_signs(values, counts)
-    assert np.array_equal(signs.numpy(), np.packbits(values.numpy() > 0, bitorder="little"))
+    index = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
     means = [math.fsum(part.abs().tolist()) / max(len(part), 1) for part in values.split(counts)] if counts else []
-    assert scales.tolist() == torch.tensor(means, dtype=torch.float32).tolist()
+    for signs, scales in (
+        numba_cpu.encode_signs(values, counts),
+        encode_values(values, index, len(counts), "1bit"),
+    ):
+        assert np.array_equal(signs.numpy(), np.packbits(values.numpy() > 0, bitorder="little"))
+        assert scales.tolist() == torch.tensor(means, dtype=torch.float32).tolist()
+    expected = torch.where(values > 0, scales[index], -scales[index])
     decoded = torch.empty(sum(counts))
-    kernel.decode_signs(signs, counts, scales, decoded)
-    magnitudes = scales.repeat_interleave(torch.tensor(counts, dtype=torch.int64))
-    assert torch.equal(decoded, torch.where(values > 0, magnitudes, -magnitudes))
+    numba_cpu.decode_signs(signs, counts, scales, decoded)
+    assert torch.equal(decoded, expected)
+    assert torch.equal(decode_values(signs, sum(counts), index, scales, "1bit"), expected)
 
 
 @given(
@@ -284,7 +295,8 @@ def test_levels(counts: list[int], seed: int, dtype: torch.dtype, whole: bool) -
 @examples(30)
 def test_count_flags(data: st.DataObject, sizes: list[int]) -> None:
     sent = data.draw(sent_of(sizes, 0))
-    assert cpu_kernel(Kernel.name).count_flags(sent.flags[0], sizes) == [int(m.sum()) for m in dense(sent, sizes, 0)[0]]
+    with patch.object(positions, "fastest_kernel", return_value=Kernel.name):
+        assert positions.count_flags(sent.flags[0], sizes) == [int(m.sum()) for m in dense(sent, sizes, 0)[0]]
 
 
 def test_a_million_entries() -> None:

@@ -81,9 +81,9 @@ def test_requeued_job_goes_on(ranks: Any, tmp_path: Path, signalled_rank: int, a
     requests = slurm(tmp_path)
     first = ranks(2).run(train, tmp_path, {(signalled_rank, at): signal.SIGUSR1}, accumulate, None)
     assert requests.read_text() == f"requeue {JOB}\n"
-    made = {"hpc_ckpt_1.ckpt", "hpc_ckpt_1.ckpt.dct"}
+    made = {"hpc_ckpt_1.ckpt", "hpc-ckpt-1.ckpt.dct"}
     assert {entry.name for entry in tmp_path.iterdir()} == {"scontrol", "requests", *made}
-    assert len(list((tmp_path / "hpc_ckpt_1.ckpt.dct").iterdir())) == 2
+    assert len(list((tmp_path / "hpc-ckpt-1.ckpt.dct").iterdir())) == 2
     # In the same step, unless another rank has gone on before it heard of the signal.
     saved_after = accumulate * torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)["global_step"]
     assert at < saved_after < BATCHES

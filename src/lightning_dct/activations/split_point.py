@@ -21,7 +21,6 @@ from lightning_dct.activations.codec import (
 )
 from lightning_dct.activations.module import CompressedModule
 from lightning_dct.activations.noise import mixed_seed
-from lightning_dct.checksums import CheckpointError
 from lightning_dct.compress.awaited import Awaited
 from lightning_dct.compress.threshold import GUARD_RESELECT, entries_at, keep_largest, kth_magnitude, nudge
 from lightning_dct.config import check_choice, check_density, check_integer
@@ -194,12 +193,6 @@ class SplitPoint(CompressedModule):
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Restore the clock and the threshold; request a selection if the density differs."""
-        if "threshold" not in state:
-            raise CheckpointError(
-                f"{self.name}: the checkpoint was saved by a version of lightning_dct whose split points had other"
-                " settings. Train again from the start, or load only the weights: pass `strict=False` and leave out the"
-                " split points' keys."
-            )
         super().set_extra_state(state)
         self.threshold = self._next = state["threshold"]
         self._counts = (0, 0, 0)

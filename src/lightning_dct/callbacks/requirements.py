@@ -42,16 +42,11 @@ def expected_steps(trainer: pl.Trainer) -> float:
     return math.inf if steps < 0 else steps
 
 
-def require_dct(trainer: pl.Trainer, callback: pl.Callback, gradients: bool = False) -> None:
-    """Refuse strategies of other packages and, with ``gradients``, those that exchange updates."""
-    name, strategy = type(callback).__name__, trainer.strategy
+def require_dct(trainer: pl.Trainer, callback: pl.Callback) -> None:
+    """Refuse strategies of other packages."""
+    strategy = trainer.strategy
     if not hasattr(strategy, "synchronizer"):
         raise MisconfigurationException(
-            f"`{name}` needs `Trainer(strategy='dct')` or a `DCTStrategy`; this Trainer's strategy is"
-            f" {type(strategy).__name__}. Change the strategy or remove the callback."
-        )
-    if gradients and strategy.config.compress != "gradients":  # type: ignore[attr-defined]
-        raise MisconfigurationException(
-            f"`{name}` acts on the residuals of gradients, and this strategy exchanges updates. Use"
-            " `DCTStrategy(compress='gradients')`, or remove the callback."
+            f"`{type(callback).__name__}` needs `Trainer(strategy='dct')` or a `DCTStrategy`; this Trainer's"
+            f" strategy is {type(strategy).__name__}. Change the strategy or remove the callback."
         )

@@ -7,6 +7,7 @@ is a copy, and a process that is killed meanwhile leaves half a checkpoint under
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import socket
 import time
@@ -20,11 +21,6 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_dct.checkpoint.format import no_checkpoint_name
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 LONGEST_WAIT_S = 60.0
 OWN_FOLDERS = "Give each run a folder of its own: `default_root_dir`, or `dirpath` of `ModelCheckpoint`."
@@ -75,7 +71,7 @@ def lock(path: str) -> None:
         RuntimeError: Another process has been saving the checkpoint for a minute.
     """
     filesystem, place = url_to_fs(path)
-    if fcntl is None or not isinstance(filesystem, LocalFileSystem) or place in _locks:
+    if not isinstance(filesystem, LocalFileSystem) or place in _locks:
         return
     os.makedirs(os.path.dirname(place), exist_ok=True)
     name, start, last = beside(place, "lock"), time.monotonic(), ""

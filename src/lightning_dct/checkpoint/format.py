@@ -191,45 +191,27 @@ def check_note(note: Any, path: str) -> None:
 
 def state_folder(checkpoint_path: str) -> str:
     """The folder that holds the ranks' files of a checkpoint."""
-    return f"{checkpoint_path}.dct"
-
-
-def unfinished_folder(checkpoint_path: str) -> str:
-    """The folder that the ranks write to.
-
-    It is another one if Lightning would take the folder of a killed save for a checkpoint, and :func:`finish` renames
-    it.
-    """
     folder, name = os.path.split(checkpoint_path)
     return os.path.join(folder, f"{no_checkpoint_name(name)}.dct")
 
 
 def no_checkpoint_name(name: str) -> str:
-    """A name for a file beside a checkpoint. Lightning resumes from any file called ``hpc_ckpt_N``."""
+    """A name for what lies beside a checkpoint. Lightning resumes from anything called ``hpc_ckpt_N``."""
     return name.replace("hpc_ckpt_", "hpc-ckpt-")
 
 
-def state_path(checkpoint_path: str, note: Mapping[str, Any], rank: int, writing: bool = False) -> str:
-    """The file of one rank, to read it or to write it."""
-    return _path(checkpoint_path, f"{_prefix(note)}rank-{rank}-of-{note['world_size']}.pt", writing)
+def state_path(checkpoint_path: str, note: Mapping[str, Any], rank: int) -> str:
+    """The file of one rank."""
+    return f"{_prefix(checkpoint_path, note)}rank-{rank}-of-{note['world_size']}.pt"
 
 
-def rows_path(checkpoint_path: str, note: Mapping[str, Any], writing: bool = False) -> str:
-    """The folder with the rows of sharded tables, to read it or to write it."""
-    return _path(checkpoint_path, f"{_prefix(note)}rows", writing)
+def rows_path(checkpoint_path: str, note: Mapping[str, Any]) -> str:
+    """The folder with the rows of sharded tables."""
+    return f"{_prefix(checkpoint_path, note)}rows"
 
 
-def _prefix(note: Mapping[str, Any]) -> str:
-    return f"{note['synchronisations']:012d}-{note['save']}-"
-
-
-def _path(checkpoint_path: str, name: str, writing: bool) -> str:
-    folder, unfinished = state_folder(checkpoint_path), unfinished_folder(checkpoint_path)
-    if folder != unfinished and not writing:
-        # A save was killed before it had renamed the folder, or this is another node's disk.
-        files, place = url_to_fs(f"{unfinished}/{name}")
-        writing = files.exists(place)
-    return f"{unfinished if writing else folder}/{name}"
+def _prefix(checkpoint_path: str, note: Mapping[str, Any]) -> str:
+    return f"{state_folder(checkpoint_path)}/{note['synchronisations']:012d}-{note['save']}-"
 
 
 def resolve_symlink(checkpoint_path: str) -> str:
@@ -252,7 +234,7 @@ def write_state(checkpoint_io: CheckpointIO, path: str, note: Mapping[str, Any],
 
     It is empty if a ``CheckpointIO`` of the user's writes elsewhere, or not with ``torch.save``.
     """
-    file = state_path(path, note, rank, writing=True)
+    file = state_path(path, note, rank)
     checkpoint_io.save_checkpoint({**state, "identity": identity(note, rank)}, file)
     try:
         return fingerprint_of(file, compare=False)
@@ -349,15 +331,14 @@ def fingerprint_of(file: str, compare: bool) -> str:
 
 
 def files_beside(path: str) -> list[str]:
-    """What lies in the folders of a checkpoint: before a save, files of earlier and of killed saves."""
-    found = []
-    for folder in {state_folder(path), unfinished_folder(path)}:
-        files, place = url_to_fs(folder)
-        if files.isdir(place):
-            # Storage services may list folders with a slash at their end, and the folder itself.
-            names = {os.path.basename(name.rstrip("/")) for name in files.ls(place, detail=False)}
-            found += [f"{folder}/{name}" for name in sorted(names - {os.path.basename(place)})]
-    return found
+    """What lies in the folder of a checkpoint: before a save, files of earlier and of killed saves."""
+    folder = state_folder(path)
+    files, place = url_to_fs(folder)
+    if not files.isdir(place):
+        return []
+    # Storage services may list folders with a slash at their end, and the folder itself.
+    names = {os.path.basename(name.rstrip("/")) for name in files.ls(place, detail=False)}
+    return [f"{folder}/{name}" for name in sorted(names - {os.path.basename(place)})]
 
 
 def remove(checkpoint_io: CheckpointIO, outdated: Iterable[str]) -> None:
@@ -367,15 +348,7 @@ def remove(checkpoint_io: CheckpointIO, outdated: Iterable[str]) -> None:
 
 
 def finish(checkpoint_io: CheckpointIO, path: str, outdated: Iterable[str]) -> None:
-    """Remove the files of earlier saves once Lightning's file points at newer ones, and give the folder its name."""
+    """Remove the files of earlier saves once Lightning's file points at newer ones."""
     remove(checkpoint_io, outdated)
-    folder, unfinished = state_folder(path), unfinished_folder(path)
-    files, place = url_to_fs(folder)
-    if unfinished != folder:
-        for name in files_beside(path):
-            if name.startswith(f"{unfinished}/"):
-                files.makedirs(place, exist_ok=True)
-                files.mv(url_to_fs(name)[1], f"{place}/{os.path.basename(name)}", recursive=True)
-        checkpoint_io.remove_checkpoint(unfinished)
     if not files_beside(path):
-        checkpoint_io.remove_checkpoint(folder)
+        checkpoint_io.remove_checkpoint(state_folder(path))

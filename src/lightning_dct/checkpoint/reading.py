@@ -5,7 +5,8 @@ Otherwise the other ranks would wait for it in their next collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from lightning.fabric.plugins import CheckpointIO
@@ -52,7 +53,7 @@ def on_all_ranks(
         result = read()
     except Exception as error:
         # torch, zipfile and pickle raise a dozen kinds of errors on what does not fit.
-        failure = error if type(error) in (*kinds, CheckpointError) else unreadable(path, error)
+        failure = error if type(error) in (*kinds, CheckpointError) else _unreadable(path, error)
     kind = None if failure is None else type(failure)
     everyone = gather_objects((result, kind, str(failure)))
     failed = [(kind, message) for _, kind, message in everyone if kind is not None]
@@ -65,8 +66,7 @@ def on_all_ranks(
     raise worst[0](worst[1]) from failure
 
 
-def unreadable(path: str, error: Exception) -> CheckpointError:
-    """The error of a checkpoint that cannot be read because of another error."""
+def _unreadable(path: str, error: Exception) -> CheckpointError:
     chained = CheckpointError(
         f"The checkpoint {path!r} is damaged or does not fit ({type(error).__name__}: {error}). {REMEDY}"
     )
@@ -74,8 +74,11 @@ def unreadable(path: str, error: Exception) -> CheckpointError:
     return chained
 
 
-def fingerprints_of(path: str) -> list[str]:
-    """Compare Lightning's file with its checksums; the fingerprint of each rank's file. A collective call.
+@contextmanager
+def compared(path: str) -> Iterator[list[str]]:
+    """Compare Lightning's file, which is read within, with its checksums; the fingerprint of each rank's file.
+
+    A collective call.
 
     Raises:
         FileNotFoundError: Some rank does not find it. Raised on every rank.
@@ -85,7 +88,13 @@ def fingerprints_of(path: str) -> list[str]:
     if not all(found):
         # Only some are files of `torch.save`: reading them would fail on some ranks.
         check_alike({rank: {"checksum": theirs} for rank, theirs in enumerate(found)}, path)
-    return found
+    try:
+        yield found
+    except Exception as error:
+        if all(found):
+            raise
+        # It is no file of `torch.save`, and may raise anything.
+        raise _unreadable(path, error) from error
 
 
 def agreed_notes(notes: Any, path: str, fingerprints: Sequence[str] = ()) -> list[dict[str, Any]]:

@@ -20,8 +20,8 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
-from lightning_dct.agreement import gather_objects
-from lightning_dct.checksums import with_checksum, without_checksum
+from lightning_dct.checkpoint.reading import on_all_ranks
+from lightning_dct.checksums import bytes_of, with_checksum, without_checksum
 
 INDEX = "index"
 
@@ -65,21 +65,10 @@ def write_rows(folder: str, tensors: Mapping[str, Pieces]) -> None:
         OSError: Some rank cannot write, for example because its disk is full. Raised on every rank.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    mine: dict[str, Any] = {}
-    failure: OSError | None = None
-    try:
-        mine = _write_pieces(folder, tensors, rank)
-    except OSError as error:
-        failure = error
-    everyone = gather_objects((mine, None if failure is None else f"rank {rank}: {failure}"))
-    if failure is not None:
-        raise failure
-    for _, problem in everyone:
-        if problem is not None:
-            raise OSError(f"The rows of sharded tables cannot be written to {folder!r} on {problem}")
+    everyone = on_all_ranks(lambda: _write_pieces(folder, tensors, rank), folder, (OSError, PermissionError))
     if rank == 0:
         merged: dict[str, dict[str, Any]] = {}
-        for written, _ in everyone:
+        for written in everyone:
             for name, tensor in written.items():
                 merged.setdefault(name, {**tensor, "pieces": []})["pieces"] += tensor["pieces"]
         text = json.dumps({"folder": os.path.basename(folder), "tensors": merged}).encode()
@@ -95,7 +84,7 @@ def _write_pieces(folder: str, tensors: Mapping[str, Pieces], rank: int) -> dict
         for name, (num_rows, pieces) in tensors.items():
             for start, rows in pieces.items():
                 whole = rows.make() if isinstance(rows, LazyRows) else rows
-                data = _bytes_of(whole)
+                data = bytes_of(whole)
                 shape, dtype = [num_rows, *whole.shape[1:]], str(whole.dtype).removeprefix("torch.")
                 tensor = index.setdefault(name, {"dtype": dtype, "shape": shape, "pieces": []})
                 tensor["pieces"].append([start, len(whole), rank, offset, zlib.crc32(data)])
@@ -114,10 +103,6 @@ def _write(path: str, write: Callable[[Any], Any]) -> None:
         if isinstance(files, LocalFileSystem):
             file.flush()
             os.fsync(file.fileno())
-
-
-def _bytes_of(tensor: Tensor) -> Any:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _file_of(rank: int) -> str:

@@ -4,7 +4,7 @@
 
 The order is from the least to the most lossy. Every rung sends less than the one before. A run takes none for which it
 is too short. Times follow the model of ``lightning-dct plan``.
-:class:`~lightning_dct.callbacks.AutoSettings` chooses while a run trains.
+:class:`~lightning_dct.callbacks.auto_settings.AutoSettings` chooses while a run trains.
 """
 
 from __future__ import annotations

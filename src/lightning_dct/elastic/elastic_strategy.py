@@ -21,10 +21,8 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.rank_zero import rank_zero_only as utils_rank_zero_only
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
@@ -32,8 +30,9 @@ from torch.optim import Optimizer
 
 from lightning_dct.__about__ import __version__
 from lightning_dct.agreement import describe_parameters
-from lightning_dct.callbacks import EvaluationJoin, RunAdvice
+from lightning_dct.callbacks.evaluations import EvaluationJoin
 from lightning_dct.callbacks.requirements import InternalCallback
+from lightning_dct.callbacks.run_advice import RunAdvice
 from lightning_dct.checksums import checksum_of
 from lightning_dct.elastic.elastic_updates import ElasticUpdates, Header, gathering, refuse_dtypes
 from lightning_dct.elastic.launcher import RestartingLauncher
@@ -74,6 +73,7 @@ class DCTElasticStrategy(DCTStrategy):
 
     strategy_name = "dct_elastic"
     registered_names: ClassVar[dict[str, dict[str, Any]]] = {"dct_elastic": {}}
+    without_tables = "Rows would be lost with a rank that dies. Use `strategy='dct'`."
     restore_checkpoint_after_setup = True
     fits: ClassVar[int] = 0  # of this process
 
@@ -136,7 +136,6 @@ class DCTElasticStrategy(DCTStrategy):
         """Make a process group of this rank alone."""
         reset_seed()
         self.set_world_ranks()
-        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
         if not dist.is_initialized():
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -158,11 +157,6 @@ class DCTElasticStrategy(DCTStrategy):
         module = self._module
         if not module.automatic_optimization:
             raise ValueError("`strategy='dct_elastic'` needs automatic optimization. Use `strategy='dct'`.")
-        if self.sharded_tables():
-            raise ValueError(
-                "`strategy='dct_elastic'` cannot shard tables, because rows would be lost with a rank that dies. Use"
-                " `strategy='dct'`."
-            )
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             # Before the view of the shared weights, too.

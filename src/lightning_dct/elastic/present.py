@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -50,19 +51,17 @@ def import_torchft() -> Any:
     """
     os.environ.setdefault("RUST_LOG", "error")
     try:
-        from importlib.metadata import version
-
         found = version("torchft")
-        import torchft
-    except ImportError as error:
-        raise ImportError(
-            f"`strategy='dct_elastic'` needs torchft {VERSION}: `pip install '.[elastic]'` in a clone of lightning_dct."
-        ) from error
+    except PackageNotFoundError:
+        found = ""
     if found != VERSION:
+        other = f", and {found} is installed" if found else ""
         raise ImportError(
-            f"`strategy='dct_elastic'` needs torchft {VERSION}, and {found} is installed:"
-            " `pip install '.[elastic]'` in a clone of lightning_dct."
+            f"`strategy='dct_elastic'` needs torchft {VERSION}{other}: `pip install '.[elastic]'` in a clone of"
+            " lightning_dct."
         )
+    import torchft
+
     logging.getLogger("torchft").setLevel(logging.CRITICAL)
     return torchft
 

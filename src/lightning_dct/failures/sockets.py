@@ -150,5 +150,4 @@ def _close_in_child() -> None:
         connection.close()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)
+os.register_at_fork(after_in_child=_close_in_child)

@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Any, cast
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -19,7 +18,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_dct.callbacks.requirements import AVERAGING
 from lightning_dct.compress.bucket_plan import local_of
 from lightning_dct.config import DCTConfig, check_integer, check_keywords
 from lightning_dct.exchange.collectives import Link
@@ -38,9 +36,7 @@ from lightning_dct.sync.setup import (
     start_alike,
 )
 from lightning_dct.sync.synchronizer import Synchronizer
-from lightning_dct.thresholded import ThresholdedStrategy
-
-OLDEST_TORCH = (2, 13)
+from lightning_dct.thresholded import ThresholdedStrategy, check_torch
 
 
 class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
@@ -83,6 +79,8 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
         "One replica (`replicas=1`, the default on one node) has nobody to send to: nothing is compressed. Give"
         " `replicas=2` or more."
     )
+    not_copied_because = "which FSDP2 does not allow"
+    without_tables = "Use `torch.nn.EmbeddingBag`, or `DCTStrategy`."
 
     def __init__(
         self,
@@ -96,11 +94,7 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
         lifelines: bool | int = True,
         **settings: Any,
     ) -> None:
-        if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
-            raise RuntimeError(
-                f"`DCTFSDPStrategy` needs torch {'.'.join(map(str, OLDEST_TORCH))} or later, and this is torch"
-                f" {torch.__version__}. Install a later one, or use `DCTStrategy`, which shards nothing."
-            )
+        check_torch(type(self))
         if replicas is not None:
             check_integer("replicas", replicas, minimum=1)
         if isinstance(unit, int):
@@ -128,17 +122,6 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
         """The ranks per replica."""
         return self.shards
 
-    def connect(self, model: pl.LightningModule) -> None:
-        """Refuse callbacks that copy the model (ValueError), before any process waits for another."""
-        trainer: Any = getattr(model, "_trainer", None)
-        for callback in [] if trainer is None else trainer.callbacks:
-            if isinstance(callback, AVERAGING):
-                raise ValueError(
-                    f"`{type(callback).__name__}` does not work with `DCTFSDPStrategy`: it copies the model, which"
-                    " FSDP2 does not allow. Average checkpoints after training."
-                )
-        super().connect(model)
-
     def setup(self, trainer: pl.Trainer) -> None:
         """Check the sharding, and set up the exchange between replicas.
 
@@ -146,11 +129,6 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
             ValueError: A parameter is not sharded within the replica, or the ranks differ.
         """
         model: Any = self.lightning_module
-        if tables := self.sharded_tables():
-            raise ValueError(
-                f"`DCTFSDPStrategy` cannot hold `ShardedEmbeddingBags` ({', '.join(map(repr, tables))}), which are"
-                " spread over all ranks. Use `torch.nn.EmbeddingBag`, or `DCTStrategy`."
-            )
         check_sharded(model, self.shard_mesh)
         check_settings(self.config, model, {}, {"replicas": self.replicas})
         for module in sharded_modules(model):

@@ -146,14 +146,14 @@ def add_sums(
 
 
 def encode_signs(values: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """See :func:`lightning_dct.kernels.plain.encode_signs`."""
+    """The bytes and scales of ``1bit``, as in :func:`lightning_dct.wire.values.encode_values`."""
     signs, scales = np.zeros(values.numel() // 64 + 1, np.uint64), torch.empty(len(counts))
     _encode_signs(values.numpy(), np.array(counts, np.int64), signs, scales.numpy())
     return torch.from_numpy(signs.view(np.uint8)[: (values.numel() + 7) // 8]), scales
 
 
 def decode_signs(signs: Tensor, counts: Sequence[int], scales: Tensor, values: Tensor) -> None:
-    """See :func:`lightning_dct.kernels.plain.decode_signs`."""
+    """Undo :func:`encode_signs`, into ``values``: shape ``[sum(counts)]``, fp32."""
     words, size = np.zeros(values.numel() // 64 + 1, np.uint64), (values.numel() + 7) // 8
     words.view(np.uint8)[:size] = signs.numpy()[:size]
     _decode_signs(words, np.array(counts, np.int64), scales.numpy(), values.numpy())
@@ -172,7 +172,7 @@ def decode_levels(codes: Tensor, counts: Sequence[int], scales: Tensor, values: 
 
 
 def count_flags(flags: Tensor, sizes: Sequence[int]) -> list[int]:
-    """See :func:`lightning_dct.kernels.plain.count_flags`."""
+    """See :func:`lightning_dct.wire.positions.count_flags`."""
     return _count_flags(_words(flags), np.array(sizes, np.int64)).tolist()
 
 

@@ -16,10 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_dct.kernels.bits import pack_bits
+from lightning_dct.kernels.bits import nonzero_indices, pack_bits, unpack_bits
 
 # Intermediate results stay in the processor's cache: several times faster than one operation after the other on all.
 CHUNK = 1 << 17
@@ -72,7 +71,7 @@ def select(
             found.append(values)
             count += values.numel()
         counts.append(count)
-    flags.copy_(pack(marks))
+    flags.copy_(pack_bits(torch.from_numpy(marks)))
     return Selection(torch.cat(found), counts)
 
 
@@ -121,10 +120,10 @@ def thin(flags: Tensor, begin: int, size: int, values: Tensor, target: int, limi
 
 def keep_some(flags: Tensor, begin: int, size: int, values: Tensor, keep: Tensor) -> Tensor:
     """Leave those of a tensor's flagged entries where ``keep`` (shape ``[count]``, bool) is set."""
-    marks = unpack(flags)
+    marks = unpack_bits(flags, 8 * flags.numel()).view(torch.bool)
     of_tensor = marks[begin : begin + size]
-    of_tensor[of_tensor.copy()] = keep.numpy()
-    flags.copy_(pack(marks))
+    of_tensor[of_tensor.clone()] = keep
+    flags.copy_(pack_bits(marks))
     return values[keep]
 
 
@@ -179,46 +178,16 @@ def add_sums(
             owns[number][where] += mean
 
 
-def encode_signs(values: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """One bit a value, whether it is positive, and the mean magnitude of each tensor's values: fp32 ``[tensors]``."""
-    means = [part.double().abs().sum() / max(part.numel(), 1) for part in values.split(list(counts))]
-    scales = torch.stack(means).float() if means else torch.empty(0)
-    return torch.from_numpy(np.packbits((values > 0).numpy(), bitorder="little")), scales
-
-
-def decode_signs(signs: Tensor, counts: Sequence[int], scales: Tensor, values: Tensor) -> None:
-    """Undo :func:`encode_signs`, into ``values``: shape ``[sum(counts)]``, fp32."""
-    positive = np.unpackbits(signs.numpy(), count=sum(counts), bitorder="little").astype(np.bool_)
-    magnitudes = np.repeat(scales.numpy(), counts)
-    values.copy_(torch.from_numpy(np.where(positive, magnitudes, -magnitudes)))
-
-
-def count_flags(flags: Tensor, sizes: Sequence[int]) -> list[int]:
-    """How many flags are set of each of the tensors, which follow one another."""
-    marks = unpack(flags)
-    return [int(marks[stop - size : stop].sum()) for size, stop in zip(sizes, np.cumsum(sizes), strict=True)]
-
-
-def pack(marks: NDArray[np.bool_]) -> Tensor:
-    """Marks as flags."""
-    return torch.from_numpy(np.packbits(marks, bitorder="little"))
-
-
-def unpack(flags: Tensor) -> NDArray[np.bool_]:
-    """Flags as marks, one bool an entry."""
-    return np.unpackbits(flags.numpy(), bitorder="little").view(np.bool_)
-
-
 def _by_tensor(tensors: Sequence[Tensor], first: Sequence[int], sent: Sent) -> list[list[tuple[Tensor, Tensor]]]:
     """For each sender, for each tensor: where its flags are set, and the values there in its dtype."""
     found: list[list[tuple[Tensor, Tensor]]] = []
     for flags, values in zip(sent.flags, sent.values.split(sent.counts), strict=True):
-        marks, end, cursor = unpack(flags), 0, 0
+        marks, end, cursor = unpack_bits(flags, 8 * flags.numel()), 0, 0
         found.append([])
         for tensor, begin in zip(tensors, first, strict=True):
-            cursor += int(np.count_nonzero(marks[end:begin]))
+            cursor += int(marks[end:begin].count_nonzero())
             end = begin + tensor.numel()
-            places = torch.from_numpy(np.flatnonzero(marks[begin:end]))
+            places = nonzero_indices(marks[begin:end])
             found[-1].append((places, values[cursor : cursor + places.numel()].to(tensor.dtype)))
             cursor += places.numel()
     return found

@@ -2,23 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import lightning.pytorch as pl
-import torch
-
-from lightning_dct.callbacks.requirements import AVERAGING
-
-OLDEST_TORCH = "2.13"
-
-
-def check_torch() -> None:
-    """Refuse versions of torch whose schedules are too old (RuntimeError)."""
-    if torch.__version__ < OLDEST_TORCH:
-        raise RuntimeError(
-            f"`DCTPipelineStrategy` needs torch {OLDEST_TORCH} or later, and this is torch {torch.__version__}. Install"
-            " a later one, or use `DCTStrategy`, which needs no pipeline."
-        )
 
 
 def check_ddp_settings(settings: Mapping[str, object]) -> None:
@@ -29,15 +15,6 @@ def check_ddp_settings(settings: Mapping[str, object]) -> None:
                 f"`DCTPipelineStrategy` cannot take `{setting}`: it makes its own process groups, gives finished"
                 " gradients to DistributedDataParallel and keeps its settings. Leave the setting out."
             )
-
-
-def check_no_tables(tables: Mapping[str, object]) -> None:
-    """Refuse embedding tables that all ranks share (ValueError): ranks of a pipeline have different modules."""
-    if tables:
-        raise ValueError(
-            f"`DCTPipelineStrategy` cannot hold `ShardedEmbeddingBags` ({', '.join(map(repr, tables))}), which are"
-            " spread over all ranks. Use `torch.nn.EmbeddingBag` in a stage, or `DCTStrategy`."
-        )
 
 
 def check_schedule(schedule: str, stages: int, micro_batches: int) -> None:
@@ -54,7 +31,7 @@ def check_schedule(schedule: str, stages: int, micro_batches: int) -> None:
         )
 
 
-def check_training(model: pl.LightningModule, precision: object, callbacks: Iterable[pl.Callback]) -> None:
+def check_training(model: pl.LightningModule, precision: object) -> None:
     """Refuse ways of training that need the whole model, or the whole backward, at once (ValueError)."""
     if not model.automatic_optimization:
         raise ValueError(
@@ -67,9 +44,3 @@ def check_training(model: pl.LightningModule, precision: object, callbacks: Iter
             " GradScaler could scale the loss, so small fp16 gradients would vanish. Use precision='bf16-mixed', which"
             " needs no scaling, or '32-true'."
         )
-    for callback in callbacks:
-        if isinstance(callback, AVERAGING):
-            raise ValueError(
-                f"`{type(callback).__name__}` does not work with `DCTPipelineStrategy`: it copies the whole model, and"
-                " each rank has the parameters of its own stage only. Average checkpoints after training."
-            )

@@ -22,13 +22,7 @@ from lightning_dct.clipping import install_clipping
 from lightning_dct.config import check_choice, check_integer
 from lightning_dct.failures.course import EXCHANGE
 from lightning_dct.law import Given
-from lightning_dct.pipeline.checks import (
-    check_ddp_settings,
-    check_no_tables,
-    check_schedule,
-    check_torch,
-    check_training,
-)
+from lightning_dct.pipeline.checks import check_ddp_settings, check_schedule, check_training
 from lightning_dct.pipeline.mesh import PipelineMesh
 from lightning_dct.pipeline.placement import Placement, merge_optimizer_states, part_of_optimizer_state
 from lightning_dct.pipeline.results import synchronise_metrics
@@ -37,6 +31,7 @@ from lightning_dct.pipeline.schedule import SCHEDULES, Pipeline, ScheduleName
 from lightning_dct.pipeline.steps import exchanged
 from lightning_dct.strategy import DCTStrategy
 from lightning_dct.sync.synchronizer import Synchronizer
+from lightning_dct.thresholded import check_torch
 
 
 class DCTPipelineStrategy(DCTStrategy):
@@ -82,6 +77,8 @@ class DCTPipelineStrategy(DCTStrategy):
     strategy_name = "dct_pipeline"
     # One pipeline compresses what passes between its stages.
     when_alone = ""
+    not_copied_because = "and each rank has the parameters of its own stage only"
+    without_tables = "Use `torch.nn.EmbeddingBag` in a stage, or `DCTStrategy`."
     registered_names = {
         "dct_pipeline": {"start_method": "popen"},
         "dct_pipeline_spawn": {"start_method": "spawn"},
@@ -102,7 +99,7 @@ class DCTPipelineStrategy(DCTStrategy):
         check_integer("micro_batches", micro_batches, minimum=1)
         check_choice("schedule", schedule, SCHEDULES)
         check_schedule(schedule, stages, micro_batches)
-        check_torch()
+        check_torch(type(self))
         check_ddp_settings(settings)
         super().__init__(accelerator, **settings)
         self.stages = stages
@@ -122,9 +119,7 @@ class DCTPipelineStrategy(DCTStrategy):
 
     def connect(self, model: pl.LightningModule) -> None:
         """Refuse what cannot work (ValueError), before any process waits for another."""
-        # Any: type checkers do not see `callbacks`. A module in a test may have no Trainer.
-        trainer: Any = getattr(model, "_trainer", None)
-        check_training(model, self.precision_plugin, [] if trainer is None else trainer.callbacks)
+        check_training(model, self.precision_plugin)
         super().connect(model)
 
     def setup_environment(self) -> None:
@@ -146,7 +141,7 @@ class DCTPipelineStrategy(DCTStrategy):
         # Before the cut: after it a rank has only its own pieces.
         check_agreement(module_settings(module), module, None)
         placement = self._placement = Placement(module, mesh, self.schedule == "interleaved_1f1b")
-        check_no_tables(self.sharded_tables())
+        self.sharded_tables()
         if trainer.state.fn == TrainerFn.FITTING:
             placement.check_parameters()
             super().setup(trainer)

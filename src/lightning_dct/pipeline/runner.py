@@ -5,7 +5,6 @@ The last stage runs the steps to their end, and every rank logs.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +18,7 @@ from torch.utils._pytree import tree_flatten
 from torchmetrics import Metric
 
 from lightning_dct.agreement import gather_objects
+from lightning_dct.checksums import checksum_of
 from lightning_dct.pipeline import steps
 from lightning_dct.pipeline.borders import Border, signature, trace_borders
 from lightning_dct.pipeline.mesh import to_device
@@ -150,12 +150,8 @@ class Runner:
         if (step, what) in self._checked:
             return
         self._checked.add((step, what))
-        digest = hashlib.sha1()
-        for leaf in tree_flatten(data)[0]:
-            if isinstance(leaf, Tensor):
-                digest.update(str(leaf.shape).encode())
-                digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        if len(set(gather_objects(digest.hexdigest(), self._mesh.control))) > 1:
+        seen = [(leaf.shape, checksum_of(leaf)) for leaf in tree_flatten(data)[0] if isinstance(leaf, Tensor)]
+        if any(theirs != seen for theirs in gather_objects(seen, self._mesh.control)):
             raise ValueError(f"The ranks of one pipeline have {_DIFFERENT[what].format(step=step)}")
 
 

@@ -105,16 +105,6 @@ class GradientSynchronizer(Synchronizer):
             self._finish()
         return future
 
-    def set_density(self, density: float) -> None:
-        """See :meth:`Synchronizer.set_density`.
-
-        Raises:
-            RuntimeError: Backward is running.
-        """
-        if self._pending:
-            raise RuntimeError("A synchronisation is under way: change its settings before backward or after it.")
-        super().set_density(density)
-
     def _begin(self) -> None:
         self.come_to(EXCHANGE, f"an exchange of gradients for optimizer step {self.synchronisations + 1}")
         self.request_refresh_when_due()

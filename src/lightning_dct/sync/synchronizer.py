@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -98,13 +97,6 @@ class Synchronizer:
         """Request a refresh after ``refresh_every`` steps."""
         if self.steps_since_refresh >= self.refresh_every:
             self.request_refresh()
-
-    def set_density(self, density: float) -> None:
-        """Change ``DCTConfig.density`` from the next exchange on, on all ranks between the same two exchanges.
-
-        Thresholds are selected anew for the new density. The density is not saved.
-        """
-        self.plans.change(replace(self.config, density=density))
 
     def density_of(self, parameter: Tensor) -> float:
         """The share of a parameter's entries that the next exchange sends, in (0, 1]."""

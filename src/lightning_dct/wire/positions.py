@@ -185,7 +185,7 @@ class PositionCode:
 
 def count_flags(flags: Tensor, sizes: Sequence[int]) -> list[int]:
     """How many of packed flags are set in each of the tensors of these sizes, one after the other."""
-    if flags.device.type == "cpu":
+    if fastest_kernel(flags.device.type) == "numba":
         return cpu_kernel().count_flags(flags, sizes)
     marks = unpack_bits(flags, sum(sizes))
-    return torch.stack([part.sum() for part in marks.split(list(sizes))]).tolist() if sizes else []
+    return torch.stack([part.count_nonzero() for part in marks.split(list(sizes))]).tolist() if sizes else []

@@ -46,19 +46,17 @@ def values_num_bytes(value_format: str, capacity: int) -> int:
 
 def encode_tensors(values: Tensor, counts: Sequence[int], value_format: str) -> tuple[Tensor, Tensor]:
     """:func:`encode_values` of ``counts`` values of each tensor."""
-    if value_format == "1bit" and values.device.type == "cpu":
-        return cpu_kernel().encode_signs(values, counts)
-    if value_format == "2bit" and fastest_kernel(values.device.type) == "numba":
-        return cpu_kernel().encode_levels(values, counts)
+    if value_format in ("1bit", "2bit") and fastest_kernel(values.device.type) == "numba":
+        kernel = cpu_kernel()
+        return (kernel.encode_signs if value_format == "1bit" else kernel.encode_levels)(values, counts)
     return encode_values(values, _tensor_index(counts, values.device), len(counts), value_format)
 
 
 def decode_tensors(data: Tensor, counts: Sequence[int], scales: Tensor, value_format: str, values: Tensor) -> None:
     """Decode the bytes of :func:`encode_tensors` into ``values``: shape ``[sum(counts)]``, fp32."""
-    if value_format == "1bit" and data.device.type == "cpu":
-        cpu_kernel().decode_signs(data, counts, scales, values)
-    elif value_format == "2bit" and fastest_kernel(data.device.type) == "numba":
-        cpu_kernel().decode_levels(data, counts, scales, values)
+    if value_format in ("1bit", "2bit") and fastest_kernel(data.device.type) == "numba":
+        kernel = cpu_kernel()
+        (kernel.decode_signs if value_format == "1bit" else kernel.decode_levels)(data, counts, scales, values)
     else:
         index = _tensor_index(counts, data.device)
         values.copy_(decode_values(data, values.numel(), index, scales, value_format))
