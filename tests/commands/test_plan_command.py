@@ -65,7 +65,7 @@ def test_a_longer_run_needs_fewer_bytes(capsys: pytest.CaptureFixture[str], word
 def test_a_missing_kernel_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, installed: bool
 ) -> None:
-    monkeypatch.setattr("lightning_dct.kernels._is_installed", lambda package: installed)
+    monkeypatch.setattr("lightning_dct.kernels._numba_error", lambda: None if installed else ImportError("none"))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert ("`pip install numba`" in plan(capsys, *ASKED)) != installed
 

@@ -61,7 +61,7 @@ def test_the_kernel_that_was_asked_for_is_the_one_that_runs(monkeypatch: pytest.
 
     assert compress("torch").num_entries == 2
     cpu_kernel.cache_clear()  # another test may have asked for numba, where it is installed
-    monkeypatch.setattr("lightning_dct.kernels._is_installed", lambda package: False)
+    monkeypatch.setattr("lightning_dct.kernels._numba_error", lambda: ImportError("none"))
     with pytest.raises(ValueError, match="`kernel='numba'` needs the package numba"):
         compress("numba")
 

@@ -132,13 +132,13 @@ def test_by_node_on_one_node_is_refused_on_every_rank(ranks: Any) -> None:
 
 
 def refused_without_numba() -> str:
-    with mock.patch("lightning_dct.kernels._is_installed", return_value=False):
+    with mock.patch("lightning_dct.kernels._numba_error", return_value=ImportError("none")):
         return refused({"kernel": "numba"})
 
 
 def test_a_kernel_that_is_not_installed_is_refused_on_every_rank(ranks: Any) -> None:
     for message in ranks(2).run(refused_without_numba):
-        assert "`kernel='numba'` needs the package numba" in message
+        assert "`kernel='numba'` needs the package numba (none)" in message
 
 
 def fit_twice(settings: dict[str, Any]) -> tuple[list[str], int, int]:

@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ GLOBAL_BATCH = 12
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
     "adagrad": torch.optim.Adagrad,
     "row-wise adagrad": RowWiseAdagrad,
 }

@@ -65,7 +65,7 @@ def test_accumulated_gradients_train_the_same_model(ranks):
 
 @pytest.mark.parametrize(
     ("world_size", "optimizer", "exchange"),
-    [(2, "adagrad", SMALL_CACHE), (3, "sgd", FEW)],
+    [(2, "adagrad", SMALL_CACHE), (3, "sgd", FEW), (2, "momentum", FEW)],
 )
 def test_resumed_run_equals_the_uninterrupted_one(ranks, tmp_path, world_size, optimizer, exchange):
     gradients = {"strategy": {"density": 0.2, "value_format": "bf16", "min_tensor_size": 1}}

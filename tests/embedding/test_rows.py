@@ -150,3 +150,28 @@ def test_add_entries(data: st.DataObject, slots: list[int], dtype: torch.dtype) 
     numbers = torch.tensor(positions, dtype=torch.int64)
     add_entries(rows, torch.tensor(slots, dtype=torch.int64), numbers, torch.tensor(values, dtype=torch.float32))
     assert torch.equal(rows, expected)
+
+
+def copies_of(pooled: list[int]) -> list[dict[int, Tensor]]:
+    """This rank's copies of the others, and the others' copies of its rows, after looks-up pooled so many times."""
+    tables = ShardedEmbeddingBags([40, 30], DIM, density=0.3, cache_rows=100)
+    tables.materialize()
+    optimizer = torch.optim.SGD(tables.parameters(), 1.0)
+    for step, times in enumerate(pooled):
+        lookup = tables.request(torch.arange(step, 20 + step).view(-1, 2))
+        outputs = [lookup.pooled() for _ in range(times)]
+        if outputs:
+            sum(output.square().sum() for output in outputs).backward()
+            assert all(torch.equal(output, outputs[0]) for output in outputs)
+            optimizer.step()
+            optimizer.zero_grad()
+    state = tables.compression_state()
+    return [{peer: rows["copies"] for peer, rows in state[part].items()} for part in ("held", "mirrors")]
+
+
+def test_both_ends_have_the_same_copies_however_often_a_look_up_is_pooled(ranks: Any) -> None:
+    """Oracle: the owner's copies of what the other rank has, bitwise."""
+    (held_0, mirrors_0), (held_1, mirrors_1) = ranks(2).run(copies_of, [1, 2, 0, 1, 3, 0])
+    assert torch.equal(held_0[1], mirrors_1[0])
+    assert torch.equal(held_1[0], mirrors_0[1])
+    assert held_0[1].abs().sum() > 0

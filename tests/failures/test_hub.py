@@ -1,13 +1,15 @@
 """The hub's verdicts, with all ranks in this process: who is blamed, and when nobody is."""
 
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 
 from lightning_dct.failures.hub import STRANGERS, Hub
-from lightning_dct.failures.sockets import connect, read_lines, write_line
+from lightning_dct.failures.sockets import WELCOME, connect, enter, read_lines, write_line
 
 # Far more than anything here takes on a quiet machine.
 PATIENCE_S = 240.0
@@ -254,3 +256,27 @@ def test_each_rank_is_asked_by_those_that_count_other_places_with_it(job: Callab
     for line in (lines[0], lines[2]):
         line.wait_for("verdict")
         assert [message for message in line.heard if "agreed" in message] == [{"agreed": 1, "peers": [0, 1, 2, 3]}]
+
+
+def test_an_address_that_drops_packets_leaves_time_for_the_next() -> None:
+    """As behind a firewall: of the first address the backlog is full, so nobody answers. The second takes a while."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as full, ExitStack() as waiting:
+        port = server.getsockname()[1]
+        full.bind(("127.0.0.2", port))
+        full.listen(0)
+        for _ in range(8):
+            caller = waiting.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(("127.0.0.2", port))
+
+        def welcome() -> None:
+            connection, _ = server.accept()
+            with connection, connection.makefile("rb") as lines:
+                lines.readline()
+                time.sleep(0.1)
+                write_line(connection, WELCOME)
+
+        thread = threading.Thread(target=welcome)
+        thread.start()
+        enter(["127.0.0.2", "127.0.0.1"], port, {"rank": 1}, 1.5).close()
+        thread.join()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -104,6 +105,36 @@ def test_a_network_of_many_kinds_of_modules_learns(ranks: Any) -> None:
             if isinstance(value, Tensor) and not name.startswith("network.layers.3."):
                 assert torch.equal(value, told[0][1][name]), name
         assert torch.equal(state["network.layers.5.unused"], torch.ones(3))
+
+
+class Unfreezes(Callback):
+    """Has the biases of all stages trained from the fourth batch on."""
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            module.network.requires_grad_(True)
+
+
+def train_unfreezing(settings: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], Any]:
+    module, watch = SplitModule(), Losses()
+    module.example_input_array = torch.zeros(1, 40)
+    for name, parameter in module.network.named_parameters():
+        parameter.requires_grad_(not name.endswith("bias"))
+    trainer = trainer_for(strategy_for(2, **settings), callbacks=[Unfreezes(), watch], enable_model_summary=True)
+    trainer.fit(module, batches(6, 2))
+    return watch.losses, dict(module.network.named_parameters()), module.example_input_array
+
+
+@pytest.mark.parametrize("compress", ["updates", "gradients"])
+def test_parameters_may_be_unfrozen(ranks: Any, compress: str) -> None:
+    """Oracle: biases that move, and the same losses for both ways of exchange; an example input does no harm."""
+    told = ranks(2).run(train_unfreezing, {"compress": compress})
+    before = dict(SplitModule().network.named_parameters())
+    for losses, weights, example in told:
+        assert losses == told[0][0]
+        assert example.shape == (1, 40)
+        for name, weight in weights.items():
+            assert not torch.equal(weight, before[name]), name
 
 
 def fit_twice() -> tuple[list[float], dict[str, Tensor]]:

@@ -1,5 +1,7 @@
 """The parts of a pipeline by themselves, without ranks."""
 
+from collections import UserDict
+
 import pytest
 import torch
 from hypothesis import given
@@ -87,6 +89,36 @@ def test_batches_are_cut_whatever_their_nesting() -> None:
     assert all(part["b"][1] == "text" and part["c"] == (torch.tensor(1.0), 3) for part in parts)
     with pytest.raises(ValueError, match=r"`micro_batches=4` does not divide the training batch, which has 6 rows"):
         split_batch(batch, 4)
+
+
+def test_batches_without_tensors_are_refused() -> None:
+    """Every micro-batch would be the whole batch."""
+    for batch in (UserDict(x=torch.ones(4)), ["text"], torch.tensor(1.0)):
+        with pytest.raises(ValueError, match=f"No tensors to cut into micro-batches .* a {type(batch).__name__}"):
+            split_batch(batch, 2)
+
+
+def test_a_module_in_several_places_runs_in_each() -> None:
+    """Oracle: the Sequential itself."""
+    shared = nn.ReLU()
+    network = nn.Sequential(nn.Linear(4, 4), shared, nn.Linear(4, 4), shared, SplitPoint(), nn.Linear(4, 4), shared)
+    pieces = cut(network)
+    assert [piece.names for piece in pieces] == [("0", "1", "2", "3"), ("5", "6")]
+    inputs = torch.randn(3, 4)
+    without_split = nn.Sequential(*(child for child in network if not isinstance(child, SplitPoint)))
+    assert torch.equal(pieces[1].modules(pieces[0].modules(inputs)), without_split(inputs))
+    split = SplitPoint()
+    with pytest.raises(ValueError, match=r"`SplitPoint` '3' of the pipeline stands in two places"):
+        cut(nn.Sequential(nn.Linear(4, 4), split, nn.Linear(4, 4), split, nn.Linear(4, 4)))
+
+
+def test_results_that_are_no_rows_are_joined() -> None:
+    """Oracle: a number is the mean over all rows, weighted by hand; what is no tensor stays."""
+    outputs = [(torch.ones(2, 3), torch.tensor(1.0), None), (torch.ones(1, 3), torch.tensor(4.0), None)]
+    rows, number, nothing = join(outputs)
+    assert torch.equal(rows, torch.ones(3, 3))
+    assert float(number) == 2.0
+    assert nothing is None
 
 
 @given(st.integers(1, 20), st.integers(1, 6))

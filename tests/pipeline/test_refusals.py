@@ -73,6 +73,11 @@ class Broken(SplitModule):
             self.metric = MeanMetric(dist_sync_on_step=True)
         elif fault == "values":
             self.network[1] = ReadsValues()
+        elif fault == "own forward":
+            self.network = OwnForward(nn.Linear(40, 40), SplitPoint(), nn.Linear(40, 8))
+        elif fault == "buffers":
+            norm = nn.BatchNorm1d(40, affine=False)
+            self.network = nn.Sequential(nn.Linear(40, 40), norm, SplitPoint(), norm, nn.Linear(40, 8))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         if self.fault == "gathers":
@@ -86,6 +91,11 @@ class Broken(SplitModule):
 class Pair(nn.Module):
     def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         return inputs, inputs
+
+
+class OwnForward(nn.Sequential):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(2.0 * inputs)
 
 
 class ReadsValues(nn.Module):
@@ -104,6 +114,8 @@ FAULTS = {
     "pieces": "cut it into 4 pieces, and `stages=2`",
     "pair": "Piece 0 of the pipeline returns a tuple",
     "values": "Piece 0 of the pipeline cannot be run on fake tensors",
+    "own forward": "is a OwnForward, whose own `forward` no stage would run",
+    "buffers": "has buffers and is also used on stage 0",
     "metric": "The metric 'metric' has `dist_sync_on_step=True`",
     "gathers": "`self.all_gather` in a step would wait forever",
     "skips": "`training_step` never calls the Sequential",

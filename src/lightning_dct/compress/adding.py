@@ -31,7 +31,7 @@ def add_to_bucket(
         with reading(f"{one.sender} of the process group"):
             counts.append(unpack_flags(one.plan.layout, one.payload, row))
     add_sums = partial(cpu_kernel(kernel).add_sums, weights=weights, mine=mine)
-    if len(plan.sizes) == 1 and plan.sizes[0] > AT_ONCE:
+    if plan.compressed and len(plan.sizes) == 1 and plan.sizes[0] > AT_ONCE:
         ((begin, _),) = plan.bounds
         for start, stop, sent in _stretches(plan.sizes[0], flags, arrived):
             bounds = [(begin + start, begin + stop)]

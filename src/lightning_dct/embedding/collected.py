@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -42,6 +42,10 @@ class RowCollectives:
         self.rank = group.rank() if group else 0
         self.world_size = group.size() if group else 1
         self.device = device
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowCollectives:
+        """The same ranks: callbacks that average weights copy the whole model."""
+        return self
 
     @classmethod
     def among_all(cls, device: torch.device) -> RowCollectives:

@@ -30,6 +30,7 @@ from lightning_dct.embedding.changes import (
     evicted_num_bytes,
     message_about,
 )
+from lightning_dct.embedding.collected import Incoming
 from lightning_dct.embedding.copies import RememberedRows, add_entries
 from lightning_dct.embedding.owners import Int64Array
 from lightning_dct.embedding.row_gradients import deliver, when_backward_ends
@@ -82,9 +83,15 @@ ANNOUNCED = 3
 
 
 class ChangesLookup:
-    """A look-up under way: the constructor requests rows and answers the others, :meth:`pooled` waits for answers."""
+    """A look-up under way: the constructor requests rows and answers the others, :meth:`pooled` waits for answers.
+
+    The owners have added their answers to their copies already. So this rank adds them, too, once and in the order of
+    the requests: at the latest when the next request begins.
+    """
 
     def __init__(self, module: TableState, bags: Bags) -> None:
+        if module.latest_lookup is not None:
+            module.latest_lookup.take_answers()
         self._module = module
         self._rank, self._peers = module.exchange_group.rank, module.peers
         with module.traffic.timed():
@@ -103,13 +110,24 @@ class ChangesLookup:
             self._with_owner = {peer: self._message(peer, self._rows.wanted[peer]) for peer in self._peers}
             self._with_user = {peer: self._message(self._rank, r.places) for peer, r in self._requests.items()}
             answers = {peer: self._answer(peer) for peer in self._peers}
-        self._incoming = module.exchange_group.start(answers, _sizes(self._with_owner), module.traffic)
+        self._incoming: Incoming | None = module.exchange_group.start(answers, _sizes(self._with_owner), module.traffic)
+        module.latest_lookup = self
         self._send_evicted(evicted)
+
+    def take_answers(self) -> None:
+        """Wait for the answers and add them to the copies, once."""
+        if self._incoming is None:
+            return
+        answers, self._incoming, self._module.latest_lookup = self._incoming.wait(), None, None
+        with self._module.traffic.timed():
+            for peer in self._peers:
+                held, slots = self._held(peer)
+                add_entries(held.copies, slots, *self._read(peer, answers[peer], self._with_owner[peer]))
 
     def pooled(self) -> Tensor:
         """Wait for the rows and pool them, ``[samples, tables, dim]``."""
         module, rows = self._module, self._rows
-        answers = self._incoming.wait()
+        self.take_answers()
         with module.traffic.timed():
             sizes = [wanted.size for wanted in rows.wanted]
             found = module.weight.new_empty(sum(sizes), module.embedding_dim, dtype=module.remembered_dtype)
@@ -118,7 +136,6 @@ class ChangesLookup:
                     part.copy_(module.own_rows(rows.wanted[rank]))
                     continue
                 held, slots = self._held(rank)
-                add_entries(held.copies, slots, *self._read(rank, answers[rank], self._with_owner[rank]))
                 torch.index_select(held.copies, 0, slots, out=part)
             pooled = rows.bags.pool(found.to(module.weight.dtype).index_select(0, rows.inverse))
         return deliver(module.weight, pooled, self.send_gradient)

@@ -22,6 +22,8 @@ MOST_GROUPS = 63
 
 def memory_of(module: TableState) -> dict[str, Any]:
     """Copies, residuals, thresholds and collected gradients, as plain numbers, dicts and CPU tensors."""
+    if module.latest_lookup is not None:
+        module.latest_lookup.take_answers()
     return {
         "placement": asdict(module.placement),
         "held": {peer: rows.state_dict() for peer, rows in module.held.items()},

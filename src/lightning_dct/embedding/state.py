@@ -108,6 +108,8 @@ class TableState(CompressedModule):
         self.held = {peer: remembered(peer, True) for peer in self.peers}
         self.mirrors = {peer: remembered(self.exchange_group.rank, False) for peer in self.peers}
         self.collected = CollectedGradients()
+        # The last look-up, until its answers are taken.
+        self.latest_lookup: Any = None
         self.refresh_requested = True
 
     @property

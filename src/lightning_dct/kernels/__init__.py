@@ -14,9 +14,9 @@ different ones. On a GPU :mod:`~lightning_dct.compress.marking` selects gradient
 
 from __future__ import annotations
 
+import tempfile
 from functools import cache, lru_cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -71,7 +71,7 @@ def rows_kernel(device_type: str) -> Any:
 
 def available_kernels(device_type: str) -> list[str]:
     """The installed kernels for a device, the slowest first."""
-    return ["torch", "numba"] if device_type == "cpu" and _is_installed("numba") else ["torch"]
+    return ["torch", "numba"] if device_type == "cpu" and _numba_error() is None else ["torch"]
 
 
 @cache
@@ -82,10 +82,11 @@ def fastest_kernel(device_type: str) -> str:
 
 def faster_kernel_missing(device_type: str) -> str | None:
     """A message if a package that is not installed would speed up compression on a device, else None."""
-    if device_type != "cpu" or _is_installed("numba"):
+    if device_type != "cpu" or (error := _numba_error()) is None:
         return None
     return (
-        "numba is not installed, and without it compressing takes several times as long on a CPU: `pip install numba`."
+        f"numba cannot be used ({error}), and without it compressing takes several times as long on a CPU: `pip install"
+        " numba`."
     )
 
 
@@ -95,13 +96,23 @@ def check_kernel(name: str, device_type: str) -> None:
         return
     if device_type != "cpu":
         raise ValueError(f"`kernel='numba'` works on cpu, not on {device_type}. Use `kernel='auto'`.")
-    if not _is_installed("numba"):
+    if (error := _numba_error()) is not None:
         raise ValueError(
-            "`kernel='numba'` needs the package numba: `pip install '.[fast]'` in a clone of lightning_dct. Or"
-            " use `kernel='auto'`."
+            f"`kernel='numba'` needs the package numba ({error}): `pip install '.[fast]'` in a clone of lightning_dct."
+            " Or use `kernel='auto'`."
         )
 
 
 @cache
-def _is_installed(package: str) -> bool:
-    return find_spec(package) is not None
+def _numba_error() -> Exception | None:
+    """Why the loops of numba cannot be loaded; None if they can."""
+    try:
+        try:
+            import_module("lightning_dct.kernels.numba_cpu")
+        except RuntimeError:
+            # Neither the package's folder nor the user's can be written to, as in some containers.
+            import_module("numba").config.CACHE_DIR = tempfile.mkdtemp(prefix="lightning_dct-numba-")
+            import_module("lightning_dct.kernels.numba_cpu")
+    except Exception as error:  # an ImportError, or what a numba for another numpy raises
+        return error
+    return None

@@ -109,7 +109,7 @@ class DCTPipelineStrategy(DCTStrategy):
         self.mesh: PipelineMesh | None = None
         self._placement: Placement | None = None
         self._runner: Runner | None = None
-        self._own_parameters: list[nn.Parameter] = []
+        self._example_input: Any = None
         self._metrics: list[Metric] = []
 
     @property
@@ -144,6 +144,9 @@ class DCTPipelineStrategy(DCTStrategy):
         self.sharded_tables()
         if trainer.state.fn == TrainerFn.FITTING:
             placement.check_parameters()
+            # The model's summary and loggers would run it through the whole model, of which a rank has a part.
+            if module.example_input_array is not None:
+                self._example_input, module.example_input_array = module.example_input_array, None
             super().setup(trainer)
             install_clipping(self.precision_plugin, mesh.pipeline, lambda parameter: True)
         else:
@@ -180,7 +183,6 @@ class DCTPipelineStrategy(DCTStrategy):
         """Have data parallelism leave other stages' parameters alone."""
         assert self._placement is not None
         self._module._ddp_params_and_buffers_to_ignore = self._placement.not_synchronised  # type: ignore[assignment]
-        self._own_parameters = self._placement.own_parameters
         self._ddp_kwargs["process_group"] = self._placed.data_parallel
         super().configure_ddp()
 
@@ -189,7 +191,9 @@ class DCTPipelineStrategy(DCTStrategy):
         for metric in self._metrics:
             metric.dist_sync_fn = None
         self._ddp_kwargs.pop("process_group", None)
-        self._runner, self._metrics, self._own_parameters = None, [], []
+        self._runner, self._metrics = None, []
+        if self._example_input is not None:
+            self._module.example_input_array, self._example_input = self._example_input, None
         spread = self._spread
         if spread is None:
             super().teardown()
@@ -204,11 +208,13 @@ class DCTPipelineStrategy(DCTStrategy):
     def training_step(self, *arguments: Any) -> Tensor:
         """Run a batch through the pipeline, forward and backward, and return its loss on every rank."""
         assert self._runner is not None
+        assert self._placement is not None
         self._come_to_stages("training_step")
-        with set_aside(self._own_parameters) as gradients:
+        own = self._placement.own_parameters  # callbacks unfreeze some
+        with set_aside(own) as gradients:
             loss = self._runner.train(*arguments)
         self.split_traffic.add(steps=1)
-        delivery = partial(deliver, loss, gradients, self._own_parameters)
+        delivery = partial(deliver, loss, gradients, own)
         if not isinstance(self.model, DistributedDataParallel):
             return delivery()
         # As the forward of the wrapped model, so that DistributedDataParallel synchronises its backward.

@@ -71,7 +71,7 @@ class Placement:
     @property
     def split_points(self) -> dict[str, SplitPoint]:
         """All split points of the network, by name. Every rank has them, because they set the size of payloads."""
-        children = self.network.named_children()
+        children = children_of(self.network)
         return {self._prefix + name: child for name, child in children if isinstance(child, SplitPoint)}
 
     def own_part(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,8 +97,14 @@ class Placement:
                 )
         owners: dict[int, int] = {}
         for piece in self.pieces:
+            stage = piece.index % self.mesh.stages
+            for name, module in piece.modules.named_modules():
+                if module._buffers and owners.setdefault(id(module), stage) != stage:
+                    raise ValueError(
+                        f"The module {name!r} of piece {piece.index} has buffers and is also used on stage"
+                        f" {owners[id(module)]}: stages on different ranks cannot share them. Make a module for each."
+                    )
             for name, parameter in piece.modules.named_parameters():
-                stage = piece.index % self.mesh.stages
                 if owners.setdefault(id(parameter), stage) != stage:
                     raise ValueError(
                         f"The parameter {name!r} of piece {piece.index} is also used on stage {owners[id(parameter)]}:"
@@ -169,17 +175,30 @@ def find_pipeline(module: nn.Module) -> tuple[str, nn.Sequential]:
             f" its children, but {have}. Build the network as one Sequential with a SplitPoint between every two"
             " stages."
         )
+    kind = type(found[0][1])
+    if kind.forward not in (nn.Sequential.forward, SplitSequential.forward):
+        raise ValueError(
+            f"The Sequential with `SplitPoint` modules is a {kind.__name__}, whose own `forward` no stage would run."
+            " Move what it does into the first or the last child."
+        )
     return found[0]
 
 
+def children_of(pipeline: nn.Sequential) -> list[tuple[str, nn.Module]]:
+    """The children in the order in which they run; one that stands in several places, such as a ReLU, several times."""
+    return [(name, child) for name, child in pipeline._modules.items() if child is not None]
+
+
 def cut(pipeline: nn.Sequential) -> list[Piece]:
-    """Cut a Sequential at its split points (ValueError if a piece has no modules)."""
+    """Cut a Sequential at its split points (ValueError if a piece has no modules, or two a split point)."""
     pieces: list[Piece] = []
     children: OrderedDict[str, nn.Module] = OrderedDict()
-    for name, child in [*pipeline.named_children(), ("", None)]:
+    for name, child in [*children_of(pipeline), ("", None)]:
         if child is not None and not isinstance(child, SplitPoint):
             children[name] = child
             continue
+        if child is not None and any(piece.split is child for piece in pieces):
+            raise ValueError(f"The `SplitPoint` {name!r} of the pipeline stands in two places. Make one for each.")
         if not children:
             raise ValueError(
                 f"Piece {len(pieces)} of the pipeline is empty: a `SplitPoint` must stand between two modules of the"

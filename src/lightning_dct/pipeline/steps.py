@@ -133,24 +133,29 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
     """Cut the tensors of a nested batch along dimension 0; every part gets all scalars and other objects.
 
     Raises:
-        ValueError: A tensor cannot be cut into equal parts.
+        ValueError: A tensor cannot be cut into equal parts, or there is none.
     """
     leaves, structure = tree_flatten(batch)
+    if not any(map(_has_rows, leaves)):
+        raise ValueError(
+            f"No tensors to cut into micro-batches are found in the training batch, a {type(batch).__name__}. Have the"
+            " loader's `collate_fn` return a tensor, or a dict, list or tuple of tensors."
+        )
     for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] % parts:
+        if _has_rows(leaf) and leaf.shape[0] % parts:
             raise ValueError(
                 f"`micro_batches={parts}` does not divide the training batch, which has {leaf.shape[0]} rows on this"
                 f" pipeline. Choose a batch size that is a multiple of {parts} (and `drop_last=True` for the loader's"
                 " last batch), or other `micro_batches`."
             )
-    cut = [leaf.chunk(parts) if isinstance(leaf, Tensor) and leaf.dim() else (leaf,) * parts for leaf in leaves]
+    cut = [leaf.chunk(parts) if _has_rows(leaf) else (leaf,) * parts for leaf in leaves]
     return [tree_unflatten([leaf[part] for leaf in cut], structure) for part in range(parts)]
 
 
 def split_ragged(value: Any, parts: int) -> list[Any]:
     """Cut a network's arguments along dimension 0 into at most ``parts`` parts, whose sizes differ by at most 1."""
     leaves, structure = tree_flatten(value)
-    lengths = {leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else None for leaf in leaves}
+    lengths = {leaf.shape[0] if _has_rows(leaf) else None for leaf in leaves}
     length = lengths.pop() if len(lengths) == 1 else None
     if not length:  # not a batch of rows
         return [value]
@@ -163,9 +168,23 @@ def join(outputs: Sequence[Any]) -> Any:
     if len(outputs) == 1:
         return outputs[0]
     structure = tree_flatten(outputs[0])[1]
-    return tree_unflatten(
-        [torch.cat(parts) for parts in zip(*(tree_flatten(output)[0] for output in outputs), strict=True)], structure
-    )
+    leaves = [*zip(*(tree_flatten(output)[0] for output in outputs), strict=True)]
+    rows = next(([len(part) for part in parts] for parts in leaves if _has_rows(parts[0])), [1] * len(outputs))
+    return tree_unflatten([_joined(parts, rows) for parts in leaves], structure)
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0
+
+
+def _joined(parts: Sequence[Any], rows: Sequence[int]) -> Any:
+    """Rows one after the other; of a number such as an auxiliary loss the mean over all rows; else the first."""
+    if _has_rows(parts[0]):
+        return torch.cat([*parts])
+    if not isinstance(parts[0], Tensor):
+        return parts[0]
+    weights = torch.tensor(rows, dtype=parts[0].dtype, device=parts[0].device)
+    return (torch.stack([*parts]) * weights).sum() / sum(rows)
 
 
 @contextmanager

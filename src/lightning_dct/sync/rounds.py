@@ -56,8 +56,9 @@ class Rounds:
         buckets: The same, by bucket.
         what: What is exchanged, as a digest of the parameters, their sizes and buckets.
         said: The same in words.
-        dense_bytes: Bytes that the dense fp32 exchange of its gradients would send in a step.
+        dense_entries: Entries that the dense fp32 exchange of its gradients would send in a step; None if not counted.
         sparse: Parameters with sparse gradients, of which that exchange would send the rows that a step has used.
+        without_gradient: Parameters that have had no gradient yet, sparse or dense.
         in_flight: Updates that have not been applied.
         cosine: How alike the steps of the ranks are.
     """
@@ -67,8 +68,9 @@ class Rounds:
     buckets: list[list[str]] = field(default_factory=list)
     what: str = ""
     said: str = ""
-    dense_bytes: int = 0
+    dense_entries: int | None = None
     sparse: list[Tensor] = field(default_factory=list)
+    without_gradient: list[Tensor] = field(default_factory=list)
     in_flight: list[InFlight] = field(default_factory=list)
     cosine: StepCosine = field(default_factory=StepCosine)
 
@@ -88,12 +90,13 @@ class Rounds:
 
     def bytes_under_ddp(self, parameters: Mapping[str, Tensor], ranks: int) -> int:
         """Bytes that DistributedDataParallel would have sent for this step, of all parameters by name."""
-        if not self.dense_bytes:
+        if self.dense_entries is None or any(one.grad is not None for one in self.without_gradient):
             own = [parameters[name] for name in self.names]
-            self.sparse = [parameter for parameter in own if parameter.grad is not None and parameter.grad.is_sparse]
-            entries = sum(map(real_numel, own)) - sum(map(real_numel, self.sparse))
-            self.dense_bytes = all_reduce_bytes(FP32_BYTES * entries, ranks)
-        num_bytes = self.dense_bytes
+            unknown = own if self.dense_entries is None else self.without_gradient
+            self.sparse += [one for one in unknown if one.grad is not None and one.grad.is_sparse]
+            self.without_gradient = [one for one in unknown if one.grad is None]
+            self.dense_entries = sum(map(real_numel, own)) - sum(map(real_numel, self.sparse))
+        num_bytes = all_reduce_bytes(FP32_BYTES * self.dense_entries, ranks)
         for parameter in self.sparse:
             if (gradient := parameter.grad) is not None:
                 num_bytes += all_gather_bytes(gradient._indices().nbytes + gradient._values().nbytes, ranks)

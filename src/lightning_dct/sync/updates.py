@@ -126,25 +126,27 @@ class UpdateSynchronizer(Synchronizer):
         unknown = unsettled - self.parameter_names.keys()
         # Parameters outside the model are not synchronised, as under DistributedDataParallel.
         self._refuse([parameter for parameter in self._parameters() if parameter in unknown])
-        new = {parameter for parameter in unsettled - unknown if parameter.requires_grad}
+        # One that is frozen now took part before if a checkpoint has its weights.
+        known = self.weights.parameters
+        new = {p for p in unsettled - unknown if p.requires_grad or self.parameter_names[p] in known}
         self._settled |= unknown | new
         if not new or self._alone:
             return rounds
-        known, parameters = set(rounds.names), self._parameters_by_name()
+        before, parameters = set(rounds.names), self._parameters_by_name()
         # In the model's order, which is the same on every rank.
-        rounds.names = [name for name, parameter in parameters.items() if name in known or parameter in new]
+        rounds.names = [name for name, parameter in parameters.items() if name in before or parameter in new]
         for name in rounds.names:
             self.weights.adopt(name, parameters[name])
         rounds.buckets = buckets_of(
             [(name, parameters[name]) for name in rounds.names], self.config.round_length if self.config.delay else 1
         )
-        rounds.dense_bytes = 0
+        rounds.dense_entries, rounds.sparse = None, []
         rounds.cosine.skip()
         shapes = [
             [(name, str(parameters[name].dtype), real_numel(parameters[name])) for name in b] for b in rounds.buckets
         ]
         rounds.what = f"{EXCHANGE} {number} {zlib.crc32(repr(shapes).encode()):x}"
-        added = ", ".join(repr(name) for name in rounds.names if name not in known) if known else ""
+        added = ", ".join(repr(name) for name in rounds.names if name not in before) if before else ""
         rounds.said = f"an exchange of {len(rounds.names)} parameters" + (f", {added[:200]} added" if added else "")
         return rounds
 
@@ -296,8 +298,8 @@ class UpdateSynchronizer(Synchronizer):
         residuals = self.residuals.state_dict()
         self.residuals.load_state_dict({})
         for name, left in residuals.items():
-            if name in self.weights.parameters:
-                own = as_real(self.weights.own(name))
+            if name in self.weights.parameters or (self._alone and name in parameters):
+                own = as_real(local_of(parameters[name]).data if self._alone else self.weights.own(name))
                 own.add_(left.view(own.shape).to(own.device))
         saved = state.get("exchange_clocks", {}), state.get("in_flight", {})
         self._rounds, self._to_refresh = load_rounds(*saved, parameters)

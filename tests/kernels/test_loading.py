@@ -1,0 +1,45 @@
+"""Which kernel there is if numba is installed and cannot be used."""
+
+from importlib import import_module
+from typing import Any
+
+import numba
+import pytest
+
+from lightning_dct import kernels
+
+
+def load(monkeypatch: pytest.MonkeyPatch, errors: list[Exception]) -> Exception | None:
+    """What is wrong with numba if its kernel's imports raise these errors, one after the other."""
+
+    def fail_first(name: str) -> Any:
+        if name.endswith("numba_cpu") and errors:
+            raise errors.pop(0)
+        return import_module(name)
+
+    monkeypatch.setattr(kernels, "import_module", fail_first)
+    return kernels._numba_error.__wrapped__()
+
+
+@pytest.fixture(autouse=True)
+def _cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", numba.config.CACHE_DIR)
+
+
+def test_numba_that_finds_no_folder_for_its_cache_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user may write neither to the package nor to the home folder."""
+    assert load(monkeypatch, [RuntimeError("cannot cache function '_window': no locator available")]) is None
+    assert "lightning_dct-numba-" in numba.config.CACHE_DIR
+
+
+@pytest.mark.parametrize(
+    "errors", [[ImportError("numba needs another numpy")], [RuntimeError("no locator"), RuntimeError("still none")]]
+)
+def test_numba_that_cannot_be_loaded_is_not_used(monkeypatch: pytest.MonkeyPatch, errors: list[Exception]) -> None:
+    last = errors[-1]
+    assert load(monkeypatch, errors) is last
+    monkeypatch.setattr(kernels, "_numba_error", lambda: last)
+    kernels.fastest_kernel.cache_clear()
+    assert kernels.fastest_kernel("cpu") == "torch"
+    assert str(last) in str(kernels.faster_kernel_missing("cpu"))
+    kernels.fastest_kernel.cache_clear()
