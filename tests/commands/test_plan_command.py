@@ -100,6 +100,16 @@ def test_a_link_faster_than_compressing(capsys: pytest.CaptureFixture[str]) -> N
     assert "On this link the dense all-reduce is faster" in printed
 
 
+def test_a_run_that_is_too_short_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "This run is short for local_steps=1, density=0.3" in plan(capsys, *ASKED, "--steps", "100")
+    assert "This run is short" not in plan(capsys, *ASKED, "--steps", "20k")
+
+
+def test_the_dense_exchange_is_not_said_to_be_faster_than_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = plan(capsys, *ASKED, "--compress", "gradients", "--density", "1")
+    assert "It sends as much as the dense all-reduce, so nothing is compressed: use strategy='ddp'." in printed
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_dct.callbacks.run_advice import notes_at_start
 from lightning_dct.compress.bucket_plan import real_numel
 from lightning_dct.config import VALUE_FORMATS, DCTConfig
 from lightning_dct.cost.auto import Measured, choose, measure_speeds, predict_dense, predict_updates, rungs, table_of
@@ -91,11 +92,14 @@ def _print_forecast(arguments: argparse.Namespace) -> None:
         layout = layout_of(world_size, world_size // shards) if nodes is None else layout
     names = ("compress", "local_steps", "density", "value_format", "min_tensor_size")
     given, workload = Given.of({name: getattr(arguments, name) for name in names}), _workload(arguments)
-    config = given.for_run(world_size // (shards or 1), arguments.steps)
+    replicas = world_size // (shards or 1)
+    config = given.for_run(replicas, arguments.steps)
     sizes = [real_numel(workload.parameters[name]) for bucket in workload.buckets for name in bucket]
     speed = measure_speed(config, sizes)
     print(f"A run of {arguments.steps:,} optimizer steps:")
-    print(describe(Forecast(config, workload, layout, arguments.link, speed, shards=shards)))
+    dense = "`strategy='ddp'`" if shards is None else "HSDP"
+    notes = notes_at_start(given, replicas, arguments.steps, "", "", dense)  # the kernel is among those of the forecast
+    print(describe(Forecast(config, workload, layout, arguments.link, speed, shards=shards), notes))
 
 
 def _print_measured(arguments: argparse.Namespace) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from lightning_dct.cost.forecast import DENSE, Forecast
@@ -10,9 +12,9 @@ from lightning_dct.kernels import faster_kernel_missing
 from lightning_dct.tables import format_bytes, plain_table, rate_text
 
 
-def describe(forecast: Forecast) -> str:
-    """The title, the table and the notes."""
-    notes = "\n".join(f"- {note}" for note in _notes(forecast))
+def describe(forecast: Forecast, more: Sequence[str] = ()) -> str:
+    """The title, the table and the notes, with some more."""
+    notes = "\n".join(f"- {note}" for note in [*_notes(forecast), *more])
     return f"{_title(forecast)}\n\n{plain_table(_table(forecast))}\n\n{notes}"
 
 
@@ -59,6 +61,8 @@ def _notes(forecast: Forecast) -> list[str]:
             f"Synchronising takes {1e3 * chosen.seconds:,.1f} ms a step instead of {1e3 * dense.seconds:,.1f}, if"
             " backward hides none of it. These figures do not include a round trip's latency."
         )
+    elif chosen.most_sent == dense.most_sent:
+        notes.append(f"It sends as much as the dense all-reduce, so nothing is compressed: use {rival}.")
     else:
         notes.append(
             f"On this link the dense all-reduce is faster ({1e3 * dense.seconds:,.1f} ms a step, against"
