@@ -12,7 +12,7 @@ from lightning_dct.compress.bucket_plan import real_dtype
 from lightning_dct.cost.bytes_sent import compressed_step, dense_step
 from lightning_dct.cost.forecast import layout_of
 from lightning_dct.cost.workload import workload_of
-from lightning_dct.sync.rounds import buckets_of, is_due, round_length
+from lightning_dct.sync.rounds import Rounds, buckets_of, is_due, round_length
 from lightning_dct.sync.step_cosine import is_measured, sample_of
 from lightning_dct.traffic import TrafficTotals, all_reduce_bytes
 
@@ -84,3 +84,16 @@ def test_buckets_hold_one_dtype_each_and_are_of_a_size() -> None:
         assert len({real_dtype(by_name[name]) for name in bucket}) == 1
         assert sum(by_name[name].numel() for name in bucket) <= 201_000 + 1000
     assert len(buckets) == 5
+
+
+def test_what_ddp_would_send_follows_the_ranks_and_the_kind_of_gradient() -> None:
+    """Oracle: by hand, for a dense tensor of 100 entries and a table of 1,000 whose first gradient comes late."""
+    parameters = {"dense": torch.nn.Parameter(torch.ones(100)), "rows": torch.nn.Parameter(torch.ones(500, 2))}
+    rounds = Rounds(names=["dense", "rows"])
+    parameters["dense"].grad = torch.ones(100)
+    assert [rounds.bytes_under_ddp(parameters, ranks) for ranks in (4, 2, 1)] == [6600, 4400, 0]
+    # One row: an int64 index and two numbers.
+    parameters["rows"].grad = torch.sparse_coo_tensor([[3]], torch.ones(1, 2), (500, 2))
+    assert rounds.bytes_under_ddp(parameters, 2) == 400 + 16
+    parameters["rows"].grad = None
+    assert rounds.bytes_under_ddp(parameters, 2) == 400

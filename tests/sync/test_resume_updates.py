@@ -167,3 +167,63 @@ def test_ddp_goes_on_from_the_shared_weights(ranks: Any, tmp_path: Path) -> None
         assert_weights_equal(saved[0][1], weights)
     with pytest.raises(AssertionError):
         assert_weights_close(saved[0][1], {name: saved[0][0]["weights"][name] for name in saved[0][1]}, 1e-6, 1e-7)
+
+
+class WeightsAtStart(Callback):
+    """Keeps the weights that a rank begins with."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.weights = {name: weights.clone() for name, weights in weights_of(pl_module).items()}
+
+
+def resume_alone(path: Path) -> State:
+    at_start = WeightsAtStart()
+    fit(DCTStrategy(**SETTINGS), module(), twice_ten_batches(), ckpt_path=str(path), callbacks=[at_start])
+    return at_start.weights
+
+
+def test_one_rank_goes_on_from_the_mean(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: the shared weights and the mean of what ranks and owners hold back."""
+    before = ranks(3).run(save_after_ten, tmp_path / "x.ckpt", {"exchange": "sharded"})
+    (alone,) = ranks(1).run(resume_alone, tmp_path / "x.ckpt")
+    for name, shared in before[0][1].items():
+        held = sum(held_back(state, weights, name) for state, weights in before) / 3
+        torch.testing.assert_close(alone[name].double(), shared + held.view(shared.shape), rtol=1e-4, atol=1e-7)
+
+
+class Freezes(Callback):
+    """Has a layer trained in the first five batches only."""
+
+    def __init__(self, is_frozen: bool) -> None:
+        self.is_frozen = is_frozen
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        pl_module.model.first.requires_grad_(not self.is_frozen)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.fit_loop.epoch_loop.batch_progress.current.ready > 5:
+            pl_module.model.first.requires_grad_(False)
+
+
+class OfAll(Module):
+    """Its optimizer has frozen parameters, too."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def train_freezing(ckpt_path: Path | None, save_to: Path | None) -> tuple[list[str], dict[str, Any]]:
+    callbacks = [Freezes(ckpt_path is not None), *([SaveAndStop(save_to, 10)] if save_to else [])]
+    path = None if ckpt_path is None else str(ckpt_path)
+    run = fit(DCTStrategy(**SETTINGS), OfAll(), twice_ten_batches(), ckpt_path=path, callbacks=callbacks)
+    return run.hashes, run.state["weights"]
+
+
+def test_what_is_frozen_by_then_is_sent_after_a_resume_too(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: the run without a break, bitwise: what a rank has not sent of a frozen layer goes out all the same."""
+    whole = ranks(2).run(train_freezing, None, None)
+    ranks(2).run(train_freezing, None, tmp_path / "half.ckpt")
+    resumed = ranks(2).run(train_freezing, tmp_path / "half.ckpt", None)
+    for (hashes, weights), (later, resumed_weights) in zip(whole, resumed, strict=True):
+        assert later == hashes[10:]
+        assert_weights_equal(weights, resumed_weights)
