@@ -4,7 +4,8 @@ import os
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -18,6 +19,7 @@ from embedding.hybrid import (
     Hybrid,
     assert_residuals_are_conserved,
     batches,
+    fit,
     load,
     resume,
     together,
@@ -256,3 +258,25 @@ def test_weights_alone_carry_the_rows(ranks, tmp_path):
     before = together(ranks(2).run(save_weights_only, path))
     assert difference(before, together(ranks(3).run(load, path))) == 0.0
     assert "tables.weight" not in torch.load(path, weights_only=True)["state_dict"]
+
+
+class Keeps(Callback):
+    """Keeps a rank's rows after each step."""
+
+    def __init__(self) -> None:
+        self.rows: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer, pl_module, *_) -> None:
+        self.rows.append(pl_module.tables.weight.detach().clone())
+
+
+def train_averaged():
+    module, keeps = Hybrid(EVERYTHING), Keeps()
+    fit(module, 6, callbacks=[WeightAveraging(), keeps])
+    return module.tables.weight.detach(), torch.stack(keeps.rows).mean(dim=0)
+
+
+def test_rows_are_averaged(ranks):
+    """Oracle: the mean of a rank's rows after each step, by hand; the callback copies the model, tables included."""
+    for averaged, expected in ranks(2).run(train_averaged):
+        torch.testing.assert_close(averaged, expected)
