@@ -111,7 +111,7 @@ class Runner:
         self._check_same_data(step, "batches", batch)
         whole = self._capture(step, batch, *arguments)
         self._check_same_data(step, "keywords", whole.context)
-        calls = steps.split_ragged(whole, self._pipeline.micro_batches)
+        calls = steps.split_ragged(whole, self._pipeline.micro_batches, batch)
         outputs = self._pipeline.forward(calls, [self._borders_of(call) for call in calls])
         sent, result = None, None
         if outputs is not None:

@@ -152,12 +152,16 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
     return [tree_unflatten([leaf[part] for leaf in cut], structure) for part in range(parts)]
 
 
-def split_ragged(value: Any, parts: int) -> list[Any]:
-    """Cut a network's arguments along dimension 0 into at most ``parts`` parts, whose sizes differ by at most 1."""
+def split_ragged(value: Any, parts: int, batch: Any) -> list[Any]:
+    """Cut a network's arguments along dimension 0 into at most ``parts`` parts, whose sizes differ by at most 1.
+
+    They are not cut if they have other numbers of rows than the batch, as if the sequence comes first.
+    """
     leaves, structure = tree_flatten(value)
+    rows = {leaf.shape[0] for leaf in tree_flatten(batch)[0] if _has_rows(leaf)}
     lengths = {leaf.shape[0] if _has_rows(leaf) else None for leaf in leaves}
     length = lengths.pop() if len(lengths) == 1 else None
-    if not length:  # not a batch of rows
+    if length not in rows or not length:
         return [value]
     cut = [leaf.tensor_split(min(parts, length)) for leaf in leaves]
     return [tree_unflatten([leaf[part] for leaf in cut], structure) for part in range(min(parts, length))]
