@@ -116,6 +116,19 @@ def test_a_rank_that_fails_later_hears_the_same(job: Callable) -> None:
     assert lines[0].wait_for("verdict")["blamed"] == [1]
 
 
+@pytest.mark.usefixtures("unhurried")
+def test_a_verdict_about_many_stays_short(job: Callable) -> None:
+    """What all have to say could be longer than a message may be."""
+    _, lines = job(71)
+    for line in lines[1:]:
+        line.die()
+    lines[0].say({"failed": "RuntimeError: connection closed by peer"})
+    verdict = lines[0].wait_for("verdict")
+    assert verdict["blamed"] == [*range(1, 71)]
+    assert verdict["verdict"].startswith("Rank 1 has died; Rank 2 has died; ")
+    assert verdict["verdict"].endswith("Rank 8 has died; and 62 more")
+
+
 def test_who_has_left_may_go(job: Callable) -> None:
     """Oracle: a later death is the first news."""
     _, lines = job(3)

@@ -29,6 +29,8 @@ SETTLE_S = 1.0
 PATIENCE_S = 10.0
 # Beyond one for each rank, this many unknown callers may wait; the hub drops the oldest first.
 STRANGERS = 16
+# Reports in a verdict: those of all ranks could be too long for a message.
+MOST_NAMED = 8
 
 
 class Hub:
@@ -225,7 +227,9 @@ class Hub:
     def _decide(self) -> None:
         """Name the dead ranks, else the failed ones; none if all have failed, because each of them knows why."""
         blamed = self._dead or ({} if self._all_have_ended() else self._failed)
-        self._announce(sorted(blamed), "; ".join(blamed[rank] for rank in sorted(blamed)))
+        reports = [blamed[rank] for rank in sorted(blamed)]
+        more = [f"and {len(reports) - MOST_NAMED} more"] if len(reports) > MOST_NAMED else []
+        self._announce(sorted(blamed), "; ".join(reports[:MOST_NAMED] + more))
 
     def _announce(self, blamed: list[int], verdict: str) -> None:
         self._verdict = {"blamed": blamed, "verdict": verdict}
