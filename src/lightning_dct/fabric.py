@@ -159,7 +159,8 @@ class DCTStrategy(DDPStrategy):
         parts = [_part(path, index) for index in range(len(self.synchronizers))]
         if self.is_global_zero:
             lock(path)
-        outdated = {part: saved.files_beside(part) for part in parts}
+        # The first rank of a node may have to clean the node's disk.
+        outdated = {part: saved.files_beside(part) for part in parts if self.local_rank == 0}
         # No rank writes before these are known.
         self.barrier()
         notes = []

@@ -35,7 +35,8 @@ from lightning_dct.tables import plain_table
 
 MOST_PARAMETERS = 10**15
 """More than any model has; beyond it sizes in bytes overflow the int64 of tensors."""
-# What has no effect with `--measure`, with the defaults.
+# What has no effect without `--measure`, and what has none with it, with the defaults.
+_OF_MEASURING = {"compute_ms": None, "target_overhead": 0.05}
 _OF_FORECASTS = dict.fromkeys(("world_size", "nodes", "shards", "link", "local_steps", "density"))
 _OF_FORECASTS |= {name: getattr(DCTConfig(), name) for name in ("compress", "value_format")}
 _FACTORS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
@@ -68,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--measure", action="store_true", help="the link between the ranks that torchrun has started this command on")
     add("--compute-ms", type=float, help="what a step takes on one rank alone, milliseconds")
     longer = "share by which it may be longer (default: %(default)s)"
-    add("--target-overhead", type=float, default=0.05, help=longer)
+    add("--target-overhead", type=float, default=_OF_MEASURING["target_overhead"], help=longer)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -84,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _print_forecast(arguments: argparse.Namespace) -> None:
     if arguments.world_size is None or arguments.link is None:
         raise ValueError("give `--world-size` and `--link`, or `--measure` under torchrun")
-    _refuse_changed(arguments, {"compute_ms": None, "target_overhead": 0.05}, "it belongs to `--measure`")
+    _refuse_changed(arguments, _OF_MEASURING, "it belongs to `--measure`")
     world_size, nodes, shards = arguments.world_size, arguments.nodes, arguments.shards
     layout = layout_of(world_size, world_size if nodes is None else nodes)
     if shards is not None:

@@ -146,16 +146,16 @@ def keeping_row_states(tables: Mapping[str, TableState], optimizers: list[Optimi
 
 def _pieces_of(key: str, module: TableState, values: Tensor) -> dict[str, Pieces]:
     """This rank's pieces of values that have a row for each of ``module.weight``, shape ``[owned rows, ...]``."""
+    if values.is_sparse:  # the momentum of SGD
+        values = values.to_dense()
     if isinstance(module, GrowingEmbeddingBags):
-        values = _dense(values)[: module.directory.rows.num_slots]
-        return _whole(f"{key}.rank_{module.exchange_group.rank}", values)
+        return _whole(f"{key}.rank_{module.exchange_group.rank}", values[: module.directory.rows.num_slots])
     return _by_table(key, module, values, module.kept)
 
 
 def _by_table(key: str, module: TableState, values: Tensor, kept: KeptPieces | None = None) -> dict[str, Pieces]:
     """This rank's pieces of values for each of its rows, or for each kept piece of them."""
     pieces: list[dict[int, Tensor | LazyRows]] = [{} for _ in module.table_rows]
-    values = _dense(values)
     for table, start, low, high in _own_rows(module):
         if kept is None:
             pieces[table][start] = values[low:high]
@@ -178,11 +178,6 @@ def _whole(key: str, values: Tensor) -> dict[str, Pieces]:
     """A tensor that one rank has all of; nothing if it is empty, because empty tensors cannot be saved."""
     pieces = {start: values[start : start + ROWS_AT_A_TIME] for start in range(0, len(values), ROWS_AT_A_TIME)}
     return {key: (len(values), pieces)} if pieces else {}
-
-
-def _dense(values: Tensor) -> Tensor:
-    """What an optimizer has for rows as a dense tensor; the momentum of ``SGD`` is sparse."""
-    return values.to_dense() if values.is_sparse else values
 
 
 def _own_rows(module: TableState) -> Iterator[tuple[int, int, int, int]]:

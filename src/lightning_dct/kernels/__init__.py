@@ -81,7 +81,7 @@ def fastest_kernel(device_type: str) -> str:
 
 
 def faster_kernel_missing(device_type: str) -> str | None:
-    """A message if a package that is not installed would speed up compression on a device, else None."""
+    """A message if a package that cannot be used would speed up compression on a device, else None."""
     if device_type != "cpu" or (error := _numba_error()) is None:
         return None
     return (

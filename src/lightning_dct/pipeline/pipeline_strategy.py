@@ -141,7 +141,7 @@ class DCTPipelineStrategy(DCTStrategy):
         # Before the cut: after it a rank has only its own pieces.
         check_agreement(module_settings(module), module, None)
         placement = self._placement = Placement(module, mesh, self.schedule == "interleaved_1f1b")
-        self.sharded_tables()
+        self.sharded_tables()  # refuses any
         if trainer.state.fn == TrainerFn.FITTING:
             placement.check_parameters()
             # The model's summary and loggers would run it through the whole model, of which a rank has a part.

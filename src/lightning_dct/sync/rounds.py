@@ -90,7 +90,8 @@ class Rounds:
 
     def bytes_under_ddp(self, parameters: Mapping[str, Tensor], ranks: int) -> int:
         """Bytes that DistributedDataParallel would have sent for this step, of all parameters by name."""
-        if self.dense_entries is None or any(one.grad is not None for one in self.without_gradient):
+        late = self.without_gradient and any(one.grad is not None for one in self.without_gradient)
+        if self.dense_entries is None or late:
             own = [parameters[name] for name in self.names]
             unknown = own if self.dense_entries is None else self.without_gradient
             self.sparse += [one for one in unknown if one.grad is not None and one.grad.is_sparse]
