@@ -10,6 +10,7 @@ run nevertheless.
 import argparse
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -41,6 +42,13 @@ from lightning_dct.tables import plain_table
 from lightning_dct.traffic import Traffic
 
 TESTS = Path(__file__).parent
+# Of these, each compares what a card does with what a CPU does.
+ON_A_CARD = (
+    "compress/test_marking.py",
+    "compress/test_on_device.py",
+    "compress/test_updates_on_device.py",
+    "wire/test_payload_on_device.py",
+)
 ENTRIES = {"cuda": (10_000_000, 100_000_000, 1_000_000_000), "cpu": (100_000,)}
 # Width, layers, vocabulary, tokens, sequences: GPT-2's 124 million, and one for two cores.
 NETWORK = {"cuda": (768, 12, 50257, 512, 4), "cpu": (32, 1, 100, 16, 2)}
@@ -101,8 +109,8 @@ def cuda_tests(device: torch.device) -> list[Row]:
     """Those of the suite that run on a GPU where there is one."""
     if device.type == "cpu":
         return [("the suite's CUDA tests", "not on a CPU")]
-    files = [str(TESTS / "kernels" / "test_marking.py"), str(TESTS / "gradients" / "test_no_waiting.py")]
-    done = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:warnings", *files], capture_output=True, text=True)
+    command = [sys.executable, "-m", "pytest", "-p", "no:warnings", *(str(TESTS / file) for file in ON_A_CARD)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"TESTS_ON": "cuda"}, check=False)
     if done.returncode:
         raise RuntimeError(done.stdout[-2000:])
     return [("the suite's CUDA tests", done.stdout.strip().splitlines()[-1])]
@@ -168,27 +176,28 @@ def profile(device: torch.device, size: int) -> list[Row]:
 # On two ranks
 
 
-def two_ranks(device: torch.device) -> list[Row]:
+def two_ranks(device: torch.device, backend: str = "gloo") -> list[Row]:
     """The same bits on both ranks, and as on the CPU's own way; then the steps of a language model."""
     rows = []
-    for backend in ("gloo", "nccl") if device.type == "cuda" else ("gloo",):
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                mp.spawn(rank_main, (backend, device.type, folder), nprocs=2)
-                found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(2)]
-            except Exception as error:
-                if backend == "gloo":
-                    raise
-                # Most versions refuse two ranks on one card.
-                rows.append(("two ranks over nccl on one card", f"do not start: {str(error).strip().splitlines()[-1]}"))
-                continue
-        for name in SETTINGS:
-            equal = found[0]["there"][name]["shared"] == found[1]["there"][name]["shared"]
-            as_on_cpu = all(rank["there"][name] == rank["here"][name] for rank in found)
-            rows.append((f"{backend}, {name}: both ranks bitwise alike", "yes" if equal else "NO"))
-            rows.append((f"{backend}, {name}: bitwise as on the CPU", "yes" if as_on_cpu else "NO"))
-        rows += [(f"{backend}, {what}", text) for what, text in found[0]["steps"]]
-    return rows
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(rank_main, (backend, device.type, folder), nprocs=2)
+        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(2)]
+    for name in SETTINGS:
+        equal = found[0]["there"][name]["shared"] == found[1]["there"][name]["shared"]
+        as_on_cpu = all(rank["there"][name] == rank["here"][name] for rank in found)
+        rows.append((f"{backend}, {name}: both ranks bitwise alike", "yes" if equal else "NO"))
+        rows.append((f"{backend}, {name}: bitwise as on the CPU", "yes" if as_on_cpu else "NO"))
+    return rows + [(f"{backend}, {what}", text) for what, text in found[0]["steps"]]
+
+
+def two_ranks_over_nccl(device: torch.device) -> list[Row]:
+    """The same; most versions of NCCL refuse two ranks on one card."""
+    if device.type == "cpu":
+        return []
+    try:
+        return two_ranks(device, "nccl")
+    except Exception as error:
+        return [("two ranks over nccl on one card", f"do not start: {str(error).strip().splitlines()[-1]}")]
 
 
 def rank_main(rank: int, backend: str, kind: str, folder: str) -> None:
@@ -325,18 +334,20 @@ def main() -> int:
     device = torch.device(given.device, 0) if given.device == "cuda" else torch.device("cpu")
     where = torch.cuda.get_device_name(device) if given.device == "cuda" else "a CPU"
     rows, failed = [("device, torch", f"{where}, {torch.__version__}")], list[str]()
-    for part in (cuda_tests, exchange_profile, two_ranks):
-        start = perf_counter()
+    given.output.parent.mkdir(parents=True, exist_ok=True)
+    for part in (exchange_profile, two_ranks, two_ranks_over_nccl, cuda_tests):
+        print(f"{part.__name__} ...", flush=True)
+        start, found = perf_counter(), list[Row]()
         try:
-            rows += part(device)
+            found = part(device)
         except Exception as error:
             traceback.print_exc()
             failed.append(part.__name__)
-            rows.append((part.__name__, f"FAILED: {str(error).strip().splitlines()[-1]}"))
-        rows.append((f"{part.__name__} took", f"{perf_counter() - start:.0f} s"))
-    failed += [what for what, found in rows if found == "NO"]
-    given.output.parent.mkdir(parents=True, exist_ok=True)
-    given.output.write_text(json.dumps({"rows": dict(rows), "failed": failed}, indent=1))
+            found = [(part.__name__, f"FAILED: {str(error).strip().splitlines()[-1]}")]
+        rows += [*found, (f"{part.__name__} took", f"{perf_counter() - start:.0f} s")]
+        failed += [what for what, text in found if text == "NO"]
+        # After every part, because a later one may hang.
+        given.output.write_text(json.dumps({"rows": dict(rows), "failed": failed}, indent=1))
     print(plain_table([["what", "found"], *map(list, rows)]))
     return 1 if failed else 0
 

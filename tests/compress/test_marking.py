@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lightning_dct.compress.marking import Marked, RowLayout, Senders
 from lightning_dct.compress.threshold import LIMIT_SAMPLE
+from one_card import DEVICE
 from strategies_for_hypothesis import examples
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 numbers = st.sampled_from([0.0, 0.5, -0.5, 1.0, -1.0, 1e-40, 3e38]) | st.floats(
     width=32, allow_nan=False, allow_infinity=False
 )

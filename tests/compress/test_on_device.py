@@ -1,14 +1,16 @@
-"""The way for GPUs does what the ordinary way does: both on the CPU."""
+"""The way for GPUs does what the ordinary way does on a CPU: on the CPU too, or on a card."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from emulated_ranks import EmulatedRanks
 from lightning_dct.compress import awaited
@@ -17,11 +19,16 @@ from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received
 from lightning_dct.compress.on_host import compress, decompress
 from lightning_dct.compress.threshold import Thresholds
 from lightning_dct.wire.payload import unpack
+from one_card import DEVICE
 from strategies_for_hypothesis import FORMATS, examples
 
-WAYS = {"ordinary": set(), "on the device": {"cpu"}}
+WAYS = {"ordinary": set[str](), "on the device": {DEVICE.type}}
 PLAN = BucketPlan(("a", "b", "c", "d"), (300, 50, 200, 1), (6, 0, 10, 0), torch.float32, "bf16")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def device_of(way: str) -> torch.device:
+    return DEVICE if WAYS[way] else torch.device("cpu")
 
 
 class Rank:
@@ -29,14 +36,16 @@ class Rank:
 
     def __init__(self, way: str, plan: BucketPlan, guard: bool = True) -> None:
         self.way, self.plan, self.guard = WAYS[way], plan, guard
+        self.device = device_of(way)
         self.thresholds, self.awaited = Thresholds(), Awaited()
         self.before: Tensor | None = None
         length = plan.bounds[-1][1] if plan.sizes else 1
-        self.residual = torch.zeros(length + 2, dtype=plan.residual_dtype)
+        self.residual = torch.zeros(length + 2, dtype=plan.residual_dtype, device=self.device)
 
     def step(self, gradient: Tensor, deferred: set[int], scale: float = 1.0) -> tuple[Tensor, int, bool, Tensor]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(awaited, "WITHOUT_WAITING", self.way)
+            gradient = gradient.to(self.device)
             bucket = Bucket([gradient.clone()], [self.residual], scale)
             sent = compress(bucket, self.plan, deferred, self.thresholds, self.guard)
             payloads = torch.stack([sent.payload, sent.payload if self.before is None else self.before])
@@ -44,7 +53,7 @@ class Rank:
             how = Received(payloads, self.plan, 0.5 / scale, own=0), gradient.clone(), self.awaited
             means = [decompress(*how, by_senders=by_senders).clone() for by_senders in (False, True)]
             self.awaited.synchronize()
-        return sent.payload, int(sent.num_entries) + sent.num_dense, sent.selected, torch.cat(means)
+        return sent.payload.cpu(), int(sent.num_entries) + sent.num_dense, sent.selected, torch.cat(means).cpu()
 
 
 def assert_same_ways(
@@ -62,10 +71,14 @@ def assert_same_ways(
         assert torch.equal(sent.positions, other_sent.positions)
         assert torch.equal(sent.values.nan_to_num(nan=7.0), other_sent.values.nan_to_num(nan=7.0))
         assert torch.equal(mean.nan_to_num(nan=7.0), other_mean.nan_to_num(nan=7.0))
-        assert torch.equal(bits(on_device.residual), bits(ordinary.residual))
+        assert torch.equal(bits(on_device.residual.cpu()), bits(ordinary.residual))
         expected, found = ordinary.thresholds.state_dict(), on_device.thresholds.state_dict()
         assert expected["targets"] == found["targets"]
         assert found["values"] == pytest.approx(expected["values"], rel=1e-13)
+
+
+def on(device: torch.device, tensors: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), tensors)
 
 
 def bits(numbers: Tensor) -> Tensor:
@@ -125,13 +138,15 @@ def test_whole_runs_of_every_exchange_are_those_of_the_ordinary_way(
             monkeypatch.setattr(awaited, "WITHOUT_WAITING", WAYS[way])
             if step == 4:
                 ranks.request_refresh()
-            means.append(ranks.step(gradients, buckets))
+            means.append(on(torch.device("cpu"), ranks.step(on(device_of(way), gradients), buckets)))
         for expected_mean, mean in zip(*means, strict=True):
             assert all(torch.equal(expected_mean[name].nan_to_num(7.0), mean[name].nan_to_num(7.0)) for name in sizes)
         for expected, found in zip(*(ranks.synchronizers for ranks in runs.values()), strict=True):
             thresholds = expected.thresholds.state_dict()["values"]
             assert found.thresholds.state_dict()["values"] == pytest.approx(thresholds, rel=1e-12)
-    for expected_state, state in zip(*(ranks.state_dicts() for ranks in runs.values()), strict=True):
+    for expected_state, state in zip(
+        *(on(torch.device("cpu"), ranks.state_dicts()) for ranks in runs.values()), strict=True
+    ):
         times = {"seconds": 0, "seconds_waiting": 0}
         assert {**state["traffic"], **times} == {**expected_state["traffic"], **times}
         assert state["thresholds"]["targets"] == expected_state["thresholds"]["targets"]
@@ -179,6 +194,6 @@ def test_with_too_many_picks_the_largest_go_and_the_rest_stays() -> None:
     kept = gradient.clone()
     kept[largest] = 0.0
     kept[1000:] = 0.0
-    assert torch.equal(rank.residual, kept)
+    assert torch.equal(rank.residual.cpu(), kept)
     # That is the next threshold, because far too many have reached this one.
     assert rank.thresholds.values()[0] == pytest.approx(0.99)

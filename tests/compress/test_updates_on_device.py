@@ -1,4 +1,4 @@
-"""An exchange of updates on a GPU does what it does on a CPU, in few operations; both on the CPU."""
+"""An exchange of updates on a GPU does what it does on a CPU, in few operations: on the CPU too, or on a card."""
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from test_launches import Counting, UnwatchedWork
-from test_on_device import WAYS
+from test_on_device import WAYS, device_of, on
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +26,7 @@ from lightning_dct.wire import payloads_on_device
 
 # "b" and "e" are sent dense.
 SIZES = {"a": 1400, "b": 50, "c": 700, "d": 120, "e": 16}
+CPU = torch.device("cpu")
 EXCHANGES = [(2, "all_gather", 1), (5, "all_gather", 1), (3, "sharded", 1), (4, "by_node", 2)]
 # By exchange and density: operations of a bucket, and of a step beside those of its buckets: the guard works once.
 MOST = {
@@ -41,13 +42,19 @@ class UpdatingRanks:
     """The ranks of an exchange, each with its own weights; all changes are random."""
 
     def __init__(
-        self, world_size: int, exchange: str, ranks_per_node: int, sizes: dict[str, int], **given: Any
+        self,
+        world_size: int,
+        exchange: str,
+        ranks_per_node: int,
+        sizes: dict[str, int],
+        device: torch.device = CPU,
+        **given: Any,
     ) -> None:
         settings = {"local_steps": 1, "min_tensor_size": 60, **given}
         emulated = EmulatedRanks(sizes, world_size, exchange, ranks_per_node)
         self.noise, self.synchronizers, self.optimizers = torch.Generator().manual_seed(1), [], []
         for rank in range(world_size):
-            parameters = {name: nn.Parameter(torch.linspace(-1, 1, size)) for name, size in sizes.items()}
+            parameters = {name: nn.Parameter(torch.linspace(-1, 1, size).to(device)) for name, size in sizes.items()}
             optimizer, config = torch.optim.SGD(parameters.values(), lr=1.0), DCTConfig(**settings)
             self.optimizers.append(optimizer)
             self.synchronizers.append(
@@ -77,7 +84,7 @@ class UpdatingRanks:
         optimizer, synchronizer = self.optimizers[rank], self.synchronizers[rank]
         synchronizer.before_step(optimizer)
         for parameter, change in zip(optimizer.param_groups[0]["params"], changes, strict=True):
-            parameter.data.add_(change)
+            parameter.data.add_(change.to(parameter.device))
         with watch if watch is not None and rank == 0 else nullcontext():
             synchronizer.after_step(optimizer)
 
@@ -86,7 +93,7 @@ class UpdatingRanks:
         for own in self.synchronizers:
             state, weights = own.state_dict(), own.weights
             shared = {name: weights.shared(name) for name in weights.parameters}
-            states.append({part: state[part] for part in ("weights", "owned")} | {"shared": shared})
+            states.append(on(CPU, {part: state[part] for part in ("weights", "owned")} | {"shared": shared}))
         return states
 
 
@@ -103,7 +110,7 @@ def test_the_weights_are_those_of_the_ordinary_way(
     """In warm-up and after it, over several buckets, and after an infinite entry on one rank."""
     monkeypatch.setattr(rounds, "LARGEST_BUCKET", 1500)
     settings = {"value_format": value_format, "density": density, "warmup_steps": 2}
-    runs = {way: UpdatingRanks(world_size, exchange, ranks_per_node, SIZES, **settings) for way in WAYS}
+    runs = {way: UpdatingRanks(world_size, exchange, ranks_per_node, SIZES, device_of(way), **settings) for way in WAYS}
     for step in range(6):
         for way, ranks in runs.items():
             monkeypatch.setattr(awaited, "WITHOUT_WAITING", WAYS[way])
@@ -206,7 +213,8 @@ def test_a_large_tensor_is_sent_as_its_pieces_would_be(
     monkeypatch.setattr(bucket_plan, "MOST_AT_ONCE", 400)
     pieces = {f"a{number}": 400 for number in range(3)}
     runs = [
-        UpdatingRanks(3, "all_gather", 1, sizes, density=density, warmup_steps=2) for sizes in ({"a": 1200}, pieces)
+        UpdatingRanks(3, "all_gather", 1, sizes, device_of(way), density=density, warmup_steps=2)
+        for sizes in ({"a": 1200}, pieces)
     ]
     for optimizer in runs[1].optimizers:
         parts = torch.linspace(-1, 1, 1200).split(400)
@@ -244,7 +252,7 @@ def test_pieces_on_a_device_end_as_on_a_cpu(
     """Several pieces of an owner in several groups, and tensors that fit together in one."""
     monkeypatch.setattr(bucket_plan, "MOST_AT_ONCE", 200)
     settings = {"density": 0.3, "warmup_steps": 2}
-    runs = {way: UpdatingRanks(world_size, exchange, ranks_per_node, SIZES, **settings) for way in WAYS}
+    runs = {way: UpdatingRanks(world_size, exchange, ranks_per_node, SIZES, device_of(way), **settings) for way in WAYS}
     for _ in range(4):
         for way, ranks in runs.items():
             monkeypatch.setattr(awaited, "WITHOUT_WAITING", WAYS[way])

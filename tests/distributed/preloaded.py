@@ -9,7 +9,6 @@ import hypothesis  # noqa: F401
 import lightning.pytorch  # noqa: F401
 import pytest  # noqa: F401
 import torch
-import wandb  # noqa: F401
 
 from distributed.harness import TESTS
 from lightning_dct.elastic.present import import_torchft
@@ -17,6 +16,8 @@ from lightning_dct.kernels import cpu_kernel
 from lightning_dct.kernels.bits import flags_num_bytes
 from lightning_dct.kernels.plain import Sent
 
+with contextlib.suppress(ImportError):
+    import wandb  # noqa: F401
 with contextlib.suppress(ImportError):
     import rich.table  # noqa: F401
 with contextlib.suppress(ImportError):

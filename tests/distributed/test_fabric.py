@@ -15,6 +15,7 @@ from distributed.harness import RankFailure
 from distributed.training import Module, Noise, Perceptron, fit, rank
 from lightning_dct import DCTStrategy
 from lightning_dct.fabric import DCTStrategy as FabricDCTStrategy
+from one_card import accelerator
 
 STEPS = 12
 
@@ -22,7 +23,7 @@ STEPS = 12
 def train_with_fabric(settings: dict[str, Any] | None, checkpoint: Path | None = None) -> dict[str, Any]:
     """Train with Fabric; with a checkpoint, save half way, spoil everything and load it again."""
     strategy = FabricDDPStrategy() if settings is None else FabricDCTStrategy(**{"compress": "gradients", **settings})
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
+    fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=strategy)
     fabric.launch()
     torch.manual_seed(0)
     module = Perceptron()
@@ -66,7 +67,7 @@ def test_compressed_fabric_counts_and_refreshes(ranks: Any) -> None:
 
 def train_without_fabrics_backward(compress: str) -> int:
     strategy = FabricDCTStrategy(compress=compress, local_steps=1, density=0.05, refresh_every=5, guard=False)
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
+    fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=strategy)
     fabric.launch()
     module = Perceptron()
     module, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.05))
@@ -106,7 +107,7 @@ def test_updates_are_exchanged_and_saved(ranks: Any, tmp_path: Path, settings: d
 
 def save_or_load_two_modules(path: Path, load: bool) -> None:
     """Save two modules of one shape, or load them."""
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=FabricDCTStrategy(density=0.2))
+    fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=FabricDCTStrategy(density=0.2))
     fabric.launch()
     state = {name: fabric.setup_module(Perceptron()) for name in ("first", "second")}
     if load:
@@ -145,5 +146,5 @@ def test_own_process_group(ranks: Any) -> None:
 
 def test_a_plugin_may_read_and_write_files() -> None:
     io = TorchCheckpointIO()
-    fabric = Fabric(accelerator="cpu", strategy=FabricDCTStrategy(), plugins=[io])
+    fabric = Fabric(accelerator=accelerator(), strategy=FabricDCTStrategy(), plugins=[io])
     assert fabric.strategy.checkpoint_io is io

@@ -16,6 +16,7 @@ from distributed.harness import RankFailure
 from distributed.training import Module, loader, perceptron, rank, trainer_for
 from lightning_dct import DCTStrategy
 from lightning_dct.fabric import DCTStrategy as FabricStrategy
+from one_card import accelerator
 
 SETTINGS = {"density": 0.3, "local_steps": 2, "warmup_steps": 0}
 EVERY_STEP = {"density": 0.3, "local_steps": 1, "warmup_steps": 0}
@@ -109,7 +110,7 @@ def test_fabric_refuses_them_too(ranks: Any) -> None:
 
 
 def step_in_fabric() -> None:
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricStrategy(**SETTINGS))
+    fabric = Fabric(accelerator=accelerator(), devices=2, strategy=FabricStrategy(**SETTINGS))
     fabric.launch()
     bare = perceptron()
     optimizer = torch.optim.SGD(bare.parameters(), 0.1)

@@ -14,10 +14,12 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dct import DCTStrategy
 from lightning_dct.sync.gradients import GradientSynchronizer
+from one_card import accelerator
 
 State = dict[str, Tensor]
 
@@ -137,7 +139,7 @@ def hash_of(module: nn.Module) -> str:
     """Differs when one bit of one weight differs."""
     digest = hashlib.sha1()
     for _, tensor in sorted(module.state_dict().items()):
-        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -162,7 +164,7 @@ def trainer_for(strategy: DDPStrategy, **settings: Any) -> Trainer:
         "devices": int(os.environ["WORLD_SIZE"]),
         **settings,
     }
-    return Trainer(accelerator="cpu", strategy=strategy, **settings)
+    return Trainer(accelerator=accelerator(), strategy=strategy, **settings)
 
 
 def fit(
@@ -185,7 +187,7 @@ def fit(
 def summary(strategy: DDPStrategy, module: LightningModule, watch: Watch) -> Run:
     run = Run(weights_of(module), watch.losses, watch.hashes, seen=watch.seen)
     if isinstance(strategy, DCTStrategy):
-        run.state = strategy.synchronizer.state_dict()
+        run.state = tree_map_only(Tensor, Tensor.cpu, strategy.synchronizer.state_dict())
         run.synchronisations = strategy.synchronizer.synchronisations
         run.residuals = run.state["residuals"]
         run.totals = strategy.traffic.totals
@@ -193,7 +195,7 @@ def summary(strategy: DDPStrategy, module: LightningModule, watch: Watch) -> Run
 
 
 def weights_of(module: nn.Module) -> State:
-    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
 
 
 @contextmanager
@@ -213,7 +215,7 @@ def local_gradients() -> Iterator[State]:
         for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
             # DistributedDataParallel hands over what an optimizer that is not at turn has left in `.grad`.
             if parameter.requires_grad:
-                pending[self.parameter_names[parameter]] = gradient.flatten().double() / scale
+                pending[self.parameter_names[parameter]] = gradient.cpu().flatten().double() / scale
         before = self.synchronisations
         future = original(self, state, bucket)
         if bucket.is_last():
@@ -237,7 +239,7 @@ class Applied(Callback):
         names = {parameter: name.replace("_orig_mod.", "") for name, parameter in pl_module.named_parameters()}
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         gradients = {
-            names[parameter]: parameter.grad.to_dense().flatten().double()
+            names[parameter]: parameter.grad.cpu().to_dense().flatten().double()
             for parameter in parameters
             if parameter.grad is not None
         }

@@ -1,8 +1,9 @@
-"""The ways for GPUs, on the CPU: payloads are read as in the ordinary way, and what cannot be read is noticed."""
+"""The ways for GPUs, on the CPU or on a card: payloads are read as in the ordinary way, and harm is noticed."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,14 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from lightning_dct.wire import payloads_on_device
 from lightning_dct.wire.payload import PayloadLayout, unpack
 from lightning_dct.wire.payloads_on_device import Bitmaps, SideBySide, slots_of
 from lightning_dct.wire.positions import PayloadError
+from one_card import DEVICE
 from strategies_for_hypothesis import FORMATS, examples, filled_layouts, layouts, pack_entries
 
-CPU = torch.device("cpu")
 Filled = tuple[PayloadLayout, Tensor, Tensor, Tensor]
 
 
@@ -28,17 +30,22 @@ def reads_entries(layouts: Sequence[PayloadLayout]) -> bool:
 
 def read_bitmaps(layouts: Sequence[PayloadLayout], senders: Tensor) -> tuple[Tensor, Tensor, list[bool]]:
     """The entries of each sender, the dense tensors and the verdict: the same however little is read at once."""
-    side, found = Bitmaps(layouts, CPU), []
+    side, found = Bitmaps(layouts, DEVICE), []
     for at_once in (1 << 22, 8 * 3 * len(layouts), 40 * 3 * len(layouts)):
         pieces: list[Tensor] = []
         with mock.patch.object(payloads_on_device, "AT_ONCE", at_once):
-            dense, told = side.unpack(senders, pieces.append)
-        values = torch.cat(pieces, dim=2).flatten(1)
-        found.append((values, dense, side.are_valid(told.flatten().tolist())))
+            dense, told = side.unpack(senders.to(DEVICE), pieces.append)
+        values = torch.cat(pieces, dim=2).flatten(1).cpu()
+        found.append((values, dense.cpu(), side.are_valid(told.flatten().tolist())))
     for values, dense, valid in found[1:]:
         torch.testing.assert_close(values, found[0][0], rtol=0, atol=0, equal_nan=True)
         assert (dense.tolist(), valid) == (found[0][1].tolist(), found[0][2])
     return found[0]
+
+
+def read_side_by_side(side: SideBySide, senders: Tensor) -> Any:
+    """On the card where there is one, and the results on the CPU."""
+    return tree_map_only(Tensor, Tensor.cpu, side.unpack(senders.to(DEVICE)))
 
 
 def assert_the_same(*filled: Filled) -> None:
@@ -46,8 +53,8 @@ def assert_the_same(*filled: Filled) -> None:
     every = [layout for layout, *_ in filled]
     payload, whole = torch.cat([pack_entries(*one)[0] for one in filled]), torch.cat([part for *_, part in filled])
     senders = torch.stack([payload, payload.flip(0), payload])
-    side = SideBySide(every, CPU)
-    arrived = side.unpack(senders)
+    side = SideBySide(every, DEVICE)
+    arrived = read_side_by_side(side, senders)
     valid = side.are_valid(arrived.told.flatten().tolist())
     assert all(valid[: len(every)])
     assert all(valid[2 * len(every) :])
@@ -72,7 +79,7 @@ def assert_the_same(*filled: Filled) -> None:
         assert found_valid == valid
         assert torch.equal(dense, arrived.dense)
         for sender in (0, 2):
-            found = [values[sender, start:stop] for start, stop in Bitmaps(every, CPU).bounds]
+            found = [values[sender, start:stop] for start, stop in Bitmaps(every, DEVICE).bounds]
             assert torch.equal(torch.cat([*found, torch.empty(0)]).nan_to_num(), torch.cat(expected).nan_to_num())
 
 
@@ -137,11 +144,11 @@ def assert_same_verdict(layout: PayloadLayout, payload: Tensor) -> None:
     )[0]
     # What is wrong with one payload is not said of its neighbours.
     senders = torch.cat([genuine, payload, genuine]).unsqueeze(0)
-    side = SideBySide([layout] * 3, CPU)
-    arrived = side.unpack(senders)
+    side = SideBySide([layout] * 3, DEVICE)
+    arrived = read_side_by_side(side, senders)
     valid = side.are_valid(arrived.told.flatten().tolist())
-    alone = SideBySide([layout], CPU)
-    assert alone.are_valid(alone.unpack(payload.unsqueeze(0)).told.flatten().tolist()) == valid[1:2]
+    alone = SideBySide([layout], DEVICE)
+    assert alone.are_valid(read_side_by_side(alone, payload.unsqueeze(0)).told.flatten().tolist()) == valid[1:2]
     assert bool(((arrived.positions >= 0) & (arrived.positions < max(3 * sum(layout.tensor_sizes), 1))).all())
     try:
         unpack(layout, payload)
@@ -156,4 +163,4 @@ def assert_same_verdict(layout: PayloadLayout, payload: Tensor) -> None:
 def test_a_payload_of_another_size_is_refused_at_once() -> None:
     layout = PayloadLayout((50,), (3,), "bf16")
     with pytest.raises(PayloadError, match="the payload has 5 bytes"):
-        SideBySide([layout], CPU).unpack(torch.zeros(1, 5, dtype=torch.uint8))
+        SideBySide([layout], DEVICE).unpack(torch.zeros(1, 5, dtype=torch.uint8))
