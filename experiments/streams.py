@@ -22,13 +22,13 @@ Rows = npt.NDArray[np.int64]
 def rank_rows(batch: int, *, batch_size: int, rank: int, world_size: int, total: int | None = None) -> Rows:
     """The rows that one rank reads in one global batch, int64.
 
-    A bounded order ends after ``total`` rows: its last batch is then shorter, on some ranks even empty.
+    A bounded order ends after ``total`` rows: the ranks share what is left for its last batch.
     """
-    start = (batch * world_size + rank) * batch_size
-    stop = start + batch_size
+    start, rows = batch * world_size * batch_size, world_size * batch_size
     if total is not None:
-        start, stop = min(start, total), min(stop, total)
-    return np.arange(start, stop, dtype=np.int64)
+        rows = min(rows, max(total - start, 0))
+    first, last = (start + number * rows // world_size for number in (rank, rank + 1))
+    return np.arange(first, last, dtype=np.int64)
 
 
 def batches_to_cover(total: int, *, batch_size: int, world_size: int) -> int:
@@ -37,11 +37,8 @@ def batches_to_cover(total: int, *, batch_size: int, world_size: int) -> int:
     Raises:
         ValueError: Some rank would read no row, which leaves metrics that gather rows without any.
     """
-    if total <= (world_size - 1) * batch_size:
-        raise ValueError(
-            f"{total} rows of evaluation data leave some of {world_size} ranks without any at "
-            f"data.eval_batch_size={batch_size}; lower data.eval_batch_size or give more rows."
-        )
+    if total < world_size:
+        raise ValueError(f"{total} rows of evaluation data leave some of {world_size} ranks without any: give more.")
     return -(-total // (batch_size * world_size))
 
 
@@ -155,10 +152,6 @@ class RowData(LightningDataModule):
         """Global batches until Lightning sees the end of an epoch: those that cover the training rows."""
         return -(-self.num_rows("train") // (self.batch_size * world_size))
 
-    def rows_a_rank(self, total: int, world_size: int) -> int:
-        """Rows of a rank in a batch of an evaluation."""
-        return self.eval_batch_size
-
     def train_dataloader(self) -> TrainingStream:
         rank, world_size = rank_and_world_size(self.trainer)
 
@@ -176,7 +169,7 @@ class RowData(LightningDataModule):
     def _evaluation(self, part: str) -> EvaluationRange:
         rank, world_size = rank_and_world_size(self.trainer)
         total = self.num_rows(part)
-        split: dict[str, Any] = {"batch_size": self.rows_a_rank(total, world_size), "world_size": world_size}
+        split: dict[str, Any] = {"batch_size": self.eval_batch_size, "world_size": world_size}
 
         def make_batch(batch: int) -> Batch:
             return self.evaluation_rows(part, rank_rows(batch, rank=rank, total=total, **split))

@@ -61,6 +61,8 @@ class Meeting:
         with self._changed:
             self.brought[rank] = tensor.clone()
             self._sizes[rank] = sizes or []
+            if tensor.is_cuda:  # other ranks read it on streams of their own
+                torch.cuda.synchronize()
             self._changed.notify_all()
 
     def everyone(self) -> list[Tensor]:

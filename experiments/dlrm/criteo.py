@@ -270,10 +270,6 @@ class Criteo(ShuffledRows):
         if bad := sum(shard["bad"] for shard in notes["shards"]):
             rank_zero_warn(f"{bad} lines of the text are left out, the first is {notes['bad']}")
 
-    def rows_a_rank(self, total: int, world_size: int) -> int:
-        """At most ``eval_batch_size``: a sample of the file may have fewer rows than a batch on every rank."""
-        return max(1, min(self.eval_batch_size, total // world_size))
-
     def rows(self, numbers: Rows) -> Batch:
         """The rows with these numbers, counted from the start of the file, as a batch."""
         rows = self._rows[numbers]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torchmetrics.text import CHRFScore
@@ -86,11 +87,11 @@ class TranslationModule(TokenModule):
     def _score_translations(self, batch: dict[str, Tensor], batch_index: int) -> None:
         """Translate those rows of the batch that are among the first ``translate_examples`` of the test part."""
         rank, world_size = rank_and_world_size(self.trainer)
-        rows = rank_rows(batch_index, batch_size=len(batch["source"]), rank=rank, world_size=world_size)
-        # Rows that only fill the batch have no target, not even an end.
-        wanted = torch.from_numpy(rows < self.hparams.translate_examples).to(self.device) & (
-            (batch["targets"] == EOS).any(dim=1)
-        )
+        size, total = len(batch["source"]), self.trainer.datamodule.num_rows("test")
+        rows = rank_rows(batch_index, batch_size=size, rank=rank, world_size=world_size, total=total)
+        # Rows that only fill the batch come last.
+        wanted = torch.zeros(size, dtype=torch.bool, device=self.device)
+        wanted[: np.count_nonzero(rows < self.hparams.translate_examples)] = True
         if not wanted.any():
             for metric in self.chrf.values():
                 # Without an update, a rank that never has a row warns.

@@ -1,5 +1,6 @@
 """An exchange of updates on a GPU does what it does on a CPU, in few operations: on the CPU too, or on a card."""
 
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -19,6 +20,7 @@ import emulated_ranks
 from emulated_ranks import EmulatedDist, EmulatedRanks, assert_same_bits
 from lightning_dct import DCTConfig
 from lightning_dct.compress import awaited, bucket_plan
+from lightning_dct.compress.adding import name_broken_sender
 from lightning_dct.exchange import collectives
 from lightning_dct.sync import rounds, updates
 from lightning_dct.sync.updates import UpdateSynchronizer
@@ -30,10 +32,10 @@ CPU = torch.device("cpu")
 EXCHANGES = [(2, "all_gather", 1), (5, "all_gather", 1), (3, "sharded", 1), (4, "by_node", 2)]
 # By exchange and density: operations of a bucket, and of a step beside those of its buckets: the guard works once.
 MOST = {
-    ("all_gather", 0.3): (77, 20),
-    ("all_gather", 0.05): (106, 20),
-    ("sharded", 0.3): (237, 17),
-    ("sharded", 0.05): (338, 17),
+    ("all_gather", 0.3): (79, 20),
+    ("all_gather", 0.05): (108, 20),
+    ("sharded", 0.3): (243, 17),
+    ("sharded", 0.05): (340, 17),
 }
 DENSITIES = [0.3, 0.05]
 
@@ -118,6 +120,35 @@ def test_the_weights_are_those_of_the_ordinary_way(
         expected, found = (ranks.state_dicts() for ranks in runs.values())
         assert_same_bits(expected, found)
     assert all(state["shared"]["c"].isfinite().all() for state in found)
+
+
+@pytest.mark.parametrize(("value_format", "density"), [("1bit", 0.3), ("1bit", 0.05), ("int8", 0.3)])
+@pytest.mark.parametrize(("world_size", "exchange", "ranks_per_node"), EXCHANGES)
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_rank_that_sends_nan_is_named_once_its_numbers_are_known(
+    world_size: int,
+    exchange: str,
+    ranks_per_node: int,
+    value_format: str,
+    density: float,
+    broken: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(awaited, "WITHOUT_WAITING", WAYS["on the device"])
+    name_broken_sender.cache_clear()
+    settings = {"value_format": value_format, "density": density, "warmup_steps": 0}
+    ranks = UpdatingRanks(world_size, exchange, ranks_per_node, SIZES, device_of("on the device"), **settings)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ranks.step()
+        assert not said
+        ranks.step(broken)
+        ranks.step()
+    # By node a rank sends the mean of its node's own.
+    number = 0 if exchange == "by_node" else 1
+    assert any(
+        f"Updates from rank {number} of the process group are infinite or NaN" in str(one.message) for one in said
+    )
 
 
 def watched(

@@ -8,6 +8,7 @@ rank. When a rank fails, dies or takes too long, all of them are killed, the tes
 
 import contextlib
 import importlib
+import io
 import logging
 import multiprocessing
 import os
@@ -177,6 +178,13 @@ def elastic_environment(rank: int, world_size: int, port: int) -> dict[str, str]
     }
 
 
+class _FromAnyDevice(pickle.Pickler):
+    """Whoever asks gets all tensors on the CPU."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return obj.cpu().__reduce_ex__(2) if isinstance(obj, torch.Tensor) and obj.is_cuda else NotImplemented
+
+
 def _serve(rank: int, world_size: int, port: int, pipe: Connection, log_path: Path) -> None:
     log = log_path.open("w")
     os.dup2(log.fileno(), 1)
@@ -198,6 +206,8 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection, log_path: Pa
             except BaseException:
                 answer = False, traceback.format_exc()
             log.flush()
-            pipe.send_bytes(pickle.dumps(answer))
+            told = io.BytesIO()
+            _FromAnyDevice(told).dump(answer)
+            pipe.send_bytes(told.getvalue())
     # Not by the usual way out: gloo's threads may abort a process that ends while a DistributedDataParallel is alive.
     os._exit(0)

@@ -75,7 +75,7 @@ class Springs(LightningModule):
     def pull(self, rank: int, step: int) -> Tensor:
         """The loss."""
         pairs = zip(self.weights, self.goals(rank, step), strict=True)
-        return sum(((weight - goal).square().sum() for weight, goal in pairs), start=torch.zeros(()))
+        return sum((weight - goal.to(weight.device)).square().sum() for weight, goal in pairs)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.pull(rank(), batch_idx)

@@ -31,6 +31,7 @@ from lightning_dct.cost.workload import workload_of
 from lightning_dct.exchange import collectives, compressed
 from lightning_dct.sync import buffers
 from lightning_dct.traffic import TrafficTotals
+from one_card import DEVICE
 
 
 def train_idiom(name: str, exchange: str) -> Any:
@@ -136,6 +137,7 @@ def refused_without_numba() -> str:
         return refused({"kernel": "numba"})
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="numba is for CPUs")
 def test_a_kernel_that_is_not_installed_is_refused_on_every_rank(ranks: Any) -> None:
     for message in ranks(2).run(refused_without_numba):
         assert "`kernel='numba'` needs the package numba (none)" in message

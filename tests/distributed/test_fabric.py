@@ -39,7 +39,7 @@ def train_with_fabric(settings: dict[str, Any] | None, checkpoint: Path | None =
             strategy.synchronizers[0].residuals.load_state_dict({})
             strategy.synchronizers[0].thresholds.forget()
             assert fabric.load(checkpoint, state) == {}
-        inputs, targets = data[step]
+        inputs, targets = fabric.to_device(data[step])
         fabric.backward(torch.nn.functional.mse_loss(module(inputs), targets))
         optimizer.step()
         optimizer.zero_grad()

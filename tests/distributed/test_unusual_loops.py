@@ -115,7 +115,7 @@ def step_in_fabric() -> None:
     bare = perceptron()
     optimizer = torch.optim.SGD(bare.parameters(), 0.1)
     model, _ = fabric.setup(bare, optimizer)
-    fabric.backward(model(torch.ones(4, 40)).sum())
+    fabric.backward(model(torch.ones(4, 40, device=fabric.device)).sum())
     optimizer.step()
 
 

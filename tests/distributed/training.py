@@ -14,7 +14,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dct import DCTStrategy
@@ -187,7 +186,7 @@ def fit(
 def summary(strategy: DDPStrategy, module: LightningModule, watch: Watch) -> Run:
     run = Run(weights_of(module), watch.losses, watch.hashes, seen=watch.seen)
     if isinstance(strategy, DCTStrategy):
-        run.state = tree_map_only(Tensor, Tensor.cpu, strategy.synchronizer.state_dict())
+        run.state = strategy.synchronizer.state_dict()
         run.synchronisations = strategy.synchronizer.synchronisations
         run.residuals = run.state["residuals"]
         run.totals = strategy.traffic.totals
@@ -195,7 +194,7 @@ def summary(strategy: DDPStrategy, module: LightningModule, watch: Watch) -> Run
 
 
 def weights_of(module: nn.Module) -> State:
-    return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
 
 
 @contextmanager
@@ -215,7 +214,7 @@ def local_gradients() -> Iterator[State]:
         for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
             # DistributedDataParallel hands over what an optimizer that is not at turn has left in `.grad`.
             if parameter.requires_grad:
-                pending[self.parameter_names[parameter]] = gradient.cpu().flatten().double() / scale
+                pending[self.parameter_names[parameter]] = gradient.flatten().double() / scale
         before = self.synchronisations
         future = original(self, state, bucket)
         if bucket.is_last():
@@ -239,7 +238,7 @@ class Applied(Callback):
         names = {parameter: name.replace("_orig_mod.", "") for name, parameter in pl_module.named_parameters()}
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         gradients = {
-            names[parameter]: parameter.grad.cpu().to_dense().flatten().double()
+            names[parameter]: parameter.grad.to_dense().flatten().double()
             for parameter in parameters
             if parameter.grad is not None
         }
@@ -287,7 +286,8 @@ def assert_replicas_equal(runs: list[Run]) -> None:
 def assert_weights_equal(one: State, other: State) -> None:
     assert one.keys() == other.keys()
     for name, weight in one.items():
-        assert torch.equal(weight, other[name]), f"{name}: {float((weight - other[name]).abs().max())}"
+        found = other[name].to(weight.device)
+        assert torch.equal(weight, found), f"{name}: {float((weight - found).abs().max())}"
 
 
 def assert_weights_close(one: State, other: State, rtol: float = 1e-5, atol: float = 1e-6) -> None:

@@ -29,9 +29,11 @@ def test_a_step_reads_the_same_rows_for_any_number_of_ranks(world_size: int) -> 
         assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("total", [103, 5])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_evaluation_reads_every_row_once_in_equally_many_batches(world_size: int) -> None:
-    total, size = 103, 8
+def test_evaluation_reads_every_row_once_in_equally_many_batches(world_size: int, total: int) -> None:
+    """And every rank some in each batch, as long as there are enough: many models refuse a batch without rows."""
+    size = 8
     batches = batches_to_cover(total, batch_size=size, world_size=world_size)
     rows = [
         rank_rows(batch, batch_size=size, rank=rank, world_size=world_size, total=total)
@@ -39,11 +41,12 @@ def test_evaluation_reads_every_row_once_in_equally_many_batches(world_size: int
         for rank in range(world_size)
     ]
     np.testing.assert_array_equal(np.sort(np.concatenate(rows)), np.arange(total))
+    assert all(0 < len(own) <= size for own in rows)
 
 
-def test_too_few_rows_for_the_ranks_is_an_error_that_names_the_setting() -> None:
-    with pytest.raises(ValueError, match=r"data\.eval_batch_size=8"):
-        batches_to_cover(20, batch_size=8, world_size=4)
+def test_fewer_rows_than_ranks_is_an_error() -> None:
+    with pytest.raises(ValueError, match="3 rows of evaluation data leave some of 4 ranks without any"):
+        batches_to_cover(3, batch_size=8, world_size=4)
 
 
 def test_a_row_is_a_pure_function_of_seed_and_number() -> None:

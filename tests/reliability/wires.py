@@ -102,7 +102,7 @@ def _gradients() -> list[Message]:
             def decode_on_device(data: Tensor, layout: PayloadLayout = plan.layout) -> None:
                 side = SideBySide([layout], data.device)
                 arrived = side.unpack(data.unsqueeze(0))
-                valid = side.are_valid(arrived.told.flatten().tolist())
+                valid = [verdict.is_valid for verdict in side.verdicts(arrived.told.flatten().tolist())]
                 places = arrived.positions[0]
                 # Whether they are sound or not, they are added before anybody looks.
                 assert int(places.min()) >= 0

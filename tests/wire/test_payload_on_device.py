@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_dct.wire import payloads_on_device
 from lightning_dct.wire.payload import PayloadLayout, unpack
-from lightning_dct.wire.payloads_on_device import Bitmaps, SideBySide, slots_of
+from lightning_dct.wire.payloads_on_device import Bitmaps, Payloads, SideBySide, slots_of
 from lightning_dct.wire.positions import PayloadError
 from one_card import DEVICE
 from strategies_for_hypothesis import FORMATS, examples, filled_layouts, layouts, pack_entries
@@ -36,7 +36,7 @@ def read_bitmaps(layouts: Sequence[PayloadLayout], senders: Tensor) -> tuple[Ten
         with mock.patch.object(payloads_on_device, "AT_ONCE", at_once):
             dense, told = side.unpack(senders.to(DEVICE), pieces.append)
         values = torch.cat(pieces, dim=2).flatten(1).cpu()
-        found.append((values, dense.cpu(), side.are_valid(told.flatten().tolist())))
+        found.append((values, dense.cpu(), are_valid(side, told)))
     for values, dense, valid in found[1:]:
         torch.testing.assert_close(values, found[0][0], rtol=0, atol=0, equal_nan=True)
         assert (dense.tolist(), valid) == (found[0][1].tolist(), found[0][2])
@@ -48,6 +48,10 @@ def read_side_by_side(side: SideBySide, senders: Tensor) -> Any:
     return tree_map_only(Tensor, Tensor.cpu, side.unpack(senders.to(DEVICE)))
 
 
+def are_valid(side: Payloads, told: Tensor) -> list[bool]:
+    return [verdict.is_valid for verdict in side.verdicts(told.flatten().tolist())]
+
+
 def assert_the_same(*filled: Filled) -> None:
     """Payloads side by side are read as those are that are read one after the other."""
     every = [layout for layout, *_ in filled]
@@ -55,7 +59,7 @@ def assert_the_same(*filled: Filled) -> None:
     senders = torch.stack([payload, payload.flip(0), payload])
     side = SideBySide(every, DEVICE)
     arrived = read_side_by_side(side, senders)
-    valid = side.are_valid(arrived.told.flatten().tolist())
+    valid = are_valid(side, arrived.told)
     assert all(valid[: len(every)])
     assert all(valid[2 * len(every) :])
     begin = slot = 0
@@ -146,9 +150,9 @@ def assert_same_verdict(layout: PayloadLayout, payload: Tensor) -> None:
     senders = torch.cat([genuine, payload, genuine]).unsqueeze(0)
     side = SideBySide([layout] * 3, DEVICE)
     arrived = read_side_by_side(side, senders)
-    valid = side.are_valid(arrived.told.flatten().tolist())
+    valid = are_valid(side, arrived.told)
     alone = SideBySide([layout], DEVICE)
-    assert alone.are_valid(read_side_by_side(alone, payload.unsqueeze(0)).told.flatten().tolist()) == valid[1:2]
+    assert are_valid(alone, read_side_by_side(alone, payload.unsqueeze(0)).told) == valid[1:2]
     assert bool(((arrived.positions >= 0) & (arrived.positions < max(3 * sum(layout.tensor_sizes), 1))).all())
     try:
         unpack(layout, payload)

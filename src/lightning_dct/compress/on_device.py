@@ -29,7 +29,7 @@ from lightning_dct.compress.marking import Marked, RowLayout, Senders
 from lightning_dct.compress.threshold import Aims, Reached, Thresholds
 from lightning_dct.kernels import weights_by_senders
 from lightning_dct.kernels.bits import pack_marks
-from lightning_dct.wire.payloads_on_device import Bitmaps, SideBySide, headers_of, numbers, slots_of
+from lightning_dct.wire.payloads_on_device import Bitmaps, SideBySide, Verdict, headers_of, numbers, slots_of
 from lightning_dct.wire.values import decode_values, encode_values, values_num_bytes
 
 
@@ -197,7 +197,7 @@ class Sums(NamedTuple):
     means: list[Tensor]  # the weighted sums of what all senders have sent
     own: list[Tensor]  # what this rank has sent; empty where nobody asks
     told: Tensor  # integers, flattened
-    are_valid: Callable[[Sequence[int]], list[bool]]  # from these numbers: which payloads are valid, by sender
+    verdicts: Callable[[Sequence[int]], list[Verdict]]  # from these numbers: of each payload, by sender
 
 
 def add_payloads(payloads: Tensor, plan: BucketPlan, factor: float, by_senders: bool, own: int | None = None) -> Sums:
@@ -219,12 +219,12 @@ def add_payloads(payloads: Tensor, plan: BucketPlan, factor: float, by_senders: 
                 # A copy of a piece, so that the values of the others are freed.
                 pieces[1].append(values[own] if values.shape[2] == bitmaps.width else values[own].clone())
 
-        (dense, told), are_valid, bounds = bitmaps.unpack(payloads, take), bitmaps.are_valid, bitmaps.bounds
+        (dense, told), verdicts, bounds = bitmaps.unpack(payloads, take), bitmaps.verdicts, bitmaps.bounds
         sums, mine = _in_one(pieces[0]), None if own is None else _in_one(pieces[1])
     else:
         assert on_device.side_by_side is not None
         positions, values, _, dense, told = on_device.side_by_side.unpack(payloads)
-        are_valid, bounds, values = on_device.side_by_side.are_valid, on_device.bounds, values.to(dtype)
+        verdicts, bounds, values = on_device.side_by_side.verdicts, on_device.bounds, values.to(dtype)
         sums, indices = values.new_zeros(sum(plan.sizes)), positions.flatten()
         # In the order of the ranks, because this sorts on a GPU. "Unsafe" does not wait to check that indices lie
         # within bounds; they do.
@@ -245,7 +245,7 @@ def add_payloads(payloads: Tensor, plan: BucketPlan, factor: float, by_senders: 
         for every, row in ((means, mean), *([] if own is None else [(owns, rows[own])])):
             for index, part in zip(plan.dense, row.split(sizes), strict=True):
                 every[index] = part
-    return Sums(means, owns, told.flatten(), are_valid)
+    return Sums(means, owns, told.flatten(), verdicts)
 
 
 def _in_one(pieces: list[Tensor]) -> Tensor:

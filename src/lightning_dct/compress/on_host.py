@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_dct.compress.adding import add_to_bucket, is_finite
+from lightning_dct.compress.adding import add_to_bucket, is_finite, name_broken_sender
 from lightning_dct.compress.awaited import Awaited, must_not_wait
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Compressed, Received, SentPayload
 from lightning_dct.compress.on_device import Sums, add_payloads, send_selected
@@ -38,6 +38,7 @@ from lightning_dct.compress.threshold import (
 from lightning_dct.kernels import cpu_kernel, weights_by_senders
 from lightning_dct.kernels.plain import Sent, keep_some
 from lightning_dct.wire.payload import pack, unpack_values
+from lightning_dct.wire.payloads_on_device import Verdict
 from lightning_dct.wire.positions import PayloadError
 
 
@@ -237,7 +238,7 @@ def _add_on_device(
                 marks = torch._foreach_abs(torch._foreach_sign([sums.means[index] for index in group.compressed]))
                 torch._foreach_mul_([mine[index] for index in group.compressed], marks)
             sums = sums._replace(own=mine)
-        awaited.when_known(sums.told, partial(_check_valid, senders, sums.are_valid))
+        awaited.when_known(sums.told, partial(_check_received, senders, sums.verdicts))
         yield group, sums
 
 
@@ -277,9 +278,11 @@ def _parts_of(received: Received, what: str, split: Callable[[BucketPlan], Seque
         yield _Part(part, rows, [f"{said} from rank {rank}" for rank in ranks], own_part)
 
 
-def _check_valid(senders: list[str], are_valid: Callable[[Sequence[int]], Sequence[int]], told: list[int]) -> None:
-    wrong = [sender for sender, is_valid in zip(senders, are_valid(told), strict=True) if not is_valid]
-    if wrong:
+def _check_received(senders: list[str], verdicts: Callable[[Sequence[int]], list[Verdict]], told: list[int]) -> None:
+    found = [*zip(senders, verdicts(told), strict=True)]
+    for sender in (sender for sender, verdict in found if verdict.is_valid and not verdict.is_finite):
+        name_broken_sender(sender)
+    if wrong := [sender for sender, verdict in found if not verdict.is_valid]:
         raise PayloadError(
             f"{', '.join(wrong)} of the process group: the payload is corrupt, or was made for another model or other"
             " settings. Use the same model, settings and version of lightning_dct on every rank. A run on CPUs"

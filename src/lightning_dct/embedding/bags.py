@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.embedding.owners import ID_SPACE, Int64Array
+from lightning_dct.kernels import add_in_order
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Bags:
         pooled = rows
         if self.bags is not None:
             pooled = rows.new_zeros(self.num_samples * self.num_tables, rows.shape[1])
-            pooled.index_add_(0, self.bags, rows)
+            add_in_order(pooled, self.bags, rows)
         if self.divisors is not None:
             pooled = pooled / self.divisors
         return pooled.view(self.num_samples, self.num_tables, rows.shape[1])

@@ -53,7 +53,15 @@ def add_rows(total: Tensor, indices: Tensor, rows: Tensor) -> None:
     if fastest_kernel(total.device.type) == "numba":
         cpu_kernel("numba").add_rows(total, indices, rows)
     else:
-        total.index_add_(0, indices, rows.reshape(-1, rows.shape[-1]))
+        add_in_order(total, indices, rows.reshape(-1, rows.shape[-1]))
+
+
+def add_in_order(total: Tensor, indices: Tensor, rows: Tensor) -> None:
+    """``total.index_add_(0, indices, rows)``, with the same bits in every run: on a GPU that has no fixed order."""
+    if total.device.type == "cpu":
+        total.index_add_(0, indices, rows)
+    else:
+        total.index_put_((indices,), rows, accumulate=True)
 
 
 def positions_of(flags: Tensor, count: int) -> Tensor:

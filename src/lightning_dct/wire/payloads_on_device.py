@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from typing import NamedTuple
 
 import torch
@@ -26,10 +26,12 @@ from lightning_dct.wire.values import BITS_PER_VALUE, SCALED_FORMATS, decode_uni
 # A payload has a multiple of eight slots, so that its values start with a byte in any format. Its last slot is never
 # used, so that each entry can be compared with the next slot.
 SLOTS = 8
+# Of a fp32 number, all set if it is infinite or NaN.
+EXPONENT = 0x7F800000
 # More than any number of flags.
 INVALID = 1 << 40
 # Entries of all payloads together whose bitmaps are read at once; each takes about 30 bytes.
-AT_ONCE = 1 << 21
+AT_ONCE = 1 << 23
 
 
 def slots_of(layout: PayloadLayout) -> int:
@@ -53,6 +55,25 @@ def numbers(count: int, device: torch.device) -> Tensor:
     return _counted(1 << count.bit_length(), device)[:count]
 
 
+def running_counts(flags: Tensor) -> Tensor:
+    """``flags.cumsum(1)`` of flags of shape ``[n, k]``: int64.
+
+    In one long row, because a GPU scans each row of several by a single block: two rows of a million took it 60 times
+    as long as one of two millions.
+    """
+    counts = flags.flatten().cumsum(0).view(flags.shape)
+    if len(flags) > 1:
+        counts[1:].sub_(counts[:-1, -1:].clone())
+    return counts
+
+
+class Verdict(NamedTuple):
+    """Of one payload of one sender."""
+
+    is_valid: bool  # of its layout
+    is_finite: bool  # its scales, which one infinite or NaN entry makes so
+
+
 class Payloads:
     """The layouts of ``S`` payloads, one after the other, with the same value format.
 
@@ -72,24 +93,27 @@ class Payloads:
     def split(self, payloads: Tensor) -> tuple[list[Sequence[Tensor]], Tensor, Tensor]:
         """The parts of payloads, ``[n, num_bytes]``, uint8, one row a sender; a PayloadError if they have another size.
 
-        Of each kind the part of each payload, the words of all headers (shape ``[n, 3 S]``, int32), and all scales.
+        Of each kind the part of each payload, the words of all headers and scales (shape ``[n, 3 S + T]``, int32), and
+        the scales (``[n, T]``, fp32); ``T`` is 0 in formats without.
         """
         if payloads.shape[1] != self.num_bytes:
             raise PayloadError(f"the payload has {payloads.shape[1]} bytes, the layout says {self.num_bytes}")
         every = payloads.split([size for layout in self.layouts for size in layout.part_sizes], dim=1)
         words = torch.cat([*every[0::5], *every[1::5]], dim=1).view(torch.int32)
-        headers = 3 * len(self.layouts)
-        return [every[kind::5] for kind in range(5)], words[:, :headers], words[:, headers:].view(torch.float32)
+        return [every[kind::5] for kind in range(5)], words, words[:, 3 * len(self.layouts) :].view(torch.float32)
 
-    def are_valid(self, told: Sequence[int]) -> list[bool]:
-        """Whether payloads are of their layouts; each sender tells the words of all headers, then numbers of flags."""
+    def verdicts(self, told: Sequence[int]) -> list[Verdict]:
+        """What is wrong with payloads; each sender tells the words of :meth:`split`, then the numbers of flags."""
         found, count = [], len(self.layouts)
-        for row in range(0, len(told), 4 * count):
-            words, raised = told[row : row + 3 * count], told[row + 3 * count : row + 4 * count]
-            for number, (layout, header, marks) in enumerate(zip(self.layouts, self._headers, raised, strict=True)):
+        width = 4 * count + sum(layout.num_scales for layout in self.layouts)
+        for row in (told[start : start + width] for start in range(0, len(told), width)):
+            scales = iter(row[3 * count : -count])
+            parts = zip(self.layouts, self._headers, range(0, 3 * count, 3), row[-count:], strict=True)
+            for layout, header, first, marks in parts:
                 # A count that needs all 32 bits is negative here, and is never the number of marks.
-                expected = [header[0], marks, header[2]]
-                found.append(words[3 * number : 3 * number + 3] == expected and marks <= layout.capacity)
+                is_valid = row[first : first + 3] == [header[0], marks, header[2]] and marks <= layout.capacity
+                own = islice(scales, layout.num_scales)
+                found.append(Verdict(is_valid, all(scale & EXPONENT != EXPONENT for scale in own)))
         return found
 
 
@@ -100,7 +124,7 @@ class Arrived(NamedTuple):
     values: Tensor  # shape `[n, slots]`, fp32; zero in unused slots
     in_use: Tensor  # shape `[n, slots]`, bool
     dense: Tensor  # shape `[n, dense bytes]`, uint8: the tensors sent dense, one after the other
-    told: Tensor  # shape `[n, 4 payloads]`, int64: see :meth:`Payloads.are_valid`
+    told: Tensor  # shape `[n, 4 payloads + scales]`, int64: see :meth:`Payloads.verdicts`
 
 
 class SideBySide(Payloads):
@@ -218,7 +242,7 @@ class SideBySide(Payloads):
                 plane += [bits[:, first : first + width], self.zero.expand(senders, slots - width)]
             start += 8 * code.num_bytes
         # The number of set flags before each; integer sums are the same in any order.
-        before = torch.cat(flags, dim=1).cumsum(1)
+        before = running_counts(torch.cat(flags, dim=1))
         if len(self.layouts) == 1:
             counts, wanted = before[:, -1:], before[:, :1] + self.numbers
         else:
@@ -271,8 +295,8 @@ class Bitmaps(Payloads):
         """Read payloads, which :meth:`split` describes.
 
         ``take`` gets the entries of all rows, piece by piece: shape ``[n, S, columns]``, fp32, zero where nothing is
-        sent. Returns the tensors sent dense (``[n, dense bytes]``, uint8), and what :meth:`are_valid` takes
-        (``[n, 4 S]``, int64).
+        sent. Returns the tensors sent dense (``[n, dense bytes]``, uint8), and what :meth:`verdicts` takes
+        (``[n, 4 S + T]``, int64).
         """
         senders, ((_, _, *parts, dense), words, scales) = len(payloads), self.split(payloads)
         rows, first = self._rows(payloads, *parts)
@@ -283,7 +307,7 @@ class Bitmaps(Payloads):
             stop = min(start + step, self.width)
             flags = self._as_bits(rows[:, first + start // 8 : first + stop // 8])
             # Of a flag in its payload, from one on.
-            numbers = flags.cumsum(1) if before is None else flags.cumsum(1).add_(before)
+            numbers = running_counts(flags) if before is None else running_counts(flags).add_(before)
             before = numbers[:, -1:].clone() if stop < self.width else None
             for row, end in enumerate(ends):
                 if start <= max(end - 1, 0) < stop:

@@ -20,6 +20,7 @@ scale of its tensor infinite or NaN, so the other ranks receive it in every form
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -105,7 +106,8 @@ def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_
         return pack_codes(levels | ((values < 0).to(torch.uint8) << 3), 4), scales
     # Rounded down where rounding up would make 127 steps of it infinite.
     limit = torch.finfo(torch.float32).max
-    scales = (largest / 127).to(torch.float32)
+    # By a tensor: by a number, a GPU multiplies with its rounded inverse.
+    scales = (largest / torch.full_like(largest, 127)).to(torch.float32)
     scales = torch.where((127 * scales).isinf() & (largest <= limit), scales * (1 - 2**-23), scales)
     steps = (values / scales.index_select(0, tensor_index)).nan_to_num_(nan=0.0)
     # An infinite value over its infinite scale is NaN: keep its sign instead.
@@ -155,13 +157,19 @@ def decode_units(data: Tensor, count: int, value_format: str) -> Tensor:
         return data[:count].view(torch.int8).to(torch.float32)
     if value_format == "int4":
         codes = unpack_codes(data, 4)[:count]
-        table = torch.exp2(torch.arange(ZERO_LEVEL + 1, dtype=torch.float32, device=data.device) * -LEVEL_HALVINGS)
-        table[ZERO_LEVEL] = 0.0
-        return torch.cat([table, -table]).index_select(0, codes.int())
+        return _int4_units(data.device).index_select(0, codes.int())
     if value_format == "2bit":
         codes = unpack_codes(data, 2)[:count].view(torch.int8)
         return torch.where(codes > 1, 2.0, 1.0).copysign_((codes & 1) - 0.5).to(torch.float32)
     return torch.where(unpack_bits(data[: num_bytes(count)], count).view(torch.bool), 1.0, -1.0).to(torch.float32)
+
+
+@lru_cache(maxsize=64)
+def _int4_units(device: torch.device) -> Tensor:
+    """What each code of int4 stands for: computed on the host, because a GPU rounds powers of two otherwise."""
+    units = torch.exp2(torch.arange(ZERO_LEVEL + 1, dtype=torch.float32) * -LEVEL_HALVINGS)
+    units[ZERO_LEVEL] = 0.0
+    return torch.cat([units, -units]).to(device)
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
