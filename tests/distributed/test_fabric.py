@@ -72,7 +72,7 @@ def train_without_fabrics_backward(compress: str) -> int:
     module = Perceptron()
     module, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.05))
     for inputs, _ in Noise(STEPS, 40, 8, rank=rank()):
-        module(inputs).square().mean().backward()
+        module(fabric.to_device(inputs)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return strategy.traffic.totals.refreshes

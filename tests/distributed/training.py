@@ -251,9 +251,9 @@ def held_back(state: dict[str, Any], given: State) -> State:
     """What a rank holds back, of its own gradients and of sums it owns, for each tensor that has had a gradient."""
     held = {}
     for name, gradient in given.items():
-        held[name] = torch.zeros_like(gradient) + state["residuals"].get(name, 0.0)
+        held[name] = torch.zeros_like(gradient) + torch.as_tensor(state["residuals"].get(name, 0.0)).to(gradient.device)
         for start, piece in state["owned"].get(name, {}).items():
-            held[name][start : start + piece.numel()] += piece
+            held[name][start : start + piece.numel()] += piece.to(gradient.device)
     return held
 
 

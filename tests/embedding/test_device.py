@@ -1,5 +1,6 @@
 """What is remembered moves with the module, as a strategy moves it when its tables are there already."""
 
+import copy
 from typing import Any
 
 import torch
@@ -39,6 +40,26 @@ def moved_between_request_and_backward() -> tuple[int, int, list[str], list[str]
     tables.reset_memory()
     anew = [tensor.device.type for tensor in tensors_in(tables)]
     return len(numbers), sum(number > 0 for number in numbers), devices, anew
+
+
+def moved_after_a_copy() -> tuple[list[set[str]], set[str]]:
+    """A callback that averages weights copies the model, and moves it by itself."""
+    tables = ShardedEmbeddingBags([40, 30], 3, cache_rows=4)
+    tables.materialize()
+    tables(torch.arange(10).view(-1, 1) % 30 + torch.tensor([0, 3])).sum().backward()
+    copied = copy.deepcopy(tables).to("meta")
+
+    def devices(of: ShardedEmbeddingBags) -> set[str]:
+        return {tensor.device.type for tensor in tensors_in(of)} | {of.exchange_group.device.type}
+
+    before = [devices(copied), devices(tables)]
+    return before, devices(tables.to("meta"))
+
+
+def test_a_copy_moves_by_itself(ranks: Any) -> None:
+    for before, after in ranks(2).run(moved_after_a_copy):
+        assert before == [{"meta"}, {"cpu"}]
+        assert after == {"meta"}
 
 
 def test_everything_remembered_follows_the_module(ranks: Any) -> None:

@@ -27,6 +27,7 @@ from embedding.hybrid import (
     whole,
 )
 from lightning_dct import DCTStrategy, ShardedEmbeddingBags
+from one_card import DEVICE
 
 FEW = {"density": 0.1, "value_format": "int8", "refresh_every": 5}
 SMALL_CACHE = {**FEW, "cache_rows": 20}
@@ -70,6 +71,8 @@ def test_accumulated_gradients_train_the_same_model(ranks):
     [(2, "adagrad", SMALL_CACHE), (3, "sgd", FEW), (2, "momentum", FEW)],
 )
 def test_resumed_run_equals_the_uninterrupted_one(ranks, tmp_path, world_size, optimizer, exchange):
+    if optimizer == "momentum" and DEVICE.type == "cuda":
+        pytest.skip("torch's SGD adds a sparse momentum in no fixed order on a GPU")
     gradients = {"strategy": {"density": 0.2, "value_format": "bf16", "min_tensor_size": 1}}
     straight = together(ranks(world_size).run(run, 6, exchange, optimizer, {**gradients, "max_epochs": 2}))
     path = str(tmp_path / "half.ckpt")

@@ -41,6 +41,13 @@ def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     torch.set_num_threads(before)
 
 
+def test_nothing_is_selected_of_no_tensors_on_any_device() -> None:
+    """A rank may want no row of another."""
+    for device in ("cpu", "meta"):  # the second stands for a GPU
+        values, counts = plain.select([], [], [], [], None, torch.zeros(8, dtype=torch.uint8, device=device))
+        assert (values.shape, values.device.type, counts) == ((0,), device, [])
+
+
 def marks_of(flags: Tensor) -> np.ndarray:
     """Flags as marks, one bool an entry."""
     return np.unpackbits(flags.numpy(), bitorder="little").view(np.bool_)

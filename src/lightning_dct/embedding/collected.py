@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
@@ -44,8 +45,10 @@ class RowCollectives:
         self.device = device
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowCollectives:
-        """The same ranks: callbacks that average weights copy the whole model."""
-        return self
+        """The same ranks, with a device of its own: callbacks that average weights copy the whole model."""
+        copied = copy.copy(self)
+        copied._keeps_group = self
+        return copied
 
     @classmethod
     def among_all(cls, device: torch.device) -> RowCollectives:

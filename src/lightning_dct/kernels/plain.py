@@ -90,6 +90,8 @@ def _select_at_once(
     flags: Tensor,
 ) -> Selection:
     """Select from all tensors together, because a GPU's host waits once for each number of entries that it reads."""
+    if not bases:
+        return Selection(torch.empty(0, device=flags.device), [])
     sizes = torch.tensor([base.numel() for base in bases])
     old = torch.cat(list(bases))
     a = _entries(torch.cat(list(news)), old, scale)
