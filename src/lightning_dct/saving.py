@@ -302,11 +302,13 @@ class CheckpointedStrategy(ParallelStrategy):
 
     def _state(self) -> dict[str, Any]:
         assert self.synchronizer is not None
-        # With updates every rank's optimizer has its own state.
+        # With updates every rank's optimizer has its own state, and its loss scaler, too.
         own = [] if self.updates is None else [self._own_state_of(optimizer) for optimizer in self.optimizers]
+        scaler = {} if self.updates is None else self.precision_plugin.state_dict()
         return {
             **self.synchronizer.state_dict(),
             "optimizers": own,
+            "scaler": scaler,
             "split_traffic": self.split_traffic.state_dict(),
             "accumulated": self._accumulated_gradients(),
             "modules": {name: module.compression_state() for name, module in self.compressed_modules().items()},
@@ -333,6 +335,8 @@ class CheckpointedStrategy(ParallelStrategy):
         synchronizer.load_state_dict(state)
         self.split_traffic.load_state_dict(state.get("split_traffic", {}))
         self._accumulated = state.get("accumulated", {})
+        if scaler := state.get("scaler"):
+            self.precision_plugin.load_state_dict(scaler)
         modules = self.compressed_modules()
         for name, states in state["modules"].items():
             if name in modules and states[0]:

@@ -28,9 +28,9 @@ def merge_states(states: Sequence[Mapping[str, Any]], stages: int = 1) -> dict[s
     if len(states) == 1:
         return merged
     replicas = len(states) // stages
-    # A mean of the ranks' optimizers would continue none of them. Updates in flight are still in the ranks' own
-    # weights, and are sent again.
-    for part in ("optimizers", "in_flight"):
+    # A mean of the ranks' optimizers or loss scalers would continue none of them. Updates in flight are still in the
+    # ranks' own weights, and are sent again.
+    for part in ("optimizers", "scaler", "in_flight"):
         merged.pop(part, None)
     names = {name for state in states for part in ("residuals", "owned") for name in state[part]}
     merged["residuals"] = {name: _mean_residual(states, name, replicas) for name in sorted(names)}
