@@ -1,10 +1,12 @@
+import copy
 import math
 from typing import Any
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dct.traffic import Traffic, TrafficTotals, all_gather_bytes, all_reduce_bytes, bytes_between_nodes
+from lightning_dct.traffic import Clock, Traffic, TrafficTotals, all_gather_bytes, all_reduce_bytes, bytes_between_nodes
 from strategies_for_hypothesis import examples
 
 SOME: dict[str, Any] = {
@@ -101,3 +103,19 @@ def test_state_round_trip() -> None:
     resumed.load_state_dict(traffic.state_dict())
     assert resumed.totals == traffic.totals
     assert traffic.state_dict() == {**SOME, "admitted_rows": 0, "evicted_rows": 0}
+
+
+def test_a_copy_has_no_marks_of_a_gpu() -> None:
+    """Callbacks that average weights copy the model, whose split points count in such a counter."""
+
+    class Stream(Clock):
+        mark = staticmethod(lambda: torch.Event("cpu"))
+
+        def has_passed(self, mark: Any) -> bool:
+            return False
+
+    traffic = Traffic(clock=Stream())
+    traffic.add(bytes_sent=7)
+    with traffic.timed():
+        pass
+    assert copy.deepcopy(traffic).settle().bytes_sent == 7

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -60,3 +61,18 @@ def _compare(subject: str, values: list[Any]) -> None:
     if any(value != values[0] for value in values):
         received = ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
         raise ValueError(f"The ranks disagree on `{subject}` ({received}). Use the same value on all ranks.")
+
+
+@contextmanager
+def without_bound_device() -> Iterator[None]:
+    """Within, groups of gloo can be made beside a default group of a GPU.
+
+    Lightning binds the default group to the GPU, whatever its backend. Then ranks outside a new group ask it to split,
+    which gloo cannot do, and NCCL does only if all ranks ask.
+    """
+    world: Any = dist.group.WORLD
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound

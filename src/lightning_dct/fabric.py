@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
@@ -194,14 +194,16 @@ class DCTStrategy(DDPStrategy):
         notes = agreed_notes(notes, file, fingerprints)
         for index, (synchronizer, note) in enumerate(zip(self.synchronizers, notes, strict=False)):
             own = restore_state(self, _part(file, index), note, weights_only)
-            check_replicas(on_all_ranks(partial(self._continue, synchronizer, own), file), file)
+            wanted = [*state.values()]
+            check_replicas(on_all_ranks(partial(self._continue, synchronizer, own, wanted), file), file)
         return remainder
 
-    def _continue(self, synchronizer: Synchronizer, own: dict[str, Any]) -> dict[str, Any]:
+    def _continue(self, synchronizer: Synchronizer, own: dict[str, Any], wanted: Sequence[Any]) -> dict[str, Any]:
         """Continue from a state that has been read, without a collective call; what all ranks must have alike."""
         synchronizer.load_state_dict(own)
         for optimizer, state in zip(self.optimizers, own.get("optimizers", []), strict=False):
-            optimizer.load_state_dict(state)
+            if any(optimizer is one for one in wanted):
+                optimizer.load_state_dict(state)
         return digest_of(synchronizer)
 
     @property

@@ -149,7 +149,8 @@ class ThresholdedStrategy(CheckpointedStrategy):
         if self.updates is not None:
             for optimizer in self.optimizers:
                 self.updates.register(optimizer)  # what a forward writes before the first step is sent, too
-            self._step_guard.watch(lambda: () if self.updates is None else (self.updates,))
+        # `dct_auto` may come to exchange updates later.
+        self._step_guard.watch(lambda: () if self.updates is None else (self.updates,))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Continue with this rank's own weights, or with what hooks have written into the shared ones."""

@@ -134,6 +134,10 @@ class Traffic:
         # A dict, because every step adds several times: to replace a frozen dataclass takes ten times as long.
         self._counts: dict[str, Any] = asdict(TrafficTotals())
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without marks of a GPU, which cannot be copied."""
+        return {**vars(self), "_timed": deque()}
+
     @property
     def totals(self) -> TrafficTotals:
         """The totals of the moment."""

@@ -148,3 +148,25 @@ def test_a_plugin_may_read_and_write_files() -> None:
     io = TorchCheckpointIO()
     fabric = Fabric(accelerator=accelerator(), strategy=FabricDCTStrategy(), plugins=[io])
     assert fabric.strategy.checkpoint_io is io
+
+
+def load_the_model_alone(path: Path) -> list[float]:
+    """Rates before a save and after a load into a model with another optimizer."""
+    rates = []
+    for rate in (0.01, 1e-5):
+        fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=FabricDCTStrategy())
+        fabric.launch()
+        module = Perceptron()
+        model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=rate))
+        if rate == 0.01:
+            fabric.backward(model(torch.ones(4, 40, device=fabric.device)).sum())
+            optimizer.step()
+            fabric.save(path, {"model": model, "optimizer": optimizer})
+        else:
+            fabric.load(path, {"model": model})
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def test_an_optimizer_that_nobody_loads_stays_as_it_is(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2).run(load_the_model_alone, tmp_path / "model.ckpt") == [[0.01, 1e-5]] * 2

@@ -1,6 +1,7 @@
 """Loops and models that are allowed and rare: all ranks end with the same weights, or are told why they cannot."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from distributed.harness import RankFailure
-from distributed.training import Module, loader, perceptron, rank, trainer_for
+from distributed.training import Module, Watch, fit, loader, perceptron, rank, trainer_for
 from lightning_dct import DCTStrategy
 from lightning_dct.fabric import DCTStrategy as FabricStrategy
 from one_card import accelerator
@@ -233,3 +234,41 @@ def remember(folder: str) -> None:
     saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
     settings = {"density": 0.3, "local_steps": 4, "warmup_steps": 0}
     train(Remembering(), settings=settings, callbacks=[saving], enable_checkpointing=True)
+
+
+class TwoPhases(Module):
+    """SGD first, and then Adam with the same parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        optimizer = self.optimizers()[int(batch_idx >= 4)]  # type: ignore[index]
+        loss = self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:  # type: ignore[override]
+        return [torch.optim.SGD(self.parameters(), 0.1), torch.optim.Adam(self.parameters(), 0.01)]
+
+
+def train_in_two_phases(**settings: Any) -> tuple[list[int], list[str]]:
+    strategy = DCTStrategy(**{"local_steps": 1, "density": 1.0, "value_format": "fp32", **settings})
+    watch = Watch(look=lambda trainer: trainer.strategy.traffic.totals.bytes_sent)
+    fit(strategy, TwoPhases(), 8, watch=watch)
+    return watch.seen, watch.hashes
+
+
+def test_a_second_optimizer_of_the_same_parameters_exchanges_them(ranks: Any) -> None:
+    for sent, _ in (runs := ranks(2).run(train_in_two_phases)):
+        assert all(later > earlier for earlier, later in pairwise(sent))
+    assert runs[0][1] == runs[1][1]
+    with pytest.raises(RankFailure, match=r"Two optimizers step 'model\.first\.bias'.*Use `delay=0`"):
+        ranks(2).run(train_in_two_phases_with_a_delay)
+
+
+def train_in_two_phases_with_a_delay() -> None:
+    train_in_two_phases(local_steps=2, delay=2)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from distributed.training import rank
@@ -60,3 +61,20 @@ def test_groups(ranks: Any, pairs_of_stages: bool) -> None:
         nodes = [[0, 1], [2, 3]]
         expected = [(nodes, made) for made in ([[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]])]
     assert ranks(4).run(groups_of, pairs_of_stages) == expected
+
+
+def groups_beside_a_bound_device() -> list[int]:
+    """Lightning binds a GPU to the default group, whatever its backend, and other ranks than a group's own split it."""
+    default: Any = dist.group.WORLD
+    default.bound_device_id = torch.device("cuda", 0)
+    made = make_groups([(0,), (1,)], default, None)
+    assert default.bound_device_id == torch.device("cuda", 0)
+    default.bound_device_id = None
+    sizes = [group.size() for group in made]
+    for group in made:
+        dist.destroy_process_group(group)
+    return sizes
+
+
+def test_gloo_makes_groups_on_gpus(ranks: Any) -> None:
+    assert ranks(2).run(groups_beside_a_bound_device) == [[1], [1]]

@@ -185,6 +185,28 @@ def test_a_rank_ends_when_nobody_reads_what_it_prints() -> None:
     exited.assert_called_once_with(1)
 
 
+def test_a_rank_that_ends_because_of_another_one_ends_in_time() -> None:
+    """On a GPU its teardown may wait for what the lost rank has not sent, although `report` has come back."""
+    ours, theirs = sockets.pair()
+    with (
+        patch("lightning_dct.failures.lifeline.GRACE_S", 0.2),
+        patch("lightning_dct.failures.lifeline.os._exit") as exited,
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
+        lifeline = Lifeline(1, ours, "Rank 0")
+        sockets.write_line(theirs, {"verdict": "Rank 2 has died", "blamed": [2]})
+        lifeline._decided.wait(20)
+        with pytest.raises(RuntimeError, match="Rank 2 has died") as raised:
+            lifeline.come_to("an exchange", "an exchange", [1])
+        assert lifeline.report(raised.value) == "Rank 2 has died"
+        deadline = time.monotonic() + 20
+        while not exited.called and time.monotonic() < deadline:
+            time.sleep(0.01)
+        theirs.close()
+        lifeline._thread.join()
+    exited.assert_called_once_with(1)
+
+
 def train_on_uneven_batches() -> str:
     """Rank 1 has two batches more, after the last of which nothing is exchanged."""
     module = Module()

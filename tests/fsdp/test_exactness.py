@@ -1,11 +1,14 @@
 """With everything sent in fp32, replicas that DCTFSDPStrategy keeps together train as torch's own HSDP does."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from distributed.training import assert_weights_close
 from fsdp.training import Documented, Native, Plain, fsdp, hsdp, train
+from lightning_dct.fsdp import shard_gradients
 
 DENSE = {"density": 1.0, "value_format": "fp32"}
 
@@ -39,3 +42,20 @@ def test_trains_as_hsdp_does(ranks: Any, kind: type, strategy: dict[str, Any], t
 
 def train_natively_with(settings: dict[str, Any]) -> dict[str, Any]:
     return train_natively(**settings)
+
+
+def shards_kept() -> int:
+    with mock.patch.object(shard_gradients, "_keep_for_this_stream") as keep:
+        train(fsdp(compress="gradients"), Plain(lr=0.05), 4, accumulate_grad_batches=2)
+    return keep.call_count
+
+
+def test_memory_of_other_streams_is_kept_until_it_is_read(ranks: Any) -> None:
+    """FSDP's sum of each unit in each of four micro-batches, and in each of two steps what waits for it."""
+    kept = ranks(4).run(shards_kept)
+    assert min(kept) >= 6
+    tensor = mock.Mock(is_cuda=True)
+    with mock.patch("torch.cuda.current_stream", return_value="stream"):
+        shard_gradients._keep_for_this_stream(tensor)
+    tensor.record_stream.assert_called_once_with("stream")
+    shard_gradients._keep_for_this_stream(torch.zeros(3))

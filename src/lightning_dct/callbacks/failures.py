@@ -74,7 +74,7 @@ class SignalsAfterStep(InternalCallback):
         self._lifeline: Any = None
         self._received: list[int] = []
         self._requeued = False
-        self._step = 0
+        self._step = (0, 0)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Have Lightning register a handler that records signals; Lightning removes it when the run ends."""
@@ -92,12 +92,12 @@ class SignalsAfterStep(InternalCallback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Note the first step."""
-        self._step = trainer.global_step
+        self._step = _steps_of(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Act on what is due, unless gradients are being accumulated."""
-        if trainer.global_step != self._step:
-            self._step = trainer.global_step
+        if (step := _steps_of(trainer)) != self._step:
+            self._step = step
             self._act(trainer)
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -128,6 +128,12 @@ class SignalsAfterStep(InternalCallback):
             _save(trainer)
         end_on_sigterm(trainer)
         raise SIGTERMException(0 if self._requeued else 128 + signal.SIGTERM)
+
+
+def _steps_of(trainer: pl.Trainer) -> tuple[int, int]:
+    """Lightning's count of steps, and the strategy's: it alone sees those of `optimizers(use_pl_optimizer=False)`."""
+    synchronizer = getattr(trainer.strategy, "synchronizer", None)
+    return trainer.global_step, 0 if synchronizer is None else synchronizer.synchronisations
 
 
 def _save(trainer: pl.Trainer) -> None:

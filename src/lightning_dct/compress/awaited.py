@@ -80,8 +80,12 @@ class Awaited:
 
 
 def read_together(numbers: Mapping[str, Tensor]) -> dict[str, float]:
-    """Numbers by name (shape ``[]``, one dtype and device), read at once; each read waits for a GPU."""
-    return dict(zip(numbers, torch.stack(list(numbers.values())).tolist(), strict=True)) if numbers else {}
+    """Numbers by name (shape ``[]``, one dtype), those of a device read at once; each read waits for a GPU."""
+    found = dict.fromkeys(numbers, 0.0)
+    for device in {number.device for number in numbers.values()}:
+        names = [name for name, number in numbers.items() if number.device == device]
+        found |= zip(names, torch.stack([numbers[name] for name in names]).tolist(), strict=True)
+    return found
 
 
 class StreamClock(Clock):

@@ -43,6 +43,7 @@ class RowCollectives:
         self.rank = group.rank() if group else 0
         self.world_size = group.size() if group else 1
         self.device = device
+        self._keeps_group: RowCollectives | None = None  # of a copy: the group ends with its original
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowCollectives:
         """The same ranks, with a device of its own: callbacks that average weights copy the whole model."""

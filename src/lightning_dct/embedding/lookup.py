@@ -174,11 +174,12 @@ class ChangesLookup:
         numbers = np.zeros((module.placement.world_size, ANNOUNCED), dtype=np.int64)
         payloads, evicted = {}, {}
         self._slots: dict[int, Tensor] = {}
+        self._admitted: dict[int, Int64Array] = {}  # the same for the host
         for peer in self._peers:
             wanted = self._rows.wanted[peer]
             payloads[peer] = module.held[peer].code.encode(wanted).to(device)
             admission, residuals = module.held[peer].admit(wanted)
-            self._slots[peer] = torch.from_numpy(admission.slots).to(device)
+            self._slots[peer], self._admitted[peer] = torch.from_numpy(admission.slots).to(device), admission.slots
             evicted[peer] = encode_evicted(residuals, module.value_format)
             numbers[peer] = payloads[peer].numel(), self._rows.lookups[peer], len(residuals)
         return payloads, evicted, numbers
@@ -241,7 +242,7 @@ class ChangesLookup:
     def _held(self, owner: int) -> tuple[RememberedRows, Tensor]:
         """This rank's copies of an owner's rows, and the slots of this look-up's rows."""
         held, slots = self._module.held[owner], self._slots[owner]
-        if (held.cache.row_at[slots.cpu().numpy()] != self._rows.wanted[owner]).any():
+        if (held.cache.row_at[self._admitted[owner]] != self._rows.wanted[owner]).any():
             raise RuntimeError(
                 "Rows were evicted between a request and its backward. If there are several requests before a backward,"
                 f" `cache_rows` ({self._module.cache_rows}) must hold the rows of all requests. Raise it."

@@ -66,7 +66,7 @@ class Pending:
     """A bucket whose exchange has started; the first collective starts here.
 
     Attributes:
-        future: What ``read`` makes of what is received; DistributedDataParallel waits for it.
+        result: What ``read`` makes of what is received; None before.
         rounds_left: Collectives that have not been waited for.
         finite: Whether the mean is finite, if :meth:`advance` has checked it.
     """
@@ -75,11 +75,20 @@ class Pending:
         self, flow: Flow, rounds: int, device: torch.device, read: Callable[[Received | Tensor], Any] | None = None
     ) -> None:
         self.rounds_left = rounds
-        self.future: Future[Any] = Future(devices=[] if device.type == "cpu" else [device])
+        self.result: Any = None
         self.finite = True
-        self._read = read
-        self._flow = flow
+        self._read, self._flow, self._device = read, flow, device
+        self._future: Future[Any] | None = None
         self._work: dist.Work = next(flow)
+
+    @property
+    def future(self) -> Future[Any]:
+        """The result, for which DistributedDataParallel waits; to be asked for before it is there.
+
+        On a GPU torch looks for tensors in it by pickling it: too slow for what an exchange of updates receives.
+        """
+        self._future = self._future or Future(devices=[] if self._device.type == "cpu" else [self._device])
+        return self._future
 
     def advance(self, traffic: Traffic, check_finite: bool) -> None:
         """Wait for the current collective, then start the next one or read the result.
@@ -96,7 +105,9 @@ class Pending:
                 mean = finished.value if self._read is None else self._read(finished.value)
                 if check_finite:
                     self.finite = bool((mean._values() if mean.is_sparse else mean).isfinite().all())
-                self.future.set_result(mean)
+                self.result = mean
+                if self._future is not None:
+                    self._future.set_result(mean)
 
 
 def complete(pendings: Sequence[Pending], traffic: Traffic, check_finite: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_debug
 from torch import Tensor
 
-from lightning_dct.agreement import gather_objects
+from lightning_dct.agreement import gather_objects, without_bound_device
 from lightning_dct.compress.bucket_plan import BucketPlan, OwnedPiece, Plans, real_dtype, real_numel
 from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.base import Exchange
@@ -215,7 +216,8 @@ def make_groups(
         # Every rank of the job takes part in making every group.
         to_make = sorted({ranks for theirs in gather_objects(to_make) for ranks in theirs})
     backend = dist.get_backend(group)
-    made = {ranks: dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in to_make}
+    with without_bound_device() if backend == "gloo" else nullcontext():
+        made = {ranks: dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in to_make}
     # A rank that destroys a group at once, as after a fit of no steps, would disconnect others that still connect.
     gather_objects(None, group)
     return [made[ranks] for ranks in wanted if dist.get_rank() in ranks]

@@ -115,7 +115,8 @@ class Lifeline:
 
         It is empty if all ranks are failing, as on an error in shared code: then they can save a checkpoint together.
         """
-        self._over.set()
+        if not self._ends_with:  # else a GPU may wait for the lost rank for ever while this one tears down
+            self._over.set()
         first_line = str(exception).strip().split("\n")[0]
         self._send({"failed": f"{type(exception).__name__}: {first_line}"[:1000]})
         self._decided.wait(VERDICT_S)

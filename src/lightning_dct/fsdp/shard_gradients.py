@@ -61,6 +61,7 @@ class ShardGradientSynchronizer(GradientSynchronizer):
     @torch.no_grad()
     def _reduce(self, units: list[Any], flat: Tensor) -> None:
         """Replace a unit's sum over a replica, this rank's padded shards one after the other, by the mean of all."""
+        _keep_for_this_stream(flat)
         flat.div_(self._shards)
         parts = [part for part in units[0].fsdp_params if part.sharded_param.requires_grad]
         padded = [part.padded_sharded_param_size.numel() for part in parts]
@@ -78,7 +79,8 @@ class ShardGradientSynchronizer(GradientSynchronizer):
         places = [place[:size] for place, size in zip(flat.split(padded), sizes, strict=True)]
         for name, place, parameter in zip(names, places, parameters, strict=True):
             if name in self._waits and parameter.grad is not None:
-                place.add_(local_of(parameter.grad).reshape(-1))
+                _keep_for_this_stream(accumulated := local_of(parameter.grad))
+                place.add_(accumulated.reshape(-1))
                 parameter.grad = None
         self._waits.difference_update(names)
         if not self._pending:
@@ -88,11 +90,17 @@ class ShardGradientSynchronizer(GradientSynchronizer):
             self._count_dense(buffer)
             pending = self._start(buffer, self._plan_of(parameters, sizes, buffer.dtype), set())
         complete([pending], self.traffic)
-        torch._foreach_copy_(places, list(pending.future.wait().split(sizes)))
+        torch._foreach_copy_(places, list(pending.result.split(sizes)))
         self._pending = [pending]
 
     def _names_of(self, parts: Iterable[Any]) -> list[str]:
         return [self.parameter_names[part.sharded_param] for part in parts]
+
+
+def _keep_for_this_stream(tensor: Tensor) -> None:
+    """FSDP lets go of memory of another stream while this one still has to read or write it."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def count_inside(modules: Iterable[FSDPModule], link: Link) -> None:

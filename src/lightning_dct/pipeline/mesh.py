@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map
 
+from lightning_dct.agreement import without_bound_device
+
 
 def to_device(tree: Any, device: torch.device | str) -> Any:
     """A tree whose tensors are on a device, without a graph."""
@@ -51,10 +53,11 @@ class PipelineMesh:
         device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
         # Every rank takes part in making every group.
         everyone = dist.new_group(backend="gloo", timeout=timeout)
-        controls = [
-            dist.new_group(list(range(start, start + stages)), backend="gloo", timeout=timeout)
-            for start in range(0, world_size, stages)
-        ]
+        with without_bound_device():
+            controls = [
+                dist.new_group(list(range(start, start + stages)), backend="gloo", timeout=timeout)
+                for start in range(0, world_size, stages)
+            ]
         replica, stage = divmod(rank, stages)
         return cls(stages, stage, replica, device_mesh, controls[replica], everyone)
 

@@ -53,6 +53,7 @@ class Rounds:
     Attributes:
         steps: Its steps so far.
         names: Its parameters that take part.
+        known: The same, and parameters that are known not to.
         buckets: The same, by bucket.
         what: What is exchanged, as a digest of the parameters, their sizes and buckets.
         said: The same in words.
@@ -65,6 +66,7 @@ class Rounds:
 
     steps: int = 0
     names: list[str] = field(default_factory=list)
+    known: set[Tensor] = field(default_factory=set)
     buckets: list[list[str]] = field(default_factory=list)
     what: str = ""
     said: str = ""

@@ -55,7 +55,8 @@ class StepGuard:
             # Within a step that is seen others may step, too, what is exchanged already.
             is_seen = self._stepping is not None and updates.takes_part(parameter)
             name = updates.parameter_names.get(parameter)
-            if name is not None and parameter.grad is not None and not is_seen:
+            # What is written into shared weights while they are shown is taken over.
+            if name is not None and parameter.grad is not None and not is_seen and not updates.weights.shown:
                 raise RuntimeError(
                     f"`{type(optimizer).__name__}` has stepped {name!r}, and the strategy has not seen that step, so no"
                     " rank would exchange it. Step what `self.optimizers()` or `fabric.setup` returns, and return every"

@@ -120,18 +120,20 @@ class UpdateSynchronizer(Synchronizer):
         """Have the trainable parameters of an optimizer take part, and return its rounds."""
         number = self._number_of(optimizer)
         rounds = self._rounds[number] = self._rounds.get(number) or Rounds()
-        unsettled = {p for group in optimizer.param_groups for p in group["params"] if p not in self._settled}
-        if not unsettled:
+        fresh = {p for group in optimizer.param_groups for p in group["params"] if p not in rounds.known}
+        if not fresh:
             return rounds
-        unknown = unsettled - self.parameter_names.keys()
+        unknown = fresh - self.parameter_names.keys() - self._settled
         # Parameters outside the model are not synchronised, as under DistributedDataParallel.
         self._refuse([parameter for parameter in self._parameters() if parameter in unknown])
         # One that is frozen now took part before if a checkpoint has its weights.
-        known = self.weights.parameters
-        new = {p for p in unsettled - unknown if p.requires_grad or self.parameter_names[p] in known}
+        known, candidates = self.weights.parameters, fresh & self.parameter_names.keys()
+        new = {p for p in candidates if p.requires_grad or self.parameter_names[p] in known}
         self._settled |= unknown | new
+        rounds.known |= (fresh - candidates) | new
         if not new or self._alone:
             return rounds
+        self._check_delay(rounds, {self.parameter_names[p] for p in new})
         before, parameters = set(rounds.names), self._parameters_by_name()
         # In the model's order, which is the same on every rank.
         rounds.names = [name for name, parameter in parameters.items() if name in before or parameter in new]
@@ -149,6 +151,14 @@ class UpdateSynchronizer(Synchronizer):
         added = ", ".join(repr(name) for name in rounds.names if name not in before) if before else ""
         rounds.said = f"an exchange of {len(rounds.names)} parameters" + (f", {added[:200]} added" if added else "")
         return rounds
+
+    def _check_delay(self, rounds: Rounds, new: set[str]) -> None:
+        """Refuse updates of one parameter that two optimizers have in flight at once."""
+        others = {name for other in self._rounds.values() if other is not rounds for name in other.names}
+        if self.config.delay and (shared := sorted(new & others)):
+            raise ValueError(
+                f"Two optimizers step {shared[0]!r}, whose updates may then be in flight twice. Use `delay=0`."
+            )
 
     def takes_part(self, parameter: Tensor) -> bool:
         """Whether a parameter is registered, or known not to be exchanged."""
@@ -420,7 +430,7 @@ class UpdateSynchronizer(Synchronizer):
         complete([exchange for _, exchange in pending], self.traffic)
         self.memory.commit()
         for item, exchange in pending:
-            item.arrived, item.pending = exchange.future.wait(), None
+            item.arrived, item.pending = exchange.result, None
 
 
 def _is_edited(name: str, shared: Tensor, state: Mapping[str, Any]) -> bool:
