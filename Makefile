@@ -13,9 +13,9 @@ demo: $(VENV)/installed
 	$(BIN)/python experiments/compare.py experiment=lm trainer.max_steps=300 trainer.val_check_interval=300 \
 		logger=none --output outputs/demo --strategy ddp --strategy dct
 
-# Three at a time on two cores, because tests of ranks that are killed mostly wait.
+# Four at a time on two cores, because tests of ranks that are killed mostly wait.
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 # On a machine with one NVIDIA GPU or more.
 gpu: $(VENV)/installed
