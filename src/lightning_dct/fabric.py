@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
@@ -194,11 +194,11 @@ class DCTStrategy(DDPStrategy):
         notes = agreed_notes(notes, file, fingerprints)
         for index, (synchronizer, note) in enumerate(zip(self.synchronizers, notes, strict=False)):
             own = restore_state(self, _part(file, index), note, weights_only)
-            wanted = [*state.values()]
-            check_replicas(on_all_ranks(partial(self._continue, synchronizer, own, wanted), file), file)
+            load = partial(self._continue, synchronizer, own, state.values())
+            check_replicas(on_all_ranks(load, file), file)
         return remainder
 
-    def _continue(self, synchronizer: Synchronizer, own: dict[str, Any], wanted: Sequence[Any]) -> dict[str, Any]:
+    def _continue(self, synchronizer: Synchronizer, own: dict[str, Any], wanted: Collection[Any]) -> dict[str, Any]:
         """Continue from a state that has been read, without a collective call; what all ranks must have alike."""
         synchronizer.load_state_dict(own)
         for optimizer, state in zip(self.optimizers, own.get("optimizers", []), strict=False):
