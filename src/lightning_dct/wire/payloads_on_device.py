@@ -58,8 +58,8 @@ def numbers(count: int, device: torch.device) -> Tensor:
 def running_counts(flags: Tensor) -> Tensor:
     """``flags.cumsum(1)`` of flags of shape ``[n, k]``: int64.
 
-    In one long row, because a GPU scans each row of several by a single block: on an H200 two rows of four million flags
-    took 7.5 ms, and one row of eight million 0.2 ms.
+    In one long row, because a GPU scans each row of several by a single block: on an H200 two rows of four million
+    flags took 7.5 ms, and one row of eight million 0.2 ms.
     """
     counts = flags.flatten().cumsum(0).view(flags.shape)
     if len(flags) > 1:
