@@ -1,6 +1,7 @@
 """What is taken from a module: its buckets are DistributedDataParallel's, and what travels otherwise is left out."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_dct import ShardedEmbeddingBags
+from lightning_dct import DCTConfig, ShardedEmbeddingBags
+from lightning_dct.cost.forecast import Forecast, layout_of
+from lightning_dct.cost.timing import Speed
 from lightning_dct.cost.workload import load_module, one_tensor, workload_of
 
 
@@ -65,6 +68,17 @@ def test_what_travels_otherwise_is_left_out() -> None:
     assert workload.entries == 7 * 5 + 5
     assert sorted(workload.not_counted.values()) == [320, 400]
     assert any("sparse=True" in reason for reason in workload.not_counted)
+
+
+@pytest.mark.parametrize(("compress", "names"), [("updates", {"weight"}), ("gradients", set())])
+def test_updates_of_a_table_with_sparse_gradients_are_counted(compress: Any, names: set[str]) -> None:
+    """Of a model of nothing else, too: its plan is made."""
+    config = DCTConfig(compress=compress, local_steps=1, density=0.1)
+    workload = workload_of(nn.Embedding(900, 4, sparse=True))
+    assert {name for bucket in workload.buckets_under(config) for name in bucket} == names
+    forecast = Forecast(config, workload, layout_of(2, 2), 1e9, Speed(0.0, 0.0, 0.0, ""))
+    assert forecast.row("ddp").most_sent == 0
+    assert (forecast.row("all_gather").most_sent > 0) == bool(names)
 
 
 def test_one_tensor_takes_no_memory() -> None:

@@ -15,6 +15,7 @@ from distributed.training import Module, fit, perceptron, rank, trainer_for
 from embedding.hybrid import Hybrid
 from embedding.hybrid import batches as hybrid_batches
 from lightning_dct import DCTPipelineStrategy, DCTStrategy, ShardedEmbeddingBags, SplitPoint, ThresholdRefresh
+from one_card import DEVICE
 from pipeline.split_models import SplitModule
 from pipeline.split_models import batches as stage_batches
 from reliability.processes import run_to_the_end
@@ -153,6 +154,7 @@ def disagree_for_good() -> None:
     fit(DCTStrategy(density=0.01 * (1 + rank())), Module(), 3)
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the processes would take NCCL, which wants a card for each")
 def test_processes_that_disagree_end(tmp_path: Path) -> None:
     """Oracle: two real processes, both with a failing exit status and the setting with both values in their output."""
     for status, _, output in run_to_the_end(
@@ -178,6 +180,7 @@ def refuse_corrupt_payload() -> str:
         return message_of(fit, DCTStrategy(), Module(), 3)
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="payloads are made elsewhere there: `compress/test_no_waiting.py`")
 def test_corrupt_payload_is_an_error_on_every_rank(ranks: Any) -> None:
     """Oracle: an error that names the sender, on all ranks alike."""
     for message in ranks(2).run(refuse_corrupt_payload):

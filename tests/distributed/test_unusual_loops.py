@@ -1,5 +1,6 @@
 """Loops and models that are allowed and rare: all ranks end with the same weights, or are told why they cannot."""
 
+import warnings
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -272,3 +273,24 @@ def test_a_second_optimizer_of_the_same_parameters_exchanges_them(ranks: Any) ->
 
 def train_in_two_phases_with_a_delay() -> None:
     train_in_two_phases(local_steps=2, delay=2)
+
+
+class Copies(Module):
+    """Its optimizer steps copies of the weights, as some optimizers of half-precision weights do."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([weights.detach().clone() for weights in self.parameters()], 0.1)
+
+
+def train_copies() -> list[str]:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fit(DCTStrategy(), Copies(), 3)
+    return [str(warning.message) for warning in told]
+
+
+def test_an_optimizer_of_copies_is_told_that_nothing_is_exchanged(ranks: Any) -> None:
+    """Oracle: rank 0 warns once, and says what to use instead."""
+    told = [message for message in ranks(2).run(train_copies)[0] if "steps no parameter of the model" in message]
+    assert len(told) == 1
+    assert "compress='gradients'" in told[0]

@@ -166,7 +166,7 @@ def groups_of(workload: Workload, layout: NodeLayout, shards: int, by_unit: bool
     groups = []
     for place in range(shards):
         own = {name: _shard(parameter, shards, place) for name, parameter in workload.parameters.items()}
-        groups.append((Workload(own, {}, units, are_buckets=True), NodeLayout(layout.places[place::shards])))
+        groups.append((Workload(own, {}, units=units, are_buckets=True), NodeLayout(layout.places[place::shards])))
     return groups
 
 

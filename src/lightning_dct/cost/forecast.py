@@ -117,7 +117,7 @@ class Forecast:
                 most = max(sent.between for sent in step.sent)
                 ratio = (max(sent.between for sent in dense.sent) - fsdp.between) / most
             else:
-                ratio = dense.sent[0].total / max(sent.total for sent in step.sent)
+                ratio = dense.sent[0].total / max(1, *(sent.total for sent in step.sent))  # all gradients may be sparse
             waits = collectives * len(largest.buckets_under(config)) * self.latency / 2
             busy = link_seconds(step, layout, self.link)
             compressing = self.speed.seconds(name, step.entries, world_size, local)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,12 +36,14 @@ class Workload:
         parameters: By name in the model's order, frozen ones included. They may be on the meta device, because only
             sizes, dtypes and ``requires_grad`` matter.
         not_counted: Entries whose gradients are sent in another way or depend on the data, by the reason.
+        sparse: Those with sparse gradients, of which a dense exchange sends the rows that a batch looks up.
         units: The names that FSDP gathers together, for the forecast of ``dct_fsdp``; none for one unit of all.
         are_buckets: Whether units take the place of DistributedDataParallel's buckets.
     """
 
     parameters: Mapping[str, Tensor]
     not_counted: Mapping[str, int]
+    sparse: Collection[str] = ()
     units: Sequence[Sequence[str]] = ()
     are_buckets: bool = False
 
@@ -54,7 +56,9 @@ class Workload:
         """
         if self.are_buckets:
             return tuple(map(tuple, self.units))
-        trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad][::-1]
+        trained = [name for name, one in self.parameters.items() if one.requires_grad and name not in self.sparse][::-1]
+        if not trained:
+            return ()
         assigned, _ = _compute_bucket_assignment_by_size([self.parameters[name] for name in trained], BUCKET_LIMITS)
         return tuple(tuple(trained[index] for index in indices) for indices in assigned)
 
@@ -89,6 +93,7 @@ def workload_of(module: nn.Module) -> Workload:
     sharded = {id(table.weight) for table in tables}
     parameters: dict[str, Tensor] = {}
     not_counted: dict[str, int] = {}
+    rows_only = set()
     if tables:
         rows = sum(table.num_rows * table.embedding_dim for table in tables)
         not_counted["the batches decide which rows of ShardedEmbeddingBags are sent"] = rows
@@ -100,17 +105,20 @@ def workload_of(module: nn.Module) -> Workload:
                 f"`--module`: the size of parameter {name!r} is not known before data have gone through the model. Give"
                 " lazy layers their sizes"
             )
+        parameters[name] = parameter
         if id(parameter) in sparse:
-            reason = "gradients of Embedding(sparse=True) are sent uncompressed, for the rows that a batch looks up"
+            rows_only.add(name)
+            reason = (
+                "gradients of Embedding(sparse=True) are sent uncompressed, for the rows that a batch looks up (their"
+                " updates are counted)"
+            )
             not_counted[reason] = not_counted.get(reason, 0) + parameter.numel()
-        else:
-            parameters[name] = parameter
     if not any(parameter.requires_grad and parameter.numel() for parameter in parameters.values()):
         raise ValueError(
             f"`--module`: {type(module).__name__} has no parameter whose gradient is synchronised. Name a module that"
             " makes its parameters when it is constructed or in `configure_model`, and that trains some of them."
         )
-    return Workload(parameters, not_counted)
+    return Workload(parameters, not_counted, rows_only)
 
 
 def load_module(path: str, keywords: Mapping[str, Any]) -> nn.Module:

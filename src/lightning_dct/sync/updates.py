@@ -123,6 +123,12 @@ class UpdateSynchronizer(Synchronizer):
         fresh = {p for group in optimizer.param_groups for p in group["params"] if p not in rounds.known}
         if not fresh:
             return rounds
+        if not (self._alone or rounds.known) and fresh.isdisjoint(self._parameters()):
+            rank_zero_warn(
+                f"`{type(optimizer).__name__}` steps no parameter of the model, so nothing that it does is exchanged."
+                " If it holds copies of the weights, as in fp32 for weights of half precision, use"
+                " `compress='gradients'`."
+            )
         unknown = fresh - self.parameter_names.keys() - self._settled
         # Parameters outside the model are not synchronised, as under DistributedDataParallel.
         self._refuse([parameter for parameter in self._parameters() if parameter in unknown])
