@@ -1,7 +1,7 @@
 """How much of the loss a run of updates gives up, and the settings that send the fewest bytes within a bound.
 
-    loss in % = (0.3 m (H / d)^0.5  +  0.05 W^1.25 (H - 1)^0.8) / (S / 1000)^0.61
-    loss in % =  0.035 (m / d) / (S / 1000)^0.61                  if the mean is made as long as the steps
+    loss in % = (0.3 m (H / d)^0.5  +  0.05 W^1.25 (H - 1)^0.8) / (S / 1000)^0.67
+    loss in % =  0.035 (m / d) / (S / 1000)^0.67                  if the mean is made as long as the steps
 
 ``W`` ranks exchange every ``H`` local steps at density ``d``, and make ``S`` optimizer steps; ``m = min(W - 1, 3)``.
 The term with ``d`` is for entries that wait to be sent, and is never less than that of the second line; the other one
@@ -23,13 +23,13 @@ from lightning_dct.compress.bucket_plan import plan_bucket
 from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.factory import NodeLayout, choose, costs_of
 
-CANDIDATES = tuple((1, density) for density in (0.3, 0.2, 0.1, 0.05, 0.03, 0.01)) + tuple(
+CANDIDATES = tuple((1, density) for density in (0.3, 0.2, 0.1, 0.05, 0.03)) + tuple(
     (steps, density) for steps in (2, 4, 8, 16, 32, 64) for density in (0.3, 0.1)
 )
 """Local steps and densities that a run chooses from."""
 BY_LENGTH = frozenset({"local_steps", "density"})
 """Settings that the length of a run chooses, if they are left out."""
-EXPONENT = 0.61
+EXPONENT = 0.67
 BOUND = 1.0
 """The loss that a run may give up, in percent."""
 CAUTION = 2.0

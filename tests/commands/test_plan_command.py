@@ -45,16 +45,16 @@ def test_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        # The steps that four ranks need by the law: 3,375 for a step at 10%, 64,881 for four, 58,596 for eight at 30%.
+        # The steps that four ranks need by the law: 8,517 for a step at 5%, 44,652 for four at 10%, 40,696 for eight at 30%.
         (
             (),
-            "A run of 10,000 optimizer steps: 1,000,000 parameters in 1 tensor, 10% of the entries, 1bit",
+            "A run of 10,000 optimizer steps: 1,000,000 parameters in 1 tensor, 5% of the entries, 1bit",
         ),
-        (("--steps", "58600"), "30% of the entries, 1bit values, updates every 8 steps;"),
+        (("--steps", "40700"), "30% of the entries, 1bit values, updates every 8 steps;"),
         (("--steps", "100"), "30% of the entries, 1bit values, updates every step;"),
-        (("--steps", "64900", "--density", "0.1"), "10% of the entries, 1bit values, updates every 4 steps;"),
+        (("--steps", "44700", "--density", "0.1"), "10% of the entries, 1bit values, updates every 4 steps;"),
         # Two replicas.
-        (("--steps", "41300", "--shards", "2"), "10% of the entries, 1bit values, updates every 16 steps;"),
+        (("--steps", "29600", "--shards", "2"), "10% of the entries, 1bit values, updates every 16 steps;"),
     ],
 )
 def test_a_longer_run_needs_fewer_bytes(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], told: str) -> None:
