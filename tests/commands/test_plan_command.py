@@ -45,7 +45,7 @@ def test_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        # The steps that four ranks need by the law: 8,517 for a step at 5%, 44,652 for four at 10%, 40,696 for eight at 30%.
+        # What four ranks need by the law: 8,517 steps for one at 5%, 44,652 for four at 10%, 40,696 for eight at 30%.
         (
             (),
             "A run of 10,000 optimizer steps: 1,000,000 parameters in 1 tensor, 5% of the entries, 1bit",
