@@ -23,6 +23,7 @@ from statistics import median
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ from lightning_dct.compress.awaited import WITHOUT_WAITING, Awaited
 from lightning_dct.compress.bucket_plan import Bucket, Received, plan_bucket
 from lightning_dct.compress.threshold import Thresholds
 from lightning_dct.cost.timing import wait_for
+from lightning_dct.sync import rounds
 from lightning_dct.sync.setup import make_gradient_synchronizer, make_update_synchronizer
 from lightning_dct.tables import plain_table
 from lightning_dct.traffic import Traffic
@@ -211,6 +213,11 @@ def rank_main(rank: int, backend: str, kind: str, folder: str) -> None:
     with without_waiting(device):
         there = {name: exchanged(config, device, rank) for name, config in SETTINGS.items()}
         steps = [step_time(way, device, rank) for way in ("no exchange", "ddp", "dct")]
+        # A bucket takes a hundred operations: fewer, larger ones may be faster, for more memory.
+        for millions in (4, 16):
+            with patch.object(rounds, "LARGEST_BUCKET", millions << 20):
+                what, figures = step_time("dct", device, rank)
+            steps.append((f"{what}, buckets of {millions} million", figures))
     (Path(folder) / f"{rank}.json").write_text(json.dumps({"here": here, "there": there, "steps": steps}))
     dist.destroy_process_group()
 
