@@ -1,6 +1,7 @@
 """Exchanged updates are the right ones: the reference's, and DistributedDataParallel's where equal."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from distributed.training import (
     fit,
 )
 from lightning_dct import DCTStrategy
+from lightning_dct.sync import rounds
 from one_card import DEVICE
 
 
@@ -38,6 +40,29 @@ def test_matches_the_reference(ranks: Any, world_size: int, exchange: str) -> No
         differs = any(not torch.equal(one, other) for one, other in zip(own[0], own[1], strict=True))
         assert differs or exchange == "by_node"
         assert_remembered(list(runs), memories, ranks_per_node=2)
+
+
+# Without a delay, with which buckets take turns. After every step, for what the mean's length depends on.
+APART = [
+    case._replace(settings=case.settings | {"delay": 0, "local_steps": steps})
+    for seed, steps in ((0, 1), (4, 1), (4, 3))
+    for case in [draw(seed, "updates", "all_gather")]
+]
+
+
+def run_in_a_bucket_each() -> list[Run]:
+    with patch.object(rounds, "LARGEST_BUCKET", 1):
+        return [run_case(case) for case in APART]
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU's optimizers round otherwise than the reference on a CPU")
+def test_what_is_sent_of_a_tensor_does_not_depend_on_its_bucket(ranks: Any) -> None:
+    """Oracle: the reference, which knows no buckets. Here every tensor is one, also those that are sent dense."""
+    for case, runs in zip(APART, zip(*ranks(2).run(run_in_a_bucket_each), strict=True), strict=True):
+        shared, own, _ = train_updates(case, 2)
+        for run, expected in zip(runs, own, strict=True):
+            assert_weights(run.weights, shared)
+            assert_weights(run.state["weights"], expected)
 
 
 def train_many_steps(settings: dict[str, Any]) -> Run:

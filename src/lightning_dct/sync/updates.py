@@ -148,6 +148,7 @@ class UpdateSynchronizer(Synchronizer):
         rounds.buckets = buckets_of(
             [(name, parameters[name]) for name in rounds.names], self.config.round_length if self.config.delay else 1
         )
+        self._note_plans(rounds)
         rounds.dense_entries, rounds.sparse = None, []
         rounds.cosine.skip()
         shapes = [
@@ -157,6 +158,10 @@ class UpdateSynchronizer(Synchronizer):
         added = ", ".join(repr(name) for name in rounds.names if name not in before) if before else ""
         rounds.said = f"an exchange of {len(rounds.names)} parameters" + (f", {added[:200]} added" if added else "")
         return rounds
+
+    def _note_plans(self, rounds: Rounds) -> None:
+        plans = [self._plan(names, self.config.round_length) for names in rounds.buckets]
+        rounds.compresses = any(not plan.is_dense for plan in plans)
 
     def _check_delay(self, rounds: Rounds, new: set[str]) -> None:
         """Refuse updates of one parameter that two optimizers have in flight at once."""
@@ -178,6 +183,8 @@ class UpdateSynchronizer(Synchronizer):
                 f" local_steps={config.local_steps}, density={config.density:g}."
             )
             self.plans.change(config)
+            for rounds in self._rounds.values():
+                self._note_plans(rounds)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Count a step, apply updates that are due, and send the buckets that are due; a collective call."""
@@ -233,7 +240,8 @@ class UpdateSynchronizer(Synchronizer):
         if rounds.cosine.has_begun(rounds.steps):
             with self.traffic.timed("exchange", "seconds_waiting"):
                 rounds.cosine.measure(rounds.steps, self._own_of(rounds), everyone, self.memory.awaited)
-        self.memory.lengthening = rounds.cosine.lengthening(everyone.size) if self._lengthens else None
+        lengthens = self._lengthens and rounds.compresses
+        self.memory.lengthening = rounds.cosine.lengthening(everyone.size) if lengthens else None
 
     def apply_all(self) -> None:
         """Wait for updates in flight and apply them, whether they are due or not; a collective call."""
@@ -425,7 +433,8 @@ class UpdateSynchronizer(Synchronizer):
         """The mean of what all ranks have sent, and what this rank has sent, of completed updates: ``[n]`` each."""
         arrived = item.arrived
         if not isinstance(arrived, Received):
-            return arrived, item.own  # type: ignore[return-value]
+            longer = self.memory.lengthening  # of a dense bucket; by node nothing is
+            return arrived if longer is None else arrived * longer, item.own  # type: ignore[return-value, operator]
         mean = arrived.payloads.new_empty(item.entries, dtype=arrived.plan.residual_dtype)
         mean, sent = self.memory.decompress(arrived, mean), self.memory.decompress_own(arrived, mean)
         # A node sends for its ranks, which keep what it does not send.
