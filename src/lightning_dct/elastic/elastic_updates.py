@@ -296,7 +296,7 @@ class ElasticUpdates(UpdateSynchronizer):
 
     def _plans(self, rounds: Rounds, step: int) -> list[tuple[list[str], BucketPlan]]:
         length = self._length(step)
-        return [(names, self._plan(names, length)) for names in rounds.buckets]
+        return [(names, self.flow.plan(names, length)) for names in rounds.buckets]
 
     # A joiner, and a rank that is behind.
 

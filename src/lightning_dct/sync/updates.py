@@ -29,23 +29,20 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dct.checksums import checksum_of
-from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received, local_of, real_dtype, real_numel
-from lightning_dct.compress.on_host import counting
+from lightning_dct.compress.bucket_plan import local_of, real_numel
 from lightning_dct.config import DCTConfig
-from lightning_dct.exchange.base import Exchange, Pending, complete
+from lightning_dct.exchange.base import Exchange
 from lightning_dct.exchange.collectives import Link
 from lightning_dct.failures.course import EXCHANGE
 from lightning_dct.law import RunSettings
 from lightning_dct.sync.buffers import Buffers
 from lightning_dct.sync.rounds import (
     MOST_IN_FLIGHT,
-    InFlight,
     Rounds,
     buckets_of,
     load_rounds,
@@ -55,6 +52,7 @@ from lightning_dct.sync.rounds import (
 from lightning_dct.sync.shared_weights import SharedWeights, as_real
 from lightning_dct.sync.step_cosine import is_measured
 from lightning_dct.sync.synchronizer import Synchronizer
+from lightning_dct.sync.update_flow import UpdateFlow
 
 
 class UpdateSynchronizer(Synchronizer):
@@ -76,6 +74,7 @@ class UpdateSynchronizer(Synchronizer):
 
     Attributes:
         buffers: This rank's buffers.
+        flow: Sends a bucket and applies what arrives.
         run_settings: Chooses settings as the run goes on; None if they stay.
     """
 
@@ -93,6 +92,7 @@ class UpdateSynchronizer(Synchronizer):
         super().__init__(config, parameter_names, exchange)
         self.memory.what, self.memory.of_updates = "Updates", True
         self.weights = weights or SharedWeights()
+        self.flow = UpdateFlow(self.plans, self.weights, exchange, self.memory)
         self.buffers = Buffers(buffers, average_over or [exchange.everyone])
         self._optimizers = optimizers
         self._parameters = parameters
@@ -160,7 +160,7 @@ class UpdateSynchronizer(Synchronizer):
         return rounds
 
     def _note_plans(self, rounds: Rounds) -> None:
-        plans = [self._plan(names, self.config.round_length) for names in rounds.buckets]
+        plans = [self.flow.plan(names, self.config.round_length) for names in rounds.buckets]
         rounds.compresses = any(not plan.is_dense for plan in plans)
 
     def _check_delay(self, rounds: Rounds, new: set[str]) -> None:
@@ -194,7 +194,7 @@ class UpdateSynchronizer(Synchronizer):
                 self.come_to(
                     f"{EXCHANGE} that ends", f"the arrival of updates in optimizer step {self.synchronisations}"
                 )
-            self._apply(rounds, arrived)
+            self.flow.apply(rounds, arrived)
         length = self._length(rounds.steps)
         if sending := rounds.due(length, takes_turns=bool(config.delay)):
             self.come_to(rounds.what, f"{rounds.said}, in optimizer step {self.synchronisations}")
@@ -202,13 +202,13 @@ class UpdateSynchronizer(Synchronizer):
             self._forget_thresholds(sending)
             self.memory.begin(1.0, refresh=False)
             for bucket in sending:
-                rounds.in_flight.append(self._send(bucket, rounds, length))
+                rounds.in_flight.append(self.flow.send(bucket, rounds, length))
                 behind = 0 if config.delay else sum([item.entries for item in rounds.in_flight[1:]])
                 if behind >= MOST_IN_FLIGHT:
-                    self._apply(rounds, rounds.in_flight[:1])
+                    self.flow.apply(rounds, rounds.in_flight[:1])
             self.traffic.add(refreshes=int(self.memory.selected))
             if not config.delay:
-                self._apply(rounds, rounds.in_flight)
+                self.flow.apply(rounds, rounds.in_flight)
             # Training does not use the running statistics of a BatchNorm, so warm-up does not average them more often.
             if rounds.steps % config.round_length == 0:
                 first = min([number for number, other in self._rounds.items() if other.names])
@@ -248,7 +248,7 @@ class UpdateSynchronizer(Synchronizer):
         self.weights.hide()
         for rounds in self._rounds.values():
             if rounds.in_flight:
-                self._apply(rounds, rounds.in_flight)
+                self.flow.apply(rounds, rounds.in_flight)
 
     def average_buffers(self) -> None:
         """Give every rank the mean of the floating-point buffers; a collective call."""
@@ -277,9 +277,9 @@ class UpdateSynchronizer(Synchronizer):
         """This rank's state: plain numbers, dicts and CPU tensors. Waits for updates in flight, but keeps them."""
         self.weights.settle()
         for rounds in self._rounds.values():
-            self._complete(rounds.in_flight)
+            self.flow.complete(rounds.in_flight)
         state = super().state_dict()
-        clocks, in_flight = save_rounds(self._rounds, self.weights.parameters, self._to_refresh, self._read)
+        clocks, in_flight = save_rounds(self._rounds, self.weights.parameters, self._to_refresh, self.flow.read)
         own = {name: self.weights.own(name) for name in self.weights.parameters}
         own |= self.buffers.own()
         return {
@@ -341,7 +341,7 @@ class UpdateSynchronizer(Synchronizer):
 
     def shared_state(self) -> dict[str, Any]:
         """The same with clocks, shared weights, and the means in flight, which change them."""
-        clocks, in_flight = save_rounds(self._rounds, self.weights.parameters, self._to_refresh, self._read)
+        clocks, in_flight = save_rounds(self._rounds, self.weights.parameters, self._to_refresh, self.flow.read)
         means = {name: mean for name, mean in in_flight.items() if name.startswith("mean of ")}
         shared = {f"shared weights of {name}": self.weights.shared(name) for name in self.weights.parameters}
         return {**super().shared_state(), **clocks, **means, **shared}
@@ -356,11 +356,6 @@ class UpdateSynchronizer(Synchronizer):
         """Optimizer steps from one exchange to the next, after so many steps."""
         config = self.config
         return round_length(steps, config.round_length, config.warmup_steps)
-
-    def _plan(self, names: Sequence[str], length: int) -> BucketPlan:
-        """What is sent of some parameters, so many steps after the last time."""
-        sizes, dtype = [self.weights.sizes[name] for name in names], real_dtype(self.weights.parameters[names[0]])
-        return self.plans.of(names, sizes, dtype, length / self.config.round_length)
 
     def _forget_thresholds(self, buckets: Iterable[Sequence[str]]) -> None:
         """Delete the thresholds of buckets about to be sent, if a refresh was requested since they were last sent."""
@@ -380,72 +375,6 @@ class UpdateSynchronizer(Synchronizer):
             f"An optimizer ({type(optimizer).__name__}) has made a step, but `configure_optimizers` did not return it."
             " Return it there too, so that all ranks know when it steps."
         )
-
-    def _send(self, names: Sequence[str], rounds: Rounds, length: int) -> InFlight:
-        """Start sending the updates of some parameters."""
-        with self.traffic.timed("compress"):
-            config, plan = self.config, self._plan(names, length)
-            lost = 1.0 - config.residual_decay if rounds.steps <= config.warmup_steps else 0.0
-            own, bucket = None, self.weights.bucket(names)
-            if plan.is_dense or self.exchange.sums_first:
-                moved = self.weights.movement(names, plan.residual_dtype)
-                own = moved.clone()
-                if plan.is_dense:
-                    pending = self._start(moved, plan, set())
-                else:
-                    flow = self.exchange.send(Bucket([moved], [], 1.0), plan, set(), self.memory)
-                    pending = Pending(flow, self.exchange.rounds, moved.device)
-            elif bucket is not None:
-                flow = self.exchange.send(bucket, plan, set(), self.memory, lost)
-                pending = Pending(flow, self.exchange.rounds, bucket.bases[0].device)
-            else:
-                pending = self._send_movement(names, plan, lost)
-            due = rounds.steps + min(config.delay, length)
-            # While training goes on the weights may come to lie elsewhere.
-            return InFlight(names, sum(plan.sizes), due, pending, None, own, None if config.delay else bucket)
-
-    def _send_movement(self, names: Sequence[str], plan: BucketPlan, lost: float) -> Pending:
-        """Start sending updates that are not read from the weights in place."""
-        moved = self.weights.movement(names, plan.residual_dtype)
-        left = self.memory.residual_of(plan, moved.device)
-        flow = self.exchange.send(Bucket([moved], [left], 1.0), plan, set(), self.memory)
-        pending = Pending(flow, self.exchange.rounds, moved.device)
-        # What is not sent stays in the weights, and the residual is not needed any more.
-        if lost:
-            self.weights.add_own(names, left.mul_(lost), -1.0)
-        for name in names:
-            self.memory.residuals.drop(name)
-        return pending
-
-    def _apply(self, rounds: Rounds, items: list[InFlight]) -> None:
-        """Add the mean to the shared weights, and replace what this rank has sent by the mean in its own."""
-        self._complete(items)
-        with self.traffic.timed("apply"):
-            for item in items:
-                bucket = item.bucket or self.weights.bucket(item.names)
-                if isinstance(item.arrived, Received) and item.own is None and bucket is not None:
-                    self.memory.apply(item.arrived, bucket)
-                else:
-                    self.weights.move(item.names, *self._read(item))
-        rounds.in_flight = [item for item in rounds.in_flight if item not in items]
-
-    def _read(self, item: InFlight) -> tuple[Tensor, Tensor]:
-        """The mean of what all ranks have sent, and what this rank has sent, of completed updates: ``[n]`` each."""
-        arrived = item.arrived
-        if not isinstance(arrived, Received):
-            longer = self.memory.lengthening  # of a dense bucket; by node nothing is
-            return arrived if longer is None else arrived * longer, item.own  # type: ignore[return-value, operator]
-        mean = arrived.payloads.new_empty(item.entries, dtype=arrived.plan.residual_dtype)
-        mean, sent = self.memory.decompress(arrived, mean), self.memory.decompress_own(arrived, mean)
-        # A node sends for its ranks, which keep what it does not send.
-        return mean, sent if item.own is None else torch.where(counting(sent, arrived.plan), item.own, 0.0)
-
-    def _complete(self, items: Iterable[InFlight]) -> None:
-        pending = [(item, item.pending) for item in items if item.pending is not None]
-        complete([exchange for _, exchange in pending], self.traffic)
-        self.memory.commit()
-        for item, exchange in pending:
-            item.arrived, item.pending = exchange.result, None
 
 
 def _is_edited(name: str, shared: Tensor, state: Mapping[str, Any]) -> bool:

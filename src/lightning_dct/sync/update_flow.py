@@ -1,0 +1,104 @@
+"""One bucket of updates on its way: read from the weights, exchanged, and applied to both kinds of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Plans, Received, real_dtype
+from lightning_dct.compress.memory import Memory
+from lightning_dct.compress.on_host import counting
+from lightning_dct.exchange.base import Exchange, Pending, complete, send_dense
+from lightning_dct.sync.rounds import InFlight, Rounds
+from lightning_dct.sync.shared_weights import SharedWeights
+
+
+class UpdateFlow:
+    """Sends buckets of updates, and applies what all ranks have sent.
+
+    Args:
+        plans: What is sent of each bucket, by the settings.
+        weights: This rank's own and the shared ones.
+        exchange: Between whom.
+        memory: The thresholds, and residuals of what is not read from the weights in place.
+    """
+
+    def __init__(self, plans: Plans, weights: SharedWeights, exchange: Exchange, memory: Memory) -> None:
+        self._plans, self._weights, self._exchange, self._memory = plans, weights, exchange, memory
+        self._traffic = exchange.everyone.traffic
+
+    def plan(self, names: Sequence[str], length: int) -> BucketPlan:
+        """What is sent of some parameters, so many steps after the last time."""
+        sizes, dtype = [self._weights.sizes[name] for name in names], real_dtype(self._weights.parameters[names[0]])
+        return self._plans.of(names, sizes, dtype, length / self._plans.config.round_length)
+
+    def send(self, names: Sequence[str], rounds: Rounds, length: int) -> InFlight:
+        """Start sending the updates of some parameters; a collective call."""
+        with self._traffic.timed("compress"):
+            config, plan = self._plans.config, self.plan(names, length)
+            lost = 1.0 - config.residual_decay if rounds.steps <= config.warmup_steps else 0.0
+            own, bucket = None, self._weights.bucket(names)
+            if plan.is_dense or self._exchange.sums_first:
+                moved = self._weights.movement(names, plan.residual_dtype)
+                own = moved.clone()
+                if plan.is_dense:
+                    dense = send_dense(moved, plan, set(), self._memory, self._exchange.everyone, moved.dtype)
+                    pending = Pending(dense, 1, moved.device)
+                else:
+                    pending = self._start(Bucket([moved], [], 1.0), plan)
+            elif bucket is not None:
+                pending = self._start(bucket, plan, lost)
+            else:
+                pending = self._send_movement(names, plan, lost)
+            due = rounds.steps + min(config.delay, length)
+            # While training goes on the weights may come to lie elsewhere.
+            return InFlight(names, sum(plan.sizes), due, pending, None, own, None if config.delay else bucket)
+
+    def apply(self, rounds: Rounds, items: list[InFlight]) -> None:
+        """Add the mean to the shared weights, and replace what this rank has sent by the mean in its own."""
+        self.complete(items)
+        with self._traffic.timed("apply"):
+            for item in items:
+                bucket = item.bucket or self._weights.bucket(item.names)
+                if isinstance(item.arrived, Received) and item.own is None and bucket is not None:
+                    self._memory.apply(item.arrived, bucket)
+                else:
+                    self._weights.move(item.names, *self.read(item))
+        rounds.in_flight = [item for item in rounds.in_flight if item not in items]
+
+    def complete(self, items: Iterable[InFlight]) -> None:
+        """Wait for updates in flight; a collective call for exchanges of several collectives."""
+        pending = [(item, item.pending) for item in items if item.pending is not None]
+        complete([exchange for _, exchange in pending], self._traffic)
+        self._memory.commit()
+        for item, exchange in pending:
+            item.arrived, item.pending = exchange.result, None
+
+    def read(self, item: InFlight) -> tuple[Tensor, Tensor]:
+        """The mean of what all ranks have sent, and what this rank has sent, of completed updates: ``[n]`` each."""
+        arrived = item.arrived
+        if not isinstance(arrived, Received):
+            longer = self._memory.lengthening  # of a dense bucket; by node nothing is
+            return arrived if longer is None else arrived * longer, item.own  # type: ignore[return-value, operator]
+        mean = arrived.payloads.new_empty(item.entries, dtype=arrived.plan.residual_dtype)
+        mean, sent = self._memory.decompress(arrived, mean), self._memory.decompress_own(arrived, mean)
+        # A node sends for its ranks, which keep what it does not send.
+        return mean, sent if item.own is None else torch.where(counting(sent, arrived.plan), item.own, 0.0)
+
+    def _start(self, bucket: Bucket, plan: BucketPlan, lost: float = 0.0) -> Pending:
+        flow = self._exchange.send(bucket, plan, set(), self._memory, lost)
+        return Pending(flow, self._exchange.rounds, bucket.news[0].device)
+
+    def _send_movement(self, names: Sequence[str], plan: BucketPlan, lost: float) -> Pending:
+        """Start sending updates that are not read from the weights in place."""
+        moved = self._weights.movement(names, plan.residual_dtype)
+        left = self._memory.residual_of(plan, moved.device)
+        pending = self._start(Bucket([moved], [left], 1.0), plan)
+        # What is not sent stays in the weights, and the residual is not needed any more.
+        if lost:
+            self._weights.add_own(names, left.mul_(lost), -1.0)
+        for name in names:
+            self._memory.residuals.drop(name)
+        return pending
