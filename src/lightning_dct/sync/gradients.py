@@ -3,15 +3,16 @@
 # No `from __future__ import annotations` here: DistributedDataParallel compares the hook's annotations with classes.
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from lightning_dct.compress.bucket_plan import BucketPlan, real_numel
+from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, real_numel
 from lightning_dct.config import DCTConfig
-from lightning_dct.exchange.base import Exchange, Pending, complete, send_sparse, unused_tensors
+from lightning_dct.exchange.base import Exchange, Pending, complete, send_dense, send_sparse, unused_tensors
 from lightning_dct.failures.course import EXCHANGE
 from lightning_dct.sync.synchronizer import Synchronizer
 from lightning_dct.traffic import FP32_BYTES, Clock, all_reduce_bytes
@@ -154,3 +155,14 @@ class GradientSynchronizer(Synchronizer):
         # backward.
         parameters = enumerate(bucket.parameters())
         return unused_tensors(bucket.buffer(), plan) | {index for index, p in parameters if not p.requires_grad}
+
+    def _start(self, buffer: Tensor, plan: BucketPlan, deferred: set[int]) -> Pending:
+        """Start sending a flattened bucket, which takes the mean."""
+        if plan.is_dense:
+            dtype = torch.bfloat16 if self.config.halves and buffer.dtype == torch.float32 else buffer.dtype
+            dense = send_dense(buffer, plan, deferred, self.memory, self.exchange.everyone, dtype)
+            return Pending(dense, 1, buffer.device)
+        residuals = [] if self.exchange.sums_first else [self.memory.residual_of(plan, buffer.device)]
+        bucket = Bucket([buffer], residuals, self.memory.gradient_scale)
+        flow = self.exchange.send(bucket, plan, deferred, self.memory)
+        return Pending(flow, self.exchange.rounds, buffer.device, partial(self.memory.decompress, buffer=buffer))

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Plans, real_dtype, real_numel
+from lightning_dct.compress.bucket_plan import BucketPlan, Plans, real_dtype, real_numel
 from lightning_dct.compress.memory import Memory
 from lightning_dct.config import DCTConfig
-from lightning_dct.exchange.base import Exchange, Pending, send_dense
+from lightning_dct.exchange.base import Exchange
 from lightning_dct.failures.lifeline import Lifeline
 
 
@@ -177,14 +176,3 @@ class Synchronizer:
                 f"A parameter of shape {list(unknown[0].shape)} was made after DCTStrategy had set up synchronisation,"
                 " so its state would have no name. Make all parameters in `__init__` or `configure_model`."
             )
-
-    def _start(self, buffer: Tensor, plan: BucketPlan, deferred: set[int]) -> Pending:
-        """Start sending a flattened bucket, which takes the mean."""
-        if plan.is_dense:
-            dtype = torch.bfloat16 if self.config.halves and buffer.dtype == torch.float32 else buffer.dtype
-            dense = send_dense(buffer, plan, deferred, self.memory, self.exchange.everyone, dtype)
-            return Pending(dense, 1, buffer.device)
-        residuals = [] if self.exchange.sums_first else [self.memory.residual_of(plan, buffer.device)]
-        bucket = Bucket([buffer], residuals, self.memory.gradient_scale)
-        flow = self.exchange.send(bucket, plan, deferred, self.memory)
-        return Pending(flow, self.exchange.rounds, buffer.device, partial(self.memory.decompress, buffer=buffer))
