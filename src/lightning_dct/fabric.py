@@ -18,6 +18,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_dct.activations.module import modules_of
 from lightning_dct.agreement import gather_objects
 from lightning_dct.checkpoint import format as saved
 from lightning_dct.checkpoint.files import AtomicCheckpointIO, cleans_own_disk, lock, unlock
@@ -31,6 +32,7 @@ from lightning_dct.checkpoint.reading import (
 )
 from lightning_dct.compress.awaited import clock_of
 from lightning_dct.config import DCTConfig, check_keywords
+from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 from lightning_dct.failures.lifeline import check_lifelines
 from lightning_dct.failures.process_group import group_is_made
 from lightning_dct.law import Given, RunSettings
@@ -101,6 +103,11 @@ class DCTStrategy(DDPStrategy):
 
     def setup_module(self, module: Module) -> Any:
         """Set up synchronisation, and wrap the module with DDP if gradients are exchanged."""
+        if self.world_size > 1 and (tables := modules_of(module, ShardedEmbeddingBags)):
+            raise ValueError(
+                f"Fabric's `DCTStrategy` cannot hold `ShardedEmbeddingBags` ({', '.join(map(repr, tables))}), which are"
+                " spread over the ranks. Use Lightning's Trainer."
+            )
         group = check_settings(self.config, module, self._ddp_kwargs, {})
         synchronizer: Synchronizer
         if self.config.compress == "gradients":

@@ -18,7 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dct.activations.module import CompressedModule, modules_of
+from lightning_dct.activations.module import CompressedModule, modules_of, plain_name
 from lightning_dct.agreement import gather_objects
 from lightning_dct.checkpoint import format as saved
 from lightning_dct.checkpoint.files import (
@@ -40,6 +40,7 @@ from lightning_dct.checkpoint.reading import (
 )
 from lightning_dct.config import DCTConfig
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
+from lightning_dct.embedding.state import saved_in_shards
 from lightning_dct.embedding.table_files import keeping_row_states, load_row_states, load_rows, save_rows, without_rows
 from lightning_dct.failures.lifeline import Lifeline
 from lightning_dct.sync.setup import parameter_names
@@ -106,11 +107,11 @@ class CheckpointedStrategy(ParallelStrategy):
             )
         for module in tables.values():
             module.materialize()
-            module.saved_in_shards = True
             module.evaluated_with = tuple(tables.values())
-        # DistributedDataParallel would overwrite every rank's rows with those of rank 0.
-        ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *(f"{name}.weight" for name in tables)}
-        model._ddp_params_and_buffers_to_ignore = sorted(ignored)
+        # DistributedDataParallel, which sees compiled modules' names, would give every rank the rows of rank 0.
+        rows, ignored = {id(module.weight) for module in tables.values()}, "_ddp_params_and_buffers_to_ignore"
+        names = [name for name, parameter in model.named_parameters() if id(parameter) in rows]
+        setattr(model, ignored, sorted({*getattr(model, ignored, ()), *names, *map(plain_name, names)}))
         return tables
 
     def on_train_start(self) -> None:
@@ -137,7 +138,8 @@ class CheckpointedStrategy(ParallelStrategy):
         if self.updates is not None and not self.updates.weights.shown:
             self._is_shown_to_save = True
             self.updates.weights.show()
-        return super().lightning_module_state_dict()
+        with saved_in_shards(self.sharded_tables()):
+            return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """An optimizer's state without that of sharded rows, which is saved with the rows."""
@@ -260,7 +262,7 @@ class CheckpointedStrategy(ParallelStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights; sharded rows come from the folder beside the checkpoint."""
         tables = self.sharded_tables()
-        with nullcontext() if self.updates is None else self.updates.weights.in_model():
+        with saved_in_shards(tables), nullcontext() if self.updates is None else self.updates.weights.in_model():
             super().load_model_state_dict(checkpoint, strict)
         if tables and ROWS_KEY in checkpoint:
             load_rows(checkpoint[ROWS_KEY], tables)

@@ -1,9 +1,11 @@
 """Hybrid parallelism through a Trainer: any number of ranks trains the same model, and checkpoints carry it all."""
 
+import copy
 import os
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor
@@ -27,7 +29,8 @@ from embedding.hybrid import (
     whole,
 )
 from lightning_dct import DCTStrategy, ShardedEmbeddingBags
-from one_card import DEVICE
+from lightning_dct.fabric import DCTStrategy as FabricStrategy
+from one_card import DEVICE, accelerator
 
 FEW = {"density": 0.1, "value_format": "int8", "refresh_every": 5}
 SMALL_CACHE = {**FEW, "cache_rows": 20}
@@ -261,6 +264,67 @@ def test_weights_alone_carry_the_rows(ranks, tmp_path):
     before = together(ranks(2).run(save_weights_only, path))
     assert difference(before, together(ranks(3).run(load, path))) == 0.0
     assert "tables.weight" not in torch.load(path, weights_only=True)["state_dict"]
+
+
+def keep_a_state():
+    module = Hybrid(EVERYTHING)
+    fit(module, 3)
+    kept = copy.deepcopy(module.state_dict())
+    fit(module, 3)
+    moved = not torch.equal(kept["tables.weight"], module.tables.weight)
+    module.load_state_dict(kept)
+    return moved, torch.equal(kept["tables.weight"], module.tables.weight)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_state_between_two_fits_has_the_rows(ranks, world_size):
+    """Oracle: the rows themselves, before the second fit and after they are loaded; of each rank its own."""
+    assert ranks(world_size).run(keep_a_state) == [(True, True)] * world_size
+
+
+class Inside(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        given = Hybrid(EVERYTHING)
+        self.tables, self.top = given.tables, given.top
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.top(self.tables(ids).flatten(1)).squeeze(1)
+
+
+class Compiled(Hybrid):
+    """Its tables are in a compiled module, whose parameters have other names."""
+
+    def __init__(self) -> None:
+        super().__init__(EVERYTHING)
+        del self.tables, self.top
+        self.inside = torch.compile(Inside(), backend="eager")
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.inside(ids)
+
+
+def train_compiled(compiled):
+    module = Compiled() if compiled else Hybrid(EVERYTHING)
+    fit(module, 4)
+    return (module.inside._orig_mod if compiled else module).tables.weight.detach()
+
+
+def test_tables_in_a_compiled_module(ranks):
+    """Oracle: the same model, not compiled: every rank keeps and trains its own rows."""
+    for found, expected in zip(ranks(2).run(train_compiled, True), ranks(2).run(train_compiled, False), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def set_up_in_fabric():
+    fabric = Fabric(strategy=FabricStrategy(), accelerator=accelerator(), devices=2)
+    fabric.launch()
+    fabric.setup_module(Hybrid(EVERYTHING))
+
+
+def test_fabric_refuses_tables(ranks):
+    with pytest.raises(RankFailure, match=r"cannot hold `ShardedEmbeddingBags` \('tables'\).*Use Lightning's Trainer"):
+        ranks(2).run(set_up_in_fabric)
 
 
 class Keeps(Callback):

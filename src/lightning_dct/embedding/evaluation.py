@@ -38,6 +38,7 @@ class ExactReader:
         module.evaluation_traffic.add(steps=1, bytes_dense=lookups * (ID_BYTES + 2 * row_bytes))
         self._distinct = torch.cat(parts)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def pooled(self) -> Tensor:
         """The pooled rows, ``[samples, tables, dim]``."""
         return self._rows.bags.pool(self._distinct[self._rows.inverse])

@@ -124,6 +124,7 @@ class ChangesLookup:
                 held, slots = self._held(peer)
                 add_entries(held.copies, slots, *self._read(peer, answers[peer], self._with_owner[peer]))
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def pooled(self) -> Tensor:
         """Wait for the rows and pool them, ``[samples, tables, dim]``."""
         module, rows = self._module, self._rows

@@ -33,7 +33,9 @@ class ShardedEmbeddingBags(TableState):
 
     ``weight`` has this rank's rows of all tables, shape ``[owned rows, embedding_dim]``. Its gradient is sparse: use
     ``SGD``, ``Adagrad``, ``SparseAdam`` or :class:`~lightning_dct.RowWiseAdagrad`. ``DCTStrategy`` creates it with
-    :meth:`materialize` when the processes have started. Under another strategy, call that in ``configure_model``.
+    :meth:`materialize` when the processes have started. Under another strategy of the Trainer, call that in
+    ``configure_model``, and put the parameter's name into ``_ddp_params_and_buffers_to_ignore`` of the LightningModule;
+    its checkpoints have the rows of rank 0 only.
 
     Outside training every rank reads exact rows. A rank without further batches answers the others until all have
     finished (:meth:`finish_evaluation`, which ``DCTStrategy`` calls).
@@ -132,6 +134,7 @@ class ShardedEmbeddingBags(TableState):
         """
         return self.request(ids, offsets).pooled()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # of collectives and arrays of numpy
     def request(self, ids: Tensor, offsets: Tensor | None = None) -> ChangesLookup | ExactReader:
         """Start the exchange of rows; ``pooled()`` of the result waits for them. Arguments as for :meth:`forward`."""
         if not self.is_materialized:

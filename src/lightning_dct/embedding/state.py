@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -50,7 +52,7 @@ class TableState(CompressedModule):
     def __init__(self, refresh_every: int) -> None:
         super().__init__(refresh_every)
         self.weight = nn.parameter.UninitializedParameter()
-        # Whether `state_dict` leaves the rows out; set by a strategy that saves them in shards.
+        # Whether `state_dict` leaves the rows out, while a strategy saves or loads, which has files for them.
         self.saved_in_shards = False
         # Of pruned rows; see `pruning`.
         self.kept: KeptPieces | None = None
@@ -220,6 +222,18 @@ class TableState(CompressedModule):
                 whole = packed
             state_dict[key] = whole
         super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+@contextmanager
+def saved_in_shards(tables: Mapping[str, TableState]) -> Iterator[None]:
+    """Leave the rows of tables to files of their own: out of ``state_dict``, and as they are in ``load_state_dict``."""
+    for module in tables.values():
+        module.saved_in_shards = True
+    try:
+        yield
+    finally:
+        for module in tables.values():
+            module.saved_in_shards = False
 
 
 def is_row_state(value: Any, weight: Tensor) -> bool:
