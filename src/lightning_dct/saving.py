@@ -357,10 +357,9 @@ def warn_of_uploads(loggers: Iterable[Logger]) -> None:
     """Warn of loggers that upload checkpoints as single files; those of W&B, MLflow and Lightning AI can."""
     for logger in loggers:
         if getattr(logger, "_log_model", False):
-            name = type(logger).__name__
             # The folder cannot be uploaded here either: with several nodes each disk has a part of it.
             rank_zero_warn(
-                f"`{name}(log_model=...)` uploads each checkpoint `x.ckpt` as one file, without the folder `x.ckpt.dct`"
+                f"`{type(logger).__name__}(log_model=...)` uploads each checkpoint `x.ckpt` as one file, without the folder `x.ckpt.dct`"
                 " beside it. Upload the folder as well before the machine is gone, for W&B with"
                 " `artifact.add_dir('x.ckpt.dct', name='model.ckpt.dct')`, and put it beside the checkpoint to resume."
                 " Without the folder, a run continues only with `missing_state='reset'`, which loses the ranks'"
@@ -375,8 +374,7 @@ def checksum_of_groups(checkpoint: Mapping[str, Any]) -> int:
     kept = [
         {key: value for key, value in group.items() if isinstance(value, plain) and key != "params"} for group in groups
     ]
-    listed = apply_to_collection(kept, Tensor, Tensor.tolist)
-    return zlib.crc32(repr(listed).encode())
+    return zlib.crc32(repr(apply_to_collection(kept, Tensor, Tensor.tolist)).encode())
 
 
 def with_groups_of(theirs: Iterable[Mapping[str, Any]], own: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
