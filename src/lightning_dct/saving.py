@@ -359,8 +359,8 @@ def warn_of_uploads(loggers: Iterable[Logger]) -> None:
         if getattr(logger, "_log_model", False):
             # The folder cannot be uploaded here either: with several nodes each disk has a part of it.
             rank_zero_warn(
-                f"`{type(logger).__name__}(log_model=...)` uploads each checkpoint `x.ckpt` as one file, without the folder `x.ckpt.dct`"
-                " beside it. Upload the folder as well before the machine is gone, for W&B with"
+                f"`{type(logger).__name__}(log_model=...)` uploads each checkpoint `x.ckpt` as one file, without the"
+                " folder `x.ckpt.dct` beside it. Upload the folder as well before the machine is gone, for W&B with"
                 " `artifact.add_dir('x.ckpt.dct', name='model.ckpt.dct')`, and put it beside the checkpoint to resume."
                 " Without the folder, a run continues only with `missing_state='reset'`, which loses the ranks'"
                 " residuals. The rows of sharded tables are lost too."
