@@ -24,6 +24,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
@@ -91,7 +92,7 @@ class DCTElasticStrategy(DCTStrategy):
         self._given: Mapping[str, Any] | None = None
         self._marked = self._seconds = 0.0  # since the last optimizer step, without what is not training
         self._trained: bool | None = None  # whether the step of this batch was; None if it has none
-        self._loss = torch.zeros(())
+        self._last: dict[str, Any] = {"loss": torch.zeros(())}  # what the last step has returned
 
     # Ranks, and what they do together.
 
@@ -266,12 +267,13 @@ class DCTElasticStrategy(DCTStrategy):
     # Training.
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step; a rank that is behind or slow passes over it, with the last loss and no gradients."""
+        """Run the user's step; a rank that is behind or slow passes over it, with the last output and no gradients."""
         if not self._elastic.trains:
-            return self._loss.clone().requires_grad_()
+            return {**self._last, "loss": self._last["loss"].clone().requires_grad_()}
         output = super().training_step(*args, **kwargs)
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        self._loss = loss.detach() if isinstance(loss, Tensor) else self._loss
+        if output is not None:
+            told = output if isinstance(output, Mapping) else {"loss": output}
+            self._last = apply_to_collection(dict(told), Tensor, Tensor.detach)
         return output
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
