@@ -1,5 +1,6 @@
 """What cannot be elastic is refused by name; and what the strategy does by itself, without a group."""
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from lightning_dct import DCTElasticStrategy, DCTStrategy
+from lightning_dct.elastic.elastic_updates import Header
 from lightning_dct.elastic.present import import_torchft
 
 
@@ -54,3 +56,46 @@ def test_a_step_that_is_passed_over_returns_what_the_last_one_has(
     output["loss"].backward()
     assert output["loss"].item() == 2.0
     assert weight.grad is None
+
+
+class OneOther:
+    """A group of two, in which the other sends what a function makes of what this one does."""
+
+    def __init__(self, other: Any, text: str = "") -> None:
+        self.other, self.text = other, text
+        self.waited: list[float | None] = []
+
+    def gather(self, sent: torch.Tensor, patience_s: float | None = None) -> torch.Tensor | None:
+        self.waited.append(patience_s)
+        theirs = self.other(sent)
+        return None if theirs is None else torch.stack([theirs, sent])
+
+    def meet(self) -> bool:
+        return True
+
+    def agree(self) -> bool:
+        return True
+
+    def size(self) -> int:
+        return 2
+
+    def spread(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def spread_text(self, text: str) -> str:
+        return self.text
+
+
+@pytest.mark.parametrize("takes", [1000.0, float("inf")])
+def test_ranks_choose_settings_by_the_steps_that_the_first_one_expects(
+    strategy: DCTElasticStrategy, monkeypatch: pytest.MonkeyPatch, takes: float
+) -> None:
+    module: Any = torch.nn.Linear(2, 2)
+    module.trainer = SimpleNamespace(checkpoint_callbacks=[], estimated_stepping_batches=10)
+    monkeypatch.setattr(DCTElasticStrategy, "world_size", 2)
+    monkeypatch.setattr(DCTElasticStrategy, "global_rank", 1)
+    strategy._lightning_module = module
+    strategy.present = OneOther(lambda sent: torch.tensor(Header(*sent.tolist())._replace(rank=0)))  # type: ignore[assignment]
+    strategy.present.text = json.dumps([[], takes])  # type: ignore[attr-defined]
+    strategy._join()
+    assert strategy._agreed_steps() == takes

@@ -10,6 +10,7 @@ and a reduction of logged values wait for nobody. So every rank evaluates all th
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import zlib
@@ -32,7 +33,7 @@ from torch.optim import Optimizer
 from lightning_dct.__about__ import __version__
 from lightning_dct.agreement import describe_parameters
 from lightning_dct.callbacks.evaluations import EvaluationJoin
-from lightning_dct.callbacks.requirements import InternalCallback
+from lightning_dct.callbacks.requirements import InternalCallback, expected_steps
 from lightning_dct.callbacks.run_advice import RunAdvice
 from lightning_dct.checksums import checksum_of
 from lightning_dct.elastic.elastic_updates import ElasticUpdates, Header, gathering, refuse_dtypes
@@ -92,6 +93,7 @@ class DCTElasticStrategy(DCTStrategy):
         self._given: Mapping[str, Any] | None = None
         self._marked = self._seconds = 0.0  # since the last optimizer step, without what is not training
         self._trained: bool | None = None  # whether the step of this batch was; None if it has none
+        self._steps = math.inf  # that the run is expected to take
         self._last: dict[str, Any] = {"loss": torch.zeros(())}  # what the last step has returned
 
     # Ranks, and what they do together.
@@ -211,9 +213,12 @@ class DCTElasticStrategy(DCTStrategy):
                     same = tensor.detach().contiguous()
                     present.spread(same)
                     tensor.detach().copy_(same)
-                folders = present.spread_text(json.dumps(checkpoint_folders(trainer)))
+                # Ranks may have more data or less than the first one.
+                steps = expected_steps(trainer) if self.given.left_out else math.inf
+                said = present.spread_text(json.dumps([checkpoint_folders(trainer), steps]))
                 if present.agree():
-                    use_checkpoint_folders(trainer, json.loads(folders))
+                    folders, self._steps = json.loads(said)
+                    use_checkpoint_folders(trainer, folders)
                     break
             elif late and restarted:
                 raise RuntimeError("This rank was started again, and the others have finished or are gone.")
@@ -231,6 +236,7 @@ class DCTElasticStrategy(DCTStrategy):
                     f"The settings of this rank differ from the settings of the run that it joins. The run has"
                     f" {theirs}, and this rank has {own}. Use the same on all ranks."
                 )
+            self._steps = self._given["steps"]
             use_checkpoint_folders(trainer, self._given["folders"])
             restore_from(trainer, dict(self._given["checkpoint"]))
         said = "has joined a run" if self._given is not None else "starts"
@@ -241,6 +247,9 @@ class DCTElasticStrategy(DCTStrategy):
         chosen = {name: repr(value) for name, value in vars(self.given.config).items() if name != "kernel"}
         versions = {"lightning_dct": __version__, "torch": torch.__version__}
         return {**chosen, **versions, "parameters": f"{parameters:x}", "fit": str(self.fits)}
+
+    def _agreed_steps(self) -> float:
+        return self._steps
 
     def _give(self) -> dict[str, Any]:
         """This rank's state for a peer, at a meeting: nothing in it changes before the meeting ends."""
@@ -253,7 +262,8 @@ class DCTElasticStrategy(DCTStrategy):
         with weights.in_model():
             checkpoint = checkpoint_of(self._module.trainer)
         checkpoint[STATE_KEY] = state
-        said = {"settings": self._settings(), "folders": checkpoint_folders(self._module.trainer)}
+        said: dict[str, Any] = {"settings": self._settings(), "folders": checkpoint_folders(self._module.trainer)}
+        said |= {"steps": self._steps}
         return {**self._elastic.give(), **said, "checkpoint": checkpoint, "shared": shared}
 
     def _take(self, given: Mapping[str, Any]) -> None:
