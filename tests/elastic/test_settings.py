@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from lightning_dct import DCTElasticStrategy, DCTStrategy
+from lightning_dct.config import DCTConfig
 from lightning_dct.elastic.elastic_updates import Header
+from lightning_dct.elastic.joining import compare_settings, settings_of, train_only, trained_names
 from lightning_dct.elastic.present import import_torchft
 
 
@@ -99,3 +101,16 @@ def test_ranks_choose_settings_by_the_steps_that_the_first_one_expects(
     strategy.present.text = json.dumps([[], takes])  # type: ignore[attr-defined]
     strategy._join()
     assert strategy._agreed_steps() == takes
+
+
+def test_a_rank_can_join_after_something_is_unfrozen() -> None:
+    peer, joiner = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    joiner.weight.requires_grad_(False)
+    config = DCTConfig()
+    compare_settings(settings_of(peer, config, 1), settings_of(joiner, config, 1))
+    peer.bias.requires_grad_(False)
+    train_only(joiner, trained_names(peer))
+    assert joiner.weight.requires_grad
+    assert not joiner.bias.requires_grad
+    with pytest.raises(ValueError, match="settings of this rank differ"):
+        compare_settings(settings_of(peer, config, 1), settings_of(torch.nn.Linear(3, 2), config, 1))

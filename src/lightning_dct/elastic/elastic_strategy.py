@@ -30,13 +30,17 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dct.__about__ import __version__
-from lightning_dct.agreement import describe_parameters
 from lightning_dct.callbacks.evaluations import EvaluationJoin
 from lightning_dct.callbacks.requirements import InternalCallback, expected_steps
 from lightning_dct.callbacks.run_advice import RunAdvice
 from lightning_dct.checksums import checksum_of
 from lightning_dct.elastic.elastic_updates import ElasticUpdates, Header, gathering, refuse_dtypes
+from lightning_dct.elastic.joining import (
+    compare_settings,
+    settings_of,
+    train_only,
+    trained_names,
+)
 from lightning_dct.elastic.launcher import RestartingLauncher
 from lightning_dct.elastic.present import LIGHTHOUSE, PresentRanks, import_torchft
 from lightning_dct.elastic.supervisor import RESTARTED
@@ -190,7 +194,8 @@ class DCTElasticStrategy(DCTStrategy):
     def _join(self) -> None:
         """Take the state of a peer if the run has begun; else wait for the other ranks and start alike."""
         present, began, trainer = self.present, time.monotonic(), self._module.trainer
-        settings = zlib.crc32(repr(self._settings()).encode())
+        # Ranks that start together train the same parameters, too.
+        settings = zlib.crc32(repr((self._settings(), trained_names(self._module))).encode())
         restarted = os.environ.get(RESTARTED) == "1"
         while True:
             late = time.monotonic() - began > START_S
@@ -224,18 +229,8 @@ class DCTElasticStrategy(DCTStrategy):
                 raise RuntimeError("This rank was started again, and the others have finished or are gone.")
             time.sleep(0.2)
         if self._given is not None:
-            theirs, own = self._given["settings"], self._settings()
-            if theirs["fit"] != own["fit"]:
-                raise ValueError(
-                    f"This rank is in fit {own['fit']} of its process, and the run that it would join is in fit"
-                    f" {theirs['fit']}. Use a script for each fit, or let all ranks end each fit at the same step."
-                    " A rank that is started again can join the first fit only."
-                )
-            if theirs != own:
-                raise ValueError(
-                    f"The settings of this rank differ from the settings of the run that it joins. The run has"
-                    f" {theirs}, and this rank has {own}. Use the same on all ranks."
-                )
+            compare_settings(self._given["settings"], self._settings())
+            train_only(self._module, self._given["trained"])
             self._steps = self._given["steps"]
             use_checkpoint_folders(trainer, self._given["folders"])
             restore_from(trainer, dict(self._given["checkpoint"]))
@@ -243,10 +238,7 @@ class DCTElasticStrategy(DCTStrategy):
         print(f"lightning_dct: rank {self.global_rank} {said}, {present.size()} ranks are present.", flush=True)
 
     def _settings(self) -> dict[str, str]:
-        parameters = zlib.crc32(repr(describe_parameters(self._module)).encode())
-        chosen = {name: repr(value) for name, value in vars(self.given.config).items() if name != "kernel"}
-        versions = {"lightning_dct": __version__, "torch": torch.__version__}
-        return {**chosen, **versions, "parameters": f"{parameters:x}", "fit": str(self.fits)}
+        return settings_of(self._module, self.given.config, self.fits)
 
     def _agreed_steps(self) -> float:
         return self._steps
@@ -263,7 +255,7 @@ class DCTElasticStrategy(DCTStrategy):
             checkpoint = checkpoint_of(self._module.trainer)
         checkpoint[STATE_KEY] = state
         said: dict[str, Any] = {"settings": self._settings(), "folders": checkpoint_folders(self._module.trainer)}
-        said |= {"steps": self._steps}
+        said |= {"trained": trained_names(self._module), "steps": self._steps}
         return {**self._elastic.give(), **said, "checkpoint": checkpoint, "shared": shared}
 
     def _take(self, given: Mapping[str, Any]) -> None:
