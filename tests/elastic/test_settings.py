@@ -10,7 +10,7 @@ import torch
 from lightning_dct import DCTElasticStrategy, DCTStrategy
 from lightning_dct.config import DCTConfig
 from lightning_dct.elastic.elastic_updates import Header
-from lightning_dct.elastic.joining import compare_settings, settings_of, train_only, trained_names
+from lightning_dct.elastic.joining import compare_settings, compare_starts, settings_of, train_only, trained_names
 from lightning_dct.elastic.present import import_torchft
 
 
@@ -114,3 +114,14 @@ def test_a_rank_can_join_after_something_is_unfrozen() -> None:
     assert not joiner.bias.requires_grad
     with pytest.raises(ValueError, match="settings of this rank differ"):
         compare_settings(settings_of(peer, config, 1), settings_of(torch.nn.Linear(3, 2), config, 1))
+
+
+def test_ranks_wait_for_the_slowest_to_read_its_checkpoint() -> None:
+    checkpoint = {"state_dict": {"w": torch.ones(3)}, "global_step": 5}
+    alike = OneOther(lambda sent: sent)
+    compare_starts(alike, checkpoint, 0, "x.ckpt", 300.0)  # type: ignore[arg-type]
+    assert alike.waited == [300.0]
+    with pytest.raises(RuntimeError, match="One of them has gone"):
+        compare_starts(OneOther(lambda sent: None), checkpoint, 0, "x.ckpt", 300.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="different checkpoints"):
+        compare_starts(OneOther(lambda sent: sent + 1), checkpoint, 0, "x.ckpt", 300.0)  # type: ignore[arg-type]

@@ -33,10 +33,10 @@ from torch.optim import Optimizer
 from lightning_dct.callbacks.evaluations import EvaluationJoin
 from lightning_dct.callbacks.requirements import InternalCallback, expected_steps
 from lightning_dct.callbacks.run_advice import RunAdvice
-from lightning_dct.checksums import checksum_of
 from lightning_dct.elastic.elastic_updates import ElasticUpdates, Header, gathering, refuse_dtypes
 from lightning_dct.elastic.joining import (
     compare_settings,
+    compare_starts,
     settings_of,
     train_only,
     trained_names,
@@ -360,22 +360,14 @@ class DCTElasticStrategy(DCTStrategy):
 
         Raises:
             ValueError: The ranks start with different checkpoints.
+            RuntimeError: A rank has gone, or has not read its own in time.
         """
         if self._given is not None:
             return dict(self._given["checkpoint"])
         with self._by_itself():
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if self._module.trainer.state.fn == TrainerFn.FITTING:
-            tensors = [value for value in checkpoint["state_dict"].values() if isinstance(value, Tensor)]
-            digest = zlib.crc32(repr([checksum_of(tensor) for tensor in tensors]).encode())
-            # In a header's fields, because another rank may send one in this meeting.
-            said = Header(digest, int(checkpoint["global_step"]), 0, 0, 0)
-            seen = self.present.gather(torch.tensor(said, dtype=torch.int64))
-            if seen is None or bool((seen != seen[0]).any()):
-                raise ValueError(
-                    f"The ranks start with different checkpoints; that of rank {self.global_rank} is"
-                    f" {checkpoint_path}. Copy the same file and folder to every machine."
-                )
+            compare_starts(self.present, checkpoint, self.global_rank, checkpoint_path, START_S)
         return checkpoint
 
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 from lightning_dct.__about__ import __version__
 from lightning_dct.agreement import describe_parameters
+from lightning_dct.checksums import checksum_of
 from lightning_dct.config import DCTConfig
+from lightning_dct.elastic.elastic_updates import Header
+from lightning_dct.elastic.present import PresentRanks
 
 
 def settings_of(module: Module, config: DCTConfig, fit: int) -> dict[str, str]:
@@ -49,3 +54,29 @@ def train_only(module: Module, names: list[str]) -> None:
     """Freeze and unfreeze parameters as a peer has."""
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name in names)
+
+
+def compare_starts(
+    present: PresentRanks, checkpoint: Mapping[str, Any], rank: int, path: Any, patience_s: float
+) -> None:
+    """Compare the checkpoints from which ranks start, and wait ``patience_s`` seconds for the slowest to read its own.
+
+    Raises:
+        ValueError: They differ.
+        RuntimeError: A rank has gone, or is slower.
+    """
+    tensors = [value for value in checkpoint["state_dict"].values() if isinstance(value, Tensor)]
+    digest = zlib.crc32(repr([checksum_of(tensor) for tensor in tensors]).encode())
+    # In a header's fields, because another rank may send one in this meeting.
+    said = Header(digest, int(checkpoint["global_step"]), 0, 0, 0)
+    seen = present.gather(torch.tensor(said, dtype=torch.int64), patience_s)
+    if seen is None:
+        raise RuntimeError(
+            f"Rank {rank} could not compare its checkpoint {path} with those of the others. One of them has gone, or"
+            f" has not read its own within {patience_s:g} seconds. Start all ranks again, with a copy on each machine."
+        )
+    if bool((seen != seen[0]).any()):
+        raise ValueError(
+            f"The ranks start with different checkpoints; that of rank {rank} is {path}. Copy the same file and folder"
+            " to every machine."
+        )

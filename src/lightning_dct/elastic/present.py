@@ -154,11 +154,17 @@ class PresentRanks:
         self.lost += 1
         return False
 
-    def gather(self, sent: Tensor) -> Tensor | None:
-        """What all ranks of the meeting have sent, by rank: shape ``[ranks, *sent.shape]``; None if that has failed."""
+    def gather(self, sent: Tensor, patience_s: float | None = None) -> Tensor | None:
+        """What all ranks of the meeting have sent, by rank: shape ``[ranks, *sent.shape]``; None if that has failed.
+
+        ``patience_s`` is how long to wait for the others, by default as for any transfer.
+        """
         received = [torch.empty_like(sent) for _ in range(self._size)]
+        options = AllgatherOptions()
+        if patience_s is not None:
+            options.timeout = timedelta(seconds=patience_s)
         try:
-            self._group.allgather([received], [sent], AllgatherOptions()).wait()
+            self._group.allgather([received], [sent], options).wait()
         except Exception as error:
             self._manager.report_error(error)
             return None
