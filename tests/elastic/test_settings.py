@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_dct import DCTElasticStrategy, DCTStrategy
 from lightning_dct.config import DCTConfig
@@ -125,3 +127,11 @@ def test_ranks_wait_for_the_slowest_to_read_its_checkpoint() -> None:
         compare_starts(OneOther(lambda sent: None), checkpoint, 0, "x.ckpt", 300.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="different checkpoints"):
         compare_starts(OneOther(lambda sent: sent + 1), checkpoint, 0, "x.ckpt", 300.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("search", [LearningRateFinder, BatchSizeFinder])
+def test_searches_are_refused_before_anything_is_set_up(strategy: DCTElasticStrategy, search: Any) -> None:
+    strategy._lightning_module = SimpleNamespace(automatic_optimization=True)  # type: ignore[assignment]
+    trainer: Any = SimpleNamespace(state=SimpleNamespace(fn=TrainerFn.FITTING), callbacks=[search()])
+    with pytest.raises(ValueError, match=f"cannot run `{search.__name__}`.* Run the search first"):
+        strategy.setup(trainer)

@@ -37,6 +37,7 @@ from lightning_dct.elastic.elastic_updates import ElasticUpdates, Header, gather
 from lightning_dct.elastic.joining import (
     compare_settings,
     compare_starts,
+    refuse_searches,
     settings_of,
     train_only,
     trained_names,
@@ -164,6 +165,8 @@ class DCTElasticStrategy(DCTStrategy):
         module = self._module
         if not module.automatic_optimization:
             raise ValueError("`strategy='dct_elastic'` needs automatic optimization. Use `strategy='dct'`.")
+        if trainer.state.fn == TrainerFn.FITTING:
+            refuse_searches(trainer)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             # Before the view of the shared weights, too.

@@ -6,7 +6,9 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from torch import Tensor
 from torch.nn import Module
 
@@ -16,6 +18,17 @@ from lightning_dct.checksums import checksum_of
 from lightning_dct.config import DCTConfig
 from lightning_dct.elastic.elastic_updates import Header
 from lightning_dct.elastic.present import PresentRanks
+
+
+def refuse_searches(trainer: pl.Trainer) -> None:
+    """Refuse callbacks that train on trial and then restore a checkpoint on all ranks (ValueError)."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, LearningRateFinder | BatchSizeFinder):
+            raise ValueError(
+                f"`strategy='dct_elastic'` cannot run `{type(callback).__name__}`, because each rank would search by"
+                " itself. Run the search first, on one machine with `strategy='auto'` or `'dct'`, and give its result"
+                " to the model."
+            )
 
 
 def settings_of(module: Module, config: DCTConfig, fit: int) -> dict[str, str]:
