@@ -123,10 +123,22 @@ def test_ranks_wait_for_the_slowest_to_read_its_checkpoint() -> None:
     alike = OneOther(lambda sent: sent)
     compare_starts(alike, checkpoint, 0, "x.ckpt", 300.0)  # type: ignore[arg-type]
     assert alike.waited == [300.0]
-    with pytest.raises(RuntimeError, match="One of them has gone"):
-        compare_starts(OneOther(lambda sent: None), checkpoint, 0, "x.ckpt", 300.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="different checkpoints"):
         compare_starts(OneOther(lambda sent: sent + 1), checkpoint, 0, "x.ckpt", 300.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [None, {"checkpoint": {"of": "a peer"}}])
+def test_ranks_meet_again_if_one_goes_while_it_reads_its_checkpoint(
+    strategy: DCTElasticStrategy, monkeypatch: pytest.MonkeyPatch, given: Any
+) -> None:
+    read, answers = {"state_dict": {"w": torch.ones(3)}, "global_step": 5}, [False, True]
+    strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(state=SimpleNamespace(fn=TrainerFn.FITTING)))  # type: ignore[assignment]
+    strategy.present = OneOther(lambda sent: sent if answers.pop(0) else None)  # type: ignore[assignment]
+    monkeypatch.setattr(DCTElasticStrategy, "global_rank", 0)
+    monkeypatch.setattr(DCTStrategy, "load_checkpoint", lambda *_: read)
+    monkeypatch.setattr(strategy, "_join", lambda: setattr(strategy, "_given", given))
+    assert strategy.load_checkpoint("x.ckpt") == (given["checkpoint"] if given else read)
+    assert answers == ([True] if given else [])
 
 
 @pytest.mark.parametrize("search", [LearningRateFinder, BatchSizeFinder])

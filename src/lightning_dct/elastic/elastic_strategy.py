@@ -363,14 +363,16 @@ class DCTElasticStrategy(DCTStrategy):
 
         Raises:
             ValueError: The ranks start with different checkpoints.
-            RuntimeError: A rank has gone, or has not read its own in time.
         """
         if self._given is not None:
             return dict(self._given["checkpoint"])
         with self._by_itself():
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if self._module.trainer.state.fn == TrainerFn.FITTING:
-            compare_starts(self.present, checkpoint, self.global_rank, checkpoint_path, START_S)
+            while not compare_starts(self.present, checkpoint, self.global_rank, checkpoint_path, START_S):
+                self._join()  # with a rank that is started again; the others may have begun meanwhile
+                if self._given is not None:
+                    return dict(self._given["checkpoint"])
         return checkpoint
 
 

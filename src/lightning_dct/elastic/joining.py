@@ -71,12 +71,14 @@ def train_only(module: Module, names: list[str]) -> None:
 
 def compare_starts(
     present: PresentRanks, checkpoint: Mapping[str, Any], rank: int, path: Any, patience_s: float
-) -> None:
+) -> bool:
     """Compare the checkpoints from which ranks start, and wait ``patience_s`` seconds for the slowest to read its own.
 
+    Returns:
+        Whether all ranks have; if not, one has gone or is slower, and the ranks must meet again.
+
     Raises:
-        ValueError: They differ.
-        RuntimeError: A rank has gone, or is slower.
+        ValueError: The checkpoints differ.
     """
     tensors = [value for value in checkpoint["state_dict"].values() if isinstance(value, Tensor)]
     digest = zlib.crc32(repr([checksum_of(tensor) for tensor in tensors]).encode())
@@ -84,12 +86,11 @@ def compare_starts(
     said = Header(digest, int(checkpoint["global_step"]), 0, 0, 0)
     seen = present.gather(torch.tensor(said, dtype=torch.int64), patience_s)
     if seen is None:
-        raise RuntimeError(
-            f"Rank {rank} could not compare its checkpoint {path} with those of the others. One of them has gone, or"
-            f" has not read its own within {patience_s:g} seconds. Start all ranks again, with a copy on each machine."
-        )
+        present.agree()  # that the meeting has failed
+        return False
     if bool((seen != seen[0]).any()):
         raise ValueError(
             f"The ranks start with different checkpoints; that of rank {rank} is {path}. Copy the same file and folder"
             " to every machine."
         )
+    return True
