@@ -141,9 +141,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
         """Choose the settings that were left out by the length of the run, which is known now."""
         super().on_train_start()
         if self.updates is not None and self.given.left_out:
-            # Of the first rank, because others may have more data or less.
-            steps = self.broadcast(expected_steps(self._module.trainer))
-            self.updates.run_settings = RunSettings(self.given, self.world_size // self.stages, steps)
+            self.updates.run_settings = RunSettings(self.given, self.world_size // self.stages, self._agreed_steps())
             self.config = self.updates.run_settings.at(0)
             self.updates.plans.change(self.config)
         if self.updates is not None:
@@ -151,6 +149,10 @@ class ThresholdedStrategy(CheckpointedStrategy):
                 self.updates.register(optimizer)  # what a forward writes before the first step is sent, too
         # `dct_auto` may come to exchange updates later.
         self._step_guard.watch(lambda: () if self.updates is None else (self.updates,))
+
+    def _agreed_steps(self) -> float:
+        """The steps that the first rank expects, because others may have more data or less."""
+        return float(self.broadcast(expected_steps(self._module.trainer)))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Continue with this rank's own weights, or with what hooks have written into the shared ones."""

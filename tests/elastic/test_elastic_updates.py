@@ -161,6 +161,37 @@ def test_a_rank_that_has_stopped_in_the_warm_up_reads_what_is_sent_after_it(grad
     assert updates.resume_at == 16
 
 
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_rank_that_is_behind_reads_with_the_settings_of_the_step_in_which_others_send(
+    gradient: torch.Tensor, commits: bool
+) -> None:
+    """A run of unknown length sends fewer entries from step 1,001 on."""
+    updates, present, parameter, optimizer = rank_of(torch.zeros(400), density=0.25)
+    later = DCTConfig(local_steps=1, warmup_steps=0, kernel="torch", density=0.1)
+
+    class Grows:
+        def reached(self, steps: int) -> int:
+            return steps // 1000 * 1000
+
+        def at(self, steps: int) -> DCTConfig:
+            return later if steps >= 1000 else before
+
+    other, _, theirs, their_optimizer = rank_of(torch.zeros(400), density=0.1)
+    before = updates.config
+    updates.run_settings = Grows()  # type: ignore[assignment]
+    step(other, theirs, their_optimizer, gradient)
+    other._the_rounds.steps = 1001
+    other.exchange_updates()
+    answers = list(other.present.sent)  # type: ignore[attr-defined]
+    present.others, present.commits = [lambda _: answers.pop(0)], commits
+    step(updates, parameter, optimizer, gradient)
+    updates.exchange_updates()
+    if commits:
+        assert torch.equal(updates.weights.shared("w"), other.weights.shared("w"))
+    else:
+        assert updates.config.density == before.density
+
+
 @pytest.mark.parametrize("others", [1, 2])
 def test_ranks_that_have_met_apart_take_the_weights_of_the_most(gradient: torch.Tensor, others: int) -> None:
     updates, present, parameter, optimizer = rank_of(torch.zeros(400), density=0.25)

@@ -1,10 +1,18 @@
-"""What cannot be elastic is refused by name."""
+"""What cannot be elastic is refused by name; and what the strategy does by itself, without a group."""
 
+import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_dct import DCTElasticStrategy
+from lightning_dct import DCTElasticStrategy, DCTStrategy
+from lightning_dct.config import DCTConfig
+from lightning_dct.elastic.elastic_updates import Header
+from lightning_dct.elastic.joining import compare_settings, compare_starts, settings_of, train_only, trained_names
 from lightning_dct.elastic.present import import_torchft
 
 
@@ -30,3 +38,112 @@ def test_another_version_of_torchft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_dct.elastic.present.version", lambda name: "2026.1.1")
     with pytest.raises(ImportError, match=r"install '\.\[elastic\]'"):
         import_torchft()
+
+
+@pytest.fixture
+def strategy(monkeypatch: pytest.MonkeyPatch) -> DCTElasticStrategy:
+    monkeypatch.setattr("lightning_dct.elastic.elastic_strategy.import_torchft", lambda: None)
+    return DCTElasticStrategy()
+
+
+def test_a_step_that_is_passed_over_returns_what_the_last_one_has(
+    strategy: DCTElasticStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates, weight = SimpleNamespace(trains=True), torch.ones((), requires_grad=True)
+    monkeypatch.setattr(DCTElasticStrategy, "_elastic", updates)
+    monkeypatch.setattr(DCTStrategy, "training_step", lambda self, batch: {"loss": 2 * weight, "preds": [3 * weight]})
+    strategy.training_step(None)
+    updates.trains = False
+    output = strategy.training_step(None)
+    assert output["preds"] == [torch.tensor(3.0)]
+    assert not output["preds"][0].requires_grad
+    output["loss"].backward()
+    assert output["loss"].item() == 2.0
+    assert weight.grad is None
+
+
+class OneOther:
+    """A group of two, in which the other sends what a function makes of what this one does."""
+
+    def __init__(self, other: Any, text: str = "") -> None:
+        self.other, self.text = other, text
+        self.waited: list[float | None] = []
+
+    def gather(self, sent: torch.Tensor, patience_s: float | None = None) -> torch.Tensor | None:
+        self.waited.append(patience_s)
+        theirs = self.other(sent)
+        return None if theirs is None else torch.stack([theirs, sent])
+
+    def meet(self) -> bool:
+        return True
+
+    def agree(self) -> bool:
+        return True
+
+    def size(self) -> int:
+        return 2
+
+    def spread(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def spread_text(self, text: str) -> str:
+        return self.text
+
+
+@pytest.mark.parametrize("takes", [1000.0, float("inf")])
+def test_ranks_choose_settings_by_the_steps_that_the_first_one_expects(
+    strategy: DCTElasticStrategy, monkeypatch: pytest.MonkeyPatch, takes: float
+) -> None:
+    module: Any = torch.nn.Linear(2, 2)
+    module.trainer = SimpleNamespace(checkpoint_callbacks=[], estimated_stepping_batches=10)
+    monkeypatch.setattr(DCTElasticStrategy, "world_size", 2)
+    monkeypatch.setattr(DCTElasticStrategy, "global_rank", 1)
+    strategy._lightning_module = module
+    strategy.present = OneOther(lambda sent: torch.tensor(Header(*sent.tolist())._replace(rank=0)))  # type: ignore[assignment]
+    strategy.present.text = json.dumps([[], takes])  # type: ignore[attr-defined]
+    strategy._join()
+    assert strategy._agreed_steps() == takes
+
+
+def test_a_rank_can_join_after_something_is_unfrozen() -> None:
+    peer, joiner = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    joiner.weight.requires_grad_(False)
+    config = DCTConfig()
+    compare_settings(settings_of(peer, config, 1), settings_of(joiner, config, 1))
+    peer.bias.requires_grad_(False)
+    train_only(joiner, trained_names(peer))
+    assert joiner.weight.requires_grad
+    assert not joiner.bias.requires_grad
+    with pytest.raises(ValueError, match="settings of this rank differ"):
+        compare_settings(settings_of(peer, config, 1), settings_of(torch.nn.Linear(3, 2), config, 1))
+
+
+def test_ranks_wait_for_the_slowest_to_read_its_checkpoint() -> None:
+    checkpoint = {"state_dict": {"w": torch.ones(3)}, "global_step": 5}
+    alike = OneOther(lambda sent: sent)
+    compare_starts(alike, checkpoint, 0, "x.ckpt", 300.0)  # type: ignore[arg-type]
+    assert alike.waited == [300.0]
+    with pytest.raises(ValueError, match="different checkpoints"):
+        compare_starts(OneOther(lambda sent: sent + 1), checkpoint, 0, "x.ckpt", 300.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [None, {"checkpoint": {"of": "a peer"}}])
+def test_ranks_meet_again_if_one_goes_while_it_reads_its_checkpoint(
+    strategy: DCTElasticStrategy, monkeypatch: pytest.MonkeyPatch, given: Any
+) -> None:
+    read, answers = {"state_dict": {"w": torch.ones(3)}, "global_step": 5}, [False, True]
+    strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(state=SimpleNamespace(fn=TrainerFn.FITTING)))  # type: ignore[assignment]
+    strategy.present = OneOther(lambda sent: sent if answers.pop(0) else None)  # type: ignore[assignment]
+    monkeypatch.setattr(DCTElasticStrategy, "global_rank", 0)
+    monkeypatch.setattr(DCTStrategy, "load_checkpoint", lambda *_: read)
+    monkeypatch.setattr(strategy, "_join", lambda: setattr(strategy, "_given", given))
+    assert strategy.load_checkpoint("x.ckpt") == (given["checkpoint"] if given else read)
+    assert answers == ([True] if given else [])
+
+
+@pytest.mark.parametrize("search", [LearningRateFinder, BatchSizeFinder])
+def test_searches_are_refused_before_anything_is_set_up(strategy: DCTElasticStrategy, search: Any) -> None:
+    strategy._lightning_module = SimpleNamespace(automatic_optimization=True)  # type: ignore[assignment]
+    trainer: Any = SimpleNamespace(state=SimpleNamespace(fn=TrainerFn.FITTING), callbacks=[search()])
+    with pytest.raises(ValueError, match=f"cannot run `{search.__name__}`.* Run the search first"):
+        strategy.setup(trainer)

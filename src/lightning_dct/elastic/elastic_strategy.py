@@ -10,6 +10,7 @@ and a reduction of logged values wait for nobody. So every rank evaluates all th
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import zlib
@@ -24,17 +25,23 @@ import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dct.__about__ import __version__
-from lightning_dct.agreement import describe_parameters
 from lightning_dct.callbacks.evaluations import EvaluationJoin
-from lightning_dct.callbacks.requirements import InternalCallback
+from lightning_dct.callbacks.requirements import InternalCallback, expected_steps
 from lightning_dct.callbacks.run_advice import RunAdvice
-from lightning_dct.checksums import checksum_of
 from lightning_dct.elastic.elastic_updates import ElasticUpdates, Header, gathering, refuse_dtypes
+from lightning_dct.elastic.joining import (
+    compare_settings,
+    compare_starts,
+    refuse_searches,
+    settings_of,
+    train_only,
+    trained_names,
+)
 from lightning_dct.elastic.launcher import RestartingLauncher
 from lightning_dct.elastic.present import LIGHTHOUSE, PresentRanks, import_torchft
 from lightning_dct.elastic.supervisor import RESTARTED
@@ -91,7 +98,8 @@ class DCTElasticStrategy(DCTStrategy):
         self._given: Mapping[str, Any] | None = None
         self._marked = self._seconds = 0.0  # since the last optimizer step, without what is not training
         self._trained: bool | None = None  # whether the step of this batch was; None if it has none
-        self._loss = torch.zeros(())
+        self._steps = math.inf  # that the run is expected to take
+        self._last: dict[str, Any] = {"loss": torch.zeros(())}  # what the last step has returned
 
     # Ranks, and what they do together.
 
@@ -157,6 +165,8 @@ class DCTElasticStrategy(DCTStrategy):
         module = self._module
         if not module.automatic_optimization:
             raise ValueError("`strategy='dct_elastic'` needs automatic optimization. Use `strategy='dct'`.")
+        if trainer.state.fn == TrainerFn.FITTING:
+            refuse_searches(trainer)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             # Before the view of the shared weights, too.
@@ -187,7 +197,8 @@ class DCTElasticStrategy(DCTStrategy):
     def _join(self) -> None:
         """Take the state of a peer if the run has begun; else wait for the other ranks and start alike."""
         present, began, trainer = self.present, time.monotonic(), self._module.trainer
-        settings = zlib.crc32(repr(self._settings()).encode())
+        # Ranks that start together train the same parameters, too.
+        settings = zlib.crc32(repr((self._settings(), trained_names(self._module))).encode())
         restarted = os.environ.get(RESTARTED) == "1"
         while True:
             late = time.monotonic() - began > START_S
@@ -210,36 +221,30 @@ class DCTElasticStrategy(DCTStrategy):
                     same = tensor.detach().contiguous()
                     present.spread(same)
                     tensor.detach().copy_(same)
-                folders = present.spread_text(json.dumps(checkpoint_folders(trainer)))
+                # Ranks may have more data or less than the first one.
+                steps = expected_steps(trainer) if self.given.left_out else math.inf
+                said = present.spread_text(json.dumps([checkpoint_folders(trainer), steps]))
                 if present.agree():
-                    use_checkpoint_folders(trainer, json.loads(folders))
+                    folders, self._steps = json.loads(said)
+                    use_checkpoint_folders(trainer, folders)
                     break
             elif late and restarted:
                 raise RuntimeError("This rank was started again, and the others have finished or are gone.")
             time.sleep(0.2)
         if self._given is not None:
-            theirs, own = self._given["settings"], self._settings()
-            if theirs["fit"] != own["fit"]:
-                raise ValueError(
-                    f"This rank is in fit {own['fit']} of its process, and the run that it would join is in fit"
-                    f" {theirs['fit']}. Use a script for each fit, or let all ranks end each fit at the same step."
-                    " A rank that is started again can join the first fit only."
-                )
-            if theirs != own:
-                raise ValueError(
-                    f"The settings of this rank differ from the settings of the run that it joins. The run has"
-                    f" {theirs}, and this rank has {own}. Use the same on all ranks."
-                )
+            compare_settings(self._given["settings"], self._settings())
+            train_only(self._module, self._given["trained"])
+            self._steps = self._given["steps"]
             use_checkpoint_folders(trainer, self._given["folders"])
             restore_from(trainer, dict(self._given["checkpoint"]))
         said = "has joined a run" if self._given is not None else "starts"
         print(f"lightning_dct: rank {self.global_rank} {said}, {present.size()} ranks are present.", flush=True)
 
     def _settings(self) -> dict[str, str]:
-        parameters = zlib.crc32(repr(describe_parameters(self._module)).encode())
-        chosen = {name: repr(value) for name, value in vars(self.given.config).items() if name != "kernel"}
-        versions = {"lightning_dct": __version__, "torch": torch.__version__}
-        return {**chosen, **versions, "parameters": f"{parameters:x}", "fit": str(self.fits)}
+        return settings_of(self._module, self.given.config, self.fits)
+
+    def _agreed_steps(self) -> float:
+        return self._steps
 
     def _give(self) -> dict[str, Any]:
         """This rank's state for a peer, at a meeting: nothing in it changes before the meeting ends."""
@@ -252,7 +257,8 @@ class DCTElasticStrategy(DCTStrategy):
         with weights.in_model():
             checkpoint = checkpoint_of(self._module.trainer)
         checkpoint[STATE_KEY] = state
-        said = {"settings": self._settings(), "folders": checkpoint_folders(self._module.trainer)}
+        said: dict[str, Any] = {"settings": self._settings(), "folders": checkpoint_folders(self._module.trainer)}
+        said |= {"trained": trained_names(self._module), "steps": self._steps}
         return {**self._elastic.give(), **said, "checkpoint": checkpoint, "shared": shared}
 
     def _take(self, given: Mapping[str, Any]) -> None:
@@ -266,12 +272,13 @@ class DCTElasticStrategy(DCTStrategy):
     # Training.
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step; a rank that is behind or slow passes over it, with the last loss and no gradients."""
+        """Run the user's step; a rank that is behind or slow passes over it, with the last output and no gradients."""
         if not self._elastic.trains:
-            return self._loss.clone().requires_grad_()
+            return {**self._last, "loss": self._last["loss"].clone().requires_grad_()}
         output = super().training_step(*args, **kwargs)
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        self._loss = loss.detach() if isinstance(loss, Tensor) else self._loss
+        if output is not None:
+            told = output if isinstance(output, Mapping) else {"loss": output}
+            self._last = apply_to_collection(dict(told), Tensor, Tensor.detach)
         return output
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
@@ -362,16 +369,10 @@ class DCTElasticStrategy(DCTStrategy):
         with self._by_itself():
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if self._module.trainer.state.fn == TrainerFn.FITTING:
-            tensors = [value for value in checkpoint["state_dict"].values() if isinstance(value, Tensor)]
-            digest = zlib.crc32(repr([checksum_of(tensor) for tensor in tensors]).encode())
-            # In a header's fields, because another rank may send one in this meeting.
-            said = Header(digest, int(checkpoint["global_step"]), 0, 0, 0)
-            seen = self.present.gather(torch.tensor(said, dtype=torch.int64))
-            if seen is None or bool((seen != seen[0]).any()):
-                raise ValueError(
-                    f"The ranks start with different checkpoints; that of rank {self.global_rank} is"
-                    f" {checkpoint_path}. Copy the same file and folder to every machine."
-                )
+            while not compare_starts(self.present, checkpoint, self.global_rank, checkpoint_path, START_S):
+                self._join()  # with a rank that is started again; the others may have begun meanwhile
+                if self._given is not None:
+                    return dict(self._given["checkpoint"])
         return checkpoint
 
 

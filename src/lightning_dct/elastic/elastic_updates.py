@@ -225,7 +225,8 @@ class ElasticUpdates(UpdateSynchronizer):
                 + ", ".join(f"rank {h.rank}: {h.num_bytes} bytes" for h in headers)
                 + "). Use the same model, settings and version of lightning_dct on every rank."
             )
-        if own.step < step:  # a rank that has stopped in the warm-up reads what the others send after it
+        if own.step < step:  # a rank that is behind reads what the others send with the settings that they have by now
+            self._choose_settings(step)
             buckets = self._plans(rounds, step)
         sends = own.step == step and own.trained > 0
         self.memory.begin(1.0, refresh=False)
@@ -242,6 +243,8 @@ class ElasticUpdates(UpdateSynchronizer):
         if not present.agree() or rows is None:
             parts = [(names, plan, payload) for (names, plan), payload in zip(buckets, payloads, strict=bool(payloads))]
             self._unsure = (this_round, quorum, parts) if sends else None
+            if own.step < step:  # the next exchange may be with others that are behind, too
+                self._choose_settings(own.step)
             return
         self._commit()
         senders = [place for place, header in enumerate(headers) if header.step == step and header.trained > 0]
@@ -293,6 +296,11 @@ class ElasticUpdates(UpdateSynchronizer):
         bucket = self.weights.bucket(names)
         assert bucket is not None  # others are refused
         return bucket
+
+    def _choose_settings(self, step: int) -> None:
+        """Take the settings in which ranks at this step have made it."""
+        if self.run_settings is not None:
+            self._change(self.run_settings.at(step - 1))
 
     def _plans(self, rounds: Rounds, step: int) -> list[tuple[list[str], BucketPlan]]:
         length = self._length(step)

@@ -14,6 +14,7 @@ import logging
 import os
 import socket
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -34,8 +35,11 @@ VERSION = "0.2.0"
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 # A rank that is not heard of for so long is gone: half a second is not enough where two cores run four ranks.
 HEARTBEAT_S = 2.0
-# How long a collective or a transfer may wait for a rank that has stopped since the quorum.
-TRANSFER_S = 8.0
+# How long a collective or a transfer may wait for a rank that has stopped since the quorum: at first, and at most after
+# some have timed out, because a rank cannot tell one that has stopped from a slow link.
+TRANSFER_S, LONGEST_TRANSFER_S = 8.0, 512.0
+# How many failed meetings in a row bring one more warning.
+WARN_EVERY = 10
 # A lighthouse that has not answered gets less time, because each exchange asks it again.
 UNLIT_S = 2.0
 # How long a rank waits for the others' next exchange, which may be a validation away; and how often it looks meanwhile
@@ -78,6 +82,7 @@ class PresentRanks:
     Attributes:
         lost: Meetings of this rank that have brought nothing.
         trouble: Why the last of them has not.
+        transfer_s: How long a collective or a transfer may wait, in seconds.
     """
 
     def __init__(self, rank: int, lighthouse: str, give: Callable[[], Any], take: Callable[[Any], None]) -> None:
@@ -89,6 +94,7 @@ class PresentRanks:
         self._lighthouse, self._is_lit = lighthouse, True
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._group = torchft.ProcessGroupGloo(timeout=timedelta(seconds=TRANSFER_S))
+        self._transport = _transport(host)
         self._manager = torchft.Manager(
             pg=self._group,
             load_state_dict=take,
@@ -106,13 +112,14 @@ class PresentRanks:
             # Quorums are in the order of these names, so the lowest rank that is present comes first.
             replica_id=f"{rank:06}",
             hostname=host,
-            checkpoint_transport=_transport(host),
+            checkpoint_transport=self._transport,
             init_sync=False,
         )
         _tell_quorums_apart(self._manager, self._group)
         self._size, self._rank = 1, 0
-        self.lost = 0
+        self.lost = self._failed_in_a_row = 0
         self.trouble = ""
+        self.transfer_s = TRANSFER_S
 
     def size(self) -> int:
         """The number of ranks in the last quorum."""
@@ -147,11 +154,17 @@ class PresentRanks:
         self.lost += 1
         return False
 
-    def gather(self, sent: Tensor) -> Tensor | None:
-        """What all ranks of the meeting have sent, by rank: shape ``[ranks, *sent.shape]``; None if that has failed."""
+    def gather(self, sent: Tensor, patience_s: float | None = None) -> Tensor | None:
+        """What all ranks of the meeting have sent, by rank: shape ``[ranks, *sent.shape]``; None if that has failed.
+
+        ``patience_s`` is how long to wait for the others, by default as for any transfer.
+        """
         received = [torch.empty_like(sent) for _ in range(self._size)]
+        options = AllgatherOptions()
+        if patience_s is not None:
+            options.timeout = timedelta(seconds=patience_s)
         try:
-            self._group.allgather([received], [sent], AllgatherOptions()).wait()
+            self._group.allgather([received], [sent], options).wait()
         except Exception as error:
             self._manager.report_error(error)
             return None
@@ -180,12 +193,31 @@ class PresentRanks:
         failed = self._manager.errored()
         try:
             if self._manager.should_commit():
+                self._failed_in_a_row = 0
                 return True
         except Exception as error:
             failed = error
         self.trouble = _first_line(failed) if failed else "a rank has left"
         self.lost += 1
+        if "timed out" in self.trouble.lower():
+            self._allow_more_time()
+        if self._failed_in_a_row % WARN_EVERY == 0:
+            warnings.warn(
+                f"An exchange has failed: {self.trouble}. Nothing is lost. This rank tries again at the next one, in"
+                f" which a transfer may take {self.transfer_s:g} seconds. If this goes on, check the links between the"
+                " ranks, or send less with a lower `density`.",
+                stacklevel=2,
+            )
+        self._failed_in_a_row += 1
         return False
+
+    def _allow_more_time(self) -> None:
+        """Let transfers take twice as long from the next group on."""
+        self.transfer_s = min(2 * self.transfer_s, LONGEST_TRANSFER_S)
+        longer = timedelta(seconds=self.transfer_s)
+        self._group.set_timeout(longer)
+        self._manager._timeout = longer
+        self._transport._checkpoint_lock.timeout = self.transfer_s  # for which a giver waits for its reader
 
     def forget(self) -> None:
         """Be behind again: a peer had nothing to give."""
