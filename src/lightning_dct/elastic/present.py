@@ -37,7 +37,7 @@ LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 HEARTBEAT_S = 2.0
 # How long a collective or a transfer may wait for a rank that has stopped since the quorum: at first, and at most after
 # some have timed out, because a rank cannot tell one that has stopped from a slow link.
-TRANSFER_S, LONGEST_TRANSFER_S = 8.0, 512.0
+TRANSFER_S, LONGEST_TRANSFER_S = 8.0, 128.0
 # How many failed meetings in a row bring one more warning.
 WARN_EVERY = 10
 # A lighthouse that has not answered gets less time, because each exchange asks it again.
