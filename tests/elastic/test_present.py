@@ -2,12 +2,13 @@
 
 import warnings
 from datetime import timedelta
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lightning_dct.elastic.present import LONGEST_TRANSFER_S, TRANSFER_S, PresentRanks
+from lightning_dct.elastic.present import LONGEST_TRANSFER_S, TRANSFER_S, PresentRanks, _transport, import_torchft
 
 
 def meeting(error: str) -> tuple[PresentRanks, Any]:
@@ -57,3 +58,22 @@ def test_the_first_failure_of_a_streak_warns_and_some_later_ones() -> None:
     assert len(caught) == 3
     assert "Connection closed by peer" in str(caught[0].message)
     assert "lower `density`" in str(caught[0].message)
+
+
+@pytest.mark.skipif(find_spec("torchft") is None, reason="torchft has wheels for some platforms only")
+def test_a_peer_that_reads_for_too_long_can_read_again() -> None:
+    import_torchft()
+    transport = _transport("127.0.0.1")
+    lock = transport._checkpoint_lock
+    transport.send_checkpoint([1], 1, {}, timedelta(seconds=1))
+    lock.r_acquire()
+    lock.timeout = 0.01
+    with pytest.raises(TimeoutError):
+        transport.disallow_checkpoint()
+    transport.send_checkpoint([1], 2, {}, timedelta(seconds=1))
+    lock.r_release()
+    transport.disallow_checkpoint()
+    transport.send_checkpoint([1], 3, {}, timedelta(seconds=1))
+    with lock.r_lock():
+        assert transport._step == 3
+    transport.shutdown()

@@ -268,6 +268,16 @@ def _transport(host: str) -> Any:
     port = made._server.socket.getsockname()[1]
     made.address = lambda: f"http://{host}:{port}/checkpoint/"  # its own is a name, which peers may not know
     made._server.RequestHandlerClass.log_message = lambda *_: None
+    disallow = made.disallow_checkpoint
+
+    def disallow_or_leave() -> None:
+        try:
+            disallow()
+        except TimeoutError:
+            made._disallowed = False  # or it would release the lock of a slow reader, and never give again
+            raise
+
+    made.disallow_checkpoint = disallow_or_leave
     return made
 
 
