@@ -9,11 +9,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-UInt64Array = npt.NDArray[np.uint64]
+from lightning_dct.embedding.initial import GOLDEN, mix
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_FIRST_MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9)
-_SECOND_MULTIPLIER = np.uint64(0x94D049BB133111EB)
+UInt64Array = npt.NDArray[np.uint64]
 
 
 def hash_counters(seed: int, *counters: npt.ArrayLike) -> UInt64Array:
@@ -21,21 +19,10 @@ def hash_counters(seed: int, *counters: npt.ArrayLike) -> UInt64Array:
 
     The order of the counters matters. Put small shapes first: each is absorbed at the shape reached so far.
     """
-    state = np.array([seed % 2**64], dtype=np.uint64)
-    state = _mix(state + _GOLDEN)
+    state = mix(np.array([seed % 2**64], dtype=np.uint64) + GOLDEN)
     for counter in counters:
         # Plus one, so that the counter 0 moves the state too.
-        state = _mix(state + (np.atleast_1d(counter).astype(np.uint64) + np.uint64(1)) * _GOLDEN)
-    return state
-
-
-def _mix(state: UInt64Array) -> UInt64Array:
-    """Scramble 64-bit words in place (a bijection) and return them."""
-    state ^= state >> np.uint64(30)
-    state *= _FIRST_MULTIPLIER
-    state ^= state >> np.uint64(27)
-    state *= _SECOND_MULTIPLIER
-    state ^= state >> np.uint64(31)
+        state = mix(state + (np.atleast_1d(counter).astype(np.uint64) + np.uint64(1)) * GOLDEN)
     return state
 
 

@@ -73,7 +73,6 @@ class AccordionSchedule(Callback):
             )
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Set the density of the current interval."""
         _set_density(trainer, self.density)
         self._begun = min(self._begun, self._now(trainer))
 
@@ -112,7 +111,6 @@ class AccordionSchedule(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the interval."""
         self.density = state_dict["density"]
         self._begun, self._rates = state_dict["begun"], list(state_dict["rates"])
         self._previous_norm, self._sum = state_dict["previous_norm"], dict(state_dict["sum"])
@@ -159,7 +157,6 @@ class ErrorAveraging(Callback):
             raise MisconfigurationException("`ErrorAveraging` needs residuals of ranks: use `exchange='all_gather'`.")
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_index: int) -> None:
-        """Note the step."""
         self._synchronised_before = trainer.strategy.synchronizer.synchronisations
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:

@@ -32,7 +32,6 @@ class ScoredModule(LightningModule):
         self.score("test", batch)
 
     def score(self, stage: str, batch: Any) -> None:
-        """Log the figures of a batch."""
         self.log_means(stage, *self.figures(batch))
 
     def log_means(self, stage: str, figures: dict[str, Tensor], count: int) -> None:

@@ -94,11 +94,9 @@ class TrainingStream:
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """The position, which Lightning keeps in its checkpoints."""
         return {"position": self._position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from a saved position."""
         self._position = state["position"]
 
 
@@ -192,7 +190,6 @@ class ShuffledRows(RowData):
         self.parts = {}
 
     def rows(self, numbers: Rows) -> Batch:
-        """The rows with these numbers, as a batch."""
         raise NotImplementedError
 
     def num_rows(self, part: str) -> int:

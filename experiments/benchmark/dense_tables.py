@@ -45,7 +45,6 @@ class DenseTables(ShardedEmbeddingBags):
         return values_num_bytes(self.row_format, entries) + row_scales_num_bytes(self.row_format, num_rows)
 
     def decode(self, data: Tensor, num_rows: int) -> Tensor:
-        """Undo :meth:`encode`."""
         entries = num_rows * self.embedding_dim
         if self.row_format in ("fp32", "fp16"):
             values = data.view(torch.float32 if self.row_format == "fp32" else torch.float16).to(torch.float32)
@@ -115,7 +114,6 @@ class TorchRecTables(nn.Module):
         self._table_rows, self._dim, self._row_format = table_rows, embedding_dim, row_format
 
     def materialize(self) -> None:
-        """Make this rank's tables."""
         from fbgemm_gpu.split_embedding_configs import EmbOptimType
         from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
         from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry

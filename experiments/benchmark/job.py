@@ -92,7 +92,6 @@ class Run:
 
     @property
     def link(self) -> Link:
-        """The link it was measured on."""
         return Link(self.megabits, self.delay_ms)
 
     @property
@@ -102,7 +101,6 @@ class Run:
 
     @property
     def compressing_ms(self) -> float:
-        """Milliseconds spent compressing, a step."""
         return MILLISECONDS * self.compressing_seconds / self.steps
 
     @property

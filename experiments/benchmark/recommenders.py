@@ -100,7 +100,6 @@ class ClickSteps(LightningModule):
             exchange.start = counted  # type: ignore[method-assign]
 
     def measured(self) -> dict[str, float]:
-        """The counts so far."""
         traffic = getattr(self.network.tables, "traffic", None)
         exchanging = traffic.totals.seconds if traffic else 0.0
         return {**self._sent, "exchange_seconds": exchanging, "cpu_seconds": process_time()}

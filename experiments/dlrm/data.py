@@ -215,9 +215,7 @@ class SyntheticClicks(RowData):
         return self.eval_rows
 
     def epoch_batches(self, world_size: int) -> int:
-        """Training batches between two validations."""
         return self.batches_per_epoch
 
     def evaluation_rows(self, part: str, rows: Rows) -> Batch:
-        """These rows of a part."""
         return self.teacher.batch(rows + FIRST_ROW[part])

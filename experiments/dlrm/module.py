@@ -93,7 +93,6 @@ class ClickModule(ScoredModule):
             self._build()
 
     def forward(self, dense: Tensor, categorical: Tensor) -> Tensor:
-        """Logits ``[batch]``; see :class:`dlrm.model.DLRM`."""
         return self.network(dense, categorical)
 
     def figures(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
@@ -107,7 +106,6 @@ class ClickModule(ScoredModule):
             self.log("test/best_auc", self.best_auc)
 
     def score(self, stage: str, batch: dict[str, Tensor]) -> None:
-        """Log the figures of a batch, and the scores of all rows."""
         labels = batch["label"]
         # A rank may have an empty batch at the end of the data.
         if not len(labels):

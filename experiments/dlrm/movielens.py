@@ -112,7 +112,6 @@ class MovieLens(ShuffledRows):
             download(self.root)
 
     def setup(self, stage: str | None = None) -> None:
-        """Read, split and encode the ratings."""
         if self.parts:
             return
         users, films = read_users(self.root), read_films(self.root)

@@ -66,11 +66,9 @@ class Line(NamedTuple):
     fields: list[str]
 
     def bad(self, problem: str) -> BadLineError:
-        """The error that names this line."""
         return BadLineError(f"{self.file}, line {self.number}: {problem}")
 
     def integer(self, place: int, what: str) -> int:
-        """A field as a whole number."""
         text = self.fields[place]
         try:
             number = float(text)

@@ -36,7 +36,6 @@ class DelayedWire(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Carry frames until the wire is closed."""
         while True:
             wait = None if not self._travelling else max(0.0, self._travelling[0][0] - time.monotonic())
             ready, _, _ = select.select([*self._ends, self._closing], [], [], wait)
@@ -53,7 +52,6 @@ class DelayedWire(threading.Thread):
                             os.write(end, frame)
 
     def close(self) -> None:
-        """Stop carrying, and remove the interfaces."""
         os.write(self._closed, b"x")
         self.join()
         for end in (*self._ends, self._closing, self._closed):

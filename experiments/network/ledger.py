@@ -38,7 +38,6 @@ class Sent:
 
     @property
     def counted(self) -> int:
-        """Counted bytes of all kinds."""
         return self.gradients + self.inside + self.evaluation
 
 

@@ -58,7 +58,6 @@ class _Output(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Read until the host closes its output."""
         for line in self._stream:
             self.last.append(line)
             if self._show is not None:

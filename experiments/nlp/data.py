@@ -132,11 +132,9 @@ class TextData(TokenRows):
         self.bytes_per_token: dict[str, float] = {}
 
     def read(self) -> bytes:
-        """The whole text."""
         return CORPORA[self.corpus]() if self.path is None else Path(self.path).read_bytes()
 
     def training_text(self) -> bytes:
-        """The training part."""
         return self._parts()["train"]
 
     def num_rows(self, stage: str) -> int:
@@ -144,7 +142,6 @@ class TextData(TokenRows):
         return -(-(len(self.tokens[stage]) - 1) // self.context_length)
 
     def setup(self, stage: str | None = None) -> None:
-        """Tokenize the three parts."""
         if self.tokens:
             return
         parts = self._parts()
@@ -168,7 +165,6 @@ class TextData(TokenRows):
             )
 
     def training_rows(self, rows: Rows) -> Batch:
-        """Cut the training windows with these global numbers."""
         tokens = self.tokens["train"]
         starts = hash_counters(self.seed, rows) % np.uint64(len(tokens) - self.context_length)
         window = tokens[starts.astype(np.int64)[:, None] + np.arange(self.context_length + 1)]

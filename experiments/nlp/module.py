@@ -49,7 +49,6 @@ class LanguageModule(TokenModule):
         self.build_when_sized()
 
     def make_network(self, pieces: int, split: dict[str, Any]) -> nn.Module:
-        """Make the network with the sizes of the hyperparameters."""
         names = (*self.size_names, "num_layers", "width", "num_heads", "dropout", "tie_weights", "embedding_gain")
         sizes = {name: self.hparams[name] for name in names}
         return TransformerLanguageModel(**sizes, pieces=pieces, split=split)
@@ -62,7 +61,6 @@ class LanguageModule(TokenModule):
         return token_figures(self(batch["inputs"]), batch["targets"])
 
     def score(self, stage: str, batch: dict[str, Tensor]) -> None:
-        """Log the loss of a batch, also in bits a byte of text."""
         figures, count = self.figures(batch)
         bits = figures["loss"] / math.log(2) / self.trainer.datamodule.bytes_per_token[stage]
         self.log_means(stage, {**figures, "bits_per_byte": bits}, count)

@@ -44,7 +44,6 @@ class TokenModule(ScoredModule):
         """Make the network, all sizes known, in so many pieces with split points of these settings between them."""
 
     def build_when_sized(self) -> None:
-        """Build the network if no size is missing."""
         if all(self.hparams[name] is not None for name in self.size_names):
             split = dict(self.hparams.split or {})
             pieces = split.pop("pieces", 1)

@@ -25,7 +25,6 @@ class ByteTokenizer:
         return np.frombuffer(text, dtype=np.uint8).astype(np.int64), 0
 
     def decode(self, tokens: npt.NDArray[np.int64]) -> str:
-        """Give the text of tokens."""
         return tokens.astype(np.uint8).tobytes().decode(errors="replace")
 
 
@@ -88,5 +87,4 @@ class BytePairTokenizer:
         return np.concatenate([np.asarray(line.ids, dtype=np.int64) for line in encoded]), len(text) - valid_bytes
 
     def decode(self, tokens: npt.NDArray[np.int64]) -> str:
-        """Give the text of tokens."""
         return self._tokenizer.decode(tokens.tolist())

@@ -62,12 +62,10 @@ class TranslationModule(TokenModule):
         self.build_when_sized()
 
     def make_network(self, pieces: int, split: dict[str, Any]) -> nn.Module:
-        """Make the network with the sizes of the hyperparameters."""
         names = (*self.size_names, "num_layers", "width", "num_heads", "dropout", "tie_weights")
         return EncoderDecoder(**{name: self.hparams[name] for name in names}, pieces=pieces, split=split)
 
     def forward(self, source: Tensor, target_in: Tensor) -> Tensor:
-        """Logits ``[batch, time, vocabulary]``; see :class:`nlp.translation_model.EncoderDecoder`."""
         known = {"tokens": source} if reads_tokens(self.network) else {}
         return self.network(source, source=source, target_in=target_in, **known)
 

@@ -139,7 +139,6 @@ class ParallelText(TokenRows):
             )
 
     def training_text(self) -> bytes:
-        """The training part of both languages."""
         return "\n".join(text for pair in self.texts["train"] for text in pair).encode()
 
     def num_rows(self, stage: str) -> int:
@@ -147,7 +146,6 @@ class ParallelText(TokenRows):
         return len(self.parts[stage]["source"])
 
     def setup(self, stage: str | None = None) -> None:
-        """Tokenize the three parts and say what was left out."""
         if self.parts:
             return
         self.tokenizer = self.load_tokenizer(self.training_text())

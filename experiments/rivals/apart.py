@@ -72,7 +72,6 @@ class ApartStrategy(DDPStrategy):
 
     @property
     def their_ratio(self) -> float:
-        """The ratio of bytes as the method's authors count it."""
         return self.method.their_ratio()
 
     def setup(self, trainer: Trainer) -> None:

@@ -99,7 +99,6 @@ class Digits(DrawnData):
         self.save_hyperparameters(logger=False)
 
     def setup(self, stage: str | None = None) -> None:
-        """Draw the images."""
         settings = self.hparams
         count = settings.train_images + settings.val_images
         self.keep(settings.train_images, *draw_digits(count, settings.side, settings.noise, seed=0))

@@ -34,7 +34,6 @@ class Spirals(DrawnData):
         self.save_hyperparameters(logger=False)
 
     def setup(self, stage: str | None = None) -> None:
-        """Draw the points."""
         settings = self.hparams
         self.keep(settings.train_points, draw_spirals(settings.train_points + settings.val_points, seed=0))
 

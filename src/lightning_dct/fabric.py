@@ -235,7 +235,6 @@ class _NoBackwardSync(BackwardSyncControl):
     """Backward does not synchronise, so gradient accumulation has nothing to suspend."""
 
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
-        """Change nothing."""
         return nullcontext()
 
 

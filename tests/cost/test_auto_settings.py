@@ -11,10 +11,11 @@ from unittest.mock import DEFAULT, patch
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import ConcatDataset, DataLoader
 
+from distributed.test_resume import SaveAndStop
 from distributed.training import (
     Module,
     Noise,
@@ -58,15 +59,6 @@ def links(*rates: tuple[float, float], patience: int = NEVER, changed: float = 1
         patch.object(auto_settings, "CHANGED", changed),
     ):
         yield
-
-
-class Save(Callback):
-    def __init__(self, path: Path, after: int) -> None:
-        self.path, self.after = path, after
-
-    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, out: Any, batch: Any, index: int) -> None:
-        if trainer.global_step == self.after:
-            trainer.save_checkpoint(self.path)
 
 
 def data(times: int = 3) -> DataLoader:
@@ -223,7 +215,7 @@ def resumed(path: Path, strategy: dict[str, Any]) -> Any:
 
 
 def saving(path: Path, strategy: dict[str, Any], rates: Any) -> Any:
-    return decisions(rates, strategy, callbacks=[Save(path, 40)])
+    return decisions(rates, strategy, callbacks=[SaveAndStop(path, 40, stop=False)])
 
 
 @pytest.mark.parametrize(("rates", "strategy"), [([HOPELESS], {}), ([FAST], {"target_overhead": 1e6})])

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from unittest.mock import patch
 
 import numpy as np
@@ -185,12 +185,17 @@ class _FromAnyDevice(pickle.Pickler):
         return obj.cpu().__reduce_ex__(2) if isinstance(obj, torch.Tensor) and obj.is_cuda else NotImplemented
 
 
-def _serve(rank: int, world_size: int, port: int, pipe: Connection, log_path: Path) -> None:
-    log = log_path.open("w")
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
+def begin_rank(log: TextIO, rank: int, world_size: int, port: int) -> TextIO:
+    """In the process of a rank: write all output to a log, and make this rank known to torch."""
+    for stream in (1, 2):
+        os.dup2(log.fileno(), stream)
     sys.stdout = sys.stderr = log
     os.environ.update(elastic_environment(rank, world_size, port))
+    return log
+
+
+def _serve(rank: int, world_size: int, port: int, pipe: Connection, log_path: Path) -> None:
+    log = begin_rank(log_path.open("w"), rank, world_size, port)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
-from distributed.test_resume import twice_ten_batches
+from distributed.test_resume import SaveAndStop, twice_ten_batches
 from distributed.training import (
     Applied,
     Module,
@@ -184,17 +184,8 @@ def train_updates(path: Path, resume: bool) -> tuple[Run, float]:
     strategy = DCTStrategy(local_steps=2, density=0.1, warmup_steps=4)
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=6))
     module = Overflowing(True, everything=((1, 1), (3, 1), (13, 1)))
-    settings: dict[str, Any] = {"ckpt_path": path} if resume else {"callbacks": [SaveOnce(path)]}
+    settings: dict[str, Any] = {"ckpt_path": path} if resume else {"callbacks": [SaveAndStop(path, 10, stop=False)]}
     return fit(strategy, module, twice_ten_batches(), plugins=[plugin], **settings), plugin.scaler.get_scale()
-
-
-class SaveOnce(Callback):
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.fit_loop.epoch_loop.batch_progress.current.ready == 10:
-            trainer.save_checkpoint(self.path)
 
 
 def test_each_rank_resumes_with_its_own_loss_scale(ranks: Any, tmp_path: Path) -> None:

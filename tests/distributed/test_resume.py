@@ -35,15 +35,15 @@ SETTINGS: dict[str, Any] = {"density": 0.05, "refresh_every": 4}
 
 
 class SaveAndStop(Callback):
-    """Saves after so many batches and ends the run there."""
+    """Saves after so many batches and ends the run there, unless it is not to stop."""
 
-    def __init__(self, path: Path, after: int) -> None:
-        self.path, self.after = path, after
+    def __init__(self, path: Path, after: int, stop: bool = True) -> None:
+        self.path, self.after, self.stop = path, after, stop
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.fit_loop.epoch_loop.batch_progress.current.ready == self.after:
+        if trainer.fit_loop.total_batch_idx + 1 == self.after:
             trainer.save_checkpoint(self.path)
-            trainer.should_stop = True
+            trainer.should_stop = self.stop
 
 
 def saver(folder: Path, **settings: Any) -> ModelCheckpoint:

@@ -60,6 +60,11 @@ def step(
     updates.count(True, seconds)
 
 
+def train_and_meet(updates: ElasticUpdates, *of_step: Any) -> None:
+    step(updates, *of_step)
+    updates.exchange_updates()
+
+
 @pytest.fixture
 def gradient() -> torch.Tensor:
     return torch.randn(400)
@@ -79,8 +84,7 @@ def test_a_failed_exchange_changes_nothing(gradient: torch.Tensor) -> None:
 def test_a_rank_that_is_behind_keeps_what_the_others_have_not_added(gradient: torch.Tensor, added: bool) -> None:
     updates, present, parameter, optimizer = rank_of(torch.zeros(400), density=0.25, value_format="fp32")
     present.commits = False
-    step(updates, parameter, optimizer, gradient)
-    updates.exchange_updates()
+    train_and_meet(updates, parameter, optimizer, gradient)
     sent = gradient.abs() >= gradient.abs()[parameter.data != 0].topk(100).values[-1]
     theirs = torch.randn(400)
     given = {"step": 3, "commits": [(0, 1 if added else 9)], "history": 7, "buffers": {}}
@@ -98,8 +102,7 @@ def test_a_rank_that_is_behind_keeps_what_the_others_have_not_added(gradient: to
 def test_a_rank_that_has_missed_too_much_starts_with_nothing_held_back(gradient: torch.Tensor) -> None:
     updates, present, parameter, optimizer = rank_of(torch.zeros(400), density=0.25)
     present.commits = False
-    step(updates, parameter, optimizer, gradient)
-    updates.exchange_updates()
+    train_and_meet(updates, parameter, optimizer, gradient)
     theirs = torch.randn(400)
     updates.catch_up({"step": 300, "commits": [(200, 5)], "history": 7, "buffers": {}}, {"w": theirs})
     assert torch.equal(parameter.data, theirs)
@@ -117,8 +120,7 @@ def test_ranks_that_have_not_trained_are_not_counted_in_the_mean(gradient: torch
         )
 
     present.others = [silent]
-    step(updates, parameter, optimizer, gradient)
-    updates.exchange_updates()
+    train_and_meet(updates, parameter, optimizer, gradient)
     shared = updates.weights.shared("w")
     assert int((shared != 0).sum()) == 100
     torch.testing.assert_close(shared[shared != 0], -gradient[shared != 0])  # of one sender, not of two
@@ -129,8 +131,7 @@ def test_ranks_that_have_not_trained_are_not_counted_in_the_mean(gradient: torch
 def test_a_rank_that_has_not_trained_moves_as_the_others_do(gradient: torch.Tensor) -> None:
     updates, present, parameter, optimizer = rank_of(torch.zeros(400), density=0.25, value_format="fp32")
     other, _, theirs, their_optimizer = rank_of(torch.zeros(400), density=0.25, value_format="fp32")
-    step(other, theirs, their_optimizer, gradient)
-    other.exchange_updates()
+    train_and_meet(other, theirs, their_optimizer, gradient)
     answers = list(other.present.sent)  # type: ignore[attr-defined]
     present.others = [lambda _: answers.pop(0)]
     updates.before_step(optimizer)
@@ -154,8 +155,7 @@ def test_a_rank_that_has_stopped_in_the_warm_up_reads_what_is_sent_after_it(grad
     other.exchange_updates()
     answers = list(other.present.sent)  # type: ignore[attr-defined]
     present.others = [lambda _: answers.pop(0)]
-    step(updates, parameter, optimizer, gradient)
-    updates.exchange_updates()
+    train_and_meet(updates, parameter, optimizer, gradient)
     assert int((updates.weights.shared("w") != 0).sum()) == 100
     assert torch.equal(updates.weights.shared("w"), other.weights.shared("w"))
     assert updates.resume_at == 16
@@ -195,12 +195,10 @@ def test_a_rank_that_is_behind_reads_with_the_settings_of_the_step_in_which_othe
 @pytest.mark.parametrize("others", [1, 2])
 def test_ranks_that_have_met_apart_take_the_weights_of_the_most(gradient: torch.Tensor, others: int) -> None:
     updates, present, parameter, optimizer = rank_of(torch.zeros(400), density=0.25)
-    step(updates, parameter, optimizer, gradient)
-    updates.exchange_updates()  # alone
+    train_and_meet(updates, parameter, optimizer, gradient)  # alone
     shared, sent = updates.weights.shared("w").clone(), len(present.sent)
     present.others = [lambda header: torch.tensor(Header(*header.tolist())._replace(rank=1, history=5))] * others
-    step(updates, parameter, optimizer, gradient)
-    updates.exchange_updates()
+    train_and_meet(updates, parameter, optimizer, gradient)
     assert len(present.sent) == sent + 1  # the header
     assert torch.equal(updates.weights.shared("w"), shared)
     assert present.forgotten == (others == 2)
@@ -214,8 +212,7 @@ def other_rank(ready: int, row: torch.Tensor, history: int, step: int = 1) -> An
 
 def test_a_rank_that_leaves_hands_over_what_it_has_not_sent(gradient: torch.Tensor) -> None:
     updates, present, parameter, optimizer = rank_of(torch.zeros(400), density=0.25)
-    step(updates, parameter, optimizer, gradient)
-    updates.exchange_updates()  # alone
+    train_and_meet(updates, parameter, optimizer, gradient)  # alone
     shared, left = updates.weights.shared("w").clone(), (parameter.data - updates.weights.shared("w")).clone()
     assert left.abs().sum() > 0
     present.others = [other_rank(0, torch.zeros(400), updates._history)]
@@ -226,8 +223,7 @@ def test_a_rank_that_leaves_hands_over_what_it_has_not_sent(gradient: torch.Tens
 
 def test_the_others_take_what_a_rank_hands_over_and_send_nothing_then(gradient: torch.Tensor) -> None:
     updates, present, parameter, optimizer = rank_of(torch.zeros(400), density=0.25)
-    step(updates, parameter, optimizer, gradient)
-    updates.exchange_updates()
+    train_and_meet(updates, parameter, optimizer, gradient)
     step(updates, parameter, optimizer, gradient)
     shared, own, row = updates.weights.shared("w").clone(), parameter.data.clone(), torch.randn(400)
     present.others = [other_rank(2, row, updates._history)]
@@ -239,8 +235,7 @@ def test_the_others_take_what_a_rank_hands_over_and_send_nothing_then(gradient: 
 
 def test_nothing_is_handed_over_while_a_rank_joins(gradient: torch.Tensor) -> None:
     updates, present, parameter, optimizer = rank_of(torch.zeros(400), density=0.25)
-    step(updates, parameter, optimizer, gradient)
-    updates.exchange_updates()
+    train_and_meet(updates, parameter, optimizer, gradient)
     shared, sent = updates.weights.shared("w").clone(), len(present.sent)
     present.others = [other_rank(0, torch.zeros(400), updates._history, step=-1)]
     updates.hand_over()
@@ -251,8 +246,7 @@ def test_nothing_is_handed_over_while_a_rank_joins(gradient: torch.Tensor) -> No
 def test_a_joiner_delays_what_the_others_send(gradient: torch.Tensor) -> None:
     updates, present, parameter, optimizer = rank_of(torch.zeros(400), density=0.25)
     present.others = [lambda sent: torch.tensor(Header(1, -1, 0, 0, 0))]
-    step(updates, parameter, optimizer, gradient)
-    updates.exchange_updates()
+    train_and_meet(updates, parameter, optimizer, gradient)
     assert len(present.sent) == 1  # the header
     assert torch.equal(parameter.data, -gradient)
     assert torch.equal(updates.weights.shared("w"), torch.zeros(400))
@@ -303,11 +297,9 @@ def test_after_every_step_the_mean_is_lengthened_as_by_dct(gradient: torch.Tenso
         return answers.pop(0)
 
     present.others = [of_the_other]
-    step(other, theirs, their_optimizer, 1.0 - mine)
-    other.exchange_updates()
+    train_and_meet(other, theirs, their_optimizer, 1.0 - mine)
     answers = list(other.present.sent)  # type: ignore[attr-defined]
-    step(updates, parameter, optimizer, mine)
-    updates.exchange_updates()
+    train_and_meet(updates, parameter, optimizer, mine)
     rounds = updates._the_rounds
     assert rounds.cosine.value == 512  # the mean of 1024, which is taken at first, and of none
     assert rounds.cosine.lengthening(2) == pytest.approx((2 / 1.5) ** 0.5)

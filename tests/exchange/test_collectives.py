@@ -1,5 +1,4 @@
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,14 +17,6 @@ from lightning_dct.exchange.collectives import (
 from lightning_dct.exchange.compressed import AllGather
 from lightning_dct.sync.gradients import GradientSynchronizer
 from lightning_dct.traffic import Traffic
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
-    """This process alone: the collectives are the real ones."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def test_all_gather_by_its_older_name(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:

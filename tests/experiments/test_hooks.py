@@ -1,7 +1,6 @@
 import gc
 import math
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,14 +22,6 @@ from rivals.hooks import (
 from rivals.top_k import TopKSynchronizer
 
 STEPS, DENSE_STEPS = 6, 3
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
-    """A group of this process alone: nothing is sent, but hooks run and entries are counted."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def network() -> nn.Module:

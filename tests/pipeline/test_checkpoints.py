@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
+from distributed.test_resume import SaveAndStop
 from distributed.training import trainer_for
 from lightning_dct import DCTStrategy
 from pipeline.split_models import (
@@ -26,18 +27,6 @@ SPLIT = {"density": 0.2, "forward_format": "int8", "refresh_every": 3}
 SUBSPACE = {"kind": "subspace", "rank": 7, "num_tokens": 2}
 COMPRESSED = {"compress": "gradients", "density": 0.2, "min_tensor_size": 1, "refresh_every": 4}
 ADAM: dict[str, Any] = {"optimizer": torch.optim.Adam, "optimizer_settings": {"lr": 0.01}}
-
-
-class SaveAndStop(Callback):
-    """Saves after so many batches and ends the run there."""
-
-    def __init__(self, path: Path, after: int) -> None:
-        self.path, self.after = path, after
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.fit_loop.total_batch_idx + 1 == self.after:
-            trainer.save_checkpoint(self.path)
-            trainer.should_stop = True
 
 
 def run(

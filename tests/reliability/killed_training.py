@@ -2,7 +2,6 @@
 
 import logging
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
-from distributed.harness import elastic_environment
+from distributed.harness import begin_rank
 from distributed.training import Module, Noise, perceptron, trainer_for
 from embedding.growing import Growing
 from embedding.hybrid import Batches, Hybrid
@@ -160,11 +159,7 @@ class Reporting(Callback):
 
 def train(rank: int, world_size: int, port: int, kind: str, folder: Path, pipe: Connection) -> None:
     """One rank: go on from the last checkpoint in the folder if there is one, and leave there what comes out."""
-    log = (folder / f"rank-{rank}.log").open("a")
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
-    sys.stdout = sys.stderr = log
-    os.environ.update(elastic_environment(rank, world_size, port))
+    log = begin_rank((folder / f"rank-{rank}.log").open("a"), rank, world_size, port)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

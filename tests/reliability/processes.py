@@ -1,7 +1,6 @@
 """Runs a function as every rank of a job that may not survive it, and says how each of them ended."""
 
 import os
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -9,7 +8,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distributed.harness import elastic_environment, free_port, started
+from distributed.harness import begin_rank, free_port, started
 
 
 class Ended(NamedTuple):
@@ -56,11 +55,7 @@ def run_to_the_end(
 def _run(
     rank: int, world_size: int, port: int, path: Path, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
-    log = path.open("w")
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
-    sys.stdout = sys.stderr = log
-    os.environ.update(elastic_environment(rank, world_size, port))
+    log = begin_rank(path.open("w"), rank, world_size, port)
     import torch
 
     torch.set_num_threads(1)

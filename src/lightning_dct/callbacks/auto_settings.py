@@ -192,7 +192,6 @@ class AutoSettings(RunAdvice):
         self._is_resumed = True
 
     def _forget(self) -> None:
-        """Begin to time steps anew."""
         self._window = StepClock(skipped=1, fewest=1)
         self._usual: StepCosts | None = None
         self._agreed_later = None

@@ -26,16 +26,9 @@ from lightning_dct.checksums import bytes_of, with_checksum, without_checksum
 INDEX = "index"
 
 
-class LazyRows(NamedTuple):
-    """Rows that are made when they are written, so that not all of them exist at once."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    make: Callable[[], Tensor]
-
-
-# One rank's pieces of a tensor: the tensor's number of rows, and the pieces by their first row.
-Pieces = tuple[int, Mapping[int, Tensor | LazyRows]]
+# One rank's pieces of a tensor: the tensor's number of rows, and the pieces by their first row. A function makes its
+# rows when they are written, so that not all of them exist at once.
+Pieces = tuple[int, Mapping[int, Tensor | Callable[[], Tensor]]]
 
 
 class SavedPiece(NamedTuple):
@@ -83,7 +76,7 @@ def _write_pieces(folder: str, tensors: Mapping[str, Pieces], rank: int) -> dict
         offset = 0
         for name, (num_rows, pieces) in tensors.items():
             for start, rows in pieces.items():
-                whole = rows.make() if isinstance(rows, LazyRows) else rows
+                whole = rows if isinstance(rows, Tensor) else rows()
                 data = bytes_of(whole)
                 shape, dtype = [num_rows, *whole.shape[1:]], str(whole.dtype).removeprefix("torch.")
                 tensor = index.setdefault(name, {"dtype": dtype, "shape": shape, "pieces": []})

@@ -21,7 +21,7 @@ from lightning_dct.config import DCTConfig
 from lightning_dct.cost.workload import Workload
 from lightning_dct.exchange.compressed import link_traversals
 from lightning_dct.exchange.factory import NodeLayout, share_model
-from lightning_dct.exchange.sharding import Cutter, Shard
+from lightning_dct.exchange.sharding import Shard, cut
 from lightning_dct.traffic import FP32_BYTES, all_gather_bytes, all_reduce_bytes, bytes_between_nodes
 
 Group = tuple[Workload, NodeLayout]
@@ -79,14 +79,13 @@ def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout
     world_size, local = len(layout.places), layout.ranks_per_node
     traversals, owners = link_traversals(exchange, world_size, local), {"sharded": world_size, "by_node": local}
     plans = Plans(config, traversals)
-    cut = None
-    if exchange in owners:
-        cut = Cutter(share_model(config, workload.parameters, traversals, owners[exchange]), owners[exchange])
+    among = owners.get(exchange, 0)
+    pieces = share_model(config, workload.parameters, traversals, among) if among else {}
     sent, residuals, entries = [SentBytes()] * world_size, [0] * world_size, 0
     for names in workload.buckets_under(config):
         tensors = [workload.parameters[name] for name in names]
         plan = plans.of(names, [*map(real_numel, tensors)], real_dtype(tensors[0]))
-        shards = cut(plan).shards if cut else ()
+        shards = cut(plan, pieces, among).shards if among else ()
         to_owners = _sharded(shards, layout) if exchange == "sharded" and not plan.is_dense else []
         entries += 0 if plan.is_dense else sum(plan.sizes)
         for rank in range(world_size):

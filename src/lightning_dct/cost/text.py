@@ -19,7 +19,6 @@ def describe(forecast: Forecast, more: Sequence[str] = ()) -> str:
 
 
 def _title(forecast: Forecast) -> str:
-    """The settings, in one line."""
     config, layout = forecast.config, forecast.layout
     every = "step" if config.round_length == 1 else f"{config.round_length:,} steps"
     what = "gradients" if config.compress == "gradients" else f"updates every {every}"
@@ -33,7 +32,6 @@ def _title(forecast: Forecast) -> str:
 
 
 def _table(forecast: Forecast) -> list[list[str]]:
-    """A column for each exchange."""
     dense = "ddp, fp32" if forecast.shards is None else "hsdp, fp32"
     names = {DENSE: dense, forecast.choice.name: f"{forecast.choice.name} (auto)"}
     columns = forecast.rows

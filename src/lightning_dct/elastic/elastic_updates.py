@@ -280,7 +280,6 @@ class ElasticUpdates(UpdateSynchronizer):
         self.exchanges += 1
 
     def _commit(self) -> None:
-        """Remember the round that has ended."""
         latest = self.present.round - 1, self.present.quorum
         self._commits.append(latest)
         self._history = zlib.crc32(repr(latest).encode(), self._history)

@@ -229,7 +229,6 @@ class PresentRanks:
             self._manager.shutdown(wait=False)
 
     def _answers(self) -> bool:
-        """Whether the lighthouse is there."""
         was_lit, where = self._is_lit, urlsplit(self._lighthouse)
         patience_s = TRANSFER_S if was_lit else UNLIT_S
         try:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_dct.kernels import rows_kernel
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
 
@@ -32,12 +32,12 @@ def initial_rows(
     """
     state = np.full(1, seed % 2**64, dtype=np.uint64)
     for counter in (tables, rows):
-        state = mix(state + (counter.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+        state = mix(state + (counter.astype(np.uint64) + np.uint64(1)) * GOLDEN)
     if (kernel := rows_kernel("cpu")) is not None:
         values = np.empty((rows.size, dim), dtype=np.float32)
         kernel.fill_uniform(values, state, bounds[tables])
         return torch.from_numpy(values)
-    state = mix(state[:, None] + np.arange(1, dim + 1, dtype=np.uint64) * _GOLDEN)
+    state = mix(state[:, None] + np.arange(1, dim + 1, dtype=np.uint64) * GOLDEN)
     # An fp32 holds 24 bits exactly, so only the last product rounds.
     uniform = (state >> np.uint64(40)).astype(np.float32) * np.float32(2**-23) - np.float32(1)
     uniform *= bounds[tables][:, None]

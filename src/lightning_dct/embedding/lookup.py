@@ -256,7 +256,6 @@ class ChangesLookup:
         return message_about(tables, module.embedding_dim, module.density, module.value_format)
 
     def _read(self, peer: int, payload: Tensor, message: Message) -> tuple[Tensor, Tensor]:
-        """The positions and the values of the entries in a payload."""
         with reading(f"Embedding rows from rank {peer} of the process group"):
             unpacked = unpack(message.layout, payload)
         return unpacked.positions, unpacked.values

@@ -20,7 +20,7 @@ owners, keeps those that it owns now, and reads the pieces with their rows.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dct.checkpoint.reading import on_all_ranks
-from lightning_dct.checkpoint.row_files import LazyRows, Pieces, RowFiles, write_rows
+from lightning_dct.checkpoint.row_files import Pieces, RowFiles, write_rows
 from lightning_dct.embedding.growing import PARTS, GrowingEmbeddingBags
 from lightning_dct.embedding.kept_pieces import PIECES, KeptPieces
 from lightning_dct.embedding.owners import Int64Array
@@ -155,23 +155,15 @@ def _pieces_of(key: str, module: TableState, values: Tensor) -> dict[str, Pieces
 
 def _by_table(key: str, module: TableState, values: Tensor, kept: KeptPieces | None = None) -> dict[str, Pieces]:
     """This rank's pieces of values for each of its rows, or for each kept piece of them."""
-    pieces: list[dict[int, Tensor | LazyRows]] = [{} for _ in module.table_rows]
+    pieces: list[dict[int, Tensor | Callable[[], Tensor]]] = [{} for _ in module.table_rows]
     for table, start, low, high in _own_rows(module):
-        if kept is None:
-            pieces[table][start] = values[low:high]
-        else:
-            make = partial(_whole_rows, kept, values, low, high)
-            pieces[table][start] = LazyRows(_whole_shape(values, high - low), values.dtype, make)
+        pieces[table][start] = values[low:high] if kept is None else partial(_whole_rows, kept, values, low, high)
     return {f"{key}.table_{table}": (module.table_rows[table], own) for table, own in enumerate(pieces)}
 
 
-def _whole_shape(values: Tensor, rows: int) -> torch.Size:
-    """The shape in which values of kept pieces are saved."""
-    return torch.Size((rows, PIECES, *values.shape[1:]))
-
-
 def _whole_rows(kept: KeptPieces, values: Tensor, low: int, high: int) -> Tensor:
-    return kept.expand(values, np.arange(low, high), values.new_zeros(_whole_shape(values, high - low)))
+    whole = values.new_zeros(high - low, PIECES, *values.shape[1:])
+    return kept.expand(values, np.arange(low, high), whole)
 
 
 def _whole(key: str, values: Tensor) -> dict[str, Pieces]:
@@ -206,7 +198,6 @@ def _load_values(files: RowFiles, name: str, key: str, module: TableState, value
 
 
 def _load_by_table(files: RowFiles, key: str, module: TableState, values: Tensor) -> None:
-    """The same for tables of fixed size."""
     for table, start, low, high in _own_rows(module):
         saved = files.num_rows(f"{key}.table_{table}")
         if saved != module.table_rows[table]:
@@ -214,7 +205,7 @@ def _load_by_table(files: RowFiles, key: str, module: TableState, values: Tensor
         if module.kept is None:
             files.read(f"{key}.table_{table}", start, values[low:high])
             continue
-        rows = values.new_empty(_whole_shape(values, high - low))
+        rows = values.new_empty(high - low, PIECES, *values.shape[1:])
         files.read(f"{key}.table_{table}", start, rows)
         module.kept.pack(values, np.arange(low, high), rows)
 
@@ -238,7 +229,6 @@ def _directory_name(name: str, module: GrowingEmbeddingBags) -> str:
 
 
 def _directory_pieces(name: str, module: GrowingEmbeddingBags) -> dict[str, Pieces]:
-    """This rank's directory."""
     prefix, suffix = _directory_name(name, module), f"rank_{module.exchange_group.rank}"
     pieces: dict[str, Pieces] = {}
     for part, state in module.directory.state_dict().items():
@@ -248,7 +238,6 @@ def _directory_pieces(name: str, module: GrowingEmbeddingBags) -> dict[str, Piec
 
 
 def _load_directory(files: RowFiles, name: str, module: GrowingEmbeddingBags) -> None:
-    """Read which keys this rank has."""
     rank, capacity, prefix = module.exchange_group.rank, module.directory.rows.capacity, _directory_name(name, module)
     owners, keeps_slots = _owners(files, name, module)
     fields = module.directory.rows.state_dict()

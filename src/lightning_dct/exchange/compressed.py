@@ -34,6 +34,7 @@ In each of them all ranks sum the same payloads in the same order, so replicas s
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache, partial
 
 import torch
 
@@ -47,7 +48,7 @@ from lightning_dct.exchange.collectives import (
     deliver_payloads,
     spread_payload,
 )
-from lightning_dct.exchange.sharding import Cutter, owned_by
+from lightning_dct.exchange.sharding import cut, owned_by
 
 
 def link_traversals(exchange: str, world_size: int, ranks_per_node: int = 1) -> float:
@@ -90,13 +91,13 @@ class Sharded(Exchange):
         self.link_traversals = link_traversals("sharded", everyone.size)
         self.pieces = owned_by(pieces, everyone.rank)
         self._defer_unused = defer_unused
-        self._cut = Cutter(pieces, everyone.size)
+        self._cut = cache(partial(cut, pieces=pieces, owners=everyone.size))  # each bucket once
 
     def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], memory: Memory, lost: float = 0.0) -> Flow:
         """See :meth:`Exchange.send`."""
-        shards, joined, joined_sums = cut = self._cut(plan)
+        shards, joined, joined_sums = divided = self._cut(plan)
         sizes = [shard.plan.num_bytes for shard in shards]
-        compressed = memory.compress(bucket, joined, cut.of(deferred), lost)
+        compressed = memory.compress(bucket, joined, divided.of(deferred), lost)
         count_entries(sum(plan.sizes), compressed, self.everyone, memory)
         work, received = deliver_payloads(compressed.payload, sizes, self.everyone)
         yield work
@@ -139,7 +140,7 @@ class ByNode(Exchange):
         self.link_traversals = link_traversals("by_node", everyone.size, inside.size)
         self._inside, self._between = inside, between
         self._defer_unused = defer_unused
-        self._cut = Cutter(pieces, inside.size)
+        self._cut = cache(partial(cut, pieces=pieces, owners=inside.size))
 
     def send(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], memory: Memory, lost: float = 0.0) -> Flow:
         """See :meth:`Exchange.send`."""

@@ -128,21 +128,6 @@ def cut(bucket: BucketPlan, pieces: Mapping[str, tuple[OwnedPiece, ...]], owners
     return Cut(tuple(shards), BucketPlan.joined(plans), BucketPlan.joined([plan.by_part(sums_of) for plan in plans]))
 
 
-class Cutter:
-    """Divides buckets among the owners of ``pieces`` (by tensor name), each bucket once."""
-
-    def __init__(self, pieces: Mapping[str, tuple[OwnedPiece, ...]], owners: int) -> None:
-        self._pieces, self._owners = pieces, owners
-        # By the bucket's names. The plan of another density replaces the one before.
-        self._known: dict[tuple[str, ...], tuple[BucketPlan, Cut]] = {}
-
-    def __call__(self, bucket: BucketPlan) -> Cut:
-        """See :func:`cut`."""
-        if bucket.names not in self._known or self._known[bucket.names][0] != bucket:
-            self._known[bucket.names] = bucket, cut(bucket, self._pieces, self._owners)
-        return self._known[bucket.names][1]
-
-
 def owned_by(pieces: Mapping[str, tuple[OwnedPiece, ...]], owner: int) -> dict[str, OwnedPiece]:
     """The pieces of one owner, by label."""
     return {piece.label: piece for parts in pieces.values() for piece in parts if piece.owner == owner}
