@@ -109,9 +109,9 @@ class CheckpointedStrategy(ParallelStrategy):
             module.materialize()
             module.evaluated_with = tuple(tables.values())
         # DistributedDataParallel, which sees compiled modules' names, would give every rank the rows of rank 0.
-        rows, ignored = {id(module.weight) for module in tables.values()}, "_ddp_params_and_buffers_to_ignore"
-        names = [name for name, parameter in model.named_parameters() if id(parameter) in rows]
-        setattr(model, ignored, sorted({*getattr(model, ignored, ()), *names, *map(plain_name, names)}))
+        names = [name for name, one in model.named_parameters() if any(one is t.weight for t in tables.values())]
+        before = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+        model._ddp_params_and_buffers_to_ignore = sorted({*before, *names, *map(plain_name, names)})
         return tables
 
     def on_train_start(self) -> None:

@@ -259,9 +259,7 @@ class ElasticUpdates(UpdateSynchronizer):
     def _take(self, rounds: Rounds, buckets: list[tuple[list[str], BucketPlan]], rows: Tensor, own: int | None) -> None:
         """Add what the senders have sent, ``[senders, bytes]``; ``own`` is this rank's row."""
         start = 0
-        self.memory.lengthening = (
-            rounds.cosine.lengthening(len(rows)) if self._lengthens and rounds.compresses else None
-        )
+        self.memory.lengthening = self._lengthening(rounds, len(rows))
         decay = self.config.residual_decay if rounds.steps <= self.config.warmup_steps else 1.0
         with self.traffic.timed("apply"):
             for names, plan in buckets:

@@ -65,8 +65,9 @@ def trained_names(module: Module) -> list[str]:
 
 def train_only(module: Module, names: list[str]) -> None:
     """Freeze and unfreeze parameters as a peer has."""
+    trained = set(names)
     for name, parameter in module.named_parameters():
-        parameter.requires_grad_(name in names)
+        parameter.requires_grad_(name in trained)
 
 
 def compare_starts(

@@ -55,7 +55,6 @@ class Rounds:
         names: Its parameters that take part.
         known: The same, and parameters that are known not to.
         buckets: The same, by bucket.
-        compresses: Whether any of them is compressed.
         what: What is exchanged, as a digest of the parameters, their sizes and buckets.
         said: The same in words.
         dense_entries: Entries that the dense fp32 exchange of its gradients would send in a step; None if not counted.
@@ -69,7 +68,6 @@ class Rounds:
     names: list[str] = field(default_factory=list)
     known: set[Tensor] = field(default_factory=set)
     buckets: list[list[str]] = field(default_factory=list)
-    compresses: bool = True
     what: str = ""
     said: str = ""
     dense_entries: int | None = None

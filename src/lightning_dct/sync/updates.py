@@ -148,7 +148,6 @@ class UpdateSynchronizer(Synchronizer):
         rounds.buckets = buckets_of(
             [(name, parameters[name]) for name in rounds.names], self.config.round_length if self.config.delay else 1
         )
-        self._note_plans(rounds)
         rounds.dense_entries, rounds.sparse = None, []
         rounds.cosine.skip()
         shapes = [
@@ -158,10 +157,6 @@ class UpdateSynchronizer(Synchronizer):
         added = ", ".join(repr(name) for name in rounds.names if name not in before) if before else ""
         rounds.said = f"an exchange of {len(rounds.names)} parameters" + (f", {added[:200]} added" if added else "")
         return rounds
-
-    def _note_plans(self, rounds: Rounds) -> None:
-        plans = [self.flow.plan(names, self.config.round_length) for names in rounds.buckets]
-        rounds.compresses = any(not plan.is_dense for plan in plans)
 
     def _check_delay(self, rounds: Rounds, new: set[str]) -> None:
         """Refuse updates of one parameter that two optimizers have in flight at once."""
@@ -183,8 +178,6 @@ class UpdateSynchronizer(Synchronizer):
                 f" local_steps={config.local_steps}, density={config.density:g}."
             )
             self.plans.change(config)
-            for rounds in self._rounds.values():
-                self._note_plans(rounds)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Count a step, apply updates that are due, and send the buckets that are due; a collective call."""
@@ -240,8 +233,14 @@ class UpdateSynchronizer(Synchronizer):
         if rounds.cosine.has_begun(rounds.steps):
             with self.traffic.timed("exchange", "seconds_waiting"):
                 rounds.cosine.measure(rounds.steps, self._own_of(rounds), everyone, self.memory.awaited)
-        lengthens = self._lengthens and rounds.compresses
-        self.memory.lengthening = rounds.cosine.lengthening(everyone.size) if lengthens else None
+        self.memory.lengthening = self._lengthening(rounds, everyone.size)
+
+    def _lengthening(self, rounds: Rounds, ranks: int) -> float | None:
+        """The factor on the mean of so many ranks; None if it is not lengthened, as where nothing is compressed."""
+        plans = (self.flow.plan(names, self.config.round_length) for names in rounds.buckets)
+        if not self._lengthens or all(plan.is_dense for plan in plans):
+            return None
+        return rounds.cosine.lengthening(ranks)
 
     def apply_all(self) -> None:
         """Wait for updates in flight and apply them, whether they are due or not; a collective call."""
