@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from lightning_dct import DCTConfig
 from lightning_dct.exchange.collectives import (
+    SEGMENT,
     Link,
     all_gather_payload,
     all_reduce_mean,
@@ -78,6 +79,22 @@ def send_sizes_that_differ() -> list[list[int]]:
 def test_payloads_of_different_sizes_arrive(ranks: Any) -> None:
     """Real gloo processes; one of the payloads is empty."""
     assert ranks(3).run(send_sizes_that_differ) == [[[0, 1, 2], [], [0, 1, 2]]] * 3
+
+
+def gather_in_segments(size: int) -> bool:
+    link = Link(dist.group.WORLD, Traffic())
+    payloads = torch.randint(256, (link.size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    in_flight = [all_gather_payload(payloads[link.rank], link) for _ in range(2)]
+    for work, _ in in_flight:
+        work.wait()
+    assert link.traffic.totals.bytes_sent == 2 * 2 * size
+    return all(torch.equal(gathered, payloads) for _, gathered in in_flight)
+
+
+@pytest.mark.parametrize("size", [SEGMENT, SEGMENT + 1, 2 * SEGMENT + 5])
+def test_large_payloads_arrive(ranks: Any, size: int) -> None:
+    """Two at a time, on real gloo processes."""
+    assert ranks(3).run(gather_in_segments, size) == [True] * 3
 
 
 def test_ddp_takes_the_hook(group: dist.ProcessGroup) -> None:

@@ -16,12 +16,12 @@ from torch.futures import Future
 
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Compressed, OwnedPiece, Received
 from lightning_dct.compress.memory import Memory
-from lightning_dct.exchange.collectives import Link, all_reduce_mean, all_reduce_mean_sparse
+from lightning_dct.exchange.collectives import Link, Segments, all_reduce_mean, all_reduce_mean_sparse
 from lightning_dct.traffic import Traffic
 
 # The exchange of one bucket. It starts a collective and yields its work, the caller waits for that and resumes it, and
 # so on. It returns what has been received: payloads, or of a bucket that is not compressed the mean.
-Flow = Generator[dist.Work, None, Received | Tensor]
+Flow = Generator[dist.Work | Segments, None, Received | Tensor]
 
 
 class Exchange(ABC):
@@ -79,7 +79,7 @@ class Pending:
         self.finite = True
         self._read, self._flow, self._device = read, flow, device
         self._future: Future[Any] | None = None
-        self._work: dist.Work = next(flow)
+        self._work = next(flow)
 
     @property
     def future(self) -> Future[Any]:
