@@ -34,9 +34,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dct import DCTConfig
 from lightning_dct.compress import on_host
-from lightning_dct.compress.awaited import WITHOUT_WAITING, Awaited
+from lightning_dct.compress.awaited import WITHOUT_WAITING
 from lightning_dct.compress.bucket_plan import Bucket, Received, plan_bucket
-from lightning_dct.compress.threshold import Thresholds
+from lightning_dct.compress.memory import Memory
 from lightning_dct.cost.timing import wait_for
 from lightning_dct.sync import rounds
 from lightning_dct.sync.setup import make_gradient_synchronizer, make_update_synchronizer
@@ -135,14 +135,14 @@ def profile(device: torch.device, size: int) -> list[Row]:
     noise = torch.Generator(device).manual_seed(0)
     gradient, residual = (torch.randn(size, generator=noise, device=device) for _ in range(2))
     plan = plan_bucket(["entries"], [size], [0.3], torch.float32, "1bit", 16, link_traversals=2.0)
-    thresholds, awaited, sent = Thresholds(), Awaited(), list[Tensor]()
+    memory, sent = Memory({}, guard=True, undoable=False), list[Tensor]()
 
     def compress() -> None:
         bucket = Bucket([gradient], [residual], 1.0)
-        sent[:] = [on_host.compress(bucket, plan, set(), thresholds, guard=True).payload]
+        sent[:] = [on_host.compress(memory, bucket, plan, set()).payload]
 
     def read() -> None:
-        on_host.decompress(Received(torch.stack(sent * 2), plan, 0.5, own=0), gradient, awaited)
+        on_host.decompress(memory, Received(torch.stack(sent * 2), plan, 0.5, own=0), gradient)
 
     copied = 8 * size / timed(device, gradient.clone)
     with without_waiting(device):
@@ -165,7 +165,7 @@ def profile(device: torch.device, size: int) -> list[Row]:
             waits = "the host waits for nothing"
             extra = f", {(torch.cuda.max_memory_allocated(device) - before) / size:.2f} bytes an entry besides"
         seconds = timed(device, compress), timed(device, read)
-    awaited.synchronize()
+    memory.awaited.synchronize()
     # Compressing reads the gradient and the residual, and writes the residual.
     rate = 12 * size / seconds[0]
     return [

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_dct import DCTConfig, reference
-from lightning_dct.compress.awaited import Awaited
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received, plan_bucket
+from lightning_dct.compress.memory import Memory
 from lightning_dct.compress.on_host import compress, decompress
-from lightning_dct.compress.threshold import Thresholds
 from lightning_dct.config import VALUE_FORMATS
 from lightning_dct.kernels.bits import unpack_bits
 from lightning_dct.reference import Settings, State
@@ -88,28 +87,28 @@ def test_what_ranks_send_what_arrives_and_what_they_remember(kernel: str, data: 
     targets = tuple(data.draw(st.integers(0, size)) for size in sizes)
     names = tuple("abcd"[: len(sizes)])
     plan = BucketPlan(names, sizes, targets, dtype, settings["value_format"])
-    thresholds = [Thresholds() for _ in range(ranks)]
+    memories = [Memory({}, settings["guard"], undoable=False, kernel=kernel) for _ in range(ranks)]
     residuals = [torch.zeros(sum(sizes), dtype=dtype) for _ in range(ranks)]
     held = [[State() for _ in sizes] for _ in range(ranks)]
     for _ in range(3):
         payloads, sent = [], []
         for rank in range(ranks):
-            gradient, guard = data.draw(tensors(sum(sizes))).to(dtype), settings["guard"]
+            gradient = data.draw(tensors(sum(sizes))).to(dtype)
             bucket = Bucket([gradient], [residuals[rank]], 1.0)
-            out = compress(bucket, plan, set(), thresholds[rank], guard, kernel)
+            out = compress(memories[rank], bucket, plan, set())
             payloads.append(out.payload)
             parts = zip(gradient.split(sizes), held[rank], targets, strict=True)
             sent.append([reference.send(part, one, target, Settings(**settings)) for part, one, target in parts])
             assert same(residuals[rank], torch.cat([torch.as_tensor(one.residual) for one in held[rank]]))
             expected = {name: one.threshold for name, one in zip(names, held[rank], strict=True) if one.target}
-            assert thresholds[rank].by_label() == pytest.approx(expected, rel=1e-12)
-        for by_senders in (False, True):
+            assert memories[rank].thresholds.by_label() == pytest.approx(expected, rel=1e-12)
+        for memories[0].of_updates in (False, True):
             received = Received(torch.stack(payloads), plan, 1 / ranks, own=0)
             empty = torch.empty(sum(sizes), dtype=dtype)
-            got = decompress(received, empty, Awaited(), kernel, by_senders=by_senders)
+            got = decompress(memories[0], received, empty)
             means = [
                 reference.weighted_sum(
-                    [one[number] for one in sent], 1 / ranks, not target, 0.0 if by_senders else None
+                    [one[number] for one in sent], 1 / ranks, not target, 0.0 if memories[0].of_updates else None
                 )
                 for number, target in enumerate(targets)
             ]

@@ -7,6 +7,7 @@ import torch
 
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Compressed, OwnedPiece
 from lightning_dct.compress.memory import Memory, add_pieces, pieces_extent
+from lightning_dct.compress.on_host import compress
 from lightning_dct.kernels import cpu_kernel
 
 CPU = torch.device("cpu")
@@ -54,16 +55,16 @@ def test_state() -> None:
 def test_the_kernel_that_was_asked_for_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = BucketPlan(("b", "a"), (3, 6), (1, 1), torch.float32, "fp32")
 
-    def compress(kernel: str) -> Compressed:
+    def compressed(kernel: str) -> Compressed:
         made = Memory(PIECES, guard=True, undoable=False, kernel=kernel)
         made.begin(1.0, refresh=False)
-        return made.compress(Bucket([torch.ones(9)], [made.residual_of(plan, CPU)], 1.0), plan, set())
+        return compress(made, Bucket([torch.ones(9)], [made.residual_of(plan, CPU)], 1.0), plan, set())
 
-    assert compress("torch").num_entries == 2
+    assert compressed("torch").num_entries == 2
     cpu_kernel.cache_clear()  # another test may have asked for numba, where it is installed
     monkeypatch.setattr("lightning_dct.kernels._numba_error", lambda: ImportError("none"))
     with pytest.raises(ValueError, match="`kernel='numba'` needs the package numba"):
-        compress("numba")
+        compressed("numba")
 
 
 def test_pieces_of_another_owner_become_residuals() -> None:

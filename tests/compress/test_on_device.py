@@ -14,10 +14,9 @@ from torch.utils._pytree import tree_map_only
 
 from emulated_ranks import EmulatedRanks
 from lightning_dct.compress import awaited
-from lightning_dct.compress.awaited import Awaited
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received
+from lightning_dct.compress.memory import Memory
 from lightning_dct.compress.on_host import compress, decompress
-from lightning_dct.compress.threshold import Thresholds
 from lightning_dct.wire.payload import unpack
 from one_card import DEVICE
 from strategies_for_hypothesis import FORMATS, examples
@@ -35,9 +34,9 @@ class Rank:
     """One rank that sends bucket after bucket one of the two ways, to itself, beside what it has sent before."""
 
     def __init__(self, way: str, plan: BucketPlan, guard: bool = True) -> None:
-        self.way, self.plan, self.guard = WAYS[way], plan, guard
+        self.way, self.plan = WAYS[way], plan
         self.device = device_of(way)
-        self.thresholds, self.awaited = Thresholds(), Awaited()
+        self.memory = Memory({}, guard, undoable=False)
         self.before: Tensor | None = None
         length = plan.bounds[-1][1] if plan.sizes else 1
         self.residual = torch.zeros(length + 2, dtype=plan.residual_dtype, device=self.device)
@@ -47,12 +46,14 @@ class Rank:
             patch.setattr(awaited, "WITHOUT_WAITING", self.way)
             gradient = gradient.to(self.device)
             bucket = Bucket([gradient.clone()], [self.residual], scale)
-            sent = compress(bucket, self.plan, deferred, self.thresholds, self.guard)
+            sent = compress(self.memory, bucket, self.plan, deferred)
             payloads = torch.stack([sent.payload, sent.payload if self.before is None else self.before])
             self.before = sent.payload
-            how = Received(payloads, self.plan, 0.5 / scale, own=0), gradient.clone(), self.awaited
-            means = [decompress(*how, by_senders=by_senders).clone() for by_senders in (False, True)]
-            self.awaited.synchronize()
+            means = []
+            for self.memory.of_updates in (False, True):
+                received = Received(payloads, self.plan, 0.5 / scale, own=0)
+                means.append(decompress(self.memory, received, gradient.clone()))
+            self.memory.awaited.synchronize()
         return sent.payload.cpu(), int(sent.num_entries) + sent.num_dense, sent.selected, torch.cat(means).cpu()
 
 
@@ -72,7 +73,7 @@ def assert_same_ways(
         assert torch.equal(sent.values.nan_to_num(nan=7.0), other_sent.values.nan_to_num(nan=7.0))
         assert torch.equal(mean.nan_to_num(nan=7.0), other_mean.nan_to_num(nan=7.0))
         assert torch.equal(bits(on_device.residual.cpu()), bits(ordinary.residual))
-        expected, found = ordinary.thresholds.state_dict(), on_device.thresholds.state_dict()
+        expected, found = ordinary.memory.thresholds.state_dict(), on_device.memory.thresholds.state_dict()
         assert expected["targets"] == found["targets"]
         assert found["values"] == pytest.approx(expected["values"], rel=1e-13)
 
@@ -184,7 +185,7 @@ def test_whatever_the_numbers_and_sizes(data: st.DataObject) -> None:
 def test_with_too_many_picks_the_largest_go_and_the_rest_stays() -> None:
     plan = BucketPlan(("a",), (1000,), (10,), torch.float32, "fp32")
     rank = Rank("on the device", plan)
-    rank.thresholds.set("a", 10, 0.5)
+    rank.memory.thresholds.set("a", 10, 0.5)
     gradient = torch.arange(1, 1003) / 1000.0
     payload, num_entries, _, _ = rank.step(gradient, set())
     # A sample of the 501 says that about ten reach 0.99: 11 do, of which all but the first are left.
@@ -196,4 +197,4 @@ def test_with_too_many_picks_the_largest_go_and_the_rest_stays() -> None:
     kept[1000:] = 0.0
     assert torch.equal(rank.residual.cpu(), kept)
     # That is the next threshold, because far too many have reached this one.
-    assert rank.thresholds.values()[0] == pytest.approx(0.99)
+    assert rank.memory.thresholds.values()[0] == pytest.approx(0.99)

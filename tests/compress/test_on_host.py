@@ -1,16 +1,16 @@
 """Tensors may lie anywhere in the bucket, and large ones are read in stretches, without any difference."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_dct.compress import adding
-from lightning_dct.compress.awaited import Awaited
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received, SentPayload
+from lightning_dct.compress.memory import Memory
 from lightning_dct.compress.on_host import apply, compress, decompress
-from lightning_dct.compress.threshold import Thresholds
 from strategies_for_hypothesis import FORMATS
 
 SIZES, TARGETS = (300, 50, 200, 1), (6, 0, 10, 0)
@@ -26,6 +26,9 @@ def spread(entries: Tensor, rest: float) -> Tensor:
     return everywhere
 
 
+memory = partial(Memory, {}, guard=False, undoable=False)
+
+
 @pytest.mark.parametrize(
     ("dtype", "deferred"), [(torch.float32, {0}), (torch.bfloat16, set()), (torch.float64, {1, 2})]
 )
@@ -37,18 +40,18 @@ def test_gaps_between_the_tensors_change_nothing(value_format: str, dtype: torch
     gradient = torch.randn(sum(SIZES), generator=noise).to(dtype)
     residuals = torch.randn(sum(SIZES), generator=noise).to(together.residual_dtype)
     spread_residuals = spread(residuals, 9.0)
-    thresholds, spread_thresholds = Thresholds(), Thresholds()
-    one = compress(Bucket([gradient.clone()], [residuals], 0.5), together, deferred, thresholds, guard=True)
+    own, spread_own = (memory(guard=True) for _ in range(2))
+    one = compress(own, Bucket([gradient.clone()], [residuals], 0.5), together, deferred)
     bucket = Bucket([spread(gradient, 8.0)], [spread_residuals], 0.5)
-    other = compress(bucket, apart, deferred, spread_thresholds, guard=True)
+    other = compress(spread_own, bucket, apart, deferred)
     assert torch.equal(one.payload, other.payload)
-    assert thresholds.state_dict() == spread_thresholds.state_dict()
+    assert own.thresholds.state_dict() == spread_own.thresholds.state_dict()
     assert one[1:] == other[1:]
     assert torch.equal(spread_residuals, spread(residuals, 9.0))
     payloads = torch.stack([one.payload, one.payload])
     received = Received(payloads, together, 0.25, own=0)
-    expected = decompress(received, torch.zeros(sum(SIZES), dtype=dtype), Awaited())
-    found = decompress(received._replace(plan=apart), spread(expected * 0, 8.0), Awaited())
+    expected = decompress(own, received, torch.zeros(sum(SIZES), dtype=dtype))
+    found = decompress(own, received._replace(plan=apart), spread(expected * 0, 8.0))
     assert torch.equal(found, spread(expected, 8.0))
 
 
@@ -58,20 +61,20 @@ def test_sums_of_half_precision_gradients_are_taken_in_fp32() -> None:
     gradient, sums = torch.full((103,), 1.0, dtype=torch.bfloat16), torch.zeros(103)
     gradient[100:] = 2.0**-7
     sent = [
-        compress(Bucket([part], [torch.zeros(103)], 1.0), plan, set(), Thresholds(), guard=False).payload
+        compress(memory(), Bucket([part], [torch.zeros(103)], 1.0), plan, set()).payload
         for part in (gradient, torch.ones(103, dtype=torch.bfloat16))
     ]
-    decompress(Received(torch.stack(sent), plan, 1.0, own=0), sums, Awaited())
+    decompress(memory(), Received(torch.stack(sent), plan, 1.0, own=0), sums)
     assert sums[100:].tolist() == [1 + 2.0**-7] * 3
-    again = compress(Bucket([sums], [torch.zeros(103)], 1.0), plan, set(), Thresholds(), guard=False)
+    again = compress(memory(), Bucket([sums], [torch.zeros(103)], 1.0), plan, set())
     assert again.payload.numel() == plan.layout.num_bytes == sent[0].numel()
 
 
 def test_a_plan_without_tensors_writes_nothing() -> None:
     plan = BucketPlan((), (), (), torch.float32, "int8", starts=())
     buffer = torch.ones(5)
-    sent = compress(Bucket([buffer], [torch.ones(5)], 1.0), plan, set(), Thresholds(), guard=False)
-    assert decompress(Received(sent.payload[None], plan, 1.0, own=0), buffer, Awaited()).tolist() == [1.0] * 5
+    sent = compress(memory(), Bucket([buffer], [torch.ones(5)], 1.0), plan, set())
+    assert decompress(memory(), Received(sent.payload[None], plan, 1.0, own=0), buffer).tolist() == [1.0] * 5
 
 
 @pytest.mark.parametrize("is_sum", [False, True])
@@ -87,14 +90,16 @@ def test_a_tensor_read_in_stretches_ends_the_same(
     own, shared = (torch.randn(size, generator=noise, dtype=dtype) for _ in range(2))
     payloads = []
     for weights in (own, torch.randn(size, generator=noise, dtype=dtype)):
-        payloads.append(compress(Bucket([weights], [shared], None), plan, set(), Thresholds(), guard=False).payload)
+        payloads.append(compress(memory(), Bucket([weights], [shared], None), plan, set()).payload)
     mine = SentPayload(payloads[0], plan) if is_sum else 0
     received = Received(torch.stack(payloads), plan, 0.5, own=mine)
 
     def applied(at_once: int) -> tuple[Tensor, Tensor]:
         monkeypatch.setattr(adding, "AT_ONCE", at_once)
         bucket = Bucket([own.clone()], [shared.clone()], None)
-        apply(received, bucket, Awaited(), by_senders=True)
+        updates = memory()
+        updates.of_updates = True
+        apply(updates, received, bucket)
         return bucket.news[0], bucket.bases[0]
 
     whole = applied(size)

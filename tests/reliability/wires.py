@@ -20,8 +20,8 @@ from lightning_dct.activations.codec import (
     encode_forward,
 )
 from lightning_dct.activations.split_point import ROW_FORMATS, SplitPoint
-from lightning_dct.compress.awaited import Awaited
 from lightning_dct.compress.bucket_plan import BucketPlan, Received
+from lightning_dct.compress.memory import Memory
 from lightning_dct.compress.on_host import decompress
 from lightning_dct.embedding.changes import Message as Changes
 from lightning_dct.embedding.changes import message_about
@@ -95,7 +95,7 @@ def _gradients() -> list[Message]:
 
             def decode(data: Tensor, plan: BucketPlan = plan) -> None:
                 around = torch.full((2 * GUARD + sum(plan.sizes),), UNTOUCHED)
-                decompress(Received(data[None], plan, 0.5, own=0), around[GUARD:-GUARD], Awaited())
+                decompress(Memory({}, False, False), Received(data[None], plan, 0.5, own=0), around[GUARD:-GUARD])
                 assert bool((around[:GUARD] == UNTOUCHED).all())
                 assert bool((around[-GUARD:] == UNTOUCHED).all())
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.compress.awaited import Awaited, read_together
-from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Compressed, OwnedPiece, Received
-from lightning_dct.compress.on_host import apply, compress, decompress, decompress_own
+from lightning_dct.compress.bucket_plan import BucketPlan, OwnedPiece, Received
 from lightning_dct.compress.threshold import Thresholds
 
 
@@ -86,6 +85,8 @@ class Memory:
         gradient_scale: Factor on the gradients that undoes the loss scale.
         selected: Whether the current synchronisation has selected any threshold.
         awaited: Numbers that GPUs have not delivered yet.
+        guard: Whether to adjust the thresholds to the number of entries that have reached them.
+        kernel: See :func:`~lightning_dct.kernels.cpu_kernel`.
     """
 
     def __init__(self, pieces: Mapping[str, OwnedPiece], guard: bool, undoable: bool, kernel: str = "auto") -> None:
@@ -102,9 +103,9 @@ class Memory:
         self._labels: dict[str, list[str]] = {}
         for label, piece in pieces.items():
             self._labels.setdefault(piece.name, []).append(label)
-        self._guard = guard
+        self.guard = guard
         self._undoable = undoable
-        self._kernel = kernel
+        self.kernel = kernel
         # Of the current synchronisation: residuals to delete at its end, and what undoes it.
         self._to_drop: list[str] = []
         self._undo: list[tuple[Tensor, Tensor]] = []
@@ -143,29 +144,11 @@ class Memory:
         """The residual of the sums this rank owns of a bucket: shape ``[n]``, to be written in place."""
         return self._changing(self.owned.flat(shard.names, shard.sizes, shard.residual_dtype, device))
 
-    def compress(self, bucket: Bucket, plan: BucketPlan, deferred: set[int], lost: float = 0.0) -> Compressed:
-        """See :func:`~lightning_dct.compress.on_host.compress`."""
-        compressed = compress(bucket, plan, deferred, self.thresholds, self._guard, self._kernel, lost)
-        self.selected |= compressed.selected
-        return compressed
-
-    def decompress(self, received: Received, buffer: Tensor) -> Tensor:
-        """See :func:`~lightning_dct.compress.on_host.decompress`."""
-        received, by_senders = self._averaged(received)
-        return decompress(received, buffer, self.awaited, self._kernel, self.what, by_senders)
-
-    def decompress_own(self, received: Received, mean: Tensor) -> Tensor:
-        """See :func:`~lightning_dct.compress.on_host.decompress_own`."""
-        return decompress_own(received, mean, self.awaited, self._kernel)
-
-    def apply(self, received: Received, bucket: Bucket) -> None:
-        """See :func:`~lightning_dct.compress.on_host.apply`."""
-        received, by_senders = self._averaged(received)
-        apply(received, bucket, self.awaited, self._kernel, self.what, by_senders)
-
-    def _averaged(self, received: Received) -> tuple[Received, bool]:
+    def averaged(self, received: Received) -> tuple[Received, bool]:
         """What has been received with the factor that it is averaged with, and whether senders are counted."""
-        if self.lengthening is None or len(received.payloads) == 1:
+        if len(received.payloads) == 1:
+            return received, False
+        if self.lengthening is None:
             return received, self.of_updates
         return received._replace(factor=received.factor * self.lengthening), False
 

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from lightning_dct.compress.adding import add_to_bucket, is_finite, name_broken_sender
-from lightning_dct.compress.awaited import Awaited, must_not_wait
+from lightning_dct.compress.awaited import must_not_wait
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Compressed, Received, SentPayload
+from lightning_dct.compress.memory import Memory
 from lightning_dct.compress.on_device import Sums, add_payloads, send_selected
 from lightning_dct.compress.threshold import (
     GUARD_RESELECT,
@@ -42,15 +43,7 @@ from lightning_dct.wire.payloads_on_device import Verdict
 from lightning_dct.wire.positions import PayloadError
 
 
-def compress(
-    bucket: Bucket,
-    plan: BucketPlan,
-    deferred: set[int],
-    thresholds: Thresholds,
-    guard: bool,
-    kernel: str = "auto",
-    lost: float = 0.0,
-) -> Compressed:
+def compress(memory: Memory, bucket: Bucket, plan: BucketPlan, deferred: set[int], lost: float = 0.0) -> Compressed:
     """Pack the entries that reach their threshold.
 
     Of gradients, the rest is in the residual afterwards: ``decoded(payload) + residual`` equals the earlier ``residual
@@ -58,30 +51,30 @@ def compress(
     weights, nothing changes.
 
     Args:
+        memory: Missing thresholds are selected from this bucket.
         bucket: What may be sent. Of a GPU its two tensors, ``[n]`` each.
         plan: How each tensor is sent.
         deferred: Indices of tensors of which nothing is sent.
-        thresholds: Missing ones are selected from this bucket.
-        guard: Adjust the thresholds to the number of entries that have reached them.
-        kernel: See :func:`~lightning_dct.kernels.cpu_kernel`.
         lost: Share of what is not sent that own weights lose.
     """
     on_device = must_not_wait(bucket.bases[0].device)
     parts = plan.groups if on_device else plan.parts or (plan,)
     if parts != (plan,):
-        sent, settings = [], (thresholds, guard, kernel, lost)
+        sent = []
         for part in parts:
-            sent.append(compress(bucket, part, deferred, *settings))
+            sent.append(compress(memory, bucket, part, deferred, lost))
             deferred = {index - len(part.names) for index in deferred}
         payloads, entries, dense_of, selected_any = zip(*sent, strict=True)
         counts = torch.cat(entries) if on_device else sum(entries)
         return Compressed(torch.cat(payloads), counts, sum(dense_of), any(selected_any))
     used = tuple([index for index in plan.compressed if index not in deferred]) if deferred else plan.compressed
+    thresholds = memory.thresholds
     selected = _select_missing(bucket, plan, used, thresholds)
+    memory.selected |= selected
     dense = _take_dense(bucket, plan, deferred)
     dense_entries = dense.numel() // plan.dtype.itemsize
     if on_device:
-        payload, sent_by_part = send_selected(bucket, plan, used, dense, thresholds, guard=guard)
+        payload, sent_by_part = send_selected(bucket, plan, used, dense, thresholds, memory.guard)
         if lost and plan.compressed:
             _decay_on_device(bucket, plan, payload, lost)
         return Compressed(payload, sent_by_part, dense_entries, selected)
@@ -90,7 +83,7 @@ def compress(
     taus = [thresholds.get(plan.names[index], plan.targets[index]) or 0.0 for index in used]
     flags = torch.zeros(plan.layout.flags_num_bytes, dtype=torch.uint8)
     before = [base.clone() for base in bases if bucket.others_keep]
-    values, reached = cpu_kernel(kernel).select(news, bases, first, taus, bucket.scale, flags)
+    values, reached = cpu_kernel(memory.kernel).select(news, bases, first, taus, bucket.scale, flags)
     kept = list(values.split(reached))
     broken = [] if is_finite(values) else [number for number, part in enumerate(kept) if not part.isfinite().all()]
     counts = [0] * len(plan.sizes)
@@ -102,9 +95,9 @@ def compress(
         if kept[number].numel() > target:
             # The capacity is fixed, because collectives need equal sizes.
             limit = 0.0 if number in broken else limit_of(kept[number], plan.sizes[index], target)
-            kept[number] = cpu_kernel(kernel).thin(*where, kept[number], target, limit)
+            kept[number] = cpu_kernel(memory.kernel).thin(*where, kept[number], target, limit)
         counts[index] = kept[number].numel()
-        if guard and number not in broken:
+        if memory.guard and number not in broken:
             far = count > GUARD_RESELECT * target
             thresholds.set(plan.names[index], target, limit if far else nudge(tau, count, target, plan.sizes[index]))
     if sum(counts) < values.numel():
@@ -115,62 +108,54 @@ def compress(
         out = values if values.dtype == torch.float32 else None
         as_read = Sent(flags[None], unpack_values(plan.layout, payload, counts, out), [values.numel()])
         if bucket.scale is not None:
-            cpu_kernel(kernel).subtract(bases, first, as_read)
+            cpu_kernel(memory.kernel).subtract(bases, first, as_read)
             if before:
                 counted = [torch.zeros_like(old) for old in before]
                 ones = weights_by_senders(1, 1.0, False, plan.residual_dtype)
-                cpu_kernel(kernel).add_sums(counted, None, first, as_read, ones)
+                cpu_kernel(memory.kernel).add_sums(counted, None, first, as_read, ones)
                 for base, old, one in zip(bases, before, counted, strict=True):
                     base.copy_(torch.where(one != 0, base, old))
         else:
-            cpu_kernel(kernel).decay(news, bases, first, as_read, lost)
+            cpu_kernel(memory.kernel).decay(news, bases, first, as_read, lost)
     return Compressed(payload, values.numel(), dense_entries, selected)
 
 
-def decompress(
-    received: Received,
-    buffer: Tensor,
-    awaited: Awaited,
-    kernel: str = "auto",
-    what: str = "Gradients",
-    by_senders: bool = False,
-) -> Tensor:
+def decompress(memory: Memory, received: Received, buffer: Tensor) -> Tensor:
     """Overwrite a bucket with the weighted sum of all ranks' payloads.
 
     Every rank adds the same payloads in the same order, so replicas stay bitwise identical.
 
     Args:
+        memory: Of updates, each entry is multiplied by the square root of the number of ranks over the number that
+            sent it.
         received: The payloads.
         buffer: Shape ``[n]``: the flattened bucket. Overwritten where the plan's tensors lie.
-        awaited: For payloads on a GPU: reports later whether they are valid.
-        kernel: See :func:`~lightning_dct.kernels.cpu_kernel`.
-        what: What was sent, for error messages.
-        by_senders: Multiply each entry by the square root of the number of ranks over the number that sent it.
 
     Raises:
-        PayloadError: A payload is corrupt or has another plan; the message names the rank. On a GPU ``awaited`` raises
-            it later.
+        PayloadError: A payload is corrupt or has another plan; the message names the rank. On a GPU
+            ``memory.awaited`` raises it later.
     """
     plan = received.plan
     total = buffer if buffer.dtype == plan.residual_dtype else buffer.to(plan.residual_dtype)
     if must_not_wait(buffer.device):
-        for group, sums in _add_on_device(received._replace(own=None), awaited, what, by_senders):
+        for group, sums in _add_on_device(memory, received._replace(own=None)):
             if sums.means:
                 torch._foreach_copy_([total[start:stop] for start, stop in group.bounds], sums.means)
     else:
         for start, stop in plan.bounds:
             total[start:stop].zero_()
-        apply(received, Bucket([], [total], None), awaited, kernel, what, by_senders)
+        apply(memory, received, Bucket([], [total], None))
     return total if total is buffer else buffer.copy_(total)
 
 
-def decompress_own(received: Received, mean: Tensor, awaited: Awaited, kernel: str = "auto") -> Tensor:
+def decompress_own(memory: Memory, received: Received, mean: Tensor) -> Tensor:
     """What this rank has sent of a bucket, as far as it counts: shape ``[n]``, like the ``mean``."""
     own = received.own
     assert own is not None
     payload, plan, _ = own if isinstance(own, SentPayload) else SentPayload(received.payloads[own], received.plan)
-    alone = received._replace(payloads=payload.unsqueeze(0), plan=plan, factor=1.0, own=None)
-    sent = decompress(alone, torch.empty_like(mean), awaited, kernel, "This rank's own updates")
+    what = received.what or "This rank's own updates"
+    alone = received._replace(payloads=payload.unsqueeze(0), plan=plan, factor=1.0, own=None, what=what)
+    sent = decompress(memory, alone, torch.empty_like(mean))
     return torch.where(counting(mean, plan), sent, 0.0) if isinstance(own, SentPayload) else sent
 
 
@@ -182,36 +167,29 @@ def counting(sums: Tensor, plan: BucketPlan) -> Tensor:
     return sent
 
 
-def apply(
-    received: Received,
-    bucket: Bucket,
-    awaited: Awaited,
-    kernel: str = "auto",
-    what: str = "Updates",
-    by_senders: bool = False,
-) -> None:
+def apply(memory: Memory, received: Received, bucket: Bucket) -> None:
     """Add the weighted sum of all ranks' payloads to the bases of a bucket.
 
     Own weights, if the bucket has any, change by as much, less what this rank has sent, if it has. :func:`decompress`
     describes the arguments and errors.
     """
-    payloads, plan, factor, own, _ = received
-    if must_not_wait(payloads.device):
-        for group, sums in _add_on_device(received, awaited, what, by_senders):
+    if must_not_wait(received.payloads.device):
+        for group, sums in _add_on_device(memory, received):
             news, bases = (bucket.parts(tensors, group.bounds) for tensors in (bucket.news, bucket.bases))
             torch._foreach_add_(bases, sums.means)
             if sums.own:
                 torch._foreach_sub_(news, sums.own)
             torch._foreach_add_(news, sums.means)
         return
-    for part, rows, senders, own_part in _parts_of(received, what, lambda plan: plan.parts or (plan,)):
+    (_, plan, factor, own, _), by_senders = memory.averaged(received)
+    for part, rows, senders, own_part in _parts_of(received, memory.what, lambda plan: plan.parts or (plan,)):
         arrived = [SentPayload(row, part, sender) for row, sender in zip(rows, senders, strict=True)]
         mine = own if bucket.news and isinstance(own, int) else -1
         if bucket.news and own_part is not None:
             mine = len(rows)
             arrived.append(own_part)
-        weights = weights_by_senders(len(rows), factor, by_senders and len(rows) > 1, plan.residual_dtype)
-        add_to_bucket(part, bucket, arrived, weights, mine, kernel)
+        weights = weights_by_senders(len(rows), factor, by_senders, plan.residual_dtype)
+        add_to_bucket(part, bucket, arrived, weights, mine, memory.kernel)
 
 
 def _decay_on_device(bucket: Bucket, plan: BucketPlan, payload: Tensor, lost: float) -> None:
@@ -225,12 +203,10 @@ def _decay_on_device(bucket: Bucket, plan: BucketPlan, payload: Tensor, lost: fl
     torch._foreach_sub_(news, left)
 
 
-def _add_on_device(
-    received: Received, awaited: Awaited, what: str, by_senders: bool
-) -> Iterator[tuple[BucketPlan, Sums]]:
+def _add_on_device(memory: Memory, received: Received) -> Iterator[tuple[BucketPlan, Sums]]:
     """What payloads bring of the tensors that a device handles at once, group by group."""
-    factor, own = received.factor, received.own
-    for group, payloads, senders, own_part in _parts_of(received, what, lambda plan: plan.groups):
+    (_, _, factor, own, _), by_senders = memory.averaged(received)
+    for group, payloads, senders, own_part in _parts_of(received, memory.what, lambda plan: plan.groups):
         sums = add_payloads(payloads.contiguous(), group, factor, by_senders, own if isinstance(own, int) else None)
         if own_part is not None:
             mine = add_payloads(own_part.payload.unsqueeze(0), own_part.plan, 1.0, by_senders=False).means
@@ -238,7 +214,7 @@ def _add_on_device(
                 marks = torch._foreach_abs(torch._foreach_sign([sums.means[index] for index in group.compressed]))
                 torch._foreach_mul_([mine[index] for index in group.compressed], marks)
             sums = sums._replace(own=mine)
-        awaited.when_known(sums.told, partial(_check_received, senders, sums.verdicts))
+        memory.awaited.when_known(sums.told, partial(_check_received, senders, sums.verdicts))
         yield group, sums
 
 

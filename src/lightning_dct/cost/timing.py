@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dct.compress.awaited import Awaited
 from lightning_dct.compress.bucket_plan import Bucket, Received, plan_bucket
+from lightning_dct.compress.memory import Memory
 from lightning_dct.compress.on_host import compress, decompress
-from lightning_dct.compress.threshold import Thresholds
 from lightning_dct.config import DCTConfig
 from lightning_dct.kernels import fastest_kernel
 from lightning_dct.sync.shared_weights import SharedWeights
@@ -88,13 +87,13 @@ def measure_speed(
     noise = torch.Generator(device).manual_seed(0)
     gradient = torch.randn(size, generator=noise, device=device)
     start = torch.randn(size, generator=noise, device=device)
-    residual, total, thresholds, awaited = start.clone(), torch.empty_like(start), Thresholds(), Awaited()
+    residual, total, memory = start.clone(), torch.empty_like(start), Memory({}, guard=True, undoable=False)
 
     def pack() -> Tensor:
-        return compress(Bucket([gradient], [residual], 1.0), plan, set(), thresholds, guard=True).payload
+        return compress(memory, Bucket([gradient], [residual], 1.0), plan, set()).payload
 
     def read(payloads: Tensor) -> None:
-        decompress(Received(payloads, plan, 0.5, own=0), total, awaited)
+        decompress(memory, Received(payloads, plan, 0.5, own=0), total)
 
     weights, mean = SharedWeights(), torch.zeros(size, device=device)
     for name, part in zip(names, start.clone().split(sizes), strict=True):

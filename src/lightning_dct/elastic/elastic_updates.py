@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received
+from lightning_dct.compress.on_host import apply, compress, decompress_own
 from lightning_dct.elastic.present import PresentRanks
 from lightning_dct.exchange.collectives import Link
 from lightning_dct.exchange.compressed import AllGather
@@ -267,7 +268,7 @@ class ElasticUpdates(UpdateSynchronizer):
                 received = Received(rows[:, start:stop], plan, 1.0 / len(rows), own)
                 start = stop
                 bucket = self._in_place(names)
-                self.memory.apply(received, bucket)
+                apply(self.memory, received, bucket)
                 if own is not None and decay < 1.0:
                     torch._foreach_lerp_(list(bucket.news), list(bucket.bases), 1.0 - decay)
             rest = self.buffers.take(rows[:, start:])
@@ -284,7 +285,7 @@ class ElasticUpdates(UpdateSynchronizer):
 
     def _compress(self, names: list[str], plan: BucketPlan) -> Tensor:
         with self.traffic.timed("compress"):
-            compressed = self.memory.compress(self._in_place(names), plan, set())
+            compressed = compress(self.memory, self._in_place(names), plan, set())
         entries = sum(plan.sizes)
         self.traffic.add(entries=entries, entries_sent=int(compressed.num_entries) + compressed.num_dense)
         return compressed.payload
@@ -320,7 +321,7 @@ class ElasticUpdates(UpdateSynchronizer):
             for names, plan, payload in added[2]:
                 received = Received(payload.unsqueeze(0), plan, 1.0, own=0)
                 own = payload.new_empty(sum(plan.sizes), dtype=plan.residual_dtype)
-                self.weights.add_own(names, self.memory.decompress_own(received, own), -1.0)
+                self.weights.add_own(names, decompress_own(self.memory, received, own), -1.0)
         self._unsure = None
         for name, shared in weights.items():
             if name not in self.weights.parameters:

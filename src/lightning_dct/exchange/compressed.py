@@ -40,6 +40,7 @@ import torch
 
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, OwnedPiece, Received, SentPayload
 from lightning_dct.compress.memory import Memory
+from lightning_dct.compress.on_host import compress, decompress
 from lightning_dct.exchange.base import Exchange, Flow, count_entries, unused_tensors
 from lightning_dct.exchange.collectives import (
     Link,
@@ -73,7 +74,7 @@ class AllGather(Exchange):
         if plan.in_pieces is not plan:
             plan = plan.in_pieces
             deferred = set(range(len(plan.sizes))) if deferred else deferred
-        compressed = memory.compress(bucket, plan, deferred, lost)
+        compressed = compress(memory, bucket, plan, deferred, lost)
         count_entries(sum(plan.sizes), compressed, self.everyone, memory)
         work, payloads = all_gather_payload(compressed.payload, self.everyone)
         yield work
@@ -97,18 +98,18 @@ class Sharded(Exchange):
         """See :meth:`Exchange.send`."""
         shards, joined, joined_sums = divided = self._cut(plan)
         sizes = [shard.plan.num_bytes for shard in shards]
-        compressed = memory.compress(bucket, joined, divided.of(deferred), lost)
+        compressed = compress(memory, bucket, joined, divided.of(deferred), lost)
         count_entries(sum(plan.sizes), compressed, self.everyone, memory)
         work, received = deliver_payloads(compressed.payload, sizes, self.everyone)
         yield work
 
         own = shards[self.everyone.rank]
         sums = compressed.payload.new_empty(sum(own.plan.sizes), dtype=plan.residual_dtype)
-        memory.decompress(Received(received, own.packed, 1.0, own=None), sums)
+        decompress(memory, Received(received, own.packed, 1.0, own=None), sums)
         deferred = unused_tensors(sums, own.sums) if self._defer_unused else set()
         # Of updates, the ranks keep in their own weights what is not sent.
         summed = Bucket([sums], [memory.owned_of(own.packed, sums.device)], 1.0, memory.of_updates)
-        sent = memory.compress(summed, own.sums, deferred)
+        sent = compress(memory, summed, own.sums, deferred)
         work, spread = spread_payload(sent.payload, [shard.sums.num_bytes for shard in shards], self.everyone)
         yield work
 
@@ -158,7 +159,7 @@ class ByNode(Exchange):
         residual = memory.owned_of(own.packed, buffer.device)
         # The sum over the node's ranks, from their mean.
         summed = Bucket([gradient], [residual], scale * self._inside.size, memory.of_updates)
-        compressed = memory.compress(summed, own.packed, deferred)
+        compressed = compress(memory, summed, own.packed, deferred)
         count_entries(gradient.numel(), compressed, self.everyone, memory)
         work, gathered = all_gather_payload(compressed.payload, self._between)
         yield work

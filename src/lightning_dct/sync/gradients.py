@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, real_numel
+from lightning_dct.compress.on_host import decompress
 from lightning_dct.config import DCTConfig
 from lightning_dct.exchange.base import Exchange, Pending, complete, send_dense, send_sparse, unused_tensors
 from lightning_dct.failures.course import EXCHANGE
@@ -165,4 +166,4 @@ class GradientSynchronizer(Synchronizer):
         residuals = [] if self.exchange.sums_first else [self.memory.residual_of(plan, buffer.device)]
         bucket = Bucket([buffer], residuals, self.memory.gradient_scale)
         flow = self.exchange.send(bucket, plan, deferred, self.memory)
-        return Pending(flow, self.exchange.rounds, buffer.device, partial(self.memory.decompress, buffer=buffer))
+        return Pending(flow, self.exchange.rounds, buffer.device, partial(decompress, self.memory, buffer=buffer))

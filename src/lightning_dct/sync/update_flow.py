@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Plans, Received, real_dtype
 from lightning_dct.compress.memory import Memory
-from lightning_dct.compress.on_host import counting
+from lightning_dct.compress.on_host import apply, counting, decompress, decompress_own
 from lightning_dct.exchange.base import Exchange, Pending, complete, send_dense
 from lightning_dct.sync.rounds import InFlight, Rounds
 from lightning_dct.sync.shared_weights import SharedWeights
@@ -63,7 +63,7 @@ class UpdateFlow:
             for item in items:
                 bucket = item.bucket or self._weights.bucket(item.names)
                 if isinstance(item.arrived, Received) and item.own is None and bucket is not None:
-                    self._memory.apply(item.arrived, bucket)
+                    apply(self._memory, item.arrived, bucket)
                 else:
                     self._weights.move(item.names, *self.read(item))
         rounds.in_flight = [item for item in rounds.in_flight if item not in items]
@@ -83,7 +83,7 @@ class UpdateFlow:
             longer = self._memory.lengthening  # of a dense bucket; by node nothing is
             return arrived if longer is None else arrived * longer, item.own  # type: ignore[return-value, operator]
         mean = arrived.payloads.new_empty(item.entries, dtype=arrived.plan.residual_dtype)
-        mean, sent = self._memory.decompress(arrived, mean), self._memory.decompress_own(arrived, mean)
+        mean, sent = decompress(self._memory, arrived, mean), decompress_own(self._memory, arrived, mean)
         # A node sends for its ranks, which keep what it does not send.
         return mean, sent if item.own is None else torch.where(counting(sent, arrived.plan), item.own, 0.0)
 
