@@ -14,8 +14,6 @@ namespaces, with a link of 100 Mbit/s (Linux, as root).
 ``train.py --multirun``.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

@@ -4,8 +4,6 @@ Training rows that are a pure function of their index need no state and no agree
 finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), applied once for every counter that is absorbed.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

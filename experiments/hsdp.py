@@ -1,7 +1,5 @@
 """The reference for ``dct_fsdp``: torch's hybrid sharding, with a dense all-reduce between replicas."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh

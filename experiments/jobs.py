@@ -4,8 +4,6 @@ A run sets environment variables, opens a process group and starts other ranks, 
 command line. With a process for each run, these settings end with it, and no rank can start other runs again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

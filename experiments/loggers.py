@@ -1,7 +1,5 @@
 """A logger for Weights & Biases that is online only if the user is logged in."""
 
-from __future__ import annotations
-
 import netrc
 import os
 from pathlib import Path

@@ -5,8 +5,6 @@ sleeps what it does not compute, so that ranks that share a machine do not becom
 table, and writes ``FOLDER/table.csv``, ``FOLDER/steps-RANK.csv`` with each rank's steps, and ``FOLDER/run.png``.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import multiprocessing

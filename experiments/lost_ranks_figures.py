@@ -1,7 +1,5 @@
 """What a run of ``lost_ranks.py`` has come to: a table, the same as CSV, and a picture."""
 
-from __future__ import annotations
-
 import csv
 from collections import defaultdict
 from itertools import pairwise

@@ -3,8 +3,6 @@
 Both need ``DCTStrategy(compress="gradients")``. They build on its synchronizer: its density, and its residuals.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -9,8 +9,6 @@ its interface has sent; elsewhere ranks share this machine, and bytes are those 
 ``--times`` adds the milliseconds of a step on slower links, in short runs of their own.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import math

@@ -1,7 +1,5 @@
 """The figures of a run: as a table for the reader, and as ``result.json``."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json

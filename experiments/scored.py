@@ -1,7 +1,5 @@
 """The common part of the models: modules that log the figures of a batch."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import Any
 

@@ -5,8 +5,6 @@ global order. As long as ``b * W`` stays the same, so do the rows of every optim
 processes can be compared. The loaders here are plain iterables: Lightning wraps no sampler around them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any

@@ -6,8 +6,6 @@ torchrun does: ``torchrun --nproc-per-node 2 experiments/train.py experiment=lm`
 ``strategy.density=0.01,0.1 seed=0,1``, are a run for each combination, one after the other.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys

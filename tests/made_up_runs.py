@@ -1,7 +1,5 @@
 """Logs of made-up runs, whose every figure a test can compute."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any

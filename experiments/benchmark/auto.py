@@ -7,8 +7,6 @@ on every link, and its time includes its measuring, also before the first step. 
 entry waits for more than a tenth of the run. Settings with longer delays have a column of their own.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

@@ -1,7 +1,5 @@
 """The files between a benchmark's command and its ranks: the job, and the runs that they have measured."""
 
-from __future__ import annotations
-
 import json
 import os
 import warnings

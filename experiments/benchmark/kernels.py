@@ -6,8 +6,6 @@ together, and the *roofline*: the bytes that an exchange must touch (it reads bo
 once, 24 bytes an entry in fp32) over the rate at which this machine copies. All take turns in each round.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

@@ -6,8 +6,6 @@ the model was made and after the first use of numba, which takes as much for any
 freed memory, which hides what a strategy needs. Here it returns that memory, unless ``--keep-freed`` is given.
 """
 
-from __future__ import annotations
-
 import argparse
 import resource
 import sys

@@ -8,8 +8,6 @@ stage. kB are those that a host's interface has sent in a step, headers left out
 Each picture of a link shows one step, of median length, in fp32 and as compressed by default.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys

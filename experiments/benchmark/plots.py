@@ -1,7 +1,5 @@
 """The benchmark's figures as plots; matplotlib draws them without a screen."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

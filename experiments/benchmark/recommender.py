@@ -8,8 +8,6 @@ headers left out: the networks' gradients too. *ms exchanging* is the computing 
 *CPU ms* that of all threads of a rank.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Mapping, Sequence

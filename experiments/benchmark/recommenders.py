@@ -1,7 +1,5 @@
 """The exchanges of tables that the recommender's benchmark compares, on one DLRM, and its clicks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """The common part of benchmarks on hosts: options, and rounds in which all settings take turns on all links."""
 
-from __future__ import annotations
-
 import argparse
 import random
 import signal

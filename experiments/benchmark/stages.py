@@ -1,7 +1,5 @@
 """The split points that the benchmark of pipelines compares, and the language model around them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from benchmark.job import Job

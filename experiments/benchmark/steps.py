@@ -10,8 +10,6 @@ that a host's interface has sent, less the headers of packets. Time spent compre
 network, except PowerSGD's. Thresholds of DCT are selected in the warm-up; a note below the table has the time of that.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

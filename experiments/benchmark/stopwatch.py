@@ -1,7 +1,5 @@
 """Measures some steps in the middle of a run: wall time, bytes and the time spent compressing."""
 
-from __future__ import annotations
-
 from time import perf_counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The synchronisations that the benchmark compares, by their names in tables and plots."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

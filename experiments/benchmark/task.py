@@ -1,7 +1,5 @@
 """The model of the benchmark: a perceptron that reads eight bytes of a text and guesses the next two."""
 
-from __future__ import annotations
-
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn

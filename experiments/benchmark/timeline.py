@@ -1,7 +1,5 @@
 """When a rank of a pipeline computes micro-batches in a step, and when it waits for the network."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import wraps

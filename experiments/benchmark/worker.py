@@ -1,7 +1,5 @@
 """One rank of the benchmark, which torchrun starts: trains under each synchronisation, and writes the figures."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -6,8 +6,6 @@ marks between them, so days are equal parts of it. All but the last are for trai
 for validation and half for test.
 """
 
-from __future__ import annotations
-
 import fcntl
 import gzip
 import hashlib

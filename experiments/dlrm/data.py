@@ -5,8 +5,6 @@ of each missing, and a click drawn from the teacher's probability. The teacher k
 so a perfect model would reach the area under the ROC curve of its probabilities.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Trains DLRM on clicks: binary cross-entropy, and the area under the ROC curve as the figure of merit."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

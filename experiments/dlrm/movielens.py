@@ -5,8 +5,6 @@ Reads both forms of the set: GroupLens' own (``u.data``, ``u.user``, ``u.item``)
 ratings of a film, are counted over the training part alone.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

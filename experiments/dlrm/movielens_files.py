@@ -1,7 +1,5 @@
 """The files of MovieLens 100K: finds, downloads and parses them, and names file and line where one is bad."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import urllib.error

@@ -1,7 +1,5 @@
 """A wire on which every frame travels for a given time, for kernels without ``netem``; one thread carries all."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import select

@@ -1,7 +1,5 @@
 """Makes hosts out of network namespaces, each with one Ethernet interface on a common bridge (Linux, as root)."""
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import os

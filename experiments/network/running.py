@@ -1,7 +1,5 @@
 """Runs a script under torchrun, or any command, on every host until all have ended or one has failed."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

@@ -11,8 +11,6 @@ less the Ethernet, IPv4 and TCP headers. Not counted are
 * outside the training steps, parameters, checkpoints, settings and metrics.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

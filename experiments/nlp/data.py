@@ -4,8 +4,6 @@ The text is cut into three contiguous blocks (90% training, 5% validation, 5% te
 tokenizer learns from the training block only.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import warnings

@@ -1,7 +1,5 @@
 """A decoder-only transformer language model, small enough to read from top to bottom."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

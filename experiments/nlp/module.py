@@ -1,7 +1,5 @@
 """Trains and scores the language model: next-token cross-entropy under AdamW or SGD with warm-up and cosine decay."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How the transformers are optimised: AdamW or SGD, a linear warm-up, then a cosine to the run's last step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ Catalogs hold the messages of programs with their translations. Only the singula
 marks of keyboard accelerators nor the header, which is the translation of "".
 """
 
-from __future__ import annotations
-
 import gettext
 import re
 import struct

@@ -4,8 +4,6 @@ Beside the subspace, the four families of Bian et al., *Does Compressing Activat
 MLSys 2024: ``top_k``, ``random``, ``quantised``, and a learned code, ``autoencoder``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The common part of the language and the translation module: sizes, loss, optimizer."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import Any
 

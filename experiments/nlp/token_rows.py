@@ -1,7 +1,5 @@
 """The common part of data modules of tokens: settings, and one tokenizer learnt from the training part."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Trains and scores the translation model: cross-entropy of the next target token, and chrF of what it translates."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

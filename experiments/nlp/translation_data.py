@@ -4,8 +4,6 @@ A hash of the source sentence decides its part, so that one source with several 
 languages share one tokenizer, which learns from the training part.
 """
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

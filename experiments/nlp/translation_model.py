@@ -5,8 +5,6 @@ the target so far. So the two can be on different machines if both have the batc
 cross, through a ``SplitPoint``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

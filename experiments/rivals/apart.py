@@ -1,7 +1,5 @@
 """Replicas that train apart, and the method of somebody else that brings them together."""
 
-from __future__ import annotations
-
 import math
 import os
 import socket

@@ -1,7 +1,5 @@
 """DeMo as pytorch_optimizer has it: the largest cosine coefficients of the momentum, in every step."""
 
-from __future__ import annotations
-
 from pytorch_optimizer.optimizer.demo import DeMo as DeMoOptimizer
 from torch.optim import Optimizer
 

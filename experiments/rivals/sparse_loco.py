@@ -1,7 +1,5 @@
 """SparseLoCo by its published rule: the largest entries of what a replica has moved, in two bits, with feedback."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Averages of all weights as hivemind makes them: peers meet in a distributed hash table, and each averages a part."""
 
-from __future__ import annotations
-
 import hivemind
 import torch
 import torch.distributed as dist

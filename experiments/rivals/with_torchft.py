@@ -1,7 +1,5 @@
 """LocalSGD, DiLoCo and Streaming DiLoCo as torchft has them, each rank a replica group of its own."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any

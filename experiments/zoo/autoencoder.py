@@ -1,7 +1,5 @@
 """An autoencoder of digits under Adam; where validation no longer gets better, ReduceLROnPlateau lowers the rate."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

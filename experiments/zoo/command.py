@@ -8,8 +8,6 @@ continues a stopped zoo. A run that fails is reported, and does not stop the oth
 ``table.csv`` with every figure of every run, and ``zoo.png``: quality lost beside bytes saved.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 The images are the same in every run; the run's seed decides their order only.
 """
 
-from __future__ import annotations
-
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor

@@ -1,7 +1,5 @@
 """A generative adversarial network (Goodfellow et al., 2014) of points in the plane: two optimizers, taking turns."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """GPT-2 of Hugging Face's `transformers`, small and from scratch, under AdamW, or under Muon with AdamW beside it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Classifies digits with a residual network (He et al., 2015) under SGD, or a vision transformer under AdamW."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 The base is trained on Python's documentation for a few steps; the fine-tuning uses the source of Python's library.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

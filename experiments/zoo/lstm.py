@@ -1,7 +1,5 @@
 """A recurrent language model: LSTM layers under plain SGD with clipping, as Zaremba et al. trained theirs (2014)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The zoo as a table and a picture: for each member and strategy the quality lost and the bytes saved."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

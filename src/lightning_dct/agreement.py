@@ -1,7 +1,5 @@
 """Compares settings, versions and the model over all ranks at setup, and names the first difference."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

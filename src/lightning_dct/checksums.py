@@ -1,7 +1,5 @@
 """Checksums of texts, of tensors, and of the files of a folder; all are CRC-32."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Mapping

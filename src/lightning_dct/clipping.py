@@ -1,7 +1,5 @@
 """Clips gradients by their norm over several ranks with different parameters, also when Lightning clips."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

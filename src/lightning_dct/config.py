@@ -1,7 +1,5 @@
 """The settings of compression: a frozen dataclass that checks them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches

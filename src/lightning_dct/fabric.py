@@ -1,7 +1,5 @@
 """The same for Lightning Fabric: ``import lightning_dct.fabric; Fabric(strategy="dct")``."""
 
-from __future__ import annotations
-
 import math
 import secrets
 import weakref

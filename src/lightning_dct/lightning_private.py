@@ -22,8 +22,6 @@ private part                       no public hook lies there
 =================================  ==================================================================================
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

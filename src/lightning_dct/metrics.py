@@ -1,7 +1,5 @@
 """The compression ratio as a torchmetrics metric: bytes of the dense fp32 exchange over bytes sent, over all ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@
 [Strategy]DCTStrategy.decompress    read the payloads (``exchange="sharded"``: and send their sum, compressed)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

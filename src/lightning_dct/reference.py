@@ -13,8 +13,6 @@ the package. Tensors are flat, in fp32 or fp64. This file leaves out loss scalin
 and the transport of bytes.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The half of a strategy that saves and loads: Lightning's checkpoint, and beside it the state of each rank."""
 
-from __future__ import annotations
-
 import secrets
 import zlib
 from collections.abc import Iterable, Mapping, Sequence

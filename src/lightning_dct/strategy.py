@@ -1,7 +1,5 @@
 """``Trainer(strategy="dct")``: connects compressed synchronisation to Lightning's DDPStrategy."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Mapping
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Numbers and tables as text, for what is printed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

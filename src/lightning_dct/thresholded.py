@@ -1,7 +1,5 @@
 """The common part of this package's strategies: callbacks, lifelines, exchanges after steps, and teardown."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from datetime import timedelta

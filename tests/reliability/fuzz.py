@@ -8,8 +8,6 @@ shown: other kinds of errors, answers out of bounds, errors without a message. A
 program, with a trace.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import random

@@ -8,8 +8,6 @@ seconds, now and then for so long that the job has to end. In the end what has b
 the loss is compared with that of an undisturbed run of as many steps on one rank; see soak_training.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -5,8 +5,6 @@ that say something else): an error, or a state that the objects it is for take o
 the checkpoint's folder. Files of other ranks, saves or steps: an error that names the file.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import os

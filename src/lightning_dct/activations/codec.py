@@ -15,8 +15,6 @@ The payload of their gradients is scales and values at the same positions, which
 All sizes follow from the layout; zeros fill the rest.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from dataclasses import dataclass

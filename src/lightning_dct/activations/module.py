@@ -1,7 +1,5 @@
 """The interface between modules that compress what ranks exchange, and strategies and callbacks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 

@@ -5,8 +5,6 @@ gives the same numbers for the same seed and data on every device, and does not 
 "lowbias32" (C. Wellons, *Prospecting for hash functions*, 2018).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """`SplitPoint`: a module that marks a border between ranks, and sends only the largest activations across it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """A subspace and an anchor: few numbers per token are sent, and the receiver adds a learned vector for the token."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Chooses the settings of a run by the costs of its first steps, and again when these change for long."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Logs the traffic and its compression, and prints a table at the end of fit."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from time import perf_counter

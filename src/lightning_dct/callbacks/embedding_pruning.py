@@ -1,7 +1,5 @@
 """Shorter rows in training: what embedding tables have not learnt to use is no longer stored."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as pl

@@ -1,7 +1,5 @@
 """Prepares evaluations: shows them the shared weights, and has ranks without further batches answer the others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as pl

@@ -1,7 +1,5 @@
 """Callbacks for a rank that fails or receives a signal: all ranks end, or act on the signal, together."""
 
-from __future__ import annotations
-
 import signal
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The common part of this package's callbacks: strategies they accept, the run's length, hooks that take no time."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Advice for a run: unfit settings before it begins, and the time of its steps with a verdict at the end."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

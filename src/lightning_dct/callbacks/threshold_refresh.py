@@ -1,7 +1,5 @@
 """New thresholds every so many optimizer steps, on the same step on every rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning.pytorch as pl

@@ -15,8 +15,6 @@ The run's config has the settings under ``lightning_dct``, by which runs can be 
 of ranks and the fields of :class:`~lightning_dct.DCTConfig`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any

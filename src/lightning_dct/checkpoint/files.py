@@ -4,8 +4,6 @@ Lightning writes into the folder for temporary files and moves the result. If th
 is a copy, and a process that is killed meanwhile leaves half a checkpoint under the checkpoint's own name.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

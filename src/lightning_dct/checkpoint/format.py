@@ -11,8 +11,6 @@ killed while it overwrites a checkpoint finds the old file with the old state. A
 the files that were there before.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

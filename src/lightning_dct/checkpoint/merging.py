@@ -1,7 +1,5 @@
 """The state that each rank starts from at another world size, made of the states of all ranks that saved."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Otherwise the other ranks would wait for it in their next collective.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar

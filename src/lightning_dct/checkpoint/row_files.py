@@ -5,8 +5,6 @@ rank-1.rows
 index          a checksum of what follows; then, as JSON, this folder's name and where the pieces of each tensor are
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -4,8 +4,6 @@ A module has ``add_arguments(parser)`` and ``run(arguments)``, which returns the
 chosen subcommand is imported: each needs other extras.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """``lightning-dct dashboard``: a W&B workspace of bytes, residuals and quality."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -3,8 +3,6 @@
 With ``--measure`` it is one rank of a job, and prints the choice of ``DCTStrategy(target_overhead=...)`` there.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

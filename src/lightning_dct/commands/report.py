@@ -1,7 +1,5 @@
 """``lightning-dct report RUN_DIR...``: one HTML page out of the logs of one or several runs."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

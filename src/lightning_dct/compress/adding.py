@@ -1,7 +1,5 @@
 """Reads the payloads of all senders on a CPU, and adds the weighted sum to a bucket in one pass."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial

@@ -8,8 +8,6 @@ nothing. No shape depends on data. As in :mod:`lightning_dct.kernels.plain`
 - of a tensor with more marked entries than its target, a regular sample stays marked.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import accumulate

@@ -9,8 +9,6 @@ Both enter the mean over ``W`` ranks with a weight of ``1 / W``. So when the own
 settings or another exchange, the old owner's residual of the sum becomes a residual of its own gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -13,8 +13,6 @@ This is the data-parallel half of Dynamic Communication Thresholding (Gupta et a
 threshold for each tensor. :mod:`lightning_dct.compress.on_device` does the same for a GPU.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

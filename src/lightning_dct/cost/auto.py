@@ -7,8 +7,6 @@ is too short. Times follow the model of ``lightning-dct plan``.
 :class:`~lightning_dct.callbacks.auto_settings.AutoSettings` chooses while a run trains.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields

@@ -1,7 +1,5 @@
 """The forecast: bytes, time and memory of every exchange, and the choice of ``exchange="auto"``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property, partial
 

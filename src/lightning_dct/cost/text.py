@@ -1,7 +1,5 @@
 """A forecast as a table and sentences."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Times compressing, and the link between the ranks, for a moment before a run trains."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The tensors that are synchronised in a step, and the buckets of DistributedDataParallel."""
 
-from __future__ import annotations
-
 import importlib
 import sysconfig
 from collections.abc import Collection, Mapping, Sequence

@@ -7,8 +7,6 @@ What else Lightning does with all ranks, this rank does by itself, in a process 
 and a reduction of logged values wait for nobody. So every rank evaluates all the data.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

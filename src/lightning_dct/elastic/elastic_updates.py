@@ -13,8 +13,6 @@ added that. Between two exchanges ranks owe each other nothing.
 training; a slow one does the same at the end of each round (skipped iterations: Luo et al., *Hop*, ASPLOS 2019).
 """
 
-from __future__ import annotations
-
 import time
 import zlib
 from collections import deque

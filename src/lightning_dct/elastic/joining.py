@@ -1,7 +1,5 @@
 """What a rank compares with the others before it starts with them or joins them."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Mapping
 from typing import Any

@@ -9,8 +9,6 @@ One supervisor serves all trainers of this process, and hears from it once more:
 ``LOCAL_RANK`` or another launcher's environment, as with one process for each machine, nothing is started.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

@@ -8,8 +8,6 @@ Each rank is a replica group of its own, with a ``Manager`` and a store. Ranks t
 ``HEARTBEAT_S`` are gone. The *lighthouse* forms the quorums.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

@@ -5,8 +5,6 @@ if that rank alone ends, ``stop`` if all shall end. If the input ends without th
 again too. It imports nothing of this package, to start fast.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

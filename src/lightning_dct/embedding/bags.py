@@ -1,7 +1,5 @@
 """The look-ups of a batch: checks and flattens ids and offsets, pools rows into bags, and spreads gradients back."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

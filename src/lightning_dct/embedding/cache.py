@@ -5,8 +5,6 @@ the same order, so they admit and evict the same rows without communication. The
 first. The time of a request is proportional to its rows, not to the cache's.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Any, NamedTuple
 

@@ -12,8 +12,6 @@ What is left of rows that leave a cache is sent at once, because no end remember
 that is fp32 or bf16, else in int8 with a scale for each row.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import accumulate, pairwise
 from typing import NamedTuple

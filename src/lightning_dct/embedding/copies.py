@@ -1,7 +1,5 @@
 """One rank's copies of another's rows, and the residuals: the gradients of these rows that it has not sent yet."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ batches. It then answers the others until no rank has batches. The modules of on
 request rows of different modules in the same round.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -8,8 +8,6 @@ an eviction does not change. Only the owner knows which keys have rows, and in w
     row is evicted                   the id has the default row again; its users receive the difference as a change
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence

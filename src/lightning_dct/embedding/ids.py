@@ -14,8 +14,6 @@ positions       for each group, places among its rows in ascending order
 ==============  ===================================================================================
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

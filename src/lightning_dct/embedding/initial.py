@@ -5,8 +5,6 @@ only by the changes of training. The hash is the finaliser of SplitMix64 (Steele
 pseudorandom number generators*, OOPSLA 2014).
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import torch

@@ -9,8 +9,6 @@ takes no memory; its gradients are dropped. Kept pieces follow one another in ``
                                      0010      j
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import torch

@@ -12,8 +12,6 @@
 What is below the threshold is sent later. The paper instead sends pooled embeddings and sets the small ones to zero.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Adagrad with one accumulator per row, so its state for rows of 16 entries is a sixteenth of their size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -15,8 +15,6 @@ Rows of growing tables belong to ranks by a hash. Their places are *keys*: whole
 in the highest bits and the id in the others. An id that needs more bits than there are is hashed to them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -5,8 +5,6 @@ that is not kept goes back to that value. Pruning pieces of rows in training is 
 Dimension Optimization During Training for Recommender Systems* (FIITED), arXiv 2401.04408, 2024.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Saves copies, residuals and thresholds of sharded tables, checks them, and restores them on any number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any

@@ -1,7 +1,5 @@
 """Gradients of rows: taken from autograd at the pooled rows, collected from all ranks, and put into ``weight.grad``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

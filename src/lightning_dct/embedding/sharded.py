@@ -1,7 +1,5 @@
 """Embedding bags whose tables are spread over the ranks, which exchange changes instead of values."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal

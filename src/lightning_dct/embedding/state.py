@@ -1,7 +1,5 @@
 """The state of sharded tables on one rank: its rows, and the copies and residuals for the rows that it exchanges."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial

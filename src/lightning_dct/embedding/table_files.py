@@ -17,8 +17,6 @@ With the same number of ranks, growing tables keep their slots. With another num
 owners, keeps those that it owns now, and reads the pieces with their rows.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Buckets without compressed tensors, and sparse gradients, are all-reduced in every exchange.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any

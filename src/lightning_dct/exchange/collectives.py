@@ -1,7 +1,5 @@
 """The collectives: the only place where this rank sends bytes, and where they are counted."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -31,8 +31,6 @@ This pays if links inside a node are much faster.
 In each of them all ranks sum the same payloads in the same order, so replicas stay bitwise identical.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache, partial
 

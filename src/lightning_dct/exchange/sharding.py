@@ -4,8 +4,6 @@ Owners depend on the model's parameters and the settings alone, and not on Distr
 piece keeps its owner, threshold and residual when buckets are rebuilt and when a run resumes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -11,8 +11,6 @@ waits until all have come to that place:
 The hub passes the questions and the answers on. There is a time limit at the end of training only.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence

@@ -15,8 +15,6 @@ waiting ranks have continued. If the process is ending by then, C++ aborts it ("
 exception"), and torchrun restarts a finished job.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import secrets

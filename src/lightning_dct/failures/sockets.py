@@ -1,7 +1,5 @@
 """TCP connections of the lifelines: lines of JSON, with keep-alive probes that notice a lost host."""
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import os

@@ -1,7 +1,5 @@
 """``Trainer(strategy="dct_fsdp")``: compressed exchange between replicas, and FSDP2 inside them."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """A mesh of replicas x shards for Lightning's ModelParallelStrategy, with atomic checkpoints of one replica."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from functools import partial

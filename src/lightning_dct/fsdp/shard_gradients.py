@@ -1,7 +1,5 @@
 """The exchange of gradient shards between replicas, through FSDP's all-reduce hook."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any

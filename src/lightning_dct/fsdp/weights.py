@@ -1,7 +1,5 @@
 """Both sets of weights of a rank's shards, and copies of local tensors for checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

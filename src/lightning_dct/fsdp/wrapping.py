@@ -1,7 +1,5 @@
 """Shards a plain LightningModule with ``fully_shard``, by size or by class, and refuses other sharding."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any

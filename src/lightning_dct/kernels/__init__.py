@@ -12,8 +12,6 @@ different ones. On a GPU :mod:`~lightning_dct.compress.marking` selects gradient
 :mod:`~lightning_dct.kernels.numba_rows` codes rows of activations as :mod:`lightning_dct.wire.rows` does.
 """
 
-from __future__ import annotations
-
 import tempfile
 from functools import cache, lru_cache
 from importlib import import_module

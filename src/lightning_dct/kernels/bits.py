@@ -1,7 +1,5 @@
 """Packs flags, eight to a byte with the first in the lowest bit, and finds set flags."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import numpy as np

@@ -7,8 +7,6 @@ temporary tensor.
 All of it is in one file, because numba keeps what it has compiled of a function until that function's own file changes.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ results are the same as in torch to the last bit, so ranks may use either. All a
 each operation, and unsigned integers of 32 bits.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

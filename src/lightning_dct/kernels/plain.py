@@ -9,8 +9,6 @@ All kernels give the same flags, values and sums to the last bit, so ranks may u
 is rounded from fp64 to fp32, which hides the order of the sum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

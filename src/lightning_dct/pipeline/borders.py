@@ -6,8 +6,6 @@ NaN, and nothing computes with them. There are as many words as the gradient's p
 the bytes that do not fit, and no gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain

@@ -1,7 +1,5 @@
 """Checks of settings and models for a pipeline. All run before any process waits for another, and name a remedy."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import lightning.pytorch as pl

@@ -1,7 +1,5 @@
 """``Trainer(strategy="dct_pipeline")``: connects the stages of a model to Lightning. No maths."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace

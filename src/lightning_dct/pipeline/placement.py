@@ -4,8 +4,6 @@ Every rank keeps the whole module tree, with the same names and the same order o
 on the meta device during fit, where parameters and buffers have shapes but no memory.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 The last stage runs the steps to their end, and every rank logs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial

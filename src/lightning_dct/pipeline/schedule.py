@@ -10,8 +10,6 @@ each message would take a round trip::
 The bytes, their order and the arithmetic stay the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, get_args

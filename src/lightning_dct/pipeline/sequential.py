@@ -1,7 +1,5 @@
 """A Sequential whose children can take keyword arguments in addition to the previous child's result."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ A step is ordinary code that calls the network once. To capture the arguments of
 replaced by one that ends the step. To compute a loss, it is replaced by one that returns the last stage's output.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ The page's style sheet sets colours and fonts, so one drawing serves light and d
 placeholder colours, which become CSS variables.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import re

@@ -1,7 +1,5 @@
 """Finds and reads every run of a command line, gives them distinct names, and lists what it cannot read."""
 
-from __future__ import annotations
-
 import csv
 import re
 from collections import Counter

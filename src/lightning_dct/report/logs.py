@@ -1,7 +1,5 @@
 """Reads one run from a log: Lightning's ``metrics.csv``, or an offline W&B run."""
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """The page: figures, tables and charts of all runs in one self-contained HTML file."""
 
-from __future__ import annotations
-
 import math
 import re
 import statistics

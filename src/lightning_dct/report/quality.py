@@ -1,7 +1,5 @@
 """Finds the logged metric of quality by its name, and whether higher is better."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping

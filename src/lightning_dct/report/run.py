@@ -1,7 +1,5 @@
 """A training run as plain data, and the bytes that it had sent and the seconds it had taken at any step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 :class:`~lightning_dct.CompressionMonitor` logs every key here except those of quality, which the user names.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Averages a model's floating-point buffers over the ranks, uncompressed, and gives a rank its own back afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import torch

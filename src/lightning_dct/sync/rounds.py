@@ -1,7 +1,5 @@
 """When an optimizer's parameters are exchanged, in which buckets, and which updates are in flight."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 

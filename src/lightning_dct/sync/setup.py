@@ -4,8 +4,6 @@
 and its number on that node, and the timeout of process groups.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any

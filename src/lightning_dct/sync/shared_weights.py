@@ -6,8 +6,6 @@ they are bitwise identical everywhere. The difference of the two is the residual
 Either set can be in the model. Exchanging them exchanges pointers and copies nothing.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -15,8 +15,6 @@ The cosine changes slowly. So ranks measure it now and then, and on about a thou
 Source: radial-directional averaging of Decoupled DiLoCo (arXiv 2604.21428), which takes the ``f`` of each tensor.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

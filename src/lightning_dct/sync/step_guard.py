@@ -4,8 +4,6 @@ Lightning's wrapper tells the strategy of each step. A step of the bare optimize
 keeps to itself, passes it by: under ``ddp`` that does no harm, because gradients are the same on all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product

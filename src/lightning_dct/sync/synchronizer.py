@@ -1,7 +1,5 @@
 """The base of synchronizers: thresholds, residuals, plans, an exchange and counters, and their state."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

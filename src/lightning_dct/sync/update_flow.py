@@ -1,7 +1,5 @@
 """One bucket of updates on its way: read from the weights, exchanged, and applied to both kinds of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

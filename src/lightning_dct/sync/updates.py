@@ -22,8 +22,6 @@ local steps; Streaming DiLoCo (Douillard et al., arXiv 2501.18512) for tensors t
 overlap with training.
 """
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

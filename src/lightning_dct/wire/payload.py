@@ -17,8 +17,6 @@ A receiver checks all of it. So corrupt bytes, or ranks with another model or ot
 a write out of bounds.
 """
 
-from __future__ import annotations
-
 import struct
 import zlib
 from collections.abc import Sequence

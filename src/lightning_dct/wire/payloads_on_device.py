@@ -8,8 +8,6 @@ Launching an operation takes a host about as long as a small operation takes the
 and from several senders, are packed and unpacked together, in as many operations as one payload.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate, chain, islice, pairwise

@@ -16,8 +16,6 @@ Source: P. Elias, *Efficient storage and retrieval by content and address of sta
 R. Fano, *On the number of bits required to implement an associative memory*, MIT Project MAC memo 61, 1971.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

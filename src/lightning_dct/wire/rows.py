@@ -18,8 +18,6 @@ takes half the bytes of bfloat16 scales, which outweigh the values of short rows
 are rounded up to that. 0 means a row of zeros, and 255 a row with an infinite or NaN value, which is decoded as NaN.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

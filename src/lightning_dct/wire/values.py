@@ -17,8 +17,6 @@ Error feedback keeps the rounding error in the residual, so few bits are enough.
 scale of its tensor infinite or NaN, so the other ranks receive it in every format.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 
