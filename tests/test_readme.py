@@ -29,18 +29,17 @@ from made_up_results import run_in_no_time
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+PLANNING = (ROOT / "docs/planning.md").read_text()
 TWO_RANKS = ["trainer.devices=2", "trainer.accelerator=cpu"]
 SHORT = ["trainer.max_steps=4", "+trainer.limit_val_batches=1", "+trainer.limit_test_batches=1", "logger=none"]
 REPOSITORY = re.search(r'^Repository = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
 SPEED = Speed(1e-9, 1e-10, 1e-11, "made up")
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-
-
 def commands() -> list[list[str]]:
-    lines = [line for block in blocks("bash") for line in block.splitlines()]
+    lines = [
+        line for block in re.findall(r"^```bash\n([^`]*)^```$", README, re.MULTILINE) for line in block.splitlines()
+    ]
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
@@ -71,21 +70,28 @@ def test_it_is_short_and_begins_with_something_to_type() -> None:
     assert "make test" in first_screen
 
 
+@pytest.mark.parametrize("page", [README, PLANNING], ids=["README", "planning"])
 def test_the_plan_is_what_the_command_prints(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, page: str
 ) -> None:
-    """All but the rows that are measured."""
+    """All but what is measured: two rows of a table, and the notes on time."""
     monkeypatch.setattr(plan, "measure_speed", lambda *_: SPEED)
-    (shown,) = blocks("text")
-    (words,) = [words for words in commands() if "plan" in words]
-    assert command_line(words[words.index("plan") :]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    description, _, table = shown.partition("\n\n")
-    assert " ".join(description.split()) in printed
-    rows = [" ".join(row.split()) for row in table.splitlines()]
-    assert [row for row in rows if row not in printed] == [
-        row for row in rows if row.startswith(("ms compressing", "ms together"))
-    ]
+    shown = re.findall(r"^```bash\n([^`]* plan [^`]*)```\n\n```text\n([^`]*)```", page, re.MULTILINE)
+    assert shown
+    for command, block in shown:
+        words = shlex.split(command)
+        assert command_line(words[words.index("plan") :]) == 0
+        printed = " ".join(capsys.readouterr().out.split())
+        description, table, *notes = block.split("\n\n")
+        assert " ".join(description.split()) in printed
+        rows = [" ".join(row.split()) for row in table.splitlines()]
+        assert [row for row in rows if row not in printed] == [
+            row for row in rows if row.startswith(("ms compressing", "ms together"))
+        ]
+        said = [" ".join(note.split()) for note in re.split(r"^- ", "".join(notes), flags=re.MULTILINE)]
+        assert [note for note in said if note not in printed] == [
+            note for note in said if note.startswith(("Synchronising", "Compressing"))
+        ]
 
 
 def starts_on(ranks: Any, folder: Path) -> Callable[[list[str], object], int]:

@@ -3,8 +3,8 @@
 Makes hosts out of network namespaces (Linux, as root). On links without a limit every fixed setting trains the
 perceptron of ``steps.py`` until its loss, a mean over 20 steps and all ranks, is DDP's after ``--steps``. Then some of
 its steps are timed on each link, and steps times pace is its time to that loss. ``target_overhead`` trains to that loss
-on every link, and its time includes its measuring, also before the first step. Fixed settings obey the same rule: no
-entry waits for more than a tenth of the run. Settings with longer delays have a column of their own.
+on every link, and its time includes its measuring, also before the first step. Fixed settings obey the same rule:
+the law must allow them for twice ``--steps``. Settings for longer runs have a column of their own.
 """
 
 import argparse
