@@ -147,7 +147,7 @@ class DCTConfig:
         return one_step and self.density < 1.0 and self.exchange != "by_node"
 
     @property
-    def halves(self) -> bool:
+    def averages_in_bf16(self) -> bool:
         """Whether dense gradients are averaged in bfloat16, as with DDP's bf16 hook."""
         return self.compress == "gradients" and self.density == 1.0 and self.value_format == "bf16"
 

@@ -132,8 +132,8 @@ class DCTStrategy(DDPStrategy):
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step, and exchange updates when they are due."""
-        stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        updates = [update for update in self._updates if not stepped.isdisjoint(update.parameter_names)]
+        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        updates = [one for one in self._updates if any(parameter in one.parameter_names for parameter in stepped)]
         for synchronizer in updates:
             synchronizer.before_step(optimizer)
         with self._step_guard.seen(optimizer):

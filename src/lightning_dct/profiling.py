@@ -1,7 +1,8 @@
-"""Names of the communication hook's work in the profilers of Lightning and torch.
+"""Names of an exchange's work in the profilers of Lightning and torch.
 
 [Strategy]DCTStrategy.compress      add the residual, select, pack; start sending
 [Strategy]DCTStrategy.exchange      wait for bytes that have not arrived yet
+[Strategy]DCTStrategy.apply         read the payloads of updates, and add the mean to both sets of weights
 [Strategy]DCTStrategy.decompress    read the payloads (``exchange="sharded"``: and send their sum, compressed)
 """
 

@@ -115,9 +115,10 @@ class ThresholdedStrategy(CheckpointedStrategy):
         # Again, because `configure_model` may have made modules.
         check_agreement(module_settings(self._module), Module(), None)
         modules = self.compressed_modules()
+        self.compressed = list(modules.values())
         for name, module in modules.items():
             module.name, module.traffic = name, self.split_traffic
-        self._splits = any(isinstance(module, SplitPoint) for module in modules.values())
+        self._splits = any(isinstance(module, SplitPoint) for module in self.compressed)
         tables = self.sharded_tables()
         self._has_tables = bool(tables)
         if tables and getattr(self.precision_plugin, "scaler", None) is not None:

@@ -55,7 +55,7 @@ class TrafficTotals:
     """Totals of one rank since counting began; the difference of two is the traffic between them.
 
     Attributes:
-        steps: Completed gradient synchronisations.
+        steps: Optimizer steps, of all optimizers together; with gradients, synchronisations.
         bytes_sent: Bytes this rank handed to collectives, headers and padding included.
         bytes_dense: Bytes that the dense fp32 exchange of the same tensors would have sent.
         entries_sent: Tensor entries in the bytes sent. A GPU reports them late: the number is complete after

@@ -45,7 +45,7 @@ class Rank:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(awaited, "WITHOUT_WAITING", self.way)
             gradient = gradient.to(self.device)
-            bucket = Bucket([gradient.clone()], [self.residual], scale)
+            bucket, self.memory.selected = Bucket([gradient.clone()], [self.residual], scale), False
             sent = compress(self.memory, bucket, self.plan, deferred)
             payloads = torch.stack([sent.payload, sent.payload if self.before is None else self.before])
             self.before = sent.payload
@@ -54,7 +54,7 @@ class Rank:
                 received = Received(payloads, self.plan, 0.5 / scale, own=0)
                 means.append(decompress(self.memory, received, gradient.clone()))
             self.memory.awaited.synchronize()
-        return sent.payload.cpu(), int(sent.num_entries) + sent.num_dense, sent.selected, torch.cat(means).cpu()
+        return sent.payload.cpu(), int(sent.num_entries) + sent.num_dense, self.memory.selected, torch.cat(means).cpu()
 
 
 def assert_same_ways(

@@ -58,7 +58,7 @@ def test_plain_ddp_is_not_left_for_a_step_that_is_hardly_shorter() -> None:
     """As a run predicted it: 45.1 ms in bf16, against 47.4; the step in bf16 took 52.1."""
     assert choose(options_of([0.0474, 0.0451]), 0.0452, 1000).option.is_lossless
     assert choose(options_of([0.0474, 0.0451]), 0.04, 1000).option.is_lossless
-    assert choose(options_of([0.0474, 0.0430]), 0.04, 1000).option.config.halves
+    assert choose(options_of([0.0474, 0.0430]), 0.04, 1000).option.config.averages_in_bf16
 
 
 @given(st.lists(SECONDS, min_size=len(LADDER), max_size=len(LADDER)), SECONDS, SECONDS)

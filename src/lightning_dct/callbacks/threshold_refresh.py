@@ -4,7 +4,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_dct.activations.module import CompressedModule, modules_of
 from lightning_dct.callbacks.requirements import require_dct
 from lightning_dct.config import check_integer
 from lightning_dct.sync.synchronizer import Synchronizer
@@ -36,8 +35,9 @@ class ThresholdRefresh(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Request a refresh when one is due; the next synchronisation performs it."""
-        synchronizer: Synchronizer = trainer.strategy.synchronizer  # type: ignore[attr-defined]
-        for module in modules_of(pl_module, CompressedModule).values():
+        strategy: Any = trainer.strategy
+        synchronizer: Synchronizer = strategy.synchronizer
+        for module in strategy.compressed:
             module.advance(synchronizer.synchronisations)
         if synchronizer.steps_since_refresh >= self.every_n_steps:
             synchronizer.request_refresh()

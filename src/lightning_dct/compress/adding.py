@@ -32,19 +32,17 @@ def add_to_bucket(
     if plan.compressed and len(plan.sizes) == 1 and plan.sizes[0] > AT_ONCE:
         ((begin, _),) = plan.bounds
         for start, stop, sent in _stretches(plan.sizes[0], flags, arrived):
-            bounds = [(begin + start, begin + stop)]
-            owns = bucket.parts(bucket.news, bounds) if bucket.news else None
-            add_sums(bucket.parts(bucket.bases, bounds), owns, [0], sent)
+            owns, totals = bucket.parts([(begin + start, begin + stop)])
+            add_sums(totals, owns or None, [0], sent)
         return
     sums = [sum(of_sender) for of_sender in counts]
     values = torch.empty(sum(sums))
     for one, own_counts, own in zip(arrived, counts, values.split_with_sizes(sums), strict=True):
         unpack_values(one.plan.layout, one.payload, own_counts, own)
         _check_finite(one, own)
-    bounds = [plan.bounds[index] for index in plan.compressed]
     first = [plan.starts_in_payload[index] for index in plan.compressed]
-    owns = bucket.parts(bucket.news, bounds) if bucket.news else None
-    add_sums(bucket.parts(bucket.bases, bounds), owns, first, Sent(flags, values, sums))
+    owns, totals = bucket.parts([plan.bounds[index] for index in plan.compressed])
+    add_sums(totals, owns or None, first, Sent(flags, values, sums))
     if plan.dense:
         _add_dense(plan, bucket, arrived, weights, mine)
 
@@ -91,9 +89,9 @@ def _add_dense(plan: BucketPlan, bucket: Bucket, arrived: Sequence[SentPayload],
     bounds, sizes = [plan.bounds[index] for index in plan.dense], [plan.sizes[index] for index in plan.dense]
     summed = [dense.to(plan.residual_dtype) for dense in sent[: len(weights) - 1]]
     mean = sum(summed[1:], start=summed[0]) * weights[-1]
-    torch._foreach_add_(bucket.parts(bucket.bases, bounds), list(mean.split(sizes)))
-    if bucket.news:
-        owns = bucket.parts(bucket.news, bounds)
+    owns, totals = bucket.parts(bounds)
+    torch._foreach_add_(totals, list(mean.split(sizes)))
+    if owns:
         if mine >= 0:
             torch._foreach_sub_(owns, list(sent[mine].to(plan.residual_dtype).split(sizes)))
         torch._foreach_add_(owns, list(mean.split(sizes)))

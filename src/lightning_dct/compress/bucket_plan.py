@@ -255,18 +255,21 @@ class Bucket:
         self.news, self.bases, self.scale, self.others_keep = news, bases, scale, others_keep
         self.starts = [0, *accumulate(map(Tensor.numel, bases))]
 
-    def parts(self, tensors: Sequence[Tensor], bounds: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """The views of ``news`` or ``bases`` within bounds, each of which lies in one tensor."""
-        found = []
+    def parts(self, bounds: Sequence[tuple[int, int]]) -> tuple[list[Tensor], list[Tensor]]:
+        """The views of ``news`` (none if there are none) and of ``bases`` within bounds, each of which lies in one."""
+        found: tuple[list[Tensor], list[Tensor]] = [], []
         for start, stop in bounds:
-            index = min(bisect_right(self.starts, start), len(tensors)) - 1
-            whole, begin = tensors[index], self.starts[index]
-            found.append(whole if stop - start == whole.numel() else whole[start - begin : stop - begin])
+            index = min(bisect_right(self.starts, start), len(self.bases)) - 1
+            begin = self.starts[index]
+            for tensors, views in zip((self.news, self.bases), found, strict=True):
+                if tensors:
+                    whole = tensors[index]
+                    views.append(whole if stop - start == whole.numel() else whole[start - begin : stop - begin])
         return found
 
     def entries(self, bounds: tuple[int, int], indices: Tensor | None) -> Tensor:
         """``a`` within bounds, or some of its entries."""
-        new, base = (self.parts(tensors, [bounds])[0] for tensors in (self.news, self.bases))
+        (new,), (base,) = self.parts([bounds])
         if indices is not None:
             indices = indices.to(base.device)
             new, base = new[indices], base[indices]
@@ -280,13 +283,11 @@ class Compressed(NamedTuple):
         payload: Shape ``[plan.layout.num_bytes]``, uint8; for a plan with parts, their payloads one after the other.
         num_entries: Compressed entries in the payload; for a GPU a tensor on it, those of each part.
         num_dense: Entries of the tensors sent dense.
-        selected: Whether any threshold was selected.
     """
 
     payload: Tensor
     num_entries: int | Tensor
     num_dense: int
-    selected: bool
 
 
 class SentPayload(NamedTuple):

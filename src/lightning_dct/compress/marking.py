@@ -5,7 +5,8 @@ nothing. No shape depends on data. As in :mod:`lightning_dct.kernels.plain`
 
 - an entry is marked unless its magnitude is below the threshold of its tensor;
 - of a tensor with infinite or NaN entries only those are marked;
-- of a tensor with more marked entries than its target, a regular sample stays marked.
+- of a tensor with more marked entries than its target, those that reach a second threshold stay marked, and of more
+  than fit that do, a regular sample.
 """
 
 import math

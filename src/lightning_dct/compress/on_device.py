@@ -123,7 +123,7 @@ def send_selected(
         return on_device.nothing(dense), dense.new_zeros(1, dtype=torch.int64)
     names, (senders, aims) = tuple(plan.names[index] for index in used), on_device.senders(used)
     bounds = [plan.bounds[index] for index in used]
-    news, bases = (bucket.parts(tensors, bounds) for tensors in (bucket.news, bucket.bases))
+    news, bases = bucket.parts(bounds)
     zero, old = on_device.zero(bases[0].dtype), None
     if bucket.scale is None:
         row = senders.lay_out(torch._foreach_sub(news, bases), zero)

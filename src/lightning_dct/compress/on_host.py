@@ -7,7 +7,7 @@
                                              |  payloads as bytes, by any exchange
                                              v
     gradients   g = (1 / W) * sum over ranks of unpack(payload)
-    updates     S += m,  w += m - unpack(own payload)                  m = 1 / sqrt(W n) * the same sum
+    updates     S += m,  w += m - unpack(own payload)                  m = (f / W) * the same sum
 
 This is the data-parallel half of Dynamic Communication Thresholding (Gupta et al., KDD 2021, section 3.1), with a
 threshold for each tensor. :mod:`lightning_dct.compress.on_device` does the same for a GPU.
@@ -50,7 +50,7 @@ def compress(memory: Memory, bucket: Bucket, plan: BucketPlan, deferred: set[int
 
     Args:
         memory: Missing thresholds are selected from this bucket.
-        bucket: What may be sent. Of a GPU its two tensors, ``[n]`` each.
+        bucket: What may be sent.
         plan: How each tensor is sent.
         deferred: Indices of tensors of which nothing is sent.
         lost: Share of what is not sent that own weights lose.
@@ -62,22 +62,21 @@ def compress(memory: Memory, bucket: Bucket, plan: BucketPlan, deferred: set[int
         for part in parts:
             sent.append(compress(memory, bucket, part, deferred, lost))
             deferred = {index - len(part.names) for index in deferred}
-        payloads, entries, dense_of, selected_any = zip(*sent, strict=True)
+        payloads, entries, dense_of = zip(*sent, strict=True)
         counts = torch.cat(entries) if on_device else sum(entries)
-        return Compressed(torch.cat(payloads), counts, sum(dense_of), any(selected_any))
+        return Compressed(torch.cat(payloads), counts, sum(dense_of))
     used = tuple([index for index in plan.compressed if index not in deferred]) if deferred else plan.compressed
     thresholds = memory.thresholds
-    selected = _select_missing(bucket, plan, used, thresholds)
-    memory.selected |= selected
+    memory.selected |= _select_missing(bucket, plan, used, thresholds)
     dense = _take_dense(bucket, plan, deferred)
     dense_entries = dense.numel() // plan.dtype.itemsize
     if on_device:
         payload, sent_by_part = send_selected(bucket, plan, used, dense, thresholds, memory.guard)
         if lost and plan.compressed:
             _decay_on_device(bucket, plan, payload, lost)
-        return Compressed(payload, sent_by_part, dense_entries, selected)
+        return Compressed(payload, sent_by_part, dense_entries)
     bounds, first = [plan.bounds[index] for index in used], [plan.starts_in_payload[index] for index in used]
-    news, bases = bucket.parts(bucket.news, bounds), bucket.parts(bucket.bases, bounds)
+    news, bases = bucket.parts(bounds)
     taus = [thresholds.get(plan.names[index], plan.targets[index]) or 0.0 for index in used]
     flags = torch.zeros(plan.layout.flags_num_bytes, dtype=torch.uint8)
     before = [base.clone() for base in bases if bucket.others_keep]
@@ -115,7 +114,7 @@ def compress(memory: Memory, bucket: Bucket, plan: BucketPlan, deferred: set[int
                     base.copy_(torch.where(one != 0, base, old))
         else:
             cpu_kernel(memory.kernel).decay(news, bases, first, as_read, lost)
-    return Compressed(payload, values.numel(), dense_entries, selected)
+    return Compressed(payload, values.numel(), dense_entries)
 
 
 def decompress(memory: Memory, received: Received, buffer: Tensor) -> Tensor:
@@ -124,8 +123,8 @@ def decompress(memory: Memory, received: Received, buffer: Tensor) -> Tensor:
     Every rank adds the same payloads in the same order, so replicas stay bitwise identical.
 
     Args:
-        memory: Of updates, each entry is multiplied by the square root of the number of ranks over the number that
-            sent it.
+        memory: Of updates, the sum is multiplied by its ``lengthening``; without one, each entry by the square root of
+            the number of ranks over the number that sent it.
         received: The payloads.
         buffer: Shape ``[n]``: the flattened bucket. Overwritten where the plan's tensors lie.
 
@@ -173,7 +172,7 @@ def apply(memory: Memory, received: Received, bucket: Bucket) -> None:
     """
     if must_not_wait(received.payloads.device):
         for group, sums in _add_on_device(memory, received):
-            news, bases = (bucket.parts(tensors, group.bounds) for tensors in (bucket.news, bucket.bases))
+            news, bases = bucket.parts(group.bounds)
             torch._foreach_add_(bases, sums.means)
             if sums.own:
                 torch._foreach_sub_(news, sums.own)
@@ -194,7 +193,7 @@ def _decay_on_device(bucket: Bucket, plan: BucketPlan, payload: Tensor, lost: fl
     """Take the share ``lost`` of what a payload does not send from this rank's own weights."""
     sent = add_payloads(payload.unsqueeze(0), plan, 1.0, by_senders=False).means
     bounds = [plan.bounds[index] for index in plan.compressed]
-    news, bases = (bucket.parts(tensors, bounds) for tensors in (bucket.news, bucket.bases))
+    news, bases = bucket.parts(bounds)
     left = torch._foreach_sub(news, bases)
     torch._foreach_sub_(left, [sent[index] for index in plan.compressed])
     torch._foreach_mul_(left, lost)
@@ -280,8 +279,7 @@ def _take_dense(bucket: Bucket, plan: BucketPlan, deferred: set[int]) -> Tensor:
     if not bounds:
         whole = sum(plan.sizes[index] for index in plan.dense)
         return bucket.bases[0].new_zeros(whole, dtype=plan.dtype).view(torch.uint8)
-    sizes, residuals = [stop - start for start, stop in bounds], bucket.parts(bucket.bases, bounds)
-    news = bucket.parts(bucket.news, bounds)
+    sizes, (news, residuals) = [stop - start for start, stop in bounds], bucket.parts(bounds)
     if bucket.scale is None:
         sent = torch.cat(torch._foreach_sub(news, residuals))
     else:

@@ -54,7 +54,7 @@ class Option:
     @property
     def is_lossless(self) -> bool:
         """Whether these are the settings of plain DDP."""
-        return self.config.compress == "gradients" and not self.config.halves
+        return self.config.compress == "gradients" and not self.config.averages_in_bf16
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def describe(config: DCTConfig) -> str:
         ('plain DDP', 'updates every 8 steps, 30%')
     """
     if config.compress == "gradients":
-        return "DDP in bf16" if config.halves else "plain DDP"
+        return "DDP in bf16" if config.averages_in_bf16 else "plain DDP"
     every = "every step" if config.round_length == 1 else f"every {config.round_length} steps"
     return f"updates {every}, {100 * config.density:g}%"
 
@@ -161,7 +161,7 @@ class Measured:
 
     def all_reduce_seconds(self, config: DCTConfig) -> float:
         """How long the all-reduce of all gradients takes on the link."""
-        return self.link.all_reduce_seconds((2 if config.halves else FP32_BYTES) * self.workload.entries)
+        return self.link.all_reduce_seconds((2 if config.averages_in_bf16 else FP32_BYTES) * self.workload.entries)
 
     def __str__(self) -> str:
         rate = "no limit that shows" if (bits := self.link.bits_per_second) is None else rate_text(float(f"{bits:.2g}"))
@@ -197,7 +197,7 @@ def predict_dense(measured: Measured, base: DCTConfig, now: tuple[DCTConfig, flo
         Option(
             config,
             measured.compute + max(0.0, measured.all_reduce_seconds(config) - hidden),
-            sent // (2 if config.halves else 1),
+            sent // (2 if config.averages_in_bf16 else 1),
         )
         for config in (dense(base), dense(base, "bf16"))
     ]

@@ -90,7 +90,7 @@ def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout
         entries += 0 if plan.is_dense else sum(plan.sizes)
         for rank in range(world_size):
             if plan.is_dense:
-                sent[rank] += _dense_bucket(plan, layout, config.halves)
+                sent[rank] += _dense_bucket(plan, layout, config.averages_in_bf16)
             elif exchange == "all_gather":
                 sent[rank] += _ring(all_gather_bytes(plan.in_pieces.num_bytes, world_size), layout)
                 residuals[rank] += _residual_bytes(plan)

@@ -160,7 +160,7 @@ class GradientSynchronizer(Synchronizer):
     def _start(self, buffer: Tensor, plan: BucketPlan, deferred: set[int]) -> Pending:
         """Start sending a flattened bucket, which takes the mean."""
         if plan.is_dense:
-            dtype = torch.bfloat16 if self.config.halves and buffer.dtype == torch.float32 else buffer.dtype
+            dtype = torch.bfloat16 if self.config.averages_in_bf16 and buffer.dtype == torch.float32 else buffer.dtype
             dense = send_dense(buffer, plan, deferred, self.memory, self.exchange.everyone, dtype)
             return Pending(dense, 1, buffer.device)
         residuals = [] if self.exchange.sums_first else [self.memory.residual_of(plan, buffer.device)]

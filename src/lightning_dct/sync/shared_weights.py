@@ -135,7 +135,7 @@ class SharedWeights:
         bases: list[Tensor] = []
         for name in names:
             for weights, flat in ((self.own(name), news), (self._shared[name], bases)):
-                real = as_real(weights) if weights.is_complex() else weights
+                real = as_real(weights)
                 on_cpu_or_gpu = real.is_cpu or must_not_wait(real.device)
                 if not (on_cpu_or_gpu and real.dtype in IN_PLACE and real.is_contiguous()):
                     return None

@@ -37,7 +37,7 @@ class UpdateFlow:
         with self._traffic.timed("compress"):
             config, plan = self._plans.config, self.plan(names, length)
             lost = 1.0 - config.residual_decay if rounds.steps <= config.warmup_steps else 0.0
-            own, bucket = None, self._weights.bucket(names)
+            own = bucket = None
             if plan.is_dense or self._exchange.sums_first:
                 moved = self._weights.movement(names, plan.residual_dtype)
                 own = moved.clone()
@@ -46,7 +46,7 @@ class UpdateFlow:
                     pending = Pending(dense, 1, moved.device)
                 else:
                     pending = self._start(Bucket([moved], [], 1.0), plan)
-            elif bucket is not None:
+            elif (bucket := self._weights.bucket(names)) is not None:
                 pending = self._start(bucket, plan, lost)
             else:
                 pending = self._send_movement(names, plan, lost)

@@ -13,9 +13,9 @@ not sent in its own weights: it trains on with that, as in *Step-Ahead Error Fee
 
 The gradients of one rank are larger than their mean, because they are mostly noise. So an optimizer that divides by the
 size of gradients, such as Adam, takes steps that are too short by up to ``sqrt(W)``. The factor ``f`` mends that. If
-ranks exchange after every step, it follows from their mean cosine (:mod:`lightning_dct.sync.step_cosine`).
-Otherwise ``f = sqrt(W / n)`` for an entry that ``n`` ranks have sent: the fewer have, the less the ranks agree on where
-it should move. If all have, ``m`` is the mean.
+ranks exchange after every step, it follows from their mean cosine (:mod:`lightning_dct.sync.step_cosine`). Otherwise
+``f = sqrt(W / n)`` for an entry that ``n`` ranks (by node: nodes) have sent: the fewer have, the less the ranks agree
+on where it should move. If all have, ``m`` is the mean.
 
 Sources: SPARQ-SGD (Singh et al., arXiv 1910.14280) and DiLoCo (Douillard et al., arXiv 2311.08105) for compressed
 local steps; Streaming DiLoCo (Douillard et al., arXiv 2501.18512) for tensors that take turns, and for exchanges that
@@ -118,7 +118,9 @@ class UpdateSynchronizer(Synchronizer):
         """Have the trainable parameters of an optimizer take part, and return its rounds."""
         number = self._number_of(optimizer)
         rounds = self._rounds[number] = self._rounds.get(number) or Rounds()
-        fresh = {p for group in optimizer.param_groups for p in group["params"] if p not in rounds.known}
+        listed = [p for group in optimizer.param_groups for p in group["params"] if p not in rounds.known]
+        # A frozen one is looked at once, because a checkpoint may have its weights.
+        fresh = {p for p in listed if p.requires_grad or not rounds.known}
         if not fresh:
             return rounds
         if not (self._alone or rounds.known) and fresh.isdisjoint(self._parameters()):
