@@ -73,6 +73,8 @@ class CheckpointedStrategy(ParallelStrategy):
         # Whether gradients of earlier micro-batches wait for their step, and those of a checkpoint, by parameter.
         self.is_accumulating = False
         self._accumulated: dict[str, Tensor] = {}
+        # Those that have made a step since the last backward: the gradients of others wait for theirs.
+        self._stepped: list[Optimizer] = []
         # On rank 0, checkpoints that may be being written, with what then is outdated; and the names of all saves. On
         # a disk that rank 0 does not see, what is outdated when the last save is complete.
         self._unfinished: dict[str, list[str]] = {}
@@ -129,7 +131,7 @@ class CheckpointedStrategy(ParallelStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         """Note that gradients wait for another micro-batch or a step."""
         super().post_backward(closure_loss)
-        self.is_accumulating = True
+        self.is_accumulating, self._stepped = True, []
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's state with the shared weights, which ``on_save_checkpoint`` sees, too, until the save ends."""
@@ -319,12 +321,12 @@ class CheckpointedStrategy(ParallelStrategy):
 
     def _accumulated_gradients(self) -> dict[str, Tensor]:
         """Gradients of micro-batches whose optimizer step is still to come; Lightning does not save them."""
-        if not self.is_accumulating:
-            return {}
+        groups = [group for one in self.optimizers if one not in self._stepped for group in one.param_groups]
+        waiting = {parameter for group in groups for parameter in group["params"]}
         return {
             name: parameter.grad.detach().to("cpu", copy=True)
             for parameter, name in self._parameter_names().items()
-            if parameter.grad is not None
+            if parameter in waiting and parameter.grad is not None
         }
 
     def _parameter_names(self) -> dict[Tensor, str]:

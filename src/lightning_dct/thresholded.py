@@ -235,6 +235,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
         with self._step_guard.seen(optimizer):
             output = super().optimizer_step(optimizer, forward_and_backward, model, **kwargs)
         self.is_accumulating = False
+        self._stepped.append(optimizer)
         if updates is not None:
             updates.after_step(optimizer)
         return output

@@ -179,19 +179,40 @@ class Fails(Callback):
             raise KeyError("a bug of the user's")
 
 
+class ByHand(Module):
+    """One optimizer steps after every batch, the other one after every third."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        often, rarely = self.optimizers()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        for optimizer in (rarely, often) if batch_idx % 3 == 2 else (often,):
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        first, *others = self.parameters()
+        return [self.optimizer(some, **self.optimizer_settings) for some in ([first], others)]
+
+
 def train(folder: Path, fail_after: int | None, saver: Any, accumulate: int) -> Run:
     callbacks: list[Callback] = [saver]
     if fail_after is not None:
         callbacks.append(Fails(fail_after))
     watch = Watch()
-    module = Module(None, torch.optim.Adam, lr=0.01)
+    module = (Module if accumulate else ByHand)(None, torch.optim.Adam, lr=0.01)
     strategy = DCTStrategy(compress="gradients", **SETTINGS)
     trainer = trainer_for(
         strategy,
         callbacks=[watch, *callbacks],
         enable_checkpointing=True,
         default_root_dir=folder,
-        accumulate_grad_batches=accumulate,
+        accumulate_grad_batches=accumulate or 1,
     )
     data = Resumable(loader(BATCHES, 40, 8).dataset.__getitem__)
     if fail_after is None:
@@ -218,7 +239,7 @@ def fail_and_go_on(folder: Path, make: str, accumulate: int, fail_after: int) ->
 
 @pytest.mark.parametrize(
     ("make", "accumulate", "fail_after"),
-    [("on_exception", 3, 7), ("with_link", 1, 5)],
+    [("on_exception", 3, 7), ("on_exception", 0, 7), ("with_link", 1, 5)],
 )
 def test_saved_on_an_exception(ranks: Any, tmp_path: Path, make: str, accumulate: int, fail_after: int) -> None:
     """Oracle: the run without an exception, to the last bit, also in the middle of accumulated gradients."""

@@ -1,5 +1,6 @@
 """Users see the shared weights: in validation, in callbacks, after fit; and buffers of all ranks as one."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     LambdaCallback,
+    ModelCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -263,6 +265,44 @@ def test_every_way_of_writing_is_seen(way: str) -> None:
     # A zero of the other sign is the same number.
     expected = torch.tensor([[1.5, 1.0 if way == "negative zero" else entry], [-1.0, 1.1]])
     torch.testing.assert_close(parameter.detach(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+class Lent(Module):
+    """May have zeros for weights while it is validated, as averages are lent to a model; then it takes its own back."""
+
+    def __init__(self, lends: bool) -> None:
+        super().__init__()
+        self.lends = lends
+
+    def on_validation_start(self) -> None:
+        if self.lends:
+            self.kept = weights_of(self)
+            for parameter in self.parameters():
+                parameter.data.zero_()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def on_validation_end(self) -> None:
+        if self.lends:
+            self.load_state_dict(self.kept)
+
+
+def lend(lends: bool, folder: Path) -> tuple[dict[str, torch.Tensor], float]:
+    # Callbacks come before the module's own hook, so this one saves what is lent.
+    saver = ModelCheckpoint(folder, "{step}", save_top_k=-1, save_on_train_epoch_end=False)
+    trainer = trainer_for(DCTStrategy(**SETTINGS), callbacks=[saver], enable_checkpointing=True, val_check_interval=5)
+    module = Lent(lends)
+    trainer.fit(module, loader(20, 40, 8), loader(1, 40, 8))
+    saved = torch.load(saver.best_model_path, weights_only=True)["state_dict"]
+    return weights_of(module), sum(float(tensor.abs().sum()) for tensor in saved.values())
+
+
+def test_weights_that_a_validation_and_its_checkpoint_are_lent_change_nothing(ranks: Any, tmp_path: Path) -> None:
+    lent, kept = (ranks(2).run(lend, lends, tmp_path / str(lends)) for lends in (True, False))
+    for (weights, saved), (expected, saved_own) in zip(lent, kept, strict=True):
+        assert_weights_equal(weights, expected)
+        assert saved == 0 < saved_own
 
 
 class Timer(Callback):

@@ -73,12 +73,18 @@ class SharedWeights:
         other memory.
         """
         for name, before in self._before.items():
-            shown, own = local_of(self.parameters[name]).data, self._own[name]
-            if not must_not_wait(shown.device) and are_same_bits(shown, before):
-                continue
-            own.copy_(torch.where(shown != before, shown, own))
-            self._shared[name].copy_(shown)
-            before.copy_(shown)
+            own, shown = self.settled(name)
+            if own is not self._own[name]:
+                self._own[name].copy_(own)
+                self._shared[name].copy_(shown)
+                before.copy_(shown)
+
+    def settled(self, name: str) -> tuple[Tensor, Tensor]:
+        """This rank's own and the shared weights of a parameter as :meth:`settle` would leave them."""
+        own, before, shown = self.own(name), self._before.get(name), local_of(self.parameters[name]).data
+        if before is None or (not must_not_wait(shown.device) and are_same_bits(shown, before)):
+            return own, self._shared[name]
+        return torch.where(shown != before, shown, own), shown
 
     def hide(self) -> None:
         """Put this rank's own weights into the model again."""

@@ -274,18 +274,18 @@ class UpdateSynchronizer(Synchronizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: plain numbers, dicts and CPU tensors. Waits for updates in flight, but keeps them."""
-        self.weights.settle()
         for rounds in self._rounds.values():
             self.flow.complete(rounds.in_flight)
         state = super().state_dict()
         clocks, in_flight = save_rounds(self._rounds, self.weights.parameters, self._to_refresh, self.flow.read)
-        own = {name: self.weights.own(name) for name in self.weights.parameters}
-        own |= self.buffers.own()
+        # Whoever has put other weights into the model for this moment, such as averages, may take them back.
+        settled = {name: self.weights.settled(name) for name in self.weights.parameters}
+        own = {name: own for name, (own, _) in settled.items()} | self.buffers.own()
         return {
             **state,
             "residuals": {},
             "weights": {name: weights.detach().to("cpu", copy=True) for name, weights in own.items()},
-            "shared": {name: checksum_of(self.weights.shared(name)) for name in self.weights.parameters},
+            "shared": {name: checksum_of(shared) for name, (_, shared) in settled.items()},
             "exchange_clocks": clocks,
             "in_flight": in_flight,
         }
