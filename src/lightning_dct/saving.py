@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -261,6 +262,9 @@ class CheckpointedStrategy(ParallelStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights; sharded rows come from the folder beside the checkpoint."""
+        if isinstance(self.precision_plugin, DoublePrecision):
+            # Lightning converts the module later, and weights loaded as fp32 would pass for edited ones.
+            self.precision_plugin.convert_module(self._module)
         tables = self.sharded_tables()
         with saved_in_shards(tables), nullcontext() if self.updates is None else self.updates.weights.in_model():
             super().load_model_state_dict(checkpoint, strict)

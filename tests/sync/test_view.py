@@ -305,6 +305,25 @@ def test_weights_that_a_validation_and_its_checkpoint_are_lent_change_nothing(ra
         assert saved == 0 < saved_own
 
 
+def resume_in_double(folder: Path) -> list[float]:
+    """The norm of what this rank has not sent, after the first fit and when the second one resumes it."""
+    strategy, norms = DCTStrategy(**SETTINGS), []
+    saver = ModelCheckpoint(folder, save_last=True)
+    trainer = trainer_for(strategy, callbacks=[saver], enable_checkpointing=True, precision="64-true")
+    trainer.fit(Module(), loader(20, 40, 8))
+    norms.append(sum(strategy.updates.norms().values()))
+    strategy = DCTStrategy(**SETTINGS)
+    seen = LambdaCallback(on_train_start=lambda *_: norms.append(sum(strategy.updates.norms().values())))
+    trainer = trainer_for(strategy, callbacks=[seen], precision="64-true", max_epochs=2)
+    trainer.fit(Module(), loader(20, 40, 8), ckpt_path=saver.last_model_path)
+    return norms
+
+
+def test_a_run_in_double_precision_resumes_with_what_it_has_not_sent(ranks: Any, tmp_path: Path) -> None:
+    for before, after in ranks(2).run(resume_in_double, tmp_path):
+        assert before == after > 0
+
+
 class Timer(Callback):
     """Keeps hashes of the weights that its hook finds."""
 
