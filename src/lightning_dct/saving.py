@@ -75,7 +75,7 @@ class CheckpointedStrategy(ParallelStrategy):
         self.is_accumulating = False
         self._accumulated: dict[str, Tensor] = {}
         # Those that have made a step since the last backward: the gradients of others wait for theirs.
-        self._stepped: list[Optimizer] = []
+        self._stepped: set[Optimizer] = set()
         # On rank 0, checkpoints that may be being written, with what then is outdated; and the names of all saves. On
         # a disk that rank 0 does not see, what is outdated when the last save is complete.
         self._unfinished: dict[str, list[str]] = {}
@@ -132,7 +132,8 @@ class CheckpointedStrategy(ParallelStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         """Note that gradients wait for another micro-batch or a step."""
         super().post_backward(closure_loss)
-        self.is_accumulating, self._stepped = True, []
+        self.is_accumulating = True
+        self._stepped.clear()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's state with the shared weights, which ``on_save_checkpoint`` sees, too, until the save ends."""

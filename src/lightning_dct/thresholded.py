@@ -115,10 +115,10 @@ class ThresholdedStrategy(CheckpointedStrategy):
         # Again, because `configure_model` may have made modules.
         check_agreement(module_settings(self._module), Module(), None)
         modules = self.compressed_modules()
-        self.compressed = list(modules.values())
+        self.activation_modules = list(modules.values())
         for name, module in modules.items():
             module.name, module.traffic = name, self.split_traffic
-        self._splits = any(isinstance(module, SplitPoint) for module in self.compressed)
+        self._splits = any(isinstance(module, SplitPoint) for module in self.activation_modules)
         tables = self.sharded_tables()
         self._has_tables = bool(tables)
         if tables and getattr(self.precision_plugin, "scaler", None) is not None:
@@ -235,7 +235,7 @@ class ThresholdedStrategy(CheckpointedStrategy):
         with self._step_guard.seen(optimizer):
             output = super().optimizer_step(optimizer, forward_and_backward, model, **kwargs)
         self.is_accumulating = False
-        self._stepped.append(optimizer)
+        self._stepped.add(optimizer)
         if updates is not None:
             updates.after_step(optimizer)
         return output

@@ -49,7 +49,7 @@ class Synchronizer:
 @pytest.mark.parametrize(("every", "accumulate"), [(1, 1), (3, 1), (5, 4), (100, 1)])
 def test_refreshes_by_optimizer_steps_not_by_batches(every: int, accumulate: int) -> None:
     callback, synchronizer = ThresholdRefresh(every), Synchronizer()
-    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(synchronizer=synchronizer, compressed=[]))
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(synchronizer=synchronizer, activation_modules=[]))
     for batch in range(20 * accumulate):
         callback.on_train_batch_start(trainer, MODULE, None, batch)
         if batch % accumulate == accumulate - 1:
@@ -61,7 +61,7 @@ def test_refreshes_by_optimizer_steps_not_by_batches(every: int, accumulate: int
 def test_a_resumed_run_refreshes_on_the_same_steps() -> None:
     callback, synchronizer = ThresholdRefresh(10), Synchronizer()
     synchronizer.steps_since_refresh = 7
-    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(synchronizer=synchronizer, compressed=[]))
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(synchronizer=synchronizer, activation_modules=[]))
     for step in range(7, 25):
         callback.on_train_batch_start(trainer, MODULE, None, step)
         synchronizer.synchronise(step)

@@ -260,8 +260,7 @@ def _not_sent(trainer: pl.Trainer) -> float | None:
 
 
 def _modules_of(trainer: pl.Trainer) -> list[CompressedModule]:
-    strategy = trainer.strategy
-    return list(strategy.compressed_modules().values()) if hasattr(strategy, "compressed_modules") else []
+    return getattr(trainer.strategy, "activation_modules", [])
 
 
 def _residuals(trainer: pl.Trainer) -> dict[str, tuple[list[float], float | None]]:

@@ -37,7 +37,7 @@ class ThresholdRefresh(pl.Callback):
         """Request a refresh when one is due; the next synchronisation performs it."""
         strategy: Any = trainer.strategy
         synchronizer: Synchronizer = strategy.synchronizer
-        for module in strategy.compressed:
+        for module in strategy.activation_modules:
             module.advance(synchronizer.synchronisations)
         if synchronizer.steps_since_refresh >= self.every_n_steps:
             synchronizer.request_refresh()
