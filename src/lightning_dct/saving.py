@@ -390,16 +390,3 @@ def with_groups_of(theirs: Iterable[Mapping[str, Any]], own: Iterable[Mapping[st
         groups = [{**group, "params": my_group["params"]} for group, my_group in pairs]
         states.append({**mine, "param_groups": groups})
     return states
-
-
-def checkpoint_folders(trainer: pl.Trainer) -> list[str | None]:
-    """Where each checkpoint callback writes; a rank by itself may find another version of a logger's folder."""
-    found = [getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks]
-    return [None if path is None else str(path) for path in found]
-
-
-def use_checkpoint_folders(trainer: pl.Trainer, folders: list[str | None]) -> None:
-    """Have the checkpoint callbacks write where those of another rank do."""
-    for one, path in zip(trainer.checkpoint_callbacks, folders, strict=True):
-        if path is not None:
-            one.dirpath = path  # type: ignore[attr-defined]

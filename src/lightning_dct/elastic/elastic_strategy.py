@@ -33,18 +33,20 @@ from lightning_dct.callbacks.requirements import InternalCallback, expected_step
 from lightning_dct.callbacks.run_advice import RunAdvice
 from lightning_dct.elastic.elastic_updates import ElasticUpdates, Header, gathering, refuse_dtypes
 from lightning_dct.elastic.joining import (
+    checkpoint_folders,
     compare_settings,
     compare_starts,
     refuse_searches,
     settings_of,
     train_only,
     trained_names,
+    use_checkpoint_folders,
 )
 from lightning_dct.elastic.launcher import RestartingLauncher
 from lightning_dct.elastic.present import LIGHTHOUSE, PresentRanks, import_torchft
 from lightning_dct.elastic.supervisor import RESTARTED
 from lightning_dct.lightning_private import checkpoint_of, restore_from
-from lightning_dct.saving import STATE_KEY, checkpoint_folders, use_checkpoint_folders
+from lightning_dct.saving import STATE_KEY
 from lightning_dct.strategy import DCTStrategy
 from lightning_dct.sync.setup import floating_buffers, parameter_names
 from lightning_dct.tables import plain_table

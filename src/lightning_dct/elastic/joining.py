@@ -1,4 +1,4 @@
-"""What a rank compares with the others before it starts with them or joins them."""
+"""What a rank compares with the others, and takes from them, before it starts with them or joins them."""
 
 import zlib
 from collections.abc import Mapping
@@ -93,3 +93,16 @@ def compare_starts(
             " to every machine."
         )
     return True
+
+
+def checkpoint_folders(trainer: pl.Trainer) -> list[str | None]:
+    """Where each checkpoint callback writes; a rank by itself may find another version of a logger's folder."""
+    found = [getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks]
+    return [None if path is None else str(path) for path in found]
+
+
+def use_checkpoint_folders(trainer: pl.Trainer, folders: list[str | None]) -> None:
+    """Have the checkpoint callbacks write where those of another rank do."""
+    for one, path in zip(trainer.checkpoint_callbacks, folders, strict=True):
+        if path is not None:
+            one.dirpath = path  # type: ignore[attr-defined]
