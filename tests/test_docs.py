@@ -1,8 +1,12 @@
 """What the pages under docs/ show: their Python snippets run, their commands exist, files they name are there."""
 
+import argparse
 import os
 import re
+import runpy
 import shlex
+import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -139,10 +143,30 @@ def test_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
                 assert commands.main(started.training_script_args) == 2
             else:
                 assert started.training_script == "train.py"
-        case ["python" | ".venv/bin/python", script, *_] | ["sudo", ".venv/bin/python", script, *_]:
-            assert (ROOT / script).is_file()
+        case ["python" | ".venv/bin/python", script, *rest] | ["sudo", ".venv/bin/python", script, *rest]:
+            parses(script, rest, monkeypatch)
         case _:
             pytest.fail(f"docs have a command that no test looks at: {' '.join(words)}")
+
+
+class ParsedError(Exception):
+    """A script has read its arguments."""
+
+
+def parses(script: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script's own parser takes these words; then it stops."""
+    for name in ("parse_args", "parse_intermixed_args"):
+        parse = getattr(argparse.ArgumentParser, name)
+
+        def parse_and_stop(*given: Any, parse: Callable[..., Any] = parse) -> None:
+            parse(*given)
+            raise ParsedError
+
+        monkeypatch.setattr(argparse.ArgumentParser, name, parse_and_stop)
+    monkeypatch.setattr(sys, "argv", [script, *words])
+    monkeypatch.syspath_prepend(str((ROOT / script).parent))
+    with pytest.raises(ParsedError):
+        runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
 def composes(overrides: list[str]) -> None:
