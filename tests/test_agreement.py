@@ -90,3 +90,9 @@ def test_every_rank_hears_which_parameter_differs(
     meet(monkeypatch, ranks)
     with pytest.raises(ValueError, match=said):
         check_agreement(*ranks[rank], None)
+
+
+def test_a_lazy_layer_is_named() -> None:
+    module = nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(2))
+    with pytest.raises(ValueError, match=r"'1\.weight' of a lazy layer .* `configure_model`"):
+        check_agreement({}, module, None)

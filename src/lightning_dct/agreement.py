@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 
 from lightning_dct.__about__ import __version__
 
@@ -37,12 +38,22 @@ def check_agreement(settings: Mapping[str, Any], model: Module, group: dist.Proc
 
 
 def describe_parameters(model: Module) -> dict[str, str]:
-    """Shape, dtype and ``requires_grad`` of each parameter, by name."""
+    """Shape, dtype and ``requires_grad`` of each parameter, by name.
+
+    Raises:
+        ValueError: A parameter has no shape yet.
+    """
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    parameters = {name: p for name, p in model.named_parameters() if name not in ignored}
+    for name, parameter in parameters.items():
+        if is_lazy(parameter):
+            raise ValueError(
+                f"Parameter {name!r} of a lazy layer has no shape yet, so ranks cannot begin with the same weights. Run"
+                " a batch through the model in `configure_model`, or give the layer its sizes."
+            )
     return {
         name: f"{list(p.shape)} {str(p.dtype).removeprefix('torch.')} {'trained' if p.requires_grad else 'frozen'}"
-        for name, p in model.named_parameters()
-        if name not in ignored
+        for name, p in parameters.items()
     }
 
 
