@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_dct.kernels import rows_kernel
 
+# 2 ** 64 over the golden ratio, odd.
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)

@@ -51,7 +51,7 @@ def decode(written: Tensor, count: int, num_rows: int, levels: int, shares: NDAr
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def find_slots(table: Any, homes: Any, rows: Any, row_at: Any, slots: Any) -> None:
-    """Write the slots of rows to ``slots``, -1 for missing rows; see :class:`lightning_dct.embedding.cache.SlotIndex`.
+    """Write the slots of rows to ``slots``, -1 for missing rows; see :class:`lightning_dct.embedding.cache.RowCache`.
 
     ``table``, of a power of two of entries, has slots, or -1 where it is free. The search begins at a row's home.
     """
