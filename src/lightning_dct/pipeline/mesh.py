@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map
 
 from lightning_dct.agreement import without_bound_device
@@ -32,8 +32,9 @@ class PipelineMesh:
     stages: int  # ranks in a pipeline
     stage: int  # this rank's stage, from 0
     replica: int  # this rank's pipeline, from 0
-    device_mesh: DeviceMesh  # `[pipelines, stages]`, with dimensions `"data_parallel"` and `"pipeline"`
-    control: dist.ProcessGroup  # the pipeline's ranks, for logs and checkpoints, on the CPU
+    pipeline: dist.ProcessGroup  # this pipeline's ranks, by stage, for activations and their gradients
+    data_parallel: dist.ProcessGroup  # the ranks with the same pieces, one of each pipeline
+    control: dist.ProcessGroup  # this pipeline's ranks, by stage, for logs and checkpoints, on the CPU
     everyone: dist.ProcessGroup  # all ranks, on the CPU
 
     @classmethod
@@ -59,31 +60,18 @@ class PipelineMesh:
                 for start in range(0, world_size, stages)
             ]
         replica, stage = divmod(rank, stages)
-        return cls(stages, stage, replica, device_mesh, controls[replica], everyone)
+        pipeline, data_parallel = device_mesh.get_group("pipeline"), device_mesh.get_group("data_parallel")
+        return cls(stages, stage, replica, pipeline, data_parallel, controls[replica], everyone)
 
     @property
     def is_last(self) -> bool:
         """Whether this rank has the pipeline's last piece, which computes the loss."""
         return self.stage == self.stages - 1
 
-    @property
-    def pipeline(self) -> dist.ProcessGroup:
-        """The ranks of this pipeline, for activations and their gradients."""
-        return self.device_mesh.get_group("pipeline")
-
-    @property
-    def data_parallel(self) -> dist.ProcessGroup:
-        """The ranks with the same pieces, one of each pipeline."""
-        return self.device_mesh.get_group("data_parallel")
-
-    def rank_of(self, stage: int) -> int:
-        """The global rank of a stage of this pipeline."""
-        return self.replica * self.stages + stage
-
     def share(self, value: Any, stage: int) -> Any:
         """Broadcast a picklable object, with tensors on the CPU, from one stage of the pipeline."""
         box = [value]
-        dist.broadcast_object_list(box, src=self.rank_of(stage), group=self.control)
+        dist.broadcast_object_list(box, group=self.control, group_src=stage)
         return box[0]
 
     def gather_on_first(self, value: Any) -> list[Any]:
@@ -97,7 +85,3 @@ class PipelineMesh:
                 dist.recv_object_list(box, src=stage, group=self.control)
                 values.append(box[0])
         return values
-
-    def broadcast(self, tensor: Tensor, stage: int) -> None:
-        """Overwrite a CPU tensor with that of one stage, on every rank of the pipeline."""
-        dist.broadcast(tensor, src=self.rank_of(stage), group=self.control)

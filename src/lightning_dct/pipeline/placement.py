@@ -69,7 +69,7 @@ class Placement:
     @property
     def split_points(self) -> dict[str, SplitPoint]:
         """All split points of the network, by name. Every rank has them, because they set the size of payloads."""
-        children = children_of(self.network)
+        children = self.network.named_children()
         return {self._prefix + name: child for name, child in children if isinstance(child, SplitPoint)}
 
     def own_part(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class Placement:
         for piece in self.pieces:
             owner = piece.index % self.mesh.stages
             for tensor in _tensors_of(piece.modules):
-                self.mesh.broadcast(tensor, owner)
+                dist.broadcast(tensor, group=self.mesh.control, group_src=owner)
             if piece.split is not None:
                 piece.split.load_state_dict(self.mesh.share(piece.split.state_dict(), owner))
         self.spread = False
@@ -182,16 +182,12 @@ def find_pipeline(module: nn.Module) -> tuple[str, nn.Sequential]:
     return found[0]
 
 
-def children_of(pipeline: nn.Sequential) -> list[tuple[str, nn.Module]]:
-    """The children in the order in which they run; one that stands in several places, such as a ReLU, several times."""
-    return [(name, child) for name, child in pipeline._modules.items() if child is not None]
-
-
 def cut(pipeline: nn.Sequential) -> list[Piece]:
     """Cut a Sequential at its split points (ValueError if a piece has no modules, or two a split point)."""
     pieces: list[Piece] = []
     children: OrderedDict[str, nn.Module] = OrderedDict()
-    for name, child in [*children_of(pipeline), ("", None)]:
+    # Not `named_children`, which leaves out repetitions of a child that stands in several places, such as a ReLU.
+    for name, child in [*pipeline._modules.items(), ("", None)]:
         if child is not None and not isinstance(child, SplitPoint):
             children[name] = child
             continue

@@ -34,8 +34,7 @@ class StepResults:
         """Start to receive the object of this step; the last stage does nothing."""
         if not self._mesh.is_last:
             frame = torch.empty(_LENGTH + self._capacity, dtype=torch.uint8)
-            source = self._mesh.rank_of(self._mesh.stages - 1)
-            self._posted = frame, dist.irecv(frame, src=source, group=self._mesh.control)
+            self._posted = frame, dist.irecv(frame, group=self._mesh.control, group_src=self._mesh.stages - 1)
 
     def share(self, value: Any) -> Any:
         """Give every stage the last stage's object, which can be pickled and has its tensors on the CPU."""
@@ -46,11 +45,11 @@ class StepResults:
     def _send(self, data: bytes) -> bytes:
         start = data[: self._capacity].ljust(self._capacity, b"\0")
         frame = torch.frombuffer(bytearray(len(data).to_bytes(_LENGTH, "little") + start), dtype=torch.uint8)
-        others = range(self._mesh.stages - 1)
-        sending = [dist.isend(frame, dst=self._mesh.rank_of(stage), group=self._mesh.control) for stage in others]
+        group, last = self._mesh.control, self._mesh.stages - 1
+        sending = [dist.isend(frame, group=group, group_dst=stage) for stage in range(last)]
         if len(data) > self._capacity:
             rest = torch.frombuffer(bytearray(data[self._capacity :]), dtype=torch.uint8)
-            self._mesh.broadcast(rest, self._mesh.stages - 1)
+            dist.broadcast(rest, group=group, group_src=last)
         for work in sending:
             assert work is not None
             work.wait()
@@ -66,7 +65,7 @@ class StepResults:
         data = message[_LENGTH : _LENGTH + length]
         if length > self._capacity:
             rest = torch.empty(length - self._capacity, dtype=torch.uint8)
-            self._mesh.broadcast(rest, self._mesh.stages - 1)
+            dist.broadcast(rest, group=self._mesh.control, group_src=self._mesh.stages - 1)
             data += rest.numpy().tobytes()
         return data
 

@@ -161,17 +161,16 @@ class Pipeline:
                 payload: tuple[Tensor, ...] = ()
                 if stage.arriving is not None:
                     payload = stage.arriving.empty(self.device)
-                    source = self.mesh.rank_of((stage.index - 1) % self.mesh.stages)
                     for part in payload:
-                        dist.recv(part, src=source, group=self.mesh.pipeline)
+                        dist.recv(part, group=self.mesh.pipeline, group_src=(stage.index - 1) % self.mesh.stages)
                 outputs.append(stage.compute(number, payload))
                 if stage.leaving is not None:
                     waiting += [part.detach() for part in Send.apply(outputs.pop(), stage.leaving)]
                 # With several stages on a rank, two ranks send each other bytes both ways, which NCCL takes strictly in
                 # turn. So this rank first receives everything, then sends.
                 if len(self.stages) == 1 or number == len(borders) - 1:
-                    target = self.mesh.rank_of((stage.index + 1) % self.mesh.stages)
-                    sending += [dist.isend(part, dst=target, group=self.mesh.pipeline) for part in waiting]
+                    target = (stage.index + 1) % self.mesh.stages
+                    sending += [dist.isend(part, group=self.mesh.pipeline, group_dst=target) for part in waiting]
                     kept, waiting = kept + waiting, []
             stage.calls = ()
         for work in sending:
