@@ -11,7 +11,7 @@ from torch import nn
 from lightning_dct import SplitPoint
 from lightning_dct.pipeline.borders import Border, as_bytes, as_floats, trace_borders
 from lightning_dct.pipeline.placement import convert, cut
-from lightning_dct.pipeline.runner import deliver, set_aside
+from lightning_dct.pipeline.runner import Delivered, set_aside
 from lightning_dct.pipeline.sequential import NetworkCall
 from lightning_dct.pipeline.steps import LogCall, combine, join, split_batch, split_ragged
 
@@ -63,7 +63,7 @@ def test_delivered_gradients_arrive_scaled_and_once() -> None:
         layer(torch.ones(1, 3)).sum().backward()
     assert torch.equal(parameters[0].grad, torch.ones(2, 3))
     assert parameters[1].grad is None
-    (deliver(torch.tensor(7.0), gradients, parameters) / 2).backward()
+    (Delivered.apply(torch.tensor(7.0), gradients, *parameters) / 2).backward()
     assert torch.equal(parameters[0].grad, torch.full((2, 3), 1.5))
     assert torch.equal(parameters[1].grad, torch.full((2,), 0.5))
 

@@ -158,7 +158,7 @@ def set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor | None
     """Collect the gradients of the code inside in a list, one or None per parameter, and leave ``.grad`` unchanged.
 
     A schedule runs its own backward passes in the middle of ``training_step``, and then Lightning calls ``zero_grad``
-    and ``backward``. With :func:`deliver`, accumulation and DistributedDataParallel's hooks work as usual.
+    and ``backward``. With :class:`Delivered`, accumulation and DistributedDataParallel's hooks work as usual.
     """
     before = [parameter.grad for parameter in parameters]
     gradients: list[Tensor | None] = []
@@ -172,20 +172,19 @@ def set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor | None
             parameter.grad = gradient
 
 
-def deliver(loss: Tensor, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter]) -> Tensor:
-    """A copy of a scalar loss. Its backward, which may run once, scales the gradients in place and returns them."""
-    return _Deliver.apply(loss, list(gradients), *parameters)
+class Delivered(torch.autograd.Function):
+    """A copy of a scalar loss. Its backward, which may run once, scales gradients in place and returns them."""
 
-
-class _Deliver(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor | None], *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor | None], *parameters: Tensor) -> Tensor:
+        """``gradients`` has one for each of the parameters."""
         ctx.gradients = gradients
         return loss.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients, times that of the loss."""
         (scale,) = grad_outputs
         gradients, ctx.gradients = ctx.gradients, None
         return (None, None, *(None if g is None else g.mul_(scale.to(g.dtype)) for g in gradients))

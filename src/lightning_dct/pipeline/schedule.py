@@ -27,6 +27,21 @@ from lightning_dct.pipeline.sequential import NetworkCall, context_of
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 
+
+def check_schedule(schedule: str, stages: int, micro_batches: int) -> None:
+    """Refuse numbers of micro-batches that a schedule cannot run (ValueError)."""
+    if schedule == "1f1b" and micro_batches < stages:
+        raise ValueError(
+            f"`micro_batches={micro_batches}`: the schedule '1f1b' needs at least one micro-batch per stage"
+            f" (`stages={stages}`). Use {stages} or more, or schedule='gpipe'."
+        )
+    if schedule == "interleaved_1f1b" and micro_batches % max(1, micro_batches // stages):
+        raise ValueError(
+            f"`micro_batches={micro_batches}`: the schedule 'interleaved_1f1b' needs a multiple of `stages={stages}`."
+            f" Use {stages * (micro_batches // stages)}."
+        )
+
+
 # The loss of a micro-batch, from its number and the last piece's result.
 LossOf = Callable[[int, Any], Tensor]
 
