@@ -26,35 +26,31 @@ class ShardWeights(SharedWeights):
 
     def show(self) -> None:
         """Put the shared weights into the model."""
-        if self.shown:
-            return
-        self._free_gathered()
-        for name, parameter in self.parameters.items():
-            local, stored = local_of(parameter).data, self._shared[name]
-            own = local.clone()
-            local.copy_(stored)
-            self._own[name], self._shared[name] = stored.copy_(own), local
-            self._before[name] = local.clone()
+        if not self.shown:
+            self._own, self._shared = self._shared, self._exchange_contents(self._shared)
+            self._before = {name: shown.clone() for name, shown in self._shared.items()}
 
     def hide(self) -> None:
         """Put this rank's own weights into the model again."""
-        if not self.shown:
-            return
-        self.settle()
-        self._free_gathered()
-        stored, self._own, self._before = self._own, {}, {}
-        for name, own in stored.items():
-            local = local_of(self.parameters[name]).data
-            shared = local.clone()
-            local.copy_(own)
-            self._shared[name] = own.copy_(shared)
+        if self.shown:
+            self.settle()
+            self._exchange_contents(self._own)
+            self._shared.update(self._own)
+            self._own, self._before = {}, {}
 
     def follow_parameters(self) -> None:
         """Do nothing: the parameters stay where they are when training ends."""
 
-    def _free_gathered(self) -> None:
+    def _exchange_contents(self, others: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Exchange the contents of the model's weights and of others, by name, and return the model's."""
         for module in self._modules:
             module.reshard()
+        in_model = {name: local_of(self.parameters[name]).data for name in others}
+        for name, local in in_model.items():
+            before = local.clone()
+            local.copy_(others[name])
+            others[name].copy_(before)
+        return in_model
 
 
 def plain(value: Any) -> Any:
