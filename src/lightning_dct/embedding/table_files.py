@@ -95,8 +95,8 @@ def load_row_states(folder: str, tables: Mapping[str, TableState], optimizers: l
                 prefix = f"{name}.optimizer_{number}."
                 saved = {key.rpartition(".")[0]: entry for key, entry in files.index.items() if key.startswith(prefix)}
                 for key, entry in sorted(saved.items()):
-                    shape = (len(module.weight), *entry.shape[1 if module.kept is None else 2 :])
-                    values = torch.zeros(shape, dtype=entry.dtype, device=module.weight.device)
+                    shape = (len(module.weight), *entry["shape"][1 if module.kept is None else 2 :])
+                    values = torch.zeros(shape, dtype=getattr(torch, entry["dtype"]), device=module.weight.device)
                     optimizer.state[module.weight][key.removeprefix(prefix)] = values
                     _load_values(files, name, key, module, values)
 
