@@ -121,7 +121,8 @@ class ShardedEmbeddingBags(TableState):
 
         Args:
             ids: Whole numbers, ``[batch, tables]``; with offsets ``[lookups]``, table after table.
-            offsets: ``[tables * batch + 1]``: where each bag starts, all bags of table 0 first, and the end.
+            offsets: ``[tables * batch + 1]``: where each bag starts, all bags of table 0 first, and the end. Bags may
+                be empty.
 
         Returns:
             Float ``[batch, tables, embedding_dim]``.
