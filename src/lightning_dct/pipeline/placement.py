@@ -27,8 +27,7 @@ class Piece:
     """The modules between two split points."""
 
     index: int
-    names: tuple[str, ...]  # of these children of the Sequential
-    modules: SplitSequential  # outside the model's own tree
+    modules: SplitSequential  # children of the model's Sequential, by their names there; outside the model's own tree
     split: SplitPoint | None  # the one at its end
 
 
@@ -126,7 +125,7 @@ class Placement:
     def without_foreign(self) -> Iterator[None]:
         """Keep other ranks' pieces out of the model, because meta tensors cannot be moved to another device."""
         modules = self.network._modules
-        children = {name: modules[name] for piece in self.foreign for name in piece.names}
+        children = {name: modules[name] for piece in self.foreign for name in piece.modules._modules}
         try:
             modules.update({name: nn.Identity() for name in children})
             yield
@@ -156,7 +155,7 @@ class Placement:
         start_alike(self.model, self.mesh.everyone)
 
     def _names(self, pieces: list[Piece]) -> tuple[str, ...]:
-        return tuple(f"{self._prefix}{name}." for piece in pieces for name in piece.names)
+        return tuple(f"{self._prefix}{name}." for piece in pieces for name in piece.modules._modules)
 
 
 def find_pipeline(module: nn.Module) -> tuple[str, nn.Sequential]:
@@ -198,7 +197,7 @@ def cut(pipeline: nn.Sequential) -> list[Piece]:
                 f"Piece {len(pieces)} of the pipeline is empty: a `SplitPoint` must stand between two modules of the"
                 " Sequential, not at its beginning or end or beside another one."
             )
-        pieces.append(Piece(len(pieces), tuple(children), SplitSequential(children), child))
+        pieces.append(Piece(len(pieces), SplitSequential(children), child))
         children = OrderedDict()
     return pieces
 
