@@ -185,7 +185,7 @@ def _load_values(files: RowFiles, name: str, key: str, module: TableState, value
         return
     for owner in _owners(files, name, module)[0]:
         keys = _read_array(files, f"{_directory_name(name, module)}.rows.row_at.rank_{owner}").numpy()
-        slots = np.where(keys >= 0, module.directory.find(keys), -1)
+        slots = np.where(keys >= 0, module.directory.rows.find(keys), -1)
         for low in range(0, slots.size, ROWS_AT_A_TIME):
             part = slots[low : low + ROWS_AT_A_TIME]
             own = np.flatnonzero(part >= 0)
