@@ -18,7 +18,7 @@ from torchmetrics import Metric
 from lightning_dct.agreement import gather_objects
 from lightning_dct.checksums import checksum_of
 from lightning_dct.pipeline import steps
-from lightning_dct.pipeline.borders import Border, signature, trace_borders
+from lightning_dct.pipeline.borders import Border, trace_borders
 from lightning_dct.pipeline.mesh import to_device
 from lightning_dct.pipeline.results import StepResults
 from lightning_dct.pipeline.schedule import Pipeline
@@ -134,7 +134,9 @@ class Runner:
         return steps.capture_call(self._module, self._network, step, arguments)
 
     def _borders_of(self, call: NetworkCall) -> list[Border]:
-        key = (self._module.training, signature(call))
+        leaves, structure = tree_flatten(call)
+        kinds = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+        key = (self._module.training, structure, kinds)
         if key not in self._borders:
             pipeline = self._pipeline
             self._borders[key] = trace_borders(pipeline.pieces, call, pipeline.device, pipeline.precision)
