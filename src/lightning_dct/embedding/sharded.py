@@ -1,7 +1,7 @@
 """Embedding bags whose tables are spread over the ranks, which exchange changes instead of values."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +15,6 @@ from lightning_dct.embedding.evaluation import ANNOUNCED as OF_ROUND
 from lightning_dct.embedding.evaluation import ExactReader, serve_until_all_finish
 from lightning_dct.embedding.lookup import ANNOUNCED as OF_REQUEST
 from lightning_dct.embedding.lookup import ChangesLookup
-from lightning_dct.embedding.resume import memory_of, restore_memory
 from lightning_dct.embedding.state import TableState
 
 Pooling = Literal["sum", "mean"]
@@ -171,11 +170,3 @@ class ShardedEmbeddingBags(TableState):
             **{name: getattr(self, name) for name in (*names, "seed")},
             "initial_bound": self.initial_bounds.tolist(),
         }
-
-    def compression_state(self) -> dict[str, Any]:
-        """This rank's copies, residuals and thresholds; see :mod:`lightning_dct.embedding.resume`."""
-        return memory_of(self) if self.is_materialized else {}
-
-    def load_compression_state(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore this rank's state, or the states of all ranks of another world size."""
-        restore_memory(self, states)
