@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 from torchmetrics import Metric
 
 from lightning_dct.agreement import gather_objects
@@ -150,7 +150,7 @@ class Runner:
         if (step, what) in self._checked:
             return
         self._checked.add((step, what))
-        seen = [(leaf.shape, checksum_of(leaf)) for leaf in tree_flatten(data)[0] if isinstance(leaf, Tensor)]
+        seen = [(leaf.shape, checksum_of(leaf)) for leaf in tree_leaves(data) if isinstance(leaf, Tensor)]
         if any(theirs != seen for theirs in gather_objects(seen, self._mesh.control)):
             raise ValueError(f"The ranks of one pipeline have {_DIFFERENT[what].format(step=step)}")
 
