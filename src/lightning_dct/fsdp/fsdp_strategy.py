@@ -13,6 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -22,7 +23,7 @@ from lightning_dct.exchange.collectives import Link
 from lightning_dct.failures.course import EXCHANGE, IN_FORWARD
 from lightning_dct.fsdp.mesh_strategy import MeshStrategy
 from lightning_dct.fsdp.shard_gradients import ShardGradientSynchronizer, count_inside
-from lightning_dct.fsdp.weights import ShardWeights, plain, take_over, with_local
+from lightning_dct.fsdp.weights import ShardWeights, plain, take_over
 from lightning_dct.fsdp.wrapping import UNIT, Unit, check_sharded, shard_of, sharded_modules
 from lightning_dct.law import Given
 from lightning_dct.sync.setup import (
@@ -221,7 +222,10 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
         return {name: local_of(gradient) for name, gradient in super()._accumulated_gradients().items()}
 
     def _take_up(self, parameter: Tensor, gradient: Tensor) -> None:
-        parameter.grad = with_local(parameter, gradient)
+        if isinstance(parameter, DTensor):
+            local, mesh, placements = gradient.to(parameter.device), parameter.device_mesh, parameter.placements
+            gradient = DTensor.from_local(local, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+        super()._take_up(parameter, gradient)
 
     def _state(self) -> dict[str, Any]:
         shapes = {name: list(local_of(parameter).shape) for parameter, name in self._parameter_names().items()}

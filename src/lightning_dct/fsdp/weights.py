@@ -6,7 +6,6 @@ from typing import Any
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_dct.compress.bucket_plan import local_of
@@ -68,11 +67,3 @@ def take_over(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
                 local_of(state[key]).copy_(value)
             else:
                 state[key] = value
-
-
-def with_local(like: Tensor, local: Tensor) -> Tensor:
-    """A tensor with this local part, and sharded like another."""
-    if not isinstance(like, DTensor):
-        return local.to(like.device)
-    mesh, placements = like.device_mesh, like.placements
-    return DTensor.from_local(local.to(like.device), mesh, placements, shape=like.shape, stride=like.stride())
