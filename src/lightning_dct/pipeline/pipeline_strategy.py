@@ -265,11 +265,10 @@ class DCTPipelineStrategy(DCTStrategy):
         state = super().lightning_module_state_dict()
         if self._spread is None:
             return state
-        merged = dict(state)
         # Each stage's part replaces the meta tensors.
         for part in self._placed.gather_on_first(self._spread.own_part(state))[1:]:
-            merged.update(part)
-        return merged
+            state.update(part)
+        return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of all parameters on rank 0, as of a single process; elsewhere this rank's part."""
