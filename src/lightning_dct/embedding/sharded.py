@@ -12,7 +12,7 @@ from lightning_dct.config import VALUE_FORMATS, check_choice, check_density, che
 from lightning_dct.embedding.bags import read_bags
 from lightning_dct.embedding.collected import FAULT
 from lightning_dct.embedding.evaluation import ANNOUNCED as OF_ROUND
-from lightning_dct.embedding.evaluation import ExactReader, serve_until_all_finish
+from lightning_dct.embedding.evaluation import ExactReader, exact_round
 from lightning_dct.embedding.lookup import ANNOUNCED as OF_REQUEST
 from lightning_dct.embedding.lookup import ChangesLookup
 from lightning_dct.embedding.state import TableState
@@ -159,8 +159,9 @@ class ShardedEmbeddingBags(TableState):
 
     def finish_evaluation(self) -> None:
         """Answer the other ranks until all are out of batches: one collective call for all ``evaluated_with``."""
-        if self.is_materialized:
-            serve_until_all_finish(self.evaluated_with or (self,))
+        modules = self.evaluated_with or (self,)
+        while self.is_materialized and modules[0].peers and not exact_round(modules, modules[0], None)[0]:
+            pass
 
     def agreed_settings(self) -> dict[str, Any]:
         """The settings that must be the same on every rank, by name."""
