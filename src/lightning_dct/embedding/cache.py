@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lightning_dct.embedding.initial import GOLDEN
-from lightning_dct.embedding.owners import Int64Array
+from lightning_dct.embedding.owners import GOLDEN, Int64Array
 from lightning_dct.kernels import rows_kernel
 
 

@@ -21,8 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_dct.config import check_integer
 from lightning_dct.embedding.cache import CACHE_ARRAYS, RowCache
-from lightning_dct.embedding.initial import initial_rows
-from lightning_dct.embedding.owners import ID_SPACE, Int64Array, RowOwners, place_by_hash
+from lightning_dct.embedding.owners import ID_SPACE, Int64Array, RowOwners, initial_rows, place_by_hash
 from lightning_dct.embedding.sharded import Pooling, ShardedEmbeddingBags
 from lightning_dct.embedding.state import is_row_state
 

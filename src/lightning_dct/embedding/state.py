@@ -14,10 +14,9 @@ from typing_extensions import Self
 from lightning_dct.activations.module import CompressedModule
 from lightning_dct.embedding.collected import RowCollectives
 from lightning_dct.embedding.copies import RememberedRows
-from lightning_dct.embedding.initial import initial_rows
 from lightning_dct.embedding.kept_pieces import PIECES, KeptPieces
 from lightning_dct.embedding.memory_checks import check_memory
-from lightning_dct.embedding.owners import Int64Array, RowOwners, place_tables
+from lightning_dct.embedding.owners import Int64Array, RowOwners, initial_rows, place_tables
 from lightning_dct.embedding.row_gradients import CollectedGradients
 from lightning_dct.traffic import Traffic
 

@@ -74,7 +74,7 @@ def put_slots(table: Any, homes: Any, slots: Any) -> None:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def fill_uniform(rows: Any, states: Any, bounds: Any) -> None:
-    """Overwrite rows (fp32 ``[n, dim]``) as :mod:`lightning_dct.embedding.initial` draws them.
+    """Overwrite rows (fp32 ``[n, dim]``) as :func:`lightning_dct.embedding.owners.initial_rows` does.
 
     ``states`` is uint64 ``[n]``, and ``bounds`` fp32 ``[n]``.
     """
