@@ -19,7 +19,6 @@ owners, keeps those that it owns now, and reads the pieces with their rows.
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -123,25 +122,6 @@ def without_rows(state: dict[str, Any], optimizer: Optimizer, tables: Mapping[st
     return {**state, "state": kept}
 
 
-@contextmanager
-def keeping_row_states(tables: Mapping[str, TableState], optimizers: list[Optimizer]) -> Iterator[None]:
-    """Keep what optimizers have for rows while they load a state without it.
-
-    ``Adagrad`` makes its state when it is made, and growing tables without a row have nothing saved to replace it.
-    """
-    before = [
-        (optimizer, module.weight, dict(optimizer.state[module.weight]))
-        for module in tables.values()
-        for optimizer in optimizers
-        if module.weight in optimizer.state
-    ]
-    yield
-    for optimizer, weight, state in before:
-        for key, value in state.items():
-            if is_row_state(value, weight):
-                optimizer.state[weight].setdefault(key, value)
-
-
 def _pieces_of(key: str, module: TableState, values: Tensor) -> dict[str, Pieces]:
     """This rank's pieces of values that have a row for each of ``module.weight``, shape ``[owned rows, ...]``."""
     if values.is_sparse:  # the momentum of SGD
@@ -165,9 +145,9 @@ def _whole_rows(kept: KeptPieces, values: Tensor, low: int, high: int) -> Tensor
 
 
 def _whole(key: str, values: Tensor) -> dict[str, Pieces]:
-    """A tensor that one rank has all of; nothing if it is empty, because empty tensors cannot be saved."""
-    pieces = {start: values[start : start + ROWS_AT_A_TIME] for start in range(0, len(values), ROWS_AT_A_TIME)}
-    return {key: (len(values), pieces)} if pieces else {}
+    """A tensor that one rank has all of."""
+    starts = range(0, max(len(values), 1), ROWS_AT_A_TIME)  # an empty tensor has an empty piece
+    return {key: (len(values), {start: values[start : start + ROWS_AT_A_TIME] for start in starts})}
 
 
 def _own_rows(module: TableState) -> Iterator[tuple[int, int, int, int]]:
