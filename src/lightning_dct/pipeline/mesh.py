@@ -5,9 +5,6 @@ Stages exchange activations several times a step, over the fast links inside a n
 their updates, over the slow links.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -25,43 +22,37 @@ def to_device(tree: Any, device: torch.device | str) -> Any:
     return tree_map(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, tree)
 
 
-@dataclass(frozen=True)
 class PipelineMesh:
-    """One rank's place in the mesh, and its process groups."""
+    """One rank's place in the mesh, and its process groups; all ranks make it together.
 
-    stages: int  # ranks in a pipeline
-    stage: int  # this rank's stage, from 0
-    replica: int  # this rank's pipeline, from 0
-    pipeline: dist.ProcessGroup  # this pipeline's ranks, by stage, for activations and their gradients
-    data_parallel: dist.ProcessGroup  # the ranks with the same pieces, one of each pipeline
-    control: dist.ProcessGroup  # this pipeline's ranks, by stage, for logs and checkpoints, on the CPU
-    everyone: dist.ProcessGroup  # all ranks, on the CPU
+    Attributes:
+        stages: Ranks in a pipeline.
+        stage: This rank's, from 0.
+        replica: This rank's pipeline, from 0.
+        pipeline: The ranks of this pipeline, by stage, for activations and their gradients.
+        data_parallel: The ranks with the same pieces, one of each pipeline.
+        control: The ranks of this pipeline, by stage, for logs and checkpoints, on the CPU.
+        everyone: All ranks, on the CPU.
 
-    @classmethod
-    def create(cls, stages: int, device_type: str, timeout: timedelta | None) -> PipelineMesh:
-        """Make the mesh; a collective call of all ranks.
+    Raises:
+        ValueError: The number of processes is no multiple of ``stages``.
+    """
 
-        Raises:
-            ValueError: The number of processes is no multiple of ``stages``.
-        """
-        world_size, rank = dist.get_world_size(), dist.get_rank()
+    def __init__(self, stages: int, device_type: str, timeout: timedelta | None) -> None:
+        world_size = dist.get_world_size()
         if world_size % stages:
             raise ValueError(
                 f"`stages={stages}` does not divide the {world_size} processes of this run (devices x nodes): every"
                 f" pipeline takes {stages} of them. Give a multiple of {stages} devices, or another `stages`."
             )
+        self.stages = stages
+        self.replica, self.stage = divmod(dist.get_rank(), stages)
         names, shape = ("data_parallel", "pipeline"), (world_size // stages, stages)
         device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
-        # Every rank takes part in making every group.
-        everyone = dist.new_group(backend="gloo", timeout=timeout)
+        self.data_parallel, self.pipeline = (device_mesh.get_group(name) for name in names)
+        self.everyone = dist.new_group(backend="gloo", timeout=timeout)
         with without_bound_device():
-            controls = [
-                dist.new_group(list(range(start, start + stages)), backend="gloo", timeout=timeout)
-                for start in range(0, world_size, stages)
-            ]
-        replica, stage = divmod(rank, stages)
-        pipeline, data_parallel = device_mesh.get_group("pipeline"), device_mesh.get_group("data_parallel")
-        return cls(stages, stage, replica, pipeline, data_parallel, controls[replica], everyone)
+            self.control, _ = dist.new_subgroups(stages, timeout=timeout, backend="gloo")
 
     @property
     def is_last(self) -> bool:

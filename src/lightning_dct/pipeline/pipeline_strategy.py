@@ -141,7 +141,7 @@ class DCTPipelineStrategy(DCTStrategy):
             own = {"stages": self.stages, "micro_batches": self.micro_batches, "schedule": self.schedule}
             # Before the groups: if ranks made different ones, they would hang.
             check_agreement({**own, **vars(self.config)}, nn.Module(), None)
-            self.mesh = PipelineMesh.create(self.stages, self.root_device.type, self._timeout)
+            self.mesh = PipelineMesh(self.stages, self.root_device.type, self._timeout)
             if self.stages == self.world_size:
                 # There is no other pipeline to exchange updates with.
                 self.config = replace(self.config, density=1.0, density_per_parameter={})
