@@ -137,8 +137,7 @@ class Placement:
         convert(self.foreign, lambda tensor: torch.empty_like(tensor, device="cpu"))
         for piece in self.pieces:
             owner = piece.index % self.mesh.stages
-            for tensor in _tensors_of(piece.modules):
-                dist.broadcast(tensor, group=self.mesh.control, group_src=owner)
+            start_alike(piece.modules, self.mesh.control, source=owner)
             if piece.split is not None:
                 piece.split.load_state_dict(self.mesh.share(piece.split.state_dict(), owner))
         self.spread = False
@@ -146,7 +145,7 @@ class Placement:
     def copy_from_rank_zero(self) -> None:
         """Give every rank the model of rank 0, as DDPStrategy does for evaluation."""
         # After a failed fit each rank has only its own pieces.
-        if any(tensor.is_meta for tensor in _tensors_of(self.model)):
+        if any(tensor.is_meta for tensor in chain(self.model.parameters(), self.model.buffers())):
             return
         box = [{name: split.state_dict() for name, split in self.split_points.items()}]
         dist.broadcast_object_list(box, src=0, group=self.mesh.everyone)
@@ -232,11 +231,6 @@ def convert(pieces: Iterable[Piece], function: Callable[[Tensor], Tensor]) -> No
                     is_parameter = isinstance(tensor, nn.Parameter)
                     converted[tensor] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
                 tensors[name] = converted[tensor]  # type: ignore[assignment]
-
-
-def _tensors_of(module: nn.Module) -> list[Tensor]:
-    """A module's parameters and buffers, each once."""
-    return [tensor.detach() for tensor in dict.fromkeys([*module.parameters(), *module.buffers()])]
 
 
 def part_of_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
