@@ -7,7 +7,7 @@ finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), applied once for e
 import numpy as np
 import numpy.typing as npt
 
-from lightning_dct.embedding.initial import GOLDEN, mix
+from lightning_dct.embedding.owners import GOLDEN, mix
 
 UInt64Array = npt.NDArray[np.uint64]
 

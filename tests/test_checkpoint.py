@@ -17,6 +17,7 @@ from lightning_dct.checkpoint import format as saved
 from lightning_dct.checkpoint.format import check_state
 from lightning_dct.checkpoint.merging import merge_states
 from lightning_dct.checkpoint.reading import agreed_notes, read_state
+from lightning_dct.checkpoint.row_files import RowFiles, write_rows
 from strategies_for_hypothesis import examples
 
 NOTE = saved.make_note(world_size=2, synchronisations=7, save="5f0c93ab")
@@ -299,3 +300,15 @@ def test_accumulated_gradients_of_another_world_are_the_mean() -> None:
         [state({}, accumulated={name: torch.tensor([value])}) for value in (1.0, 2.0) for name in "ab"], stages=2
     )
     assert two_replicas_of_two_stages["accumulated"] == {"a": torch.tensor([1.5]), "b": torch.tensor([1.5])}
+
+
+def test_empty_tensors_of_rows_keep_their_kind(tmp_path: Path) -> None:
+    """Those that were arrays of numpy have a stride of 0."""
+    folder, keys = str(tmp_path / "rows"), torch.from_numpy(np.empty(0, dtype=np.int64))
+    write_rows(folder, {"keys": (0, {0: keys}), "state": (0, {0: torch.empty(0, 4, dtype=torch.float64)})})
+    files = RowFiles(folder)
+    assert [(files.index[name]["dtype"], files.index[name]["shape"]) for name in ("keys", "state")] == [
+        ("int64", [0]),
+        ("float64", [0, 4]),
+    ]
+    assert files.num_rows("state") == 0

@@ -32,7 +32,8 @@ def without_checksum(data: bytes, what: str) -> bytes:
 
 def bytes_of(tensor: Tensor) -> Any:
     """A tensor's bytes, a numpy array; without a copy if they lie flat in the host's memory."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    # An empty tensor that was an array of numpy has a stride of 0, with which torch does not view bytes.
+    return tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def checksum_of(tensor: Tensor) -> int:

@@ -40,7 +40,7 @@ from lightning_dct.checkpoint.reading import (
 from lightning_dct.config import DCTConfig
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 from lightning_dct.embedding.state import saved_in_shards
-from lightning_dct.embedding.table_files import keeping_row_states, load_row_states, load_rows, save_rows, without_rows
+from lightning_dct.embedding.table_files import load_row_states, load_rows, save_rows, without_rows
 from lightning_dct.failures.lifeline import Lifeline
 from lightning_dct.sync.setup import parameter_names
 from lightning_dct.sync.synchronizer import Synchronizer
@@ -285,8 +285,7 @@ class CheckpointedStrategy(ParallelStrategy):
         own = [] if state is None else state.get("optimizers", [])
 
         def load() -> dict[str, Any]:
-            with keeping_row_states(self.sharded_tables(), self.optimizers):
-                self._load_optimizer_states(checkpoint, own)
+            self._load_optimizer_states(checkpoint, own)
             if state is None or self.synchronizer is None:
                 return {}
             self._restore(self.synchronizer, state)

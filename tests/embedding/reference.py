@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dct.embedding.initial import initial_rows
-from lightning_dct.embedding.owners import RowOwners
+from lightning_dct.embedding.owners import RowOwners, initial_rows
 from lightning_dct.reference import Settings, look_up, return_gradients
 
 

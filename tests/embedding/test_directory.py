@@ -30,7 +30,7 @@ def test_the_same_as_dicts(capacity: int, admit_after: int, history: list[list[i
         assert (keys.tolist(), number) == (made, len(evicted))
         assert rows_of(directory) == plain.rows.slots
         assert slots.tolist() == [plain.rows.slots[key] for key in made]
-        assert directory.find(asked(wanted)).tolist() == [plain.rows.slots.get(key, -1) for key in wanted]
+        assert directory.rows.find(asked(wanted)).tolist() == [plain.rows.slots.get(key, -1) for key in wanted]
         # Never more rows than there is room for, whatever is requested; who stays, stays where it was.
         assert len(plain.rows.slots) <= capacity
         assert directory.rows.num_slots <= capacity

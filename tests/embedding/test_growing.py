@@ -173,7 +173,7 @@ def test_a_row_made_after_the_last_step_is_saved_with_a_new_state(tmp_path: Path
     load_rows(str(tmp_path), {"tables": other})
     loaded = adagrad(other)
     load_row_states(str(tmp_path), {"tables": other}, [loaded])
-    two, three = other.directory.find(other.directory.rows.contents()[0])
+    two, three = other.directory.rows.find(other.directory.rows.contents()[0])
     assert loaded.state[other.weight]["sum"][[two, three]].tolist() == [[1.5] * 4, [0.5] * 4]
 
 
@@ -263,7 +263,7 @@ def test_a_new_row_has_a_new_optimizer_state(make_optimizer: Any, fresh: dict, w
     step_on(2)
     step_on(3)  # in the place of 1
     assert tables.directory.rows.contents()[0].tolist() == [2, 3]
-    slot, other = tables.directory.find(tables.directory.rows.contents()[0])[::-1].tolist()
+    slot, other = tables.directory.rows.find(tables.directory.rows.contents()[0])[::-1].tolist()
     for name, value in fresh.items():
         assert (at_backward[2][name][slot] == value).all()
         assert (at_backward[2][name][other] != value).all()
@@ -273,7 +273,7 @@ def test_gradients_of_an_evicted_row_are_not_those_of_the_next() -> None:
     tables = make(max_rows=2)
     for ids in ([1, 2], [2, 2], [3, 3]):  # micro-batches of one optimizer step
         (tables(torch.tensor(ids).view(-1, 1)).sum()).backward()
-    two, three = tables.directory.find(tables.directory.rows.contents()[0]).tolist()
+    two, three = tables.directory.rows.find(tables.directory.rows.contents()[0]).tolist()
     gradient = tables.weight.grad.to_dense()
     assert gradient[two].tolist() == [3.0] * 4
     assert gradient[three].tolist() == [2.0] * 4

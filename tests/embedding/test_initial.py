@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dct.embedding import initial
-from lightning_dct.embedding.initial import initial_rows
+from lightning_dct.embedding import owners
+from lightning_dct.embedding.owners import initial_rows
 from strategies_for_hypothesis import examples
 
 BOUNDS = np.array([0.5, 0.01, 3.0], dtype=np.float32)
@@ -49,7 +49,7 @@ def test_entry_by_entry(seed: int, wanted: list[tuple[int, int]]) -> None:
 @given(seed=seeds, wanted=rows_of_tables)
 @examples(30)
 def test_the_same_without_numba(seed: int, wanted: list[tuple[int, int]]) -> None:
-    with patch.object(initial, "rows_kernel", lambda _: None):
+    with patch.object(owners, "rows_kernel", lambda _: None):
         found = rows(seed, wanted)
     assert torch.equal(found, rows(seed, wanted))
 

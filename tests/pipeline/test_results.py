@@ -11,7 +11,7 @@ RESULTS = ["a", list(range(10_000)), "", {"loss": 1.5}, "b" * 200, "c" * 201]
 
 
 def share_all(stages: int) -> list[Any]:
-    results = StepResults(PipelineMesh.create(stages, "cpu", timedelta(minutes=1)))
+    results = StepResults(PipelineMesh(stages, "cpu", timedelta(minutes=1)))
     received = []
     for value in RESULTS:
         results.post_receive()

@@ -22,7 +22,7 @@ from embedding.pruned import Pruned
 from fsdp.training import Plain
 from lightning_dct import DCTFSDPStrategy, DCTPipelineStrategy, DCTStrategy, EmbeddingPruning
 from lightning_dct.failures.lifeline import Lifeline
-from lightning_dct.fsdp.weights import plain
+from lightning_dct.fsdp.fsdp_strategy import plain
 from pipeline.split_models import SplitModule, replica
 
 # In one epoch. Plain Lightning 2.6 trains an epoch too many when it resumes twice, the first time from a checkpoint

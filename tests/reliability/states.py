@@ -29,8 +29,8 @@ from lightning_dct.checkpoint.row_files import INDEX
 from lightning_dct.compress.bucket_plan import OwnedPiece
 from lightning_dct.compress.memory import Memory
 from lightning_dct.embedding.copies import RememberedRows
+from lightning_dct.embedding.memory_checks import check_memory
 from lightning_dct.embedding.owners import place_tables
-from lightning_dct.embedding.resume import check_memory
 from lightning_dct.embedding.sharded import ShardedEmbeddingBags
 from lightning_dct.embedding.table_files import load_rows, save_rows
 from reliability.mutations import mutate

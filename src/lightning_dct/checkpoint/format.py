@@ -172,9 +172,7 @@ def check_note(note: Any, path: str) -> None:
         )
     fault = " is not a dict"
     if isinstance(note, Mapping):
-        fault = next(
-            (f"[{name!r}]{found}" for name, rule in _NOTE.items() if (found := _fault(note.get(name), rule))), ""
-        )
+        fault = _fault({name: note.get(name) for name in _NOTE}, _NOTE)
         if not fault and note["world_size"] % note["stages"]:
             fault = "['stages'] does not divide the number of ranks"
         if not fault and len(note["fingerprints"]) not in (0, note["world_size"]):

@@ -192,7 +192,9 @@ def restore_state(
             f"{error} This setting is given, so training continues from step {note['synchronisations']} with an empty"
             " residual on every rank. Changes that were not sent before the save are lost."
         )
-        return empty_state(note)
+        nothing: dict[str, Any] = {name: {} for name in ("residuals", "owned", "traffic", "modules")}
+        nothing["thresholds"] = {"values": {}, "targets": {}}
+        return {**nothing, "synchronisations": note["synchronisations"], "steps_since_refresh": 0}
     return state
 
 
@@ -237,16 +239,3 @@ def read_state(
             f"The ranks' files in {state_folder(path)!r} do not fit each other ({error}). Restore the folder from a"
             " copy, or resume from an earlier checkpoint."
         ) from error
-
-
-def empty_state(note: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of ranks without residuals, at the step of the checkpoint that a note belongs to."""
-    return {
-        "synchronisations": note["synchronisations"],
-        "steps_since_refresh": 0,
-        "thresholds": {"values": {}, "targets": {}},
-        "residuals": {},
-        "owned": {},
-        "traffic": {},
-        "modules": {},
-    }

@@ -2,15 +2,17 @@
 
 rank-0.rows    the pieces that rank 0 has written, one after the other
 rank-1.rows
-index          a checksum of what follows; then, as JSON, this folder's name and where the pieces of each tensor are
+index          a checksum of what follows; then, as JSON, this folder's name, and of each tensor dtype, shape and pieces
+               (first row, number of rows, rank, offset in that rank's file, checksum)
 """
 
 import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,24 +31,6 @@ INDEX = "index"
 Pieces = tuple[int, Mapping[int, Tensor | Callable[[], Tensor]]]
 
 
-class SavedPiece(NamedTuple):
-    """Where some rows of a tensor are: in the file of a rank, from a byte on."""
-
-    start: int
-    rows: int
-    rank: int
-    offset: int
-    checksum: int
-
-
-class SavedTensor(NamedTuple):
-    """The dtype and the shape of a tensor, and its pieces."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    pieces: tuple[SavedPiece, ...]
-
-
 def write_rows(folder: str, tensors: Mapping[str, Pieces]) -> None:
     """Write every rank's pieces of tensors.
 
@@ -63,15 +47,15 @@ def write_rows(folder: str, tensors: Mapping[str, Pieces]) -> None:
             for name, tensor in written.items():
                 merged.setdefault(name, {**tensor, "pieces": []})["pieces"] += tensor["pieces"]
         text = json.dumps({"folder": os.path.basename(folder), "tensors": merged}).encode()
-        _write(f"{folder}/{INDEX}", lambda file: file.write(with_checksum(text)))
+        with _written(f"{folder}/{INDEX}") as file:
+            file.write(with_checksum(text))
 
 
 def _write_pieces(folder: str, tensors: Mapping[str, Pieces], rank: int) -> dict[str, Any]:
     """Write one rank's file, and return its part of the index."""
     index: dict[str, Any] = {}
-
-    def write_all(file: Any) -> None:
-        offset = 0
+    offset = 0
+    with _written(f"{folder}/{_file_of(rank)}") as file:
         for name, (num_rows, pieces) in tensors.items():
             for start, rows in pieces.items():
                 whole = rows if isinstance(rows, Tensor) else rows()
@@ -81,16 +65,16 @@ def _write_pieces(folder: str, tensors: Mapping[str, Pieces], rank: int) -> dict
                 tensor["pieces"].append([start, len(whole), rank, offset, zlib.crc32(data)])
                 file.write(data)
                 offset += data.nbytes
-
-    _write(f"{folder}/{_file_of(rank)}", write_all)
     return index
 
 
-def _write(path: str, write: Callable[[Any], Any]) -> None:
+@contextmanager
+def _written(path: str) -> Iterator[Any]:
+    """A file to write to, which on a local disk is there when the context ends."""
     files, place = url_to_fs(path)
     files.makedirs(os.path.dirname(place), exist_ok=True)
     with files.open(place, "wb") as file:
-        write(file)
+        yield file
         if isinstance(files, LocalFileSystem):
             file.flush()
             os.fsync(file.fileno())
@@ -120,19 +104,12 @@ class RowFiles:
         )
         if index["folder"] != os.path.basename(self._folder):
             raise ValueError(f"the index of {folder!r} belongs to {index['folder']!r}")
-        # Shape, dtype and pieces of each tensor, by name.
-        self.index = {
-            name: SavedTensor(
-                getattr(torch, tensor["dtype"]),
-                tuple(map(int, tensor["shape"])),
-                tuple(SavedPiece(*map(int, piece)) for piece in tensor["pieces"]),
-            )
-            for name, tensor in index["tensors"].items()
-        }
+        # By name: the dtype, as torch calls it, the shape and the pieces of each tensor.
+        self.index: dict[str, dict[str, Any]] = index["tensors"]
 
     def num_rows(self, name: str) -> int:
         """The number of rows of a tensor; 0 if there is none of this name."""
-        return self.index[name].shape[0] if name in self.index else 0
+        return int(self.index[name]["shape"][0]) if name in self.index else 0
 
     def read(self, name: str, start: int, rows: Tensor) -> None:
         """Overwrite ``rows``, shape ``[n, ...]``, with the rows of a tensor from ``start`` on.
@@ -142,23 +119,21 @@ class RowFiles:
             FileNotFoundError: A rank's file is missing.
             ValueError: A piece does not match its checksum, rows are missing, or they have another shape.
         """
-        missing = len(rows)
-        saved = self.index[name]
-        if saved.shape[1:] != rows.shape[1:]:
-            raise ValueError(f"{name} in {self._folder!r} has shape {list(saved.shape)}")
-        for piece in saved.pieces:
-            low, high = max(start, piece.start), min(start + len(rows), piece.start + piece.rows)
-            if low < high:
-                values = self._read_piece(name, saved, piece)
-                rows[low - start : high - start] = values[low - piece.start : high - piece.start].to(rows)
-                missing -= high - low
+        missing, saved = len(rows), self.index[name]
+        dtype, shape = getattr(torch, saved["dtype"]), rows.shape[1:]
+        if saved["shape"][1:] != list(shape):
+            raise ValueError(f"{name} in {self._folder!r} has shape {saved['shape']}")
+        for first, length, rank, offset, checksum in saved["pieces"]:
+            low, high = max(start, first), min(start + len(rows), first + length)
+            if low >= high:
+                continue
+            with self._files.open(f"{self._folder}/{_file_of(rank)}", "rb") as file:
+                file.seek(offset)
+                data = bytearray(file.read(length * math.prod(shape) * dtype.itemsize))
+            if zlib.crc32(data) != checksum:
+                raise ValueError(f"a piece of {name} in {self._folder!r} does not match its checksum")
+            values = torch.frombuffer(data, dtype=dtype).view(length, *shape)
+            rows[low - start : high - start] = values[low - first : high - first].to(rows)
+            missing -= high - low
         if missing:
             raise ValueError(f"{missing} rows of {name} are missing in {self._folder!r}")
-
-    def _read_piece(self, name: str, saved: SavedTensor, piece: SavedPiece) -> Tensor:
-        with self._files.open(f"{self._folder}/{_file_of(piece.rank)}", "rb") as file:
-            file.seek(piece.offset)
-            data = bytearray(file.read(piece.rows * math.prod(saved.shape[1:]) * saved.dtype.itemsize))
-        if zlib.crc32(data) != piece.checksum:
-            raise ValueError(f"a piece of {name} in {self._folder!r} does not match its checksum")
-        return torch.frombuffer(data, dtype=saved.dtype).view(piece.rows, *saved.shape[1:])

@@ -46,18 +46,10 @@ class Bags:
 
 
 def read_bags(ids: Tensor, offsets: Tensor | None, table_rows: Sequence[int], pooling: str) -> Bags:
-    """Check and flatten the input of a look-up.
-
-    Args:
-        ids: Integers. Without offsets ``[samples, tables]``: one row of each table per sample. With offsets
-            ``[lookups]``: all look-ups of table 0, then those of table 1, and so on.
-        offsets: Shape ``[tables * samples + 1]``, ascending: the look-ups of bag ``table * samples + sample`` are those
-            from its offset to the next one. Bags may be empty.
-        table_rows: Rows of each table.
-        pooling: ``"sum"`` or ``"mean"``.
+    """Check and flatten ids and offsets as :meth:`lightning_dct.ShardedEmbeddingBags.forward` takes them.
 
     Raises:
-        ValueError: Shapes, dtypes or offsets are not as above.
+        ValueError: Shapes, dtypes or offsets are not as there.
         IndexError: An id is out of its table's range; the message names both.
     """
     num_tables = len(table_rows)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lightning_dct.embedding.owners import Int64Array
+from lightning_dct.embedding.owners import GOLDEN, Int64Array
 from lightning_dct.kernels import rows_kernel
 
 
@@ -24,8 +24,6 @@ class Admission(NamedTuple):
     evicted_slots: Int64Array  # shape `[e]`: their former slots, which new rows may have now
 
 
-# Of multiplicative hashing: 2 ** 64 over the golden ratio, odd (Knuth, The Art of Computer Programming, vol. 3, 6.4).
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _SMALLEST_BITS = 6
 # The arrays of a cache's state, by slot.
 CACHE_ARRAYS = ("row_at", "last_used", "counts")
@@ -33,6 +31,11 @@ CACHE_ARRAYS = ("row_at", "last_used", "counts")
 
 class RowCache:
     """At most ``capacity`` rows, or those of one larger request.
+
+    A hash table finds the slots of whole arrays of rows at a time. It contains only slots, and the search compares the
+    row at a slot with the sought one. So an eviction deletes nothing: a stale entry leads to a slot with another row,
+    and the search continues. A table that is half full is rebuilt without stale entries, so the cost of an insertion
+    does not depend on the number of rows.
 
     Attributes:
         row_at: By slot: its row, -1 where it is free.
@@ -48,8 +51,8 @@ class RowCache:
         self._derive()
 
     def _derive(self) -> None:
-        """Derive the index of rows, the free slots, and the queue for eviction from the slots."""
-        self._index = SlotIndex(self.row_at)
+        """Derive the hash table, the free slots, and the queue for eviction from the slots."""
+        self._fill_table()
         self._free = np.flatnonzero(self.row_at < 0)
         # Slots and the times of their requests, oldest first, then lowest first. An entry is stale, and is skipped, if
         # its slot was requested again or has another row now.
@@ -74,7 +77,22 @@ class RowCache:
 
     def find(self, rows: Int64Array) -> Int64Array:
         """The slots of rows, ``[k]``, -1 for missing rows."""
-        return self._index.find(rows, self.row_at)
+        slots = np.full(rows.size, -1, dtype=np.int64)
+        if not self.num_slots:
+            return slots
+        places = self._homes(rows)
+        if (kernel := rows_kernel("cpu")) is not None:
+            kernel.find_slots(self._table, places, rows, self.row_at, slots)
+            return slots
+        sought = np.arange(rows.size)
+        while sought.size:
+            found = self._table[places]
+            used = found >= 0
+            right = used & (self.row_at[found] == rows[sought])
+            slots[sought[right]] = found[right]
+            on = used & ~right
+            places, sought = (places[on] + 1) & (self._table.size - 1), sought[on]
+        return slots
 
     def admit(self, wanted: Int64Array, slots: Int64Array | None = None) -> Admission:
         """Admit rows, ``[k]``, ascending and distinct. ``slots`` are those that :meth:`find` has given, if it has."""
@@ -98,7 +116,10 @@ class RowCache:
         self.last_used[taken] = self.requests
         self.counts[taken] = 0
         self.counts[slots] += 1
-        self._index.insert(misses, taken, self.row_at)
+        if 2 * (self._entries + misses.size) > self._table.size:
+            self._fill_table()
+        else:
+            self._put(misses, taken)
         self._queue.append((np.sort(slots), np.full(slots.size, self.requests)))
         self._queued += slots.size
         if self._queued > 4 * self.num_slots + 1:  # most of it is stale
@@ -132,53 +153,15 @@ class RowCache:
             number -= due.size
         return np.sort(np.concatenate(oldest))
 
-
-class SlotIndex:
-    """Finds slots by rows: a hash table for whole arrays of rows at a time.
-
-    The table contains only slots, and the search compares the row at a slot with the sought one. So an eviction deletes
-    nothing: a stale entry leads to a slot with another row, and the search continues. A table that is half full is
-    rebuilt without stale entries, so the cost of an insertion does not depend on the number of rows. ``row_at``, shape
-    ``[slots]``, has the row in each slot, -1 if it is free.
-    """
-
-    def __init__(self, row_at: Int64Array) -> None:
-        self._fill(row_at)
-
-    def find(self, rows: Int64Array, row_at: Int64Array) -> Int64Array:
-        """The slots of rows, ``[k]``, -1 for missing rows."""
-        slots = np.full(rows.size, -1, dtype=np.int64)
-        if not row_at.size:
-            return slots
-        places = self._homes(rows)
-        if (kernel := rows_kernel("cpu")) is not None:
-            kernel.find_slots(self._table, places, rows, row_at, slots)
-            return slots
-        sought = np.arange(rows.size)
-        while sought.size:
-            found = self._table[places]
-            used = found >= 0
-            right = used & (row_at[found] == rows[sought])
-            slots[sought[right]] = found[right]
-            on = used & ~right
-            places, sought = (places[on] + 1) & (self._table.size - 1), sought[on]
-        return slots
-
-    def insert(self, rows: Int64Array, slots: Int64Array, row_at: Int64Array) -> None:
-        """Insert new rows, ``[k]``, which ``row_at`` already has in these slots."""
-        if 2 * (self._entries + rows.size) > self._table.size:
-            self._fill(row_at)
-        else:
-            self._put(rows, slots)
-
-    def _fill(self, row_at: Int64Array) -> None:
-        slots = np.flatnonzero(row_at >= 0)
+    def _fill_table(self) -> None:
+        slots = np.flatnonzero(self.row_at >= 0)
         self._bits = max(_SMALLEST_BITS, (4 * slots.size).bit_length())
         self._table = np.full(1 << self._bits, -1, dtype=np.int64)
         self._entries = 0
-        self._put(row_at[slots], slots)
+        self._put(self.row_at[slots], slots)
 
     def _put(self, rows: Int64Array, slots: Int64Array) -> None:
+        """Insert the slots of new rows, ``[k]``, into the hash table."""
         self._entries += rows.size
         places = self._homes(rows)
         if (kernel := rows_kernel("cpu")) is not None:
@@ -192,4 +175,5 @@ class SlotIndex:
             places, slots = (places[on] + 1) & (self._table.size - 1), slots[on]
 
     def _homes(self, rows: Int64Array) -> Int64Array:
-        return ((rows.astype(np.uint64) * _GOLDEN) >> np.uint64(64 - self._bits)).astype(np.int64)
+        """Multiplicative hashing (Knuth, The Art of Computer Programming, vol. 3, 6.4)."""
+        return ((rows.astype(np.uint64) * GOLDEN) >> np.uint64(64 - self._bits)).astype(np.int64)

@@ -39,7 +39,6 @@ from lightning_dct.wire.values import values_num_bytes
 # The guard aims a little high: a surplus is cut to the largest entries, but a shortfall is sent as padding.
 GUARD_AIM = 1.05
 Float64Array = npt.NDArray[np.float64]
-BoolArray = npt.NDArray[np.bool_]
 
 
 class Message(NamedTuple):
@@ -137,9 +136,7 @@ def evicted_num_bytes(num_rows: int, dim: int, value_format: str) -> int:
 def decode_evicted(data: Tensor, num_rows: int, dim: int, value_format: str) -> Tensor:
     """Undo :func:`encode_evicted`: shape ``[num_rows, dim]``, fp32."""
     row_format = _format_of_evicted(value_format)
-    values, scales = data.split(
-        [values_num_bytes(row_format, num_rows * dim), row_scales_num_bytes(row_format, num_rows)]
-    )
+    values, scales = data.tensor_split([values_num_bytes(row_format, num_rows * dim)])
     return decode_rows(values, num_rows * dim, None, scales, row_format).view(num_rows, dim)
 
 
@@ -147,7 +144,9 @@ def _format_of_evicted(value_format: str) -> str:
     return value_format if value_format in ("fp32", "bf16") else "int8"
 
 
-def _guard(message: Message, thresholds: Float64Array, reached: list[int], finite: BoolArray, flat: Tensor) -> None:
+def _guard(
+    message: Message, thresholds: Float64Array, reached: list[int], finite: npt.NDArray[np.bool_], flat: Tensor
+) -> None:
     sizes, targets = message.layout.tensor_sizes, message.layout.capacities
     numbers = zip(sizes, message.tables, reached, targets, finite.tolist(), strict=True)
     for place, (size, table, count, target, is_finite) in enumerate(numbers):

@@ -28,7 +28,7 @@ class ExactReader:
 
     def __init__(self, module: TableState, bags: Bags) -> None:
         self._rows = DistinctRows(bags, module)
-        _, parts = _round(module.evaluated_with or (module,), module, self._rows.wanted)
+        _, parts = exact_round(module.evaluated_with or (module,), module, self._rows.wanted)
         own = self._rows.wanted[module.exchange_group.rank]
         parts[module.exchange_group.rank] = module.own_rows(own)
         lookups = int(sum(self._rows.lookups[peer] for peer in module.peers))
@@ -42,16 +42,12 @@ class ExactReader:
         return self._rows.bags.pool(self._distinct[self._rows.inverse])
 
 
-def serve_until_all_finish(modules: Sequence[TableState]) -> None:
-    """Answer requests until no rank has batches; ``modules`` are in the same order on every rank."""
-    while modules[0].peers and not _round(modules, modules[0], None)[0]:
-        pass
-
-
-def _round(
+def exact_round(
     modules: Sequence[TableState], module: TableState, wanted: list[Int64Array] | None
 ) -> tuple[bool, list[Tensor]]:
-    """Request rows of one module (None if this rank has no more batches), and answer the others.
+    """Request rows of one of the modules, which have the same order on every rank, and answer the others.
+
+    ``wanted`` is None if this rank has no more batches.
 
     Returns:
         Whether all ranks have finished, and the rows by owner, ``[k, dim]`` each.

@@ -21,8 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_dct.config import check_integer
 from lightning_dct.embedding.cache import CACHE_ARRAYS, RowCache
-from lightning_dct.embedding.initial import initial_rows
-from lightning_dct.embedding.owners import ID_SPACE, Int64Array, RowOwners, place_by_hash
+from lightning_dct.embedding.owners import ID_SPACE, Int64Array, RowOwners, initial_rows, place_by_hash
 from lightning_dct.embedding.sharded import Pooling, ShardedEmbeddingBags
 from lightning_dct.embedding.state import is_row_state
 
@@ -41,10 +40,6 @@ class RowDirectory:
         self.admit_after = admit_after
         self.rows, self.counted = RowCache(capacity), RowCache(capacity)
 
-    def find(self, keys: Int64Array) -> Int64Array:
-        """The slots of keys, ``[k]``, -1 for keys without a row."""
-        return self.rows.find(keys)
-
     def request(self, keys: Int64Array) -> tuple[Int64Array, Int64Array, int]:
         """Count a look-up of keys, ``[k]``, ascending and distinct, and make rows for those that are due.
 
@@ -53,7 +48,7 @@ class RowDirectory:
         Returns:
             The keys with a new row, ascending, its slots, and the number of evicted rows.
         """
-        slots = self.find(keys)
+        slots = self.rows.find(keys)
         wanted = slots >= 0
         due = np.flatnonzero(~wanted)
         if self.admit_after > 1:
@@ -200,7 +195,7 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
     def own_rows(self, places: Int64Array) -> Tensor:
         """A copy of this rank's rows by their keys, ``[n, embedding_dim]``; default rows for keys without a row."""
         rows = self.initial(self.exchange_group.rank, places).to(self.weight)
-        slots = torch.from_numpy(self.directory.find(places)).to(self.weight.device)
+        slots = torch.from_numpy(self.directory.rows.find(places)).to(self.weight.device)
         return torch.where((slots >= 0).unsqueeze(1), self.weight.detach()[slots.clamp(min=0)], rows)
 
     @torch.no_grad()
@@ -219,7 +214,7 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
 
     def resolve(self, places: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """The slots of keys, ascending, and their gradients, without keys that have no row."""
-        slots = torch.from_numpy(self.directory.find(places.cpu().numpy())).to(places.device)
+        slots = torch.from_numpy(self.directory.rows.find(places.cpu().numpy())).to(places.device)
         order = slots.argsort()
         order = order[slots[order] >= 0]
         return slots[order], gradient[order]

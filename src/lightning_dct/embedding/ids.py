@@ -37,14 +37,14 @@ class RequestCode:
         self.universe = universe
         self._rows = np.empty(0, dtype=np.int64)
         self._groups = np.empty(0, dtype=np.int64)
-        self._learn_ranks()
+        self._split_groups()
 
     def learn(self, rows: Int64Array, counts: Int64Array) -> None:
         """Group ascending rows, ``[n]``, by their counts of requests, ``[n]``; ignore rows with count 0."""
         seen = counts > 0
         self._rows = rows[seen]
         self._groups = np.frexp(counts[seen])[1].astype(np.int64) - 1
-        self._learn_ranks()
+        self._split_groups()
 
     def encode(self, places: Int64Array) -> Tensor:
         """Encode places, shape ``[k]``, ascending and distinct, as uint8 on the CPU."""
@@ -52,9 +52,8 @@ class RequestCode:
         found = np.searchsorted(self._rows, places)
         inside = found < self._rows.size
         known[inside] = self._rows[found[inside]] == places[inside]
-        found = found[known]
-        groups, ranks = self._groups[found], self._ranks[found]
-        parts = [ranks[groups == group] for group in range(len(self._members))]
+        groups, seen = self._groups[found[known]], places[known]
+        parts = [np.searchsorted(members, seen[groups == group]) for group, members in enumerate(self._members)]
         parts.append(places[~known])
         bits = [
             torch.tensor([part.size >> place & 1 for place in range(size.bit_length())], dtype=torch.uint8)
@@ -108,12 +107,9 @@ class RequestCode:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore saved groups."""
         self._rows, self._groups = state["rows"].numpy().copy(), state["groups"].numpy().copy()
-        self._learn_ranks()
+        self._split_groups()
 
-    def _learn_ranks(self) -> None:
+    def _split_groups(self) -> None:
         number = int(self._groups.max()) + 1 if self._groups.size else 0
         self._members = [self._rows[self._groups == group] for group in range(number)]
         self._sizes = [*(members.size for members in self._members), self.universe]
-        self._ranks = np.zeros(self._rows.size, dtype=np.int64)
-        for group, members in enumerate(self._members):
-            self._ranks[self._groups == group] = np.arange(members.size)

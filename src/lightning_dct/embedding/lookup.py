@@ -72,8 +72,8 @@ class Request(NamedTuple):
 
     places: Int64Array  # shape `[k]`: the requested rows
     slots: Tensor  # shape `[k]`: the slots of their copies in the mirror
-    lookups: int  # number of look-ups of these rows
     evicted: Int64Array  # shape `[e]`: the rows that the requesting rank has evicted, whose residuals follow
+    message: Message  # the form of the messages about these rows, in both directions
 
 
 # The number of integers that a request announces to each rank: bytes of ids, look-ups, and evicted rows.
@@ -102,13 +102,16 @@ class ChangesLookup:
             self._requests = {
                 peer: self._read_request(peer, requests[peer], *announced[peer, 1:].tolist()) for peer in self._peers
             }
-            self._count()
+            # The dense exchange has fp32 rows both ways, and the int64 id of every look-up.
+            own, others = (int(each[self._peers, 1].sum()) for each in (numbers, announced))
+            row_bytes = FP32_BYTES * module.embedding_dim
+            module.traffic.add(steps=1, bytes_dense=own * (ID_BYTES + row_bytes) + others * row_bytes)
             module.note_requests([self._rows.wanted[self._rank], *(r.places for r in self._requests.values())])
-            # The messages with each owner and with each user; both directions are about the same rows.
-            self._with_owner = {peer: self._message(peer, self._rows.wanted[peer]) for peer in self._peers}
-            self._with_user = {peer: self._message(self._rank, r.places) for peer, r in self._requests.items()}
+            # As in the requests that this rank has received, but of those that it has sent.
+            self._messages = {peer: self._message(peer, self._rows.wanted[peer]) for peer in self._peers}
             answers = {peer: self._answer(peer) for peer in self._peers}
-        self._incoming: Incoming | None = module.exchange_group.start(answers, _sizes(self._with_owner), module.traffic)
+        sizes = {peer: message.layout.num_bytes for peer, message in self._messages.items()}
+        self._incoming: Incoming | None = module.exchange_group.start(answers, sizes, module.traffic)
         module.latest_lookup = self
         self._send_evicted(evicted)
 
@@ -120,7 +123,7 @@ class ChangesLookup:
         with self._module.traffic.timed():
             for peer in self._peers:
                 held, slots = self._held(peer)
-                add_entries(held.copies, slots, *self._read(peer, answers[peer], self._with_owner[peer]))
+                add_entries(held.copies, slots, *self._read(peer, answers[peer], self._messages[peer]))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def pooled(self) -> Tensor:
@@ -149,7 +152,8 @@ class ChangesLookup:
             add_rows(gradient, rows.inverse, each)
             parts = gradient.split(sizes)
             payloads = {peer: self._gradient_payload(peer, parts[peer]) for peer in self._peers}
-        incoming = module.exchange_group.start(payloads, _sizes(self._with_user), module.traffic)
+        expected = {peer: request.message.layout.num_bytes for peer, request in self._requests.items()}
+        incoming = module.exchange_group.start(payloads, expected, module.traffic)
 
         def finish() -> None:
             received = incoming.wait()
@@ -158,7 +162,7 @@ class ChangesLookup:
                 own = torch.from_numpy(rows.wanted[self._rank]).to(gradient.device)
                 module.collected.add(own, parts[self._rank])
                 for peer, request in self._requests.items():
-                    positions, values = self._read(peer, received[peer], self._with_user[peer])
+                    positions, values = self._read(peer, received[peer], request.message)
                     touched, within = torch.unique_consecutive(positions // dim, return_inverse=True)
                     dense = gradient.new_zeros(touched.numel(), dim)
                     dense.view(-1).index_copy_(0, within * dim + positions % dim, values.to(dense.dtype))
@@ -195,7 +199,7 @@ class ChangesLookup:
                 " ends' caches differ. Use the same `cache_rows` and the same checkpoint on every rank."
             )
         slots = torch.from_numpy(admission.slots).to(module.weight.device)
-        return Request(places, slots, lookups, admission.evicted)
+        return Request(places, slots, admission.evicted, self._message(self._rank, places))
 
     def _send_evicted(self, payloads: Mapping[int, Tensor]) -> None:
         """Start to send the residuals of evicted rows, which are not needed before backward ends.
@@ -222,7 +226,7 @@ class ChangesLookup:
         request, mirror = self._requests[peer], module.mirrors[peer]
         now = module.own_rows(request.places).to(module.remembered_dtype)
         known = mirror.copies.index_select(0, request.slots)
-        sent = compress_changes(now, known, self._with_user[peer], mirror.thresholds, scale=-1)
+        sent = compress_changes(now, known, request.message, mirror.thresholds, scale=-1)
         add_entries(mirror.copies, request.slots, sent.positions, sent.received)
         module.traffic.add(entries_sent=sent.positions.numel(), entries=now.numel())
         return sent.payload
@@ -231,7 +235,7 @@ class ChangesLookup:
         module = self._module
         held, slots = self._held(owner)
         rows = held.residual.index_select(0, slots)
-        sent = compress_changes(rows, gradient, self._with_owner[owner], held.thresholds)
+        sent = compress_changes(rows, gradient, self._messages[owner], held.thresholds)
         flat = rows.view(-1)
         left = torch.where(sent.left.isfinite(), sent.left, flat.index_select(0, sent.positions))
         held.residual.index_copy_(0, slots, flat.index_copy_(0, sent.positions, left).view_as(rows))
@@ -257,14 +261,3 @@ class ChangesLookup:
         with reading(f"Embedding rows from rank {peer} of the process group"):
             unpacked = unpack(message.layout, payload)
         return unpacked.positions, unpacked.values
-
-    def _count(self) -> None:
-        """Count the dense exchange: fp32 rows both ways, and the int64 id of every look-up."""
-        row_bytes = FP32_BYTES * self._module.embedding_dim
-        own = int(sum(self._rows.lookups[peer] for peer in self._peers))
-        others = sum(request.lookups for request in self._requests.values())
-        self._module.traffic.add(steps=1, bytes_dense=own * (ID_BYTES + row_bytes) + others * row_bytes)
-
-
-def _sizes(messages: Mapping[int, Message]) -> dict[int, int]:
-    return {peer: message.layout.num_bytes for peer, message in messages.items()}

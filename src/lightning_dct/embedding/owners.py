@@ -1,4 +1,4 @@
-"""Which rank owns which row.
+"""What every rank knows of a row by its table and number: its owner, its place there and its initial value.
 
 A table of fixed size with more rows than a rank's share is cut into blocks, which the ranks own in turn. So no rank
 has all of it, and its frequent rows, which most vocabularies put first, do not all belong to one rank. The other tables
@@ -22,8 +22,10 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
-from lightning_dct.embedding.initial import mix
+from lightning_dct.kernels import rows_kernel
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -32,6 +34,8 @@ BLOCKS_PER_RANK = 16
 # Ids of a growing table are below this, which is the number of rows that such a table is said to have.
 ID_SPACE = 2**63
 _KEY_BITS = 63
+# 2 ** 64 over the golden ratio, odd.
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class RowRange(NamedTuple):
@@ -173,3 +177,37 @@ def place_by_hash(num_tables: int, world_size: int) -> HashedOwners:
 
 def _hash(numbers: Int64Array) -> npt.NDArray[np.uint64]:
     return mix(numbers.astype(np.uint64))
+
+
+def initial_rows(seed: int, tables: Int64Array, rows: Int64Array, bounds: npt.NDArray[np.float32], dim: int) -> Tensor:
+    """Rows ``rows`` of ``tables``, both shape ``[n]``: fp32 ``[n, dim]``, uniform on ``[-bound, bound)`` of the table.
+
+    ``bounds`` has shape ``[tables]``. The owner's row, and the copy on a rank that requests it for the first time, both
+    start from this value. So they differ only by the changes of training.
+    """
+    state = np.full(1, seed % 2**64, dtype=np.uint64)
+    for counter in (tables, rows):
+        state = mix(state + (counter.astype(np.uint64) + np.uint64(1)) * GOLDEN)
+    if (kernel := rows_kernel("cpu")) is not None:
+        values = np.empty((rows.size, dim), dtype=np.float32)
+        kernel.fill_uniform(values, state, bounds[tables])
+        return torch.from_numpy(values)
+    state = mix(state[:, None] + np.arange(1, dim + 1, dtype=np.uint64) * GOLDEN)
+    # An fp32 holds 24 bits exactly, so only the last product rounds.
+    uniform = (state >> np.uint64(40)).astype(np.float32) * np.float32(2**-23) - np.float32(1)
+    uniform *= bounds[tables][:, None]
+    return torch.from_numpy(uniform)
+
+
+def mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Hash 64-bit numbers to others, one to one, in place.
+
+    This is the finaliser of SplitMix64 (Steele, Lea and Flood, *Fast splittable pseudorandom number generators*, OOPSLA
+    2014).
+    """
+    state ^= state >> np.uint64(30)
+    state *= np.uint64(0xBF58476D1CE4E5B9)
+    state ^= state >> np.uint64(27)
+    state *= np.uint64(0x94D049BB133111EB)
+    state ^= state >> np.uint64(31)
+    return state

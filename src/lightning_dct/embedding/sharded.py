@@ -1,7 +1,7 @@
 """Embedding bags whose tables are spread over the ranks, which exchange changes instead of values."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -12,10 +12,9 @@ from lightning_dct.config import VALUE_FORMATS, check_choice, check_density, che
 from lightning_dct.embedding.bags import read_bags
 from lightning_dct.embedding.collected import FAULT
 from lightning_dct.embedding.evaluation import ANNOUNCED as OF_ROUND
-from lightning_dct.embedding.evaluation import ExactReader, serve_until_all_finish
+from lightning_dct.embedding.evaluation import ExactReader, exact_round
 from lightning_dct.embedding.lookup import ANNOUNCED as OF_REQUEST
 from lightning_dct.embedding.lookup import ChangesLookup
-from lightning_dct.embedding.resume import memory_of, restore_memory
 from lightning_dct.embedding.state import TableState
 
 Pooling = Literal["sum", "mean"]
@@ -121,7 +120,8 @@ class ShardedEmbeddingBags(TableState):
 
         Args:
             ids: Whole numbers, ``[batch, tables]``; with offsets ``[lookups]``, table after table.
-            offsets: ``[tables * batch + 1]``: where each bag starts, all bags of table 0 first, and the end.
+            offsets: ``[tables * batch + 1]``: where each bag starts, all bags of table 0 first, and the end. Bags may
+                be empty.
 
         Returns:
             Float ``[batch, tables, embedding_dim]``.
@@ -159,8 +159,9 @@ class ShardedEmbeddingBags(TableState):
 
     def finish_evaluation(self) -> None:
         """Answer the other ranks until all are out of batches: one collective call for all ``evaluated_with``."""
-        if self.is_materialized:
-            serve_until_all_finish(self.evaluated_with or (self,))
+        modules = self.evaluated_with or (self,)
+        while self.is_materialized and modules[0].peers and not exact_round(modules, modules[0], None)[0]:
+            pass
 
     def agreed_settings(self) -> dict[str, Any]:
         """The settings that must be the same on every rank, by name."""
@@ -170,11 +171,3 @@ class ShardedEmbeddingBags(TableState):
             **{name: getattr(self, name) for name in (*names, "seed")},
             "initial_bound": self.initial_bounds.tolist(),
         }
-
-    def compression_state(self) -> dict[str, Any]:
-        """This rank's copies, residuals and thresholds; see :mod:`lightning_dct.embedding.resume`."""
-        return memory_of(self) if self.is_materialized else {}
-
-    def load_compression_state(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore this rank's state, or the states of all ranks of another world size."""
-        restore_memory(self, states)

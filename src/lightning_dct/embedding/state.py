@@ -1,7 +1,8 @@
 """The state of sharded tables on one rank: its rows, and the copies and residuals for the rows that it exchanges."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from typing import Any, cast
 
@@ -13,9 +14,9 @@ from typing_extensions import Self
 from lightning_dct.activations.module import CompressedModule
 from lightning_dct.embedding.collected import RowCollectives
 from lightning_dct.embedding.copies import RememberedRows
-from lightning_dct.embedding.initial import initial_rows
 from lightning_dct.embedding.kept_pieces import PIECES, KeptPieces
-from lightning_dct.embedding.owners import Int64Array, RowOwners, place_tables
+from lightning_dct.embedding.memory_checks import check_memory
+from lightning_dct.embedding.owners import Int64Array, RowOwners, initial_rows, place_tables
 from lightning_dct.embedding.row_gradients import CollectedGradients
 from lightning_dct.traffic import Traffic
 
@@ -165,6 +166,51 @@ class TableState(CompressedModule):
         """Euclidean norm of the gradients that this rank has not sent yet."""
         # Mirrors have no residual, so they add nothing.
         return sum(float(rows.residual.norm(dtype=torch.float64)) ** 2 for rows in self.remembered) ** 0.5
+
+    def compression_state(self) -> dict[str, Any]:
+        """This rank's copies, residuals, thresholds and collected gradients; none before :meth:`materialize`."""
+        if not self.is_materialized:
+            return {}
+        if self.latest_lookup is not None:
+            self.latest_lookup.take_answers()
+        return {
+            "placement": asdict(self.placement),
+            "held": {peer: rows.state_dict() for peer, rows in self.held.items()},
+            "mirrors": {peer: rows.state_dict() for peer, rows in self.mirrors.items()},
+            "collected": [(places.cpu(), gradient.cpu()) for places, gradient in self.collected.parts],
+        }
+
+    def load_compression_state(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restore this rank's state, or the states of all ranks of another world size.
+
+        With another world size, copies start from the rows' initial values, and the residuals of all ranks are added to
+        the next gradient, scaled so that the model receives the same sum.
+
+        Raises:
+            CheckpointError: The states are of other tables, or corrupt.
+        """
+        kind, device = type(self.placement), self.weight.device
+        for state in states:
+            check_memory(state, self.table_rows, self.embedding_dim, kind)
+        if len(states) == 1 and states[0]["placement"] == asdict(self.placement):
+            for saved, rows in (("held", self.held), ("mirrors", self.mirrors)):
+                for peer, state in states[0][saved].items():
+                    rows[peer].load_state_dict(state)
+            self.collected = CollectedGradients((p.to(device), part.to(device)) for p, part in states[0]["collected"])
+            return
+        self.reset_memory()
+        for old_rank, state in enumerate(states):
+            old = kind(**state["placement"])
+            pieces = [(old_rank, places.numpy(), gradient) for places, gradient in state["collected"]]
+            for owner, rows in state["held"].items():
+                row_at = rows["cache"]["row_at"]
+                pieces.append((owner, row_at[row_at >= 0].numpy(), rows["residual"][row_at >= 0]))
+            for owner, places, gradient in pieces:
+                owners, now = self.placement.locate(*old.rows_of(owner, places))
+                mine = torch.from_numpy(np.flatnonzero(owners == self.exchange_group.rank))
+                scale = self.placement.world_size / old.world_size
+                kept = gradient[mine].to(device, self.remembered_dtype) * scale
+                self.collected.add(torch.from_numpy(now)[mine].to(device), kept)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Move copies, residuals and collected gradients together with the rows."""

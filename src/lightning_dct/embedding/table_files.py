@@ -19,7 +19,6 @@ owners, keeps those that it owns now, and reads the pieces with their rows.
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -95,8 +94,8 @@ def load_row_states(folder: str, tables: Mapping[str, TableState], optimizers: l
                 prefix = f"{name}.optimizer_{number}."
                 saved = {key.rpartition(".")[0]: entry for key, entry in files.index.items() if key.startswith(prefix)}
                 for key, entry in sorted(saved.items()):
-                    shape = (len(module.weight), *entry.shape[1 if module.kept is None else 2 :])
-                    values = torch.zeros(shape, dtype=entry.dtype, device=module.weight.device)
+                    shape = (len(module.weight), *entry["shape"][1 if module.kept is None else 2 :])
+                    values = torch.zeros(shape, dtype=getattr(torch, entry["dtype"]), device=module.weight.device)
                     optimizer.state[module.weight][key.removeprefix(prefix)] = values
                     _load_values(files, name, key, module, values)
 
@@ -123,25 +122,6 @@ def without_rows(state: dict[str, Any], optimizer: Optimizer, tables: Mapping[st
     return {**state, "state": kept}
 
 
-@contextmanager
-def keeping_row_states(tables: Mapping[str, TableState], optimizers: list[Optimizer]) -> Iterator[None]:
-    """Keep what optimizers have for rows while they load a state without it.
-
-    ``Adagrad`` makes its state when it is made, and growing tables without a row have nothing saved to replace it.
-    """
-    before = [
-        (optimizer, module.weight, dict(optimizer.state[module.weight]))
-        for module in tables.values()
-        for optimizer in optimizers
-        if module.weight in optimizer.state
-    ]
-    yield
-    for optimizer, weight, state in before:
-        for key, value in state.items():
-            if is_row_state(value, weight):
-                optimizer.state[weight].setdefault(key, value)
-
-
 def _pieces_of(key: str, module: TableState, values: Tensor) -> dict[str, Pieces]:
     """This rank's pieces of values that have a row for each of ``module.weight``, shape ``[owned rows, ...]``."""
     if values.is_sparse:  # the momentum of SGD
@@ -165,9 +145,9 @@ def _whole_rows(kept: KeptPieces, values: Tensor, low: int, high: int) -> Tensor
 
 
 def _whole(key: str, values: Tensor) -> dict[str, Pieces]:
-    """A tensor that one rank has all of; nothing if it is empty, because empty tensors cannot be saved."""
-    pieces = {start: values[start : start + ROWS_AT_A_TIME] for start in range(0, len(values), ROWS_AT_A_TIME)}
-    return {key: (len(values), pieces)} if pieces else {}
+    """A tensor that one rank has all of."""
+    starts = range(0, max(len(values), 1), ROWS_AT_A_TIME)  # an empty tensor has an empty piece
+    return {key: (len(values), {start: values[start : start + ROWS_AT_A_TIME] for start in starts})}
 
 
 def _own_rows(module: TableState) -> Iterator[tuple[int, int, int, int]]:
@@ -185,7 +165,7 @@ def _load_values(files: RowFiles, name: str, key: str, module: TableState, value
         return
     for owner in _owners(files, name, module)[0]:
         keys = _read_array(files, f"{_directory_name(name, module)}.rows.row_at.rank_{owner}").numpy()
-        slots = np.where(keys >= 0, module.directory.find(keys), -1)
+        slots = np.where(keys >= 0, module.directory.rows.find(keys), -1)
         for low in range(0, slots.size, ROWS_AT_A_TIME):
             part = slots[low : low + ROWS_AT_A_TIME]
             own = np.flatnonzero(part >= 0)

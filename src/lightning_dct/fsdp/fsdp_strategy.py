@@ -12,7 +12,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -22,7 +23,6 @@ from lightning_dct.exchange.collectives import Link
 from lightning_dct.failures.course import EXCHANGE, IN_FORWARD
 from lightning_dct.fsdp.mesh_strategy import MeshStrategy
 from lightning_dct.fsdp.shard_gradients import ShardGradientSynchronizer, count_inside
-from lightning_dct.fsdp.weights import ShardWeights, plain, take_over, with_local
 from lightning_dct.fsdp.wrapping import UNIT, Unit, check_sharded, shard_of, sharded_modules
 from lightning_dct.law import Given
 from lightning_dct.sync.setup import (
@@ -33,6 +33,7 @@ from lightning_dct.sync.setup import (
     parameter_names,
     start_alike,
 )
+from lightning_dct.sync.shared_weights import SharedWeights
 from lightning_dct.sync.synchronizer import Synchronizer
 from lightning_dct.thresholded import ThresholdedStrategy, check_torch
 
@@ -211,8 +212,15 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
 
     def _load_optimizer_states(self, checkpoint: Mapping[str, Any], own: Sequence[Mapping[str, Any]]) -> None:
         # `load_checkpoint` has loaded those of the checkpoint.
-        for optimizer, state in zip(self.optimizers, own, strict=False):
-            take_over(optimizer, state)
+        for optimizer, saved in zip(self.optimizers, own, strict=False):
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            for number, values in saved["state"].items():
+                state = optimizer.state[parameters[number]]
+                for key, value in values.items():
+                    if isinstance(state.get(key), Tensor):
+                        local_of(state[key]).copy_(value)
+                    else:
+                        state[key] = value
 
     def _own_state_of(self, optimizer: Optimizer) -> dict[str, Any]:
         return dict(plain(Strategy.optimizer_state(self, optimizer)))
@@ -221,7 +229,10 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
         return {name: local_of(gradient) for name, gradient in super()._accumulated_gradients().items()}
 
     def _take_up(self, parameter: Tensor, gradient: Tensor) -> None:
-        parameter.grad = with_local(parameter, gradient)
+        if isinstance(parameter, DTensor):
+            local, mesh, placements = gradient.to(parameter.device), parameter.device_mesh, parameter.placements
+            gradient = DTensor.from_local(local, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+        super()._take_up(parameter, gradient)
 
     def _state(self) -> dict[str, Any]:
         shapes = {name: list(local_of(parameter).shape) for parameter, name in self._parameter_names().items()}
@@ -241,3 +252,48 @@ class DCTFSDPStrategy(ThresholdedStrategy, MeshStrategy):
                     for name, whole in state.get(part, {}).items()
                 }
         super()._restore(synchronizer, state)
+
+
+class ShardWeights(SharedWeights):
+    """The shared weights of this rank's shards. FSDP keeps pointers to its memory, so contents are exchanged.
+
+    Args:
+        modules: The modules that FSDP gathers, to free gathered weights of the other set.
+    """
+
+    def __init__(self, modules: Sequence[FSDPModule]) -> None:
+        super().__init__()
+        self._modules = modules
+
+    def show(self) -> None:
+        """Put the shared weights into the model."""
+        if not self.shown:
+            self._own, self._shared = self._shared, self._exchange_contents(self._shared)
+            self._before = {name: shown.clone() for name, shown in self._shared.items()}
+
+    def hide(self) -> None:
+        """Put this rank's own weights into the model again."""
+        if self.shown:
+            self.settle()
+            self._exchange_contents(self._own)
+            self._shared.update(self._own)
+            self._own, self._before = {}, {}
+
+    def follow_parameters(self) -> None:
+        """Do nothing: the parameters stay where they are when training ends."""
+
+    def _exchange_contents(self, others: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Exchange the contents of the model's weights and of others, by name, and return the model's."""
+        for module in self._modules:
+            module.reshard()
+        in_model = {name: local_of(self.parameters[name]).data for name in others}
+        for name, local in in_model.items():
+            before = local.clone()
+            local.copy_(others[name])
+            others[name].copy_(before)
+        return in_model
+
+
+def plain(value: Any) -> Any:
+    """A tree of dicts and lists with a CPU copy of the local part of every tensor."""
+    return apply_to_collection(value, Tensor, lambda tensor: local_of(tensor).detach().to("cpu", copy=True))

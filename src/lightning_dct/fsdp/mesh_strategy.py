@@ -1,8 +1,6 @@
 """A mesh of replicas x shards for Lightning's ModelParallelStrategy, with atomic checkpoints of one replica."""
 
 import shutil
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +71,13 @@ class MeshStrategy(ModelParallelStrategy):
         self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=AXES)
         module: Any = self.lightning_module  # Any: an attribute takes the place of a method
         module._device_mesh = self._device_mesh
-        sharding = partial(wrap, module, self.shard_mesh, self._wrap_unit, **self._shard_settings)
-        module.configure_model = partial(_both, module.configure_model, sharding)
+        configure_model = module.configure_model
+
+        def configure_and_shard() -> None:
+            configure_model()
+            wrap(module, self.shard_mesh, self._wrap_unit, **self._shard_settings)
+
+        module.configure_model = configure_and_shard
 
     def teardown(self) -> None:
         """Restore the module's own ``configure_model``."""
@@ -117,11 +120,6 @@ class MeshStrategy(ModelParallelStrategy):
         path = Path(self.broadcast(checkpoint_path))
         on_all_ranks(lambda: check_sums(path, self.local_rank, self.num_processes), str(path))
         return super().load_checkpoint(path, weights_only)
-
-
-def _both(configure_model: Callable[[], None], sharding: Callable[[], None]) -> None:
-    configure_model()
-    sharding()
 
 
 def replace(new: Path, path: Path) -> None:

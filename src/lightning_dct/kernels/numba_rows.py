@@ -51,7 +51,7 @@ def decode(written: Tensor, count: int, num_rows: int, levels: int, shares: NDAr
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def find_slots(table: Any, homes: Any, rows: Any, row_at: Any, slots: Any) -> None:
-    """Write the slots of rows to ``slots``, -1 for missing rows; see :class:`lightning_dct.embedding.cache.SlotIndex`.
+    """Write the slots of rows to ``slots``, -1 for missing rows; see :class:`lightning_dct.embedding.cache.RowCache`.
 
     ``table``, of a power of two of entries, has slots, or -1 where it is free. The search begins at a row's home.
     """
@@ -74,7 +74,7 @@ def put_slots(table: Any, homes: Any, slots: Any) -> None:
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def fill_uniform(rows: Any, states: Any, bounds: Any) -> None:
-    """Overwrite rows (fp32 ``[n, dim]``) as :mod:`lightning_dct.embedding.initial` draws them.
+    """Overwrite rows (fp32 ``[n, dim]``) as :func:`lightning_dct.embedding.owners.initial_rows` does.
 
     ``states`` is uint64 ``[n]``, and ``bounds`` fp32 ``[n]``.
     """

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.nn import functional
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 from lightning_dct.activations.codec import ActivationLayout, decode_backward, decode_forward, encode_backward
 from lightning_dct.activations.split_point import SplitPoint
@@ -86,13 +86,6 @@ def trace_borders(
             assert piece.split is not None
             borders.append(Border(piece.split, tuple(value.shape), value.dtype))
     return borders
-
-
-def signature(value: Any) -> tuple[Any, ...]:
-    """A key for inputs that lead to the same borders: structure, shapes and dtypes."""
-    leaves, structure = tree_flatten(value)
-    described = tuple((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
-    return (structure, described)
 
 
 def as_floats(payload: Tensor, num_floats: int) -> Tensor:

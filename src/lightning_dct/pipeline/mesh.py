@@ -5,16 +5,13 @@ Stages exchange activations several times a step, over the fast links inside a n
 their updates, over the slow links.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map
 
 from lightning_dct.agreement import without_bound_device
@@ -25,65 +22,47 @@ def to_device(tree: Any, device: torch.device | str) -> Any:
     return tree_map(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, tree)
 
 
-@dataclass(frozen=True)
 class PipelineMesh:
-    """One rank's place in the mesh, and its process groups."""
+    """One rank's place in the mesh, and its process groups; all ranks make it together.
 
-    stages: int  # ranks in a pipeline
-    stage: int  # this rank's stage, from 0
-    replica: int  # this rank's pipeline, from 0
-    device_mesh: DeviceMesh  # `[pipelines, stages]`, with dimensions `"data_parallel"` and `"pipeline"`
-    control: dist.ProcessGroup  # the pipeline's ranks, for logs and checkpoints, on the CPU
-    everyone: dist.ProcessGroup  # all ranks, on the CPU
+    Attributes:
+        stages: Ranks in a pipeline.
+        stage: This rank's, from 0.
+        replica: This rank's pipeline, from 0.
+        pipeline: The ranks of this pipeline, by stage, for activations and their gradients.
+        data_parallel: The ranks with the same pieces, one of each pipeline.
+        control: The ranks of this pipeline, by stage, for logs and checkpoints, on the CPU.
+        everyone: All ranks, on the CPU.
 
-    @classmethod
-    def create(cls, stages: int, device_type: str, timeout: timedelta | None) -> PipelineMesh:
-        """Make the mesh; a collective call of all ranks.
+    Raises:
+        ValueError: The number of processes is no multiple of ``stages``.
+    """
 
-        Raises:
-            ValueError: The number of processes is no multiple of ``stages``.
-        """
-        world_size, rank = dist.get_world_size(), dist.get_rank()
+    def __init__(self, stages: int, device_type: str, timeout: timedelta | None) -> None:
+        world_size = dist.get_world_size()
         if world_size % stages:
             raise ValueError(
                 f"`stages={stages}` does not divide the {world_size} processes of this run (devices x nodes): every"
                 f" pipeline takes {stages} of them. Give a multiple of {stages} devices, or another `stages`."
             )
+        self.stages = stages
+        self.replica, self.stage = divmod(dist.get_rank(), stages)
         names, shape = ("data_parallel", "pipeline"), (world_size // stages, stages)
         device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
-        # Every rank takes part in making every group.
-        everyone = dist.new_group(backend="gloo", timeout=timeout)
+        self.data_parallel, self.pipeline = (device_mesh.get_group(name) for name in names)
+        self.everyone = dist.new_group(backend="gloo", timeout=timeout)
         with without_bound_device():
-            controls = [
-                dist.new_group(list(range(start, start + stages)), backend="gloo", timeout=timeout)
-                for start in range(0, world_size, stages)
-            ]
-        replica, stage = divmod(rank, stages)
-        return cls(stages, stage, replica, device_mesh, controls[replica], everyone)
+            self.control, _ = dist.new_subgroups(stages, timeout=timeout, backend="gloo")
 
     @property
     def is_last(self) -> bool:
         """Whether this rank has the pipeline's last piece, which computes the loss."""
         return self.stage == self.stages - 1
 
-    @property
-    def pipeline(self) -> dist.ProcessGroup:
-        """The ranks of this pipeline, for activations and their gradients."""
-        return self.device_mesh.get_group("pipeline")
-
-    @property
-    def data_parallel(self) -> dist.ProcessGroup:
-        """The ranks with the same pieces, one of each pipeline."""
-        return self.device_mesh.get_group("data_parallel")
-
-    def rank_of(self, stage: int) -> int:
-        """The global rank of a stage of this pipeline."""
-        return self.replica * self.stages + stage
-
     def share(self, value: Any, stage: int) -> Any:
         """Broadcast a picklable object, with tensors on the CPU, from one stage of the pipeline."""
         box = [value]
-        dist.broadcast_object_list(box, src=self.rank_of(stage), group=self.control)
+        dist.broadcast_object_list(box, group=self.control, group_src=stage)
         return box[0]
 
     def gather_on_first(self, value: Any) -> list[Any]:
@@ -97,7 +76,3 @@ class PipelineMesh:
                 dist.recv_object_list(box, src=stage, group=self.control)
                 values.append(box[0])
         return values
-
-    def broadcast(self, tensor: Tensor, stage: int) -> None:
-        """Overwrite a CPU tensor with that of one stage, on every rank of the pipeline."""
-        dist.broadcast(tensor, src=self.rank_of(stage), group=self.control)

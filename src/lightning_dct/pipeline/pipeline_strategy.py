@@ -20,12 +20,11 @@ from lightning_dct.clipping import install_clipping
 from lightning_dct.config import check_choice, check_integer
 from lightning_dct.failures.course import EXCHANGE
 from lightning_dct.law import Given
-from lightning_dct.pipeline.checks import check_ddp_settings, check_schedule, check_training
 from lightning_dct.pipeline.mesh import PipelineMesh
 from lightning_dct.pipeline.placement import Placement, merge_optimizer_states, part_of_optimizer_state
 from lightning_dct.pipeline.results import synchronise_metrics
-from lightning_dct.pipeline.runner import Runner, deliver, set_aside
-from lightning_dct.pipeline.schedule import SCHEDULES, Pipeline, ScheduleName
+from lightning_dct.pipeline.runner import Delivered, Runner, set_aside
+from lightning_dct.pipeline.schedule import SCHEDULES, Pipeline, ScheduleName, check_schedule
 from lightning_dct.pipeline.steps import exchanged
 from lightning_dct.strategy import DCTStrategy
 from lightning_dct.sync.synchronizer import Synchronizer
@@ -98,7 +97,12 @@ class DCTPipelineStrategy(DCTStrategy):
         check_choice("schedule", schedule, SCHEDULES)
         check_schedule(schedule, stages, micro_batches)
         check_torch(type(self))
-        check_ddp_settings(settings)
+        for setting in ("process_group", "static_graph", "find_unused_parameters", "target_overhead"):
+            if settings.get(setting):
+                raise ValueError(
+                    f"`DCTPipelineStrategy` cannot take `{setting}`: it makes its own process groups, gives finished"
+                    " gradients to DistributedDataParallel and keeps its settings. Leave the setting out."
+                )
         super().__init__(accelerator, **settings)
         self.stages = stages
         self.micro_batches = micro_batches
@@ -116,8 +120,18 @@ class DCTPipelineStrategy(DCTStrategy):
         return {"num_replicas": self.world_size // self.stages, "rank": self.global_rank // self.stages}
 
     def connect(self, model: pl.LightningModule) -> None:
-        """Refuse what cannot work (ValueError), before any process waits for another."""
-        check_training(model, self.precision_plugin)
+        """Refuse what needs the whole model, or the whole backward, at once (ValueError)."""
+        if not model.automatic_optimization:
+            raise ValueError(
+                "`DCTPipelineStrategy` works with automatic optimisation only: the schedule runs backward itself, in"
+                " the middle of `training_step`. Remove `self.automatic_optimization = False`."
+            )
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ValueError(
+                "precision='16-mixed' does not work with `DCTPipelineStrategy`: backward runs stage by stage before"
+                " the GradScaler could scale the loss, so small fp16 gradients would vanish. Use"
+                " precision='bf16-mixed', which needs no scaling, or '32-true'."
+            )
         super().connect(model)
 
     def setup_environment(self) -> None:
@@ -127,7 +141,7 @@ class DCTPipelineStrategy(DCTStrategy):
             own = {"stages": self.stages, "micro_batches": self.micro_batches, "schedule": self.schedule}
             # Before the groups: if ranks made different ones, they would hang.
             check_agreement({**own, **vars(self.config)}, nn.Module(), None)
-            self.mesh = PipelineMesh.create(self.stages, self.root_device.type, self._timeout)
+            self.mesh = PipelineMesh(self.stages, self.root_device.type, self._timeout)
             if self.stages == self.world_size:
                 # There is no other pipeline to exchange updates with.
                 self.config = replace(self.config, density=1.0, density_per_parameter={})
@@ -212,7 +226,7 @@ class DCTPipelineStrategy(DCTStrategy):
         with set_aside(own) as gradients:
             loss = self._runner.train(*arguments)
         self.split_traffic.add(steps=1)
-        delivery = partial(deliver, loss, gradients, own)
+        delivery = partial(Delivered.apply, loss, gradients, *own)
         if not isinstance(self.model, DistributedDataParallel):
             return delivery()
         # As the forward of the wrapped model, so that DistributedDataParallel synchronises its backward.
@@ -251,11 +265,10 @@ class DCTPipelineStrategy(DCTStrategy):
         state = super().lightning_module_state_dict()
         if self._spread is None:
             return state
-        merged = dict(state)
         # Each stage's part replaces the meta tensors.
         for part in self._placed.gather_on_first(self._spread.own_part(state))[1:]:
-            merged.update(part)
-        return merged
+            state.update(part)
+        return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of all parameters on rank 0, as of a single process; elsewhere this rank's part."""

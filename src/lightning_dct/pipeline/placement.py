@@ -27,8 +27,7 @@ class Piece:
     """The modules between two split points."""
 
     index: int
-    names: tuple[str, ...]  # of these children of the Sequential
-    modules: SplitSequential  # outside the model's own tree
+    modules: SplitSequential  # children of the model's Sequential, by their names there; outside the model's own tree
     split: SplitPoint | None  # the one at its end
 
 
@@ -69,7 +68,7 @@ class Placement:
     @property
     def split_points(self) -> dict[str, SplitPoint]:
         """All split points of the network, by name. Every rank has them, because they set the size of payloads."""
-        children = children_of(self.network)
+        children = self.network.named_children()
         return {self._prefix + name: child for name, child in children if isinstance(child, SplitPoint)}
 
     def own_part(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,7 +125,7 @@ class Placement:
     def without_foreign(self) -> Iterator[None]:
         """Keep other ranks' pieces out of the model, because meta tensors cannot be moved to another device."""
         modules = self.network._modules
-        children = {name: modules[name] for piece in self.foreign for name in piece.names}
+        children = {name: modules[name] for piece in self.foreign for name in piece.modules._modules}
         try:
             modules.update({name: nn.Identity() for name in children})
             yield
@@ -138,8 +137,7 @@ class Placement:
         convert(self.foreign, lambda tensor: torch.empty_like(tensor, device="cpu"))
         for piece in self.pieces:
             owner = piece.index % self.mesh.stages
-            for tensor in _tensors_of(piece.modules):
-                self.mesh.broadcast(tensor, owner)
+            start_alike(piece.modules, self.mesh.control, source=owner)
             if piece.split is not None:
                 piece.split.load_state_dict(self.mesh.share(piece.split.state_dict(), owner))
         self.spread = False
@@ -147,7 +145,7 @@ class Placement:
     def copy_from_rank_zero(self) -> None:
         """Give every rank the model of rank 0, as DDPStrategy does for evaluation."""
         # After a failed fit each rank has only its own pieces.
-        if any(tensor.is_meta for tensor in _tensors_of(self.model)):
+        if any(tensor.is_meta for tensor in chain(self.model.parameters(), self.model.buffers())):
             return
         box = [{name: split.state_dict() for name, split in self.split_points.items()}]
         dist.broadcast_object_list(box, src=0, group=self.mesh.everyone)
@@ -156,7 +154,7 @@ class Placement:
         start_alike(self.model, self.mesh.everyone)
 
     def _names(self, pieces: list[Piece]) -> tuple[str, ...]:
-        return tuple(f"{self._prefix}{name}." for piece in pieces for name in piece.names)
+        return tuple(f"{self._prefix}{name}." for piece in pieces for name in piece.modules._modules)
 
 
 def find_pipeline(module: nn.Module) -> tuple[str, nn.Sequential]:
@@ -182,16 +180,12 @@ def find_pipeline(module: nn.Module) -> tuple[str, nn.Sequential]:
     return found[0]
 
 
-def children_of(pipeline: nn.Sequential) -> list[tuple[str, nn.Module]]:
-    """The children in the order in which they run; one that stands in several places, such as a ReLU, several times."""
-    return [(name, child) for name, child in pipeline._modules.items() if child is not None]
-
-
 def cut(pipeline: nn.Sequential) -> list[Piece]:
     """Cut a Sequential at its split points (ValueError if a piece has no modules, or two a split point)."""
     pieces: list[Piece] = []
     children: OrderedDict[str, nn.Module] = OrderedDict()
-    for name, child in [*children_of(pipeline), ("", None)]:
+    # Not `named_children`, which leaves out repetitions of a child that stands in several places, such as a ReLU.
+    for name, child in [*pipeline._modules.items(), ("", None)]:
         if child is not None and not isinstance(child, SplitPoint):
             children[name] = child
             continue
@@ -202,7 +196,7 @@ def cut(pipeline: nn.Sequential) -> list[Piece]:
                 f"Piece {len(pieces)} of the pipeline is empty: a `SplitPoint` must stand between two modules of the"
                 " Sequential, not at its beginning or end or beside another one."
             )
-        pieces.append(Piece(len(pieces), tuple(children), SplitSequential(children), child))
+        pieces.append(Piece(len(pieces), SplitSequential(children), child))
         children = OrderedDict()
     return pieces
 
@@ -237,11 +231,6 @@ def convert(pieces: Iterable[Piece], function: Callable[[Tensor], Tensor]) -> No
                     is_parameter = isinstance(tensor, nn.Parameter)
                     converted[tensor] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
                 tensors[name] = converted[tensor]  # type: ignore[assignment]
-
-
-def _tensors_of(module: nn.Module) -> list[Tensor]:
-    """A module's parameters and buffers, each once."""
-    return [tensor.detach() for tensor in dict.fromkeys([*module.parameters(), *module.buffers()])]
 
 
 def part_of_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:

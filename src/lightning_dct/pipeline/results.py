@@ -28,47 +28,33 @@ class StepResults:
     def __init__(self, mesh: PipelineMesh) -> None:
         self._mesh = mesh
         self._capacity = 0  # bytes, the same on every rank
-        self._posted: tuple[Tensor, dist.Work | None] | None = None
 
     def post_receive(self) -> None:
-        """Start to receive the object of this step; the last stage does nothing."""
+        """Start to receive the object of this step, except on the last stage."""
+        self._frame = torch.zeros(_LENGTH + self._capacity, dtype=torch.uint8)
+        self._works: list[dist.Work | None] = []
         if not self._mesh.is_last:
-            frame = torch.empty(_LENGTH + self._capacity, dtype=torch.uint8)
-            source = self._mesh.rank_of(self._mesh.stages - 1)
-            self._posted = frame, dist.irecv(frame, src=source, group=self._mesh.control)
+            self._works.append(dist.irecv(self._frame, group=self._mesh.control, group_src=self._mesh.stages - 1))
 
     def share(self, value: Any) -> Any:
         """Give every stage the last stage's object, which can be pickled and has its tensors on the CPU."""
-        data = self._send(pickle.dumps(value)) if self._mesh.is_last else self._receive()
-        self._capacity = -(-len(data) // _GRAIN) * _GRAIN
-        return value if self._mesh.is_last else pickle.loads(data)
-
-    def _send(self, data: bytes) -> bytes:
-        start = data[: self._capacity].ljust(self._capacity, b"\0")
-        frame = torch.frombuffer(bytearray(len(data).to_bytes(_LENGTH, "little") + start), dtype=torch.uint8)
-        others = range(self._mesh.stages - 1)
-        sending = [dist.isend(frame, dst=self._mesh.rank_of(stage), group=self._mesh.control) for stage in others]
-        if len(data) > self._capacity:
-            rest = torch.frombuffer(bytearray(data[self._capacity :]), dtype=torch.uint8)
-            self._mesh.broadcast(rest, self._mesh.stages - 1)
-        for work in sending:
+        group, last, written = self._mesh.control, self._mesh.stages - 1, torch.empty(0, dtype=torch.uint8)
+        if self._mesh.is_last:
+            written = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+            self._frame[:_LENGTH].view(torch.int64).fill_(written.numel())
+            self._frame[_LENGTH:][: written.numel()] = written[: self._capacity]
+            self._works = [dist.isend(self._frame, group=group, group_dst=stage) for stage in range(last)]
+        for work in self._works:
             assert work is not None
             work.wait()
-        return data
-
-    def _receive(self) -> bytes:
-        assert self._posted is not None
-        (frame, work), self._posted = self._posted, None
-        assert work is not None
-        work.wait()
-        message = frame.numpy().tobytes()
-        length = int.from_bytes(message[:_LENGTH], "little")
-        data = message[_LENGTH : _LENGTH + length]
-        if length > self._capacity:
-            rest = torch.empty(length - self._capacity, dtype=torch.uint8)
-            self._mesh.broadcast(rest, self._mesh.stages - 1)
-            data += rest.numpy().tobytes()
-        return data
+        length = int(self._frame[:_LENGTH].view(torch.int64))
+        rest = written[self._capacity :] if self._mesh.is_last else written.new_empty(max(length - self._capacity, 0))
+        if rest.numel():
+            dist.broadcast(rest, group=group, group_src=last)
+        self._capacity = -(-length // _GRAIN) * _GRAIN
+        if self._mesh.is_last:
+            return value
+        return pickle.loads(torch.cat([self._frame[_LENGTH:][:length], rest]).numpy().tobytes())
 
 
 class LastStageGather:

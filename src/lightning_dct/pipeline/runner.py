@@ -12,13 +12,13 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 from torchmetrics import Metric
 
 from lightning_dct.agreement import gather_objects
 from lightning_dct.checksums import checksum_of
 from lightning_dct.pipeline import steps
-from lightning_dct.pipeline.borders import Border, signature, trace_borders
+from lightning_dct.pipeline.borders import Border, trace_borders
 from lightning_dct.pipeline.mesh import to_device
 from lightning_dct.pipeline.results import StepResults
 from lightning_dct.pipeline.schedule import Pipeline
@@ -134,7 +134,9 @@ class Runner:
         return steps.capture_call(self._module, self._network, step, arguments)
 
     def _borders_of(self, call: NetworkCall) -> list[Border]:
-        key = (self._module.training, signature(call))
+        leaves, structure = tree_flatten(call)
+        kinds = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+        key = (self._module.training, structure, kinds)
         if key not in self._borders:
             pipeline = self._pipeline
             self._borders[key] = trace_borders(pipeline.pieces, call, pipeline.device, pipeline.precision)
@@ -148,7 +150,7 @@ class Runner:
         if (step, what) in self._checked:
             return
         self._checked.add((step, what))
-        seen = [(leaf.shape, checksum_of(leaf)) for leaf in tree_flatten(data)[0] if isinstance(leaf, Tensor)]
+        seen = [(leaf.shape, checksum_of(leaf)) for leaf in tree_leaves(data) if isinstance(leaf, Tensor)]
         if any(theirs != seen for theirs in gather_objects(seen, self._mesh.control)):
             raise ValueError(f"The ranks of one pipeline have {_DIFFERENT[what].format(step=step)}")
 
@@ -158,7 +160,7 @@ def set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor | None
     """Collect the gradients of the code inside in a list, one or None per parameter, and leave ``.grad`` unchanged.
 
     A schedule runs its own backward passes in the middle of ``training_step``, and then Lightning calls ``zero_grad``
-    and ``backward``. With :func:`deliver`, accumulation and DistributedDataParallel's hooks work as usual.
+    and ``backward``. With :class:`Delivered`, accumulation and DistributedDataParallel's hooks work as usual.
     """
     before = [parameter.grad for parameter in parameters]
     gradients: list[Tensor | None] = []
@@ -172,20 +174,19 @@ def set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[list[Tensor | None
             parameter.grad = gradient
 
 
-def deliver(loss: Tensor, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter]) -> Tensor:
-    """A copy of a scalar loss. Its backward, which may run once, scales the gradients in place and returns them."""
-    return _Deliver.apply(loss, list(gradients), *parameters)
+class Delivered(torch.autograd.Function):
+    """A copy of a scalar loss. Its backward, which may run once, scales gradients in place and returns them."""
 
-
-class _Deliver(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor | None], *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor | None], *parameters: Tensor) -> Tensor:
+        """``gradients`` has one for each of the parameters."""
         ctx.gradients = gradients
         return loss.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients, times that of the loss."""
         (scale,) = grad_outputs
         gradients, ctx.gradients = ctx.gradients, None
         return (None, None, *(None if g is None else g.mul_(scale.to(g.dtype)) for g in gradients))

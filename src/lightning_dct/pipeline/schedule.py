@@ -27,6 +27,21 @@ from lightning_dct.pipeline.sequential import NetworkCall, context_of
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b"]
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 
+
+def check_schedule(schedule: str, stages: int, micro_batches: int) -> None:
+    """Refuse numbers of micro-batches that a schedule cannot run (ValueError)."""
+    if schedule == "1f1b" and micro_batches < stages:
+        raise ValueError(
+            f"`micro_batches={micro_batches}`: the schedule '1f1b' needs at least one micro-batch per stage"
+            f" (`stages={stages}`). Use {stages} or more, or schedule='gpipe'."
+        )
+    if schedule == "interleaved_1f1b" and micro_batches % max(1, micro_batches // stages):
+        raise ValueError(
+            f"`micro_batches={micro_batches}`: the schedule 'interleaved_1f1b' needs a multiple of `stages={stages}`."
+            f" Use {stages * (micro_batches // stages)}."
+        )
+
+
 # The loss of a micro-batch, from its number and the last piece's result.
 LossOf = Callable[[int, Any], Tensor]
 
@@ -161,17 +176,16 @@ class Pipeline:
                 payload: tuple[Tensor, ...] = ()
                 if stage.arriving is not None:
                     payload = stage.arriving.empty(self.device)
-                    source = self.mesh.rank_of((stage.index - 1) % self.mesh.stages)
                     for part in payload:
-                        dist.recv(part, src=source, group=self.mesh.pipeline)
+                        dist.recv(part, group=self.mesh.pipeline, group_src=(stage.index - 1) % self.mesh.stages)
                 outputs.append(stage.compute(number, payload))
                 if stage.leaving is not None:
                     waiting += [part.detach() for part in Send.apply(outputs.pop(), stage.leaving)]
                 # With several stages on a rank, two ranks send each other bytes both ways, which NCCL takes strictly in
                 # turn. So this rank first receives everything, then sends.
                 if len(self.stages) == 1 or number == len(borders) - 1:
-                    target = self.mesh.rank_of((stage.index + 1) % self.mesh.stages)
-                    sending += [dist.isend(part, dst=target, group=self.mesh.pipeline) for part in waiting]
+                    target = (stage.index + 1) % self.mesh.stages
+                    sending += [dist.isend(part, group=self.mesh.pipeline, group_dst=target) for part in waiting]
                     kept, waiting = kept + waiting, []
             stage.calls = ()
         for work in sending:

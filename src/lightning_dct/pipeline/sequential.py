@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
 
 class NetworkCall(NamedTuple):
@@ -79,7 +79,7 @@ def context_of(module: nn.Module, context: Mapping[str, Any]) -> dict[str, Any]:
 def check_no_gradients(context: Mapping[str, Any]) -> None:
     """Refuse keywords that require a gradient (ValueError)."""
     for name, value in context.items():
-        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_flatten(value)[0]):
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(value)):
             raise ValueError(
                 f"The network is called with {name!r} as a keyword, a tensor that requires a gradient. Keywords do not"
                 " cross between stages under `DCTPipelineStrategy`, and no gradient comes back for them. Detach it if"

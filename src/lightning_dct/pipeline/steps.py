@@ -7,13 +7,13 @@ replaced by one that ends the step. To compute a loss, it is replaced by one tha
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 from torchmetrics import Metric
 
 from lightning_dct.pipeline.mesh import to_device
@@ -133,7 +133,7 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
     Raises:
         ValueError: A tensor cannot be cut into equal parts, or there is none.
     """
-    leaves, structure = tree_flatten(batch)
+    leaves = tree_leaves(batch)
     if not any(map(_has_rows, leaves)):
         raise ValueError(
             f"No tensors to cut into micro-batches are found in the training batch, a {type(batch).__name__}. Have the"
@@ -146,8 +146,7 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
                 f" pipeline. Choose a batch size that is a multiple of {parts} (and `drop_last=True` for the loader's"
                 " last batch), or other `micro_batches`."
             )
-    cut = [leaf.chunk(parts) if _has_rows(leaf) else (leaf,) * parts for leaf in leaves]
-    return [tree_unflatten([leaf[part] for leaf in cut], structure) for part in range(parts)]
+    return [_part(batch, number, parts) for number in range(parts)]
 
 
 def split_ragged(value: Any, parts: int, batch: Any) -> list[Any]:
@@ -155,24 +154,24 @@ def split_ragged(value: Any, parts: int, batch: Any) -> list[Any]:
 
     They are not cut if they have other numbers of rows than the batch, as if the sequence comes first.
     """
-    leaves, structure = tree_flatten(value)
-    rows = {leaf.shape[0] for leaf in tree_flatten(batch)[0] if _has_rows(leaf)}
-    lengths = {leaf.shape[0] if _has_rows(leaf) else None for leaf in leaves}
+    rows = {leaf.shape[0] for leaf in tree_leaves(batch) if _has_rows(leaf)}
+    lengths = {leaf.shape[0] if _has_rows(leaf) else None for leaf in tree_leaves(value)}
     length = lengths.pop() if len(lengths) == 1 else None
     if length not in rows or not length:
         return [value]
-    cut = [leaf.tensor_split(min(parts, length)) for leaf in leaves]
-    return [tree_unflatten([leaf[part] for leaf in cut], structure) for part in range(min(parts, length))]
+    return [_part(value, number, min(parts, length)) for number in range(min(parts, length))]
 
 
 def join(outputs: Sequence[Any]) -> Any:
     """Undo :func:`split_ragged` for the network's results."""
     if len(outputs) == 1:
         return outputs[0]
-    structure = tree_flatten(outputs[0])[1]
-    leaves = [*zip(*(tree_flatten(output)[0] for output in outputs), strict=True)]
-    rows = next(([len(part) for part in parts] for parts in leaves if _has_rows(parts[0])), [1] * len(outputs))
-    return tree_unflatten([_joined(parts, rows) for parts in leaves], structure)
+    rows = [next((len(leaf) for leaf in tree_leaves(output) if _has_rows(leaf)), 1) for output in outputs]
+    return tree_map(lambda *parts: _joined(parts, rows), *outputs)
+
+
+def _part(tree: Any, number: int, parts: int) -> Any:
+    return tree_map(lambda leaf: leaf.tensor_split(parts)[number] if _has_rows(leaf) else leaf, tree)
 
 
 def _has_rows(leaf: Any) -> bool:
@@ -244,14 +243,13 @@ def _combine(calls: Sequence[LogCall]) -> LogCall:
         weights = torch.tensor(sizes, dtype=torch.float32)
     values = [call.value for call in calls]
     if len(calls) == 1 or any(value is None for value in values):
-        return LogCall(last.name, last.value, last.metric, settings)
-    leaves = zip(*(tree_flatten(value)[0] for value in values), strict=True)
-    reduce_fx = settings.get("reduce_fx", "mean")
-    combined = [
-        _reduce(torch.stack([torch.as_tensor(v).float().squeeze() for v in leaf]), reduce_fx, weights)
-        for leaf in leaves
-    ]
-    return LogCall(last.name, tree_unflatten(combined, tree_flatten(last.value)[1]), last.metric, settings)
+        return replace(last, settings=settings)
+
+    def combined(*leaf: Any) -> Tensor:
+        stacked = torch.stack([torch.as_tensor(value).float().squeeze() for value in leaf])
+        return _reduce(stacked, settings.get("reduce_fx", "mean"), weights)
+
+    return replace(last, value=tree_map(combined, *values), settings=settings)
 
 
 def _reduce(values: Tensor, reduce_fx: Any, weights: Tensor | None) -> Tensor:

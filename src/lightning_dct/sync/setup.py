@@ -132,13 +132,13 @@ def exchange_of(
     return make_exchange(strategy.config, parameters, group, place, strategy.traffic, defer_unused, strategy._timeout)
 
 
-def start_alike(module: Module, group: dist.ProcessGroup, ignored: Collection[str] = ()) -> None:
-    """Give all ranks the first one's weights and buffers, except ignored ones; a collective call."""
+def start_alike(module: Module, group: dist.ProcessGroup, ignored: Collection[str] = (), source: int = 0) -> None:
+    """Give all ranks of a group the weights and buffers of one, except ignored ones; a collective call."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if name not in ignored:
             own = as_real(local_of(tensor.detach()))
             same = own.contiguous()
-            dist.broadcast(same, group=group, group_src=0)
+            dist.broadcast(same, group=group, group_src=source)
             own.copy_(same)
 
 

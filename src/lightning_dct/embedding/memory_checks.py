@@ -1,73 +1,23 @@
-"""Saves copies, residuals and thresholds of sharded tables, checks them, and restores them on any number of ranks."""
+"""Checks copies, residuals and thresholds of sharded tables that a checkpoint has, before any of them is restored."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_dct.checksums import CheckpointError
 from lightning_dct.embedding.cache import CACHE_ARRAYS
 from lightning_dct.embedding.owners import RowOwners
-from lightning_dct.embedding.row_gradients import CollectedGradients
-from lightning_dct.embedding.state import TableState
 
 # Groups of rows are exponents of counts, which are int64.
 MOST_GROUPS = 63
 
 
-def memory_of(module: TableState) -> dict[str, Any]:
-    """Copies, residuals, thresholds and collected gradients, as plain numbers, dicts and CPU tensors."""
-    if module.latest_lookup is not None:
-        module.latest_lookup.take_answers()
-    return {
-        "placement": asdict(module.placement),
-        "held": {peer: rows.state_dict() for peer, rows in module.held.items()},
-        "mirrors": {peer: rows.state_dict() for peer, rows in module.mirrors.items()},
-        "collected": [(places.cpu(), gradient.cpu()) for places, gradient in module.collected.parts],
-    }
-
-
-def restore_memory(module: TableState, states: Sequence[Mapping[str, Any]]) -> None:
-    """Restore this rank's state, or the states of all ranks of another world size.
-
-    With another world size, copies start from the rows' initial values, and the residuals of all ranks are added to the
-    next gradient, scaled so that the model receives the same sum.
-
-    Raises:
-        CheckpointError: The states are of other tables, or corrupt.
-    """
-    kind = type(module.placement)
-    for state in states:
-        check_memory(state, module.table_rows, module.embedding_dim, kind)
-    if len(states) == 1 and states[0]["placement"] == asdict(module.placement):
-        for saved, rows in (("held", module.held), ("mirrors", module.mirrors)):
-            for peer, state in states[0][saved].items():
-                rows[peer].load_state_dict(state)
-        device = module.weight.device
-        module.collected = CollectedGradients((p.to(device), part.to(device)) for p, part in states[0]["collected"])
-        return
-    module.reset_memory()
-    for old_rank, state in enumerate(states):
-        old = kind(**state["placement"])
-        pieces = [(old_rank, places.numpy(), gradient) for places, gradient in state["collected"]]
-        for owner, rows in state["held"].items():
-            row_at = rows["cache"]["row_at"]
-            pieces.append((owner, row_at[row_at >= 0].numpy(), rows["residual"][row_at >= 0]))
-        for owner, places, gradient in pieces:
-            owners, now = module.placement.locate(*old.rows_of(owner, places))
-            mine = torch.from_numpy(np.flatnonzero(owners == module.exchange_group.rank))
-            scale = module.placement.world_size / old.world_size
-            kept = gradient[mine].to(module.weight.device, module.remembered_dtype) * scale
-            module.collected.add(torch.from_numpy(now)[mine].to(module.weight.device), kept)
-
-
 def check_memory(
     state: Mapping[str, Any], table_rows: Sequence[int], dim: int, kind: type[RowOwners] = RowOwners
 ) -> None:
-    """Check sizes, ranges and dtypes in the result of :func:`memory_of` on one rank.
+    """Check sizes, ranges and dtypes in the state of one rank: ``TableState.compression_state``.
 
     Raises:
         CheckpointError: The tables have other sizes than ``table_rows`` and ``dim``, or the state is corrupt.
