@@ -3,7 +3,7 @@
 import math
 import secrets
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
@@ -81,8 +81,9 @@ class DCTStrategy(DDPStrategy):
         kwargs.setdefault("gradient_as_bucket_view", True)  # as the Trainer's strategy does
         super().__init__(accelerator=accelerator, **kwargs)
         self.traffic = Traffic(recorded)
-        # One for each module, in the order of setup.
+        # One for each module, in the order of setup, and the modules.
         self.synchronizers: list[Synchronizer] = []
+        self.modules: list[Module] = []
         self.optimizers: list[Optimizer] = []
         self._step_guard = StepGuard()
         if self.config.compress == "updates":
@@ -122,6 +123,7 @@ class DCTStrategy(DDPStrategy):
         # `loss.backward()`.
         synchronizer.refresh_every = self.config.refresh_every
         self.synchronizers.append(synchronizer)
+        self.modules.append(module)
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -169,13 +171,12 @@ class DCTStrategy(DDPStrategy):
         # No rank writes before these are known.
         self.barrier()
         notes = []
-        # The first module's part has the states of all optimizers, which Fabric does not know by name.
-        optimizers = [optimizer.state_dict() for optimizer in self.optimizers] if self._updates else []
-        for index, synchronizer in enumerate(self.synchronizers):
+        for index, (synchronizer, module) in enumerate(zip(self.synchronizers, self.modules, strict=True)):
             note = saved.make_note(self.world_size, synchronizer.synchronisations, f"{save}{index:02d}")
-            own = {**synchronizer.state_dict(), "optimizers": [] if index else optimizers}
+            optimizers = [[key, one.state_dict()] for key, one in self._optimizers_of(synchronizer, state)]
+            own = {**synchronizer.state_dict(), "optimizers": optimizers}
             written = saved.write_state(self.checkpoint_io, _part(path, index), note, self.global_rank, own)
-            notes.append(saved.seal(note, gather_objects(written)))
+            notes.append({**saved.seal(note, gather_objects(written)), "module": _key_of(module, state)})
         super().save_checkpoint(path, {**state, saved.CHECKPOINT_KEY: notes}, *args, **kwargs)
         self.barrier()
         if self.is_global_zero or cleans_own_disk(self, path):
@@ -197,19 +198,33 @@ class DCTStrategy(DDPStrategy):
             remainder = super().load_checkpoint(path, state, strict, weights_only)
         notes = remainder.pop(saved.CHECKPOINT_KEY, []) if isinstance(state, dict) and state else []
         notes = agreed_notes(notes, file, fingerprints)
-        for index, (synchronizer, note) in enumerate(zip(self.synchronizers, notes, strict=False)):
-            own = restore_state(self, _part(file, index), note, weights_only)
-            load = partial(self._continue, synchronizer, own, state.values())
-            check_replicas(on_all_ranks(load, file), file)
+        for synchronizer, module in zip(self.synchronizers, self.modules, strict=True) if notes else ():
+            key = _key_of(module, state)
+            for index, note in enumerate(notes):
+                if key is not None and note.get("module") == key:
+                    own = restore_state(self, _part(file, index), note, weights_only)
+                    load = partial(self._continue, synchronizer, own, state)
+                    check_replicas(on_all_ranks(load, file), file)
         return remainder
 
-    def _continue(self, synchronizer: Synchronizer, own: dict[str, Any], wanted: Collection[Any]) -> dict[str, Any]:
+    def _continue(self, synchronizer: Synchronizer, own: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
         """Continue from a state that has been read, without a collective call; what all ranks must have alike."""
         synchronizer.load_state_dict(own)
-        for optimizer, state in zip(self.optimizers, own.get("optimizers", []), strict=False):
-            if any(optimizer is one for one in wanted):
-                optimizer.load_state_dict(state)
+        states = dict(own.get("optimizers", []))
+        for key, optimizer in self._optimizers_of(synchronizer, wanted):
+            if key in states:
+                optimizer.load_state_dict(states[key])
         return digest_of(synchronizer)
+
+    def _optimizers_of(self, synchronizer: Synchronizer, state: dict[str, Any]) -> list[tuple[str, Optimizer]]:
+        """The optimizers in Fabric's state that step parameters of a module of which ranks exchange updates."""
+        if not isinstance(synchronizer, UpdateSynchronizer):
+            return []
+        found = [(key, one) for key, one in state.items() if isinstance(one, Optimizer)]
+        names = synchronizer.parameter_names
+        return [
+            (key, one) for key, one in found if any(p in names for group in one.param_groups for p in group["params"])
+        ]
 
     @property
     def _updates(self) -> list[UpdateSynchronizer]:
@@ -234,6 +249,10 @@ class _NoBackwardSync(BackwardSyncControl):
 
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
         return nullcontext()
+
+
+def _key_of(module: Module, state: dict[str, Any]) -> str | None:
+    return next((key for key, one in state.items() if one is module), None)
 
 
 def _part(path: Any, index: int) -> str:

@@ -228,10 +228,14 @@ class DCTStrategy(ThresholdedStrategy, DDPStrategy):
             self.synchronizer.weights.show()
 
     def _take_settings(self, checkpoint: Mapping[str, Any]) -> None:
+        if self.auto is None:
+            return
         saved = checkpoint.get("callbacks", {})
-        if self.auto is not None and self.auto.state_key in saved:
+        if self.auto.state_key in saved:
             self.auto.load_state_dict(saved[self.auto.state_key])
-            self.config = self.auto.settings
+        else:
+            self.auto.begin()
+        self.config = self.auto.settings
 
     def _trainable(self) -> set[int]:
         return {id(parameter) for parameter in self._module.parameters() if parameter.requires_grad}

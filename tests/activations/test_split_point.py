@@ -116,6 +116,14 @@ def test_density_one_in_fp32_changes_nothing() -> None:
     assert torch.equal(activations.grad, normal(5, 5, seed=1))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("shape", [(4, 7), (1, 1), (5,)])
+def test_a_gradient_that_is_one_number_for_all(shape: tuple[int, ...]) -> None:
+    """`sum` gives such a tensor, whose strides are zero."""
+    activations = normal(*shape).requires_grad_()
+    SplitPoint(density=1.0, **LOSSLESS)(activations).sum().backward()
+    assert torch.equal(activations.grad, torch.ones(shape))  # type: ignore[arg-type]
+
+
 def test_bytes_that_would_travel_are_counted_where_gradients_come_back() -> None:
     """Oracle: what a pipeline counts for the same layout: positions and values forward, whole words of values back."""
     split = SplitPoint(density=0.2, forward_format="int8", backward_format="int4")

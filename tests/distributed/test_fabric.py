@@ -170,3 +170,42 @@ def load_the_model_alone(path: Path) -> list[float]:
 
 def test_an_optimizer_that_nobody_loads_stays_as_it_is(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2).run(load_the_model_alone, tmp_path / "model.ckpt") == [[0.01, 1e-5]] * 2
+
+
+def load_one_of_two(path: Path) -> list[bool]:
+    """Whether a module that nobody loads goes on, and whether one is found in a program with fewer modules."""
+
+    def set_up(fabric: Fabric) -> tuple[Any, Any]:
+        module = Perceptron()
+        return fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9))
+
+    def train(fabric: Fabric, module: Any, optimizer: Any) -> torch.Tensor:
+        for inputs, _ in Noise(3, 40, 8, rank=rank()):
+            fabric.backward(module(fabric.to_device(inputs)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+    def launched() -> Fabric:
+        strategy = FabricDCTStrategy(local_steps=2, density=0.2)
+        fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=strategy)
+        fabric.launch()
+        return fabric
+
+    fabric = launched()
+    (first, of_first), (second, of_second) = set_up(fabric), set_up(fabric)
+    train(fabric, first, of_first)
+    train(fabric, second, of_second)
+    fabric.save(path, {"first": first, "second": second, "of_first": of_first, "of_second": of_second})
+    later = train(fabric, second, of_second)
+    fabric.load(path, {"first": first, "of_first": of_first})
+    untouched = torch.equal(torch.cat([one.detach().flatten() for one in second.parameters()]), later)
+    other = launched()
+    alone, optimizer = set_up(other)
+    other.load(path, {"second": alone, "of_second": optimizer})
+    return [untouched, torch.equal(train(other, alone, optimizer), later)]
+
+
+def test_modules_are_found_by_their_key(ranks: Any, tmp_path: Path) -> None:
+    """Oracle: the same three steps, by the module that was saved and by the one that was loaded."""
+    assert ranks(2).run(load_one_of_two, tmp_path / "two.ckpt") == [[True, True]] * 2

@@ -69,6 +69,9 @@ def refused(folder: Path) -> list[str]:
         trainer.fit(Module(), loader(12, 40, 8))
         messages.append(message_of(DCTStrategy(compress=ours), Module(), ckpt_path=str(path)))
         fit(DCTStrategy(compress=ours, missing_state="reset"), Module(), 12, ckpt_path=str(path))
+    # It begins with plain DDP, whose ranks have neither weights nor optimizers of their own.
+    auto = DCTStrategy(target_overhead=0.05)
+    messages.append(message_of(auto, Module(), ckpt_path=str(folder / "updates.ckpt")))
     return messages
 
 
@@ -93,11 +96,25 @@ def test_a_parameter_that_comes_late_is_named_by_its_shape(ranks: Any) -> None:
 
 
 def test_what_does_not_go_with_updates_is_refused(ranks: Any, tmp_path: Path) -> None:
-    for zero, averaging, gradients, updates in ranks(2).run(refused, tmp_path):
+    for zero, averaging, gradients, updates, auto in ranks(2).run(refused, tmp_path):
         assert "`ZeroRedundancyOptimizer` needs the same weights" in zero
         assert "`DCTStrategy(compress='gradients')`, or remove the callback" in averaging
         assert "was saved with `compress='gradients'`" in gradients
         assert "was saved with `compress='updates'`" in updates
+        assert "Resume with `compress='updates'` and without `target_overhead`" in auto
+
+
+def continue_from_all_gradients(path: Path) -> Run:
+    """With updates, from a run that has sent whole gradients, as `dct_auto` does at first."""
+    plain = DCTStrategy(compress="gradients", density=1.0)
+    trainer_for(plain, callbacks=[SaveAndStop(path, 6)]).fit(Module(), loader(12, 40, 8))
+    return fit(DCTStrategy(local_steps=2), Module(), 12, ckpt_path=str(path))
+
+
+def test_updates_continue_where_nothing_has_been_held_back(ranks: Any, tmp_path: Path) -> None:
+    runs = ranks(2).run(continue_from_all_gradients, tmp_path / "plain.ckpt")
+    assert_replicas_equal(runs)
+    assert all(run.totals.steps == 12 for run in runs)
 
 
 class Strange(nn.Module):

@@ -161,7 +161,7 @@ def restore_state(
 
     ``strategy`` is any of this package's, ``note`` has been checked, and ``weights_only`` is the user's. If any rank's
     file is missing or was saved with another ``compress``, ``config.missing_state`` chooses: an error, or all ranks
-    start without residuals.
+    start without residuals. Ranks that exchanged all of their gradients have none, and may exchange updates.
 
     Raises:
         FileNotFoundError: The state of some rank is missing. Raised on every rank.
@@ -175,12 +175,15 @@ def restore_state(
         layout = strategy.global_rank, strategy.world_size, strategy.stages
         state.update(read_state(strategy.checkpoint_io, path, note, *layout, weights_only))
         # Ranks save weights of their own only if updates are exchanged.
-        if ("weights" in state) != (config.compress == "updates"):
-            other = "gradients" if config.compress == "updates" else "updates"
+        saved_with = "updates" if "weights" in state else "gradients"
+        has_residuals = "weights" in state or state["residuals"] or state["owned"]
+        if saved_with != config.compress and has_residuals:
+            automatic = " and without `target_overhead`" if getattr(strategy, "auto", None) is not None else ""
             raise ValueError(
-                f"The checkpoint {path!r} was saved with `compress={other!r}`: the ranks' residuals are {other}, and"
-                f" this run exchanges {config.compress}. Resume with `compress={other!r}`, or continue without the"
-                " ranks' residuals: `missing_state='reset'` in the strategy."
+                f"The checkpoint {path!r} was saved with `compress={saved_with!r}`: the ranks' residuals are"
+                f" {saved_with}, and this run exchanges {config.compress}. Resume with"
+                f" `compress={saved_with!r}`{automatic}, or continue without the ranks' residuals:"
+                " `missing_state='reset'` in the strategy."
             )
 
     try:

@@ -79,7 +79,10 @@ def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_
     """
     no_scales = values.new_empty(0, dtype=torch.float32)
     if value_format == "fp32":
-        return values.to(torch.float32).view(torch.uint8), no_scales
+        # torch views memory as bytes only where the stride is one, which that of a single entry need not be.
+        entries = values.to(torch.float32)
+        entries = entries if entries.stride(-1) == 1 else entries.clone(memory_format=torch.contiguous_format)
+        return entries.view(torch.uint8), no_scales
     if value_format == "bf16":
         # Without a limit the largest floats would round up to infinity.
         limit = min(torch.finfo(torch.bfloat16).max, torch.finfo(values.dtype).max)
