@@ -1,6 +1,9 @@
 """Growing tables on 1 to 4 ranks: against dicts and `lightning_dct.reference`, saved, resumed, given wrong batches."""
 
+import copy
 import gc
+import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +280,34 @@ def test_gradients_of_an_evicted_row_are_not_those_of_the_next() -> None:
     gradient = tables.weight.grad.to_dense()
     assert gradient[two].tolist() == [3.0] * 4
     assert gradient[three].tolist() == [2.0] * 4
+
+
+def through_a_file(tables: GrowingEmbeddingBags) -> GrowingEmbeddingBags:
+    file = io.BytesIO()
+    torch.save(tables, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_a_file])
+def test_a_copy_goes_on_like_the_original(copied: Callable[[GrowingEmbeddingBags], GrowingEmbeddingBags]) -> None:
+    """With a new row, which must not step with the state of the evicted one."""
+    tables = make(max_rows=2)
+    optimizer = torch.optim.Adagrad([tables.weight], lr=0.1)
+
+    def step(tables: GrowingEmbeddingBags, optimizer: torch.optim.Optimizer, ids: list[int]) -> None:
+        optimizer.zero_grad()
+        tables(torch.tensor(ids).view(-1, 1)).sum().backward()
+        optimizer.step()
+
+    step(tables, optimizer, [1, 2])
+    other = copied(tables)
+    others = torch.optim.Adagrad([other.weight], lr=0.1)
+    others.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    step(tables, optimizer, [2, 3])
+    step(other, others, [2, 3])
+    assert other.traffic.totals.evicted_rows == 1
+    assert torch.equal(other.weight, tables.weight)
 
 
 def test_ids_without_rows_give_the_default_row_and_learn_nothing() -> None:

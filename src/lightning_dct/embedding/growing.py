@@ -176,6 +176,9 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
         """Start without rows."""
         self.weight.zero_()
         self.directory = RowDirectory(self.capacity(), self.admit_after)
+        self._watch_optimizers()
+
+    def _watch_optimizers(self) -> None:
         # The optimizers of the rows: without `reset_states`, a new row would step with an evicted row's state.
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         this = weakref.ref(self)
@@ -187,6 +190,15 @@ class GrowingEmbeddingBags(ShardedEmbeddingBags):
                 module.reset_states([optimizer])
 
         weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a file holds: a copy has optimizers of its own."""
+        return {name: value for name, value in self.__dict__.items() if name != "_optimizers"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Continue from it."""
+        super().__setstate__(state)
+        self._watch_optimizers()
 
     def initial(self, owner: int, places: Int64Array) -> Tensor:
         """The default rows of keys' tables, fp32 ``[n, embedding_dim]``."""
