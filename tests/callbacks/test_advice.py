@@ -30,7 +30,7 @@ GRADIENTS = DCTConfig(compress="gradients", density=0.03)
 DENSE = DCTConfig(compress="gradients", density=1.0)
 UPDATES = DCTConfig(local_steps=8, density=0.2)
 # 1 Gbit/s from each of two ranks: 8 ns a byte of the tensor.
-LINK = MeasuredLink(world_size=2, num_bytes=1_000_000, seconds=0.01, seconds_per_byte=8e-9)
+LINK = MeasuredLink(world_size=2, latency=0.002, seconds_per_byte=8e-9)
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_the_slowest_rank_is_the_one_that_waits_least(paces: dict, slow: SlowRan
 
 
 def test_a_link_whose_rate_does_not_show_has_none() -> None:
-    link = MeasuredLink(2, 1_000_000, 0.001, 0.0)
+    link = MeasuredLink(2, 0.001, 0.0)
     assert link.bits_per_second is None
     assert link.all_reduce_seconds(5_000_000) == 0.001
     assert time_of_step(StepCosts(0.1, 0.01, 0.002), 0.001, link).endswith("on the link as timed at the start")

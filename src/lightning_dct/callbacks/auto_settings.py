@@ -21,12 +21,13 @@ from lightning_dct.cost.auto import (
     measure_speeds,
     predict_dense,
     predict_updates,
-    rungs,
+    reason,
     table_of,
 )
 from lightning_dct.cost.timing import Speed, find_slowest, measure_link
 from lightning_dct.cost.workload import Workload, workload_of
 from lightning_dct.exchange.factory import NodeLayout, find_layout
+from lightning_dct.law import BY_LENGTH, Given
 from lightning_dct.tables import plain_table
 
 WINDOW = 10
@@ -76,10 +77,17 @@ class AutoSettings(RunAdvice):
         self._is_settled = False
         self._world_size = 0
         self._is_resumed = False
-        self._is_first_window = True  # of DDP's steps
+        self._forget()
+
+    def _forget(self) -> None:
+        self._window = StepClock(skipped=1, fewest=1)
+        self._usual: StepCosts | None = None
         # An agreement on the costs of the last window that is under way.
         self._agreed_later: Callable[[], tuple[StepCosts, float, float]] | None = None
-        self._forget()
+        self._speeds: dict[float, Speed] = {}  # of compressing, by density
+        self._changed, self._patience = 0, PATIENCE
+        self._was_warm = True
+        self._is_first_window = True  # of DDP's steps
 
     @property
     def settings(self) -> DCTConfig:
@@ -189,15 +197,6 @@ class AutoSettings(RunAdvice):
         self.decisions = list(state_dict["decisions"])
         self._is_resumed = True
 
-    def _forget(self) -> None:
-        self._window = StepClock(skipped=1, fewest=1)
-        self._usual: StepCosts | None = None
-        self._agreed_later = None
-        self._speeds: dict[float, Speed] = {}  # of compressing, by density
-        self._changed, self._patience = 0, PATIENCE
-        self._was_warm = True
-        self._is_first_window = True
-
     def _pause(self) -> None:
         super()._pause()
         self._window.pause()
@@ -267,25 +266,26 @@ class AutoSettings(RunAdvice):
         self._is_settled = True
 
     def _choose(self, strategy: Any, measured: Measured, options: list[Option], longest: float, why: str) -> None:
-        choice = choose(options, longest, self._steps) if options else None
-        if choice is None or not choice.is_within:
-            configs = rungs(self.base, len(measured.layout.places), self.min_density)
+        chosen = choose(options, longest, self._steps) if options else None
+        if chosen is None or chosen.seconds > longest:
+            configs = Given(self.base, BY_LENGTH).rungs(len(measured.layout.places), self.min_density)
             if not self._speeds:
                 everyone = strategy.synchronizer.exchange.everyone
                 self._speeds = measure_speeds(configs, self._workload, everyone.group, strategy.root_device)
             options = options + predict_updates(measured, configs, self._speeds)
-            choice = choose(options, longest, self._steps)
-        before, self.chosen = self.chosen, choice.option
-        decision = f"After {strategy.traffic.totals.steps:,} steps DCTStrategy {choice.reason(longest)} ({why})."
+            chosen = choose(options, longest, self._steps)
+        before, self.chosen = self.chosen, chosen
+        taken = reason(chosen, options, longest, self._steps)
+        decision = f"After {strategy.traffic.totals.steps:,} steps DCTStrategy {taken} ({why})."
         self.decisions.append(decision)
         # Once, when a step without synchronisation has been timed: what comes before is an estimate, and what comes
         # after differs little.
         is_first = measured.compute > 0 and not self._is_settled
-        table = f"\n{plain_table(table_of(options, choice.option.config, self._steps))}" if is_first else ""
+        table = f"\n{plain_table(table_of(options, chosen.config, self._steps))}" if is_first else ""
         rank_zero_info(f"{decision}{table}")
-        is_new = before is None or before.config != choice.option.config
-        if strategy.config != choice.option.config:
-            strategy.change_settings(choice.option.config)
+        is_new = before is None or before.config != chosen.config
+        if strategy.config != chosen.config:
+            strategy.change_settings(chosen.config)
         # If measuring again changed nothing, be more patient, but little: a link that falls must be seen soon.
         self._patience = PATIENCE if is_new else PATIENCE + 1
         self._usual, self._changed = None, 0
