@@ -25,7 +25,7 @@ from lightning_dct.compress.bucket_plan import local_of, real_numel
 from lightning_dct.config import check_integer
 from lightning_dct.lightning_private import is_logged, logged_step
 from lightning_dct.metrics import CompressionRatio
-from lightning_dct.tables import fact_table, format_bytes
+from lightning_dct.tables import format_bytes
 from lightning_dct.traffic import FP32_BYTES, Traffic, TrafficTotals, all_reduce_bytes
 
 
@@ -126,15 +126,22 @@ class CompressionMonitor(pl.Callback):
             synchronizer.flush()
         totals = self._totals(trainer)
         recent = {part: now - self._at_last_log[part] for part, now in totals.items()}
-        metrics = overall_metrics(recent["dp"], recent["mp"])
-        metrics["dct/seconds"] = self._seconds + perf_counter() - self._since
-        for part, (thresholds, residual_norm) in _residuals(trainer).items():
-            if recent[part].steps:
-                metrics |= {
-                    f"dct/{part}/{key}": value
-                    for key, value in part_metrics(totals[part], recent[part], thresholds, residual_norm).items()
-                }
-        if overflows := sum(module.overflows for module in _modules_of(trainer) if isinstance(module, SplitPoint)):
+        dp, mp = recent["dp"], recent["mp"]
+        metrics = {
+            "dct/overhead_ms": 1e3 * (dp.seconds + mp.seconds) / dp.steps,
+            "dct/seconds": self._seconds + perf_counter() - self._since,
+        }
+        if sent := dp.bytes_sent + mp.bytes_sent:
+            metrics["dct/compression_ratio"] = (dp.bytes_dense + mp.bytes_dense) / sent
+        thresholds, norm = (
+            ([], None) if synchronizer is None else (synchronizer.thresholds.values(), synchronizer.norm())
+        )
+        metrics |= part_metrics("dp", totals["dp"], dp, thresholds, norm)
+        modules = _modules_of(trainer)
+        if mp.steps:
+            norm = math.hypot(*(module.residual_norm() for module in modules))
+            metrics |= part_metrics("mp", totals["mp"], mp, _thresholds_inside(modules), norm)
+        if overflows := sum(module.overflows for module in modules if isinstance(module, SplitPoint)):
             metrics["dct/mp/overflows"] = overflows
         self._at_last_log = totals
         step = logged_step(trainer)
@@ -182,7 +189,8 @@ class CompressionMonitor(pl.Callback):
             if not math.isnan(ratio):
                 tables[title].insert(2, ("of all ranks", f"{ratio:,.1f}x"))
         for title, rows in tables.items():
-            print(f"\n{title}\n{fact_table(rows)}", flush=True)
+            width = max(len(name) for name, _ in rows)
+            print(f"\n{title}", *(f"{name.ljust(width)}  {fact}" for name, fact in rows), sep="\n", flush=True)
         for logger in wandb_loggers(trainer):
             media = {**summary_media(tables), **self._tensors(trainer)}
             logger.log_metrics(media, step=logged_step(trainer))
@@ -201,19 +209,11 @@ class CompressionMonitor(pl.Callback):
             return {}
         synchronizer = getattr(trainer.strategy, "synchronizer", None)
         figures = [] if synchronizer is None else synchronizer.figures_by_tensor()
-        return tensor_media(figures, _thresholds_inside(trainer))
-
-
-def overall_metrics(dp: TrafficTotals, mp: TrafficTotals) -> dict[str, float]:
-    """The metrics of all traffic since the last log: of data parallelism, and inside the model."""
-    metrics = {"dct/overhead_ms": 1e3 * (dp.seconds + mp.seconds) / dp.steps}
-    if sent := dp.bytes_sent + mp.bytes_sent:
-        metrics["dct/compression_ratio"] = (dp.bytes_dense + mp.bytes_dense) / sent
-    return metrics
+        return tensor_media(figures, _thresholds_inside(_modules_of(trainer)))
 
 
 def part_metrics(
-    totals: TrafficTotals, recent: TrafficTotals, thresholds: list[float], residual_norm: float | None
+    part: str, totals: TrafficTotals, recent: TrafficTotals, thresholds: list[float], residual_norm: float | None
 ) -> dict[str, float]:
     """The metrics of one kind of traffic, with totals since fit began and those since the last log."""
     metrics: dict[str, float] = {"bytes_sent": totals.bytes_sent, "bytes_dense": totals.bytes_dense}
@@ -227,7 +227,7 @@ def part_metrics(
         metrics["threshold"] = statistics.median(thresholds)
     if totals.admitted_rows:
         metrics |= {"admitted_rows": totals.admitted_rows, "evicted_rows": totals.evicted_rows}
-    return metrics
+    return {f"dct/{part}/{key}": value for key, value in metrics.items()}
 
 
 def summary_rows(totals: TrafficTotals, not_sent: float | None = None) -> list[tuple[str, str]]:
@@ -263,14 +263,5 @@ def _modules_of(trainer: pl.Trainer) -> list[CompressedModule]:
     return getattr(trainer.strategy, "activation_modules", [])
 
 
-def _residuals(trainer: pl.Trainer) -> dict[str, tuple[list[float], float | None]]:
-    """Thresholds in use and norm of the residual, for both kinds of traffic."""
-    synchronizer = getattr(trainer.strategy, "synchronizer", None)
-    return {
-        "dp": ([], None) if synchronizer is None else (synchronizer.thresholds.values(), synchronizer.norm()),
-        "mp": (_thresholds_inside(trainer), math.hypot(*(m.residual_norm() for m in _modules_of(trainer)))),
-    }
-
-
-def _thresholds_inside(trainer: pl.Trainer) -> list[float]:
-    return [threshold for module in _modules_of(trainer) for threshold in module.thresholds_in_use()]
+def _thresholds_inside(modules: list[CompressedModule]) -> list[float]:
+    return [threshold for module in modules for threshold in module.thresholds_in_use()]
