@@ -138,13 +138,13 @@ def test_the_end_says_which_setting_would_be_better(
 def test_the_end_says_what_ddp_would_have_taken() -> None:
     """By hand: 100 ms less 12 is what training takes, DDP adds at most the 18 ms of its all-reduce."""
     costs = StepCosts(0.1, 0.01, 0.002)
-    line = time_of_step(costs, 0.018, LINK)
+    line = time_of_step(costs, 0.018, LINK, "DDP")
     assert line.startswith("100 ms: 10 ms compressing, 2 ms waiting; with DDP 88 ms to 106 ms on the link")
     assert line.endswith("as timed at the start (1 Gbit/s)")
     # Where the all-reduce is longer than all else, backward cannot hide it.
     assert "; with HSDP 1,000 ms to 1,088 ms on the link" in time_of_step(costs, 1.0, LINK, "HSDP")
-    assert "; with DDP 88 ms on the link" in time_of_step(costs, 1e-5, LINK)
-    assert time_of_step(StepCosts(0.1, 0.0, 2e-5), 0.1, LINK).startswith(
+    assert "; with DDP 88 ms on the link" in time_of_step(costs, 1e-5, LINK, "DDP")
+    assert time_of_step(StepCosts(0.1, 0.0, 2e-5), 0.1, LINK, "DDP").startswith(
         "100 ms: under 0.1 ms compressing, under 0.1 ms waiting;"
     )
 
@@ -174,7 +174,7 @@ def test_a_link_whose_rate_does_not_show_has_none() -> None:
     link = MeasuredLink(2, 0.001, 0.0)
     assert link.bits_per_second is None
     assert link.all_reduce_seconds(5_000_000) == 0.001
-    assert time_of_step(StepCosts(0.1, 0.01, 0.002), 0.001, link).endswith("on the link as timed at the start")
+    assert time_of_step(StepCosts(0.1, 0.01, 0.002), 0.001, link, "DDP").endswith("on the link as timed at the start")
     assert LINK.all_reduce_seconds(0) == pytest.approx(0.002)
 
 

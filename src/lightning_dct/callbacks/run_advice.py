@@ -104,13 +104,7 @@ class StepClock:
 
 
 class SlowRank(NamedTuple):
-    """The slowest rank.
-
-    Attributes:
-        rank: Its number.
-        share_of_step: The part of a step in which the others wait for it alone, from 0 to 1.
-        share_of_waiting: The same as a part of all the time that the others wait.
-    """
+    """The slowest rank, and how long the others wait for it alone: as a part of a step, and of all their waiting."""
 
     rank: int
     share_of_step: float
@@ -142,8 +136,6 @@ class RunAdvice(InternalCallback):
     def __init__(self) -> None:
         self._clock = StepClock()
         self._link: MeasuredLink | None = None
-        self._before = TrafficTotals()
-        self._tell_at, self._has_warned = 0.0, False
         self._slow: SlowRank | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -226,15 +218,10 @@ def dense_setting(strategy: Any) -> str:
 
 
 def notes_at_start(given: Given, ranks: int, steps: float, device_type: str, alone: str, dense: str) -> list[str]:
-    """Notes for the start of a run.
+    """Notes for the start of a run of so many ranks, or replicas, that exchange with each other.
 
-    Args:
-        given: The settings that the user has given.
-        ranks: Ranks, or replicas, that exchange with each other.
-        steps: Optimizer steps, infinite if that is not known.
-        device_type: Where the tensors are.
-        alone: What one rank is told that has nobody to send to; empty for nothing.
-        dense: What a user writes for the dense exchange.
+    ``steps`` are infinite if that is not known. ``alone`` is what one rank is told that has nobody to send to, empty
+    for nothing, and ``dense`` what a user writes for the dense exchange.
     """
     if ranks == 1:
         return [alone] if alone else []
@@ -296,14 +283,10 @@ def _settings(config: DCTConfig) -> str:
     return f"local_steps={config.local_steps}, density={config.density:g}"
 
 
-def time_of_step(costs: StepCosts, dense: float, link: MeasuredLink, rival: str = "DDP") -> str:
-    """The time of a step, and that of a step with the dense exchange.
+def time_of_step(costs: StepCosts, dense: float, link: MeasuredLink, rival: str) -> str:
+    """The time of a step, and that of a step of ``rival``, the dense exchange.
 
-    Args:
-        costs: Of a step of the run.
-        dense: Seconds of the dense all-reduce on the link; backward may hide all of it or none.
-        link: As it was timed before the run.
-        rival: The dense exchange: ``DDP``, or ``HSDP`` where replicas are sharded.
+    Its all-reduce takes ``dense`` seconds on the link, of which backward may hide all or none.
     """
     rest = costs.total - costs.synchronising
     least, most = _ms(max(rest, dense)), _ms(rest + dense)
@@ -315,15 +298,7 @@ def time_of_step(costs: StepCosts, dense: float, link: MeasuredLink, rival: str 
 
 
 def verdict(config: DCTConfig, costs: StepCosts, dense: float, device_type: str, remedy: str) -> str:
-    """The setting that would be better.
-
-    Args:
-        config: The settings.
-        costs: Of a step of the run.
-        dense: Seconds of the dense all-reduce on the link.
-        device_type: Where the tensors are.
-        remedy: What a user writes for the dense exchange.
-    """
+    """The setting that would be better; ``remedy`` is what a user writes for the dense exchange."""
     is_dense = config.compress == "gradients" and config.density == 1.0
     rarer = f"local_steps={2 * config.round_length}" if config.compress == "updates" else None
     if costs.synchronising >= dense and not is_dense:

@@ -49,12 +49,8 @@ def main(words: Sequence[str] | None = None) -> int:
 def writing(file: Path, beginning: bytes, kind: str) -> Iterator[None]:
     """Surround the code that writes ``--output``, and have errors name that option.
 
-    Nothing is overwritten but an empty file or one of the command's own: no log, checkpoint or folder.
-
-    Args:
-        file: What is written.
-        beginning: What the command's own files begin with, in lower case and without white space.
-        kind: What these files are, in words.
+    Nothing is overwritten but an empty file or one of the command's own: no log, checkpoint or folder. Its own are a
+    ``kind`` of file, and have this ``beginning`` in lower case and without white space.
 
     Raises:
         ValueError: Something else is there, or the file cannot be read or written.

@@ -21,8 +21,7 @@ from lightning_dct.compress.bucket_plan import real_numel
 from lightning_dct.config import VALUE_FORMATS, DCTConfig
 from lightning_dct.cost.auto import Measured, choose, measure_speeds, predict_dense, predict_updates, table_of
 from lightning_dct.cost.bytes_sent import check_shards
-from lightning_dct.cost.forecast import Forecast, layout_of
-from lightning_dct.cost.text import describe
+from lightning_dct.cost.forecast import Forecast, describe, layout_of
 from lightning_dct.cost.timing import measure_link, measure_speed
 from lightning_dct.cost.workload import Workload, load_module, one_tensor, workload_of
 from lightning_dct.exchange.factory import find_layout
@@ -94,10 +93,11 @@ def _print_forecast(arguments: argparse.Namespace) -> None:
     replicas = world_size // (shards or 1)
     config = given.for_run(replicas, arguments.steps)
     sizes = [real_numel(workload.parameters[name]) for bucket in workload.buckets for name in bucket]
-    speed = measure_speed(config, sizes)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    speed = measure_speed(config, sizes, 1.0, device)
     print(f"A run of {arguments.steps:,} optimizer steps:")
     dense = "`strategy='ddp'`" if shards is None else "HSDP"
-    notes = notes_at_start(given, replicas, arguments.steps, "", "", dense)  # the kernel is among those of the forecast
+    notes = notes_at_start(given, replicas, arguments.steps, device.type, "", dense)
     print(describe(Forecast(config, workload, layout, arguments.link, speed, shards=shards), notes))
 
 

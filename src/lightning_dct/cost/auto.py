@@ -37,19 +37,12 @@ ALIKE = 1.1
 
 @dataclass(frozen=True)
 class Option:
-    """Settings, with what is predicted of them.
-
-    Attributes:
-        config: The settings.
-        seconds: Of a step.
-        num_bytes: Of a step, on the rank that sends most.
-        steps_needed: Optimizer steps from which on a run is long enough.
-    """
+    """Settings, with what is predicted of a step: its seconds, and the bytes of the rank that sends most."""
 
     config: DCTConfig
     seconds: float
     num_bytes: int
-    steps_needed: int = 0
+    steps_needed: int = 0  # of a run that is long enough
 
     @property
     def is_lossless(self) -> bool:

@@ -60,20 +60,12 @@ class Speed:
         return entries * per_entry
 
 
-def measure_speed(
-    config: DCTConfig, sizes: Sequence[int], seconds: float = 1.0, device: torch.device | None = None
-) -> Speed:
-    """Time the code that a run uses.
+def measure_speed(config: DCTConfig, sizes: Sequence[int], seconds: float, device: torch.device) -> Speed:
+    """Time for so many seconds, at least, the code that a run uses.
 
-    The fastest of a few times counts, because other processes only add to it.
-
-    Args:
-        config: The settings of the run: its density, value format and smallest compressed tensor.
-        sizes: Entries of each tensor; at most the first few millions are timed.
-        seconds: For how long, at least.
-        device: By default a GPU if there is one.
+    The fastest of a few times counts, because other processes only add to it. ``sizes`` are the entries of each tensor,
+    of which at most the first few millions are timed.
     """
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bounds = [min(bound, MEASURED_ENTRIES) for bound in accumulate(sizes, initial=0)]
     sizes = [stop - start for start, stop in pairwise(bounds) if stop > start]
     names, size = [f"measured {index}" for index in range(len(sizes))], sum(sizes)

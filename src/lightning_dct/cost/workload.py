@@ -1,6 +1,6 @@
 """The tensors that are synchronised in a step, and the buckets of DistributedDataParallel."""
 
-import importlib
+import pkgutil
 import sysconfig
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -131,9 +131,8 @@ def load_module(path: str, keywords: Mapping[str, Any]) -> nn.Module:
     Raises:
         ValueError: It cannot be imported or made; the message names the option and says why.
     """
-    package, _, name = path.partition(":")
     try:
-        made_by = getattr(importlib.import_module(package), name)
+        made_by = pkgutil.resolve_name(path)
         if not _makes_modules(made_by):
             raise TypeError("neither a class of torch.nn.Module nor a function in a Python file of yours")
         try:
