@@ -68,10 +68,8 @@ def clip_grad_norm(
     if group is not None:
         dist.all_reduce(squares, group=group)
     norm = (squares + _sum_of_squares(shared_gradients, device)).sqrt().to(torch.float32)
-    # Without a branch, which would wait for a GPU, as in torch.nn.utils.clip_grad_norm_.
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in own_gradients + shared_gradients:
-        gradient.mul_(factor.to(gradient.device, gradient.dtype))
+    # In a loop, because sparse gradients have no `foreach`.
+    torch.nn.utils.clip_grads_with_norm_(own + shared, max_norm, norm, foreach=False)
     return norm
 
 
