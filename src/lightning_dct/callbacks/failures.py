@@ -13,7 +13,6 @@ from lightning_dct.callbacks.requirements import InternalCallback
 from lightning_dct.failures.lifeline import Lifeline
 from lightning_dct.lightning_private import (
     act_on_slurm_signal,
-    drop_agreement_on_signals,
     end_on_sigterm,
     handle_signals,
     restore_agreement_on_signals,
@@ -80,9 +79,7 @@ class SignalsAfterStep(InternalCallback):
         self._lifeline, self._received = strategy.lifeline, []
         if self._lifeline is None and trainer.world_size > 1:
             return  # ranks that cannot agree leave it to Lightning
-        handle_signals(trainer, self._record)
-        if self._lifeline is not None:
-            drop_agreement_on_signals(trainer)
+        handle_signals(trainer, self._record, are_carried=self._lifeline is not None)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Give Lightning its own agreement back."""
