@@ -69,12 +69,8 @@ class CompressionMonitor(pl.Callback):
     def __init__(self, tensors_every_n_steps: int = 500) -> None:
         check_integer("CompressionMonitor(tensors_every_n_steps)", tensors_every_n_steps, minimum=0)
         self.tensors_every_n_steps = tensors_every_n_steps
-        self._next_tensors_at = 0
         self._at_fit_start: dict[str, TrafficTotals] = {}
-        self._at_last_log: dict[str, TrafficTotals] = {}
-        self._steps_before = 0
-        self._of_ddp: Traffic | None = None
-        self._bytes_of_ddp = self._stepped = 0
+        self._bytes_of_ddp: int | None = None  # in a step
         self._seconds, self._since = 0.0, perf_counter()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -88,16 +84,14 @@ class CompressionMonitor(pl.Callback):
                 elif isinstance(logger, CSVLogger):
                     logger.log_hyperparams({CONFIG_KEY: settings_of(trainer)})
         strategy = trainer.strategy
-        is_ddp = type(strategy) is DDPStrategy and strategy._ddp_comm_hook is None
-        self._of_ddp = Traffic() if is_ddp else None
-        if is_ddp:
+        self._bytes_of_ddp, self._began_at = None, trainer.global_step
+        if type(strategy) is DDPStrategy and strategy._ddp_comm_hook is None:
             entries = sum(real_numel(parameter) for parameter in pl_module.parameters() if parameter.requires_grad)
             self._bytes_of_ddp = all_reduce_bytes(FP32_BYTES * entries, trainer.world_size)
-            self._stepped = trainer.global_step
         totals = self._totals(trainer)
         if not totals:
             rank_zero_warn(
-                f"`CompressionMonitor` has nothing to report: {type(trainer.strategy).__name__} does not count its"
+                f"`CompressionMonitor` has nothing to report: {type(strategy).__name__} does not count its"
                 " traffic. Use `Trainer(strategy='dct')`."
             )
         else:
@@ -108,15 +102,10 @@ class CompressionMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log when the Trainer logs."""
-        if self._of_ddp is not None:
-            # Several optimizers have a backward each.
-            new, self._stepped = trainer.global_step - self._stepped, trainer.global_step
-            sent = new * self._bytes_of_ddp
-            self._of_ddp.add(steps=new, bytes_sent=sent, bytes_dense=sent)
-        traffic: Traffic | None = getattr(trainer.strategy, "traffic", self._of_ddp)
-        if traffic is None:
+        totals = self._totals(trainer)
+        if not totals:
             return
-        steps = traffic.totals.steps
+        steps = totals["dp"].steps
         synchronised, self._steps_before = steps > self._steps_before, steps
         # Each micro-batch of an optimizer step has the same logging step: log after the last one.
         if not synchronised or not trainer.is_global_zero or not is_logged(trainer):
@@ -197,11 +186,16 @@ class CompressionMonitor(pl.Callback):
 
     def _totals(self, trainer: pl.Trainer) -> dict[str, TrafficTotals]:
         """The totals of data parallelism ("dp") and inside the model ("mp"); empty if nothing is counted."""
-        traffic: Traffic | None = getattr(trainer.strategy, "traffic", self._of_ddp)
-        if traffic is None:
-            return {}
         inside: Traffic | None = getattr(trainer.strategy, "split_traffic", None)
-        return {"dp": traffic.totals, "mp": TrafficTotals() if inside is None else inside.totals}
+        found = {"mp": TrafficTotals() if inside is None else inside.totals}
+        if (traffic := getattr(trainer.strategy, "traffic", None)) is not None:
+            return {"dp": traffic.totals, **found}
+        if self._bytes_of_ddp is None:
+            return {}
+        # Several optimizers have a backward each.
+        steps = trainer.global_step - self._began_at
+        sent = steps * self._bytes_of_ddp
+        return {"dp": TrafficTotals(steps=steps, bytes_sent=sent, bytes_dense=sent), **found}
 
     def _tensors(self, trainer: pl.Trainer) -> dict[str, Any]:
         """Figures of every tensor, if a W&B logger takes them."""
