@@ -25,8 +25,8 @@ from lightning_dct.cost.auto import (
     table_of,
 )
 from lightning_dct.cost.timing import Speed, find_slowest, measure_link
-from lightning_dct.cost.workload import Workload, workload_of
-from lightning_dct.exchange.factory import NodeLayout, find_layout
+from lightning_dct.cost.workload import workload_of
+from lightning_dct.exchange.factory import find_layout
 from lightning_dct.law import BY_LENGTH, Given
 from lightning_dct.tables import plain_table
 
@@ -114,14 +114,14 @@ class AutoSettings(RunAdvice):
             return
         strategy: Any = trainer.strategy
         place = strategy.node_rank, strategy.local_rank
-        self._layout: NodeLayout = find_layout(place, strategy.synchronizer.exchange.everyone.group)
-        self._workload: Workload = workload_of(pl_module)
+        layout = find_layout(place, strategy.synchronizer.exchange.everyone.group)
+        self._measured = Measured(0.0, self._link, layout, workload_of(pl_module))  # before any step
         # Others may have more data or less.
         self._steps = strategy.broadcast(expected_steps(trainer))
         self._is_settled &= self._world_size == trainer.world_size
         self._world_size = trainer.world_size
         # DDP's first step is not timed, so a decision about it takes two.
-        if self.chosen is None and 2 * self._measured(0.0).all_reduce_seconds(strategy.config) > SPENT:
+        if self.chosen is None and 2 * self._measured.all_reduce_seconds(strategy.config) > SPENT:
             self._leave_ddp(strategy)
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -201,10 +201,6 @@ class AutoSettings(RunAdvice):
         super()._pause()
         self._window.pause()
 
-    def _measured(self, compute: float) -> Measured:
-        assert self._link is not None
-        return Measured(compute, self._link, self._layout, self._workload)
-
     def _agree(self, strategy: Any) -> Callable[[], tuple[StepCosts, float, float]]:
         """Start to find the slowest rank's costs of a step, compute and waits; the result waits for them."""
         own = self._window.costs
@@ -222,9 +218,8 @@ class AutoSettings(RunAdvice):
 
     def _steps_of_agreement(self) -> float:
         """Steps without an exchange that an agreement takes, so that nobody waits for it; the same on every rank."""
-        assert self._link is not None
-        usual = self._usual
-        return math.inf if usual is None else self._link.latency / max(usual.total - usual.synchronising, 1e-9)
+        usual, latency = self._usual, self._measured.link.latency
+        return math.inf if usual is None else latency / max(usual.total - usual.synchronising, 1e-9)
 
     def _mark_end_of_warmup(self, strategy: Any) -> None:
         """Steps of the warm-up take another time than later ones: do not compare the two."""
@@ -250,13 +245,14 @@ class AutoSettings(RunAdvice):
     def _leave_ddp(self, strategy: Any) -> None:
         """Continue with updates that make the run wait for at most a second while steps are timed."""
         longest = SPENT / WINDOW / IN_WARMUP
-        self._choose(strategy, self._measured(0.0), [], longest, "until steps without DDP have been timed")
+        self._choose(strategy, self._measured, [], longest, "until steps without DDP have been timed")
 
     def _decide(self, strategy: Any, costs: StepCosts, compute: float) -> None:
         if self._is_settled:
             self._link = measure_link(strategy.synchronizer.exchange.everyone.group, strategy.root_device)
+            self._measured = replace(self._measured, link=self._link)
             self._speeds = {}
-        measured = self._measured(compute)
+        measured = replace(self._measured, compute=compute)
         options: list[Option] = []
         if strategy.updates is None:
             options = predict_dense(measured, self.base, (strategy.config, costs.total - compute))
@@ -271,7 +267,7 @@ class AutoSettings(RunAdvice):
             configs = Given(self.base, BY_LENGTH).rungs(len(measured.layout.places), self.min_density)
             if not self._speeds:
                 everyone = strategy.synchronizer.exchange.everyone
-                self._speeds = measure_speeds(configs, self._workload, everyone.group, strategy.root_device)
+                self._speeds = measure_speeds(configs, measured.workload, everyone.group, strategy.root_device)
             options = options + predict_updates(measured, configs, self._speeds)
             chosen = choose(options, longest, self._steps)
         before, self.chosen = self.chosen, chosen
