@@ -9,7 +9,7 @@ is too short. Times follow the model of ``lightning-dct plan``.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -86,8 +86,8 @@ def dense(base: DCTConfig, value_format: ValueFormat = "fp32") -> DCTConfig:
 
 def check_left_out(base: DCTConfig) -> None:
     """Refuse settings that ``target_overhead`` chooses, with a ValueError that names them and the remedy."""
-    defaults = {one.name: getattr(DCTConfig(), one.name) for one in fields(base)}
-    given = [f"{name}={getattr(base, name)!r}" for name in CHOSEN if getattr(base, name) != defaults[name]]
+    usual = DCTConfig()
+    given = [f"{name}={getattr(base, name)!r}" for name in CHOSEN if getattr(base, name) != getattr(usual, name)]
     if given:
         raise ValueError(
             f"`target_overhead` chooses these settings itself, but they were given as {', '.join(given)}. Leave these"
