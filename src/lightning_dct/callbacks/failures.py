@@ -111,18 +111,15 @@ class SignalsAfterStep(InternalCallback):
         # SIGTERM comes last: nothing follows it, and a requeued job need not be saved twice.
         for signal_number in sorted(due, key=lambda number: number == signal.SIGTERM):
             if signal_number == signal.SIGTERM:
-                self._stop(trainer)
-            elif not self._requeued:
+                if trainer.state.fn == TrainerFn.FITTING and not self._requeued:
+                    _save(trainer)
+                end_on_sigterm(trainer)
+                raise SIGTERMException(0 if self._requeued else 128 + signal.SIGTERM)
+            if not self._requeued:
                 self._requeued = True
                 act_on_slurm_signal(trainer, signal_number)
 
     on_test_batch_end = on_predict_batch_end = _act
-
-    def _stop(self, trainer: pl.Trainer) -> None:
-        if trainer.state.fn == TrainerFn.FITTING and not self._requeued:
-            _save(trainer)
-        end_on_sigterm(trainer)
-        raise SIGTERMException(0 if self._requeued else 128 + signal.SIGTERM)
 
 
 def _steps_of(trainer: pl.Trainer) -> tuple[int, int]:

@@ -152,10 +152,9 @@ class DCTElasticStrategy(DCTStrategy):
         super().connect(model)
         trainer: Any = getattr(model, "_trainer", None)
         if trainer is not None:
-            has_ours = any(isinstance(one, ExchangeAfterBatch) for one in trainer.callbacks)
-            ours = [] if has_ours else [ExchangeAfterBatch()]
-            rest = [one for one in trainer.callbacks if not isinstance(one, RunAdvice | EvaluationJoin)]
-            trainer.callbacks[:] = [*ours, *rest]
+            others = RunAdvice | EvaluationJoin | ExchangeAfterBatch
+            rest = [one for one in trainer.callbacks if not isinstance(one, others)]
+            trainer.callbacks[:] = [ExchangeAfterBatch(), *rest]
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Set up the model, then join the others or start with them."""
