@@ -10,7 +10,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_dct.callbacks.requirements import InternalCallback
-from lightning_dct.failures.lifeline import Lifeline
 from lightning_dct.lightning_private import (
     act_on_slurm_signal,
     end_on_sigterm,
@@ -46,9 +45,8 @@ class FailureNotice(InternalCallback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Report the exception."""
         strategy: Any = trainer.strategy
-        lifeline: Lifeline | None = strategy.lifeline
-        if lifeline is not None:
-            lifeline.report(exception)
+        if strategy.lifeline is not None:
+            strategy.lifeline.report(exception)
 
 
 class SignalsAfterStep(InternalCallback):

@@ -13,7 +13,6 @@ from lightning_dct.callbacks.requirements import InternalCallback, expected_step
 from lightning_dct.compress.bucket_plan import real_numel
 from lightning_dct.config import DCTConfig
 from lightning_dct.cost.timing import MeasuredLink, measure_link
-from lightning_dct.failures.lifeline import Lifeline
 from lightning_dct.kernels import faster_kernel_missing
 from lightning_dct.law import BY_LENGTH, CAUTION, Given, RunSettings, expected_loss, steps_needed
 from lightning_dct.tables import rate_text
@@ -157,14 +156,14 @@ class RunAdvice(InternalCallback):
         strategy: Any = trainer.strategy
         self._clock.after_step(strategy.traffic)
         if perf_counter() >= self._tell_at:
-            self._tell(strategy.lifeline)
+            self._tell(strategy)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Tell the time of all steps."""
-        strategy: Any = trainer.strategy
-        self._tell(strategy.lifeline)
+        self._tell(trainer.strategy)
 
-    def _tell(self, lifeline: Lifeline | None) -> None:
+    def _tell(self, strategy: Any) -> None:
+        lifeline = strategy.lifeline
         if lifeline is None or (costs := self._clock.costs) is None:
             return
         self._tell_at = perf_counter() + TELL_EVERY_S
