@@ -135,6 +135,7 @@ class RunAdvice(InternalCallback):
     def __init__(self) -> None:
         self._clock = StepClock()
         self._link: MeasuredLink | None = None
+        self._slow: SlowRank | None = None  # the lifeline that knows it is closed when the table is made
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print notes on unfit settings, and time the link."""
@@ -148,7 +149,7 @@ class RunAdvice(InternalCallback):
         for note in notes_at_start(strategy.given, everyone.size, steps, device.type, alone, dense):
             rank_zero_info(note)
         self._clock, self._before = StepClock(), strategy.traffic.totals
-        self._tell_at, self._has_warned = 0.0, False
+        self._tell_at, self._has_warned, self._slow = 0.0, False, None
         self._link = measure_link(everyone.group, device) if everyone.size > 1 else None
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -175,6 +176,7 @@ class RunAdvice(InternalCallback):
                 f"Rank {slow.rank} slows down all others, which wait for it during {100 * slow.share_of_step:.0f}% of a"
                 " step. Look at its data loader, its device, and at what else runs on its host."
             )
+        self._slow = slow
 
     def on_validation_end(self, *_: Any, **__: Any) -> None:
         """Leave validations and checkpoints out of the time of steps."""
@@ -191,8 +193,7 @@ class RunAdvice(InternalCallback):
         names = strategy.synchronizer.parameter_names
         dense = self._link.all_reduce_seconds(FP32_BYTES * sum(real_numel(p) for p in names if p.requires_grad))
         time = time_of_step(costs, dense, self._link, strategy.dense_rival)
-        rows = [("time of a step", time)]
-        slow = None if strategy.lifeline is None else slowest_rank(strategy.lifeline.paces)
+        rows, slow = [("time of a step", time)], self._slow
         if slow is not None and slow.share_of_step > MUCH:
             told = f"rank {slow.rank}: {100 * slow.share_of_waiting:.0f}% of the others' waiting is for it"
             rows.append(("slowest rank", f"{told}, {100 * slow.share_of_step:.0f}% of a step"))
