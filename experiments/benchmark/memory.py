@@ -68,7 +68,7 @@ def num_bytes(state: Any) -> int:
 def train(name: str, layers: int, width: int) -> dict[str, int]:
     """One rank: bytes of the peak beyond what there was before, and of what is remembered."""
     seed_everything(0, verbose=False)
-    measure_speed(DCTConfig(density=0.3), [20_000], seconds=0.0)
+    measure_speed(DCTConfig(density=0.3), [20_000], 0.0, torch.device("cpu"))
     strategy, before = STRATEGIES[name](), peak()
     place: dict[str, Any] = {"accelerator": "cpu", "devices": RANKS_PER_NODE, "num_nodes": NODES}
     rows = torch.randn(NODES * RANKS_PER_NODE * STEPS * ROWS, width)

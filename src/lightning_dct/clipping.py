@@ -56,7 +56,6 @@ def clip_grad_norm(
         The norm before clipping, a scalar of fp32; the same on every rank.
     """
     own, shared = list(own), list(shared)
-    own_gradients, shared_gradients = _gradients_of(own), _gradients_of(shared)
     # A collective needs the same kind of device on all ranks, including ranks without gradients. Parameters of other
     # pipeline stages are on the meta device.
     devices = (parameter.device for parameter in own + shared)
@@ -64,24 +63,19 @@ def clip_grad_norm(
     some_device = min(supported, key=lambda device: device.type != "cpu")
     device = next((device for device in devices if device.type != "meta"), some_device)
     # In fp64, so that the sum hardly depends on the distribution of parameters over ranks.
-    squares = _sum_of_squares(own_gradients, device)
+    squares = _sum_of_squares(own, device)
     if group is not None:
         dist.all_reduce(squares, group=group)
-    norm = (squares + _sum_of_squares(shared_gradients, device)).sqrt().to(torch.float32)
-    # Without a branch, which would wait for a GPU, as in torch.nn.utils.clip_grad_norm_.
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in own_gradients + shared_gradients:
-        gradient.mul_(factor.to(gradient.device, gradient.dtype))
+    norm = (squares + _sum_of_squares(shared, device)).sqrt().to(torch.float32)
+    # In a loop, because sparse gradients have no `foreach`.
+    torch.nn.utils.clip_grads_with_norm_(own + shared, max_norm, norm, foreach=False)
     return norm
 
 
-def _gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-
-def _sum_of_squares(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
+def _sum_of_squares(parameters: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The squares of all gradients, in fp64."""
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for gradient in gradients:
+    for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
         # A sparse gradient may contain a row twice; only their sum has the right norm.
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
         values = torch.view_as_real(values) if values.is_complex() else values

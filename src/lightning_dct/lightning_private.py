@@ -46,19 +46,19 @@ __all__ = [
 _AGREEMENT = "_broadcast_sigterm_tensor"
 
 
-def handle_signals(trainer: pl.Trainer, handler: Callable[[int, Any], None]) -> None:
-    """Have Lightning register this handler instead of its own; it removes it when the run ends."""
+def handle_signals(trainer: pl.Trainer, handler: Callable[[int, Any], None], are_carried: bool) -> None:
+    """Have Lightning register this handler instead of its own; it removes it when the run ends.
+
+    If lifelines carry signals, Lightning broadcasts nothing before a batch.
+    """
     connector: Any = trainer._signal_connector
     connector._sigterm_notifier_fn = connector._slurm_sigusr_handler_fn = handler
-
-
-def drop_agreement_on_signals(trainer: pl.Trainer) -> None:
-    """Have Lightning broadcast nothing before a batch."""
-    setattr(trainer.fit_loop.epoch_loop, _AGREEMENT, _is_not_needed)
+    if are_carried:
+        setattr(trainer.fit_loop.epoch_loop, _AGREEMENT, _is_not_needed)
 
 
 def restore_agreement_on_signals(trainer: pl.Trainer) -> None:
-    """Undo :func:`drop_agreement_on_signals`."""
+    """Have Lightning broadcast again."""
     trainer.fit_loop.epoch_loop.__dict__.pop(_AGREEMENT, None)
 
 

@@ -46,15 +46,3 @@ def plain_table(rows: Sequence[Sequence[str]]) -> str:
         return "  ".join([row[0].ljust(widths[0]), *cells[1:]])
 
     return "\n".join(map(line, rows))
-
-
-def fact_table(facts: Sequence[tuple[str, str]]) -> str:
-    """A line for each name and what is said of it, which may be a sentence.
-
-    Example:
-        >>> print(fact_table([("bytes sent", "10 B"), ("verdict", "all is well")]))
-        bytes sent  10 B
-        verdict     all is well
-    """
-    width = max(len(name) for name, _ in facts)
-    return "\n".join(f"{name.ljust(width)}  {fact}" for name, fact in facts)

@@ -30,7 +30,7 @@ GRADIENTS = DCTConfig(compress="gradients", density=0.03)
 DENSE = DCTConfig(compress="gradients", density=1.0)
 UPDATES = DCTConfig(local_steps=8, density=0.2)
 # 1 Gbit/s from each of two ranks: 8 ns a byte of the tensor.
-LINK = MeasuredLink(world_size=2, num_bytes=1_000_000, seconds=0.01, seconds_per_byte=8e-9)
+LINK = MeasuredLink(world_size=2, latency=0.002, seconds_per_byte=8e-9)
 
 
 @pytest.fixture
@@ -138,13 +138,13 @@ def test_the_end_says_which_setting_would_be_better(
 def test_the_end_says_what_ddp_would_have_taken() -> None:
     """By hand: 100 ms less 12 is what training takes, DDP adds at most the 18 ms of its all-reduce."""
     costs = StepCosts(0.1, 0.01, 0.002)
-    line = time_of_step(costs, 0.018, LINK)
+    line = time_of_step(costs, 0.018, LINK, "DDP")
     assert line.startswith("100 ms: 10 ms compressing, 2 ms waiting; with DDP 88 ms to 106 ms on the link")
     assert line.endswith("as timed at the start (1 Gbit/s)")
     # Where the all-reduce is longer than all else, backward cannot hide it.
     assert "; with HSDP 1,000 ms to 1,088 ms on the link" in time_of_step(costs, 1.0, LINK, "HSDP")
-    assert "; with DDP 88 ms on the link" in time_of_step(costs, 1e-5, LINK)
-    assert time_of_step(StepCosts(0.1, 0.0, 2e-5), 0.1, LINK).startswith(
+    assert "; with DDP 88 ms on the link" in time_of_step(costs, 1e-5, LINK, "DDP")
+    assert time_of_step(StepCosts(0.1, 0.0, 2e-5), 0.1, LINK, "DDP").startswith(
         "100 ms: under 0.1 ms compressing, under 0.1 ms waiting;"
     )
 
@@ -171,10 +171,10 @@ def test_the_slowest_rank_is_the_one_that_waits_least(paces: dict, slow: SlowRan
 
 
 def test_a_link_whose_rate_does_not_show_has_none() -> None:
-    link = MeasuredLink(2, 1_000_000, 0.001, 0.0)
+    link = MeasuredLink(2, 0.001, 0.0)
     assert link.bits_per_second is None
     assert link.all_reduce_seconds(5_000_000) == 0.001
-    assert time_of_step(StepCosts(0.1, 0.01, 0.002), 0.001, link).endswith("on the link as timed at the start")
+    assert time_of_step(StepCosts(0.1, 0.01, 0.002), 0.001, link, "DDP").endswith("on the link as timed at the start")
     assert LINK.all_reduce_seconds(0) == pytest.approx(0.002)
 
 

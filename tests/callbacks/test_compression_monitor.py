@@ -39,6 +39,7 @@ class FakeTrainer(SimpleNamespace):
         super().__init__(
             strategy=SimpleNamespace(traffic=traffic, **strategy),
             is_global_zero=True,
+            global_step=0,
             world_size=2,
             callbacks=[],
             loggers=[Recorder(), Recorder()],

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from lightning.pytorch.demos import LightningTransformer
 
 from lightning_dct import DCTConfig
@@ -198,11 +199,11 @@ def misuse(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_speed_is_measured() -> None:
-    speed = measure_speed(DCTConfig(density=0.05, value_format="bf16"), [20_000], seconds=0.0)
+    speed = measure_speed(DCTConfig(density=0.05, value_format="bf16"), [20_000], 0.0, torch.device("cpu"))
     assert speed.compress > 0
     assert min(speed.clear, speed.add) >= 0
     assert "20,000 entries" in speed.how
-    dense = measure_speed(DCTConfig(density=1.0, value_format="bf16"), [20_000], seconds=0.0)
+    dense = measure_speed(DCTConfig(density=1.0, value_format="bf16"), [20_000], 0.0, torch.device("cpu"))
     assert dense.seconds("all_gather", 20_000, 2, 1) == 0
 
 

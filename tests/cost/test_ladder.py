@@ -17,17 +17,18 @@ from lightning_dct.cost.auto import (
     describe,
     predict_dense,
     predict_updates,
-    rungs,
+    reason,
     table_of,
 )
 from lightning_dct.cost.forecast import layout_of
 from lightning_dct.cost.timing import MeasuredLink, Speed
 from lightning_dct.cost.workload import one_tensor
 from lightning_dct.exchange.factory import NodeLayout
-from lightning_dct.law import steps_needed
+from lightning_dct.law import BY_LENGTH, Given, steps_needed
 
 BASE = DCTConfig()
-LADDER = [dense(BASE), dense(BASE, "bf16"), *rungs(BASE, 2)]
+UPDATES = Given(BASE, BY_LENGTH)
+LADDER = [dense(BASE), dense(BASE, "bf16"), *UPDATES.rungs(2)]
 SECONDS = st.floats(1e-6, 1e3)
 
 
@@ -41,41 +42,42 @@ def test_the_choice_is_the_first_that_is_short_enough_and_its_run_is_long_enough
     seconds: list[float], longest: float, steps: float
 ) -> None:
     options = options_of(seconds)
-    choice = choose(options, longest, steps)
+    chosen = choose(options, longest, steps)
     allowed = [option for option in options if option.steps_needed <= steps]
-    assert choice.option in allowed
-    place = allowed.index(choice.option)
-    assert choice.is_within == (choice.option.seconds <= longest)
-    if place and choice.is_within:
+    assert chosen in allowed
+    place = allowed.index(chosen)
+    if place and chosen.seconds <= longest:
         assert all(option.seconds > longest for option in allowed[:place])
     elif place:
-        assert all(longest < choice.option.seconds <= option.seconds for option in allowed)
-    assert place == 0 or options[0].seconds > ALIKE * choice.option.seconds
-    assert choice.is_shortest <= (len(allowed) < len(options))
+        assert all(longest < chosen.seconds <= option.seconds for option in allowed)
+    assert place == 0 or options[0].seconds > ALIKE * chosen.seconds
+    told = reason(chosen, options, longest, steps)
+    assert ("none is within" in told or "but exceeds" in told) == (chosen.seconds > longest)
+    assert ("too short for the others" in told) == (chosen.seconds > longest and len(allowed) < len(options))
 
 
 def test_plain_ddp_is_not_left_for_a_step_that_is_hardly_shorter() -> None:
     """As a run predicted it: 45.1 ms in bf16, against 47.4; the step in bf16 took 52.1."""
-    assert choose(options_of([0.0474, 0.0451]), 0.0452, 1000).option.is_lossless
-    assert choose(options_of([0.0474, 0.0451]), 0.04, 1000).option.is_lossless
-    assert choose(options_of([0.0474, 0.0430]), 0.04, 1000).option.config.averages_in_bf16
+    assert choose(options_of([0.0474, 0.0451]), 0.0452, 1000).is_lossless
+    assert choose(options_of([0.0474, 0.0451]), 0.04, 1000).is_lossless
+    assert choose(options_of([0.0474, 0.0430]), 0.04, 1000).config.averages_in_bf16
 
 
 @given(st.lists(SECONDS, min_size=len(LADDER), max_size=len(LADDER)), SECONDS, SECONDS)
 def test_who_may_take_longer_loses_no_more(seconds: list[float], one: float, other: float) -> None:
     options, (shorter, longer) = options_of(sorted(seconds, reverse=True)), sorted([one, other])
-    places = [options.index(choose(options, longest, 10**9).option) for longest in (longer, shorter)]
+    places = [options.index(choose(options, longest, 10**9)) for longest in (longer, shorter)]
     assert places[0] <= places[1]
 
 
 def test_rungs_lose_ever_more_and_a_lower_bound_holds() -> None:
     for least in (0.0, 0.15, 0.5, 1.0):
         for ranks in (2, 4, 8):
-            found = rungs(BASE, ranks, least)
+            found = UPDATES.rungs(ranks, least)
             needed = [steps_needed(config, ranks) for config in found]
             assert needed == sorted(set(needed))
             assert min(config.density for config in found) >= least
-    assert rungs(DCTConfig(warmup_steps=7, exchange="sharded"), 2)[0].warmup_steps == 7
+    assert Given(DCTConfig(warmup_steps=7, exchange="sharded"), BY_LENGTH).rungs(2)[0].warmup_steps == 7
     assert dense(DCTConfig(kernel="torch", residual_decay=0.9)).kernel == "torch"
 
 
@@ -85,7 +87,7 @@ def measured(layout: NodeLayout, **link: float) -> Measured:
 
 def test_predictions_by_hand() -> None:
     """2 hosts, 4 MB of gradients, 4 ns a byte and 10 ms for an empty all-reduce: 26 ms, and 18 in bf16."""
-    run = measured(layout_of(2, 2), num_bytes=1_000_000, seconds=0.014, seconds_per_byte=4e-9)
+    run = measured(layout_of(2, 2), latency=0.01, seconds_per_byte=4e-9)
     whole, half = predict_dense(run, BASE)
     assert (whole.seconds, half.seconds) == pytest.approx((0.126, 0.118))
     assert (whole.num_bytes, half.num_bytes) == (4_000_000, 2_000_000)
@@ -96,7 +98,7 @@ def test_predictions_by_hand() -> None:
     whole, half = predict_dense(run, BASE, (dense(BASE), 0.06))
     assert (whole.seconds, half.seconds) == pytest.approx((0.16, 0.152))
     speed = Speed(compress=1e-9, clear=2e-9, add=1e-9, how="", move=5e-9)
-    (every, eighth) = predict_updates(run, [rungs(BASE, 4)[0], BASE], {0.3: speed})
+    (every, eighth) = predict_updates(run, [UPDATES.rungs(4)[0], BASE], {0.3: speed})
     # 10 ms of work, one message's way, and 8 bits of each byte at the rate of 4 bits in 4 ns a byte and rank.
     exchange = 0.010 + 0.005 + every.num_bytes * 4e-9
     assert every.seconds == pytest.approx(0.1 + exchange)
@@ -105,13 +107,13 @@ def test_predictions_by_hand() -> None:
     assert len(heads) == len(rows[0])
     assert rows[0][1] == "160.0"
     assert rows[1][-1] == "taken"
-    assert table_of([eighth], rungs(BASE, 4)[0], eighth.steps_needed - 1)[1][-1] == "this run is too short"
+    assert table_of([eighth], UPDATES.rungs(4)[0], eighth.steps_needed - 1)[1][-1] == "this run is too short"
 
 
 def test_every_rung_sends_less() -> None:
     for hosts in (2, 3, 4):
-        run = measured(layout_of(hosts, hosts), num_bytes=1, seconds=0.01, seconds_per_byte=1e-9)
-        configs = rungs(BASE, hosts)
+        run = measured(layout_of(hosts, hosts), latency=0.01, seconds_per_byte=1e-9)
+        configs = UPDATES.rungs(hosts)
         speeds = {config.density: Speed(1e-9, 1e-10, 1e-11, "") for config in configs}
         sent = [option.num_bytes for option in predict_updates(run, configs, speeds)]
         assert sent == sorted(set(sent), reverse=True)

@@ -48,7 +48,7 @@ def look(settings: dict[str, Any], batches: int) -> Any:
 
 def recommend() -> str:
     """The end of a recommender's run, on a link on which nothing takes any time."""
-    link = MeasuredLink(2, 1000, 1e-9, 0.0)
+    link = MeasuredLink(2, 1e-9, 0.0)
     with patch.object(run_advice, "measure_link", lambda *_: link), heard() as (printed, _):
         trainer_for(DCTStrategy()).fit(Hybrid(EVERYTHING), batches(30))
     return printed.getvalue()
@@ -88,18 +88,16 @@ def alone() -> list[str]:
     return told
 
 
-def measured() -> tuple[float, float, int]:
-    link = measure_link(dist.group.WORLD, torch.device("cpu"))
-    return link.seconds, link.seconds_per_byte, link.num_bytes
+def measured() -> MeasuredLink:
+    return measure_link(dist.group.WORLD, torch.device("cpu"))
 
 
 def test_all_ranks_find_the_same_link(ranks: Any) -> None:
     """Oracle: the slowest rank's time counts, so that all of them stop at the same size."""
     one, other = ranks(2).run(measured)
     assert one == other
-    assert one[0] > 0
-    assert one[1] >= 0
-    assert one[2] in SIZES[1:]
+    assert min(one.latency, one.seconds_per_byte) >= 0
+    assert one.all_reduce_seconds(SIZES[1]) > 0
 
 
 def test_a_run_is_told_once_at_the_start_and_once_at_the_end(ranks: Any) -> None:

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from lightning_dct.config import DCTConfig
-from lightning_dct.elastic.elastic_updates import ElasticUpdates, Header, gathering
+from lightning_dct.elastic.elastic_updates import ElasticUpdates, Header
+from lightning_dct.exchange.collectives import Link
+from lightning_dct.exchange.compressed import AllGather
 from lightning_dct.traffic import Traffic
 
 
@@ -44,7 +46,8 @@ def rank_of(values: torch.Tensor, **settings: Any) -> tuple[ElasticUpdates, Pret
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     config = DCTConfig(local_steps=1, warmup_steps=0, kernel="torch", **settings)
     present = Pretended()
-    exchange = gathering(present, 4, Traffic())  # type: ignore[arg-type]
+    exchange = AllGather(Link(present, Traffic()))  # type: ignore[arg-type]
+    exchange.link_traversals = 4.0
     every = (dict), (lambda: [optimizer]), (lambda: [parameter])
     updates = ElasticUpdates(config, {parameter: "w"}, exchange, *every, rank=0)
     return updates, present, parameter, optimizer
@@ -87,8 +90,8 @@ def test_a_rank_that_is_behind_keeps_what_the_others_have_not_added(gradient: to
     train_and_meet(updates, parameter, optimizer, gradient)
     sent = gradient.abs() >= gradient.abs()[parameter.data != 0].topk(100).values[-1]
     theirs = torch.randn(400)
-    given = {"step": 3, "commits": [(0, 1 if added else 9)], "history": 7, "buffers": {}}
-    updates.catch_up(given, {"w": theirs})
+    given = {"step": 3, "commits": [(0, 1 if added else 9)], "history": 7, "buffers": {}, "shared": {"w": theirs}}
+    updates.catch_up(given)
     kept = torch.where(sent, 0.0, -gradient) if added else -gradient
     torch.testing.assert_close(parameter.data, theirs + kept)
     assert torch.equal(updates.weights.shared("w"), theirs)
@@ -104,7 +107,8 @@ def test_a_rank_that_has_missed_too_much_starts_with_nothing_held_back(gradient:
     present.commits = False
     train_and_meet(updates, parameter, optimizer, gradient)
     theirs = torch.randn(400)
-    updates.catch_up({"step": 300, "commits": [(200, 5)], "history": 7, "buffers": {}}, {"w": theirs})
+    given = {"step": 300, "commits": [(200, 5)], "history": 7, "buffers": {}, "shared": {"w": theirs}}
+    updates.catch_up(given)
     assert torch.equal(parameter.data, theirs)
 
 

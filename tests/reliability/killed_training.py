@@ -60,8 +60,8 @@ def signal_itself(number: int, lifeline: Lifeline) -> None:
     They train for a few milliseconds: on a busy machine the lifelines' threads might wake up when all is over.
     """
     os.kill(os.getpid(), number)
-    points = lifeline._stop_points
-    while number not in points._asked and not any(number in due for due in list(points._due.values())):
+    course = lifeline._course
+    while number not in course._signals and not any(number in due for due in list(course._due.values())):
         time.sleep(0.001)
 
 

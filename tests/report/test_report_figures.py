@@ -10,7 +10,7 @@ import pytest
 
 from lightning_dct.report.charts import MOST_POINTS, chart, lines_of, make_sections
 from lightning_dct.report.find_runs import read_all
-from lightning_dct.report.page import baseline_of, comparison_table, totals_table
+from lightning_dct.report.page import baseline_of, tables_of
 from lightning_dct.report.quality import find_quality, find_training_loss, higher_is_better
 from lightning_dct.report.run import Run, counter_at
 from made_up_runs import rows_of, write_csv
@@ -56,7 +56,7 @@ def test_every_logged_kind_has_its_chart_and_says_which_runs_are_not_in_it(runs)
 
 
 def test_totals_are_those_of_the_log(runs):
-    dct, split, plain = cells(totals_table(runs, "val/loss"))
+    dct, split, plain = cells(tables_of(runs, runs[0], "val/loss")["Totals"])
     assert dct == {
         "val/loss, best": "2.05 at 59", "the same on test": "1.5", "steps": "60", "dense fp32 bytes": "480.00 kB",
         "inside the model: sent": "-", "ratio there": "-", "ms compressing, median": "2", "time, min:s": "0:30",
@@ -81,7 +81,7 @@ def test_runs_are_compared_with_plain_ddp(tmp_path):
     runs = read_all([str(tmp_path)]).runs
     baseline = baseline_of(runs)
     assert baseline.name == "c"
-    same, more, ddp = cells(comparison_table(runs, baseline, "val/loss"))
+    same, more, ddp = cells(tables_of(runs, baseline, "val/loss")["Comparison"])
     assert same == {
         "strategy": "dct", "ranks": "2", "val/loss, last": "2.05", "against c": "+0.0%", "bytes sent": "60.00 kB",
         "ratio": "8.0x", "ms a step": "500", "time to the val/loss of c, min:s": "0:30",
@@ -90,14 +90,14 @@ def test_runs_are_compared_with_plain_ddp(tmp_path):
     assert (ddp["strategy"], ddp["against c"], ddp["ratio"]) == ("DDPStrategy", "the baseline", "1.0x")
     assert baseline_of(runs[:2]).name == "a"
     # One run is compared with nothing.
-    assert cells(comparison_table(runs[:1], runs[0], "val/loss"))[0].keys() == same.keys() - {
+    assert cells(tables_of(runs[:1], runs[0], "val/loss")["Comparison"])[0].keys() == same.keys() - {
         "against c", "time to the val/loss of c, min:s"
     }  # fmt: skip
 
 
 def test_an_auc_is_compared_by_its_difference(tmp_path):
     one, other = (of(tmp_path, val__auc={9: auc}, dct__seconds={9: 1.0}) for auc in (0.74, 0.743))
-    assert cells(comparison_table([one, other], one, "val/auc"))[1]["against run"] == "+0.0030"
+    assert cells(tables_of([one, other], one, "val/auc")["Comparison"])[1]["against run"] == "+0.0030"
 
 
 def test_shares_are_read_as_people_write_them(runs):
@@ -157,7 +157,7 @@ def test_the_quality_metric_is_found():
 def test_a_time_that_is_not_finite_is_unknown(tmp_path, seconds):
     run = of(tmp_path, val__loss={9: 2.0}, dct__seconds={9: seconds})
     for one in (run, replace(run, seconds=seconds)):
-        (row,) = cells(totals_table([one], "val/loss"))
+        (row,) = cells(tables_of([one], one, "val/loss")["Totals"])
         assert row["val/loss, best"] == "2 at 9"
         assert "time, min:s" not in row
 

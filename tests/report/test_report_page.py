@@ -146,7 +146,7 @@ def test_a_missing_extra_is_named(tmp_path, capsys, monkeypatch):
     for module in ("page", "charts"):
         monkeypatch.delitem(sys.modules, f"lightning_dct.report.{module}", raising=False)
     assert main(["report", str(tmp_path)]) == 1
-    assert "matplotlib: pip install '.[experiments]' in a clone of lightning_dct" in capsys.readouterr().err
+    assert "'matplotlib' is missing: pip install '.[experiments]' in a clone" in capsys.readouterr().err
 
 
 def test_a_page_replaces_a_page_and_nothing_else(tmp_path, capsys):
@@ -158,7 +158,7 @@ def test_a_page_replaces_a_page_and_nothing_else(tmp_path, capsys):
     for output in (log, run, log / "report.html"):
         assert main(["report", str(run), "--output", str(output)]) == 1
         complaint = capsys.readouterr().err
-        assert complaint.startswith(f"--output {output}: ")
+        assert complaint.startswith(f"lightning-dct report: --output {output}: ")
         assert complaint.count("\n") == 1
     assert log.read_bytes() == before
     for _ in range(2):

@@ -21,12 +21,13 @@ from lightning_dct.cost.auto import (
     measure_speeds,
     predict_dense,
     predict_updates,
-    rungs,
+    reason,
     table_of,
 )
 from lightning_dct.cost.timing import Speed, find_slowest, measure_link
-from lightning_dct.cost.workload import Workload, workload_of
-from lightning_dct.exchange.factory import NodeLayout, find_layout
+from lightning_dct.cost.workload import workload_of
+from lightning_dct.exchange.factory import find_layout
+from lightning_dct.law import BY_LENGTH, Given
 from lightning_dct.tables import plain_table
 
 WINDOW = 10
@@ -76,10 +77,17 @@ class AutoSettings(RunAdvice):
         self._is_settled = False
         self._world_size = 0
         self._is_resumed = False
-        self._is_first_window = True  # of DDP's steps
+        self._forget()
+
+    def _forget(self) -> None:
+        self._window = StepClock(skipped=1, fewest=1)
+        self._usual: StepCosts | None = None
         # An agreement on the costs of the last window that is under way.
         self._agreed_later: Callable[[], tuple[StepCosts, float, float]] | None = None
-        self._forget()
+        self._speeds: dict[float, Speed] = {}  # of compressing, by density
+        self._changed, self._patience = 0, PATIENCE
+        self._was_warm = True
+        self._is_first_window = True  # of DDP's steps
 
     @property
     def settings(self) -> DCTConfig:
@@ -106,14 +114,14 @@ class AutoSettings(RunAdvice):
             return
         strategy: Any = trainer.strategy
         place = strategy.node_rank, strategy.local_rank
-        self._layout: NodeLayout = find_layout(place, strategy.synchronizer.exchange.everyone.group)
-        self._workload: Workload = workload_of(pl_module)
+        layout = find_layout(place, strategy.synchronizer.exchange.everyone.group)
+        self._measured = Measured(0.0, self._link, layout, workload_of(pl_module))  # before any step
         # Others may have more data or less.
         self._steps = strategy.broadcast(expected_steps(trainer))
         self._is_settled &= self._world_size == trainer.world_size
         self._world_size = trainer.world_size
         # DDP's first step is not timed, so a decision about it takes two.
-        if self.chosen is None and 2 * self._measured(0.0).all_reduce_seconds(strategy.config) > SPENT:
+        if self.chosen is None and 2 * self._measured.all_reduce_seconds(strategy.config) > SPENT:
             self._leave_ddp(strategy)
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -189,22 +197,9 @@ class AutoSettings(RunAdvice):
         self.decisions = list(state_dict["decisions"])
         self._is_resumed = True
 
-    def _forget(self) -> None:
-        self._window = StepClock(skipped=1, fewest=1)
-        self._usual: StepCosts | None = None
-        self._agreed_later = None
-        self._speeds: dict[float, Speed] = {}  # of compressing, by density
-        self._changed, self._patience = 0, PATIENCE
-        self._was_warm = True
-        self._is_first_window = True
-
     def _pause(self) -> None:
         super()._pause()
         self._window.pause()
-
-    def _measured(self, compute: float) -> Measured:
-        assert self._link is not None
-        return Measured(compute, self._link, self._layout, self._workload)
 
     def _agree(self, strategy: Any) -> Callable[[], tuple[StepCosts, float, float]]:
         """Start to find the slowest rank's costs of a step, compute and waits; the result waits for them."""
@@ -223,9 +218,8 @@ class AutoSettings(RunAdvice):
 
     def _steps_of_agreement(self) -> float:
         """Steps without an exchange that an agreement takes, so that nobody waits for it; the same on every rank."""
-        assert self._link is not None
-        usual = self._usual
-        return math.inf if usual is None else self._link.latency / max(usual.total - usual.synchronising, 1e-9)
+        usual, latency = self._usual, self._measured.link.latency
+        return math.inf if usual is None else latency / max(usual.total - usual.synchronising, 1e-9)
 
     def _mark_end_of_warmup(self, strategy: Any) -> None:
         """Steps of the warm-up take another time than later ones: do not compare the two."""
@@ -251,13 +245,14 @@ class AutoSettings(RunAdvice):
     def _leave_ddp(self, strategy: Any) -> None:
         """Continue with updates that make the run wait for at most a second while steps are timed."""
         longest = SPENT / WINDOW / IN_WARMUP
-        self._choose(strategy, self._measured(0.0), [], longest, "until steps without DDP have been timed")
+        self._choose(strategy, self._measured, [], longest, "until steps without DDP have been timed")
 
     def _decide(self, strategy: Any, costs: StepCosts, compute: float) -> None:
         if self._is_settled:
             self._link = measure_link(strategy.synchronizer.exchange.everyone.group, strategy.root_device)
+            self._measured = replace(self._measured, link=self._link)
             self._speeds = {}
-        measured = self._measured(compute)
+        measured = replace(self._measured, compute=compute)
         options: list[Option] = []
         if strategy.updates is None:
             options = predict_dense(measured, self.base, (strategy.config, costs.total - compute))
@@ -267,25 +262,26 @@ class AutoSettings(RunAdvice):
         self._is_settled = True
 
     def _choose(self, strategy: Any, measured: Measured, options: list[Option], longest: float, why: str) -> None:
-        choice = choose(options, longest, self._steps) if options else None
-        if choice is None or not choice.is_within:
-            configs = rungs(self.base, len(measured.layout.places), self.min_density)
+        chosen = choose(options, longest, self._steps) if options else None
+        if chosen is None or chosen.seconds > longest:
+            configs = Given(self.base, BY_LENGTH).rungs(len(measured.layout.places), self.min_density)
             if not self._speeds:
                 everyone = strategy.synchronizer.exchange.everyone
-                self._speeds = measure_speeds(configs, self._workload, everyone.group, strategy.root_device)
+                self._speeds = measure_speeds(configs, measured.workload, everyone.group, strategy.root_device)
             options = options + predict_updates(measured, configs, self._speeds)
-            choice = choose(options, longest, self._steps)
-        before, self.chosen = self.chosen, choice.option
-        decision = f"After {strategy.traffic.totals.steps:,} steps DCTStrategy {choice.reason(longest)} ({why})."
+            chosen = choose(options, longest, self._steps)
+        before, self.chosen = self.chosen, chosen
+        taken = reason(chosen, options, longest, self._steps)
+        decision = f"After {strategy.traffic.totals.steps:,} steps DCTStrategy {taken} ({why})."
         self.decisions.append(decision)
         # Once, when a step without synchronisation has been timed: what comes before is an estimate, and what comes
         # after differs little.
         is_first = measured.compute > 0 and not self._is_settled
-        table = f"\n{plain_table(table_of(options, choice.option.config, self._steps))}" if is_first else ""
+        table = f"\n{plain_table(table_of(options, chosen.config, self._steps))}" if is_first else ""
         rank_zero_info(f"{decision}{table}")
-        is_new = before is None or before.config != choice.option.config
-        if strategy.config != choice.option.config:
-            strategy.change_settings(choice.option.config)
+        is_new = before is None or before.config != chosen.config
+        if strategy.config != chosen.config:
+            strategy.change_settings(chosen.config)
         # If measuring again changed nothing, be more patient, but little: a link that falls must be seen soon.
         self._patience = PATIENCE if is_new else PATIENCE + 1
         self._usual, self._changed = None, 0

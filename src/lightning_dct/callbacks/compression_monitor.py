@@ -25,7 +25,7 @@ from lightning_dct.compress.bucket_plan import local_of, real_numel
 from lightning_dct.config import check_integer
 from lightning_dct.lightning_private import is_logged, logged_step
 from lightning_dct.metrics import CompressionRatio
-from lightning_dct.tables import fact_table, format_bytes
+from lightning_dct.tables import format_bytes
 from lightning_dct.traffic import FP32_BYTES, Traffic, TrafficTotals, all_reduce_bytes
 
 
@@ -69,12 +69,8 @@ class CompressionMonitor(pl.Callback):
     def __init__(self, tensors_every_n_steps: int = 500) -> None:
         check_integer("CompressionMonitor(tensors_every_n_steps)", tensors_every_n_steps, minimum=0)
         self.tensors_every_n_steps = tensors_every_n_steps
-        self._next_tensors_at = 0
         self._at_fit_start: dict[str, TrafficTotals] = {}
-        self._at_last_log: dict[str, TrafficTotals] = {}
-        self._steps_before = 0
-        self._of_ddp: Traffic | None = None
-        self._bytes_of_ddp = self._stepped = 0
+        self._bytes_of_ddp: int | None = None  # in a step
         self._seconds, self._since = 0.0, perf_counter()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -88,16 +84,14 @@ class CompressionMonitor(pl.Callback):
                 elif isinstance(logger, CSVLogger):
                     logger.log_hyperparams({CONFIG_KEY: settings_of(trainer)})
         strategy = trainer.strategy
-        is_ddp = type(strategy) is DDPStrategy and strategy._ddp_comm_hook is None
-        self._of_ddp = Traffic() if is_ddp else None
-        if is_ddp:
+        self._bytes_of_ddp, self._began_at = None, trainer.global_step
+        if type(strategy) is DDPStrategy and strategy._ddp_comm_hook is None:
             entries = sum(real_numel(parameter) for parameter in pl_module.parameters() if parameter.requires_grad)
             self._bytes_of_ddp = all_reduce_bytes(FP32_BYTES * entries, trainer.world_size)
-            self._stepped = trainer.global_step
         totals = self._totals(trainer)
         if not totals:
             rank_zero_warn(
-                f"`CompressionMonitor` has nothing to report: {type(trainer.strategy).__name__} does not count its"
+                f"`CompressionMonitor` has nothing to report: {type(strategy).__name__} does not count its"
                 " traffic. Use `Trainer(strategy='dct')`."
             )
         else:
@@ -108,15 +102,10 @@ class CompressionMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log when the Trainer logs."""
-        if self._of_ddp is not None:
-            # Several optimizers have a backward each.
-            new, self._stepped = trainer.global_step - self._stepped, trainer.global_step
-            sent = new * self._bytes_of_ddp
-            self._of_ddp.add(steps=new, bytes_sent=sent, bytes_dense=sent)
-        traffic: Traffic | None = getattr(trainer.strategy, "traffic", self._of_ddp)
-        if traffic is None:
+        totals = self._totals(trainer)
+        if not totals:
             return
-        steps = traffic.totals.steps
+        steps = totals["dp"].steps
         synchronised, self._steps_before = steps > self._steps_before, steps
         # Each micro-batch of an optimizer step has the same logging step: log after the last one.
         if not synchronised or not trainer.is_global_zero or not is_logged(trainer):
@@ -126,15 +115,22 @@ class CompressionMonitor(pl.Callback):
             synchronizer.flush()
         totals = self._totals(trainer)
         recent = {part: now - self._at_last_log[part] for part, now in totals.items()}
-        metrics = overall_metrics(recent["dp"], recent["mp"])
-        metrics["dct/seconds"] = self._seconds + perf_counter() - self._since
-        for part, (thresholds, residual_norm) in _residuals(trainer).items():
-            if recent[part].steps:
-                metrics |= {
-                    f"dct/{part}/{key}": value
-                    for key, value in part_metrics(totals[part], recent[part], thresholds, residual_norm).items()
-                }
-        if overflows := sum(module.overflows for module in _modules_of(trainer) if isinstance(module, SplitPoint)):
+        dp, mp = recent["dp"], recent["mp"]
+        metrics = {
+            "dct/overhead_ms": 1e3 * (dp.seconds + mp.seconds) / dp.steps,
+            "dct/seconds": self._seconds + perf_counter() - self._since,
+        }
+        if sent := dp.bytes_sent + mp.bytes_sent:
+            metrics["dct/compression_ratio"] = (dp.bytes_dense + mp.bytes_dense) / sent
+        thresholds, norm = (
+            ([], None) if synchronizer is None else (synchronizer.thresholds.values(), synchronizer.norm())
+        )
+        metrics |= part_metrics("dp", totals["dp"], dp, thresholds, norm)
+        modules = _modules_of(trainer)
+        if mp.steps:
+            norm = math.hypot(*(module.residual_norm() for module in modules))
+            metrics |= part_metrics("mp", totals["mp"], mp, _thresholds_inside(modules), norm)
+        if overflows := sum(module.overflows for module in modules if isinstance(module, SplitPoint)):
             metrics["dct/mp/overflows"] = overflows
         self._at_last_log = totals
         step = logged_step(trainer)
@@ -182,18 +178,24 @@ class CompressionMonitor(pl.Callback):
             if not math.isnan(ratio):
                 tables[title].insert(2, ("of all ranks", f"{ratio:,.1f}x"))
         for title, rows in tables.items():
-            print(f"\n{title}\n{fact_table(rows)}", flush=True)
+            width = max(len(name) for name, _ in rows)
+            print(f"\n{title}", *(f"{name.ljust(width)}  {fact}" for name, fact in rows), sep="\n", flush=True)
         for logger in wandb_loggers(trainer):
             media = {**summary_media(tables), **self._tensors(trainer)}
             logger.log_metrics(media, step=logged_step(trainer))
 
     def _totals(self, trainer: pl.Trainer) -> dict[str, TrafficTotals]:
         """The totals of data parallelism ("dp") and inside the model ("mp"); empty if nothing is counted."""
-        traffic: Traffic | None = getattr(trainer.strategy, "traffic", self._of_ddp)
-        if traffic is None:
-            return {}
         inside: Traffic | None = getattr(trainer.strategy, "split_traffic", None)
-        return {"dp": traffic.totals, "mp": TrafficTotals() if inside is None else inside.totals}
+        found = {"mp": TrafficTotals() if inside is None else inside.totals}
+        if (traffic := getattr(trainer.strategy, "traffic", None)) is not None:
+            return {"dp": traffic.totals, **found}
+        if self._bytes_of_ddp is None:
+            return {}
+        # Several optimizers have a backward each.
+        steps = trainer.global_step - self._began_at
+        sent = steps * self._bytes_of_ddp
+        return {"dp": TrafficTotals(steps=steps, bytes_sent=sent, bytes_dense=sent), **found}
 
     def _tensors(self, trainer: pl.Trainer) -> dict[str, Any]:
         """Figures of every tensor, if a W&B logger takes them."""
@@ -201,19 +203,11 @@ class CompressionMonitor(pl.Callback):
             return {}
         synchronizer = getattr(trainer.strategy, "synchronizer", None)
         figures = [] if synchronizer is None else synchronizer.figures_by_tensor()
-        return tensor_media(figures, _thresholds_inside(trainer))
-
-
-def overall_metrics(dp: TrafficTotals, mp: TrafficTotals) -> dict[str, float]:
-    """The metrics of all traffic since the last log: of data parallelism, and inside the model."""
-    metrics = {"dct/overhead_ms": 1e3 * (dp.seconds + mp.seconds) / dp.steps}
-    if sent := dp.bytes_sent + mp.bytes_sent:
-        metrics["dct/compression_ratio"] = (dp.bytes_dense + mp.bytes_dense) / sent
-    return metrics
+        return tensor_media(figures, _thresholds_inside(_modules_of(trainer)))
 
 
 def part_metrics(
-    totals: TrafficTotals, recent: TrafficTotals, thresholds: list[float], residual_norm: float | None
+    part: str, totals: TrafficTotals, recent: TrafficTotals, thresholds: list[float], residual_norm: float | None
 ) -> dict[str, float]:
     """The metrics of one kind of traffic, with totals since fit began and those since the last log."""
     metrics: dict[str, float] = {"bytes_sent": totals.bytes_sent, "bytes_dense": totals.bytes_dense}
@@ -227,7 +221,7 @@ def part_metrics(
         metrics["threshold"] = statistics.median(thresholds)
     if totals.admitted_rows:
         metrics |= {"admitted_rows": totals.admitted_rows, "evicted_rows": totals.evicted_rows}
-    return metrics
+    return {f"dct/{part}/{key}": value for key, value in metrics.items()}
 
 
 def summary_rows(totals: TrafficTotals, not_sent: float | None = None) -> list[tuple[str, str]]:
@@ -263,14 +257,5 @@ def _modules_of(trainer: pl.Trainer) -> list[CompressedModule]:
     return getattr(trainer.strategy, "activation_modules", [])
 
 
-def _residuals(trainer: pl.Trainer) -> dict[str, tuple[list[float], float | None]]:
-    """Thresholds in use and norm of the residual, for both kinds of traffic."""
-    synchronizer = getattr(trainer.strategy, "synchronizer", None)
-    return {
-        "dp": ([], None) if synchronizer is None else (synchronizer.thresholds.values(), synchronizer.norm()),
-        "mp": (_thresholds_inside(trainer), math.hypot(*(m.residual_norm() for m in _modules_of(trainer)))),
-    }
-
-
-def _thresholds_inside(trainer: pl.Trainer) -> list[float]:
-    return [threshold for module in _modules_of(trainer) for threshold in module.thresholds_in_use()]
+def _thresholds_inside(modules: list[CompressedModule]) -> list[float]:
+    return [threshold for module in modules for threshold in module.thresholds_in_use()]

@@ -37,22 +37,22 @@ class SharedWeightsView(InternalCallback):
         self.on_train_batch_start = self.on_train_batch_end = self._open if reads else None
 
     def _open(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        updates: Any = getattr(trainer.strategy, "updates", None)
-        if updates is not None:
-            updates.weights.show()
+        strategy: Any = trainer.strategy
+        if strategy.updates is not None:
+            strategy.updates.weights.show()
 
     on_train_epoch_start = on_train_epoch_end = _open
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Open the view. The strategy closes it after the validation; after training it stays open."""
         strategy: Any = trainer.strategy
-        if getattr(strategy, "updates", None) is not None and strategy.is_fitting:
+        if strategy.updates is not None and strategy.is_fitting:
             strategy.updates.begin_evaluation()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Apply updates in flight, so that the final weights have them, and open the view."""
         strategy: Any = trainer.strategy
-        if getattr(strategy, "updates", None) is not None and strategy.is_fitting:
+        if strategy.updates is not None:
             strategy.updates.apply_all()
         self.on_validation_start(trainer, pl_module)
 

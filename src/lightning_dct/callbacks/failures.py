@@ -10,10 +10,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_dct.callbacks.requirements import InternalCallback
-from lightning_dct.failures.lifeline import Lifeline
 from lightning_dct.lightning_private import (
     act_on_slurm_signal,
-    drop_agreement_on_signals,
     end_on_sigterm,
     handle_signals,
     restore_agreement_on_signals,
@@ -47,9 +45,8 @@ class FailureNotice(InternalCallback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Report the exception."""
         strategy: Any = trainer.strategy
-        lifeline: Lifeline | None = strategy.lifeline
-        if lifeline is not None:
-            lifeline.report(exception)
+        if strategy.lifeline is not None:
+            strategy.lifeline.report(exception)
 
 
 class SignalsAfterStep(InternalCallback):
@@ -80,9 +77,7 @@ class SignalsAfterStep(InternalCallback):
         self._lifeline, self._received = strategy.lifeline, []
         if self._lifeline is None and trainer.world_size > 1:
             return  # ranks that cannot agree leave it to Lightning
-        handle_signals(trainer, self._record)
-        if self._lifeline is not None:
-            drop_agreement_on_signals(trainer)
+        handle_signals(trainer, self._record, are_carried=self._lifeline is not None)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Give Lightning its own agreement back."""
@@ -114,18 +109,15 @@ class SignalsAfterStep(InternalCallback):
         # SIGTERM comes last: nothing follows it, and a requeued job need not be saved twice.
         for signal_number in sorted(due, key=lambda number: number == signal.SIGTERM):
             if signal_number == signal.SIGTERM:
-                self._stop(trainer)
-            elif not self._requeued:
+                if trainer.state.fn == TrainerFn.FITTING and not self._requeued:
+                    _save(trainer)
+                end_on_sigterm(trainer)
+                raise SIGTERMException(0 if self._requeued else 128 + signal.SIGTERM)
+            if not self._requeued:
                 self._requeued = True
                 act_on_slurm_signal(trainer, signal_number)
 
     on_test_batch_end = on_predict_batch_end = _act
-
-    def _stop(self, trainer: pl.Trainer) -> None:
-        if trainer.state.fn == TrainerFn.FITTING and not self._requeued:
-            _save(trainer)
-        end_on_sigterm(trainer)
-        raise SIGTERMException(0 if self._requeued else 128 + signal.SIGTERM)
 
 
 def _steps_of(trainer: pl.Trainer) -> tuple[int, int]:

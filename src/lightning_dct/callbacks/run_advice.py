@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_dct.callbacks.requirements import InternalCallback, expected_steps, require_dct
+from lightning_dct.callbacks.requirements import InternalCallback, expected_steps
 from lightning_dct.compress.bucket_plan import real_numel
 from lightning_dct.config import DCTConfig
 from lightning_dct.cost.timing import MeasuredLink, measure_link
-from lightning_dct.failures.lifeline import Lifeline
 from lightning_dct.kernels import faster_kernel_missing
 from lightning_dct.law import BY_LENGTH, CAUTION, Given, RunSettings, expected_loss, steps_needed
 from lightning_dct.tables import rate_text
@@ -104,13 +103,7 @@ class StepClock:
 
 
 class SlowRank(NamedTuple):
-    """The slowest rank.
-
-    Attributes:
-        rank: Its number.
-        share_of_step: The part of a step in which the others wait for it alone, from 0 to 1.
-        share_of_waiting: The same as a part of all the time that the others wait.
-    """
+    """The slowest rank, and how long the others wait for it alone: as a part of a step, and of all their waiting."""
 
     rank: int
     share_of_step: float
@@ -142,17 +135,11 @@ class RunAdvice(InternalCallback):
     def __init__(self) -> None:
         self._clock = StepClock()
         self._link: MeasuredLink | None = None
-        self._before = TrafficTotals()
-        self._tell_at, self._has_warned = 0.0, False
-        self._slow: SlowRank | None = None
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse strategies that are not this package's."""
-        require_dct(trainer, self)
+        self._slow: SlowRank | None = None  # the lifeline that knows it is closed when the table is made
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print notes on unfit settings, and time the link."""
-        strategy: Any = trainer.strategy  # one of this package's, as `setup` has checked
+        strategy: Any = trainer.strategy  # one of this package's, which adds this callback
         device = strategy.root_device
         # A run that sets itself minds its length itself.
         is_set = getattr(strategy, "auto", None) is None
@@ -170,14 +157,14 @@ class RunAdvice(InternalCallback):
         strategy: Any = trainer.strategy
         self._clock.after_step(strategy.traffic)
         if perf_counter() >= self._tell_at:
-            self._tell(strategy.lifeline)
+            self._tell(strategy)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Tell the time of all steps."""
-        strategy: Any = trainer.strategy
-        self._tell(strategy.lifeline)
+        self._tell(trainer.strategy)
 
-    def _tell(self, lifeline: Lifeline | None) -> None:
+    def _tell(self, strategy: Any) -> None:
+        lifeline = strategy.lifeline
         if lifeline is None or (costs := self._clock.costs) is None:
             return
         self._tell_at = perf_counter() + TELL_EVERY_S
@@ -226,15 +213,10 @@ def dense_setting(strategy: Any) -> str:
 
 
 def notes_at_start(given: Given, ranks: int, steps: float, device_type: str, alone: str, dense: str) -> list[str]:
-    """Notes for the start of a run.
+    """Notes for the start of a run of so many ranks, or replicas, that exchange with each other.
 
-    Args:
-        given: The settings that the user has given.
-        ranks: Ranks, or replicas, that exchange with each other.
-        steps: Optimizer steps, infinite if that is not known.
-        device_type: Where the tensors are.
-        alone: What one rank is told that has nobody to send to; empty for nothing.
-        dense: What a user writes for the dense exchange.
+    ``steps`` are infinite if that is not known. ``alone`` is what one rank is told that has nobody to send to, empty
+    for nothing, and ``dense`` what a user writes for the dense exchange.
     """
     if ranks == 1:
         return [alone] if alone else []
@@ -296,14 +278,10 @@ def _settings(config: DCTConfig) -> str:
     return f"local_steps={config.local_steps}, density={config.density:g}"
 
 
-def time_of_step(costs: StepCosts, dense: float, link: MeasuredLink, rival: str = "DDP") -> str:
-    """The time of a step, and that of a step with the dense exchange.
+def time_of_step(costs: StepCosts, dense: float, link: MeasuredLink, rival: str) -> str:
+    """The time of a step, and that of a step of ``rival``, the dense exchange.
 
-    Args:
-        costs: Of a step of the run.
-        dense: Seconds of the dense all-reduce on the link; backward may hide all of it or none.
-        link: As it was timed before the run.
-        rival: The dense exchange: ``DDP``, or ``HSDP`` where replicas are sharded.
+    Its all-reduce takes ``dense`` seconds on the link, of which backward may hide all or none.
     """
     rest = costs.total - costs.synchronising
     least, most = _ms(max(rest, dense)), _ms(rest + dense)
@@ -315,15 +293,7 @@ def time_of_step(costs: StepCosts, dense: float, link: MeasuredLink, rival: str 
 
 
 def verdict(config: DCTConfig, costs: StepCosts, dense: float, device_type: str, remedy: str) -> str:
-    """The setting that would be better.
-
-    Args:
-        config: The settings.
-        costs: Of a step of the run.
-        dense: Seconds of the dense all-reduce on the link.
-        device_type: Where the tensors are.
-        remedy: What a user writes for the dense exchange.
-    """
+    """The setting that would be better; ``remedy`` is what a user writes for the dense exchange."""
     is_dense = config.compress == "gradients" and config.density == 1.0
     rarer = f"local_steps={2 * config.round_length}" if config.compress == "updates" else None
     if costs.synchronising >= dense and not is_dense:

@@ -6,7 +6,6 @@ import lightning.pytorch as pl
 
 from lightning_dct.callbacks.requirements import require_dct
 from lightning_dct.config import check_integer
-from lightning_dct.sync.synchronizer import Synchronizer
 
 
 class ThresholdRefresh(pl.Callback):
@@ -36,7 +35,7 @@ class ThresholdRefresh(pl.Callback):
     ) -> None:
         """Request a refresh when one is due; the next synchronisation performs it."""
         strategy: Any = trainer.strategy
-        synchronizer: Synchronizer = strategy.synchronizer
+        synchronizer = strategy.synchronizer
         for module in strategy.activation_modules:
             module.advance(synchronizer.synchronisations)
         if synchronizer.steps_since_refresh >= self.every_n_steps:

@@ -1,13 +1,15 @@
 """The command ``lightning-dct``: each module here is one subcommand.
 
-A module has ``add_arguments(parser)`` and ``run(arguments)``, which returns the exit status. Only the module of the
-chosen subcommand is imported: each needs other extras.
+A module has ``add_arguments(parser)`` and ``run(arguments)``, which returns the exit status. A ValueError and a missing
+package end it with a line and status 1. Only the module of the chosen subcommand is imported: each needs other extras.
 """
 
 import argparse
 import importlib
+import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_dct.__about__ import __version__
@@ -33,26 +35,37 @@ def main(words: Sequence[str] | None = None) -> int:
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
     arguments = parser.parse_args(words)
-    return int(arguments.run(arguments))
+    try:
+        return int(arguments.run(arguments))
+    except ModuleNotFoundError as error:
+        reason = f"the package {error.name!r} is missing: pip install '.[experiments]' in a clone of lightning_dct"
+    except ValueError as error:
+        reason = str(error)
+    print(f"lightning-dct {arguments.command}: {reason}", file=sys.stderr)
+    return 1
 
 
-def check_output(file: Path, beginning: bytes, kind: str) -> None:
-    """Refuse to overwrite anything but an empty file or one of the command's own: a log, a checkpoint, a folder.
+@contextmanager
+def writing(file: Path, beginning: bytes, kind: str) -> Iterator[None]:
+    """Surround the code that writes ``--output``, and have errors name that option.
 
-    Args:
-        file: What would be written.
-        beginning: What the command's own files begin with, in lower case and without white space.
-        kind: What these files are, in words.
+    Nothing is overwritten but an empty file or one of the command's own: no log, checkpoint or folder. Its own are a
+    ``kind`` of file, and have this ``beginning`` in lower case and without white space.
 
     Raises:
-        ValueError: Something else is there.
-        OSError: The file cannot be read.
+        ValueError: Something else is there, or the file cannot be read or written.
     """
-    if not file.exists():
-        return
-    if not file.is_file():
-        raise ValueError(f"{'this is a folder' if file.is_dir() else 'this cannot be replaced'}; name a file")
-    with file.open("rb") as content:
-        found = b"".join(content.read(4 * len(beginning)).split()).lower()
-        if found[: len(beginning)] != beginning and (found or content.read(1)):
-            raise ValueError(f"this file is not {kind}, and its content would be lost. Name another file, or remove it")
+    try:
+        if file.exists() and not file.is_file():
+            what = "this is a folder" if file.is_dir() else "this cannot be replaced"
+            raise ValueError(f"--output {file}: {what}; name a file")
+        with file.open("rb") if file.exists() else io.BytesIO() as content:
+            found = b"".join(content.read(4 * len(beginning)).split()).lower()
+            if found[: len(beginning)] != beginning and (found or content.read(1)):
+                raise ValueError(
+                    f"--output {file}: this file is not {kind}, and its content would be lost. Name another file, or"
+                    " remove it"
+                )
+        yield
+    except OSError as error:
+        raise ValueError(f"--output {file}: {error.strerror}") from error

@@ -2,10 +2,9 @@
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
-from lightning_dct.commands import check_output
+from lightning_dct.commands import writing
 from lightning_dct.report.workspace import BEGINNING, QUALITY, make_workspace, push, to_json
 
 
@@ -24,27 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Build the dashboard, and write it or save it in W&B."""
     entity, project, output = arguments.entity, arguments.project, arguments.output
-    try:
-        if not project:
-            raise ValueError("which W&B project? Name it with `--project`, or set WANDB_PROJECT.")
-        if output is None:
-            print(push(entity, project, arguments.name, arguments.quality))
-        else:
-            _write(output, to_json(make_workspace(entity or "", project, arguments.name, arguments.quality)))
-            print(output)
-    except ModuleNotFoundError as error:
-        reason = f"the package {error.name!r} is missing: pip install '.[experiments]' in a clone of lightning_dct"
-    except ValueError as error:
-        reason = str(error)
-    else:
+    if not project:
+        raise ValueError("which W&B project? Name it with `--project`, or set WANDB_PROJECT.")
+    if output is None:
+        print(push(entity, project, arguments.name, arguments.quality))
         return 0
-    print(f"lightning-dct dashboard: {reason}", file=sys.stderr)
-    return 1
-
-
-def _write(output: Path, text: str) -> None:
-    try:
-        check_output(output, BEGINNING, "the JSON of a dashboard")
+    text = to_json(make_workspace(entity or "", project, arguments.name, arguments.quality))
+    with writing(output, BEGINNING, "the JSON of a dashboard"):
         output.write_text(text)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--output {output}: {error.strerror if isinstance(error, OSError) else error}") from error
+    print(output)
+    return 0

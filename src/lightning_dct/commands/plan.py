@@ -19,15 +19,14 @@ import torch.distributed as dist
 from lightning_dct.callbacks.run_advice import notes_at_start
 from lightning_dct.compress.bucket_plan import real_numel
 from lightning_dct.config import VALUE_FORMATS, DCTConfig
-from lightning_dct.cost.auto import Measured, choose, measure_speeds, predict_dense, predict_updates, rungs, table_of
+from lightning_dct.cost.auto import Measured, choose, measure_speeds, predict_dense, predict_updates, table_of
 from lightning_dct.cost.bytes_sent import check_shards
-from lightning_dct.cost.forecast import Forecast, layout_of
-from lightning_dct.cost.text import describe
+from lightning_dct.cost.forecast import Forecast, describe, layout_of
 from lightning_dct.cost.timing import measure_link, measure_speed
 from lightning_dct.cost.workload import Workload, load_module, one_tensor, workload_of
 from lightning_dct.exchange.factory import find_layout
 from lightning_dct.fsdp.wrapping import units_of
-from lightning_dct.law import Given
+from lightning_dct.law import BY_LENGTH, Given
 from lightning_dct.sync.setup import parameter_names
 from lightning_dct.tables import plain_table
 
@@ -94,10 +93,11 @@ def _print_forecast(arguments: argparse.Namespace) -> None:
     replicas = world_size // (shards or 1)
     config = given.for_run(replicas, arguments.steps)
     sizes = [real_numel(workload.parameters[name]) for bucket in workload.buckets for name in bucket]
-    speed = measure_speed(config, sizes)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    speed = measure_speed(config, sizes, 1.0, device)
     print(f"A run of {arguments.steps:,} optimizer steps:")
     dense = "`strategy='ddp'`" if shards is None else "HSDP"
-    notes = notes_at_start(given, replicas, arguments.steps, "", "", dense)  # the kernel is among those of the forecast
+    notes = notes_at_start(given, replicas, arguments.steps, device.type, "", dense)
     print(describe(Forecast(config, workload, layout, arguments.link, speed, shards=shards), notes))
 
 
@@ -113,13 +113,13 @@ def _print_measured(arguments: argparse.Namespace) -> None:
     group, device = dist.distributed_c10d._get_default_group(), torch.device("cpu")
     layout = find_layout((int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"])), group)
     measured = Measured(1e-3 * arguments.compute_ms, measure_link(group, device), layout, workload)
-    configs = rungs(base, len(layout.places))
+    configs = Given(base, BY_LENGTH).rungs(len(layout.places))
     speeds = measure_speeds(configs, workload, group, device)
     options = [*predict_dense(measured, base), *predict_updates(measured, configs, speeds)]
-    choice = choose(options, (1 + arguments.target_overhead) * measured.compute, arguments.steps)
+    chosen = choose(options, (1 + arguments.target_overhead) * measured.compute, arguments.steps)
     if group.rank() == 0:
         print(f"{group.size()} ranks on {len(layout.nodes)} node(s), {workload.entries:,} parameters; {measured}.")
-        print(plain_table(table_of(options, choice.option.config, arguments.steps)))
+        print(plain_table(table_of(options, chosen.config, arguments.steps)))
         print("These times assume that backward hides nothing of DDP's all-reduce; a run measures how much it hides.")
     dist.destroy_process_group()
 

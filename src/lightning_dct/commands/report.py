@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from lightning_dct.commands import check_output
+from lightning_dct.commands import writing
 from lightning_dct.report.find_runs import read_all
 from lightning_dct.report.quality import find_quality, logged_names
 
@@ -27,41 +27,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read the runs and write the page."""
-    try:
-        from lightning_dct.report.page import make_page, write_page
-    except ModuleNotFoundError as error:
-        print(f"charts take {error.name}: pip install '.[experiments]' in a clone of lightning_dct", file=sys.stderr)
-        return 1
-    try:
-        check_output(arguments.output, b"<!doctypehtml", "an HTML page")
-    except (OSError, ValueError) as error:
-        return _refuse(arguments.output, error)
-    reading = read_all(arguments.runs)
-    for problem in reading.problems:
-        print(problem, file=sys.stderr)
-    if not reading.runs:
-        print("Nothing to show: no run could be read.", file=sys.stderr)
-        return 1
-    logged = [run.series for run in reading.runs]
-    names = logged_names(logged)
-    if arguments.metric is not None and arguments.metric not in names:
-        print(
-            f"--metric {arguments.metric}: choose one of the logged values: {', '.join(sorted(names))}",
-            file=sys.stderr,
-        )
-        return 1
-    quality = arguments.metric or find_quality(logged)
-    try:
+    # It imports matplotlib.
+    from lightning_dct.report.page import make_page, write_page
+
+    with writing(arguments.output, b"<!doctypehtml", "an HTML page"):
+        reading = read_all(arguments.runs)
+        for problem in reading.problems:
+            print(problem, file=sys.stderr)
+        if not reading.runs:
+            raise ValueError("nothing to show: no run could be read.")
+        logged = [run.series for run in reading.runs]
+        names = logged_names(logged)
+        if arguments.metric is not None and arguments.metric not in names:
+            raise ValueError(
+                f"--metric {arguments.metric}: choose one of the logged values: {', '.join(sorted(names))}"
+            )
+        quality = arguments.metric or find_quality(logged)
         write_page(arguments.output, make_page(reading, quality, arguments.title))
-    except OSError as error:
-        return _refuse(arguments.output, error)
     unknown = "none of the usual names (give --metric: " + ", ".join(sorted(names)[:9]) + ")" if names else "not logged"
     problems = f", problems: {len(reading.problems)}" if reading.problems else ""
     print(f"{arguments.output}: runs: {len(reading.runs)}, quality: {quality or unknown}{problems}")
     return 1 if reading.unreadable else 0
-
-
-def _refuse(output: Path, error: OSError | ValueError) -> int:
-    reason = error.strerror if isinstance(error, OSError) else error
-    print(f"--output {output}: {reason}", file=sys.stderr)
-    return 1

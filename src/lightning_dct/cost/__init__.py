@@ -1,10 +1,4 @@
-"""Bytes and time of a run before it starts: the code behind ``lightning-dct plan``.
-
-    workload      the tensors that are synchronised, and their buckets
-    bytes_sent    the bytes that each rank gives to the collectives in a step, for each exchange
-    timing        compressing on this machine, and the link between ranks, measured for a moment
-    forecast      bytes over the rate of a link, residuals, and the choice of ``exchange="auto"``
-    text          all that as text
+"""Bytes and time of a run before it starts, and the settings that it takes: the code behind ``lightning-dct plan``.
 
 Sizes come from the plans, the shards and the traffic formulas of a run. Tests compare them with the counters of runs.
 """

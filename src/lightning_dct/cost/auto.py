@@ -9,7 +9,7 @@ is too short. Times follow the model of ``lightning-dct plan``.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,10 +19,10 @@ from lightning_dct.compress.bucket_plan import real_numel
 from lightning_dct.config import DCTConfig, ValueFormat
 from lightning_dct.cost.bytes_sent import dense_step
 from lightning_dct.cost.forecast import Forecast
-from lightning_dct.cost.timing import MeasuredLink, Speed, measure_speed, slowest
+from lightning_dct.cost.timing import MeasuredLink, Speed, find_slowest, measure_speed
 from lightning_dct.cost.workload import Workload
 from lightning_dct.exchange.factory import NodeLayout
-from lightning_dct.law import BY_LENGTH, Given, steps_needed
+from lightning_dct.law import steps_needed
 from lightning_dct.tables import rate_text
 from lightning_dct.traffic import FP32_BYTES
 
@@ -37,19 +37,12 @@ ALIKE = 1.1
 
 @dataclass(frozen=True)
 class Option:
-    """Settings, with what is predicted of them.
-
-    Attributes:
-        config: The settings.
-        seconds: Of a step.
-        num_bytes: Of a step, on the rank that sends most.
-        steps_needed: Optimizer steps from which on a run is long enough.
-    """
+    """Settings, with what is predicted of a step: its seconds, and the bytes of the rank that sends most."""
 
     config: DCTConfig
     seconds: float
     num_bytes: int
-    steps_needed: int = 0
+    steps_needed: int = 0  # of a run that is long enough
 
     @property
     def is_lossless(self) -> bool:
@@ -57,47 +50,32 @@ class Option:
         return self.config.compress == "gradients" and not self.config.averages_in_bf16
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A decision.
-
-    Attributes:
-        option: The settings.
-        is_within: Whether their step is short enough.
-        is_shortest: Whether the run is too short for faster settings.
-    """
-
-    option: Option
-    is_within: bool
-    is_shortest: bool = False
-
-    def reason(self, longest: float) -> str:
-        """The decision in a sentence; ``longest`` is the seconds that a step may take."""
-        limit = f"{1e3 * longest:,.1f} ms that a step may take"
-        if self.is_within:
-            why = f"it is the least lossy setting within the {limit}"
-        else:
-            why = f"it is the fastest setting, and none is within the {limit}"
-            if self.option.is_lossless:
-                why = f"it is lossless and about as fast as the best other setting, but exceeds the {limit}"
-            why += ", because the run is too short for the others" if self.is_shortest else ""
-        return f"takes {describe(self.option.config)}: predicted at {1e3 * self.option.seconds:,.1f} ms a step, {why}"
-
-
-def choose(options: Sequence[Option], longest: float, steps: float) -> Choice:
+def choose(options: Sequence[Option], longest: float, steps: float) -> Option:
     """The first option whose step is short enough; if there is none, the fastest that the run is long enough for.
 
-    Plain DDP stays if its step is about as short as that. ``options`` is at least one, from the least to the most
-    lossy. ``longest`` is the seconds that a step may take, and ``steps`` the optimizer steps of the whole run: infinite
-    if unknown.
+    Plain DDP stays if its step is about as short as that. ``options`` go from the least to the most lossy, and any run
+    is long enough for the first. ``longest`` is the seconds that a step may take, and ``steps`` the optimizer steps of
+    the whole run: infinite if unknown.
     """
-    allowed = [option for option in options if option.steps_needed <= steps] or [options[0]]
+    allowed = [option for option in options if option.steps_needed <= steps]
     fastest = min(allowed, key=lambda option: option.seconds)
     found = next((option for option in allowed if option.seconds <= longest), fastest)
     first = options[0]
-    if first.is_lossless and first.seconds <= ALIKE * found.seconds:
-        found = first
-    return Choice(found, found.seconds <= longest, is_shortest=len(allowed) < len(options))
+    return first if first.is_lossless and first.seconds <= ALIKE * found.seconds else found
+
+
+def reason(chosen: Option, options: Sequence[Option], longest: float, steps: float) -> str:
+    """What :func:`choose` has chosen and why, in a sentence."""
+    limit = f"{1e3 * longest:,.1f} ms that a step may take"
+    if chosen.seconds <= longest:
+        why = f"it is the least lossy setting within the {limit}"
+    else:
+        why = f"it is the fastest setting, and none is within the {limit}"
+        if chosen.is_lossless:
+            why = f"it is lossless and about as fast as the best other setting, but exceeds the {limit}"
+        if any(option.steps_needed > steps for option in options):
+            why += ", because the run is too short for the others"
+    return f"takes {describe(chosen.config)}: predicted at {1e3 * chosen.seconds:,.1f} ms a step, {why}"
 
 
 def dense(base: DCTConfig, value_format: ValueFormat = "fp32") -> DCTConfig:
@@ -106,15 +84,10 @@ def dense(base: DCTConfig, value_format: ValueFormat = "fp32") -> DCTConfig:
     return DCTConfig(compress="gradients", density=1.0, value_format=value_format, **shared)
 
 
-def rungs(base: DCTConfig, ranks: int, min_density: float = 0.0) -> list[DCTConfig]:
-    """Updates, from the least to the most lossy, with ``min_density`` or more."""
-    return Given(base, BY_LENGTH).rungs(ranks, min_density)
-
-
 def check_left_out(base: DCTConfig) -> None:
     """Refuse settings that ``target_overhead`` chooses, with a ValueError that names them and the remedy."""
-    defaults = {one.name: getattr(DCTConfig(), one.name) for one in fields(base)}
-    given = [f"{name}={getattr(base, name)!r}" for name in CHOSEN if getattr(base, name) != defaults[name]]
+    usual = DCTConfig()
+    given = [f"{name}={getattr(base, name)!r}" for name in CHOSEN if getattr(base, name) != getattr(usual, name)]
     if given:
         raise ValueError(
             f"`target_overhead` chooses these settings itself, but they were given as {', '.join(given)}. Leave these"
@@ -180,7 +153,7 @@ def measure_speeds(
         buckets = workload.buckets_under(config)
         sizes = max(([real_numel(workload.parameters[name]) for name in bucket] for bucket in buckets), key=sum)
         own = measure_speed(config, sizes, SECONDS, device)
-        compress, clear, add, move = slowest([own.compress, own.clear, own.add, own.move], group, device)
+        compress, clear, add, move = find_slowest([own.compress, own.clear, own.add, own.move], group, device)()
         speeds[config.density] = Speed(compress, clear, add, own.how, move)
     return speeds
 

@@ -90,7 +90,8 @@ def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout
         entries += 0 if plan.is_dense else sum(plan.sizes)
         for rank in range(world_size):
             if plan.is_dense:
-                sent[rank] += _dense_bucket(plan, layout, config.averages_in_bf16)
+                itemsize = 2 if config.averages_in_bf16 and plan.dtype == torch.float32 else plan.dtype.itemsize
+                sent[rank] += _ring(all_reduce_bytes(sum(plan.sizes) * itemsize, world_size), layout)
             elif exchange == "all_gather":
                 sent[rank] += _ring(all_gather_bytes(plan.in_pieces.num_bytes, world_size), layout)
                 residuals[rank] += _residual_bytes(plan)
@@ -107,11 +108,6 @@ def compressed_step(exchange: str, config: DCTConfig, workload: Workload, layout
 def _ring(num_bytes: int, layout: NodeLayout) -> SentBytes:
     between = bytes_between_nodes(num_bytes, len(layout.places), layout.ranks_per_node)
     return SentBytes(between, num_bytes - between)
-
-
-def _dense_bucket(plan: BucketPlan, layout: NodeLayout, halves: bool) -> SentBytes:
-    itemsize = 2 if halves and plan.dtype == torch.float32 else plan.dtype.itemsize
-    return _ring(all_reduce_bytes(sum(plan.sizes) * itemsize, len(layout.places)), layout)
 
 
 def _sharded(shards: Sequence[Shard], layout: NodeLayout) -> list[SentBytes]:

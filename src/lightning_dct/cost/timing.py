@@ -60,20 +60,12 @@ class Speed:
         return entries * per_entry
 
 
-def measure_speed(
-    config: DCTConfig, sizes: Sequence[int], seconds: float = 1.0, device: torch.device | None = None
-) -> Speed:
-    """Time the code that a run uses.
+def measure_speed(config: DCTConfig, sizes: Sequence[int], seconds: float, device: torch.device) -> Speed:
+    """Time for so many seconds, at least, the code that a run uses.
 
-    The fastest of a few times counts, because other processes only add to it.
-
-    Args:
-        config: The settings of the run: its density, value format and smallest compressed tensor.
-        sizes: Entries of each tensor; at most the first few millions are timed.
-        seconds: For how long, at least.
-        device: By default a GPU if there is one.
+    The fastest of a few times counts, because other processes only add to it. ``sizes`` are the entries of each tensor,
+    of which at most the first few millions are timed.
     """
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bounds = [min(bound, MEASURED_ENTRIES) for bound in accumulate(sizes, initial=0)]
     sizes = [stop - start for start, stop in pairwise(bounds) if stop > start]
     names, size = [f"measured {index}" for index in range(len(sizes))], sum(sizes)
@@ -134,33 +126,20 @@ def measure_speed(
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """The time of all-reduces.
-
-    Attributes:
-        world_size: Ranks that took part.
-        num_bytes: Of the largest tensor that was timed.
-        seconds: Its least time on the slowest rank.
-        seconds_per_byte: Time of a further byte, from that tensor and the one before, without latency.
-    """
+    """The time of all-reduces on the slowest of ``world_size`` ranks: of an empty one, and of each byte more."""
 
     world_size: int
-    num_bytes: int
-    seconds: float
+    latency: float
     seconds_per_byte: float
 
     def all_reduce_seconds(self, num_bytes: int) -> float:
-        """The time of an all-reduce of another size."""
-        return max(0.0, self.seconds + (num_bytes - self.num_bytes) * self.seconds_per_byte)
-
-    @property
-    def latency(self) -> float:
-        """The time of an empty all-reduce."""
-        return self.all_reduce_seconds(0)
+        """The time of an all-reduce."""
+        return self.latency + num_bytes * self.seconds_per_byte
 
     @property
     def bits_per_second(self) -> float | None:
-        """The rate at which each rank sends meanwhile; None if further bytes took no time."""
-        sent = 8 * all_reduce_bytes(self.num_bytes, self.world_size) / self.num_bytes
+        """The rate at which each rank of a ring sends meanwhile; None if further bytes took no time."""
+        sent = 8 * all_reduce_bytes(SIZES[-1], self.world_size) / SIZES[-1]
         return sent / self.seconds_per_byte if self.seconds_per_byte else None
 
 
@@ -173,22 +152,20 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> MeasuredLink
     for size in SIZES:
         tensor = torch.zeros(size // FP32_BYTES, device=device)
         # With the slowest rank's time, all ranks stop at the same size.
-        times += slowest([min(_timed_all_reduce(tensor, group) for _ in range(ROUNDS))], group, device)
+        times += find_slowest([min(_timed_all_reduce(tensor, group) for _ in range(ROUNDS))], group, device)()
         sizes.append(size)
         if len(sizes) > 1 and times[-1] > LONGEST:
             break
-    slope = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2])
     # Noise may make the line steeper than through zero, on which small tensors would take no time.
-    return MeasuredLink(group.size(), sizes[-1], times[-1], min(max(0.0, slope), times[-1] / sizes[-1]))
-
-
-def slowest(numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """The largest value of each number on any rank; a collective call, whose bytes are not counted."""
-    return find_slowest(numbers, group, device)()
+    slope = min(max(0.0, (times[-1] - times[-2]) / (sizes[-1] - sizes[-2])), times[-1] / sizes[-1])
+    return MeasuredLink(group.size(), max(0.0, times[-1] - sizes[-1] * slope), slope)
 
 
 def find_slowest(numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> Callable[[], list[float]]:
-    """Start what :func:`slowest` does, and return a function that waits for its result."""
+    """Start to find the largest value of each number on any rank; the function that is returned waits for them.
+
+    A collective call, whose bytes are not counted.
+    """
     largest = torch.tensor(numbers, dtype=torch.float64, device=device)
     work = dist.all_reduce(largest, dist.ReduceOp.MAX, group, async_op=True)
 

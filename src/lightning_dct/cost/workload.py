@@ -1,6 +1,6 @@
 """The tensors that are synchronised in a step, and the buckets of DistributedDataParallel."""
 
-import importlib
+import pkgutil
 import sysconfig
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -131,17 +131,23 @@ def load_module(path: str, keywords: Mapping[str, Any]) -> nn.Module:
     Raises:
         ValueError: It cannot be imported or made; the message names the option and says why.
     """
-    package, _, name = path.partition(":")
     try:
-        made_by = getattr(importlib.import_module(package), name)
+        made_by = pkgutil.resolve_name(path)
         if not _makes_modules(made_by):
             raise TypeError("neither a class of torch.nn.Module nor a function in a Python file of yours")
+
+        def make() -> Any:
+            made = made_by(**keywords)
+            if callable(configure := getattr(made, "configure_model", None)):
+                configure()
+            return made
+
         try:
             with torch.device("meta"):
-                module = _configured(made_by(**keywords))
+                module = make()
         except (NotImplementedError, RuntimeError):
             # Its constructor reads values, which the meta device does not have.
-            module = _configured(made_by(**keywords))
+            module = make()
     # A user's module may raise anything.
     except Exception as error:
         raise ValueError(
@@ -163,10 +169,3 @@ def _makes_modules(found: Any) -> bool:
     file = Path(found.__code__.co_filename).resolve()
     installed = {"site-packages", "dist-packages"}.intersection(file.parts)
     return file.exists() and not installed and not file.is_relative_to(Path(sysconfig.get_path("stdlib")).resolve())
-
-
-def _configured(module: Any) -> Any:
-    configure = getattr(module, "configure_model", None)
-    if callable(configure):
-        configure()
-    return module

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from lightning_dct.callbacks.evaluations import EvaluationJoin
 from lightning_dct.callbacks.requirements import InternalCallback, expected_steps
 from lightning_dct.callbacks.run_advice import RunAdvice
-from lightning_dct.elastic.elastic_updates import ElasticUpdates, Header, gathering, refuse_dtypes
+from lightning_dct.elastic.elastic_updates import ElasticUpdates, Header, refuse_dtypes
 from lightning_dct.elastic.joining import (
     checkpoint_folders,
     compare_settings,
@@ -45,6 +45,8 @@ from lightning_dct.elastic.joining import (
 from lightning_dct.elastic.launcher import RestartingLauncher
 from lightning_dct.elastic.present import LIGHTHOUSE, PresentRanks, import_torchft
 from lightning_dct.elastic.supervisor import RESTARTED
+from lightning_dct.exchange.collectives import Link
+from lightning_dct.exchange.compressed import AllGather
 from lightning_dct.lightning_private import checkpoint_of, restore_from
 from lightning_dct.saving import STATE_KEY
 from lightning_dct.strategy import DCTStrategy
@@ -114,11 +116,6 @@ class DCTElasticStrategy(DCTStrategy):
         return 0 if self._pretends else super().global_rank
 
     @property
-    def is_global_zero(self) -> bool:
-        """Whether this is the first of them."""
-        return self.global_rank == 0
-
-    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """This rank's part of the training data; all of the data to evaluate."""
         trainer: Any = self._module.trainer
@@ -155,10 +152,9 @@ class DCTElasticStrategy(DCTStrategy):
         super().connect(model)
         trainer: Any = getattr(model, "_trainer", None)
         if trainer is not None:
-            has_ours = any(isinstance(one, ExchangeAfterBatch) for one in trainer.callbacks)
-            ours = [] if has_ours else [ExchangeAfterBatch()]
-            rest = [one for one in trainer.callbacks if not isinstance(one, RunAdvice | EvaluationJoin)]
-            trainer.callbacks[:] = [*ours, *rest]
+            others = RunAdvice | EvaluationJoin | ExchangeAfterBatch
+            rest = [one for one in trainer.callbacks if not isinstance(one, others)]
+            trainer.callbacks[:] = [ExchangeAfterBatch(), *rest]
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Set up the model, then join the others or start with them."""
@@ -184,7 +180,9 @@ class DCTElasticStrategy(DCTStrategy):
             )
         self._given = None
         self.present = PresentRanks(self.global_rank, lighthouse, self._give, self._take)
-        exchange = gathering(self.present, self.world_size, self.traffic)
+        exchange = AllGather(Link(self.present, self.traffic))  # type: ignore[arg-type]
+        # Planned for as many ranks as were asked for, so that all that are present send alike.
+        exchange.link_traversals = float(self.world_size)
         buffers = partial(floating_buffers, self._module)
         every = (lambda: self.optimizers), (lambda: list(self._module.parameters()))
         return ElasticUpdates(self.config, names, exchange, buffers, *every, rank=self.global_rank)
@@ -265,7 +263,7 @@ class DCTElasticStrategy(DCTStrategy):
         if not given:
             self.present.forget()
         elif self._elastic.step:
-            self._elastic.catch_up(given, given["shared"])
+            self._elastic.catch_up(given)
         else:
             self._given = given
 
@@ -295,10 +293,6 @@ class DCTElasticStrategy(DCTStrategy):
             self._seconds, self._trained = 0.0, None
         if updates.due:
             updates.exchange_updates()
-        self.mark()
-
-    def mark(self) -> None:
-        """Begin to measure the time of a batch."""
         self._marked = time.monotonic()
 
     def on_train_start(self) -> None:
@@ -307,13 +301,12 @@ class DCTElasticStrategy(DCTStrategy):
         if self._given is not None:
             self._elastic.start_from(self._given)
             self._given = None
-        self._seconds, self._trained = 0.0, None
-        self.mark()
+        self._marked, self._seconds, self._trained = time.monotonic(), 0.0, None
 
     def on_validation_end(self) -> None:
         """Measure steps without the validation."""
         super().on_validation_end()
-        self.mark()
+        self._marked = time.monotonic()
 
     def on_train_end(self) -> None:
         """Leave the others, and say what each rank has done."""

@@ -28,8 +28,6 @@ from torch.optim import Optimizer
 from lightning_dct.compress.bucket_plan import Bucket, BucketPlan, Received
 from lightning_dct.compress.on_host import apply, compress, decompress_own
 from lightning_dct.elastic.present import PresentRanks
-from lightning_dct.exchange.collectives import Link
-from lightning_dct.exchange.compressed import AllGather
 from lightning_dct.sync.buffers import MeanBuffers
 from lightning_dct.sync.rounds import Rounds
 from lightning_dct.sync.shared_weights import IN_PLACE
@@ -150,15 +148,12 @@ class ElasticUpdates(UpdateSynchronizer):
             self._exchange()
         self.seconds_met += time.monotonic() - began
 
-    def apply_all(self) -> None:
-        """Meet the others once more before leaving: a rank that has missed the last exchange takes it from them."""
-        self._leave(ready=1)
-
     def hand_over(self) -> None:
         """Give the others what this rank has moved and not sent, before it leaves a run that goes on."""
-        self._leave(ready=HANDS_OVER)
+        self.apply_all(ready=HANDS_OVER)
 
-    def _leave(self, ready: int) -> None:
+    def apply_all(self, ready: int = 1) -> None:
+        """Meet the others once more before leaving: a rank that has missed the last exchange takes it from them."""
         self.weights.hide()
         self._round = self.present.round
         header = Header(self._rank, self.step, 0, 0, 0, ready=ready, history=self._history)
@@ -196,7 +191,10 @@ class ElasticUpdates(UpdateSynchronizer):
     def _exchange(self) -> None:
         rounds, present = self._the_rounds, self.present
         buckets = self._plans(rounds, rounds.steps)
-        uncompressed = torch.cat([self.buffers.to_bytes(), self._sampled_step(rounds)])
+        uncompressed = self.buffers.to_bytes()
+        if rounds.cosine.has_begun(rounds.steps):
+            sampled = rounds.cosine.sampled(rounds.steps, self._own_of(rounds))
+            uncompressed = torch.cat([uncompressed, sampled.view(torch.uint8)])
         num_bytes = sum(plan.layout.num_bytes for _, plan in buckets) + uncompressed.numel()
         nanoseconds = int(1e9 * median(self._times or (0.0,)))
         shared = {"cosine": rounds.cosine.value, "history": self._history}
@@ -309,8 +307,8 @@ class ElasticUpdates(UpdateSynchronizer):
         known = {"commits": list(self._commits), "history": self._history}
         return {"step": self.step, "buffers": dict(self.buffers.means), **known}
 
-    def catch_up(self, given: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
-        """Take a peer's shared weights, by name, and keep what this rank has moved and the peers have not added."""
+    def catch_up(self, given: Mapping[str, Any]) -> None:
+        """Take a peer's shared weights, and keep what this rank has moved and the peers have not added."""
         self.weights.hide()
         commits = dict(given["commits"])
         kept = self._round in commits
@@ -321,7 +319,7 @@ class ElasticUpdates(UpdateSynchronizer):
                 own = payload.new_empty(sum(plan.sizes), dtype=plan.residual_dtype)
                 self.weights.add_own(names, decompress_own(self.memory, received, own), -1.0)
         self._unsure = None
-        for name, shared in weights.items():
+        for name, shared in given["shared"].items():
             if name not in self.weights.parameters:
                 continue
             base, own = self.weights.shared(name), self.weights.own(name)
@@ -338,12 +336,6 @@ class ElasticUpdates(UpdateSynchronizer):
     def _note_peer(self, given: Mapping[str, Any]) -> None:
         self._commits, self._history = deque(given["commits"], maxlen=REMEMBERED), given["history"]
         self.buffers.means = {name: buffer.clone() for name, buffer in given["buffers"].items()}
-
-    def _sampled_step(self, rounds: Rounds) -> Tensor:
-        """A sample of this rank's last step, as bytes, if the cosine of the steps is measured in it."""
-        if not rounds.cosine.has_begun(rounds.steps):
-            return torch.empty(0, dtype=torch.uint8)
-        return rounds.cosine.sampled(rounds.steps, self._own_of(rounds)).view(torch.uint8)
 
     # What the ranks have done.
 
@@ -375,10 +367,3 @@ def refuse_dtypes(names: Mapping[Tensor, str]) -> None:
                 f" {parameter.dtype} on {parameter.device}. Use `strategy='dct'`, or a mixed precision, which keeps"
                 " weights in float32."
             )
-
-
-def gathering(present: PresentRanks, asked: int, traffic: Any) -> AllGather:
-    """The exchange among the ranks present, planned for as many as were asked for, so that all send alike."""
-    exchange = AllGather(Link(present, traffic))  # type: ignore[arg-type]
-    exchange.link_traversals = float(asked)
-    return exchange

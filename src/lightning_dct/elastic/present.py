@@ -197,8 +197,11 @@ class PresentRanks:
             failed = error
         self.trouble = _first_line(failed) if failed else "a rank has left"
         self.lost += 1
-        if "timed out" in self.trouble.lower():
-            self._allow_more_time()
+        if "timed out" in self.trouble.lower():  # let transfers take twice as long from the next group on
+            self.transfer_s = min(2 * self.transfer_s, LONGEST_TRANSFER_S)
+            self._manager._timeout = longer = timedelta(seconds=self.transfer_s)
+            self._group.set_timeout(longer)
+            self._transport._checkpoint_lock.timeout = self.transfer_s  # for which a giver waits for its reader
         if self._failed_in_a_row % WARN_EVERY == 0:
             warnings.warn(
                 f"An exchange has failed: {self.trouble}. Nothing is lost. This rank tries again at the next one, in"
@@ -208,14 +211,6 @@ class PresentRanks:
             )
         self._failed_in_a_row += 1
         return False
-
-    def _allow_more_time(self) -> None:
-        """Let transfers take twice as long from the next group on."""
-        self.transfer_s = min(2 * self.transfer_s, LONGEST_TRANSFER_S)
-        longer = timedelta(seconds=self.transfer_s)
-        self._group.set_timeout(longer)
-        self._manager._timeout = longer
-        self._transport._checkpoint_lock.timeout = self.transfer_s  # for which a giver waits for its reader
 
     def forget(self) -> None:
         """Be behind again: a peer had nothing to give."""

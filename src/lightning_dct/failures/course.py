@@ -9,6 +9,13 @@ waits until all have come to that place:
     rank 1    9: exchange --- 10: exchange, waits for rank 0 -- is asked -- ends
 
 The hub passes the questions and the answers on. There is a time limit at the end of training only.
+
+If any rank receives a signal, all ranks act on it at the same *stop point*, such as the end of a step. The hub asks
+each rank how many stop points it has passed, and answers with the largest count plus one. Until then a rank waits at
+its next stop point:
+
+    rank 0    7 passed -- asked: 7 ----------- point 8: waits, receives 9 --- point 9: acts
+    rank 1    8 passed ---- asked: 8 -- receives 9 ------------------------- point 9: acts
 """
 
 import threading
@@ -29,7 +36,7 @@ IN_FORWARD = f"{EXCHANGE} in forward"
 
 
 class Course:
-    """One rank's places, shared by its main thread and the one that listens to the hub.
+    """One rank's places and stop points, shared by its main thread and the one that listens to the hub.
 
     ``send`` sends a message to the hub.
     """
@@ -44,6 +51,10 @@ class Course:
         self._done: deque[dict[str, Any]] = deque(maxlen=MEMORY)
         self._asked: list[dict[str, Any]] = []
         self._usual: set[str] = set()
+        # Stop points that this rank has passed, signals of which it does not know yet where all act, and those it does.
+        self._passed = 0
+        self._signals: set[int] = set()
+        self._due: dict[int, list[int]] = {}
         self._released = False
 
     def come_to(self, what: str, said: str, peers: Sequence[int], patience_s: float | None = None) -> str:
@@ -94,6 +105,26 @@ class Course:
         """These ranks do the same up to this one of their places."""
         with self._turn:
             self._agreed[tuple(peers)] = max(self._agreed[tuple(peers)], place)
+            self._turn.notify_all()
+
+    def pass_stop_point(self) -> list[int]:
+        """Pass one more, once the signals that all ranks act on there are known."""
+        with self._turn:
+            self._passed += 1
+            self._turn.wait_for(lambda: self._released or not self._signals)
+            return sorted(self._due.pop(self._passed, []))
+
+    def ask_for_stop_point(self, signal_number: int) -> int:
+        """The count so far; the rank waits for :meth:`settle_stop_point` at the next one."""
+        with self._turn:
+            self._signals.add(signal_number)
+            return self._passed
+
+    def settle_stop_point(self, signal_number: int, place: int) -> None:
+        """All ranks act on the signal at this stop point."""
+        with self._turn:
+            self._signals.discard(signal_number)
+            self._due.setdefault(place, []).append(signal_number)
             self._turn.notify_all()
 
     def release(self) -> None:

@@ -32,6 +32,8 @@ STRANGERS = 16
 # Reports in a verdict: those of all ranks could be too long for a message.
 MOST_NAMED = 8
 
+_Place = tuple[tuple[int, ...], int]  # some ranks, and the number of a place that they share
+
 
 class Hub:
     """Serves all lifelines in a thread until rank 0, which messages call ``who``, has left.
@@ -56,8 +58,10 @@ class Hub:
         self._verdict: dict[str, Any] | None = None
         # For each signal: the number of stop points that each rank had passed when it received the question.
         self._passed: dict[int, dict[int, int]] = {}
-        # Places that ranks have asked about and not agreed on, and the last on which all agree.
-        self._places: dict[tuple[tuple[int, ...], int], _Place] = {}
+        # For each place that ranks have asked about and not agreed on: who has been asked, with the groups that it
+        # shares with the rank that asks, and who does the same there. And by ranks, the last place on which all agree.
+        self._asked: dict[_Place, set[tuple[int, frozenset[frozenset[int]]]]] = {}
+        self._agreeing: dict[_Place, set[int]] = {}
         self._agreed: dict[tuple[int, ...], int] = {}
         # Seconds of a step and of waiting in it, by rank.
         self.paces: dict[int, tuple[float, float]] = {}
@@ -196,7 +200,7 @@ class Hub:
         place = int(message["place"])
         if place <= self._agreed.get(peers, 0):
             return
-        asked = self._places.setdefault((peers, place), _Place()).asked
+        asked = self._asked.setdefault((peers, place), set())
         groups = [frozenset(group) for group, _ in message["counts"]]
         for other in set(peers) - {rank}:
             question = other, frozenset(group for group in groups if {rank, other} <= group)
@@ -207,12 +211,12 @@ class Hub:
 
     def _settle_place(self, peers: tuple[int, ...], place: int, rank: int) -> None:
         """Note that a rank does the same as one that asks, and tell all once all do."""
-        if (peers, place) not in self._places:  # all have agreed, and this rank was asked by several
+        if (peers, place) not in self._asked:  # all have agreed, and this rank was asked by several
             return
-        agreeing = self._places[peers, place].agreeing
+        agreeing = self._agreeing.setdefault((peers, place), set())
         agreeing.add(rank)
         if agreeing == set(peers):
-            del self._places[peers, place]
+            del self._asked[peers, place], self._agreeing[peers, place]
             self._agreed[peers] = place
             for other in peers:
                 self._send(self._members[other], {"agreed": place, "peers": peers})
@@ -253,19 +257,6 @@ class Hub:
     def _send_all(self, message: dict[str, Any]) -> None:
         for member in self._members.values():
             self._send(member, message)
-
-
-@dataclass
-class _Place:
-    """A place that ranks have asked about.
-
-    Attributes:
-        agreeing: The ranks that do the same there.
-        asked: Who has been asked, and the groups that it shares with the rank that asks.
-    """
-
-    agreeing: set[int] = field(default_factory=set)
-    asked: set[tuple[int, frozenset[frozenset[int]]]] = field(default_factory=set)
 
 
 @dataclass(eq=False)

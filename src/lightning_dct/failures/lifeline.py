@@ -9,12 +9,7 @@ Without it a rank may wait for a dead one until the process group's timeout, hal
 DataLoader workers keep those of a dead rank, a host without power sends nothing, and a rank that has raised an
 exception may itself wait in another collective.
 
-Lifelines also carry signals: if any rank receives one, all ranks act on it at the same *stop point*, such as the end of
-a step. The hub asks each rank how many stop points it has passed, and answers with the largest count plus one. Until
-then a rank waits at its next stop point:
-
-    rank 0    7 passed -- asked: 7 ----------- point 8: waits, receives 9 --- point 9: acts
-    rank 1    8 passed ---- asked: 8 -- receives 9 ------------------------- point 9: acts
+It also carries signals, on which all ranks act together (:mod:`lightning_dct.failures.course`).
 """
 
 from __future__ import annotations
@@ -54,7 +49,6 @@ class Lifeline:
         self._hub = hub
         # A signal handler may interrupt its own thread while that sends.
         self._sending = threading.RLock()
-        self._stop_points = _StopPoints()
         self._course = Course(rank, self._send)
         self._ends_with = ""
         self._over = threading.Event()  # this rank has left, or has failed by itself
@@ -128,7 +122,7 @@ class Lifeline:
 
     def passed(self) -> list[int]:
         """Pass a stop point, and return the signals that all ranks act on there, mostly none."""
-        return self._stop_points.passed()
+        return self._course.pass_stop_point()
 
     def come_to(self, what: str, said: str, peers: Sequence[int], patience_s: float | None = None) -> None:
         """Come to a place where some ranks do the same; see :mod:`lightning_dct.failures.course`.
@@ -178,7 +172,7 @@ class Lifeline:
                 how = "has died"
             except (OSError, ValueError):
                 how = "cannot be reached any more"
-        self._release()
+        self._course.release()
         if not self._hub_may_end:
             self._decide(f"{self._hub_who} {how}", [0])
         self._decided.set()
@@ -187,9 +181,9 @@ class Lifeline:
     def _handle(self, message: dict[str, Any]) -> None:
         if "where" in message:
             number = int(message["where"])
-            self._send({"asked": number, "passed": self._stop_points.ask(number)})
+            self._send({"asked": number, "passed": self._course.ask_for_stop_point(number)})
         elif "act_on" in message:
-            self._stop_points.settle(int(message["act_on"]), int(message["place"]))
+            self._course.settle_stop_point(int(message["act_on"]), int(message["place"]))
         elif "ask" in message:
             if difference := self._course.ask(message["ask"]):
                 self._decide(difference, [])
@@ -213,7 +207,7 @@ class Lifeline:
         if self._rank not in blamed:
             self._ends_with = verdict
         self._decided.set()
-        self._release()
+        self._course.release()
         if not self._ends_with:
             return
         self._print(f"{verdict}. This rank ends too.")
@@ -222,51 +216,9 @@ class Lifeline:
             self._print(f"ended {GRACE_S:.0f} s after that.")
             os._exit(1)
 
-    def _release(self) -> None:
-        self._stop_points.release()
-        self._course.release()
-
     def _print(self, sentence: str) -> None:
         with suppress(OSError, ValueError):  # nobody reads it any more, or it cannot be encoded
             print(f"lightning_dct, rank {self._rank}: {sentence}", file=sys.stderr, flush=True)
-
-
-class _StopPoints:
-    """One rank's count of stop points, shared by its main thread and the one that listens to the hub."""
-
-    def __init__(self) -> None:
-        self._turn = threading.Condition()
-        self._passed = 0
-        self._asked: set[int] = set()
-        self._due: dict[int, list[int]] = {}
-        self._released = False
-
-    def passed(self) -> list[int]:
-        """Pass one more, once the signals that all ranks act on there are known."""
-        with self._turn:
-            self._passed += 1
-            while self._asked and not self._released:
-                self._turn.wait()
-            return sorted(self._due.pop(self._passed, []))
-
-    def ask(self, signal_number: int) -> int:
-        """The count so far; the rank waits for :meth:`settle` at the next one."""
-        with self._turn:
-            self._asked.add(signal_number)
-            return self._passed
-
-    def settle(self, signal_number: int, place: int) -> None:
-        """All ranks act on the signal at this stop point."""
-        with self._turn:
-            self._asked.discard(signal_number)
-            self._due.setdefault(place, []).append(signal_number)
-            self._turn.notify_all()
-
-    def release(self) -> None:
-        """Stop waiting: no answer will come."""
-        with self._turn:
-            self._released = True
-            self._turn.notify_all()
 
 
 def check_lifelines(wanted: bool | int) -> None:

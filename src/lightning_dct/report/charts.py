@@ -106,15 +106,10 @@ def chart(
     title: str, y_label: str, unit: str, runs: Sequence[Run], found: Sequence[Series | None],
     counters: Sequence[Series | None] | None = None,
 ) -> str:  # fmt: skip
-    """A chart as a ``<figure>``; empty if no run has a finite value.
+    """A chart as a ``<figure>``, of the logged series of each run; empty if no run has a finite value.
 
-    Args:
-        title: Above the chart.
-        y_label: Of the vertical axis.
-        unit: Of that axis: ``number``, or an amount, which starts at zero: ``amount``, ``bytes``, ``ratio``, ``share``.
-        runs: One or several.
-        found: The logged series of each run, or None.
-        counters: Bytes sent of each run for the horizontal axis; None for steps.
+    ``unit`` is that of the vertical axis: ``number``, or an amount, which starts at zero: ``amount``, ``bytes``,
+    ``ratio``, ``share``. The horizontal axis has steps, or the bytes sent of each run if these are given.
     """
     lines = lines_of(found, counters)
     if not lines:

@@ -38,10 +38,7 @@ def make_page(reading: Reading, quality: str | None, title: str) -> str:
         runs=runs,
         quality=quality,
         problems=reading.problems,
-        tables={
-            "Comparison": comparison_table(runs, baseline, quality or "quality"),
-            "Totals": totals_table(runs, quality or "quality"),
-        },
+        tables=tables_of(runs, baseline, quality or "quality"),
         baseline=baseline.name if len(runs) > 1 else None,
         sections=make_sections(runs, find_training_loss(run.series for run in runs), quality),
         settings=_settings(runs),
@@ -65,14 +62,12 @@ def baseline_of(runs: Sequence[Run]) -> Run:
     return next((run for run in runs if run.strategy in DENSE), runs[0])
 
 
-def comparison_table(runs: Sequence[Run], baseline: Run, quality: str) -> Table:
-    """Quality, bytes and time of each run beside those of the baseline."""
-    return _without_empty([_compared(run, baseline, quality, len(runs) > 1) for run in runs])
-
-
-def totals_table(runs: Sequence[Run], quality: str) -> Table:
-    """What else is known of each run."""
-    return _without_empty([_totals(run, quality) for run in runs])
+def tables_of(runs: Sequence[Run], baseline: Run, quality: str) -> dict[str, Table]:
+    """Quality, bytes and time of each run beside those of the baseline, and what else is known of each."""
+    return {
+        "Comparison": _without_empty([_compared(run, baseline, quality, len(runs) > 1) for run in runs]),
+        "Totals": _without_empty([_totals(run, quality) for run in runs]),
+    }
 
 
 def _without_empty(rows: list[dict[str, str]]) -> Table:

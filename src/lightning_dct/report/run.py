@@ -71,12 +71,7 @@ class Run:
         return seconds if math.isfinite(seconds) else None
 
     def counted_bytes(self, key: str, parts: Sequence[str] = ("dp", "mp")) -> Series | None:
-        """A byte counter, summed over kinds of traffic; None if nothing was logged.
-
-        Args:
-            key: ``bytes_sent`` or ``bytes_dense``.
-            parts: ``dp`` for data parallelism, ``mp`` for traffic inside the model.
-        """
+        """``bytes_sent`` or ``bytes_dense``, of data parallelism and inside the model; None if neither was logged."""
         counters = [_unwrapped(self.series[name]) for part in parts if (name := f"dct/{part}/{key}") in self.series]
         if not counters:
             return None
