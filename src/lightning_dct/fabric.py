@@ -3,7 +3,7 @@
 import math
 import secrets
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
@@ -12,6 +12,7 @@ from typing import Any
 from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -161,9 +162,10 @@ class DCTStrategy(DDPStrategy):
             return super().get_module_state_dict(module)
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Save Fabric's checkpoint from rank 0, and beside it the state of each rank."""
+        """Save Fabric's checkpoint from rank 0, and beside it the state of each rank of the modules in ``state``."""
         path, save = self.broadcast((str(path), secrets.token_hex(4)))
-        parts = [_part(path, index) for index in range(len(self.synchronizers))]
+        modules = self._modules_in(state)
+        parts = [_part(path, index) for index in range(len(modules))]
         if self.is_global_zero:
             lock(path)
         # The first rank of a node may have to clean the node's disk.
@@ -171,12 +173,12 @@ class DCTStrategy(DDPStrategy):
         # No rank writes before these are known.
         self.barrier()
         notes = []
-        for index, (synchronizer, module) in enumerate(zip(self.synchronizers, self.modules, strict=True)):
+        for index, (key, synchronizer) in enumerate(modules):
             note = saved.make_note(self.world_size, synchronizer.synchronisations, f"{save}{index:02d}")
-            optimizers = [[key, one.state_dict()] for key, one in self._optimizers_of(synchronizer, state)]
+            optimizers = [[name, one.state_dict()] for name, one in _optimizers_of(synchronizer, state)]
             own = {**synchronizer.state_dict(), "optimizers": optimizers}
             written = saved.write_state(self.checkpoint_io, _part(path, index), note, self.global_rank, own)
-            notes.append({**saved.seal(note, gather_objects(written)), "module": _key_of(module, state)})
+            notes.append({**saved.seal(note, gather_objects(written)), "module": key})
         super().save_checkpoint(path, {**state, saved.CHECKPOINT_KEY: notes}, *args, **kwargs)
         self.barrier()
         if self.is_global_zero or cleans_own_disk(self, path):
@@ -196,35 +198,21 @@ class DCTStrategy(DDPStrategy):
         file = saved.resolve_symlink(str(path))
         with compared(file) as fingerprints, self._shared_weights():
             remainder = super().load_checkpoint(path, state, strict, weights_only)
-        notes = remainder.pop(saved.CHECKPOINT_KEY, []) if isinstance(state, dict) and state else []
-        notes = agreed_notes(notes, file, fingerprints)
-        for synchronizer, module in zip(self.synchronizers, self.modules, strict=True) if notes else ():
-            key = _key_of(module, state)
-            for index, note in enumerate(notes):
-                if key is not None and note.get("module") == key:
-                    own = restore_state(self, _part(file, index), note, weights_only)
-                    load = partial(self._continue, synchronizer, own, state)
-                    check_replicas(on_all_ranks(load, file), file)
+        wanted = state if isinstance(state, dict) else {}
+        notes = agreed_notes(remainder.pop(saved.CHECKPOINT_KEY, []) if wanted else [], file, fingerprints)
+        by_key = {note.get("module"): (_part(file, index), note) for index, note in enumerate(notes)}
+        for key, synchronizer in self._modules_in(wanted):
+            if key in by_key:
+                load = partial(_continue, synchronizer, restore_state(self, *by_key[key], weights_only), wanted)
+                check_replicas(on_all_ranks(load, file), file)
+            else:
+                rank_zero_info(f"{path} holds no state of DCTStrategy for {key!r}: its residuals start at zero.")
         return remainder
 
-    def _continue(self, synchronizer: Synchronizer, own: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
-        """Continue from a state that has been read, without a collective call; what all ranks must have alike."""
-        synchronizer.load_state_dict(own)
-        states = dict(own.get("optimizers", []))
-        for key, optimizer in self._optimizers_of(synchronizer, wanted):
-            if key in states:
-                optimizer.load_state_dict(states[key])
-        return digest_of(synchronizer)
-
-    def _optimizers_of(self, synchronizer: Synchronizer, state: dict[str, Any]) -> list[tuple[str, Optimizer]]:
-        """The optimizers in Fabric's state that step parameters of a module of which ranks exchange updates."""
-        if not isinstance(synchronizer, UpdateSynchronizer):
-            return []
-        found = [(key, one) for key, one in state.items() if isinstance(one, Optimizer)]
-        names = synchronizer.parameter_names
-        return [
-            (key, one) for key, one in found if any(p in names for group in one.param_groups for p in group["params"])
-        ]
+    def _modules_in(self, state: Mapping[str, Any]) -> list[tuple[str, Synchronizer]]:
+        """The keys and synchronizers of the modules in Fabric's state."""
+        found = zip(self.modules, self.synchronizers, strict=True)
+        return [(key, its) for module, its in found for key, one in state.items() if one is module]
 
     @property
     def _updates(self) -> list[UpdateSynchronizer]:
@@ -251,8 +239,23 @@ class _NoBackwardSync(BackwardSyncControl):
         return nullcontext()
 
 
-def _key_of(module: Module, state: dict[str, Any]) -> str | None:
-    return next((key for key, one in state.items() if one is module), None)
+def _continue(synchronizer: Synchronizer, own: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    """Continue from what has been read, without a collective call; what all ranks must have alike."""
+    synchronizer.load_state_dict(own)
+    states = dict(own.get("optimizers", []))
+    for key, optimizer in _optimizers_of(synchronizer, state):
+        if key in states:
+            optimizer.load_state_dict(states[key])
+    return digest_of(synchronizer)
+
+
+def _optimizers_of(synchronizer: Synchronizer, state: Mapping[str, Any]) -> list[tuple[str, Optimizer]]:
+    """The optimizers in Fabric's state that step parameters of a module of which ranks exchange updates."""
+    if not isinstance(synchronizer, UpdateSynchronizer):
+        return []
+    found = [(key, one) for key, one in state.items() if isinstance(one, Optimizer)]
+    stepped = {key: {parameter for group in one.param_groups for parameter in group["params"]} for key, one in found}
+    return [(key, one) for key, one in found if not stepped[key].isdisjoint(synchronizer.parameter_names)]
 
 
 def _part(path: Any, index: int) -> str:
