@@ -113,6 +113,7 @@ class AutoSettings(RunAdvice):
         if self._link is None:
             return
         strategy: Any = trainer.strategy
+        self._before = strategy.traffic.totals
         place = strategy.node_rank, strategy.local_rank
         layout = find_layout(place, strategy.synchronizer.exchange.everyone.group)
         self._measured = Measured(0.0, self._link, layout, workload_of(pl_module))  # before any step

@@ -148,7 +148,7 @@ class RunAdvice(InternalCallback):
         alone, dense = strategy.when_alone, dense_setting(strategy)
         for note in notes_at_start(strategy.given, everyone.size, steps, device.type, alone, dense):
             rank_zero_info(note)
-        self._clock, self._before = StepClock(), strategy.traffic.totals
+        self._clock = StepClock()
         self._tell_at, self._has_warned, self._slow = 0.0, False, None
         self._link = measure_link(everyone.group, device) if everyone.size > 1 else None
 
