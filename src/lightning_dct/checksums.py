@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from lightning_dct.kernels.bits import as_bytes
 
 
 class CheckpointError(ValueError):
@@ -32,8 +33,7 @@ def without_checksum(data: bytes, what: str) -> bytes:
 
 def bytes_of(tensor: Tensor) -> Any:
     """A tensor's bytes, a numpy array; without a copy if they lie flat in the host's memory."""
-    # An empty tensor that was an array of numpy has a stride of 0, with which torch does not view bytes.
-    return tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+    return as_bytes(tensor.detach().cpu()).numpy()
 
 
 def checksum_of(tensor: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Packs flags, eight to a byte with the first in the lowest bit, and finds set flags."""
+"""Packs flags, eight to a byte with the first in the lowest bit, finds set flags, and views entries as bytes."""
 
 from functools import lru_cache
 
@@ -13,6 +13,15 @@ GATHER_BITS = sum(1 << (56 - 7 * byte) for byte in range(8))
 def num_bytes(num_bits: int) -> int:
     """Bytes that hold ``num_bits`` bits."""
     return (num_bits + 7) // 8
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor's entries in their order: shape ``[bytes]``, uint8; without a copy if they lie flat.
+
+    torch views entries as bytes only where their stride is one. That of no entry or a single one need not be, as in an
+    empty array of numpy.
+    """
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def flags_num_bytes(size: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torchmetrics import Metric
 
 from lightning_dct.pipeline.mesh import to_device
@@ -146,7 +146,7 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
                 f" pipeline. Choose a batch size that is a multiple of {parts} (and `drop_last=True` for the loader's"
                 " last batch), or other `micro_batches`."
             )
-    return [_part(batch, number, parts) for number in range(parts)]
+    return _cut(batch, parts)
 
 
 def split_ragged(value: Any, parts: int, batch: Any) -> list[Any]:
@@ -159,7 +159,7 @@ def split_ragged(value: Any, parts: int, batch: Any) -> list[Any]:
     length = lengths.pop() if len(lengths) == 1 else None
     if length not in rows or not length:
         return [value]
-    return [_part(value, number, min(parts, length)) for number in range(min(parts, length))]
+    return _cut(value, min(parts, length))
 
 
 def join(outputs: Sequence[Any]) -> Any:
@@ -170,8 +170,10 @@ def join(outputs: Sequence[Any]) -> Any:
     return tree_map(lambda *parts: _joined(parts, rows), *outputs)
 
 
-def _part(tree: Any, number: int, parts: int) -> Any:
-    return tree_map(lambda leaf: leaf.tensor_split(parts)[number] if _has_rows(leaf) else leaf, tree)
+def _cut(tree: Any, parts: int) -> list[Any]:
+    leaves, structure = tree_flatten(tree)
+    cut = [leaf.tensor_split(parts) if _has_rows(leaf) else (leaf,) * parts for leaf in leaves]
+    return [tree_unflatten([leaf[part] for leaf in cut], structure) for part in range(parts)]
 
 
 def _has_rows(leaf: Any) -> bool:

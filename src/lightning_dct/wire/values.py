@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_dct.kernels import cpu_kernel, fastest_kernel
-from lightning_dct.kernels.bits import num_bytes, pack_bits, places_in_byte, unpack_bits
+from lightning_dct.kernels.bits import as_bytes, num_bytes, pack_bits, places_in_byte, unpack_bits
 
 BITS_PER_VALUE: dict[str, int] = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4, "2bit": 2, "1bit": 1}
 SCALED_FORMATS = ("int8", "int4", "2bit", "1bit")
@@ -79,10 +79,7 @@ def encode_values(values: Tensor, tensor_index: Tensor, num_tensors: int, value_
     """
     no_scales = values.new_empty(0, dtype=torch.float32)
     if value_format == "fp32":
-        # torch views memory as bytes only where the stride is one, which that of a single entry need not be.
-        entries = values.to(torch.float32)
-        entries = entries if entries.stride(-1) == 1 else entries.clone(memory_format=torch.contiguous_format)
-        return entries.view(torch.uint8), no_scales
+        return as_bytes(values.to(torch.float32)), no_scales
     if value_format == "bf16":
         # Without a limit the largest floats would round up to infinity.
         limit = min(torch.finfo(torch.bfloat16).max, torch.finfo(values.dtype).max)
