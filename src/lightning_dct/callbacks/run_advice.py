@@ -256,11 +256,11 @@ def _on_updates(given: Given, ranks: int, steps: float, dense: str) -> list[str]
         notes.append(
             f"{steps:,.0f} optimizer steps on {ranks} ranks: DCT takes {settings}, and expects the loss to be about"
             f" {_percent(loss)} above that of plain DDP."
-            + (f" A run of {min(longer):,} steps would send less." if longer else "")
+            + (f" A run of {min(longer):,} steps would send less." if longer and steps >= needed else "")
         )
     if steps < needed:
         fitting = Given(config, BY_LENGTH).for_run(ranks, steps)
-        remedy = f"use {dense}: any compression loses more"
+        remedy = f"use {dense}: all other settings lose more"
         if steps_needed(fitting, ranks) <= steps:
             remedy = f"leave out `local_steps` and `density`: {_settings(fitting)} would fit"
         notes.append(
