@@ -220,6 +220,8 @@ def draw_pace(file: Path, entries: Sequence[Entry], title: str) -> None:
             seconds, found = [point["seconds"] for point in known], [point["metrics"][name] for point in known]
             look = {"color": f"C{(number - 1) % 10}" if number else "black", "marker": "."}
             axis.plot(seconds, found, label=None if place else entry.label, **look)
+            if found and not number and not place:  # where the baseline ends, for the eye
+                axis.axhline(found[-1], color="black", linewidth=1, linestyle="--")
     axis.set(xscale="log", xlabel="seconds of training, without validation")
     axis.set_ylabel(f"{name} ({'higher' if higher_is_better(name) else 'lower'} is better)")
     _finish(figure, axis, file, title)
