@@ -1,5 +1,8 @@
 """The same for Fabric users: training, refreshes, checkpoints; and a process group of the user's own."""
 
+import gc
+import pickle
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -150,6 +153,10 @@ def test_a_plugin_may_read_and_write_files() -> None:
     assert fabric.strategy.checkpoint_io is io
 
 
+def test_the_strategy_is_pickled_for_processes_that_are_spawned() -> None:
+    assert pickle.loads(pickle.dumps(FabricDCTStrategy(density=0.2))).config.density == 0.2
+
+
 def load_the_model_alone(path: Path) -> list[float]:
     """Rates before a save and after a load into a model with another optimizer."""
     rates = []
@@ -187,7 +194,7 @@ def load_one_of_two(path: Path) -> list[bool]:
         return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
     def launched() -> Fabric:
-        strategy = FabricDCTStrategy(local_steps=2, density=0.2)
+        strategy = FabricDCTStrategy(local_steps=2, warmup_steps=0, delay=1, density=0.2)
         fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=strategy)
         fabric.launch()
         return fabric
@@ -207,5 +214,56 @@ def load_one_of_two(path: Path) -> list[bool]:
 
 
 def test_modules_are_found_by_their_key(ranks: Any, tmp_path: Path) -> None:
-    """Oracle: the same three steps, by the module that was saved and by the one that was loaded."""
+    """Oracle: the same three steps, by the module that was saved and by the one that was loaded, within a round."""
     assert ranks(2).run(load_one_of_two, tmp_path / "two.ckpt") == [[True, True]] * 2
+
+
+def train_folds(compress: str) -> tuple[list[bool], int]:
+    """Train one module after the other; which of them are kept, and the number of synchronizers.
+
+    A reference cycle keeps those of rank 1 until their memory is collected, which happens on each rank at its own time.
+    """
+    strategy = FabricDCTStrategy(compress=compress)
+    fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=strategy)
+    fabric.launch()
+    kept: list[weakref.ref] = []
+    for _ in range(3):
+        original = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+        original.cycle = [original] if rank() == 1 else []
+        module, optimizer = fabric.setup(original, torch.optim.Adam(original.parameters()))
+        kept += [weakref.ref(one) for one in (original, original[0].weight, optimizer.optimizer)]
+        fabric.backward(module(torch.rand(4, 8, device=fabric.device)).sum())
+        optimizer.step()
+        with strategy.shared_weights():
+            pass
+    del original, module, optimizer
+    with strategy.shared_weights():
+        pass
+    gc.collect()
+    return [one() is not None for one in kept], len(strategy.synchronizers)
+
+
+@pytest.mark.parametrize("compress", ["gradients", "updates"])
+def test_modules_that_are_dropped_are_not_kept(ranks: Any, compress: str) -> None:
+    """Oracle: no reference; and ranks that disagree for a while on what is there do not wait for each other."""
+    assert ranks(2).run(train_folds, compress) == [([False] * 9, 0)] * 2
+
+
+def train_parts_of_a_list() -> list[torch.Tensor]:
+    strategy = FabricDCTStrategy(density=0.2)
+    fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=strategy)
+    fabric.launch()
+    part = torch.nn.Linear(40, 8)
+    optimizer = fabric.setup(torch.nn.ModuleList([part]), torch.optim.SGD(part.parameters(), lr=0.1))[1]
+    gc.collect()
+    fabric.backward(part(torch.full((4, 40), 1.0 + rank(), device=fabric.device)).sum())
+    optimizer.step()
+    with strategy.shared_weights():
+        return [part.weight.detach().clone(), torch.tensor(float(strategy.traffic.totals.steps))]
+
+
+def test_a_module_is_synchronised_while_an_optimizer_steps_its_parameters(ranks: Any) -> None:
+    """Nobody keeps the list, as in programs that set up several modules at once."""
+    one, other = ranks(2).run(train_parts_of_a_list)
+    assert torch.equal(one[0], other[0])
+    assert one[1] == 1.0
