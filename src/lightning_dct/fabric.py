@@ -28,6 +28,7 @@ from lightning_dct.checkpoint.reading import (
     digest_of,
     on_all_ranks,
     restore_state,
+    state_of_nothing,
 )
 from lightning_dct.compress.awaited import clock_of
 from lightning_dct.config import DCTConfig, check_keywords
@@ -225,6 +226,8 @@ class DCTStrategy(DDPStrategy):
                 check_replicas(on_all_ranks(load, file), file)
             else:
                 rank_zero_info(f"{path} holds no state of DCTStrategy for {key!r}: its residuals start at zero.")
+                traffic = synchronizer.traffic.state_dict()  # of all modules
+                synchronizer.load_state_dict({**state_of_nothing(synchronizer.synchronisations), "traffic": traffic})
         return remainder
 
     def _modules_in(self, state: Mapping[str, Any]) -> list[tuple[str, Synchronizer]]:

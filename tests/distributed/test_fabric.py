@@ -179,6 +179,34 @@ def test_an_optimizer_that_nobody_loads_stays_as_it_is(ranks: Any, tmp_path: Pat
     assert ranks(2).run(load_the_model_alone, tmp_path / "model.ckpt") == [[0.01, 1e-5]] * 2
 
 
+def load_a_checkpoint_of_plain_ddp(path: Path, compress: str) -> list[bool]:
+    """Whether residuals are there before and after, while updates are in flight, and whether a rank has its own."""
+    rounds = {"local_steps": 2, "warmup_steps": 0, "delay": 2} if compress == "updates" else {}
+    strategy = FabricDCTStrategy(compress=compress, density=0.1, **rounds)
+    fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=strategy)
+    fabric.launch()
+    module = Perceptron()
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.05))
+    if rank() == 0:
+        torch.save({"model": module.state_dict()}, path)
+    fabric.barrier()
+    for inputs, _ in Noise(4, 40, 8, rank=rank()):
+        fabric.backward(model(fabric.to_device(inputs)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    before, steps = strategy.synchronizers[0].norm(), strategy.traffic.totals.steps
+    fabric.load(path, {"model": model})
+    same = torch.load(path)["model"]
+    alike = all(torch.equal(same[name].to(one.device), one) for name, one in module.state_dict().items())
+    return [before > 0.0, strategy.synchronizers[0].norm() > 0.0, alike, steps == strategy.traffic.totals.steps]
+
+
+@pytest.mark.parametrize("compress", ["gradients", "updates"])
+def test_residuals_start_at_zero_without_a_saved_state(ranks: Any, tmp_path: Path, compress: str) -> None:
+    found = ranks(2).run(load_a_checkpoint_of_plain_ddp, tmp_path / "ddp.ckpt", compress)
+    assert found == [[True, False, True, True]] * 2
+
+
 def load_one_of_two(path: Path) -> list[bool]:
     """Whether a module that nobody loads goes on, and whether one is found in a program with fewer modules."""
 
