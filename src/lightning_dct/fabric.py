@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from lightning.fabric.accelerators.accelerator import Accelerator
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -38,6 +38,7 @@ from lightning_dct.failures.process_group import group_is_made
 from lightning_dct.law import Given, RunSettings
 from lightning_dct.lightning_private import BackwardSyncControl, StrategyRegistry
 from lightning_dct.profiling import recorded
+from lightning_dct.saving import EDITED_GROUPS, checksum_of_groups, with_groups_of
 from lightning_dct.strategy import DCTStrategy as TrainerStrategy
 from lightning_dct.sync.setup import (
     check_optimizers,
@@ -194,8 +195,11 @@ class DCTStrategy(DDPStrategy):
         notes = []
         for index, (key, synchronizer) in enumerate(modules):
             note = saved.make_note(self.world_size, synchronizer.synchronisations, f"{save}{index:02d}")
-            optimizers = [[name, one.state_dict()] for name, one in _optimizers_of(synchronizer, state)]
-            own = {**synchronizer.state_dict(), "optimizers": optimizers}
+            optimizers: list[list[Any]] = [
+                [name, one.state_dict()] for name, one in _optimizers_of(synchronizer, state)
+            ]
+            groups = self.broadcast({name: _checksum_of_groups(one) for name, one in optimizers})
+            own = {**synchronizer.state_dict(), "optimizers": optimizers, "optimizer_groups": groups}
             written = saved.write_state(self.checkpoint_io, _part(path, index), note, self.global_rank, own)
             notes.append({**saved.seal(note, gather_objects(written)), "module": key})
         super().save_checkpoint(path, {**state, saved.CHECKPOINT_KEY: notes}, *args, **kwargs)
@@ -290,10 +294,14 @@ class _NoBackwardSync(BackwardSyncControl):
 def _continue(synchronizer: Synchronizer, own: dict[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
     """Continue from what has been read, without a collective call; what all ranks must have alike."""
     synchronizer.load_state_dict(own)
-    states = dict(own.get("optimizers", []))
+    states, groups = dict(own.get("optimizers", [])), own.get("optimizer_groups", {})
     for key, optimizer in _optimizers_of(synchronizer, state):
         if key in states:
-            optimizer.load_state_dict(states[key])
+            theirs, mine = optimizer.state_dict(), [states[key]]  # Lightning's file has been loaded
+            if key in groups and groups[key] != _checksum_of_groups(theirs):
+                rank_zero_warn(EDITED_GROUPS)
+                mine = with_groups_of([theirs], mine)
+            optimizer.load_state_dict(mine[0])
     return digest_of(synchronizer)
 
 
@@ -304,6 +312,10 @@ def _optimizers_of(synchronizer: Synchronizer, state: Mapping[str, Any]) -> list
     found = [(key, one) for key, one in state.items() if isinstance(one, Optimizer)]
     stepped = {key: {parameter for group in one.param_groups for parameter in group["params"]} for key, one in found}
     return [(key, one) for key, one in found if not stepped[key].isdisjoint(synchronizer.parameter_names)]
+
+
+def _checksum_of_groups(state: Mapping[str, Any]) -> int:
+    return checksum_of_groups({"optimizer_states": [state]})
 
 
 def _part(path: Any, index: int) -> str:

@@ -179,6 +179,40 @@ def test_an_optimizer_that_nobody_loads_stays_as_it_is(ranks: Any, tmp_path: Pat
     assert ranks(2).run(load_the_model_alone, tmp_path / "model.ckpt") == [[0.01, 1e-5]] * 2
 
 
+def load_with_another_rate(path: Path) -> list[tuple[list[float], bool]]:
+    """The rates after a load and whether each rank has its own momentum: of what was saved, and of a file edited."""
+    found = []
+    for rate in (0.1, 0.001):
+        fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=FabricDCTStrategy())
+        fabric.launch()
+        module = Perceptron()
+        model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
+        state = {"model": model, "optimizer": optimizer}
+        fabric.backward(model(torch.full((4, 40), 1.0 + rank(), device=fabric.device)).sum())
+        optimizer.step()
+        optimizer.param_groups[0]["momentum"] = 0.5 + 0.1 * rank()  # as methods that adapt it on each rank
+        momentum = optimizer.state[module.gain]["momentum_buffer"].clone()
+        fabric.save(path, state)
+        if rank() == 0:
+            edited = torch.load(path)
+            edited["optimizer"]["param_groups"][0]["lr"] = rate
+            torch.save(edited, path)
+        fabric.barrier()
+        optimizer.load_state_dict(torch.optim.SGD(module.parameters(), lr=7.0).state_dict())
+        fabric.load(path, state)
+        (group,) = optimizer.param_groups
+        is_own = torch.equal(optimizer.state[module.gain]["momentum_buffer"], momentum)
+        found.append(([group["lr"], group["momentum"]], is_own))
+    return found
+
+
+def test_hyperparameters_that_somebody_edits_in_the_file_are_taken(ranks: Any, tmp_path: Path) -> None:
+    """A rank keeps its own only if the file has those that were saved."""
+    one, other = ranks(2).run(load_with_another_rate, tmp_path / "edited.ckpt")
+    assert one == [([0.1, 0.5], True), ([0.001, 0.5], True)]
+    assert other == [([0.1, 0.6], True), ([0.001, 0.5], True)]
+
+
 def load_a_checkpoint_of_plain_ddp(path: Path, compress: str) -> list[bool]:
     """Whether residuals are there before and after, while updates are in flight, and whether a rank has its own."""
     rounds = {"local_steps": 2, "warmup_steps": 0, "delay": 2} if compress == "updates" else {}
