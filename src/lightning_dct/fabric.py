@@ -85,6 +85,7 @@ class DCTStrategy(DDPStrategy):
         super().__init__(accelerator=accelerator, **kwargs)
         self.traffic = Traffic(recorded)
         self._step_guard = StepGuard()
+        self._is_evaluating = False
         if self.config.compress == "updates":
             self._backward_sync_control = _NoBackwardSync()
 
@@ -161,6 +162,9 @@ class DCTStrategy(DDPStrategy):
     @contextmanager
     def shared_weights(self) -> Iterator[None]:
         """Have the weights that all ranks share in the modules, to evaluate them; a collective call."""
+        if self._is_evaluating:  # as where a function that evaluates calls another
+            yield
+            return
         # With the modules, which so stay.
         own = {its.number: (module, its.synchronizer) for module, its in self._synchronized.items()}
         # Ranks delete a module that the user has dropped at different times, and its buffers need all ranks.
@@ -170,9 +174,11 @@ class DCTStrategy(DDPStrategy):
         with self._shared_weights():
             for synchronizer in updates:
                 synchronizer.begin_evaluation()
+            self._is_evaluating = True
             try:
                 yield
             finally:
+                self._is_evaluating = False
                 for synchronizer in updates:
                     synchronizer.end_evaluation()
 
@@ -186,6 +192,8 @@ class DCTStrategy(DDPStrategy):
         path, save = self.broadcast((str(path), secrets.token_hex(4)))
         modules = self._modules_in(state)
         parts = [_part(path, index) for index in range(len(modules))]
+        while saved.files_beside(earlier := _part(path, len(parts))):  # of a save of more modules
+            parts.append(earlier)
         if self.is_global_zero:
             lock(path)
         # The first rank of a node may have to clean the node's disk.

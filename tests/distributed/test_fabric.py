@@ -108,6 +108,47 @@ def test_updates_are_exchanged_and_saved(ranks: Any, tmp_path: Path, settings: d
     assert torch.equal(resumed[1]["own"], other["own"])
 
 
+def evaluate_within_an_evaluation() -> bool:
+    """Whether the weights and buffers of an evaluation stay when another one within it ends, and its own afterwards."""
+    strategy = FabricDCTStrategy(density=0.1)
+    fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=strategy)
+    fabric.launch()
+    original = torch.nn.Sequential(torch.nn.Linear(40, 8), torch.nn.BatchNorm1d(8))
+    module, optimizer = fabric.setup(original, torch.optim.SGD(original.parameters(), lr=0.1))
+    for inputs, _ in Noise(3, 40, 8, rank=rank()):
+        fabric.backward(module(fabric.to_device(inputs)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def now() -> list[torch.Tensor]:
+        return [value.clone() for value in original.state_dict().values()]
+
+    own = now()
+    with strategy.shared_weights():
+        shown = now()
+        with strategy.shared_weights():
+            pass
+        stays = all(map(torch.equal, shown, now()))
+    return stays and all(map(torch.equal, own, now())) and not all(map(torch.equal, own, shown))
+
+
+def test_an_evaluation_within_another(ranks: Any) -> None:
+    assert ranks(2).run(evaluate_within_an_evaluation) == [True] * 2
+
+
+def save_fewer_modules(path: Path) -> None:
+    fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=FabricDCTStrategy())
+    fabric.launch()
+    modules = {name: fabric.setup_module(Perceptron()) for name in ("first", "second", "third")}
+    fabric.save(path, modules)
+    fabric.save(path, {"first": modules["first"]})
+
+
+def test_a_save_removes_what_modules_of_an_earlier_one_have_left(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(save_fewer_modules, tmp_path / "a.ckpt")
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["a.ckpt", "a.ckpt.module-0.dct"]
+
+
 def save_or_load_two_modules(path: Path, load: bool) -> None:
     """Save two modules of one shape, or load them."""
     fabric = Fabric(accelerator=accelerator(), devices=dist.get_world_size(), strategy=FabricDCTStrategy(density=0.2))
